@@ -1,0 +1,1 @@
+"""Scripts that measure memo beside its peers and print the ratio."""

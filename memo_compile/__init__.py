@@ -1,0 +1,1 @@
+"""memo: a torch.compile backend that plans activation memory."""

@@ -1,0 +1,1 @@
+"""The torch.compile entry point and the two lowerings."""

@@ -1,0 +1,47 @@
+"""The ``memo`` command: one typer app, one place that turns errors into exit codes.
+
+Exit codes: 0 done / fits / equal; 1 infeasible, does not fit, verify failed; 2 bad input;
+3 time limit without an answer.
+"""
+
+import sys
+
+import click
+import typer
+
+from memo_compile.errors import Infeasible, MemoError
+
+app = typer.Typer(
+    name="memo",
+    help="Plan activation memory for torch.compile.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _register() -> None:
+    """Attach every command; a module of ``memo_compile.cli`` holds one or a few."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line and leave the process with the exit code of the table above."""
+    _register()
+    try:
+        code = app(args=argv, standalone_mode=False)
+    except click.exceptions.Exit as error:
+        code = error.exit_code
+    except click.ClickException as error:
+        print(f"memo: {error.format_message()}", file=sys.stderr)
+        code = 2
+    except Infeasible as error:
+        print(f"memo: {error}", file=sys.stderr)
+        code = 1
+    except MemoError as error:
+        print(f"memo: {error}", file=sys.stderr)
+        code = 2
+    sys.exit(code or 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Every exception that memo raises on purpose. A user's mistake is a MemoError, never an assert."""
+
+
+class MemoError(Exception):
+    """Something went wrong that memo can name: what failed, where, expected, got, what to change."""
+
+
+class ConfigError(MemoError, ValueError):
+    """An option is unknown or has a value that cannot be used."""
+
+
+class InputError(MemoError, ValueError):
+    """A file or an argument of a command is malformed; the message starts with file:line or field."""
+
+
+class UnsupportedGraph(MemoError):
+    """The graph holds something that memo cannot plan; the caller steps aside to plain Inductor."""
+
+
+class Infeasible(MemoError):
+    """No plan satisfies the bound; the message states the floor and what makes it."""
+
+
+class InvalidPlan(MemoError):
+    """The independent checker found a plan that would compute a wrong result or break its bound."""
+
+
+class PassFailed(MemoError):
+    """A pass raised, broke the graph, or claimed something that is not true."""
+
+
+class RuntimeMisuse(MemoError):
+    """The program was called in a way that its plan does not cover, e.g. a backward run twice."""

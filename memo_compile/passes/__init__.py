@@ -1,0 +1,1 @@
+"""GraphModule + Plan -> GraphModule; pipeline.py is the one runner."""

@@ -1,0 +1,1 @@
+"""Problem -> Plan. No torch here."""

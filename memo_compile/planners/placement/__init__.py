@@ -1,0 +1,1 @@
+"""PlacementProblem -> Placement: offsets of buffers in an arena."""

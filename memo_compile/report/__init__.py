@@ -1,0 +1,1 @@
+"""Plan -> table, HTML, Chrome trace, memory snapshot."""

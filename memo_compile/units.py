@@ -1,0 +1,62 @@
+"""The only parser and formatter of byte sizes and durations."""
+
+import re
+
+from memo_compile.errors import ConfigError
+
+_DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_FACTORS = {"": 1, "B": 1, **_DECIMAL, **_BINARY}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*$")
+_PERCENT = re.compile(r"^\s*(\d+(?:\.\d*)?)\s*%\s*$")
+
+
+def parse_size(text: str | int, *, total_bytes: int | None = None, what: str = "size") -> int:
+    """Bytes of ``text``: an int of bytes, or KB/MB/GB/TB (10^n), or KiB/MiB/GiB/TiB (2^n).
+
+    ``80%`` is of ``total_bytes``, the device's memory.
+
+    Raises:
+        ConfigError: not a size, negative, or a percentage where the total is unknown.
+    """
+    if isinstance(text, bool) or not isinstance(text, int | str):
+        raise ConfigError(f"{what}: expected bytes or a text like '60GiB', got {text!r}")
+    if isinstance(text, int):
+        if text < 0:
+            raise ConfigError(f"{what}: expected at least 0 bytes, got {text}")
+        return text
+    if percent := _PERCENT.match(text):
+        return _percent_of(float(percent.group(1)), total_bytes, what)
+    match = _SIZE.match(text)
+    factor = _FACTORS.get(match.group(2).upper()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(
+            f"{what}: expected bytes, or a number with KB, MB, GB, KiB, MiB, GiB or %, got {text!r}"
+        )
+    return round(float(match.group(1)) * factor) if factor > 1 else int(float(match.group(1)))
+
+
+def _percent_of(percent: float, total_bytes: int | None, what: str) -> int:
+    if total_bytes is None:
+        raise ConfigError(f"{what}: {percent:g}% of what? The device's memory is unknown here")
+    if percent > 100:
+        raise ConfigError(f"{what}: expected at most 100%, got {percent:g}%")
+    return int(total_bytes * percent / 100)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """``num_bytes`` with a binary unit and three significant places, e.g. ``1.25 GiB``."""
+    value, sign = abs(float(num_bytes)), "-" if num_bytes < 0 else ""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{sign}{value:.0f} {unit}" if unit == "B" else f"{sign}{value:.2f} {unit}"
+        value /= 1024
+    return f"{sign}{value:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds`` with the unit that keeps one to three digits before the point."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.2f} {unit}"
+    return f"{seconds * 1e9:.0f} ns"

@@ -1,0 +1,1 @@
+"""Arena, leases, streams and the executor of step programs. Imports torch only."""
