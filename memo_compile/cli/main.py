@@ -4,6 +4,7 @@ Exit codes: 0 done / fits / equal; 1 infeasible, does not fit, verify failed; 2 
 3 time limit without an answer.
 """
 
+import importlib
 import sys
 
 import click
@@ -20,8 +21,18 @@ app = typer.Typer(
 )
 
 
+_COMMAND_MODULES: tuple[str, ...] = ()
+"""Modules of memo_compile.cli; each has ``register(app)`` that attaches its commands."""
+
+
+@app.callback()
+def _root() -> None:
+    """Plan activation memory for torch.compile."""
+
+
 def _register() -> None:
-    """Attach every command; a module of ``memo_compile.cli`` holds one or a few."""
+    for name in _COMMAND_MODULES:
+        importlib.import_module(f"memo_compile.cli.{name}").register(app)
 
 
 def main(argv: list[str] | None = None) -> None:
