@@ -2,7 +2,7 @@
 
 
 class MemoError(Exception):
-    """Something went wrong that memo can name: what failed, where, expected, got, what to change."""
+    """Something went wrong that memo can name: what failed, where, expected against got, a mend."""
 
 
 class ConfigError(MemoError, ValueError):
@@ -10,7 +10,7 @@ class ConfigError(MemoError, ValueError):
 
 
 class InputError(MemoError, ValueError):
-    """A file or an argument of a command is malformed; the message starts with file:line or field."""
+    """A file or argument of a command is malformed; the message starts with file:line or field."""
 
 
 class UnsupportedGraph(MemoError):
