@@ -1,1 +1,22 @@
 """PlacementProblem -> Placement: offsets of buffers in an arena."""
+
+from memo_compile.planners.placement.planner import place
+from memo_compile.planners.placement.problem import (
+    Block,
+    Buffer,
+    Placement,
+    PlacementProblem,
+    PlacementStatus,
+)
+from memo_compile.planners.placement.validate import check_placement, find_violations
+
+__all__ = [
+    "Block",
+    "Buffer",
+    "Placement",
+    "PlacementProblem",
+    "PlacementStatus",
+    "check_placement",
+    "find_violations",
+    "place",
+]

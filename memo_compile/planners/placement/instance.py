@@ -1,0 +1,172 @@
+"""A placement problem in the form that the solvers work on: integer arrays over compressed time.
+
+Time is cut into sections, one for each maximal set of buffers that are live together (a run of
+births followed by a death). Two buffers overlap in time exactly when they share a section, and all
+that a bound has to look at is the load of each section.
+
+``N`` = buffers with a size above 0, ``G`` = live spans (more than N when buffers have gaps),
+``S`` = sections.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memo_compile.planners.placement.problem import Buffer, PlacementProblem
+
+Ints = npt.NDArray[np.int64]
+
+FREE = -1
+"""In ``Instance.fixed``: the offset is the solver's to choose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Instance:
+    """Arrays of a problem's buffers, in the problem's order without the empty ones."""
+
+    problem: PlacementProblem
+    buffers: tuple[Buffer, ...]
+    size: Ints
+    """(N,) bytes."""
+    align: Ints
+    """(N,) bytes; the offset is a multiple."""
+    fixed: Ints
+    """(N,) bytes, or FREE."""
+    span_start: Ints
+    """(N + 1,): buffer i has the spans span_start[i] to span_start[i + 1]."""
+    span_lower: Ints
+    """(G,) first section of a span."""
+    span_upper: Ints
+    """(G,) section after a span."""
+    num_sections: int
+    padding: int
+    """Common divisor of all alignments: in a stack each buffer but the top one is padded to it."""
+
+    @property
+    def num_buffers(self) -> int:
+        """N."""
+        return len(self.buffers)
+
+    @property
+    def padded(self) -> Ints:
+        """(N,) bytes that a buffer takes from the one above it: size rounded up to ``padding``."""
+        return -(-self.size // self.padding) * self.padding
+
+    @property
+    def max_slack(self) -> int:
+        """Most bytes by which padding can overstate a stack: the top buffer needs none."""
+        return int((self.padded - self.size).max(initial=0))
+
+    @property
+    def first(self) -> Ints:
+        """(N,) first section of each buffer."""
+        return self.span_lower[self.span_start[:-1]]
+
+    @property
+    def last(self) -> Ints:
+        """(N,) section after each buffer's last span."""
+        return self.span_upper[self.span_start[1:] - 1]
+
+    @property
+    def owner(self) -> Ints:
+        """(G,) buffer of each span."""
+        return np.repeat(np.arange(self.num_buffers), np.diff(self.span_start))
+
+    def loads(self, weight: Ints) -> Ints:
+        """(S,) sum of ``weight`` (N,) over the buffers that are live in each section."""
+        change = np.zeros(self.num_sections + 1, dtype=np.int64)
+        of_span = weight[self.owner]
+        np.add.at(change, self.span_lower, of_span)
+        np.subtract.at(change, self.span_upper, of_span)
+        return np.cumsum(change)[:-1]
+
+    def offsets(self, of_item: Sequence[int] | Ints) -> dict[str, int]:
+        """Offsets by id for the whole problem; empty buffers lie at 0 or where they are fixed."""
+        offsets = {b.id: b.offset or 0 for b in self.problem.buffers}
+        for buffer, offset in zip(self.buffers, of_item, strict=True):
+            offsets[buffer.id] = int(offset)
+        return offsets
+
+    def height(self, of_item: Sequence[int] | Ints) -> int:
+        """Largest end in bytes of the offsets ``of_item`` (N,)."""
+        return int((np.asarray(of_item, dtype=np.int64) + self.size).max(initial=0))
+
+    def of_mapping(self, offsets: Mapping[str, int]) -> Ints:
+        """(N,) offsets from offsets by id."""
+        return np.array([offsets[b.id] for b in self.buffers], dtype=np.int64)
+
+
+def build_instance(problem: PlacementProblem, only: Iterable[str] | None = None) -> Instance:
+    """The arrays of ``problem``, or of its buffers whose ids are in ``only``."""
+    chosen = None if only is None else set(only)
+    buffers = tuple(b for b in problem.buffers if b.size > 0 and (chosen is None or b.id in chosen))
+    spans = [b.segments() for b in buffers]
+    span_start = np.zeros(len(buffers) + 1, dtype=np.int64)
+    np.cumsum([len(s) for s in spans], out=span_start[1:])
+    lower, upper, num_sections = _sections([span for of_one in spans for span in of_one])
+    align = np.array([problem.alignment_of(b) for b in buffers], dtype=np.int64)
+    fixed = [FREE if b.offset is None else b.offset for b in buffers]
+    return Instance(
+        problem=problem,
+        buffers=buffers,
+        size=np.array([b.size for b in buffers], dtype=np.int64),
+        align=align,
+        fixed=np.array(fixed, dtype=np.int64),
+        span_start=span_start,
+        span_lower=lower,
+        span_upper=upper,
+        num_sections=num_sections,
+        padding=int(np.gcd.reduce(align)) if buffers else 1,
+    )
+
+
+def _sections(spans: Sequence[tuple[int, int]]) -> tuple[Ints, Ints, int]:
+    """First section and section after, for each half-open span of time; and how many there are."""
+    events = sorted(
+        [(lower, 1, index) for index, (lower, _) in enumerate(spans)]
+        + [(upper, 0, index) for index, (_, upper) in enumerate(spans)]
+    )
+    first = np.zeros(len(spans), dtype=np.int64)
+    after = np.zeros(len(spans), dtype=np.int64)
+    section, died = 0, False
+    for _, birth, index in events:
+        if birth:
+            section += died
+            died = False
+            first[index] = section
+        else:
+            died = True
+            after[index] = section + 1
+    return first, after, section + 1 if spans else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Overlaps:
+    """Who is live together with whom, as rows of one array."""
+
+    start: Ints
+    """(N + 1,): buffer i overlaps with other[start[i]:start[i + 1]]."""
+    other: npt.NDArray[np.int32]
+    """Indices of buffers, ascending within a row."""
+
+
+def find_overlaps(instance: Instance) -> Overlaps:
+    """All pairs of buffers that share a section. Quadratic: N vector operations of length G."""
+    n = instance.num_buffers
+    lower, upper, owner = instance.span_lower, instance.span_upper, instance.owner
+    start = np.zeros(n + 1, dtype=np.int64)
+    simple = len(lower) == n
+    rows: list[Any] = []
+    for i in range(n):
+        hit = np.zeros(len(lower), dtype=bool)
+        for g in range(instance.span_start[i], instance.span_start[i + 1]):
+            hit |= (lower < upper[g]) & (upper > lower[g])
+        row = np.flatnonzero(hit) if simple else np.unique(owner[hit])
+        row = row[row != i].astype(np.int32)
+        start[i + 1] = start[i] + len(row)
+        rows.append(row)
+    other = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int32)
+    return Overlaps(start=start, other=other)

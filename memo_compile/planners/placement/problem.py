@@ -1,0 +1,245 @@
+"""The placement problem and its answer as plain data.
+
+A buffer is a rectangle of known width (its lifetime) and height (its size); placement chooses the
+offset. Two buffers that are alive at the same time must not share a byte.
+
+Aliases and in-place pairs are ONE buffer here: merge them before (one size, the union of the
+lifetimes). Separate arenas (device, host) are separate problems.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from memo_compile.errors import InputError
+
+
+class PlacementStatus(Enum):
+    """How a placement ended; the values are what the command line prints."""
+
+    OPTIMAL = "optimal"
+    """A smaller height is impossible, and that is proved."""
+    FEASIBLE = "feasible"
+    """Valid, and within the capacity where one is given."""
+    INFEASIBLE = "infeasible"
+    """No placement fits the capacity, and that is proved; ``conflict`` names who cannot."""
+    TIME_LIMIT = "time_limit"
+    """Nothing that fits the capacity was found in time; ``offsets`` holds the lowest found."""
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """``size`` bytes that are live over the half-open ``[lower, upper)`` minus ``gaps``.
+
+    Raises:
+        InputError: a field makes no sense; the message names the buffer and the field.
+    """
+
+    id: str
+    lower: int
+    """First time at which the buffer is live."""
+    upper: int
+    """First time after its life."""
+    size: int
+    """Bytes; 0 is allowed and takes no room."""
+    alignment: int = 1
+    """The offset is a multiple of this many bytes."""
+    offset: int | None = None
+    """Bytes; set when the offset is given and must be kept."""
+    gaps: tuple[tuple[int, int], ...] = ()
+    """Half-open spans inside the lifetime in which the bytes belong to nobody; ascending."""
+    hint: int | None = None
+    """Bytes; an offset to try first. It binds nobody."""
+    block: str | None = None
+    """``Block.id`` of the region call whose transient this is."""
+
+    def __post_init__(self) -> None:
+        if self.lower >= self.upper:
+            raise self._error("lower", f"expected lower < upper, got {self.lower} >= {self.upper}")
+        if self.size < 0:
+            raise self._error("size", f"expected at least 0 bytes, got {self.size}")
+        if self.alignment < 1:
+            raise self._error("alignment", f"expected at least 1 byte, got {self.alignment}")
+        for name in ("offset", "hint"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise self._error(name, f"expected at least 0 bytes, got {value}")
+        if self.offset is not None and self.offset % self.alignment:
+            raise self._error("offset", f"{self.offset} is not a multiple of {self.alignment}")
+        self._check_gaps()
+
+    def _check_gaps(self) -> None:
+        end = self.lower
+        for lower, upper in self.gaps:
+            if lower >= upper:
+                raise self._error("gaps", f"expected lower < upper, got {lower}-{upper}")
+            if lower < end or upper > self.upper:
+                raise self._error(
+                    "gaps",
+                    f"expected ascending spans inside [{self.lower}, {self.upper}), "
+                    f"got {lower}-{upper}",
+                )
+            end = upper
+        if not self.segments():
+            raise self._error("gaps", "they leave no time in which the buffer is live")
+
+    def _error(self, name: str, message: str) -> InputError:
+        return InputError(f"buffer {self.id!r}: {name}: {message}")
+
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """The half-open spans in which the buffer holds its bytes: the lifetime without gaps."""
+        spans, start = [], self.lower
+        for lower, upper in self.gaps:
+            if lower > start:
+                spans.append((start, lower))
+            start = upper
+        if start < self.upper:
+            spans.append((start, self.upper))
+        return tuple(spans)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One call of a region: the forward or the backward pass of one layer.
+
+    The buffers that name it are its transients. Blocks of one ``class_key`` have the same
+    transients relative to ``lower`` (times and sizes); a planner uses that to plan once per class.
+    """
+
+    id: str
+    class_key: str
+    lower: int
+    """First time of the call."""
+    upper: int
+    """First time after the call."""
+
+    def __post_init__(self) -> None:
+        if self.lower >= self.upper:
+            raise InputError(
+                f"block {self.id!r}: lower: expected lower < upper, "
+                f"got {self.lower} >= {self.upper}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementProblem:
+    """Buffers that share one arena.
+
+    Raises:
+        InputError: an id twice, an unknown block, a transient that outlives its block, a fixed
+            offset off the alignment, or two fixed buffers that share a byte at the same time.
+    """
+
+    buffers: tuple[Buffer, ...]
+    blocks: tuple[Block, ...] = ()
+    capacity: int | None = None
+    """Bytes of the arena; with None the smallest height is sought."""
+    alignment: int = 1
+    """Every offset is a multiple of this many bytes and of its buffer's own alignment."""
+
+    def __post_init__(self) -> None:
+        if self.capacity is not None and self.capacity < 0:
+            raise InputError(f"capacity: expected at least 0 bytes, got {self.capacity}")
+        if self.alignment < 1:
+            raise InputError(f"alignment: expected at least 1 byte, got {self.alignment}")
+        for what, ids in (
+            ("buffer", (buffer.id for buffer in self.buffers)),
+            ("block", (block.id for block in self.blocks)),
+        ):
+            if (twice := _first_duplicate(ids)) is not None:
+                raise InputError(f"{what} {twice!r}: id: used twice; ids must be unique")
+        self._check_blocks()
+        self._check_fixed()
+
+    def _check_blocks(self) -> None:
+        blocks = {block.id: block for block in self.blocks}
+        for buffer in self.buffers:
+            if buffer.block is None:
+                continue
+            block = blocks.get(buffer.block)
+            if block is None:
+                raise InputError(f"buffer {buffer.id!r}: block: no block {buffer.block!r}")
+            if buffer.lower < block.lower or buffer.upper > block.upper:
+                raise InputError(
+                    f"buffer {buffer.id!r}: block: lifetime [{buffer.lower}, {buffer.upper}) "
+                    f"leaves block {block.id!r} [{block.lower}, {block.upper})"
+                )
+
+    def _check_fixed(self) -> None:
+        for buffer in self.buffers:
+            if buffer.offset is not None and buffer.offset % self.alignment:
+                raise InputError(
+                    f"buffer {buffer.id!r}: offset: {buffer.offset} is not a multiple of the "
+                    f"alignment {self.alignment}"
+                )
+        for first, second in fixed_collisions(self.buffers):
+            raise InputError(
+                f"buffers {first.id!r} and {second.id!r}: offset: their fixed offsets overlap "
+                f"({_span(first)} and {_span(second)} while both are live)"
+            )
+
+    def alignment_of(self, buffer: Buffer) -> int:
+        """Bytes that the offset of ``buffer`` is a multiple of: the problem's and its own."""
+        return math.lcm(self.alignment, buffer.alignment)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where each buffer lies, how high that is, and what is proved about it."""
+
+    offsets: Mapping[str, int]
+    """Bytes from the arena's start, for every buffer; empty when INFEASIBLE was proved first."""
+    height_bytes: int
+    """Largest offset + size; 0 when ``offsets`` is empty."""
+    lower_bound_bytes: int
+    """No valid placement is lower than this."""
+    status: PlacementStatus
+    seconds: float
+    """Wall time of planning."""
+    solver: str
+    """Which solver found these offsets: greedy, mip or search, and at which levels."""
+    conflict: tuple[str, ...] = field(default=())
+    """When INFEASIBLE: buffers that cannot fit the capacity together."""
+
+
+def fixed_collisions(buffers: Iterable[Buffer]) -> Iterator[tuple[Buffer, Buffer]]:
+    """Pairs with fixed offsets that share a byte while both are live, in order of time.
+
+    A sweep over the live fixed spans: quadratic only in how many are live at once.
+    """
+    fixed = [b for b in buffers if b.offset is not None and b.size > 0]
+    spans = sorted(
+        (lower, upper, index) for index, b in enumerate(fixed) for lower, upper in b.segments()
+    )
+    live: list[tuple[int, int]] = []
+    for lower, upper, index in spans:
+        while live and live[0][0] <= lower:
+            heapq.heappop(live)
+        for _, other in live:
+            if share_bytes(fixed[index], fixed[other]):
+                yield fixed[other], fixed[index]
+        heapq.heappush(live, (upper, index))
+
+
+def share_bytes(one: Buffer, two: Buffer) -> bool:
+    """True when the fixed address ranges of the two overlap, whenever they live."""
+    assert one.offset is not None
+    assert two.offset is not None
+    return one.offset < two.offset + two.size and two.offset < one.offset + one.size
+
+
+def _first_duplicate(ids: Iterable[str]) -> str | None:
+    seen: set[str] = set()
+    for name in ids:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
+def _span(buffer: Buffer) -> str:
+    assert buffer.offset is not None
+    return f"[{buffer.offset}, {buffer.offset + buffer.size})"

@@ -1,0 +1,108 @@
+"""The independent judge of a placement. It shares nothing with the solvers but the data types.
+
+The proof is a sweep over events: at every birth the address range must be free of live ranges.
+Live ranges are kept sorted by address and never overlap, so looking at two neighbours suffices.
+"""
+
+import bisect
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from memo_compile.errors import InvalidPlan
+from memo_compile.planners.placement.problem import Buffer, Placement, PlacementProblem
+
+_SHOWN = 5
+"""Violations quoted in an error; one defect usually shows up in many pairs."""
+
+
+class _Live(NamedTuple):
+    start: int
+    stop: int
+    id: str
+
+
+def check_placement(
+    problem: PlacementProblem, placement: Placement | Mapping[str, int], *, capacity: bool = True
+) -> None:
+    """The placement is valid: complete, aligned, fixed offsets kept, disjoint, within the capacity.
+
+    ``capacity=False`` skips the last of these, e.g. for the lowest placement found in vain.
+    With a ``Placement`` its stated height is checked too.
+
+    Raises:
+        InvalidPlan: it is not; the message quotes the first violations with ids and bytes.
+    """
+    stated = placement.height_bytes if isinstance(placement, Placement) else None
+    offsets = placement.offsets if isinstance(placement, Placement) else placement
+    found = list(find_violations(problem, offsets, capacity=capacity))
+    height = max((offsets[b.id] + b.size for b in problem.buffers if b.id in offsets), default=0)
+    if stated is not None and stated != height:
+        found.append(f"height: stated {stated} bytes, the offsets reach {height}")
+    if found:
+        more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
+        raise InvalidPlan("placement: " + "; ".join(found[:_SHOWN]) + more)
+
+
+def find_violations(
+    problem: PlacementProblem, offsets: Mapping[str, int], *, capacity: bool = True
+) -> tuple[str, ...]:
+    """One sentence for each broken promise of ``offsets`` (bytes by buffer id); empty if valid."""
+    known = {buffer.id for buffer in problem.buffers}
+    found = [f"{name}: offset for an unknown buffer" for name in offsets if name not in known]
+    placed = []
+    for buffer in problem.buffers:
+        if buffer.id not in offsets:
+            found.append(f"{buffer.id}: has no offset")
+            continue
+        placed.append(buffer)
+        found += _single_violations(problem, buffer, offsets[buffer.id], capacity)
+    return tuple(found) + tuple(_overlaps(placed, offsets))
+
+
+def _single_violations(
+    problem: PlacementProblem, buffer: Buffer, offset: int, capacity: bool
+) -> list[str]:
+    found = []
+    if offset < 0:
+        found.append(f"{buffer.id}: offset {offset} is negative")
+    for alignment in (problem.alignment, buffer.alignment):
+        if offset % alignment:
+            found.append(f"{buffer.id}: offset {offset} is not a multiple of {alignment}")
+    if buffer.offset is not None and offset != buffer.offset:
+        found.append(f"{buffer.id}: offset {offset}, but {buffer.offset} is fixed")
+    if capacity and problem.capacity is not None and offset + buffer.size > problem.capacity:
+        found.append(
+            f"{buffer.id}: ends at {offset + buffer.size}, beyond the capacity {problem.capacity}"
+        )
+    return found
+
+
+def _overlaps(buffers: list[Buffer], offsets: Mapping[str, int]) -> list[str]:
+    """Pairs that share a byte while both are live. Deaths come before births of the same time."""
+    events = []
+    for buffer in buffers:
+        if buffer.size == 0:
+            continue
+        entry = _Live(offsets[buffer.id], offsets[buffer.id] + buffer.size, buffer.id)
+        # The lifetime minus its gaps, walked here anew: sharing the solvers' walk would share bugs.
+        edges = [buffer.lower, *(t for gap in buffer.gaps for t in gap), buffer.upper]
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            if begin < end:
+                events += [(begin, 1, entry), (end, 0, entry)]
+    events.sort(key=lambda event: event[:2])
+    live: list[_Live] = []
+    found = []
+    for time, birth, entry in events:
+        at = bisect.bisect_left(live, entry)
+        if not birth:
+            assert live[at] == entry, f"{entry.id} dies at {time} without being live"
+            live.pop(at)
+            continue
+        for other in live[max(at - 1, 0) : at + 1]:
+            if other.start < entry.stop and entry.start < other.stop:
+                found.append(
+                    f"{other.id} [{other.start}, {other.stop}) and {entry.id} "
+                    f"[{entry.start}, {entry.stop}) overlap at time {time}"
+                )
+        live.insert(at, entry)
+    return found
