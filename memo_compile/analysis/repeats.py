@@ -1,0 +1,163 @@
+"""Tandem repeats of a token sequence, and the rotation at which to cut them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memo_compile.analysis.structure import Tape
+
+_MAX_ATTEMPTS = 200
+"""Candidates verified per segment: token repeats that fail verification are few in practice."""
+
+_ROTATION_FINALISTS = 3
+"""Rotations whose isomorphism is checked, best border first: the check is linear in the run."""
+
+_WORTH_A_UNIT = 2
+"""A border must cost this many times the best one before a unit is given up for the better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRun:
+    """A range of equal tokens at a distance: ``tokens[i] == tokens[i + period]`` inside it."""
+
+    start: int
+    end: int
+    period: int
+
+    @property
+    def count(self) -> int:
+        """Whole periods that fit."""
+        return (self.end - self.start) // self.period
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """``count`` isomorphic ranges of ``period`` nodes, back to back, each fed by the previous."""
+
+    start: int
+    period: int
+    count: int
+    border_bytes: int
+    """Bytes that cross from the first instance into the second."""
+
+    @property
+    def end(self) -> int:
+        """One past the last node."""
+        return self.start + self.period * self.count
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The half-open range of each instance, in order."""
+        return [
+            (self.start + index * self.period, self.start + (index + 1) * self.period)
+            for index in range(self.count)
+        ]
+
+
+def token_runs(tokens: NDArray[np.int64], offset: int = 0) -> list[TokenRun]:
+    """Every maximal run with at least two periods, for every period of two nodes or more.
+
+    Quadratic in ``len(tokens)``, in numpy: 0.2 s for 10,000 tokens.
+    """
+    runs = []
+    for period in range(2, len(tokens) // 2 + 1):
+        differs = np.flatnonzero(tokens[:-period] != tokens[period:])
+        starts = np.concatenate(([0], differs + 1))
+        ends = np.concatenate((differs, [len(tokens) - period]))
+        for index in np.flatnonzero(ends - starts >= period):
+            start, end = int(starts[index]) + offset, int(ends[index]) + period + offset
+            runs.append(TokenRun(start=start, end=end, period=period))
+    return runs
+
+
+def best_repeat(
+    tape: Tape, start: int, end: int, prefers_cut: Callable[[int], bool]
+) -> Repeat | None:
+    """The verified repeat that covers most of the range; of equals, the shortest period.
+
+    An instance holds a matrix product and reads a value of the instance before it.
+
+    Args:
+        tape: the whole sequence.
+        start: first position to consider.
+        end: one past the last.
+        prefers_cut: tie-break between rotations, true for positions where a module layer begins.
+    """
+    runs = [
+        run
+        for run in token_runs(tape.tokens[start:end], start)
+        if tape.num_matmuls(run.start, run.start + run.period) > 0
+    ]
+    runs.sort(key=lambda run: (-run.count * run.period, run.period, run.start))
+    for run in runs[:_MAX_ATTEMPTS]:
+        found = _verified(tape, run, prefers_cut)
+        if found is not None:
+            return found
+    return None
+
+
+def _verified(tape: Tape, run: TokenRun, prefers_cut: Callable[[int], bool]) -> Repeat | None:
+    second = run.start + run.period
+    if not tape.reads_from(second, second + run.period, run.start):
+        return None
+    found = [
+        repeat
+        for rotation, border in _rotations(tape, run, prefers_cut)[:_ROTATION_FINALISTS]
+        if (repeat := _isomorphic_part(tape, run, rotation, border)) is not None
+    ]
+    return max(found, key=lambda repeat: repeat.count, default=None)
+
+
+def _rotations(
+    tape: Tape, run: TokenRun, prefers_cut: Callable[[int], bool]
+) -> list[tuple[int, int]]:
+    """Rotations that keep the most instances, best first, each with its border's bytes.
+
+    A rotation with one instance fewer wins only when at least two are left and its border is
+    ``_WORTH_A_UNIT`` times cheaper.
+    """
+    slack = (run.end - run.start) % run.period
+    loses_one = run.count > 2
+    priced = []
+    for rotation in range(run.period if loses_one else slack + 1):
+        origin = run.start + rotation
+        priced.append((tape.border_bytes(origin + run.period, origin), rotation))
+    cheapest = min(priced)[0]
+    cheapest_full = min(priced[: slack + 1])[0]
+    if cheapest_full <= cheapest * _WORTH_A_UNIT:
+        priced = priced[: slack + 1]
+    priced.sort()
+    ties = [rotation for border, rotation in priced if border == priced[0][0]]
+    ties.sort(key=lambda rotation: _tie_break(tape, run, rotation, prefers_cut))
+    rest = [(rotation, border) for border, rotation in priced[len(ties) :]]
+    return [(rotation, priced[0][0]) for rotation in ties] + rest
+
+
+def _tie_break(
+    tape: Tape, run: TokenRun, rotation: int, prefers_cut: Callable[[int], bool]
+) -> tuple[int, bool, int]:
+    origin = run.start + rotation
+    cut = origin + run.period
+    return tape.broken_chains(cut, origin), not prefers_cut(cut), rotation
+
+
+def _isomorphic_part(tape: Tape, run: TokenRun, rotation: int, border: int) -> Repeat | None:
+    """The longest stretch of consecutive isomorphic instances at this rotation."""
+    first = run.start + rotation
+    count = (run.end - first) // run.period
+    forms = [
+        tape.canonical(first + index * run.period, first + (index + 1) * run.period)
+        for index in range(count)
+    ]
+    best_start, best_count = 0, 1
+    begin = 0
+    for index in range(1, count + 1):
+        if index == count or forms[index] != forms[begin]:
+            if index - begin > best_count:
+                best_start, best_count = begin, index - begin
+            begin = index
+    if best_count < 2:
+        return None
+    start = first + best_start * run.period
+    return Repeat(start=start, period=run.period, count=best_count, border_bytes=border)

@@ -1,0 +1,221 @@
+"""What a node is, apart from its name: tokens, wiring and canonical forms of node ranges."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import fx
+
+from memo_compile.analysis.views import storage_of
+
+_MATMULS = frozenset(
+    ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm")
+)
+"""Operators that multiply activations with weights or with each other, after decomposition.
+
+A convolution is left out on purpose: see ``layers.find_layers``."""
+
+_UNCUTTABLE_BYTES = 1 << 60
+"""Price of a border between a multi-output operator and its getitem: no tensor could cross it."""
+
+
+def is_matmul(node: fx.Node) -> bool:
+    """True for a matrix product or a forward attention kernel."""
+    name = op_name(node)
+    return name in _MATMULS or ("attention" in name and "backward" not in name)
+
+
+def lifted_arg(node: fx.Node) -> int | None:
+    """Where in ``node.args`` a number may differ between layers; None for all but seed look-ups."""
+    return 1 if op_name(node) == "inductor_lookup_seed" else None
+
+
+def op_name(node: fx.Node) -> str:
+    """The operator's name without namespace and overload, empty for plain python functions."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1]
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return str(target)
+    return ""
+
+
+def spec_of(value: object) -> str:
+    """Dtype, shape, strides and device of every tensor in ``value``, as text; symbols as they are.
+
+    ``value`` is a ``meta["val"]``: a (fake) tensor, a symbolic number, or a sequence of them.
+    """
+    if isinstance(value, torch.Tensor):
+        layout = tuple(value.stride()) if value.layout is torch.strided else value.layout
+        return f"{value.dtype}{tuple(value.shape)}{layout}{value.device}"
+    if isinstance(value, (tuple, list)):
+        return "[" + ";".join(spec_of(item) for item in value) + "]"
+    return f"{type(value).__name__}:{value}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tape:
+    """A sequence of nodes as arrays; a position is an index into the sequence."""
+
+    nodes: tuple[fx.Node, ...]
+    tokens: NDArray[np.int64]
+    """(n,) equal for nodes with the same op, value, argument specs and constants."""
+    texts: tuple[str, ...]
+    """What each token stands for."""
+    inputs: tuple[tuple[int, ...], ...]
+    """Argument nodes in argument order: a position, or ``-1 - k`` for the k-th outside node."""
+    last_use: NDArray[np.int64]
+    """(n,) the last position that reads the value, -1 when nothing in the sequence does."""
+    storage: NDArray[np.int64]
+    """(n,) the position that made the value's storage, -1 when it was made outside."""
+    storage_bytes: NDArray[np.int64]
+    """(n,) bytes of the value made at the position."""
+    matmuls_before: NDArray[np.int64]
+    """(n + 1,) number of matrix products before each position."""
+
+    def num_matmuls(self, start: int, end: int) -> int:
+        """Matrix products in the half-open range."""
+        return int(self.matmuls_before[end] - self.matmuls_before[start])
+
+    def border_bytes(self, cut: int, origin: int) -> int:
+        """Bytes made in ``[origin, cut)`` and read at ``cut`` or later; each storage once."""
+        crossing = origin + np.flatnonzero(self.last_use[origin:cut] >= cut)
+        storages = np.unique(self.storage[crossing])
+        return int(self.storage_bytes[storages[storages >= origin]].sum())
+
+    def broken_chains(self, cut: int, origin: int) -> int:
+        """Edges across ``cut`` whose two ends Inductor would have fused (both pointwise)."""
+        crossing = origin + np.flatnonzero(self.last_use[origin:cut] >= cut)
+        return sum(
+            _is_pointwise(self.nodes[position]) and _is_pointwise(user)
+            for position in crossing
+            for user in self.nodes[position].users
+        )
+
+    def canonical(self, start: int, end: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The range with its inner values numbered by position and its inputs by first use.
+
+        Equal canonical forms are isomorphic ranges: one function, called with other inputs.
+        """
+        outside: dict[int, int] = {}
+        form = []
+        for position in range(start, end):
+            wires = tuple(
+                source - start if source >= start else outside.setdefault(source, -1 - len(outside))
+                for source in self.inputs[position]
+            )
+            form.append((int(self.tokens[position]), wires))
+        return tuple(form)
+
+    def digest(self, start: int, end: int) -> str:
+        """A hash of the canonical form that does not depend on this tape's numbering of tokens."""
+        lines = [f"{self.texts[token]}{wires}" for token, wires in self.canonical(start, end)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def reads_from(self, start: int, end: int, earlier: int) -> bool:
+        """True when the range reads a value made in ``[earlier, start)``."""
+        return any(
+            earlier <= source < start
+            for position in range(start, end)
+            for source in self.inputs[position]
+        )
+
+
+def make_tape(nodes: Sequence[fx.Node]) -> Tape:
+    """Token, wiring and storage of every node of ``nodes``; linear in the number of nodes."""
+    position_of = {node: position for position, node in enumerate(nodes)}
+    outside: dict[fx.Node, int] = {}
+    writer = _Writer()
+    inputs = []
+    tokens = np.empty(len(nodes), dtype=np.int64)
+    last_use = np.full(len(nodes), -1, dtype=np.int64)
+    for position, node in enumerate(nodes):
+        tokens[position], sources = writer.token(node)
+        wires = []
+        for source in sources:
+            where = position_of.get(source)
+            if where is None:
+                where = -1 - outside.setdefault(source, len(outside))
+            else:
+                last_use[where] = position
+            wires.append(where)
+        inputs.append(tuple(wires))
+    matmuls = np.array([is_matmul(node) for node in nodes], dtype=np.int64)
+    return Tape(
+        nodes=tuple(nodes),
+        tokens=tokens,
+        texts=tuple(writer.ids),
+        inputs=tuple(inputs),
+        last_use=last_use,
+        storage=np.array([position_of.get(storage_of(node), -1) for node in nodes], dtype=np.int64),
+        storage_bytes=np.array([_value_bytes(node) for node in nodes], dtype=np.int64),
+        matmuls_before=np.concatenate(([0], np.cumsum(matmuls))).astype(np.int64),
+    )
+
+
+class _Writer:
+    """Writes nodes as text, with specs in place of argument nodes, and numbers the texts."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, int] = {}
+        self._specs: dict[fx.Node, str] = {}
+
+    def token(self, node: fx.Node) -> tuple[int, list[fx.Node]]:
+        """The number of ``node``'s text and its argument nodes, repeated ones repeatedly."""
+        sources: list[fx.Node] = []
+        lifted = lifted_arg(node)
+        args = [
+            "<lifted>" if index == lifted else self._write(arg, sources)
+            for index, arg in enumerate(node.args)
+        ]
+        kwargs = self._write(node.kwargs, sources)
+        tag = node.meta.get("recompute", "")
+        text = f"{node.target}({','.join(args)}|{kwargs})->{self._spec(node)}{tag}"
+        return self.ids.setdefault(text, len(self.ids)), sources
+
+    def _write(self, arg: object, sources: list[fx.Node]) -> str:
+        if isinstance(arg, fx.Node):
+            sources.append(arg)
+            return f"<{self._spec(arg)}>"
+        if isinstance(arg, (tuple, list)):
+            return "[" + ",".join(self._write(item, sources) for item in arg) + "]"
+        if isinstance(arg, slice):
+            return "slice" + self._write((arg.start, arg.stop, arg.step), sources)
+        if isinstance(arg, Mapping):
+            items = (f"{key}:{self._write(value, sources)}" for key, value in arg.items())
+            return "{" + ",".join(items) + "}"
+        return repr(arg)
+
+    def _spec(self, node: fx.Node) -> str:
+        found = self._specs.get(node)
+        if found is None:
+            found = _spec_of_node(node)
+            self._specs[node] = found
+        return found
+
+
+def _spec_of_node(node: fx.Node) -> str:
+    if node.op != "get_attr" or "val" in node.meta:
+        return spec_of(node.meta.get("val"))
+    attribute = getattr(node.graph.owning_module, str(node.target), None)
+    if isinstance(attribute, fx.GraphModule):
+        return f"graph:{attribute.code}"
+    return f"attribute:{spec_of(attribute)}"
+
+
+def _value_bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return _UNCUTTABLE_BYTES
+    if not isinstance(value, torch.Tensor):
+        return 0
+    size = value.numel() * value.element_size()
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
