@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 
 
-_COMMAND_MODULES: tuple[str, ...] = ()
+_COMMAND_MODULES: tuple[str, ...] = ("lynx",)
 """Modules of memo_compile.cli; each has ``register(app)`` that attaches its commands."""
 
 

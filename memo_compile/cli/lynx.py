@@ -1,0 +1,153 @@
+"""``memo lynx heu|opt`` and ``memo stages``: Lynx's programs over JSON files, JSON out."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memo_compile.planners.lynx.fields import read_object
+from memo_compile.planners.lynx.instance import HeuInstance, OptInstance, StageTimes
+from memo_compile.planners.lynx.solution import Conflict, Part
+from memo_compile.planners.solver import SolveStatus
+
+lynx = typer.Typer(name="lynx", help="Recomputation overlapped with communication (Lynx).")
+
+_EXIT_CODES = {
+    SolveStatus.OPTIMAL: 0,
+    SolveStatus.FEASIBLE: 0,
+    SolveStatus.INFEASIBLE: 1,
+    SolveStatus.TIME_LIMIT: 3,
+    SolveStatus.ERROR: 3,
+}
+
+InstanceFile = Annotated[Path, typer.Argument(metavar="FILE.json", help="The instance.")]
+TokenSplit = Annotated[
+    bool, typer.Option("--token-split", help="Cut operators along tokens to fit a window.")
+]
+TimeLimit = Annotated[float, typer.Option(help="Seconds for the solver.", min=0.0)]
+AsJson = Annotated[bool, typer.Option("--json", help="Accepted: the output is always JSON.")]
+
+
+class SplitMethod(Enum):
+    """How ``memo stages`` splits."""
+
+    EXACT = "exact"
+    PAPER = "paper"
+
+
+def register(app: typer.Typer) -> None:
+    """Attach the commands of this module to ``app``."""
+    app.add_typer(lynx)
+    app.command(name="stages")(stages)
+
+
+@lynx.command(name="heu")
+def heu(
+    file: InstanceFile,
+    token_split: TokenSplit = False,
+    time_limit: TimeLimit = math.inf,
+    as_json: AsJson = False,
+) -> None:
+    """What one layer keeps, and in which of five phases it recomputes the rest."""
+    instance = HeuInstance.from_json(read_object(file))
+    from memo_compile.planners.lynx.heu import solve_heu
+
+    solution = solve_heu(instance, token_split=token_split, time_limit_s=time_limit)
+    _finish(
+        solution.status,
+        solution.conflict,
+        {
+            "objective": solution.critical_time,
+            "keep": [int(kept) for kept in solution.keep],
+            "windows": [_parts(parts, token_split) for parts in solution.windows],
+            "peak_bytes": solution.peak,
+            "recompute_time": solution.recompute_time,
+        },
+    )
+
+
+@lynx.command(name="opt")
+def opt(
+    file: InstanceFile,
+    token_split: TokenSplit = False,
+    time_limit: TimeLimit = math.inf,
+    as_json: AsJson = False,
+) -> None:
+    """The best schedule of a small graph, with recomputation behind its communications."""
+    instance = OptInstance.from_json(read_object(file))
+    from memo_compile.planners.lynx.opt import solve_opt
+
+    solution = solve_opt(instance, token_split=token_split, time_limit_s=time_limit)
+    matrices = {
+        "S": solution.resident,
+        "Rc": solution.critical,
+        "Ro": solution.overlapped,
+    }
+    _finish(
+        solution.status,
+        solution.conflict,
+        {
+            "objective": solution.critical_time,
+            "keep": list(solution.resident[-1]) if solution.resident else [],
+            "windows": [_parts(parts, token_split) for parts in solution.windows],
+            "peak_bytes": solution.peak,
+            "schedule": {
+                name: [[int(x) if x == int(x) else x for x in row] for row in matrix]
+                for name, matrix in matrices.items()
+            },
+        },
+    )
+
+
+def stages(
+    file: InstanceFile,
+    method: Annotated[SplitMethod, typer.Option(help="paper: the greedy, for ablation.")] = (
+        SplitMethod.EXACT
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Split layers over pipeline stages so that the slowest stage is fastest."""
+    table = StageTimes.from_json(read_object(file))
+    from memo_compile.planners.lynx.partition import split_exact, split_paper
+
+    split = split_exact(table) if method is SplitMethod.EXACT else split_paper(table)
+    body: dict[str, Any] = {"objective": split.slowest, "layers": list(split.layers)}
+    if split.status is SolveStatus.INFEASIBLE:
+        body = {"conflict": split.conflict}
+        print(f"memo: infeasible: {split.conflict}", file=sys.stderr)
+    _emit(split.status, body)
+
+
+def _parts(parts: Sequence[Part], fractions: bool) -> list[Any]:
+    if fractions:
+        return [{"op": part.op, "fraction": part.fraction} for part in parts]
+    return [part.op for part in parts]
+
+
+def _finish(status: SolveStatus, conflict: Conflict | None, body: dict[str, Any]) -> None:
+    """Print the answer, or why there is none, and leave with the exit code of ``status``."""
+    if conflict is not None:
+        print(f"memo: infeasible: {conflict.message}", file=sys.stderr)
+        body = {
+            "conflict": {
+                "constraint": conflict.constraint,
+                "message": conflict.message,
+                "floor_bytes": conflict.floor,
+                "budget_bytes": conflict.budget,
+            }
+        }
+    elif not status.has_solution:
+        print(f"memo: no answer: {status.value}; raise --time-limit", file=sys.stderr)
+        body = {}
+    _emit(status, body)
+
+
+def _emit(status: SolveStatus, body: dict[str, Any]) -> None:
+    print(json.dumps({"status": status.value, **body}))
+    if code := _EXIT_CODES[status]:
+        raise typer.Exit(code)

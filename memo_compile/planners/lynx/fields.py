@@ -1,0 +1,187 @@
+"""Reading fields of a JSON object with errors that name the field."""
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memo_compile.errors import InputError
+
+Number = int | float
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``.
+
+    Raises:
+        InputError: the file cannot be read, is not JSON, or holds something else than an object.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except OSError as error:
+        raise InputError(f"{path}: cannot read: {error.strerror or error}") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    except (UnicodeDecodeError, ValueError) as error:
+        raise InputError(f"{path}: not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not a number that can be planned with")
+
+
+def unwrap_instance(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``data`` itself, or the object under its key ``instance``.
+
+    Raises:
+        InputError: ``instance`` is not an object.
+    """
+    inner = data.get("instance", data)
+    if not isinstance(inner, Mapping):
+        raise InputError(f"instance: expected an object, got {type(inner).__name__}")
+    return inner
+
+
+def warn_unknown(data: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Name on stderr the fields of ``data`` that nobody reads: often a misspelt option."""
+    unknown = sorted(set(data) - known)
+    if unknown:
+        print(f"memo: ignoring unknown fields: {', '.join(unknown)}", file=sys.stderr)
+
+
+def number(data: Mapping[str, Any], name: str, default: Number | None = None) -> Number:
+    """The finite, non-negative number under ``name``.
+
+    Raises:
+        InputError: missing without a default, not a number, negative, or not finite.
+    """
+    if name not in data:
+        if default is None:
+            raise InputError(f"{name}: missing")
+        return default
+    return _checked_number(data[name], name)
+
+
+def whole(data: Mapping[str, Any], name: str, *, minimum: int) -> int:
+    """The whole number of at least ``minimum`` under ``name``.
+
+    Raises:
+        InputError: missing, not a whole number, or below ``minimum``.
+    """
+    value = number(data, name)
+    if value != int(value) or value < minimum:
+        raise InputError(f"{name}: expected a whole number >= {minimum}, got {value}")
+    return int(value)
+
+
+def flag(data: Mapping[str, Any], name: str, default: bool) -> bool:
+    """The truth value under ``name``; 0 and 1 count.
+
+    Raises:
+        InputError: something else than true, false, 0, 1.
+    """
+    value = data.get(name, default)
+    if value not in (True, False, 0, 1) or isinstance(value, str):
+        raise InputError(f"{name}: expected true or false, got {value!r}")
+    return bool(value)
+
+
+def numbers(data: Mapping[str, Any], name: str, length: int | None = None) -> tuple[Number, ...]:
+    """The list of finite, non-negative numbers under ``name``.
+
+    Raises:
+        InputError: missing, not a list, of another length, or with a bad entry (named by index).
+    """
+    values = _checked_list(data, name, length)
+    return tuple(_checked_number(value, f"{name}[{i}]") for i, value in enumerate(values))
+
+
+def indices(
+    data: Mapping[str, Any], name: str, num_ops: int, default: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """The sorted set of operator indices under ``name``, each in ``[0, num_ops)``.
+
+    Raises:
+        InputError: missing without a default, or an entry that is no operator.
+    """
+    if default is not None and name not in data:
+        return default
+    return _checked_indices(_checked_list(data, name, None), name, num_ops)
+
+
+def dependencies(data: Mapping[str, Any], num_ops: int) -> tuple[tuple[int, ...], ...]:
+    """``deps``: for each operator the operators that it reads, all of them earlier in the list.
+
+    Raises:
+        InputError: wrong length, unknown operator, a cycle, or an operator listed before its input.
+    """
+    rows = _checked_list(data, "deps", num_ops)
+    deps = []
+    for i, row in enumerate(rows):
+        if not isinstance(row, list):
+            raise InputError(f"deps[{i}]: expected a list of operators, got {row!r}")
+        deps.append(_checked_indices(row, f"deps[{i}]", num_ops))
+    late = [(i, j) for i, row in enumerate(deps) for j in row if j >= i]
+    if late:
+        cycle = _find_cycle(deps)
+        if cycle:
+            raise InputError(f"deps: cyclic: {' -> '.join(map(str, cycle))} (reads -> is read)")
+        i, j = late[0]
+        raise InputError(
+            f"deps[{i}]: operator {i} reads operator {j}, which is listed after it; "
+            "list the operators in execution order"
+        )
+    return tuple(deps)
+
+
+def _checked_list(data: Mapping[str, Any], name: str, length: int | None) -> list[Any]:
+    if name not in data:
+        raise InputError(f"{name}: missing")
+    values = data[name]
+    if not isinstance(values, list):
+        raise InputError(f"{name}: expected a list, got {values!r}")
+    if length is not None and len(values) != length:
+        raise InputError(f"{name}: expected {length} entries, got {len(values)}")
+    return values
+
+
+def _checked_number(value: Any, name: str) -> Number:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"{name}: expected a number, got {value!r}")
+    if not math.isfinite(value) or value < 0:
+        raise InputError(f"{name}: expected a finite number >= 0, got {value}")
+    return value
+
+
+def _checked_indices(values: list[Any], name: str, num_ops: int) -> tuple[int, ...]:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_ops:
+            raise InputError(f"{name}: expected an operator in 0..{num_ops - 1}, got {value!r}")
+    return tuple(sorted(set(values)))
+
+
+def _find_cycle(deps: list[tuple[int, ...]]) -> list[int]:
+    """One cycle of ``deps`` as operators, the first repeated at the end; empty without a cycle."""
+    done: set[int] = set()
+    for root in range(len(deps)):
+        path: list[int] = []
+        stack: list[tuple[int, int]] = [(root, 0)]
+        while stack:
+            node, step = stack.pop()
+            if step == 0:
+                if node in path:
+                    return [*path[path.index(node) :], node]
+                if node in done:
+                    continue
+                path.append(node)
+            if step < len(deps[node]):
+                stack += [(node, step + 1), (deps[node][step], 0)]
+            else:
+                path.pop()
+                done.add(node)
+    return []

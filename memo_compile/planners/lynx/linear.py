@@ -1,0 +1,59 @@
+"""Small helpers over python-mip that both programs use."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from memo_compile.planners import solver
+from memo_compile.planners.lynx.fields import Number
+
+ENGINE_TOLERANCE = 1e-9
+"""Feasibility, integrality and relative gap asked of the engine: its defaults (1e-6, 1e-4) would
+let a plan miss its budget by kilobytes, or stop 0.01 % short of the optimum."""
+
+SUM_TOLERANCE = 1e-12
+"""Relative rounding of a sum of floats: 0.1 + 0.2 fits a bound of 0.3."""
+
+FRACTION_TOLERANCE = 1e-7
+"""Parts of an operator below this are the engine's rounding, not a decision."""
+
+
+def exact_model(name: str) -> Any:
+    """An empty model whose engine proves optimality to ``ENGINE_TOLERANCE``."""
+    model = solver.make_model(name)
+    for option in ("infeas_tol", "integer_tol", "max_mip_gap"):
+        setattr(model, option, ENGINE_TOLERANCE)
+    model.threads = 1
+    return model
+
+
+def weighted(weights: Iterable[float], variables: Iterable[Any]) -> Any:
+    """Sum of products as a linear expression; ints among the variables are constants."""
+    import mip
+
+    pairs = list(zip(weights, variables, strict=True))
+    constant = sum(w * v for w, v in pairs if isinstance(v, int))
+    terms = [(v, w) for w, v in pairs if not isinstance(v, int)]
+    return mip.LinExpr([v for v, _ in terms], [float(w) for _, w in terms], float(constant))
+
+
+def total(variables: Sequence[Any]) -> Any:
+    """Plain sum as a linear expression; ints among the variables are constants."""
+    return weighted([1.0] * len(variables), variables)
+
+
+def fraction_value(variable: Any) -> float:
+    """The solved variable in [0, 1], snapped to 0 and 1; a fixed int stays."""
+    if isinstance(variable, int):
+        return float(variable)
+    value = float(variable.x)
+    if value < FRACTION_TOLERANCE:
+        return 0.0
+    return 1.0 if value > 1 - FRACTION_TOLERANCE else value
+
+
+def exceeds(value: Number, bound: Number, tolerance: float = SUM_TOLERANCE) -> bool:
+    """True when ``value`` is above ``bound`` by more than rounding; exact for integers."""
+    if isinstance(value, int) and isinstance(bound, int):
+        return value > bound
+    return value > bound and not math.isclose(value, bound, rel_tol=tolerance, abs_tol=1e-300)

@@ -1,0 +1,305 @@
+"""Lynx-OPT: an optimal schedule of a small graph, with recomputation behind communications.
+
+Source: Lynx (arXiv 2406.08756), Table 2, with the corrections that docs/many-gpus.md argues; the
+memory recurrence is Checkmate's. Phase t computes operator t for the first time. Symbols: S_ti =
+output i is resident when phase t starts; Rc_ti = operator i is computed in phase t before operator
+t; Ro_ti = it is recomputed behind operator t, a communication; U_ti = memory while operator i of
+phase t runs; F_tdi = output d is freed after operator i of phase t.
+
+With a token split, Z_ti = operator i is recomputed in phase t partly behind the communication: a
+first part of its tokens, Xc_ti, before operator t and the rest, Ro_ti, behind it.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memo_compile.planners import solver
+from memo_compile.planners.lynx.fields import Number
+from memo_compile.planners.lynx.instance import OptInstance
+from memo_compile.planners.lynx.linear import (
+    exact_model,
+    exceeds,
+    fraction_value,
+    total,
+    weighted,
+)
+from memo_compile.planners.lynx.replay import replay_opt
+from memo_compile.planners.lynx.solution import Conflict, OptSolution
+from memo_compile.planners.solver import SolveStatus
+
+Cell = Any
+"""A variable of the model, or an int where the entry is fixed."""
+
+MAX_TIGHTENINGS = 8
+"""Re-solves with a tighter budget before giving up; each cuts off the violating solution."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Program:
+    """The model and its matrices; row = phase, entries beyond the phase's operator are 0."""
+
+    model: Any
+    resident: tuple[tuple[Cell, ...], ...]
+    """S, with one row more than there are phases: what must be resident at the end."""
+    critical: tuple[tuple[Cell, ...], ...]
+    """Rc."""
+    started: tuple[tuple[Cell, ...], ...]
+    """Xc: the part of a split operator before the communication; 0 without a token split."""
+    overlapped: tuple[tuple[Cell, ...], ...]
+    """Ro: the part behind the communication."""
+    hidden: tuple[tuple[Cell, ...], ...]
+    """Z: 1 where Ro > 0; Ro itself without a token split."""
+    bound: Any
+    """Limit on memory, in units of ``memory_unit``: a number, or a variable to be minimised."""
+    memory_unit: float
+    time_unit: float
+
+
+def solve_opt(
+    instance: OptInstance, *, token_split: bool = False, time_limit_s: float = math.inf
+) -> OptSolution:
+    """The schedule with the least time on the critical path; it has passed :func:`replay_opt`.
+
+    ``token_split`` lets operators outside ``ops.whole`` be cut along their tokens, so that a part
+    fits a window. The cost is exponential in the worst case: meant for up to a dozen operators.
+    """
+    if trivial := _working_set_conflict(instance):
+        return OptSolution(status=SolveStatus.INFEASIBLE, conflict=trivial)
+    budget: Number = instance.budget
+    for _ in range(MAX_TIGHTENINGS):
+        program = _build(instance, token_split, budget)
+        costs = [t / program.time_unit for t in instance.ops.times]
+        rows = [*program.critical, *program.started]
+        program.model.objective = weighted(costs * len(rows), [x for row in rows for x in row])
+        status = solver.solve(program.model, time_limit_s)
+        if status is SolveStatus.INFEASIBLE:
+            return OptSolution(status=status, conflict=_floor_conflict(instance, token_split))
+        if not status.has_solution:
+            return OptSolution(status=status)
+        solution = _read(program, instance, status)
+        if not exceeds(solution.peak, instance.budget):
+            return solution
+        budget = instance.budget - 2 * (solution.peak - instance.budget)
+    return OptSolution(status=SolveStatus.ERROR)
+
+
+def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _Program:
+    """The program without objective; without a budget its bound is a variable to minimise."""
+    model = exact_model("lynx-opt")
+    ops, num_ops = instance.ops, instance.ops.count
+    unit = float(max(budget or 0, *ops.sizes, instance.static)) or 1.0
+    binary, continuous = _Matrix(model, num_ops, "B"), _Matrix(model, num_ops, "C")
+    before = {(t, i) for t in range(num_ops) for i in range(t)}
+    can_hide = {(t, i) for t, i in before if t in ops.comm and i not in ops.comm}
+    splittable = {(t, i) for t, i in can_hide if i not in ops.whole} if token_split else set()
+    hidden = binary.make("Z" if token_split else "Ro", can_hide)
+    program = _Program(
+        model=model,
+        resident=(*binary.make("S", before), tuple(int(kept) for kept in instance.keep)),
+        critical=_with_diagonal(binary.make("Rc", before)),
+        started=continuous.make("Xc", splittable),
+        overlapped=_where(splittable, continuous.make("Ro", splittable), hidden),
+        hidden=hidden,
+        bound=model.add_var("peak") if budget is None else budget / unit,
+        memory_unit=unit,
+        time_unit=float(max(ops.times)) or 1.0,
+    )
+    for t, i in sorted(splittable):
+        parts = program.started[t][i] + program.overlapped[t][i]
+        model.add_constr(parts == hidden[t][i], f"split_{t}_{i}")
+    for t in range(num_ops):
+        _add_causality(program, instance, t)
+        _add_memory(program, instance, t)
+    return program
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """Makes square matrices of variables in [0, 1] with 0 outside the given cells."""
+
+    model: Any
+    size: int
+    kind: str
+
+    def make(self, name: str, cells: set[tuple[int, int]]) -> tuple[tuple[Cell, ...], ...]:
+        """The matrix ``name`` with a variable in each of ``cells``."""
+
+        def cell(t: int, i: int) -> Cell:
+            if (t, i) not in cells:
+                return 0
+            return self.model.add_var(f"{name}_{t}_{i}", ub=1.0, var_type=self.kind)
+
+        return tuple(tuple(cell(t, i) for i in range(self.size)) for t in range(self.size))
+
+
+def _with_diagonal(rows: tuple[tuple[Cell, ...], ...]) -> tuple[tuple[Cell, ...], ...]:
+    """D3: phase t computes operator t."""
+    return tuple(tuple(1 if t == i else x for i, x in enumerate(row)) for t, row in enumerate(rows))
+
+
+def _where(
+    cells: set[tuple[int, int]], yes: tuple[tuple[Cell, ...], ...], no: tuple[tuple[Cell, ...], ...]
+) -> tuple[tuple[Cell, ...], ...]:
+    """Entries of ``yes`` in ``cells``, of ``no`` elsewhere."""
+    size = range(len(yes))
+    return tuple(tuple((yes if (t, i) in cells else no)[t][i] for i in size) for t in size)
+
+
+def _add_causality(program: _Program, instance: OptInstance, t: int) -> None:
+    """Constraints of phase ``t`` on what may be computed and what may stay.
+
+    D1c: before operator t an operator reads what is resident or computed before it. D1o: behind
+    operator t also what is recomputed there. D2: the next phase starts with nothing that this one
+    neither had nor made. C2: what is hidden fits the communication. An output is made at most
+    once, and never when it is resident: a second copy would cost time or memory for nothing.
+    """
+    model, ops = program.model, instance.ops
+    have, crit = program.resident[t], program.critical[t]
+    begun, hide = program.started[t], program.hidden[t]
+    for i in range(t + 1):
+        for j in ops.deps[i]:
+            ready = total([crit[j], have[j]])
+            model.add_constr(total([crit[i]]) <= ready, f"D1c_{t}_{i}_{j}")
+            if isinstance(hide[i], int):
+                continue
+            model.add_constr(begun[i] <= ready + begun[j], f"D1x_{t}_{i}_{j}")
+            model.add_constr(hide[i] <= ready + hide[j], f"D1o_{t}_{i}_{j}")
+        made = total([have[i], crit[i], hide[i]])
+        model.add_constr(total([program.resident[t + 1][i]]) <= made, f"D2_{t}_{i}")
+        if i < t:
+            model.add_constr(made <= 1, f"once_{t}_{i}")
+    if t in ops.comm:
+        load = weighted([c / program.time_unit for c in ops.times], program.overlapped[t])
+        model.add_constr(load <= ops.times[t] / program.time_unit, f"C2_{t}")
+
+
+def _add_memory(program: _Program, instance: OptInstance, t: int) -> None:
+    """U of phase ``t`` stays within the bound while each operator runs.
+
+    Operator t, when it communicates, has its input, its output and everything recomputed behind it
+    at once. F is linearised by one inequality for each of its factors, which lets it stay
+    continuous: all factors are 0 or 1, and freeing only ever helps.
+    """
+    ops, unit = instance.ops, program.memory_unit
+    sizes = [m / unit for m in ops.sizes]
+    level = weighted(sizes, program.resident[t]) + instance.static / unit
+    users = ops.users()
+    for i in range(t + 1):
+        level = level + weighted([sizes[i]] * 2, [program.critical[t][i], program.started[t][i]])
+        at_once = level + weighted(sizes, program.overlapped[t]) if i == t else level
+        program.model.add_constr(at_once <= program.bound, f"M_{t}_{i}")
+        if i == t:
+            continue
+        for d in (*ops.deps[i], i):
+            freed = program.model.add_var(f"F_{t}_{d}_{i}", ub=1.0)
+            later = [program.critical[t][j] for j in users[d] if i < j <= t]
+            behind = [program.hidden[t][j] for j in users[d] if j < t]
+            program.model.add_constr(freed <= program.critical[t][i])
+            for obstacle in (program.resident[t + 1][d], *later, *behind):
+                if not (isinstance(obstacle, int) and obstacle == 0):
+                    program.model.add_constr(freed + obstacle <= 1)
+            level = level - sizes[d] * freed
+
+
+def _read(program: _Program, instance: OptInstance, status: SolveStatus) -> OptSolution:
+    """The schedule that the solved variables hold, pruned, with the cost that its replay counts."""
+    num_ops = instance.ops.count
+    resident = [[round(fraction_value(x)) for x in row] for row in program.resident[:num_ops]]
+    overlapped = [[fraction_value(x) for x in row] for row in program.overlapped]
+    critical = [
+        [fraction_value(x) or fraction_value(y) for x, y in zip(row, begun, strict=True)]
+        for row, begun in zip(program.critical, program.started, strict=True)
+    ]
+    _prune(instance, resident, critical, overlapped)
+    unlimited = replace(instance, budget=math.inf)
+    cost = replay_opt(unlimited, resident, critical, overlapped)
+    return OptSolution(
+        status=status,
+        resident=tuple(map(tuple, resident)),
+        critical=tuple(map(tuple, critical)),
+        overlapped=tuple(map(tuple, overlapped)),
+        critical_time=cost.critical_time,
+        peak=cost.peak,
+    )
+
+
+def _prune(
+    instance: OptInstance,
+    resident: list[list[int]],
+    critical: list[list[float]],
+    overlapped: list[list[float]],
+) -> None:
+    """Drop what nothing reads: free recomputations and residents that the engine had no reason
+    to remove. In place; neither time nor memory rises.
+    """
+    num_ops, deps = instance.ops.count, instance.ops.deps
+    wanted = {i for i in range(num_ops) if instance.keep[i]}
+    for t in reversed(range(num_ops)):
+        reads = wanted | {t}
+        for i in reversed(range(num_ops)):
+            if i not in reads:
+                critical[t][i] = overlapped[t][i] = resident[t][i] = 0
+            if critical[t][i] or overlapped[t][i]:
+                reads |= set(deps[i])
+        wanted = {i for i in range(num_ops) if resident[t][i]}
+
+
+def _working_set_conflict(instance: OptInstance) -> Conflict | None:
+    """The first thing that exceeds the budget on its own: static memory, one operator with its
+    inputs, or the outputs that must be resident at the end; None when each fits.
+    """
+    ops, static, budget = instance.ops, instance.static, instance.budget
+    sets = [("static", f"static memory {static}", static)]
+    for i, row in enumerate(ops.deps):
+        need = static + ops.sizes[i] + sum(ops.sizes[j] for j in row)
+        text = f"operator {i} with its inputs {list(row)} and static memory {static} needs {need}"
+        sets.append((f"operator_{i}", text, need))
+    kept = [i for i in range(ops.count) if instance.keep[i] or i == ops.count - 1]
+    need = static + sum(ops.sizes[i] for i in kept)
+    sets.append(
+        ("keep", f"outputs {kept} that must stay with static memory {static}: {need}", need)
+    )
+    for constraint, text, need in sets:
+        if exceeds(need, budget):
+            message = f"{text} > budget {budget}; raise the budget"
+            return Conflict(constraint=constraint, message=message, floor=need, budget=budget)
+    return None
+
+
+def _floor_conflict(instance: OptInstance, token_split: bool) -> Conflict:
+    """The first operator that no schedule reaches within the budget, and the least it needs."""
+    for count in range(2, instance.ops.count + 1):
+        prefix = _prefix(instance, count)
+        program = _build(prefix, token_split, None)
+        program.model.objective = total([program.bound])
+        status = solver.solve(program.model)
+        assert status is SolveStatus.OPTIMAL, f"memory floor: {status}"
+        floor = _read(program, prefix, status).peak
+        if exceeds(floor, instance.budget):
+            message = (
+                f"no schedule reaches operator {count - 1} under {floor} (its inputs must be "
+                f"made at once) > budget {instance.budget}; raise the budget"
+            )
+            name = f"reach_operator_{count - 1}"
+            return Conflict(constraint=name, message=message, floor=floor, budget=instance.budget)
+    raise AssertionError("infeasible, but every operator can be reached within the budget")
+
+
+def _prefix(instance: OptInstance, count: int) -> OptInstance:
+    """The first ``count`` operators; the outputs to keep are those of the whole graph at its end."""
+    ops = instance.ops
+    if count == ops.count:
+        return instance
+    return replace(
+        instance,
+        ops=replace(
+            ops,
+            times=ops.times[:count],
+            sizes=ops.sizes[:count],
+            deps=ops.deps[:count],
+            comm=frozenset(i for i in ops.comm if i < count),
+            whole=frozenset(i for i in ops.whole if i < count),
+        ),
+        keep=(False,) * count,
+    )
