@@ -133,7 +133,7 @@ def _build(instance: HeuInstance, token_split: bool) -> _Program:
 def _recompute_variables(
     model: Any, instance: HeuInstance, token_split: bool
 ) -> tuple[tuple[Any, ...], ...]:
-    """R_ti; equation 6 keeps communications out of the windows, a window of length 0 does not exist."""
+    """R_ti, without communications in windows (equation 6) and without windows of length 0."""
     ops, limits = instance.ops, (*instance.window_limits, math.inf)
     rows = []
     for phase in range(NUM_PHASES):
@@ -172,8 +172,10 @@ def _memory(
     recompute: tuple[tuple[Any, ...], ...],
     unit: float,
 ) -> Any:
-    """Left side of equation 7': kept in every layer and micro-batch in flight, rebuilt early in
-    every layer of one micro-batch, rebuilt late in one layer.
+    """Left side of equation 7' in units of ``unit``.
+
+    Kept outputs count in every layer and micro-batch in flight, what phases 1 and 2 rebuild in
+    every layer of one micro-batch, what phases 3 to 5 rebuild in one layer.
     """
     layers, batches = instance.num_layers, instance.num_batches
     sizes = [m / unit for m in instance.ops.sizes]

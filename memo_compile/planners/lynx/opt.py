@@ -230,8 +230,9 @@ def _prune(
     critical: list[list[float]],
     overlapped: list[list[float]],
 ) -> None:
-    """Drop what nothing reads: free recomputations and residents that the engine had no reason
-    to remove. In place; neither time nor memory rises.
+    """Drop in place what nothing reads and the engine had no reason to remove.
+
+    Neither time nor memory rises.
     """
     num_ops, deps = instance.ops.count, instance.ops.deps
     wanted = {i for i in range(num_ops) if instance.keep[i]}
@@ -246,8 +247,9 @@ def _prune(
 
 
 def _working_set_conflict(instance: OptInstance) -> Conflict | None:
-    """The first thing that exceeds the budget on its own: static memory, one operator with its
-    inputs, or the outputs that must be resident at the end; None when each fits.
+    """The first thing that exceeds the budget on its own; None when each of them fits.
+
+    In this order: static memory, one operator with its inputs, the outputs kept at the end.
     """
     ops, static, budget = instance.ops, instance.static, instance.budget
     sets = [("static", f"static memory {static}", static)]
@@ -271,23 +273,25 @@ def _floor_conflict(instance: OptInstance, token_split: bool) -> Conflict:
     """The first operator that no schedule reaches within the budget, and the least it needs."""
     for count in range(2, instance.ops.count + 1):
         prefix = _prefix(instance, count)
+        reach = solver.solve(_build(prefix, token_split, instance.budget).model)
+        if reach is not SolveStatus.INFEASIBLE:
+            continue
         program = _build(prefix, token_split, None)
         program.model.objective = total([program.bound])
         status = solver.solve(program.model)
         assert status is SolveStatus.OPTIMAL, f"memory floor: {status}"
         floor = _read(program, prefix, status).peak
-        if exceeds(floor, instance.budget):
-            message = (
-                f"no schedule reaches operator {count - 1} under {floor} (its inputs must be "
-                f"made at once) > budget {instance.budget}; raise the budget"
-            )
-            name = f"reach_operator_{count - 1}"
-            return Conflict(constraint=name, message=message, floor=floor, budget=instance.budget)
+        message = (
+            f"no schedule reaches operator {count - 1} with less than {floor} "
+            f"> budget {instance.budget}; raise the budget"
+        )
+        name = f"reach_operator_{count - 1}"
+        return Conflict(constraint=name, message=message, floor=floor, budget=instance.budget)
     raise AssertionError("infeasible, but every operator can be reached within the budget")
 
 
 def _prefix(instance: OptInstance, count: int) -> OptInstance:
-    """The first ``count`` operators; the outputs to keep are those of the whole graph at its end."""
+    """The first ``count`` operators, with nothing to keep unless that is the whole graph."""
     ops = instance.ops
     if count == ops.count:
         return instance

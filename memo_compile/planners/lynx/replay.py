@@ -56,7 +56,8 @@ def _run_phase(
     instance: HeuInstance, phase: int, parts: Sequence[Part], progress: list[float]
 ) -> Number:
     """Recompute ``parts`` in operator order, advance ``progress``, return the time they take."""
-    ops, where, load = instance.ops, f"replay: phase {phase + 1}", 0
+    ops, where = instance.ops, f"replay: phase {phase + 1}"
+    load: Number = 0
     for part in sorted(parts, key=lambda part: part.op):
         i = part.op
         if phase < NUM_WINDOWS and i in ops.comm:
@@ -124,7 +125,9 @@ def replay_opt(
         InvalidPlan: an input is absent, a window overflows, something resident was never made, a
             required output is missing at the end, or the budget is exceeded.
     """
-    num_ops, critical_time, recompute_time = instance.ops.count, 0, 0
+    num_ops = instance.ops.count
+    critical_time: Number = 0
+    recompute_time: Number = 0
     live: set[int] = set()
     peak = instance.static
     for t in range(num_ops):

@@ -45,7 +45,7 @@ class HeuSolution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptSolution:
-    """A schedule over phases; row t of each matrix belongs to the phase that computes operator t."""
+    """A schedule over phases; row t of each matrix is the phase that first computes operator t."""
 
     status: SolveStatus
     resident: tuple[tuple[int, ...], ...] = ()
