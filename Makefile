@@ -1,0 +1,50 @@
+# Every target creates what it needs: `make demo` and `make test` work in a fresh clone.
+# PYTHON: the interpreter to build .venv from.  WORKERS: parallel test processes.  ARGS: for pytest.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); [ $$n -gt 8 ] && echo 8 || echo $$n)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.memo-stamp
+
+# One thread per test process: several workers share the cores, and losses do not depend on them.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types layers sizes format clean
+
+help:            ## this list
+	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+$(STAMP): requirements-dev.txt pyproject.toml tools/bootstrap.py
+	@$(PYTHON) tools/bootstrap.py && touch $@
+
+setup: $(STAMP)  ## create .venv with the pinned development versions
+
+demo: $(STAMP)   ## train a small model, memo beside eager, and print the report
+	$(BIN)/python examples/train_stdlib.py $(ARGS)
+
+test: $(STAMP)   ## run the tests
+	$(PYTEST) $(ARGS)
+
+check: lint types layers sizes test  ## everything that CI runs
+
+lint: $(STAMP)   ## ruff: rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)  ## mypy, strict
+	$(BIN)/mypy
+
+layers: $(STAMP) ## import-linter: who may import whom
+	$(BIN)/lint-imports
+
+sizes: $(STAMP)  ## limits on the size of files and functions
+	$(BIN)/python tools/check_sizes.py
+
+format: $(STAMP) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:           ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
