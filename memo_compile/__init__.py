@@ -1,1 +1,30 @@
-"""memo: a torch.compile backend that plans activation memory."""
+"""memo: a torch.compile backend that plans activation memory.
+
+    model = torch.compile(model, backend="memo")
+    ...
+    print(memo_compile.report())
+
+Public are the names in ``__all__`` and the exceptions of ``memo_compile.errors``; torch is loaded
+only when a name that needs it is used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from memo_compile import errors
+from memo_compile.config import MemoConfig, configure
+from memo_compile.reporting.state import Report, report
+
+if TYPE_CHECKING:
+    from memo_compile.backends.entry import memo as backend
+
+__all__ = ["MemoConfig", "Report", "backend", "configure", "errors", "report"]
+
+_LAZY = {"backend": ("memo_compile.backends.entry", "memo")}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        module, attribute = _LAZY[name]
+        return getattr(importlib.import_module(module), attribute)
+    raise AttributeError(f"module 'memo_compile' has no attribute {name!r}")

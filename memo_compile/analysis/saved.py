@@ -1,0 +1,103 @@
+"""Policy SAVE: what torch's min-cut would keep for the backward, cut equally in every layer.
+
+Torch's partitioner sees one big graph and may cut two equal layers differently, or recompute a
+layer's input from the layer before. A region is lowered once for all its layers, so here every
+layer of a class keeps the same tensors, and the backward of a layer recomputes nothing that
+another layer made.
+"""
+
+from collections.abc import Iterable
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from memo_compile.analysis.units import UNIT, JointUnits, is_tangent
+from memo_compile.analysis.views import base_of, is_tensor
+from memo_compile.passes.purity import is_constant, is_pure
+
+
+def equal_cut(
+    joint: fx.GraphModule, units: JointUnits, names: Iterable[str], *, num_fwd_outputs: int
+) -> list[fx.Node]:
+    """The nodes to save, in graph order, given the ``names`` that min-cut would save.
+
+    1. In each layer class every layer keeps what its middle layer keeps (the first and the last
+       have other neighbours, so that min-cut may treat them differently).
+    2. Views of a whole tensor are replaced by the tensor.
+    3. Whatever a backward still needs from another unit is kept too, and so is every value that
+       must not be computed twice (random numbers, collectives, custom operators).
+    """
+    by_name = {node.name: node for node in joint.graph.nodes}
+    chosen = {base_of(by_name[name]) for name in names if name in by_name}
+    chosen = _same_in_every_layer(units, chosen)
+    needed = _close(joint, chosen, num_fwd_outputs)
+    return [node for node in joint.graph.nodes if node in needed]
+
+
+def _same_in_every_layer(units: JointUnits, chosen: set[fx.Node]) -> set[fx.Node]:
+    result = {node for node in chosen if node.op == "placeholder" or UNIT not in node.meta}
+    members: dict[str, list[int]] = {}
+    for index, unit in enumerate(units.structure.units):
+        if unit.class_key is not None:
+            members.setdefault(unit.class_key, []).append(index)
+    middle_of = {key: found[len(found) // 2] for key, found in members.items()}
+    spans = units.structure.units
+    for unit in spans:
+        own = units.forward[unit.start : unit.end]
+        if unit.class_key is None:
+            result |= chosen.intersection(own)
+            continue
+        middle = spans[middle_of[unit.class_key]]
+        pattern = units.forward[middle.start : middle.end]
+        result |= {node for node, like in zip(own, pattern, strict=True) if like in chosen}
+    return result
+
+
+def _close(joint: fx.GraphModule, chosen: set[fx.Node], num_fwd_outputs: int) -> set[fx.Node]:
+    """``chosen``, completed to what the backward can start from."""
+    backward = _tangent_dependents(joint)
+    saved = set(chosen)
+    seen: set[fx.Node] = set()
+    stack = [(node, source) for node in backward for source in node.all_input_nodes]
+    output = joint.graph.find_nodes(op="output")[0]
+    ends = pytree.arg_tree_leaves(*output.args)[num_fwd_outputs:]
+    stack += [(node, node) for node in ends if isinstance(node, fx.Node)]
+    while stack:
+        reader, node = stack.pop()
+        if node in backward or node in seen or _is_available(reader, node, saved):
+            continue
+        seen.add(node)
+        stack.extend((node, source) for source in node.all_input_nodes)
+    return saved
+
+
+def _is_available(reader: fx.Node, node: fx.Node, saved: set[fx.Node]) -> bool:
+    """True when the backward has ``node`` without computing; saves it if it must not compute it."""
+    base = base_of(node)
+    if base.op == "placeholder":
+        saved.add(base)
+    if base in saved or base.op == "get_attr":
+        return True
+    if is_constant(base) or not is_tensor(base):
+        return False
+    crosses = _unit(reader) is not None and _unit(base) not in (None, _unit(reader))
+    if crosses or not is_pure(base):
+        saved.add(base)
+        return True
+    return False
+
+
+def _unit(node: fx.Node) -> int | None:
+    unit = node.meta.get(UNIT)
+    return unit if isinstance(unit, int) else None
+
+
+def _tangent_dependents(joint: fx.GraphModule) -> set[fx.Node]:
+    found = {node for node in joint.graph.find_nodes(op="placeholder") if is_tangent(node)}
+    for node in joint.graph.nodes:
+        if node.op == "output":
+            continue
+        must = node.meta.get("partitioner_tag") == "must_be_in_backward"
+        if must or any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found

@@ -1,0 +1,125 @@
+"""Which unit of the step (prologue, layer, epilogue) each node of the joint graph belongs to.
+
+Forward nodes have the unit that layer detection found. A backward node shares ``seq_nr`` with the
+forward operator whose gradient it is part of. What has neither (gradient sums, patterns that
+Inductor replaced) goes where its inputs are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from memo_compile.analysis.layers import LayerStructure, find_layers
+
+UNIT = "memo_unit"
+"""Key of ``node.meta``: the index of the unit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointUnits:
+    """The units of a joint graph. Tags are on the nodes, under UNIT."""
+
+    structure: LayerStructure
+    forward: tuple[fx.Node, ...]
+
+    @property
+    def num_units(self) -> int:
+        """Prologue, layers, gaps and epilogue together."""
+        return len(self.structure.units)
+
+
+def forward_nodes(joint: fx.GraphModule) -> tuple[fx.Node, ...]:
+    """The call_function nodes of the forward, in graph order."""
+    tangents = {n for n in joint.graph.find_nodes(op="placeholder") if is_tangent(n)}
+    backward = set(tangents)
+    found = []
+    for node in joint.graph.nodes:
+        if any(source in backward for source in node.all_input_nodes):
+            backward.add(node)
+        elif node.op == "call_function" and node.meta.get("partitioner_tag") == "is_forward":
+            found.append(node)
+    return tuple(found)
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """True for an incoming gradient; AOTAutograd names these placeholders ``tangents_N``."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def tag_units(joint: fx.GraphModule) -> JointUnits:
+    """Write the unit of every node into its meta where it is known. Cost: that of find_layers."""
+    forward = forward_nodes(joint)
+    structure = find_layers(forward)
+    unit_of_seq: dict[int, int] = {}
+    for index, unit in enumerate(structure.units):
+        for node in forward[unit.start : unit.end]:
+            node.meta[UNIT] = index
+            if (seq := node.meta.get("seq_nr")) is not None:
+                unit_of_seq[seq] = index
+    known = set(forward)
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and node not in known:
+            unit = unit_of_seq.get(node.meta.get("seq_nr"))
+            if unit is not None:
+                node.meta[UNIT] = unit
+    return JointUnits(structure=structure, forward=forward)
+
+
+def forward_positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Node -> the step's region that runs it, for a forward graph: regions are the units.
+
+    A node never runs before its inputs; one without a unit runs as early as it can.
+    """
+    return _settle(graph, {node: node.meta.get(UNIT) for node in graph.nodes})
+
+
+def backward_positions(graph: fx.Graph, num_units: int) -> dict[fx.Node, int]:
+    """Node -> the step's region that runs it, for a backward graph: the units in reverse.
+
+    A forward node that the backward runs again goes to its first reader, since no layer needs
+    another layer's recomputation (see ``analysis.saved``).
+    """
+    wanted: dict[fx.Node, int | None] = {}
+    for node in graph.nodes:
+        unit = node.meta.get(UNIT)
+        wanted[node] = None if unit is None else num_units - 1 - unit
+    positions = _settle(graph, wanted)
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
+            continue
+        readers = [positions[user] for user in node.users if user in positions]
+        if readers:
+            positions[node] = min(readers)
+    return _settle(graph, dict(positions))
+
+
+def _settle(graph: fx.Graph, wanted: dict[fx.Node, int | None]) -> dict[fx.Node, int]:
+    """The wanted position, but at least that of every input; 0 where nothing is known."""
+    positions: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        floor = max((positions.get(source, 0) for source in node.all_input_nodes), default=0)
+        position = wanted.get(node)
+        positions[node] = floor if position is None else max(floor, position)
+    return positions
+
+
+def late_constants(graph: fx.Graph, positions: dict[fx.Node, int]) -> None:
+    """Move nodes without a unit and without inputs to their first reader, in place."""
+    for node in reversed(graph.nodes):
+        if node in positions and not node.all_input_nodes and node.users:
+            readers = [positions[user] for user in node.users if user in positions]
+            positions[node] = min(readers, default=positions[node])
+
+
+def source_line(node: fx.Node) -> str | None:
+    """``file:line`` of the user's code that made ``node``, from its stack trace."""
+    trace = node.meta.get("stack_trace") or ""
+    lines: Sequence[str] = [line for line in trace.splitlines() if line.strip().startswith("File")]
+    if not lines:
+        return None
+    parts = lines[-1].split('"')
+    number = lines[-1].split("line ")[-1].split(",")[0]
+    return f"{parts[1]}:{number}" if len(parts) > 1 else None

@@ -1,0 +1,63 @@
+"""Which nodes only look at another node's storage, and whose storage that is."""
+
+import operator
+
+import torch
+from torch import fx
+
+_VIEWS_WITHOUT_ALIAS_SCHEMA = (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
+"""Declared as fresh results, but Inductor gives them their input's storage."""
+
+
+def is_tensor(node: object) -> bool:
+    """True for a node whose value is one tensor."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_view(node: fx.Node) -> bool:
+    """True when ``node`` returns a view of its first tensor argument."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_view(source)
+    if node.target in _VIEWS_WITHOUT_ALIAS_SCHEMA:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return bool(returns) and all(
+        value.alias_info is not None and not value.alias_info.is_write for value in returns
+    )
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """The node that the view ``node`` looks at, one step up."""
+    return node.all_input_nodes[0]
+
+
+def is_movable_view(node: fx.Node) -> bool:
+    """True for a view that shows all of its source: recomputing it elsewhere keeps nothing more.
+
+    A slice is not: to move it would keep its whole source alive.
+    """
+    if not is_view(node) or not is_tensor(node):
+        return False
+    source = viewed(node)
+    if not is_tensor(source):
+        return False
+    return bool(source.meta["val"].numel() <= node.meta["val"].numel())
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """``node``, or what it shows all of: the node to save, to pass on and to place."""
+    while is_movable_view(node):
+        node = viewed(node)
+    return node
+
+
+def storage_of(node: fx.Node) -> fx.Node:
+    """The node that made the storage behind ``node``, through every kind of view."""
+    while is_view(node):
+        node = viewed(node)
+    return node

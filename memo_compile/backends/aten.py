@@ -1,0 +1,280 @@
+"""Lowering op by op: the portable reference against which the Inductor lowering is tested.
+
+Views run as views. An operator with an ``out=`` overload writes straight into its planned buffer;
+any other computes in ordinary memory and is copied in, which is counted as memory outside.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from memo_runtime.current import current
+from torch import fx
+
+from memo_compile.analysis.views import is_tensor, is_view, storage_of
+from memo_compile.backends import shim
+from memo_compile.backends.eager_ops import runnable
+from memo_compile.problem import (
+    OutputSlot,
+    OutsideBuffer,
+    RegionBuffer,
+    RegionProfile,
+    Storage,
+    align,
+)
+from memo_compile.regions import LoweredRegion, RegionGraph, ViewSpec
+
+Env = dict[fx.Node, Any]
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """A planned buffer: the node that makes it, its index, and its life in lines."""
+
+    index: int
+    node: fx.Node
+    size_bytes: int
+    start: int
+    end: int = 0
+
+
+def lower(region: RegionGraph, *, poison: bool = False) -> LoweredRegion:
+    """``region`` as a list of operator calls on planned buffers."""
+    return _AtenRegion(region, poison=poison).lowered()
+
+
+def interpret(gm: fx.GraphModule) -> Callable[..., Any]:
+    """``gm`` run op by op in ordinary memory, boxed: takes a list of arguments and empties it."""
+
+    class _Interpreter(fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            return runnable(target)(*args, **kwargs)
+
+    def run(args: list[Any]) -> Any:
+        inputs = list(args)
+        args.clear()
+        with torch.no_grad():
+            return _Interpreter(gm).run(*inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+class _AtenRegion:
+    def __init__(self, region: RegionGraph, *, poison: bool) -> None:
+        self.region = region
+        self.poison = poison
+        self.nodes = list(region.gm.graph.nodes)
+        self.inputs = region.gm.graph.find_nodes(op="placeholder")
+        self.outputs: list[Any] = list(self.nodes[-1].args[0])
+        self.line = {node: number for number, node in enumerate(self.nodes)}
+        self.last_use = self._last_uses()
+        self.external = {storage_of(self.outputs[index]) for index in region.external_outputs}
+        self.kept = {storage_of(node) for node in self.outputs if isinstance(node, fx.Node)}
+        self.buffers: dict[fx.Node, _Buffer] = {}
+        self.outside: list[OutsideBuffer] = []
+        self._place()
+        self.writers = {node: self._writes_out(node) for node in self.buffers}
+        self._count_copies()
+
+    def _last_uses(self) -> dict[fx.Node, int]:
+        """Storage -> the last line that reads it, through views and tuples."""
+        last: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            for source in node.all_input_nodes:
+                root = storage_of(source)
+                last[root] = max(last.get(root, 0), self.line[node])
+        return last
+
+    def _place(self) -> None:
+        for node in self.nodes:
+            if node.op != "call_function" or not is_tensor(node) or is_view(node):
+                continue
+            value = node.meta["val"]
+            if node in self.external or _mutates(node):
+                continue
+            if value.device.type != self.region.device.type or value.numel() == 0:
+                continue
+            maker = node.args[0] if _is_item(node) else node
+            self.buffers[node] = _Buffer(
+                index=len(self.buffers),
+                node=node,
+                size_bytes=align(_storage_bytes(value)),
+                start=self.line[maker],
+                end=self._end(node),
+            )
+
+    def _end(self, node: fx.Node) -> int:
+        if node in self.kept:
+            return len(self.nodes)
+        return max(self.last_use.get(node, 0), self.line[node]) + 1
+
+    def _count_copies(self) -> None:
+        for node, buffer in self.buffers.items():
+            if not self.writers[node]:
+                self.outside.append(
+                    OutsideBuffer(
+                        kind=str(node.args[0].target if _is_item(node) else node.target),
+                        size_bytes=buffer.size_bytes,
+                        start=buffer.start,
+                        end=self.line[node] + 1,
+                    )
+                )
+
+    def lowered(self) -> LoweredRegion:
+        buffers = list(self.buffers.values())
+        profile = RegionProfile(
+            name=self.region.name,
+            num_lines=len(self.nodes),
+            buffers=tuple(
+                RegionBuffer(
+                    name=one.node.name, size_bytes=one.size_bytes, start=one.start, end=one.end
+                )
+                for one in buffers
+            ),
+            input_ends=tuple(self._input_end(node) for node in self.inputs),
+            outputs=tuple(self._slot(index, node) for index, node in enumerate(self.outputs)),
+            outside=tuple(self.outside),
+        )
+        views = tuple(_view_spec(one.node.meta["val"]) for one in buffers)
+        return LoweredRegion(profile=profile, views=views, run=self._run)
+
+    def _input_end(self, node: fx.Node) -> int:
+        if node in self.kept:
+            return len(self.nodes)
+        return self.last_use[node] + 1 if node in self.last_use else 0
+
+    def _slot(self, index: int, node: Any) -> OutputSlot:
+        if not isinstance(node, fx.Node):
+            return OutputSlot(storage=Storage.NONE)
+        root = storage_of(node)
+        if root in self.buffers:
+            return OutputSlot(storage=Storage.ARENA, index=self.buffers[root].index)
+        if root.op == "placeholder":
+            return OutputSlot(storage=Storage.INPUT, index=self.inputs.index(root))
+        if _mutates(root) and root.all_input_nodes[0].op == "placeholder":
+            source = self.inputs.index(root.all_input_nodes[0])
+            return OutputSlot(storage=Storage.INPUT, index=source)
+        value = root.meta.get("val")
+        size = align(_storage_bytes(value)) if isinstance(value, torch.Tensor) else 0
+        user = index in self.region.external_outputs
+        return OutputSlot(storage=Storage.EXTERNAL if user else Storage.OUTSIDE, size_bytes=size)
+
+    def _writes_out(self, node: fx.Node) -> bool:
+        """True when the operator's ``out=`` overload takes these arguments, tried on fakes."""
+        out = _out_overload(node)
+        if out is None or runnable(node.target) is not node.target:
+            return False
+        values = [one.meta.get("val") for one in node.all_input_nodes]
+        mode = shim.detect_fake_mode([*values, node.meta["val"]])
+        if mode is None:
+            return False
+        fake = node.meta["val"]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+        with mode:
+            target = torch.empty_strided(
+                fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device
+            )
+            try:
+                result = out(*args, **_out_kwargs(out, kwargs, target))
+            except (RuntimeError, TypeError, NotImplementedError):
+                return False
+        return result.shape == fake.shape and result.stride() == fake.stride()
+
+    def _run(self, args: list[Any]) -> list[Any]:
+        env: Env = dict(zip(self.inputs, args, strict=True))
+        args.clear()
+        views = current.views
+        with torch.no_grad():
+            for node in self.nodes:
+                if node.op == "get_attr":
+                    env[node] = getattr(self.region.gm, str(node.target))
+                elif node.op == "call_function":
+                    env[node] = self._call(node, env, views)
+                self._end_line(node, env, views)
+        return [env[one] if isinstance(one, fx.Node) else one for one in self.outputs]
+
+    def _call(self, node: fx.Node, env: Env, views: Sequence[torch.Tensor]) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: env[one])
+        buffer = self.buffers.get(node)
+        if buffer is None:
+            return runnable(node.target)(*args, **kwargs)
+        view = views[buffer.index]
+        if self.writers[node]:
+            out = _out_overload(node)
+            assert out is not None, f"{node.name}: an out= overload that was there is gone"
+            out(*args, **_out_kwargs(out, kwargs, view))
+        else:
+            view.copy_(runnable(node.target)(*args, **kwargs))
+        return view
+
+    def _end_line(self, node: fx.Node, env: Env, views: Sequence[torch.Tensor]) -> None:
+        """Drop what is dead after this line; in poison mode overwrite it first."""
+        number = self.line[node]
+        for source in (node, *node.all_input_nodes):
+            root = storage_of(source)
+            dead = self.last_use.get(root, self.line[root]) <= number
+            if not dead or root in self.kept:
+                continue
+            if self.poison and root in self.buffers:
+                current.poison(self.buffers[root].index)
+            elif self.poison and root.op == "placeholder" and node.op != "placeholder":
+                current.input_done(self.inputs.index(root))
+
+
+def _storage_bytes(value: torch.Tensor) -> int:
+    """Bytes from the first to the last element of ``value``."""
+    if value.numel() == 0:
+        return 0
+    last = sum(
+        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
+    return int(last + 1) * value.element_size()
+
+
+def _view_spec(value: torch.Tensor) -> ViewSpec:
+    return ViewSpec(dtype=value.dtype, size=tuple(value.shape), stride=tuple(value.stride()))
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _is_item(node: fx.Node) -> bool:
+    """True for an element of a tuple that an operator returned."""
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _out_overload(node: fx.Node) -> torch._ops.OpOverload | None:
+    """The overload of ``node``'s operator that writes into one given tensor, if it is a real one.
+
+    Overloads that torch generates (tag ``generated``) allocate inside and copy: no gain.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return None
+    packet = target.overloadpacket
+    name = "out" if target._overloadname == "default" else f"{target._overloadname}_out"
+    for candidate in (name, "out"):
+        if candidate in packet.overloads():
+            overload = getattr(packet, candidate)
+            plain = len(overload._schema.returns) == 1 and torch.Tag.generated not in overload.tags
+            if plain and _same_arguments(target, overload):
+                return overload
+    return None
+
+
+def _same_arguments(target: torch._ops.OpOverload, out: torch._ops.OpOverload) -> bool:
+    ours = [(arg.name, str(arg.type)) for arg in target._schema.arguments if not arg.kwarg_only]
+    theirs = [(arg.name, str(arg.type)) for arg in out._schema.arguments if not arg.kwarg_only]
+    return ours == theirs
+
+
+def _out_kwargs(
+    out: torch._ops.OpOverload, kwargs: dict[str, Any], target: torch.Tensor
+) -> dict[str, Any]:
+    """The keywords that ``out`` knows, and the tensor to write into."""
+    known = {arg.name for arg in out._schema.arguments}
+    name = next(arg.name for arg in out._schema.arguments if arg.is_out)
+    return {**{key: value for key, value in kwargs.items() if key in known}, name: target}

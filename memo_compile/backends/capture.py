@@ -1,0 +1,202 @@
+"""Between AOTAutograd and the plan: memo's partitioner and memo's inner compiler, for one graph.
+
+``compile_fx`` calls the partitioner with the joint graph, then the inner compiler with the forward
+and with the backward. Only when both halves are known is anything lowered: they are planned as
+one step.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from memo_compile.analysis.saved import equal_cut
+from memo_compile.analysis.units import (
+    JointUnits,
+    backward_positions,
+    forward_positions,
+    tag_units,
+)
+from memo_compile.backends import shim
+from memo_compile.backends.assemble import Assembly, assemble
+from memo_compile.backends.facts import GraphFacts
+from memo_compile.backends.lowering import plain_inner
+from memo_compile.config import MemoConfig
+from memo_compile.errors import UnsupportedGraph
+from memo_compile.passes.cse import MergeCommonSubexpressions
+from memo_compile.passes.cut import Cut, CutRequest, cut
+from memo_compile.passes.lease import Halves, lease_saved
+from memo_compile.passes.pipeline import PassRunner, graph_text
+from memo_compile.problem import Phase
+from memo_compile.serialise import to_json
+
+log = logging.getLogger("memo")
+
+JOINT_PASSES = (MergeCommonSubexpressions(),)
+"""What happens to the joint graph before it is cut in two."""
+
+
+class StepCompiler:
+    """Compiles one Dynamo graph. ``assembly`` is set when its plan stands."""
+
+    def __init__(self, config: MemoConfig, facts: GraphFacts, name: str) -> None:
+        self.config = config
+        self.facts = facts
+        self.name = name
+        self.dump = Path(config.dump) / name if config.dump else None
+        self.runner = PassRunner(self.dump)
+        self.assembly: Assembly | None = None
+        self.saw_training = False
+        self._units: JointUnits | None = None
+        self._forward: Cut | None = None
+        self._started = time.perf_counter()
+
+    def partition(
+        self,
+        joint: fx.GraphModule,
+        joint_inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **_: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward of ``joint`` with the saved activations in the frame.
+
+        Raises:
+            UnsupportedGraph: the graph holds sizes that are not numbers.
+        """
+        self.saw_training = True
+        _require_static(joint)
+        joint = self.runner.run(joint, JOINT_PASSES, stage="joint")
+        units = tag_units(joint)
+        names = shim.min_cut_saved_names(
+            joint,
+            joint_inputs,
+            num_fwd_outputs=num_fwd_outputs,
+            static_lifetime_input_indices=static_lifetime_input_indices,
+        )
+        saved = equal_cut(joint, units, names, num_fwd_outputs=num_fwd_outputs)
+        forward, backward = shim.extract_halves(joint, saved, num_fwd_outputs=num_fwd_outputs)
+        backward = shim.reordering_to_mimic_autograd_engine(backward)
+        mode = shim.detect_fake_mode([n.meta.get("val") for n in joint.graph.nodes])
+        if mode is None:
+            raise UnsupportedGraph("the joint graph carries no fake tensors")
+        with mode:
+            handle = torch.empty(8, dtype=torch.uint8, device="cpu")
+        halves = lease_saved(
+            forward, backward, num_fwd_outputs=num_fwd_outputs, handle_value=handle
+        )
+        self._units = units
+        self._dump_halves(halves)
+        return halves.forward, halves.backward
+
+    def _dump_halves(self, halves: Halves) -> None:
+        if self.dump is not None:
+            self.runner.write("forward-half.txt", graph_text(halves.forward))
+            self.runner.write("backward-half.txt", graph_text(halves.backward))
+
+    def inner(
+        self, gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any
+    ) -> Callable[..., Any]:
+        """Compile one graph: inference plainly; a forward waits for its backward."""
+        if self._units is None or kwargs.get("is_inference"):
+            return plain_inner(gm, examples, self.config, kwargs)
+        if kwargs.get("is_backward"):
+            return self._backward(gm, kwargs)
+        return self._forward_half(gm, kwargs)
+
+    def _forward_half(self, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Callable[..., Any]:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        static = frozenset(placeholders[i].name for i in kwargs.get("static_input_idxs", ()))
+        self.facts.read_forward(placeholders, static)
+        self._forward = self._cut(gm, Phase.FORWARD, static)
+
+        def forward(args: list[Any]) -> Any:
+            if self.assembly is None:
+                raise UnsupportedGraph("the backward of this graph was never compiled")
+            return self.assembly.forward(args)
+
+        forward._boxed_call = True  # type: ignore[attr-defined]
+        return forward
+
+    def _backward(self, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Callable[..., Any]:
+        del kwargs
+        assert self._forward is not None, "the backward is compiled after its forward"
+        assert self._units is not None, "the partitioner runs before the inner compiler"
+        static = self.facts.static_names
+        backward = self._cut(gm, Phase.BACKWARD, static)
+        assembly = assemble(
+            self._forward, backward, self._units, self.facts, self.config, self.name
+        )
+        self.assembly = assembly
+        self._dump_plan(assembly, backward)
+
+        def run(args: list[Any]) -> Any:
+            return assembly.backward(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _dump_plan(self, assembly: Assembly, backward: Cut) -> None:
+        if self.dump is None:
+            return
+        assert self._forward is not None
+        self.runner.write("step-forward.txt", graph_text(self._forward.program))
+        self.runner.write("step-backward.txt", graph_text(backward.program))
+        (self.dump / "problem.json").write_text(to_json(assembly.problem))
+        (self.dump / "plan.json").write_text(to_json(assembly.plan))
+
+    def _cut(self, gm: fx.GraphModule, phase: Phase, static: frozenset[str]) -> Cut:
+        assert self._units is not None
+        num_units = self._units.num_units
+        if phase is Phase.FORWARD:
+            positions = forward_positions(gm.graph)
+        else:
+            positions = backward_positions(gm.graph, num_units)
+        return cut(
+            CutRequest(
+                gm=gm,
+                positions=positions,
+                phase=phase,
+                static_inputs=static,
+                device=self.facts.device,
+                names=_region_names(self._units, phase),
+            )
+        )
+
+
+def _region_names(units: JointUnits, phase: Phase) -> dict[int, str]:
+    """Position -> name: ``layer0_fwd`` for the first class, ``prologue_fwd``, ``epilogue_fwd``."""
+    suffix = "fwd" if phase is Phase.FORWARD else "bwd"
+    spans = units.structure.units
+    classes = list(dict.fromkeys(one.class_key for one in spans if one.class_key is not None))
+    names: dict[int, str] = {}
+    for index, unit in enumerate(spans):
+        position = index if phase is Phase.FORWARD else len(spans) - 1 - index
+        if unit.class_key is not None:
+            stem = f"layer{classes.index(unit.class_key)}"
+        elif len(spans) == 1:
+            stem = "step"
+        elif index == 0:
+            stem = "prologue"
+        elif index == len(spans) - 1:
+            stem = "epilogue"
+        else:
+            stem = "middle"
+        names[position] = f"{stem}_{suffix}"
+    return names
+
+
+def _require_static(joint: fx.GraphModule) -> None:
+    for node in joint.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise UnsupportedGraph(f"{node.name} is a size that is only known at run time")
+        if isinstance(value, torch.Tensor) and not all(isinstance(s, int) for s in value.shape):
+            raise UnsupportedGraph(
+                f"{node.name} has a shape that is only known at run time: {tuple(value.shape)}"
+            )

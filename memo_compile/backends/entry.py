@@ -1,0 +1,121 @@
+"""The torch.compile backend ``memo``: what torch calls with a Dynamo graph."""
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from memo_compile.backends import shim
+from memo_compile.backends.capture import StepCompiler
+from memo_compile.backends.facts import GraphFacts
+from memo_compile.config import MemoConfig, resolve
+from memo_compile.errors import ConfigError, MemoError, UnsupportedGraph
+from memo_compile.reporting import state
+
+log = logging.getLogger("memo")
+
+_graph_numbers = itertools.count()
+
+
+def memo(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> Callable[..., Any]:
+    """Compile ``gm`` so that its training step runs in a planned arena.
+
+    A graph that memo cannot plan runs through plain Inductor; the report says why.
+
+    Raises:
+        ConfigError: an option is unknown or cannot be used.
+        MemoError: planning failed and ``strict`` is set.
+    """
+    config = resolve(options, mode)
+    _note_mode(config)
+    if any(isinstance(one, torch.SymInt) for one in example_inputs):
+        from memo_compile.backends.specialise import specialise
+
+        return specialise(gm, example_inputs, config)
+    return compile_static(gm, example_inputs, config)
+
+
+def compile_static(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
+) -> Callable[..., Any]:
+    """``gm`` for inputs of known shapes, planned or, if that is not possible, plain."""
+    original = fx.GraphModule(gm, shim.copy_graph(gm.graph))
+    try:
+        compiler = plan_graph(gm, example_inputs, config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        return _step_aside(original, example_inputs, config, error)
+    return compiler
+
+
+def plan_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
+) -> Callable[..., Any]:
+    """``gm`` compiled by memo; every failure is raised."""
+    name = f"graph{next(_graph_numbers)}"
+    compiler = StepCompiler(config, GraphFacts(example_inputs), name)
+    with shim.functorch_patch(
+        force_non_lazy_backward_lowering=True, enable_autograd_cache=False, donated_buffer=False
+    ):
+        compiled: Callable[..., Any] = shim.compile_fx(
+            gm,
+            list(example_inputs),
+            inner_compile=shim.inner_compiler(compiler.inner),
+            config_patches=shim.known_inductor_settings(
+                {
+                    "custom_partitioner_fn": shim.partitioner(compiler.partition),
+                    "force_disable_caches": True,
+                }
+            ),
+        )
+    if compiler.assembly is not None:
+        compiler.assembly.step.on_unplanned = _on_unplanned
+        state.add_plan(compiler.assembly.plan)
+    elif compiler.saw_training:
+        raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
+    return compiled
+
+
+def _on_unplanned() -> None:
+    if state.count_unplanned() == 1:
+        note = (
+            "a forward began while another of the same graph was waiting for its backward; it "
+            "runs in ordinary memory. Set max_inflight to the number of live forwards"
+        )
+        state.add_note(note)
+        log.warning("memo: %s", note)
+
+
+def _step_aside(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig, error: Exception
+) -> Callable[..., Any]:
+    """Plain Inductor for a graph that got no plan; ``strict`` raises instead."""
+    if config.strict or config.memory_budget is not None:
+        raise error
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    state.mark_failed(f"a graph runs through plain Inductor, without a plan: {reason}")
+    if isinstance(error, UnsupportedGraph):
+        log.warning("memo: no plan for this graph, plain Inductor runs it: %s", reason)
+    elif isinstance(error, MemoError):
+        log.error("memo: planning failed, plain Inductor runs this graph: %s", reason)
+    else:
+        log.error("memo: planning failed, plain Inductor runs this graph", exc_info=error)
+    return shim.compile_plainly(gm, example_inputs)
+
+
+def _note_mode(config: MemoConfig) -> None:
+    if config.mode == "reduce-overhead":
+        note = "mode='reduce-overhead': CUDA graphs are not used together with the arena"
+        if state.add_note(note):
+            log.warning("memo: %s", note)

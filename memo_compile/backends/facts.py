@@ -1,0 +1,71 @@
+"""What the plan must know of a graph's inputs: device, parameters, buffers, bytes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from memo_compile.problem import FixedBytes
+
+OPTIMIZER_TENSORS = 2
+"""Optimizer state that does not exist yet: Adam's two moments, of the parameter's dtype."""
+
+
+class GraphFacts:
+    """Facts about one Dynamo graph, read from its real example inputs and the AOT forward."""
+
+    def __init__(self, example_inputs: Sequence[Any]) -> None:
+        tensors = [one for one in example_inputs if isinstance(one, torch.Tensor)]
+        self._parameters = [one for one in tensors if isinstance(one, torch.nn.Parameter)]
+        self.device = _main_device(tensors)
+        self.static_names: frozenset[str] = frozenset()
+        self._static_bytes = 0
+        self._input_bytes = 0
+
+    def read_forward(self, placeholders: Sequence[fx.Node], static: frozenset[str]) -> None:
+        """Take the bytes of the AOT forward's inputs; ``static`` are parameters and buffers."""
+        self.static_names = static
+        for node in placeholders:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                size = value.numel() * value.element_size()
+                if node.name in static:
+                    self._static_bytes += size
+                else:
+                    self._input_bytes += size
+
+    def fixed_bytes(self, outputs_bytes: int) -> FixedBytes:
+        """Device memory of the step beside the arena.
+
+        A gradient counts twice where a ``.grad`` exists already (it is accumulated into).
+        """
+        unique = {one.untyped_storage()._cdata: one for one in self._parameters}
+        parameters = sum(_bytes(one) for one in unique.values())
+        trainable = [one for one in unique.values() if one.requires_grad]
+        gradients = sum(_bytes(one) for one in trainable)
+        existing = sum(_bytes(one) for one in trainable if one.grad is not None)
+        return FixedBytes(
+            parameters=parameters,
+            buffers=max(0, self._static_bytes - parameters),
+            gradients=gradients + existing,
+            optimizer_state=OPTIMIZER_TENSORS * gradients,
+            inputs=self._input_bytes,
+            outputs=outputs_bytes,
+        )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _main_device(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The device that holds most of the inputs' bytes."""
+    held: dict[torch.device, int] = {}
+    for one in tensors:
+        held[one.device] = held.get(one.device, 0) + _bytes(one)
+    if not held:
+        return torch.device("cpu")
+    accelerators = {device: size for device, size in held.items() if device.type != "cpu"}
+    best = accelerators or held
+    return max(best, key=lambda device: best[device])

@@ -1,0 +1,29 @@
+"""Which lowering runs a region, and what happens to graphs that memo does not plan."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from memo_compile.backends import aten, inductor, shim
+from memo_compile.config import MemoConfig
+from memo_compile.passes.own_outputs import own_outputs
+from memo_compile.regions import LoweredRegion, RegionGraph
+
+
+def lower_region(region: RegionGraph, config: MemoConfig) -> LoweredRegion:
+    """``region``, lowered as ``config.lowering`` says."""
+    poison = "poison" in config.debug
+    if config.lowering == "aten":
+        return aten.lower(region, poison=poison)
+    return inductor.lower(own_outputs(region), poison=poison, settings=config.inductor_options)
+
+
+def plain_inner(
+    gm: fx.GraphModule, examples: Sequence[Any], config: MemoConfig, kwargs: dict[str, Any]
+) -> Callable[..., Any]:
+    """A graph without a plan (inference): plain Inductor, or op by op under the aten lowering."""
+    if config.lowering == "aten":
+        return aten.interpret(gm)
+    compiled: Callable[..., Any] = shim.compile_fx_inner(gm, examples, **kwargs)
+    return compiled

@@ -1,0 +1,192 @@
+"""Every private torch API that memo uses, in one place, with the versions it was read in.
+
+Read in torch 2.11.0 and 2.13.0. What differs between them is settled here and nowhere else.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._functorch.partitioners import (  # 2.11, 2.13: same keyword subset
+    _extract_fwd_bwd_modules,
+    min_cut_rematerialization_partition,
+    reordering_to_mimic_autograd_engine,
+)
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import ir
+from torch._inductor.codegen import common as _codegen_common
+from torch._inductor.codegen.wrapper import (
+    AllocateLine,
+    ExternKernelAllocLine,
+    FreeIfNotReusedLine,
+    FreeLine,
+    MemoryPlanningLine,
+    MultiOutputLine,
+    NullLine,
+    PythonWrapperCodegen,
+    ReinterpretLine,
+    ReuseLine,
+    SubgraphPythonWrapperCodegen,
+    WrapperLine,
+)
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.virtualized import V
+
+__all__ = [
+    "AllocateLine",
+    "CustomPartitionerFn",
+    "ExternKernelAllocLine",
+    "FreeIfNotReusedLine",
+    "FreeLine",
+    "MemoryPlanningLine",
+    "MultiOutputLine",
+    "NullLine",
+    "PythonWrapperCodegen",
+    "ReinterpretLine",
+    "ReuseLine",
+    "SubgraphPythonWrapperCodegen",
+    "WrapperLine",
+    "compile_fx",
+    "compile_fx_inner",
+    "detect_fake_mode",
+    "extract_halves",
+    "min_cut_saved_names",
+    "reordering_to_mimic_autograd_engine",
+]
+
+
+def device_codegens() -> dict[str, Any]:
+    """Device type -> Inductor's code generators, registered if they were not yet."""
+    _codegen_common.init_backend_registration()
+    return _codegen_common.device_codegens
+
+
+def current_graph() -> Any:
+    """The GraphLowering whose wrapper is being generated."""
+    return V.graph
+
+
+def has_multi_output_layout(node: Any) -> bool:
+    """True for an extern kernel that returns several tensors, picked out by MultiOutputLines."""
+    return isinstance(node.layout, ir.MultiOutputLayout | ir.NoneLayout)
+
+
+def is_tensor_buffer(node: Any) -> bool:
+    """True for a buffer with a dtype and a size."""
+    return isinstance(getattr(node, "layout", None), ir.Layout)
+
+
+def is_static(node: Any) -> bool:
+    """True when the size and the strides of ``node`` are numbers."""
+    values = [*node.get_size(), *node.get_stride()]
+    return all(isinstance(value, int | sympy.Integer) for value in values)
+
+
+@contextlib.contextmanager
+def own_tracing_context(examples: Sequence[Any]) -> Iterator[None]:
+    """A fresh TracingContext: Inductor asserts that ``output_strides`` is empty at each compile."""
+    with tracing(TracingContext(detect_fake_mode(examples))):
+        yield
+
+
+def inductor_patch(settings: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Inductor's configuration with ``settings``, keys that this version lacks left out."""
+    return inductor_config.patch(known_inductor_settings(settings))
+
+
+def functorch_patch(**settings: Any) -> contextlib.AbstractContextManager[None]:
+    """Functorch's configuration with ``settings``, keys that this version lacks left out."""
+    known = {key: value for key, value in settings.items() if key in functorch_config._config}
+    return functorch_config.patch(known)
+
+
+def extract_halves(
+    joint: fx.GraphModule, saved: list[fx.Node], *, num_fwd_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward of ``joint`` when ``saved`` is kept, in AOTAutograd's order."""
+    return _extract_fwd_bwd_modules(
+        joint,
+        list(saved),
+        saved_sym_nodes=[],
+        num_fwd_outputs=num_fwd_outputs,
+    )
+
+
+def min_cut_saved_names(
+    joint: fx.GraphModule,
+    joint_inputs: Any,
+    *,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: list[int] | None,
+) -> list[str]:
+    """Names of the nodes that torch's own min-cut partitioner would save. ``joint`` is unchanged.
+
+    Common subexpressions stay apart (``cse=False``), so that the names are those of ``joint``.
+    """
+    copied = fx.GraphModule(joint, copy_graph(joint.graph))
+    with functorch_patch(cse=False):
+        forward, _ = min_cut_rematerialization_partition(
+            copied,
+            joint_inputs,
+            num_fwd_outputs=num_fwd_outputs,
+            static_lifetime_input_indices=static_lifetime_input_indices,
+        )
+    outputs = forward.graph.find_nodes(op="output")[0].args[0]
+    return [node.name for node in outputs[num_fwd_outputs:] if isinstance(node, fx.Node)]
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy of ``graph`` whose nodes keep their names."""
+    copied = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        nodes[node] = copied.node_copy(node, lambda value: nodes[value])
+        nodes[node].name = node.name
+        nodes[node].meta = dict(node.meta)
+    return copied
+
+
+def keep_graph() -> bool:
+    """True inside a backward that was called with retain_graph or create_graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def compile_plainly(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """``gm`` through plain Inductor."""
+    return compile_fx(gm, list(example_inputs))
+
+
+def known_inductor_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """``settings`` without the keys that this version of Inductor lacks."""
+    return {key: value for key, value in settings.items() if key in inductor_config._config}
+
+
+class _Partitioner(CustomPartitionerFn):
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        return self._run(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> None:
+        return None
+
+
+def partitioner(run: Callable[..., Any]) -> CustomPartitionerFn:
+    """``run(joint, joint_inputs, **kwargs)`` as the object that Inductor's configuration wants."""
+    return _Partitioner(run)
+
+
+def inner_compiler(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run(gm, examples, **kwargs)`` as an inner compiler of compile_fx."""
+
+    def inner(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
+        return run(gm, examples, **kwargs)
+
+    return inner

@@ -1,0 +1,167 @@
+"""Every option of memo, and where its value comes from.
+
+Precedence: options of the call > ``memo_compile.configure()`` > ``MEMO_*`` environment variables >
+the file named by ``MEMO_CONFIG`` (JSON) > defaults. This is the only file that reads os.environ.
+"""
+
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memo_compile.errors import ConfigError
+from memo_compile.units import parse_size
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+LOWERINGS = ("inductor", "aten")
+DEBUG_FLAGS = ("poison",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoConfig:
+    """The options of ``torch.compile(..., backend="memo", options={...})``."""
+
+    memory_budget: int | str | None = None
+    """Bound on the device memory of the step: bytes, ``"60GiB"`` or ``"80%"``."""
+    lowering: str = "inductor"
+    """``inductor``, or ``aten``: slow and simple, the reference."""
+    mode: str = "default"
+    """torch.compile's mode. CUDA graphs of reduce-overhead are not used."""
+    dump: str | None = None
+    """Folder for graphs before and after every pass, problem.json and plan.json."""
+    debug: tuple[str, ...] = ()
+    """``poison``: fill every range with NaN when its life ends."""
+    strict: bool = False
+    """Raise instead of stepping aside to plain Inductor."""
+    max_inflight: int = 1
+    """Forwards of one graph that may be live at once in the arena."""
+    max_plans: int = 8
+    """Plans kept for one graph whose shapes vary; the least recently used goes."""
+    placement_solver: str = "auto"
+    placement_time_limit_s: float = 5.0
+    inductor_options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings for Inductor itself, passed through."""
+
+    def __post_init__(self) -> None:
+        _one_of("lowering", self.lowering, LOWERINGS)
+        _one_of("mode", self.mode, MODES)
+        for flag in self.debug:
+            _one_of("debug", flag, DEBUG_FLAGS)
+        for name in ("max_inflight", "max_plans"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
+        if not self.placement_time_limit_s > 0:
+            raise ConfigError(
+                f"placement_time_limit_s: expected seconds above 0, got "
+                f"{self.placement_time_limit_s!r}"
+            )
+
+    def budget_bytes(self, device_bytes: int | None) -> int | None:
+        """The budget in bytes; ``80%`` is of ``device_bytes``."""
+        if self.memory_budget is None:
+            return None
+        return parse_size(self.memory_budget, total_bytes=device_bytes, what="memory_budget")
+
+
+_FIELDS = {one.name: one for one in dataclasses.fields(MemoConfig)}
+_configured: dict[str, Any] = {}
+
+
+def configure(**options: Any) -> None:
+    """Set defaults for every later compilation in this process; ``None`` resets an option.
+
+    Raises:
+        ConfigError: an option is unknown or its value cannot be used.
+    """
+    known = _checked(options, "configure()")
+    for key, value in known.items():
+        if value is None:
+            _configured.pop(key, None)
+        else:
+            _configured[key] = value
+    MemoConfig(**_configured)
+
+
+def resolve(options: Mapping[str, Any] | None, mode: str | None) -> MemoConfig:
+    """The configuration of one compilation, by the precedence in this file's head."""
+    values = {**_from_file(), **_from_environment(), **_configured}
+    values.update(_checked(options or {}, "options"))
+    if mode is not None:
+        values["mode"] = mode
+    if isinstance(values.get("debug"), str):
+        values["debug"] = _flags(values["debug"])
+    try:
+        return MemoConfig(**values)
+    except TypeError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _checked(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for key in options:
+        if key not in _FIELDS:
+            raise ConfigError(unknown_option(key, where))
+    return dict(options)
+
+
+def unknown_option(key: str, where: str) -> str:
+    """The message for an option that does not exist, with the nearest that does."""
+    near = difflib.get_close_matches(str(key), _FIELDS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(sorted(_FIELDS))}"
+    return f"{where}: unknown option {key!r}; {hint}"
+
+
+def _from_environment() -> dict[str, Any]:
+    found = {}
+    for name, one in _FIELDS.items():
+        text = os.environ.get(f"MEMO_{name.upper()}")
+        if text:
+            found[name] = _parsed(name, one.type, text)
+    return found
+
+
+def _parsed(name: str, kind: Any, text: str) -> Any:
+    """``text`` of an environment variable as the type of option ``name``."""
+    if name == "debug":
+        return _flags(text)
+    kind = str(kind)
+    try:
+        if "bool" in kind:
+            return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+        if kind.startswith("<class 'int'") or kind == "int":
+            return int(text)
+        if "float" in kind:
+            return float(text)
+        if "Mapping" in kind:
+            return json.loads(text)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"MEMO_{name.upper()}: cannot use {text!r}: {error}") from error
+    return text
+
+
+def _flags(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _from_file() -> dict[str, Any]:
+    path = os.environ.get("MEMO_CONFIG")
+    if not path:
+        return {}
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"MEMO_CONFIG: cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"MEMO_CONFIG: {path}: expected a JSON object of options")
+    return _checked(content, f"MEMO_CONFIG {path}")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{hint}")

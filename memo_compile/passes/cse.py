@@ -1,0 +1,110 @@
+"""Merges equal computations and moves what all layers share before the first of them."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from memo_compile.passes.purity import is_constant, is_pure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeCommonSubexpressions:
+    """Equal pure computations become one, made as soon as its inputs are there.
+
+    A model computes the same mask or the same rotary table in every layer. Merged where the first
+    layer makes it, the first layer would differ from the others; made as early as possible, it
+    belongs to the prologue and all layers stay alike.
+
+    Rewrite:
+        prologue: mask                      prologue: mask; bias = where(mask, 0, -inf)
+        layer 0:  bias_0 = where(mask, ..)  layer 0:  attention(q0, k0, v0, bias)
+                  attention(.., bias_0)  -> layer 1:  attention(q1, k1, v1, bias)
+        layer 1:  bias_1 = where(mask, ..)
+                  attention(.., bias_1)
+
+    Constants (full, iota) are never merged: every region can make its own for free.
+    Cost: linear in the size of the graph.
+    """
+
+    name: str = "merge-common-subexpressions"
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        """Merge in place."""
+        merged = _merge(gm.graph)
+        if merged:
+            _hoist(gm.graph, merged)
+        return PassResult(gm, bool(merged))
+
+
+def _merge(graph: fx.Graph) -> set[fx.Node]:
+    """Replace later duplicates by the first; returns the survivors."""
+    seen: dict[Hashable, fx.Node] = {}
+    survivors: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not is_pure(node) or is_constant(node):
+            continue
+        key = _signature(node)
+        if key is None:
+            continue
+        first = seen.setdefault(key, node)
+        if first is node:
+            continue
+        node.replace_all_uses_with(first)
+        graph.erase_node(node)
+        survivors.add(first)
+    return survivors
+
+
+def _signature(node: fx.Node) -> Hashable | None:
+    """What decides the value of ``node``; None where it cannot be told."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        result: Any = (value.dtype, tuple(value.shape), value.device)
+    else:
+        result = type(value).__name__
+    try:
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs), result)
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _frozen(value: Any) -> Hashable:
+    """``value`` as a hashable tree in which 1, 1.0 and True stay apart."""
+    if isinstance(value, fx.Node):
+        return _signature(value) if is_constant(value) else value
+    if isinstance(value, list | tuple):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item)) for key, item in value.items())
+    if isinstance(value, slice):
+        return ("slice", _frozen(value.start), _frozen(value.stop), _frozen(value.step))
+    hash(value)
+    return (type(value), value)
+
+
+def _hoist(graph: fx.Graph, merged: set[fx.Node]) -> None:
+    """Move each merged node of the forward to right behind the last of its inputs.
+
+    Constants among its inputs are made anew beside it, so that they do not hold it back.
+    """
+    order = {node: float(index) for index, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        forward = node.meta.get("partitioner_tag") == "is_forward"
+        if node not in merged or not forward:
+            continue
+        sources = [source for source in node.all_input_nodes if not is_constant(source)]
+        last = max(sources, key=order.__getitem__)
+        if last.op == "placeholder":
+            last = max(graph.find_nodes(op="placeholder"), key=order.__getitem__)
+        last.append(node)
+        order[node] = order[last] + 1e-9
+        for source in node.all_input_nodes:
+            if is_constant(source):
+                with graph.inserting_before(node):
+                    node.replace_input_with(source, graph.node_copy(source))

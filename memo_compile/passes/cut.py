@@ -1,0 +1,355 @@
+"""Cuts one half of the step into regions and writes the step program that calls them.
+
+Rewrite (positions in brackets):
+    a = embedding(w, ids)   [0]        x   = prologue(w, ids)
+    b = mm(a, w1)           [1]        y   = layer_0(x, w1)
+    c = relu(b)             [1]   ->   z   = layer_0(y, w2)
+    d = mm(c, w2)           [2]        out = epilogue(z)
+    e = relu(d)             [2]
+    f = sum(e)              [3]
+
+Only whole tensors cross a border: a view of one is made again by the region that reads it, and so
+is a constant. Two regions with the same text are one region, called twice.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from memo_runtime import ops
+from torch import fx
+
+from memo_compile.analysis.views import is_movable_view, is_tensor, storage_of
+from memo_compile.passes.lease import HANDLE
+from memo_compile.passes.purity import is_constant
+from memo_compile.problem import Phase
+from memo_compile.regions import RegionGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutCall:
+    """One call of a region, by names of values."""
+
+    name: str
+    region: str
+    position: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """One half of the step: its regions, their calls in order, and the step program as a graph."""
+
+    phase: Phase
+    regions: Mapping[str, RegionGraph]
+    calls: tuple[CutCall, ...]
+    arguments: tuple[str, ...]
+    """Values of the placeholders, in order; the handle is among a backward's."""
+    results: tuple[str | None, ...]
+    """Values that the half returns, in order."""
+    leased: tuple[str, ...]
+    """FORWARD: the values that stay in the frame. BACKWARD: those fetched from it, in order."""
+    handle: str
+    """The handle's value: what the forward's lease makes, what arrives in the backward."""
+    constants: Mapping[str, Any]
+    """Tensors that the graph carries itself (get_attr)."""
+    program: fx.GraphModule
+    nodes: Mapping[str, fx.Node] = field(default_factory=dict)
+    """Value -> the node that makes it, for reports."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutRequest:
+    """What to cut: a half's graph, the position of every node, and what its inputs are."""
+
+    gm: fx.GraphModule
+    positions: Mapping[fx.Node, int]
+    phase: Phase
+    static_inputs: frozenset[str]
+    """Names of placeholders that are parameters or buffers."""
+    device: torch.device
+    names: Mapping[int, str]
+    """Position -> what its region is called in dumps, e.g. ``layer_fwd``."""
+
+
+def cut(request: CutRequest) -> Cut:
+    """The half as regions and calls. Cost: linear in the size of the graph."""
+    return _Cutter(request).run()
+
+
+class _Cutter:
+    def __init__(self, request: CutRequest) -> None:
+        self.request = request
+        self.graph = request.gm.graph
+        self.prefix = "" if request.phase is Phase.FORWARD else "bwd:"
+        self.positions = _with_views_at_their_source(request)
+        self.output = self.graph.find_nodes(op="output")[0]
+        self.results = list(self.output.args[0])
+        self.regions: dict[str, RegionGraph] = {}
+        self.keys: dict[str, str] = {}
+        self.external = {
+            storage_of(node)
+            for node in self.results
+            if isinstance(node, fx.Node) and node.target is not ops.lease
+        }
+
+    def run(self) -> Cut:
+        by_position = self._nodes_by_position()
+        borders = {
+            position: _Border(self, position, nodes) for position, nodes in by_position.items()
+        }
+        wanted = self._wanted(borders.values())
+        calls = []
+        for position in sorted(borders):
+            call = self._call(borders[position], wanted)
+            if call is not None:
+                calls.append(call)
+        return self._assemble(calls)
+
+    def value(self, node: fx.Node) -> str:
+        """The step-wide name of the value that ``node`` makes."""
+        if node.target is ops.fetch or node.op in ("placeholder", "get_attr"):
+            return node.name
+        return self.prefix + node.name
+
+    def is_given(self, node: fx.Node) -> bool:
+        """True for what the step program has before its first call."""
+        return node.op in ("placeholder", "get_attr") or node.target is ops.fetch
+
+    def _nodes_by_position(self) -> dict[int, list[fx.Node]]:
+        found: dict[int, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            if node.op == "call_function" and node.target not in (ops.lease, ops.fetch):
+                found.setdefault(self.positions[node], []).append(node)
+        return found
+
+    def _wanted(self, borders: Any) -> set[fx.Node]:
+        """Nodes whose values leave their region."""
+        wanted = {node for border in borders for node in border.inputs}
+        for node in self.graph.nodes:
+            if node.target is ops.lease:
+                wanted.update(node.all_input_nodes)
+        wanted.update(node for node in self.results if isinstance(node, fx.Node))
+        return wanted
+
+    def _call(self, border: "_Border", wanted: set[fx.Node]) -> CutCall | None:
+        outputs = [node for node in border.nodes if node in wanted]
+        effects = any(_has_effect(node) for node in border.nodes)
+        if not outputs and not effects:
+            return None
+        gm, inputs = border.extract(outputs)
+        external = frozenset(
+            index for index, node in enumerate(outputs) if storage_of(node) in self.external
+        )
+        static = tuple(
+            index
+            for index, node in enumerate(inputs)
+            if node.name in self.request.static_inputs or node.op == "get_attr"
+        )
+        key = _digest(gm, external, static)
+        base = self.request.names.get(border.position, "region")
+        if key not in self.keys:
+            name = _unique(base, self.regions)
+            self.keys[key] = name
+            self.regions[name] = RegionGraph(
+                name=name,
+                gm=gm,
+                external_outputs=external,
+                static_inputs=static,
+                is_backward=self.request.phase is Phase.BACKWARD,
+                device=self.request.device,
+            )
+        return CutCall(
+            name=f"{base}@{border.position}",
+            region=self.keys[key],
+            position=border.position,
+            inputs=tuple(self.value(node) for node in inputs),
+            outputs=tuple(self.value(node) for node in outputs),
+        )
+
+    def _assemble(self, calls: list[CutCall]) -> Cut:
+        leases = [node for node in self.graph.nodes if node.target is ops.lease]
+        fetches = [node for node in self.graph.nodes if node.target is ops.fetch]
+        leased = [source for node in leases for source in node.all_input_nodes] or fetches
+        placeholders = self.graph.find_nodes(op="placeholder")
+        constants = {
+            node.name: getattr(self.request.gm, str(node.target))
+            for node in self.graph.find_nodes(op="get_attr")
+            if is_tensor(node)
+        }
+        results = tuple(
+            self.value(node) if isinstance(node, fx.Node) else None for node in self.results
+        )
+        return Cut(
+            phase=self.request.phase,
+            regions=self.regions,
+            calls=tuple(calls),
+            arguments=tuple(node.name for node in placeholders),
+            results=results,
+            leased=tuple(self.value(node) for node in leased),
+            handle=self.value(leases[0]) if leases else HANDLE,
+            constants=constants,
+            program=_program(self, calls),
+            nodes={self.value(n): n for n in self.graph.nodes if n.op == "call_function"},
+        )
+
+
+class _Border:
+    """One position: its nodes, and the values that it reads from elsewhere."""
+
+    def __init__(self, cutter: _Cutter, position: int, nodes: list[fx.Node]) -> None:
+        self.cutter = cutter
+        self.position = position
+        self.nodes = nodes
+        self.inputs: dict[fx.Node, None] = {}
+        for node in nodes:
+            for source in node.all_input_nodes:
+                self._reach(source)
+
+    def _is_own(self, node: fx.Node) -> bool:
+        return self.cutter.positions.get(node) == self.position and not self.cutter.is_given(node)
+
+    def _is_remade(self, node: fx.Node) -> bool:
+        return is_constant(node) or (is_movable_view(node) and not self.cutter.is_given(node))
+
+    def _reach(self, node: fx.Node) -> None:
+        if self._is_own(node) or _is_submodule(node):
+            return
+        if self._is_remade(node):
+            for source in node.all_input_nodes:
+                self._reach(source)
+            return
+        self.inputs.setdefault(node)
+
+    def extract(self, outputs: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
+        """The region's own graph; placeholders in the order of ``inputs``."""
+        graph = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
+        for node in self.inputs:
+            made[node] = graph.placeholder(f"in_{len(made)}")
+            made[node].meta = {"val": node.meta["val"]}
+
+        def make(node: fx.Node) -> None:
+            if node in made:
+                return
+            for source in node.all_input_nodes:
+                make(source)
+            made[node] = graph.node_copy(node, lambda source: made[source])
+
+        needed = self._needed(outputs)
+        for node in self.nodes:
+            if node in needed:
+                make(node)
+        graph.output(tuple(made[node] for node in outputs))
+        unused = [node for node in self.inputs if not made[node].users]
+        for node in unused:
+            graph.erase_node(made[node])
+        used = [node for node in self.inputs if node not in unused]
+        return fx.GraphModule(self.cutter.request.gm, graph), used
+
+    def _needed(self, outputs: Sequence[fx.Node]) -> set[fx.Node]:
+        """Own nodes that an output or an effect depends on, itself included."""
+        needed = {node for node in self.nodes if node in set(outputs) or _has_effect(node)}
+        for node in reversed(self.nodes):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        return needed
+
+
+def _with_views_at_their_source(request: CutRequest) -> dict[fx.Node, int]:
+    """Positions in which a view that shows all of a computed tensor stands beside it."""
+    positions = dict(request.positions)
+    for node in request.gm.graph.nodes:
+        if node in positions and is_movable_view(node):
+            source = node.all_input_nodes[0]
+            if source in positions and source.target is not ops.fetch:
+                positions[node] = positions[source]
+    return positions
+
+
+def _is_submodule(node: fx.Node) -> bool:
+    return node.op == "get_attr" and not is_tensor(node)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _unique(base: str, taken: Mapping[str, Any]) -> str:
+    if base not in taken:
+        return base
+    number = 2
+    while f"{base}_{number}" in taken:
+        number += 1
+    return f"{base}_{number}"
+
+
+def _digest(gm: fx.GraphModule, external: frozenset[int], static: tuple[int, ...]) -> str:
+    """A text that is equal for two regions exactly if one lowering serves both."""
+    names: dict[fx.Node, str] = {}
+    text = [f"external {sorted(external)} static {static}"]
+    for node in gm.graph.nodes:
+        names[node] = f"v{len(names)}"
+        args = fx.node.map_arg((node.args, node.kwargs), lambda source: names[source])
+        target = "" if node.op == "placeholder" else str(node.target)
+        text.append(f"{node.op} {target} {args} {_signature(node.meta.get('val'))}")
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+def _signature(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)}{list(value.stride())}{value.device}"
+    if isinstance(value, tuple | list):
+        return ",".join(_signature(item) for item in value)
+    return type(value).__name__
+
+
+def _program(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
+    """The step program as a graph whose order is the schedule: print it and read it."""
+    graph = fx.Graph()
+    made: dict[str, fx.Node] = {}
+    for node in cutter.graph.nodes:
+        if node.op == "placeholder":
+            made[node.name] = graph.placeholder(node.name)
+        elif node.op == "get_attr" and is_tensor(node):
+            made[node.name] = graph.node_copy(node)
+    for node in cutter.graph.nodes:
+        if node.target is ops.fetch:
+            made[node.name] = graph.node_copy(node, lambda source: made[source.name])
+    for call in calls:
+        result = graph.call_function(
+            _region_call, (call.region, *(made[name] for name in call.inputs))
+        )
+        for index, name in enumerate(call.outputs):
+            made[name] = graph.call_function(_take, (result, index))
+    for node in cutter.graph.nodes:
+        if node.target is ops.lease:
+            sources = tuple(made[cutter.value(source)] for source in node.all_input_nodes)
+            made[cutter.value(node)] = graph.call_function(ops.lease, sources)
+    graph.output(
+        tuple(
+            made[cutter.value(node)] if isinstance(node, fx.Node) else None
+            for node in cutter.results
+        )
+    )
+    return fx.GraphModule(cutter.request.gm, graph)
+
+
+def _region_call(region: str, *inputs: Any) -> Any:
+    """Stands in the step program for a call of ``region``; the executor runs it."""
+    raise AssertionError(f"region {region} is run by the step executor only")
+
+
+def _take(values: Any, index: int) -> Any:
+    """The ``index``-th output of a region call."""
+    return values[index]
+
+
+def step_order(program: fx.GraphModule) -> Iterator[str]:
+    """The regions that a step program calls, in order."""
+    for node in program.graph.nodes:
+        if node.target is _region_call:
+            yield str(node.args[0])

@@ -1,0 +1,55 @@
+"""Which operators may be merged or run again: no effect, no randomness, no communication."""
+
+import operator
+
+import torch
+from torch import fx
+
+_RANDOM_PRIMS = ("inductor_seeds", "inductor_seed")
+"""Inductor's random numbers are pure functions of a seed; only drawing the seeds is random."""
+
+
+def is_random(node: fx.Node) -> bool:
+    """True when running ``node`` twice gives two different values."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target.namespace == "prims" and target._schema.name.split("::")[-1] in _RANDOM_PRIMS:
+        return True
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def is_collective(node: fx.Node) -> bool:
+    """True for an operator that talks to other ranks, or waits for one."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in (
+        "_c10d_functional",
+        "c10d_functional",
+        "_dtensor",
+        "c10d",
+    )
+
+
+def is_known(node: fx.Node) -> bool:
+    """True for operators of torch itself; a custom operator's effects are unknown."""
+    target = node.target
+    if target is operator.getitem:
+        return True
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
+
+
+def is_pure(node: fx.Node) -> bool:
+    """True when ``node`` may be run again, or merged with an equal one, without a difference."""
+    if node.op != "call_function" or not is_known(node):
+        return False
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_pure(source)
+    assert isinstance(node.target, torch._ops.OpOverload)
+    mutates = node.target._schema.is_mutable
+    return not mutates and not is_random(node) and not is_collective(node)
+
+
+def is_constant(node: fx.Node) -> bool:
+    """True for a pure operator without tensor inputs: cheaper to make again than to pass on."""
+    return is_pure(node) and not node.all_input_nodes

@@ -1,0 +1,196 @@
+"""The independent checker: replays a plan and proves that it cannot compute a wrong result.
+
+It shares nothing with the planners: not the lifetimes, not the sums. It walks the calls of the
+step in order, gives every buffer its bytes when the region allocates it, takes them back when its
+last reader has run, and complains about whatever does not hold:
+
+- two live buffers share a byte;
+- a call reads a value that no earlier call made, or whose bytes were given to another;
+- an offset is missing, misaligned or outside the arena;
+- the plan's peak exceeds the budget, or its lower bound exceeds its arena.
+"""
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from memo_compile.errors import InvalidPlan
+from memo_compile.plans import CheckVerdict, Plan
+from memo_compile.problem import ALIGNMENT_BYTES, Problem, RegionProfile, StepCall, Storage
+
+MAX_PROBLEMS = 20
+"""More of the same helps nobody; the verdict stops there."""
+
+
+def check(problem: Problem, plan: Plan) -> CheckVerdict:
+    """What is wrong with ``plan``, in words. Cost: (buffers x live buffers)."""
+    return _Replay(problem, plan).run()
+
+
+def require_valid(problem: Problem, plan: Plan) -> Plan:
+    """``plan`` with its verdict.
+
+    Raises:
+        InvalidPlan: the replay found a fault; the message lists it.
+    """
+    verdict = check(problem, plan)
+    if not verdict.ok:
+        raise InvalidPlan(f"plan {plan.name or 'of this step'}: {verdict}")
+    return plan.with_check(verdict)
+
+
+@dataclass(slots=True)
+class _Storage:
+    """The bytes that one buffer holds now, and the values that live in them."""
+
+    owner: str
+    offset: int
+    size_bytes: int
+    values: set[str] = field(default_factory=set)
+
+
+class _Replay:
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self.problem = problem
+        self.plan = plan
+        self.problems: list[str] = []
+        self.live: list[tuple[int, str]] = []
+        """(offset, owner) of the live storages, by offset."""
+        self.storages: dict[str, _Storage] = {}
+        self.place_of: dict[str, str | None] = {}
+        """Value -> owner of its storage; None for a value outside the arena."""
+        self.reads_left = self._count_reads()
+        self.num_buffers = 0
+        self.num_reads = 0
+
+    def run(self) -> CheckVerdict:
+        self._check_numbers()
+        self.place_of.update(dict.fromkeys(self.problem.inputs))
+        for call in self.problem.calls:
+            self._replay(call, self.problem.regions[call.region])
+            if len(self.problems) >= MAX_PROBLEMS:
+                break
+        return CheckVerdict(
+            problems=tuple(self.problems[:MAX_PROBLEMS]),
+            num_buffers=self.num_buffers,
+            num_reads=self.num_reads,
+        )
+
+    def _check_numbers(self) -> None:
+        plan = self.plan
+        if plan.lower_bound_bytes > plan.arena_bytes:
+            self._complain(f"lower bound {plan.lower_bound_bytes} > arena {plan.arena_bytes}")
+        if plan.budget_bytes is not None and plan.peak_bytes > plan.budget_bytes:
+            self._complain(f"peak {plan.peak_bytes} > budget {plan.budget_bytes}")
+
+    def _count_reads(self) -> dict[str, int]:
+        """Value -> how often calls read it, reads of its aliases included when they are made."""
+        reads: dict[str, int] = {}
+        for call in self.problem.calls:
+            for value in call.inputs:
+                reads[value] = reads.get(value, 0) + 1
+        return reads
+
+    def _replay(self, call: StepCall, region: RegionProfile) -> None:
+        for value in call.inputs:
+            self._check_readable(call, value)
+            self.reads_left[value] -= 1
+        for _, is_birth, owner, size_bytes in sorted(self._events(call, region)):
+            if is_birth:
+                self._bear(owner, size_bytes)
+            else:
+                self._die(owner)
+        for position, value in enumerate(call.outputs):
+            self._bind(call, region, position, value)
+        for value in (*call.inputs, *call.outputs):
+            self._free_if_unread(value)
+
+    def _events(
+        self, call: StepCall, region: RegionProfile
+    ) -> Iterator[tuple[int, bool, str, int]]:
+        """(line, is birth, owner, bytes): a death on a line comes before a birth on it."""
+        held = {slot.index for slot in region.outputs if slot.storage is Storage.ARENA}
+        for index, buffer in enumerate(region.buffers):
+            owner = f"{call.name}/{buffer.name}"
+            yield buffer.start, True, owner, buffer.size_bytes
+            if index not in held:
+                yield buffer.end, False, owner, 0
+        ends: dict[str, int] = {}
+        for position, value in enumerate(call.inputs):
+            owner_of_value = self.place_of.get(value)
+            if owner_of_value is not None:
+                end = region.input_ends[position]
+                ends[owner_of_value] = max(ends.get(owner_of_value, 0), end)
+        passed_on = {
+            self.place_of.get(call.inputs[slot.index])
+            for slot in region.outputs
+            if slot.storage is Storage.INPUT and slot.index is not None
+        }
+        for owner, end in ends.items():
+            if owner not in passed_on and self._is_unread(owner):
+                yield end, False, owner, 0
+
+    def _is_unread(self, owner: str) -> bool:
+        """True when no call that is still to come reads what ``owner`` holds."""
+        storage = self.storages.get(owner)
+        return storage is not None and not any(self.reads_left.get(v, 0) for v in storage.values)
+
+    def _check_readable(self, call: StepCall, value: str) -> None:
+        self.num_reads += 1
+        if value not in self.place_of:
+            self._complain(f"{call.name} reads {value} before it is made")
+            return
+        owner = self.place_of[value]
+        if owner is not None and owner not in self.storages:
+            self._complain(f"{call.name} reads {value} after its bytes were given back")
+
+    def _bear(self, owner: str, size_bytes: int) -> None:
+        self.num_buffers += 1
+        offset = self.plan.offsets.get(owner)
+        if offset is None:
+            self._complain(f"{owner} has no offset")
+            return
+        if offset < 0 or offset + size_bytes > self.plan.arena_bytes:
+            self._complain(
+                f"{owner} at [{offset}, {offset + size_bytes}) is outside the arena of "
+                f"{self.plan.arena_bytes} B"
+            )
+        if offset % ALIGNMENT_BYTES:
+            self._complain(f"{owner} at {offset} is not aligned to {ALIGNMENT_BYTES} B")
+        for other in self._overlapping(offset, size_bytes):
+            self._complain(f"{owner} and {other} share bytes while both are alive")
+        self.storages[owner] = _Storage(owner, offset, size_bytes)
+        bisect.insort(self.live, (offset, owner))
+
+    def _overlapping(self, offset: int, size_bytes: int) -> Iterator[str]:
+        for start, owner in self.live:
+            if start >= offset + size_bytes:
+                return
+            if start + self.storages[owner].size_bytes > offset and size_bytes:
+                yield owner
+
+    def _die(self, owner: str) -> None:
+        storage = self.storages.pop(owner, None)
+        if storage is not None:
+            self.live.remove((storage.offset, owner))
+
+    def _bind(self, call: StepCall, region: RegionProfile, position: int, value: str) -> None:
+        slot = region.outputs[position]
+        owner: str | None = None
+        if slot.storage is Storage.ARENA:
+            assert slot.index is not None, f"{call.name}: ARENA output without a buffer"
+            owner = f"{call.name}/{region.buffers[slot.index].name}"
+        elif slot.storage is Storage.INPUT:
+            assert slot.index is not None, f"{call.name}: INPUT output without an input"
+            owner = self.place_of.get(call.inputs[slot.index])
+        self.place_of[value] = owner
+        if owner is not None and owner in self.storages:
+            self.storages[owner].values.add(value)
+
+    def _free_if_unread(self, value: str) -> None:
+        owner = self.place_of.get(value)
+        if owner is not None and self._is_unread(owner):
+            self._die(owner)
+
+    def _complain(self, problem: str) -> None:
+        self.problems.append(problem)

@@ -1,0 +1,77 @@
+"""Problem -> Plan: lifetimes, placement, the numbers of the plan, and the checker's verdict."""
+
+import time
+
+from memo_compile.planners.check import require_valid
+from memo_compile.planners.placement import Block, Buffer, Placement, PlacementProblem, place
+from memo_compile.plans import Decision, Plan
+from memo_compile.problem import (
+    ALIGNMENT_BYTES,
+    Problem,
+    arena_buffers,
+    call_starts,
+    live_bytes,
+    outside_peak,
+)
+
+
+def plan_step(
+    problem: Problem,
+    *,
+    name: str = "",
+    solver: str = "auto",
+    time_limit_s: float = 5.0,
+    lowering_s: float = 0.0,
+    decisions: tuple[Decision, ...] = (),
+    budget_bytes: int | None = None,
+) -> Plan:
+    """A checked plan of one step.
+
+    Raises:
+        InvalidPlan: the checker found a fault in what the planner made.
+    """
+    start = time.perf_counter()
+    placed = place(placement_problem(problem), solver=solver, time_limit_s=time_limit_s)
+    lower_bound = max(live_bytes(arena_buffers(problem)).values(), default=0)
+    plan = Plan(
+        name=name,
+        offsets=placed.offsets,
+        arena_bytes=_height(problem, placed),
+        lower_bound_bytes=lower_bound,
+        outside_bytes_by_kind=outside_peak(problem),
+        fixed=problem.fixed,
+        layer_classes=problem.layer_classes,
+        decisions=decisions,
+        budget_bytes=budget_bytes,
+        solver=placed.solver,
+        lowering_s=lowering_s,
+        planning_s=time.perf_counter() - start,
+        num_regions=len(problem.regions),
+    )
+    return require_valid(problem, plan)
+
+
+def placement_problem(problem: Problem) -> PlacementProblem:
+    """The step's buffers as rectangles; every call is the block of its own transients."""
+    starts = call_starts(problem)
+    blocks = tuple(
+        Block(id=call.name, class_key=call.region, lower=starts[i], upper=starts[i + 1])
+        for i, call in enumerate(problem.calls)
+    )
+    buffers = tuple(
+        Buffer(
+            id=one.id,
+            lower=one.start,
+            upper=one.end,
+            size=one.size_bytes,
+            alignment=ALIGNMENT_BYTES,
+            block=problem.calls[one.call].name if one.transient else None,
+        )
+        for one in arena_buffers(problem)
+    )
+    return PlacementProblem(buffers=buffers, blocks=blocks, alignment=ALIGNMENT_BYTES)
+
+
+def _height(problem: Problem, placed: Placement) -> int:
+    ends = (placed.offsets[one.id] + one.size_bytes for one in arena_buffers(problem))
+    return max(ends, default=0)

@@ -1,0 +1,85 @@
+"""What was planned, as pure data: the offset of every buffer and the plan's numbers.
+
+No torch here. ``to_json`` and ``from_json`` of Problem and Plan live in ``serialise.py``.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from memo_compile.problem import FixedBytes, LayerClassInfo
+
+SCHEMA_VERSION = 1
+"""Of plan.json; raised when a field changes its meaning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckVerdict:
+    """What the independent checker found. ``problems`` is empty for a valid plan."""
+
+    problems: tuple[str, ...] = ()
+    num_buffers: int = 0
+    num_reads: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """True when the plan is valid."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"ok ({self.num_buffers} buffers, {self.num_reads} reads checked)"
+        return "; ".join(self.problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What happens to one saved tensor of a layer class between forward and backward."""
+
+    tensor: str
+    layer_class: str
+    bytes: int
+    """Per layer."""
+    decision: str
+    """``SAVE``, ``OFFLOAD`` or ``RECOMPUTE``."""
+    token_fraction: float
+    reason: str
+    source: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One planned step. All sizes in bytes."""
+
+    offsets: Mapping[str, int]
+    """Buffer id (``call/buffer``) -> byte offset in the arena."""
+    arena_bytes: int
+    lower_bound_bytes: int
+    """The largest sum of bytes alive in the arena at one time."""
+    outside_bytes_by_kind: Mapping[str, int]
+    fixed: FixedBytes
+    layer_classes: tuple[LayerClassInfo, ...]
+    decisions: tuple[Decision, ...] = ()
+    budget_bytes: int | None = None
+    solver: str = "greedy"
+    planning_s: float = 0.0
+    lowering_s: float = 0.0
+    num_regions: int = 0
+    name: str = ""
+    check: CheckVerdict = field(default_factory=CheckVerdict)
+    offloaded_bytes: int = 0
+    recomputed_bytes: int = 0
+
+    @property
+    def outside_bytes(self) -> int:
+        """Memory that kernels allocate themselves, at its largest."""
+        return sum(self.outside_bytes_by_kind.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Upper bound of the device memory of the step, from forward entry to backward exit."""
+        return self.fixed.total + self.arena_bytes + self.outside_bytes
+
+    def with_check(self, verdict: CheckVerdict) -> "Plan":
+        """The same plan with the checker's verdict."""
+        return dataclasses.replace(self, check=verdict)

@@ -1,0 +1,300 @@
+"""What is to be planned, as pure data: regions, the calls of one step, and every buffer's life.
+
+A *region* is a piece of the step that is lowered once. Its profile says, line by line of its
+generated code, which buffers it allocates and when each dies. A *call* runs a region on values.
+The calls of the forward and then of the backward, in order, make one step; laying their lines end
+to end gives the time axis on which :func:`arena_buffers` expands every buffer's lifetime.
+
+No torch here: a Problem is saved as JSON, planned, checked and replayed on any machine.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from memo_compile.errors import InputError
+
+ALIGNMENT_BYTES = 512
+"""Every arena offset is a multiple of this: CUDA's allocator promises the same to kernels."""
+
+
+class Phase(enum.Enum):
+    """Which of autograd's two calls runs a region."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Storage(enum.Enum):
+    """Where the storage of a region's output lies."""
+
+    ARENA = "arena"
+    EXTERNAL = "external"
+    """Ordinary memory: the user keeps it (loss, gradients, mutated buffers)."""
+    INPUT = "input"
+    """The output is one of the region's inputs, or a view of it."""
+    OUTSIDE = "outside"
+    """Ordinary memory because the kernel allocates its own result and it was not copied in."""
+    NONE = "none"
+    """Not a tensor."""
+
+
+def align(size_bytes: int) -> int:
+    """``size_bytes`` rounded up to a multiple of ALIGNMENT_BYTES."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionBuffer:
+    """One arena buffer of a region: its size and its life in lines, ``[start, end)``."""
+
+    name: str
+    size_bytes: int
+    """A multiple of ALIGNMENT_BYTES."""
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 0 or self.size_bytes % ALIGNMENT_BYTES:
+            raise InputError(
+                f"buffer {self.name}: expected a size in multiples of {ALIGNMENT_BYTES} B, "
+                f"got {self.size_bytes}"
+            )
+        if not 0 <= self.start < self.end:
+            raise InputError(
+                f"buffer {self.name}: expected 0 <= start < end, got [{self.start}, {self.end})"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutsideBuffer:
+    """Memory that a kernel of the region allocates itself, beside the arena."""
+
+    kind: str
+    """The operator, e.g. ``aten.convolution``."""
+    size_bytes: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSlot:
+    """Where one output of a region lies."""
+
+    storage: Storage
+    index: int | None = None
+    """ARENA: the index in ``buffers``; INPUT: the index of the input; else None."""
+    size_bytes: int = 0
+    """EXTERNAL and OUTSIDE: bytes of ordinary memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionProfile:
+    """What lowering one region told: its arena buffers, its memory outside, its lines."""
+
+    name: str
+    num_lines: int
+    buffers: tuple[RegionBuffer, ...]
+    input_ends: tuple[int, ...]
+    """Per input the first line after its last use; 0 for an unused input."""
+    outputs: tuple[OutputSlot, ...]
+    outside: tuple[OutsideBuffer, ...] = ()
+
+    def output_of_buffer(self) -> dict[int, int]:
+        """Buffer index -> the first output whose storage it is."""
+        found: dict[int, int] = {}
+        for position, slot in enumerate(self.outputs):
+            if slot.storage is Storage.ARENA and slot.index is not None:
+                found.setdefault(slot.index, position)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCall:
+    """One call of a region in the step: which values it reads and which it makes."""
+
+    name: str
+    region: str
+    phase: Phase
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    layer_class: str | None = None
+    """The class of the layer whose pass this is; None for prologue, middle and epilogue."""
+    instance: int = 0
+    """Which layer of its class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """What a saved activation is, for the report: shape, dtype, operator and the user's line."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    op: str
+    source: str | None = None
+    """``file:line`` of the user's code that made it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerClassInfo:
+    """One class of repeating layers, as the report shows it."""
+
+    num_layers: int
+    module_path: str | None
+    period: int
+    num_regions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedBytes:
+    """Device memory of the step that lies outside the arena, in bytes."""
+
+    parameters: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    inputs: int = 0
+    outputs: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all kinds."""
+        return sum(getattr(self, f.name) for f in dataclasses.fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A whole step to be placed: region profiles, the calls in order, what memory is fixed."""
+
+    regions: Mapping[str, RegionProfile]
+    calls: tuple[StepCall, ...]
+    inputs: tuple[str, ...] = ()
+    """Values that the step is given: parameters, graph inputs, tangents, constants."""
+    fixed: FixedBytes = field(default_factory=FixedBytes)
+    layer_classes: tuple[LayerClassInfo, ...] = ()
+    tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
+    """Facts about values that live in the arena across calls, by value name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaBuffer:
+    """One buffer of the step on the step's time axis, ``[start, end)`` in lines."""
+
+    id: str
+    call: int
+    """Index of the call that makes it."""
+    index: int
+    """Index in the region's ``buffers``."""
+    start: int
+    end: int
+    size_bytes: int
+    transient: bool
+    """True when it is born and dead inside one call."""
+
+
+def call_starts(problem: Problem) -> tuple[int, ...]:
+    """The first line of every call on the step's time axis, and the end of the step as last."""
+    starts = [0]
+    for call in problem.calls:
+        starts.append(starts[-1] + problem.regions[call.region].num_lines + 1)
+    return tuple(starts)
+
+
+def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:
+    """Every arena buffer of the step with its life; a crossing value lives to its last reader.
+
+    Cost: linear in the number of buffers and reads of all calls.
+    """
+    starts = call_starts(problem)
+    last_read = _last_reads(problem, starts)
+    found = []
+    for index, call in enumerate(problem.calls):
+        region = problem.regions[call.region]
+        crossing = region.output_of_buffer()
+        values = _values_of_buffers(region, call)
+        for position, buffer in enumerate(region.buffers):
+            end = starts[index] + buffer.end
+            if position in crossing:
+                reads = [last_read.get(value, 0) for value in values[position]]
+                end = max([end, starts[index] + region.num_lines, *reads])
+            found.append(
+                ArenaBuffer(
+                    id=f"{call.name}/{buffer.name}",
+                    call=index,
+                    index=position,
+                    start=starts[index] + buffer.start,
+                    end=end,
+                    size_bytes=buffer.size_bytes,
+                    transient=position not in crossing,
+                )
+            )
+    return tuple(found)
+
+
+def _values_of_buffers(region: RegionProfile, call: StepCall) -> dict[int, list[str]]:
+    values: dict[int, list[str]] = {}
+    for slot, value in zip(region.outputs, call.outputs, strict=True):
+        if slot.storage is Storage.ARENA and slot.index is not None:
+            values.setdefault(slot.index, []).append(value)
+    return values
+
+
+def _last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
+    """Value -> the line after its last read, its aliases' reads included.
+
+    An output whose storage is an input (Storage.INPUT) makes the input's storage live as long
+    as the output; walking the calls backwards settles chains of such aliases in one go.
+    """
+    last: dict[str, int] = {}
+    for index in reversed(range(len(problem.calls))):
+        call = problem.calls[index]
+        region = problem.regions[call.region]
+        for end, value in zip(region.input_ends, call.inputs, strict=True):
+            last[value] = max(last.get(value, 0), starts[index] + end)
+        for slot, value in zip(region.outputs, call.outputs, strict=True):
+            if slot.storage is Storage.INPUT and slot.index is not None:
+                source = call.inputs[slot.index]
+                alive = max(last.get(value, 0), starts[index] + region.num_lines)
+                last[source] = max(last.get(source, 0), alive)
+    return last
+
+
+def live_bytes(buffers: Iterator[ArenaBuffer] | tuple[ArenaBuffer, ...]) -> dict[int, int]:
+    """Line -> bytes alive from that line on, at every line where the sum changes."""
+    change: dict[int, int] = {}
+    for buffer in buffers:
+        change[buffer.start] = change.get(buffer.start, 0) + buffer.size_bytes
+        change[buffer.end] = change.get(buffer.end, 0) - buffer.size_bytes
+    alive, curve = 0, {}
+    for line in sorted(change):
+        alive += change[line]
+        curve[line] = alive
+    return curve
+
+
+def outside_peak(problem: Problem) -> dict[str, int]:
+    """Kind -> bytes outside the arena at the line where their sum is largest."""
+    alive: dict[str, int] = {}
+    best: dict[str, int] = {}
+    for _, size_bytes, kind in sorted(_outside_events(problem)):
+        alive[kind] = alive.get(kind, 0) + size_bytes
+        if sum(alive.values()) > sum(best.values()):
+            best = {key: value for key, value in alive.items() if value}
+    return best
+
+
+def _outside_events(problem: Problem) -> Iterator[tuple[int, int, str]]:
+    """(line, bytes born or minus bytes dead, kind) of all memory that kernels allocate."""
+    starts = call_starts(problem)
+    last_read = _last_reads(problem, starts)
+    for index, call in enumerate(problem.calls):
+        region, start = problem.regions[call.region], starts[index]
+        for buffer in region.outside:
+            yield start + buffer.start, buffer.size_bytes, buffer.kind
+            yield start + buffer.end, -buffer.size_bytes, buffer.kind
+        for slot, value in zip(region.outputs, call.outputs, strict=True):
+            if slot.storage is Storage.OUTSIDE:
+                yield start, slot.size_bytes, "unplanned outputs"
+                end = max(start + region.num_lines, last_read.get(value, 0))
+                yield end, -slot.size_bytes, "unplanned outputs"

@@ -1,0 +1,129 @@
+"""The report as text: a table a plan, then what was left out."""
+
+import io
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from memo_compile.plans import Plan
+from memo_compile.reporting.state import Report
+from memo_compile.units import format_bytes, format_seconds
+
+_WIDTH = 110
+
+
+def render(report: Report) -> str:
+    """``report`` as text of at most 110 columns."""
+    text = io.StringIO()
+    console = Console(file=text, width=_WIDTH, highlight=False, no_color=True)
+    state = "active" if report.active else "NOT active"
+    console.print(
+        f"memo is {state}: {len(report.plans)} plan(s), "
+        f"{report.unplanned_steps} step(s) ran without one"
+    )
+    for plan in report.plans:
+        console.print(_numbers(plan))
+        if plan.decisions:
+            console.print(_decisions(plan))
+    for note in report.notes:
+        console.print(f"note: {note}")
+    return text.getvalue().rstrip()
+
+
+def _numbers(plan: Plan) -> Table:
+    table = Table(title=f"plan {plan.name}", show_header=False, title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    table.add_column("remark")
+    ratio = plan.arena_bytes / plan.lower_bound_bytes if plan.lower_bound_bytes else 1.0
+    budget = "no budget" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+    table.add_row("peak of the step", format_bytes(plan.peak_bytes), budget)
+    table.add_row("arena", format_bytes(plan.arena_bytes), f"{ratio:.4f} x the live bytes")
+    kinds = ", ".join(f"{k} {format_bytes(v)}" for k, v in plan.outside_bytes_by_kind.items())
+    table.add_row("outside the arena", format_bytes(plan.outside_bytes), kinds or "nothing")
+    fixed = plan.fixed
+    table.add_row("parameters", format_bytes(fixed.parameters), "")
+    table.add_row("gradients", format_bytes(fixed.gradients), "")
+    table.add_row(
+        "optimizer state", format_bytes(fixed.optimizer_state), "two tensors a parameter, assumed"
+    )
+    rest = fixed.buffers + fixed.inputs + fixed.outputs
+    table.add_row("buffers, inputs, outputs", format_bytes(rest), "")
+    for one in plan.layer_classes:
+        table.add_row(
+            "layers", str(one.num_layers), f"{one.module_path or 'no module'}, period {one.period}"
+        )
+    table.add_row("regions lowered", str(plan.num_regions), format_seconds(plan.lowering_s))
+    table.add_row("planning", format_seconds(plan.planning_s), plan.solver)
+    table.add_row("checker", "valid" if plan.check.ok else "INVALID", str(plan.check))
+    return table
+
+
+def _decisions(plan: Plan) -> Table:
+    table = Table(title="saved activations, per layer", title_justify="left")
+    for column in ("layers", "tensor"):
+        table.add_column(column, overflow="fold")
+    table.add_column("bytes", justify="right")
+    for column in ("decision", "tokens", "why", "source"):
+        table.add_column(column, overflow="fold")
+    for one in plan.decisions:
+        table.add_row(
+            one.layer_class,
+            one.tensor,
+            format_bytes(one.bytes),
+            one.decision,
+            f"{one.token_fraction:.3f}",
+            one.reason,
+            _short(one.source),
+        )
+    return table
+
+
+def _short(source: str | None) -> str:
+    return "" if source is None else "/".join(source.split("/")[-2:])
+
+
+def report_dict(report: Report) -> dict[str, Any]:
+    """``report`` as plain data."""
+    return {
+        "active": report.active,
+        "unplanned_steps": report.unplanned_steps,
+        "notes": list(report.notes),
+        "plans": [_plan_dict(plan) for plan in report.plans],
+    }
+
+
+def _plan_dict(plan: Plan) -> dict[str, Any]:
+    return {
+        "name": plan.name,
+        "arena_bytes": plan.arena_bytes,
+        "lower_bound_bytes": plan.lower_bound_bytes,
+        "outside_bytes": plan.outside_bytes,
+        "outside_bytes_by_kind": dict(plan.outside_bytes_by_kind),
+        "peak_bytes": plan.peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "num_regions": plan.num_regions,
+        "layer_classes": [
+            {
+                "num_layers": one.num_layers,
+                "module_path": one.module_path,
+                "period": one.period,
+                "num_regions": one.num_regions,
+            }
+            for one in plan.layer_classes
+        ],
+        "decisions": [
+            {
+                "tensor": one.tensor,
+                "layer_class": one.layer_class,
+                "bytes": one.bytes,
+                "decision": one.decision,
+                "token_fraction": one.token_fraction,
+                "reason": one.reason,
+                "source": one.source,
+            }
+            for one in plan.decisions
+        ],
+        "check": str(plan.check),
+    }

@@ -1,0 +1,126 @@
+"""The arena of a device: slabs of memory that frames of step plans are laid on.
+
+A frame is one plan's worth of arena for one live step. Plans whose steps are never live together
+(other shapes, other models) share the same slab; steps that are live together (graph breaks, two
+forwards before a backward) each hold one. A slab only grows while nothing is leased from it, and
+views made of it stay valid, because they hang on its storage and not on its address.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameView:
+    """One buffer of a frame: where it starts, in bytes, and how it is read, in elements."""
+
+    offset_bytes: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+FrameTable = Sequence[Sequence[FrameView]]
+"""Per call of the step, the views of its buffers, in the region's order."""
+
+
+class Slab:
+    """One piece of device memory that holds one frame at a time."""
+
+    def __init__(self, device: torch.device, size_bytes: int) -> None:
+        self.device = device
+        self.leased = False
+        self._storage = torch.UntypedStorage(size_bytes, device=device)
+        self._tables: dict[int, list[list[torch.Tensor]]] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes the slab holds now."""
+        return self._storage.nbytes()
+
+    def grow(self, size_bytes: int) -> None:
+        """Make the slab at least ``size_bytes`` large. What was in it is lost."""
+        if self.leased:
+            raise AssertionError("a leased slab must not move")
+        if size_bytes > self.size_bytes:
+            self._storage.resize_(0)
+            self._storage.resize_(size_bytes)
+
+    def bytes(self, num_bytes: int, offset_bytes: int = 0) -> torch.Tensor:
+        """``num_bytes`` of the slab from ``offset_bytes`` as a uint8 tensor."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return empty.set_(self._storage, offset_bytes, (num_bytes,), (1,))  # type: ignore[call-overload]
+
+    def tables(self, key: int, table: FrameTable) -> list[list[torch.Tensor]]:
+        """The ready-made views of plan ``key``, built once per slab."""
+        if key not in self._tables:
+            self._tables[key] = [[self._view(view) for view in call] for call in table]
+        return self._tables[key]
+
+    def forget(self, key: int) -> None:
+        """Drop the views of plan ``key``."""
+        self._tables.pop(key, None)
+
+    def _view(self, view: FrameView) -> torch.Tensor:
+        if view.offset_bytes % view.dtype.itemsize:
+            raise AssertionError(f"offset {view.offset_bytes} is not aligned for {view.dtype}")
+        empty = torch.empty(0, dtype=view.dtype, device=self.device)
+        start = view.offset_bytes // view.dtype.itemsize
+        return empty.set_(self._storage, start, view.size, view.stride)  # type: ignore[call-overload]
+
+
+class DeviceArena:
+    """All slabs of one device. Thread-safe."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._slabs: list[Slab] = []
+        self._lock = threading.Lock()
+
+    def acquire(self, size_bytes: int) -> Slab:
+        """A free slab of at least ``size_bytes``: the tightest that fits, else one that grows."""
+        with self._lock:
+            free = [slab for slab in self._slabs if not slab.leased]
+            fitting = [slab for slab in free if slab.size_bytes >= size_bytes]
+            if fitting:
+                slab = min(fitting, key=lambda one: one.size_bytes)
+            elif free:
+                slab = max(free, key=lambda one: one.size_bytes)
+                slab.grow(size_bytes)
+            else:
+                slab = Slab(self.device, size_bytes)
+                self._slabs.append(slab)
+            slab.leased = True
+            return slab
+
+    def release(self, slab: Slab) -> None:
+        """Give ``slab`` back; it keeps its memory for the next frame."""
+        with self._lock:
+            slab.leased = False
+
+    def forget(self, key: int) -> None:
+        """Drop all views of plan ``key``, and give free memory back that no plan needs."""
+        with self._lock:
+            for slab in self._slabs:
+                slab.forget(key)
+            self._slabs = [slab for slab in self._slabs if slab.leased or slab._tables]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that all slabs hold together."""
+        return sum(slab.size_bytes for slab in self._slabs)
+
+
+_arenas: dict[torch.device, DeviceArena] = {}
+_arenas_lock = threading.Lock()
+
+
+def arena_of(device: torch.device) -> DeviceArena:
+    """The one arena of ``device`` in this process."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    with _arenas_lock:
+        return _arenas.setdefault(device, DeviceArena(device))

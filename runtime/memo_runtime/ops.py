@@ -1,0 +1,55 @@
+"""Operators of the step program, and of regions whose kernels allocate their own results."""
+
+import functools
+from typing import Any
+
+import torch
+
+
+def lease(*saved: Any) -> Any:
+    """Stands in a forward graph for "keep ``saved`` in this step's frame"; returns the handle.
+
+    The executor runs it; it is no function to call.
+    """
+    raise AssertionError("memo's lease is run by the step executor only")
+
+
+def fetch(handle: Any, index: int) -> Any:
+    """Stands in a backward graph for the ``index``-th tensor kept under ``handle``."""
+    raise AssertionError("memo's fetch is run by the step executor only")
+
+
+_library = torch.library.Library("memo", "FRAGMENT")
+
+
+@functools.cache
+def into(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """``op`` with its results copied into buffers given first: ``(Tensor(a!) o0, ...) -> ()``.
+
+    For kernels without an ``out`` argument, so that their results can lie in the arena. The
+    kernel's own result and the copy exist at once; the planner counts both.
+    """
+    schema = op._schema
+    name = f"{schema.name}_{schema.overload_name}_into".replace("::", "_").replace(".", "_")
+    num_outputs = len(schema.returns)
+    outputs = [f"Tensor({chr(ord('a') + i)}!) out{i}" for i in range(num_outputs)]
+    positional = [_declaration(arg) for arg in schema.arguments if not arg.kwarg_only]
+    keywords = [_declaration(arg) for arg in schema.arguments if arg.kwarg_only]
+    _library.define(f"{name}({', '.join([*outputs, *positional, *keywords])}) -> ()")
+    keyword_names = [arg.name for arg in schema.arguments if arg.kwarg_only]
+
+    def run(*args: Any) -> None:
+        targets, rest = args[:num_outputs], args[num_outputs:]
+        split = len(positional)
+        result = op(*rest[:split], **dict(zip(keyword_names, rest[split:], strict=True)))
+        results = result if isinstance(result, tuple | list) else (result,)
+        for target, value in zip(targets, results, strict=True):
+            target.copy_(value)
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"memo::{name}", lambda *args: None, lib=_library)
+    return getattr(torch.ops.memo, name).default
+
+
+def _declaration(argument: Any) -> str:
+    return f"{argument.type} {argument.name}"
