@@ -81,6 +81,11 @@ class LayerStructure:
     units: tuple[Unit, ...]
     classes: tuple[LayerClass, ...]
 
+    @property
+    def num_covered(self) -> int:
+        """Nodes that belong to a layer."""
+        return sum(unit.end - unit.start for unit in self.units if unit.class_key is not None)
+
 
 def find_layers(nodes: Sequence[fx.Node]) -> LayerStructure:
     """The layers of ``nodes``, the call_function nodes of a joint graph's forward, in order.
