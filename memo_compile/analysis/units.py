@@ -8,6 +8,7 @@ Inductor replaced) goes where its inputs are.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memo_runtime import ops
 from torch import fx
 
 from memo_compile.analysis.layers import LayerStructure, find_layers
@@ -98,20 +99,12 @@ def _settle(graph: fx.Graph, wanted: dict[fx.Node, int | None]) -> dict[fx.Node,
     """The wanted position, but at least that of every input; 0 where nothing is known."""
     positions: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or node.target is ops.fetch:
             continue
         floor = max((positions.get(source, 0) for source in node.all_input_nodes), default=0)
         position = wanted.get(node)
         positions[node] = floor if position is None else max(floor, position)
     return positions
-
-
-def late_constants(graph: fx.Graph, positions: dict[fx.Node, int]) -> None:
-    """Move nodes without a unit and without inputs to their first reader, in place."""
-    for node in reversed(graph.nodes):
-        if node in positions and not node.all_input_nodes and node.users:
-            readers = [positions[user] for user in node.users if user in positions]
-            positions[node] = min(readers, default=positions[node])
 
 
 def source_line(node: fx.Node) -> str | None:

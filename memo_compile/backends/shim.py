@@ -177,6 +177,9 @@ class _Partitioner(CustomPartitionerFn):
     def uuid(self) -> None:
         return None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Partitioner":
+        return self  # Inductor copies its whole configuration when it saves it
+
 
 def partitioner(run: Callable[..., Any]) -> CustomPartitionerFn:
     """``run(joint, joint_inputs, **kwargs)`` as the object that Inductor's configuration wants."""
