@@ -109,7 +109,7 @@ def _draws(node: fx.Node) -> bool:
         return True
     index = names.index("dropout_p")
     given = node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return given != 0.0
+    return bool(given != 0.0)
 
 
 def _is_fixed(source: fx.Node, inside: Mapping[fx.Node, int], fixed: set[fx.Node]) -> bool:

@@ -216,19 +216,19 @@ def _assemble(tape: Tape, by_class: dict[str, list[Range]], paths: LayerPaths) -
     }
     for gap in _complement(sorted(keys), 0, len(tape.nodes)):
         keys[gap] = None
-    places = {key: paths.place(members) for key, members in by_class.items()}
+    owners = {key: paths.owner(members) for key, members in by_class.items()}
     instances: Counter[str | None] = Counter()
     units = []
     for where in sorted(keys):
         key = keys[where]
-        path, period = places[key] if key is not None else (None, 1)
+        owner = owners[key] if key is not None else None
         units.append(
             Unit(
                 start=where[0],
                 end=where[1],
                 class_key=key,
-                layers_per_unit=period,
-                module_path=path,
+                layers_per_unit=owner.period if owner else 1,
+                module_path=owner.path if owner else None,
                 instance=instances[key],
                 lifted=_lifted(tape, where) if key is not None else (),
             )

@@ -3,16 +3,41 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
-_STEP = re.compile(r"\['?\"?([^'\"\]]+)'?\"?\]|\.?([A-Za-z_]\w*|\d+)")
-"""One attribute or index of a path such as ``layers._modules['0'].mlp`` or ``layers.0.mlp``."""
+_STEP = re.compile(r"[A-Za-z_]\w*|\d+")
+"""One attribute or index of a path such as ``L['self']._modules['layers']['0']`` or ``layers.0``."""
 
 _MIN_NODES_SHARE = 0.1
-"""A layer owns this share of a unit's named nodes; less is a rotation that reaches over."""
+"""A layer owns this share of a unit's named nodes; less is a border that is a few nodes off."""
 
-Place = tuple[str, int]
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class Place:
+    """One numbered module around a node: an entry of a module list."""
+
+    depth: int
+    """How many numbered modules are around this one, itself included."""
+    path: str
+    """Path of the list, an asterisk for the numbers on the way: ``stages.*.blocks``."""
+    indices: tuple[int, ...]
+    """The numbers on the way, and last the one in the list."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The module list that holds the layers of a class."""
+
+    path: str | None
+    """For people: without the name of the variable that held the model; None without modules."""
+    period: int
+    """Distinct layers per unit; 1 without modules."""
+    pattern: str | None
+    """``Place.path`` of the list."""
 
 
 class LayerPaths:
@@ -23,51 +48,90 @@ class LayerPaths:
         self._places = [_places(node, cache) for node in nodes]
 
     def begins_layer(self, position: int) -> bool:
-        """True when the outermost module index around ``position`` differs from the one before.
+        """True when a node with module names sits in another numbered module than the one before.
 
-        Nodes without module names (residual additions of a loop body) count to neither side.
+        Nodes without names (code of the outermost forward) begin nothing.
         """
         if not 0 < position < len(self._places):
             return False
-        here, before = self._places[position], self._places[position - 1]
-        return bool(here) and here[:1] != before[:1]
+        here = self._places[position]
+        return bool(here) and here[0] != next(iter(self._places[position - 1]), None)
 
-    def place(self, members: Sequence[tuple[int, int]]) -> tuple[str | None, int]:
-        """Path of the module list that holds the units of a class, and layers per unit."""
-        owners = [self._owners(*where) for where in members]
-        prefixes = sorted({prefix for owner in owners for prefix, _ in owner}, key=len)
-        for prefix in prefixes:
-            layers = [{index for path, index in owner if path == prefix} for owner in owners]
-            if all(layers) and len(set.union(*layers)) >= len(members):
-                return prefix.partition(".")[2] or prefix, max(
-                    1, len(set.union(*layers)) // len(members)
-                )
-        return None, 1
+    def owner(self, members: Sequence[Range]) -> Owner:
+        """The outermost list of which each member holds entries of its own.
 
-    def _owners(self, start: int, end: int) -> set[Place]:
-        """Module list entries that own a fair share of the range's named nodes."""
+        When all members run the same modules (weights shared by all layers): the innermost list
+        that is around all of them.
+        """
+        places = [self._owning_places(*where) for where in members]
+        lists = sorted({(place.depth, place.path) for found in places for place in found})
+        shared = None
+        for _, pattern in lists:
+            layers = [{p.indices for p in found if p.path == pattern} for found in places]
+            if not all(layers):
+                continue
+            distinct = set.union(*layers)
+            path = _readable(pattern, distinct)
+            if len(distinct) >= len(members):
+                period = len(distinct) // len(members)
+                return Owner(path=path, period=period, pattern=pattern)
+            shared = Owner(path=path, period=1, pattern=pattern)
+        return shared or Owner(path=None, period=1, pattern=None)
+
+    def layer_starts(self, start: int, end: int, pattern: str) -> list[int]:
+        """Positions after ``start`` where the sequence enters the next layer of the list."""
+        starts = []
+        current: tuple[int, ...] | None = None
+        for position in range(start, end):
+            indices = next(
+                (place.indices for place in self._places[position] if place.path == pattern), None
+            )
+            if indices is None or indices == current:
+                continue
+            if current is not None:
+                starts.append(position)
+            current = indices
+        return starts
+
+    def _owning_places(self, start: int, end: int) -> set[Place]:
+        """Places that own a fair share of the range's named nodes."""
         counts = Counter(place for places in self._places[start:end] for place in places)
         named = sum(bool(places) for places in self._places[start:end])
         return {place for place, count in counts.items() if count >= _MIN_NODES_SHARE * named}
 
 
 def _places(node: fx.Node, cache: dict[str, tuple[Place, ...]]) -> tuple[Place, ...]:
-    """(path of the list, index) for each numbered module around ``node``, outermost first.
-
-    The path starts with the local variable that held the model: two models stay apart.
-    """
+    """The numbered modules around ``node``, outermost first."""
     stack = node.meta.get("nn_module_stack") or {}
-    path = next((value[0] for value in reversed(stack.values())), "")
+    path = str(next((value[0] for value in reversed(stack.values())), ""))
     if path not in cache:
         cache[path] = _parse(path)
     return cache[path]
 
 
 def _parse(path: str) -> tuple[Place, ...]:
-    steps = [bracketed or plain for bracketed, plain in _STEP.findall(path)]
-    steps = [step for step in steps if step != "_modules"]
-    if steps[:1] in (["L"], ["G"]):
+    steps = [step for step in _STEP.findall(path) if step != "_modules"]
+    if steps[:1] in (["L"], ["G"]):  # Dynamo's dictionaries of locals and globals
         steps = steps[1:]
-    return tuple(
-        (".".join(steps[:index]), int(step)) for index, step in enumerate(steps) if step.isdigit()
-    )
+    places: list[Place] = []
+    indices: tuple[int, ...] = ()
+    names: list[str] = []
+    for step in steps:
+        if step.isdigit():
+            indices = (*indices, int(step))
+            places.append(Place(depth=len(indices), path=".".join(names), indices=indices))
+        names.append("*" if step.isdigit() else step)
+    return tuple(places)
+
+
+def _readable(pattern: str, entries: set[tuple[int, ...]]) -> str:
+    """``pattern`` without its first name, with the numbers that all entries share filled in."""
+    names = pattern.split(".")
+    level = 0
+    for position, name in enumerate(names):
+        if name == "*":
+            numbers = {indices[level] for indices in entries}
+            level += 1
+            if len(numbers) == 1:
+                names[position] = str(numbers.pop())
+    return ".".join(names[1:]) or names[0]

@@ -1,6 +1,7 @@
 """Operators of the step program, and of regions whose kernels allocate their own results."""
 
 import functools
+import re
 from typing import Any
 
 import torch
@@ -33,9 +34,8 @@ def into(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     name = f"{schema.name}_{schema.overload_name}_into".replace("::", "_").replace(".", "_")
     num_outputs = len(schema.returns)
     outputs = [f"Tensor({chr(ord('a') + i)}!) out{i}" for i in range(num_outputs)]
-    positional = [_declaration(arg) for arg in schema.arguments if not arg.kwarg_only]
-    keywords = [_declaration(arg) for arg in schema.arguments if arg.kwarg_only]
-    _library.define(f"{name}({', '.join([*outputs, *positional, *keywords])}) -> ()")
+    positional = [arg for arg in schema.arguments if not arg.kwarg_only]
+    _library.define(f"{name}({', '.join([*outputs, *_declarations(schema)])}) -> ()")
     keyword_names = [arg.name for arg in schema.arguments if arg.kwarg_only]
 
     def run(*args: Any) -> None:
@@ -51,5 +51,9 @@ def into(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     return getattr(torch.ops.memo, name).default
 
 
-def _declaration(argument: Any) -> str:
-    return f"{argument.type} {argument.name}"
+def _declarations(schema: Any) -> list[str]:
+    """The arguments of ``schema`` as it is written, without defaults: ``int[2] size``."""
+    text = str(schema)
+    inside = text[text.index("(") + 1 : text.rindex(") ->")]
+    parts = re.split(r", (?=[A-Za-z*])", inside)
+    return [part.split("=")[0] for part in parts if part and part != "*"]
