@@ -147,6 +147,18 @@ def _flags(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+def local_world_size() -> int:
+    """Ranks of this job on this host, as torchrun sets it; 1 without it.
+
+    Raises:
+        ConfigError: LOCAL_WORLD_SIZE is not a positive integer.
+    """
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"LOCAL_WORLD_SIZE: expected an integer of at least 1, got {text!r}")
+    return int(text)
+
+
 def _from_file() -> dict[str, Any]:
     path = os.environ.get("MEMO_CONFIG")
     if not path:

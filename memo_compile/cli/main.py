@@ -7,27 +7,29 @@ Exit codes: 0 done / fits / equal; 1 infeasible, does not fit, verify failed; 2 
 import importlib
 import sys
 
-import click
 import typer
+from typer.exceptions import TyperException
 
 from memo_compile.errors import Infeasible, MemoError
 
 app = typer.Typer(
     name="memo",
     help="Plan activation memory for torch.compile.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-_COMMAND_MODULES: tuple[str, ...] = ("lynx",)
+_COMMAND_MODULES: tuple[str, ...] = ("lynx", "doctor", "explain")
 """Modules of memo_compile.cli; each has ``register(app)`` that attaches its commands."""
 
 
-@app.callback()
-def _root() -> None:
+@app.callback(invoke_without_command=True)
+def _root(context: typer.Context) -> None:
     """Plan activation memory for torch.compile."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(code=2)
 
 
 def _register() -> None:
@@ -40,9 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     _register()
     try:
         code = app(args=argv, standalone_mode=False)
-    except click.exceptions.Exit as error:
-        code = error.exit_code
-    except click.ClickException as error:
+    except TyperException as error:  # a usage error: unknown command, missing argument, ...
         print(f"memo: {error.format_message()}", file=sys.stderr)
         code = 2
     except Infeasible as error:

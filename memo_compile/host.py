@@ -1,0 +1,108 @@
+"""How much memory the host lets this process use: physical, control group, locked pages.
+
+Reads Linux's /proc and /sys/fs/cgroup, versions 1 and 2. What a system does not say is None. All
+sizes in bytes. No torch here.
+"""
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from memo_compile.errors import InputError
+
+_ROOT = Path("/")
+UNLIMITED_BYTES = 2**60
+"""Version 1 writes "no limit" as 2^63 less a page; no host has an exbibyte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """The limits of host memory that hold for this process."""
+
+    total_bytes: int | None
+    available_bytes: int | None
+    """MemAvailable: what can be had without swapping, for all processes of the host together."""
+    cgroup_limit_bytes: int | None
+    """Tightest limit of the process's control group and its parents; None where there is none."""
+    cgroup_used_bytes: int | None
+    """Of the group that has that limit."""
+    locked_limit_bytes: int | None
+    """``ulimit -l``; None is unlimited."""
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """What this process may still take: the smaller of available and left in the group."""
+        bounds = [] if self.available_bytes is None else [self.available_bytes]
+        if self.cgroup_limit_bytes is not None:
+            bounds.append(max(0, self.cgroup_limit_bytes - (self.cgroup_used_bytes or 0)))
+        return min(bounds, default=None)
+
+
+def host_memory(root: Path = _ROOT) -> HostMemory:
+    """The limits as the system under ``root`` states them (another root than ``/`` for tests)."""
+    meminfo = _meminfo(root / "proc/meminfo")
+    limit, used = cgroup_memory(root)
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return HostMemory(
+        total_bytes=meminfo.get("MemTotal"),
+        available_bytes=meminfo.get("MemAvailable"),
+        cgroup_limit_bytes=limit,
+        cgroup_used_bytes=used,
+        locked_limit_bytes=None if soft == resource.RLIM_INFINITY else soft,
+    )
+
+
+def cgroup_memory(root: Path = _ROOT) -> tuple[int | None, int | None]:
+    """Tightest memory limit of this process's control group and its parents, and that group's use.
+
+    In a container the group's own path is often not visible; then the mount's root is the group.
+    """
+    best: tuple[int | None, int | None] = (None, None)
+    for mount, group, limit_name, used_name in _hierarchies(root):
+        relative = PurePosixPath(group.lstrip("/"))
+        for part in (relative, *relative.parents):
+            limit = _number(mount / part / limit_name)
+            if limit is not None and (best[0] is None or limit < best[0]):
+                best = (limit, _number(mount / part / used_name))
+    return best
+
+
+def _hierarchies(root: Path) -> list[tuple[Path, str, str, str]]:
+    """(mount, group, limit file, use file) of each hierarchy that counts memory."""
+    base = root / "sys/fs/cgroup"
+    found = []
+    for line in _lines(root / "proc/self/cgroup"):
+        _id, controllers, group = line.split(":", 2)
+        if controllers == "":
+            found.append((base, group, "memory.max", "memory.current"))
+            found.append((base / "unified", group, "memory.max", "memory.current"))
+        elif "memory" in controllers.split(","):
+            v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            found.append((base / "memory", group, *v1))
+    return found
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    """``Name: 123 kB`` lines as bytes."""
+    pairs = (line.split() for line in _lines(path))
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in pairs if len(words) == 3}
+
+
+def _number(path: Path) -> int | None:
+    """The count of bytes in ``path``; None for "max", "no limit" or a file that is not there."""
+    lines = _lines(path)
+    if not lines or lines[0].strip() == "max":
+        return None
+    try:
+        value = int(lines[0])
+    except ValueError as error:
+        raise InputError(f"{path}: expected a number of bytes, got {lines[0]!r}") from error
+    return value if value < UNLIMITED_BYTES else None
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of ``path``; none where the system does not have it."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
