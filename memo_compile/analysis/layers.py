@@ -1,8 +1,9 @@
 """The repeating layers of a forward graph, found by structure; module names only break ties."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 
 from torch import fx
 
@@ -22,6 +23,9 @@ _MIN_LIKENESS = 0.6
 """Share of operators that a lone range must have in common with a layer to be one itself.
 
 Local and global attention layers share all but a few; attention and its MLP less than half."""
+
+_MIN_COMMON_SHARE = 0.5
+"""Share of the shorter of two layers that both begin with, when no name tells them apart."""
 
 Range = tuple[int, int]
 
@@ -109,43 +113,98 @@ def find_layers(nodes: Sequence[fx.Node]) -> LayerStructure:
         return LayerStructure(units=(), classes=())
     tape = make_tape(nodes)
     paths = LayerPaths(nodes)
-    ranges = _find_ranges(tape, 0, len(nodes), paths.begins_layer)
+    ranges = _find_ranges(tape, 0, len(nodes), paths)
     ranges += _stray_instances(tape, ranges)
     by_class = _group(tape, sorted(ranges))
     return _assemble(tape, by_class, paths)
 
 
-def _find_ranges(
-    tape: Tape, start: int, end: int, prefers_cut: Callable[[int], bool]
-) -> list[Range]:
+def _find_ranges(tape: Tape, start: int, end: int, paths: LayerPaths) -> list[Range]:
     """Ranges of layers between ``start`` and ``end``: the best repeat, then what is beside it."""
     if tape.num_matmuls(start, end) < 2:
         return []
-    repeat = best_repeat(tape, start, end, prefers_cut)
+    repeat = best_repeat(tape, start, end, paths.begins_layer)
     if repeat is None:
         return []
-    left = _find_ranges(tape, start, repeat.start, prefers_cut)
-    right = _find_ranges(tape, repeat.end, end, prefers_cut)
-    pieces = _split(tape, repeat, prefers_cut)
+    left = _find_ranges(tape, start, repeat.start, paths)
+    right = _find_ranges(tape, repeat.end, end, paths)
+    pieces = _split(tape, repeat, paths)
     shifts = (index * repeat.period for index in range(repeat.count))
     inner = [(low + shift, high + shift) for shift in shifts for low, high in pieces]
     return left + inner + right
 
 
-def _split(tape: Tape, repeat: Repeat, prefers_cut: Callable[[int], bool]) -> list[Range]:
+def _split(tape: Tape, repeat: Repeat, paths: LayerPaths) -> list[Range]:
     """The first instance of ``repeat`` as smaller layers, or whole when it holds none."""
     first = (repeat.start, repeat.start + repeat.period)
-    inner = sorted(_find_ranges(tape, *first, prefers_cut))
-    if not inner:
-        return [first]
-    pieces = sorted(inner + _complement(inner, *first))
-    cuts = [start for start, _ in pieces[1:]]
-    if any(tape.border_bytes(cut, first[0]) > repeat.border_bytes for cut in cuts):
-        return [first]
-    for piece in pieces:
-        if piece not in inner and not _looks_like_layer(tape, piece, inner[0]):
-            return [first]
+    for pieces in (
+        _by_modules(repeat, paths),
+        _by_inner_repeat(tape, first, paths),
+        _by_common_beginning(tape, repeat, paths),
+    ):
+        cuts = [start for start, _ in pieces[1:]]
+        is_narrow = all(_is_narrow(tape, cut, repeat) for cut in cuts)
+        if cuts and is_narrow and all(tape.num_matmuls(*piece) for piece in pieces):
+            return pieces
+    return [first]
+
+
+def _is_narrow(tape: Tape, cut: int, repeat: Repeat) -> bool:
+    """True when no more bytes cross at ``cut`` than between the instances of ``repeat``."""
+    return tape.border_bytes(cut, repeat.start) <= repeat.border_bytes
+
+
+def _by_modules(repeat: Repeat, paths: LayerPaths) -> list[Range]:
+    """Cuts where the next of several module layers in one instance begins."""
+    start, end = repeat.ranges()[0]
+    owner = paths.owner(repeat.ranges())
+    if owner.pattern is None or owner.period == 1:
+        return []
+    starts = paths.layer_starts(start, end, owner.pattern)
+    return _between(start, starts, end) if len(starts) == owner.period - 1 else []
+
+
+def _by_inner_repeat(tape: Tape, first: Range, paths: LayerPaths) -> list[Range]:
+    """Repeats inside of one instance and what they leave, if that looks like a layer as well."""
+    inner = sorted(_find_ranges(tape, *first, paths))
+    rest = _complement(inner, *first) if inner else []
+    if not all(_looks_like_layer(tape, piece, inner[0]) for piece in rest):
+        return []
+    return sorted(inner + rest)
+
+
+def _by_common_beginning(tape: Tape, repeat: Repeat, paths: LayerPaths) -> list[Range]:
+    """Cuts where an instance begins anew: layers that share attention and differ after it.
+
+    For models without modules; names know better.
+    The common beginning holds a matrix product and at least ``_MIN_COMMON_SHARE`` of the shorter
+    piece, but not all of it: half of a layer that ends as it begins (MLP, attention, MLP) is
+    none. (Attention and the MLP after it have just a norm in common.)
+    """
+    start, end = repeat.ranges()[0]
+    if paths.owner(repeat.ranges()).path is not None:
+        return []
+    beginning = tape.canonical(start, end)
+    starts = []
+    common = {}
+    for cut in range(start + 1, end):
+        if tape.tokens[cut] != tape.tokens[start] or not _is_narrow(tape, cut, repeat):
+            continue
+        pairs = zip(beginning, tape.canonical(cut, end), strict=False)
+        common[cut] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if tape.num_matmuls(cut, cut + common[cut]):
+            starts.append(cut)
+    pieces = _between(start, starts, end)
+    first_length = pieces[0][1] - start
+    for low, high in pieces[1:]:
+        shorter = min(high - low, first_length)
+        if not _MIN_COMMON_SHARE * shorter <= common[low] < shorter:
+            return []
     return pieces
+
+
+def _between(start: int, cuts: Sequence[int], end: int) -> list[Range]:
+    return list(pairwise([start, *cuts, end]))
 
 
 def _complement(ranges: Sequence[Range], start: int, end: int) -> list[Range]:

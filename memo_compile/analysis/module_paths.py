@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 _STEP = re.compile(r"[A-Za-z_]\w*|\d+")
-"""One attribute or index of a path such as ``L['self']._modules['layers']['0']`` or ``layers.0``."""
+"""One attribute or index of a path, as in ``L['self']._modules['layers']['0']`` or ``layers.0``."""
 
 _MIN_NODES_SHARE = 0.1
 """A layer owns this share of a unit's named nodes; less is a border that is a few nodes off."""
@@ -37,7 +37,7 @@ class Owner:
     period: int
     """Distinct layers per unit; 1 without modules."""
     pattern: str | None
-    """``Place.path`` of the list."""
+    """``Place.path`` of the list, when its entries are the layers."""
 
 
 class LayerPaths:
@@ -61,22 +61,22 @@ class LayerPaths:
         """The outermost list of which each member holds entries of its own.
 
         When all members run the same modules (weights shared by all layers): the innermost list
-        that is around all of them.
+        of which they run one entry. When they come from several lists (two encoders): all of
+        those, with a comma, provided that the period is the same.
         """
         places = [self._owning_places(*where) for where in members]
-        lists = sorted({(place.depth, place.path) for found in places for place in found})
-        shared = None
-        for _, pattern in lists:
-            layers = [{p.indices for p in found if p.path == pattern} for found in places]
-            if not all(layers):
-                continue
-            distinct = set.union(*layers)
-            path = _readable(pattern, distinct)
-            if len(distinct) >= len(members):
-                period = len(distinct) // len(members)
-                return Owner(path=path, period=period, pattern=pattern)
-            shared = Owner(path=path, period=1, pattern=pattern)
-        return shared or Owner(path=None, period=1, pattern=None)
+        found = _owner(places)
+        if found.path is not None or not all(places):
+            return found
+        by_list: dict[str, list[set[Place]]] = {}
+        for owned in places:
+            by_list.setdefault(min(owned).path, []).append(owned)
+        owners = [_owner(group) for group in by_list.values()]
+        paths = [owner.path for owner in owners if owner.path is not None]
+        periods = {owner.period for owner in owners}
+        if len(by_list) < 2 or len(paths) < len(owners) or len(periods) > 1:
+            return found
+        return Owner(path=", ".join(paths), period=periods.pop(), pattern=None)
 
     def layer_starts(self, start: int, end: int, pattern: str) -> list[int]:
         """Positions after ``start`` where the sequence enters the next layer of the list."""
@@ -98,6 +98,23 @@ class LayerPaths:
         counts = Counter(place for places in self._places[start:end] for place in places)
         named = sum(bool(places) for places in self._places[start:end])
         return {place for place, count in counts.items() if count >= _MIN_NODES_SHARE * named}
+
+
+def _owner(places: Sequence[set[Place]]) -> Owner:
+    lists = sorted({(place.depth, place.path) for owned in places for place in owned})
+    shared = None
+    for _, pattern in lists:
+        layers = [{place.indices for place in owned if place.path == pattern} for owned in places]
+        if not all(layers):
+            continue
+        distinct = set.union(*layers)
+        path = _readable(pattern, distinct)
+        if len(distinct) >= len(places):
+            period = len(distinct) // len(places)
+            return Owner(path=path, period=period, pattern=pattern)
+        if len(distinct) == 1:
+            shared = Owner(path=path, period=1, pattern=None)
+    return shared or Owner(path=None, period=1, pattern=None)
 
 
 def _places(node: fx.Node, cache: dict[str, tuple[Place, ...]]) -> tuple[Place, ...]:
