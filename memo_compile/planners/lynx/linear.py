@@ -18,11 +18,24 @@ FRACTION_TOLERANCE = 1e-7
 """Parts of an operator below this are the engine's rounding, not a decision."""
 
 
+_HIGHS_OPTIONS = {
+    "mip_rel_gap": 0.0,
+    "mip_abs_gap": ENGINE_TOLERANCE,
+    "mip_feasibility_tolerance": ENGINE_TOLERANCE,
+    "primal_feasibility_tolerance": ENGINE_TOLERANCE,
+}
+
+
 def exact_model(name: str) -> Any:
     """An empty model whose engine proves optimality to ``ENGINE_TOLERANCE``."""
     model = solver.make_model(name)
     for option in ("infeas_tol", "integer_tol", "max_mip_gap"):
         setattr(model, option, ENGINE_TOLERANCE)
+    # python-mip 2.0 keeps these attributes to itself with HiGHS, so they are set on the engine.
+    set_option = getattr(model.solver, "_set_double_option_value", None)
+    if set_option is not None:
+        for option, value in _HIGHS_OPTIONS.items():
+            set_option(option, value)
     model.threads = 1
     return model
 
