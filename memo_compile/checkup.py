@@ -6,7 +6,6 @@ torch is imported by the probes that need it, so that a missing torch is a findi
 
 import functools
 import importlib
-import importlib.metadata
 import platform
 import subprocess
 import sysconfig
@@ -288,6 +287,8 @@ def _has_cuda() -> bool:
 
 
 def _version(distribution: str) -> str | None:
+    import importlib.metadata  # 30 ms, which no other command needs
+
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

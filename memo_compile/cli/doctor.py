@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from memo_compile.checkup import Finding, Health, examine
+from memo_compile import checkup
+from memo_compile.checkup import Finding, Health
 
 
 def register(app: typer.Typer) -> None:
@@ -19,7 +20,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Look at versions, devices, solvers, compiler and host memory; exit 1 when memo cannot run."""
-    findings = tuple(examine())
+    findings = tuple(checkup.examine())
     if as_json:
         print(json.dumps(as_dict(findings), indent=2))
     else:

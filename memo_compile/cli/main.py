@@ -4,6 +4,7 @@ Exit codes: 0 done / fits / equal; 1 infeasible, does not fit, verify failed; 2 
 3 time limit without an answer.
 """
 
+import functools
 import importlib
 import sys
 
@@ -32,6 +33,7 @@ def _root(context: typer.Context) -> None:
         raise typer.Exit(code=2)
 
 
+@functools.cache
 def _register() -> None:
     for name in _COMMAND_MODULES:
         importlib.import_module(f"memo_compile.cli.{name}").register(app)

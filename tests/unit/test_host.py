@@ -1,0 +1,117 @@
+import pytest
+
+from memo_compile.errors import InputError
+from memo_compile.host import HostMemory, cgroup_memory, host_memory
+
+GIB = 2**30
+
+
+@pytest.fixture
+def system(tmp_path):
+    """Write a fake /proc and /sys: ``system({path: text})`` returns its root."""
+
+    def build(files):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    return build
+
+
+def test_version_2_takes_the_tightest_of_the_group_and_its_parents(system):
+    root = system(
+        {
+            "proc/self/cgroup": "0::/kube/pod/app\n",
+            "sys/fs/cgroup/kube/memory.max": "max\n",
+            "sys/fs/cgroup/kube/pod/memory.max": f"{4 * GIB}\n",
+            "sys/fs/cgroup/kube/pod/memory.current": f"{GIB}\n",
+            "sys/fs/cgroup/kube/pod/app/memory.max": f"{8 * GIB}\n",
+            "sys/fs/cgroup/kube/pod/app/memory.current": "123\n",
+        }
+    )
+    assert cgroup_memory(root) == (4 * GIB, GIB)
+
+
+def test_version_2_in_a_container_reads_the_mounts_root(system):
+    files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{2 * GIB}\n"}
+    assert cgroup_memory(system(files)) == (2 * GIB, None)
+
+
+def test_version_1_reads_the_memory_controller(system):
+    root = system(
+        {
+            "proc/self/cgroup": "9:name=systemd:/\n5:cpu,memory:/docker/ab\n0::/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/docker/ab/memory.limit_in_bytes": f"{GIB}\n",
+            "sys/fs/cgroup/memory/docker/ab/memory.usage_in_bytes": "77\n",
+        }
+    )
+    assert cgroup_memory(root) == (GIB, 77)
+
+
+def test_version_1_inside_a_container_falls_back_to_the_mounts_root(system):
+    root = system(
+        {
+            "proc/self/cgroup": "5:memory:/docker/not-visible-here\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{GIB}\n",
+        }
+    )
+    assert cgroup_memory(root) == (GIB, None)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"},
+        {
+            "proc/self/cgroup": "5:memory:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+    ],
+)
+def test_no_limit_is_none(system, files):
+    assert cgroup_memory(system(files)) == (None, None)
+
+
+def test_a_limit_that_is_no_number_is_named(system):
+    root = system({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "lots\n"})
+    with pytest.raises(InputError, match=r"memory\.max: expected a number of bytes, got 'lots'"):
+        cgroup_memory(root)
+
+
+def test_meminfo_is_in_bytes(system):
+    meminfo = "MemTotal:  1000 kB\nMemFree: 1 kB\nMemAvailable:   600 kB\nHugePages_Total: 0\n"
+    host = host_memory(system({"proc/meminfo": meminfo}))
+    assert (host.total_bytes, host.available_bytes) == (1000 * 1024, 600 * 1024)
+    assert host.usable_bytes == 600 * 1024
+
+
+@pytest.mark.parametrize(
+    ("available", "limit", "used", "usable"),
+    [
+        (10, None, None, 10),
+        (10, 8, 3, 5),
+        (10, 8, None, 8),
+        (4, 8, 3, 4),
+        (10, 8, 9, 0),
+        (None, 8, 3, 5),
+        (None, None, None, None),
+    ],
+)
+def test_usable_is_the_smaller_of_available_and_left(available, limit, used, usable):
+    host = HostMemory(
+        total_bytes=None,
+        available_bytes=available,
+        cgroup_limit_bytes=limit,
+        cgroup_used_bytes=used,
+        locked_limit_bytes=None,
+    )
+    assert host.usable_bytes == usable
+
+
+def test_this_host_has_memory():
+    host = host_memory()
+    assert host.total_bytes >= host.available_bytes > 0

@@ -1,0 +1,69 @@
+import mmap
+import time
+
+import pytest
+
+from memo_compile import measure
+from memo_compile.errors import RuntimeMisuse
+from memo_compile.measure import resident_bytes, watch_memory
+
+MIB = 2**20
+LAG_BYTES = 2 * MIB
+"""The kernel's counters lag by up to 128 KiB per core; the interpreter allocates a little too."""
+
+
+def touched(num_bytes):
+    """Anonymous memory with every page written."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for start in range(0, num_bytes, mmap.PAGESIZE):
+        memory[start] = 1
+    return memory
+
+
+def test_a_peak_between_entry_and_exit_is_seen():
+    with watch_memory() as watch:
+        memory = touched(64 * MIB)
+        time.sleep(0.02)
+        memory.close()
+    assert watch.growth_bytes == pytest.approx(64 * MIB, abs=LAG_BYTES)
+    assert watch.num_samples > 5
+
+
+def test_what_is_held_at_entry_is_baseline():
+    memory = touched(32 * MIB)
+    with watch_memory() as watch:
+        time.sleep(0.01)
+    assert watch.growth_bytes < LAG_BYTES
+    memory.close()
+    with watch_memory() as after:
+        pass
+    assert watch.baseline_bytes - after.baseline_bytes == pytest.approx(32 * MIB, abs=LAG_BYTES)
+
+
+def test_memory_that_is_mapped_but_never_touched_does_not_count():
+    with watch_memory() as watch, mmap.mmap(-1, 256 * MIB, flags=mmap.MAP_PRIVATE):
+        time.sleep(0.01)
+    assert watch.growth_bytes < LAG_BYTES
+
+
+def test_an_exception_in_the_block_passes_and_the_sampler_stops():
+    with pytest.raises(KeyError), watch_memory() as watch:
+        raise KeyError
+    seen = watch.num_samples
+    time.sleep(0.01)
+    assert watch.num_samples == seen
+
+
+def test_resident_is_positive():
+    assert resident_bytes() > MIB
+
+
+def test_a_system_that_does_not_say_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "_STATUS", tmp_path / "absent")
+    with pytest.raises(RuntimeMisuse, match="needs Linux's /proc"):
+        resident_bytes()
+    old = tmp_path / "status"
+    old.write_text("VmRSS:\t 12 kB\n")
+    monkeypatch.setattr(measure, "_STATUS", old)
+    with pytest.raises(RuntimeMisuse, match="has no RssAnon: line"):
+        resident_bytes()
