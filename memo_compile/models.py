@@ -2,7 +2,7 @@
 
 ``llama-7b``, ``-65b``, ``-175b`` and ``llama2-70b`` are the shapes of Kwai's paper (USENIX ATC 24),
 vocabulary 32004 included; ``gpt-7b`` to ``gpt-65b`` are MEMO's Table 2 (arXiv 2407.12117);
-``gpt-300m``, ``-1.3b``, ``-23b``, ``-175b`` have the sizes that Lynx reports (arXiv 2406.08756), 23B
+``gpt-300m``, ``-1.3b``, ``-23b``, ``-175b`` have the sizes of Lynx (arXiv 2406.08756), 23B
 with a shape that adds up to its name. The rest are the models' published configurations.
 """
 

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules, memory of each rank, offloading that knows the schedule."""

@@ -1,0 +1,1 @@
+"""Configuration search: enumerate, evaluate with numpy, rank; and calibrate the cost model."""

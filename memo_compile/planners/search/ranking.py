@@ -1,0 +1,97 @@
+"""The search itself: enumerate, evaluate, rank."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from memo_compile.errors import InputError
+from memo_compile.hardware import HardwareProfile
+from memo_compile.models import ModelShape
+from memo_compile.planners.pipeline.offload import Checkpoint
+from memo_compile.planners.search.cost import CostModel, describe_workload, evaluate
+from memo_compile.planners.search.space import CHECKPOINTS, enumerate_space
+
+DEFAULT_BUDGET_SHARE = 65000 / 81920
+"""Share of a device's memory that a plan may fill: 65000 MiB of 80 GiB reproduces Kwai's choices;
+the rest is CUDA's context, communication buffers and fragmentation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """One way to run the step, with its prediction."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    layers_per_chunk: int
+    checkpoint: Checkpoint
+    alpha: float
+    iteration_s: float
+    mfu: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """Usable configurations, fastest first, out of ``num_points`` that were evaluated."""
+
+    num_points: int
+    evaluation_s: float
+    configurations: tuple[Configuration, ...]
+    least_peak_bytes: int
+    """The smallest predicted peak of all points, usable or not."""
+
+
+def search(
+    shape: ModelShape,
+    *,
+    gpus: int,
+    seq: int,
+    global_batch: int,
+    hardware: HardwareProfile,
+    budget_bytes: float | None = None,
+    model: CostModel | None = None,
+    top: int | None = None,
+) -> SearchResult:
+    """Evaluate every configuration and return the ``top`` fastest that fit (all with None).
+
+    Ties go to the smaller peak, then to fewer chunks, then to smaller tp, cp, pp.
+
+    Raises:
+        InputError: a size is below 1; it is named.
+    """
+    if global_batch < 1:
+        raise InputError(f"global-batch: expected at least 1, got {global_batch}")
+    if top is not None and top < 1:
+        raise InputError(f"top: expected at least 1, got {top}")
+    columns = enumerate_space(shape, gpus)
+    work = describe_workload(shape, seq, global_batch)
+    budget = hardware.memory_bytes * DEFAULT_BUDGET_SHARE if budget_bytes is None else budget_bytes
+    started = time.perf_counter()
+    found = evaluate(work, columns, hardware, model or CostModel(), budget)
+    evaluation_s = time.perf_counter() - started
+    keys = (columns.pp, columns.cp, columns.tp, -columns.layers_per_chunk, found.peak_bytes)
+    order = np.lexsort((*keys, found.iteration_s))
+    best = order[found.usable[order]][:top]
+    return SearchResult(
+        num_points=len(columns),
+        evaluation_s=evaluation_s,
+        configurations=tuple(
+            Configuration(
+                tp=int(columns.tp[i]),
+                cp=int(columns.cp[i]),
+                pp=int(columns.pp[i]),
+                dp=int(columns.dp[i]),
+                layers_per_chunk=int(columns.layers_per_chunk[i]),
+                checkpoint=CHECKPOINTS[columns.checkpoint[i]],
+                alpha=float(found.alpha[i]),
+                iteration_s=float(found.iteration_s[i]),
+                mfu=float(found.mfu[i]),
+                peak_bytes=round(float(found.peak_bytes[i])),
+            )
+            for i in best
+        ),
+        least_peak_bytes=round(float(found.peak_bytes.min())),
+    )
