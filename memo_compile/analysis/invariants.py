@@ -62,16 +62,19 @@ def _improve(
     """The reordering that covers most nodes by layers, None when none covers more than now."""
     reach = _reach(order)
     if structure.classes:
-        tries = [_far_readers(reach, structure)]
+        far = _far_readers(reach, structure)
+        tries = [far, far + _lone_tables(order, reach, structure)]
     else:
         tries = _guesses(reach) if len(order) <= _MAX_NODES_TO_GUESS else []
     best, most = None, structure.num_covered
     for chosen in tries:
         front = _with_sources(order, chosen)
+        if front == order[: len(front)]:
+            continue
         moved = set(front)
         rest = [node for node in order if node not in moved]
         found = find_layers(front + rest)
-        if front and found.num_covered > most:
+        if found.num_covered > most:
             best, most = _sink(front, rest, found), found.num_covered
     return None if best is None else (best, find_layers(best))
 
@@ -129,6 +132,33 @@ def _far_readers(reach: Sequence[int], structure: LayerStructure) -> list[int]:
             length = unit.end - unit.start
         chosen += [i for i in range(unit.start, unit.end) if reach[i] >= length]
     return sorted(chosen)
+
+
+def _lone_tables(
+    order: Sequence[fx.Node], reach: Sequence[int], structure: LayerStructure
+) -> list[int]:
+    """Movable positions in the gaps that compute with what was made before the layers.
+
+    The only global attention layer among local ones makes its own mask and rotary table, where
+    the local ones share theirs. Views of weights and dropout masks belong to their layer.
+    """
+    first = next(unit.start for unit in structure.units if unit.class_key is not None)
+    tables: set[fx.Node] = set()
+    chosen = []
+    for unit in structure.units:
+        for position in range(unit.start, unit.end):
+            node = order[position]
+            is_table = reach[position] >= 0 and not _is_dropout(node)
+            from_table = any(source in tables for source in node.all_input_nodes)
+            if is_table and (position < first or from_table):
+                tables.add(node)
+                if position >= first and unit.class_key is None:
+                    chosen.append(position)
+    return chosen
+
+
+def _is_dropout(node: fx.Node) -> bool:
+    return op_name(node).startswith("inductor_")
 
 
 def _guesses(reach: Sequence[int]) -> list[list[int]]:

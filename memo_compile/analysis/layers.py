@@ -98,14 +98,14 @@ def find_layers(nodes: Sequence[fx.Node]) -> LayerStructure:
     its class, node by node: same operators, constants, shapes, strides, dtypes and wiring.
     What counts as a layer, and why:
 
-    * It has at least two instances, chained: each reads a value of the one before. (The query, key
-      and value projections of one layer repeat too, but side by side.)
+    * It has at least two instances, chained: a matrix product in each depends on one in the
+      instance before. (The query, key and value projections of one layer repeat too, and so do
+      the experts in a loop, but side by side.)
     * It holds a matrix product. A convolution is none: the blocks of a ResNet differ from stage to
       stage, have no token dimension, and repeat two to five times, so a ResNet has no layers.
     * It is not a part of a layer: a repeat inside of a repeat counts only when all its borders are
-      as narrow as the outer one and what it leaves over looks like a layer itself. (The loop over
-      experts carries more than the residual stream across its borders; five local and one global
-      attention layers are six layers.)
+      as narrow as the outer one and what it leaves over looks like a layer itself. (Five local
+      and one global attention layer are six layers; MLP, attention, MLP are one.)
 
     About quadratic in ``len(nodes)`` with a small constant: below a second for 10,000 nodes.
     """

@@ -76,7 +76,7 @@ def best_repeat(
 ) -> Repeat | None:
     """The verified repeat that covers most of the range; of equals, the shortest period.
 
-    An instance holds a matrix product and reads a value of the instance before it.
+    A matrix product in each instance depends on one in the instance before it.
 
     Args:
         tape: the whole sequence.
@@ -98,9 +98,6 @@ def best_repeat(
 
 
 def _verified(tape: Tape, run: TokenRun, prefers_cut: Callable[[int], bool]) -> Repeat | None:
-    second = run.start + run.period
-    if not tape.reads_from(second, second + run.period, run.start):
-        return None
     found = [
         repeat
         for rotation, border in _rotations(tape, run, prefers_cut)[:_ROTATION_FINALISTS]
@@ -143,7 +140,7 @@ def _tie_break(
 
 
 def _isomorphic_part(tape: Tape, run: TokenRun, rotation: int, border: int) -> Repeat | None:
-    """The longest stretch of consecutive isomorphic instances at this rotation."""
+    """The longest stretch of isomorphic instances at this rotation, each fed by the one before."""
     first = run.start + rotation
     count = (run.end - first) // run.period
     forms = [
@@ -153,7 +150,9 @@ def _isomorphic_part(tape: Tape, run: TokenRun, rotation: int, border: int) -> R
     best_start, best_count = 0, 1
     begin = 0
     for index in range(1, count + 1):
-        if index == count or forms[index] != forms[begin]:
+        joins = index < count and forms[index] == forms[begin]
+        low = first + index * run.period
+        if not joins or not tape.feeds(low - run.period, low, low + run.period):
             if index - begin > best_count:
                 best_start, best_count = begin, index - begin
             begin = index

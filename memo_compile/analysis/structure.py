@@ -115,13 +115,18 @@ class Tape:
         lines = [f"{self.texts[token]}{wires}" for token, wires in self.canonical(start, end)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
-    def reads_from(self, start: int, end: int, earlier: int) -> bool:
-        """True when the range reads a value made in ``[earlier, start)``."""
-        return any(
-            earlier <= source < start
-            for position in range(start, end)
-            for source in self.inputs[position]
-        )
+    def feeds(self, start: int, middle: int, end: int) -> bool:
+        """True when a matrix product in ``[middle, end)`` depends on one in ``[start, middle)``."""
+        depends: set[int] = set()
+        for position in range(start, end):
+            is_product = bool(self.num_matmuls(position, position + 1))
+            if any(source in depends for source in self.inputs[position]):
+                if is_product and position >= middle:
+                    return True
+                depends.add(position)
+            elif is_product and position < middle:
+                depends.add(position)
+        return False
 
 
 def make_tape(nodes: Sequence[fx.Node]) -> Tape:
