@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from memo_compile.analysis.units import UNIT, JointUnits, is_tangent
+from memo_compile.analysis.units import UNIT, JointUnits, tangent_dependents
 from memo_compile.analysis.views import base_of, is_tensor
 from memo_compile.passes.purity import is_constant, is_pure
 
@@ -55,7 +55,7 @@ def _same_in_every_layer(units: JointUnits, chosen: set[fx.Node]) -> set[fx.Node
 
 def _close(joint: fx.GraphModule, chosen: set[fx.Node], num_fwd_outputs: int) -> set[fx.Node]:
     """``chosen``, completed to what the backward can start from."""
-    backward = _tangent_dependents(joint)
+    backward = tangent_dependents(joint.graph)
     saved = set(chosen)
     seen: set[fx.Node] = set()
     stack = [(node, source) for node in backward for source in node.all_input_nodes]
@@ -91,13 +91,3 @@ def _unit(node: fx.Node) -> int | None:
     unit = node.meta.get(UNIT)
     return unit if isinstance(unit, int) else None
 
-
-def _tangent_dependents(joint: fx.GraphModule) -> set[fx.Node]:
-    found = {node for node in joint.graph.find_nodes(op="placeholder") if is_tangent(node)}
-    for node in joint.graph.nodes:
-        if node.op == "output":
-            continue
-        must = node.meta.get("partitioner_tag") == "must_be_in_backward"
-        if must or any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found

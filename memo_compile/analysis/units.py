@@ -8,6 +8,7 @@ Inductor replaced) goes where its inputs are.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from memo_runtime import ops
 from torch import fx
 
@@ -31,16 +32,19 @@ class JointUnits:
 
 
 def forward_nodes(joint: fx.GraphModule) -> tuple[fx.Node, ...]:
-    """The call_function nodes of the forward, in graph order."""
-    tangents = {n for n in joint.graph.find_nodes(op="placeholder") if is_tangent(n)}
-    backward = set(tangents)
-    found = []
-    for node in joint.graph.nodes:
-        if any(source in backward for source in node.all_input_nodes):
-            backward.add(node)
-        elif node.op == "call_function" and node.meta.get("partitioner_tag") == "is_forward":
-            found.append(node)
-    return tuple(found)
+    """The call_function nodes of the forward, in graph order.
+
+    Nodes that a pattern replaced carry no tag; they belong to the forward when it reads them.
+    """
+    wanted = {node for node in joint.graph.nodes if _is_tagged_forward(node)}
+    for node in reversed(joint.graph.nodes):
+        if node in wanted:
+            wanted.update(node.all_input_nodes)
+    return tuple(n for n in joint.graph.nodes if n.op == "call_function" and n in wanted)
+
+
+def _is_tagged_forward(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.meta.get("partitioner_tag") == "is_forward"
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -58,6 +62,10 @@ def tag_units(joint: fx.GraphModule) -> JointUnits:
             node.meta[UNIT] = index
             if (seq := node.meta.get("seq_nr")) is not None:
                 unit_of_seq[seq] = index
+    for node in forward:
+        if node.target is torch.ops.prims.inductor_lookup_seed.default:
+            # Its index differs from layer to layer; made beside the seeds, it becomes an input.
+            node.meta[UNIT] = node.all_input_nodes[0].meta[UNIT]
     known = set(forward)
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in known:
@@ -78,31 +86,46 @@ def forward_positions(graph: fx.Graph) -> dict[fx.Node, int]:
 def backward_positions(graph: fx.Graph, num_units: int) -> dict[fx.Node, int]:
     """Node -> the step's region that runs it, for a backward graph: the units in reverse.
 
-    A forward node that the backward runs again goes to its first reader, since no layer needs
-    another layer's recomputation (see ``analysis.saved``).
+    What depends on no incoming gradient (recomputed forward nodes above all) runs where it is
+    first read: no layer needs another layer's recomputation (see ``analysis.saved``).
     """
+    gradients = tangent_dependents(graph)
     wanted: dict[fx.Node, int | None] = {}
     for node in graph.nodes:
-        unit = node.meta.get(UNIT)
-        wanted[node] = None if unit is None else num_units - 1 - unit
+        if node in gradients:
+            unit = node.meta.get(UNIT)
+            wanted[node] = None if unit is None else num_units - 1 - unit
     positions = _settle(graph, wanted)
     for node in reversed(graph.nodes):
-        if node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
-            continue
-        readers = [positions[user] for user in node.users if user in positions]
-        if readers:
-            positions[node] = min(readers)
-    return _settle(graph, dict(positions))
+        if _runs(node) and node not in gradients:
+            readers = [positions[user] for user in node.users if user in positions]
+            positions[node] = min(readers, default=num_units - 1)
+    return positions
+
+
+def tangent_dependents(graph: fx.Graph) -> set[fx.Node]:
+    """Placeholders of incoming gradients and all that is computed from them."""
+    found = set()
+    for node in graph.nodes:
+        must = node.meta.get("partitioner_tag") == "must_be_in_backward"
+        inherits = any(source in found for source in node.all_input_nodes)
+        if node.op != "output" and (is_tangent(node) or must or inherits):
+            found.add(node)
+    return found
+
+
+def _runs(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is not ops.fetch
 
 
 def _settle(graph: fx.Graph, wanted: dict[fx.Node, int | None]) -> dict[fx.Node, int]:
-    """The wanted position, but at least that of every input; 0 where nothing is known."""
+    """Per key of ``wanted`` its position, but at least that of every input; 0 if unknown."""
     positions: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is ops.fetch:
+        if node not in wanted or not _runs(node):
             continue
         floor = max((positions.get(source, 0) for source in node.all_input_nodes), default=0)
-        position = wanted.get(node)
+        position = wanted[node]
         positions[node] = floor if position is None else max(floor, position)
     return positions
 

@@ -29,6 +29,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.cut import Cut, CutRequest, cut
+from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import Halves, lease_saved
 from memo_compile.passes.pipeline import PassRunner, graph_text
 from memo_compile.problem import Phase
@@ -36,7 +37,10 @@ from memo_compile.serialise import to_json
 
 log = logging.getLogger("memo")
 
-JOINT_PASSES = (MergeCommonSubexpressions(),)
+JOINT_PASSES = (
+    MergeCommonSubexpressions(),
+    HoistInvariants(),
+)
 """What happens to the joint graph before it is cut in two."""
 
 

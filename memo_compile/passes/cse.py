@@ -8,6 +8,7 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
+from memo_compile.analysis.invariants import apply_order
 from memo_compile.passes.purity import is_constant, is_pure
 
 
@@ -91,20 +92,37 @@ def _frozen(value: Any) -> Hashable:
 def _hoist(graph: fx.Graph, merged: set[fx.Node]) -> None:
     """Move each merged node of the forward to right behind the last of its inputs.
 
-    Constants among its inputs are made anew beside it, so that they do not hold it back.
+    Constants among its inputs are made anew beside it, so that they do not hold it back. A node's
+    rank is its index, a moved node's the rank of its last input; sorting by (rank, index) keeps
+    inputs before their readers.
     """
-    order = {node: float(index) for index, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        forward = node.meta.get("partitioner_tag") == "is_forward"
-        if node not in merged or not forward:
-            continue
-        sources = [source for source in node.all_input_nodes if not is_constant(source)]
-        last = max(sources, key=order.__getitem__)
-        if last.op == "placeholder":
-            last = max(graph.find_nodes(op="placeholder"), key=order.__getitem__)
-        last.append(node)
-        order[node] = order[last] + 1e-9
-        for source in node.all_input_nodes:
-            if is_constant(source):
-                with graph.inserting_before(node):
-                    node.replace_input_with(source, graph.node_copy(source))
+    moved = {n for n in merged if n.meta.get("partitioner_tag") == "is_forward"}
+    private = {}
+    for node in graph.nodes:
+        if node in moved:
+            private.update(_with_own_constants(graph, node))
+    first = len(graph.find_nodes(op="placeholder")) - 1
+    rank: dict[fx.Node, int] = {}
+    index = {node: number for number, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if node in moved:
+            sources = (rank[one] for one in node.all_input_nodes if one not in private)
+            rank[node] = max([first, *sources])
+        else:
+            rank[node] = index[node]
+    for constant, reader in private.items():
+        rank[constant] = rank[reader]
+    order = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    apply_order(graph, sorted(order, key=lambda node: (rank[node], index[node])))
+
+
+def _with_own_constants(graph: fx.Graph, node: fx.Node) -> dict[fx.Node, fx.Node]:
+    """Give ``node`` constants that nobody else reads; returns constant -> ``node``."""
+    made = {}
+    for source in node.all_input_nodes:
+        if is_constant(source):
+            with graph.inserting_before(node):
+                copied = graph.node_copy(source)
+            node.replace_input_with(source, copied)
+            made[copied] = node
+    return made
