@@ -9,8 +9,14 @@ from memo_compile.errors import InputError
 from memo_compile.hardware import HardwareProfile
 from memo_compile.models import ModelShape
 from memo_compile.planners.pipeline.offload import Checkpoint
-from memo_compile.planners.search.cost import CostModel, describe_workload, evaluate
+from memo_compile.planners.search.cost import (
+    CostModel,
+    Evaluation,
+    describe_workload,
+    evaluate,
+)
 from memo_compile.planners.search.space import CHECKPOINTS, enumerate_space
+from memo_compile.units import format_bytes
 
 DEFAULT_BUDGET_SHARE = 65000 / 81920
 """Share of a device's memory that a plan may fill: 65000 MiB of 80 GiB reproduces Kwai's choices;
@@ -39,9 +45,10 @@ class SearchResult:
 
     num_points: int
     evaluation_s: float
+    """One evaluation of all points, after a first one that pays numpy's start-up costs."""
     configurations: tuple[Configuration, ...]
-    least_peak_bytes: int
-    """The smallest predicted peak of all points, usable or not."""
+    conflict: str = ""
+    """Why no configuration is usable, in words; empty otherwise."""
 
 
 def search(
@@ -69,8 +76,10 @@ def search(
     columns = enumerate_space(shape, gpus)
     work = describe_workload(shape, seq, global_batch)
     budget = hardware.memory_bytes * DEFAULT_BUDGET_SHARE if budget_bytes is None else budget_bytes
+    model = model or CostModel()
+    evaluate(work, columns, hardware, model, budget)
     started = time.perf_counter()
-    found = evaluate(work, columns, hardware, model or CostModel(), budget)
+    found = evaluate(work, columns, hardware, model, budget)
     evaluation_s = time.perf_counter() - started
     keys = (columns.pp, columns.cp, columns.tp, -columns.layers_per_chunk, found.peak_bytes)
     order = np.lexsort((*keys, found.iteration_s))
@@ -93,5 +102,20 @@ def search(
             )
             for i in best
         ),
-        least_peak_bytes=round(float(found.peak_bytes.min())),
+        conflict="" if len(best) else _explain(found, budget, gpus, global_batch),
+    )
+
+
+def _explain(found: Evaluation, budget: float, gpus: int, global_batch: int) -> str:
+    """The constraint that no configuration meets."""
+    least = float(found.peak_bytes.min())
+    if least > budget:
+        return (
+            f"budget {format_bytes(budget)} < {format_bytes(least)}, the smallest peak of "
+            f"{len(found.peak_bytes)} configurations; use more GPUs, a shorter sequence or a "
+            "larger budget"
+        )
+    return (
+        f"global-batch: {global_batch} sequences cannot be divided over the replicas and stages "
+        f"of any configuration of {gpus} GPUs that fits the budget {format_bytes(budget)}"
     )
