@@ -135,7 +135,7 @@ def bert(num_layers: int = 3, seq: int = 32) -> ModelCase:
     return model.train(), causal_inputs(seq), own_loss
 
 
-def t5(num_layers: int = 3, seq: int = 32) -> ModelCase:
+def t5(num_layers: int = 3, seq: int = 32, dropout: float = 0.1) -> ModelCase:
     """Encoder and decoder; the first layer of each makes the relative bias for the others."""
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -147,6 +147,7 @@ def t5(num_layers: int = 3, seq: int = 32) -> ModelCase:
         num_layers=num_layers,
         num_decoder_layers=num_layers,
         num_heads=4,
+        dropout_rate=dropout,
         decoder_start_token_id=0,
         use_cache=False,
     )
