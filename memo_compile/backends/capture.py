@@ -129,6 +129,7 @@ class StepCompiler:
 
     def _backward(self, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Callable[..., Any]:
         del kwargs
+        shim.allow_second_backward()
         assert self._forward is not None, "the backward is compiled after its forward"
         assert self._units is not None, "the partitioner runs before the inner compiler"
         static = self.facts.static_names

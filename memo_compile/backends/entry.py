@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import fx
 from memo_compile.backends import shim
 from memo_compile.backends.capture import StepCompiler
 from memo_compile.backends.facts import GraphFacts
+from memo_compile.backends.specialise import specialise
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.errors import ConfigError, MemoError, UnsupportedGraph
 from memo_compile.reporting import state
@@ -39,9 +41,7 @@ def memo(
     config = resolve(options, mode)
     _note_mode(config)
     if any(isinstance(one, torch.SymInt) for one in example_inputs):
-        from memo_compile.backends.specialise import specialise
-
-        return specialise(gm, example_inputs, config)
+        return specialise(gm, example_inputs, config, compile_static)
     return compile_static(gm, example_inputs, config)
 
 
@@ -65,9 +65,7 @@ def plan_graph(
     """``gm`` compiled by memo; every failure is raised."""
     name = f"graph{next(_graph_numbers)}"
     compiler = StepCompiler(config, GraphFacts(example_inputs), name)
-    with shim.functorch_patch(
-        force_non_lazy_backward_lowering=True, enable_autograd_cache=False, donated_buffer=False
-    ):
+    with shim.functorch_patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
         compiled: Callable[..., Any] = shim.compile_fx(
             gm,
             list(example_inputs),
@@ -81,6 +79,7 @@ def plan_graph(
         )
     if compiler.assembly is not None:
         compiler.assembly.step.on_unplanned = _on_unplanned
+        weakref.finalize(compiled, compiler.assembly.retire).atexit = False
         state.add_plan(compiler.assembly.plan)
     elif compiler.saw_training:
         raise UnsupportedGraph("the backward of this graph was not compiled with its forward")

@@ -193,3 +193,21 @@ def inner_compiler(run: Callable[..., Any]) -> Callable[..., Any]:
         return run(gm, examples, **kwargs)
 
     return inner
+
+
+@contextlib.contextmanager
+def fresh_static_tracing() -> Iterator[None]:
+    """A tracing context for compiling at run time, outside Dynamo: all sizes are numbers."""
+    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    with tracing(TracingContext(mode)):
+        yield
+
+
+def allow_second_backward() -> None:
+    """Tell AOTAutograd that no saved tensor is donated: memo restores its frame itself.
+
+    Otherwise the runtime refuses retain_graph=True, because the handle looks like a temporary.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
