@@ -1,0 +1,503 @@
+"""Canonical search: the inner loop, written once for plain Python (lists) and for numba (arrays).
+
+Every function here uses only integers, one-dimensional indexables and the two named tuples, so that
+``compiled.py`` can hand the same source to numba. Nothing here allocates.
+
+**Canonical form.** In any valid placement each buffer can sink until it stands on the arena's floor
+or on another one. Sorted by (offset, rank), such a placement is a sequence in which each buffer
+lies exactly at the highest end (aligned) of the earlier buffers that it overlaps. So the search
+chooses the NEXT buffer only; its offset follows, and the keys (offset, rank) ascend.
+
+**Switches.** Each can be off without a change of what is found, except that JUMP gives up proofs:
+DOMINANCE: a buffer that fits completely below the candidate's offset makes the candidate needless,
+the same placement with that buffer moved down is visited elsewhere. HATLESS: a choice that lifts
+no other buffer costs nothing, so it has no alternatives. CROWDING: in each section, for each
+offset x, the buffers that cannot lie below x must fit between x and the capacity. PIECES: where no
+unplaced buffer crosses a point in time, both sides are searched one after the other, and a failure
+of one is a failure of the choice that parted them. JUMP: a failure goes back to the last choice on
+which a buffer of the failed section stands (conflict-directed backjumping). The order of keys ties
+choices together in ways that this reasoning ignores, hence no proof after a jump.
+"""
+
+from typing import Any, NamedTuple
+
+FOUND = 1
+EXHAUSTED = 0
+LIMIT = 2
+
+DOMINANCE = 1
+HATLESS = 2
+CROWDING = 4
+PIECES = 8
+JUMP = 16
+ALL_SWITCHES = 31
+
+BITS = 62
+"""Bits used of each word of ``State.blame``: below the sign of int64."""
+
+# Slots of State.tally.
+CHOSEN, TRAIL, FLOORS, JUMPED, DIRTY_LOWER, DIRTY_UPPER, WORDS = 0, 1, 2, 3, 4, 5, 6
+NUM_TALLIES = 7
+
+
+class Tables(NamedTuple):
+    """What does not change during a search. N buffers, S sections, G spans."""
+
+    size: Any
+    """(N,) bytes."""
+    padded: Any
+    """(N,) bytes with the padding that any buffer above needs."""
+    align: Any
+    """(N,) bytes."""
+    fixed: Any
+    """(N,) bytes, or -1."""
+    rank: Any
+    """(N,) a permutation: which of several buffers with equal offsets goes first."""
+    span_start: Any
+    """(N + 1,) rows of the next two."""
+    span_lower: Any
+    """(G,) first section."""
+    span_upper: Any
+    """(G,) section after."""
+    near_start: Any
+    """(N + 1,) rows of the next."""
+    near: Any
+    """Indices of the buffers that overlap in time."""
+
+
+class State(NamedTuple):
+    """What a search writes to. Depth runs over the frames of the stack, one for each choice."""
+
+    offset: Any
+    """(N,) lowest possible offset of an unplaced buffer, final offset of a placed one."""
+    placed: Any
+    """(N,) 1 if placed."""
+    floor: Any
+    """(S,) highest end of a placed buffer in the section."""
+    lowest: Any
+    """(S,) lowest offset of an unplaced buffer of the section, while a frame opens."""
+    left: Any
+    """(S,) padded bytes of the unplaced buffers in the section."""
+    cross: Any
+    """(S,) number of unplaced buffers that are alive on both sides of the section's lower edge."""
+    items: Any
+    """(N,) a permutation of the buffers in which each component is a slice."""
+    piece_end: Any
+    """(N + 1,) for a component that starts at this position of ``items``: where it ends."""
+    scratch: Any
+    """(N,)"""
+    label: Any
+    """(S + 1,) component of each section while a slice is cut."""
+    count: Any
+    """(S + 2,) buffers of each component while a slice is cut."""
+    begin: Any
+    """(depth,) slice of ``items`` that the frame searches."""
+    end: Any
+    """(depth,)"""
+    key_offset: Any
+    """(depth,) key of the last choice tried."""
+    key_rank: Any
+    """(depth,)"""
+    ceiling: Any
+    """(depth,) largest offset at which a choice leaves room for all sections of the slice."""
+    tightest: Any
+    """(depth,) the section that sets the ceiling."""
+    blame: Any
+    """(depth * words,) bits of the placed buffers that had a part in the frame's failures."""
+    pusher: Any
+    """(N,) the placed buffer that the buffer's lowest offset stands on, or -1."""
+    trail_pusher: Any
+    """Offsets overwritten: the old pusher."""
+    mark: Any
+    """(depth,) length of ``chosen`` before the frame's choice."""
+    chosen: Any
+    """(N,) placed buffers in order of placing."""
+    chosen_trail: Any
+    """(N,) length of the offset trail before each."""
+    trail_item: Any
+    """Offsets overwritten: whose."""
+    trail_value: Any
+    """Offsets overwritten: the old value."""
+    floor_trail: Any
+    """Floors overwritten, section by section of each chosen buffer."""
+    tally: Any
+    """(NUM_TALLIES,) lengths of ``chosen``, of the offset trail and of the floor trail; whether a
+    jump was made; the stretch of sections that the last choice changed; words in a row of blame."""
+
+
+def search(
+    tables: Tables, state: State, capacity: int, slack: int, max_nodes: int, switches: int
+) -> tuple:
+    """Searches for offsets whose height is at most ``capacity``.
+
+    ``slack`` is the most bytes by which padding overstates a stack. ``state`` must be fresh; on
+    FOUND its offsets are the placement, on EXHAUSTED there is none.
+
+    Returns:
+        (FOUND | EXHAUSTED | LIMIT, number of choices tried).
+    """
+    num_items = len(tables.size)
+    if num_items == 0:
+        return FOUND, 0
+    roof = capacity + slack
+    state.piece_end[0] = num_items
+    if switches & PIECES:
+        cut_slice(tables, state, 0, num_items, 0, len(state.left))
+    depth = 0
+    open_frame(tables, state, 0, 0, -1, -1, roof)
+    nodes = 0
+    while nodes < max_nodes:
+        position = next_choice(tables, state, depth, switches)
+        if position < 0:
+            depth = retreat(tables, state, depth, switches)
+            if depth < 0:
+                return LIMIT if state.tally[JUMPED] else EXHAUSTED, nodes
+            continue
+        nodes += 1
+        if not choose(tables, state, depth, position, capacity, roof, switches):
+            undo(tables, state, state.mark[depth])
+            continue
+        start = state.begin[depth] + 1
+        if start == state.end[depth]:
+            # The piece is done. On with the next piece of the nearest frame that has one left.
+            while depth > 0 and state.end[depth] == state.end[depth - 1]:
+                depth -= 1
+            start = state.end[depth]
+            depth -= 1
+        if start == num_items:
+            return FOUND, nodes
+        if depth < 0:
+            open_frame(tables, state, 0, start, -1, -1, roof)
+            depth = 0
+            continue
+        depth += 1
+        offset, rank = state.key_offset[depth - 1], state.key_rank[depth - 1]
+        open_frame(tables, state, depth, start, offset, rank, roof)
+    return LIMIT, nodes
+
+
+def choose(
+    tables: Tables,
+    state: State,
+    depth: int,
+    position: int,
+    capacity: int,
+    roof: int,
+    switches: int,
+) -> bool:
+    """Places the buffer at ``position`` of ``items`` and cuts the rest of the frame's slice.
+
+    False when a buffer or section can no longer fit; the caller undoes.
+    """
+    begin = state.begin[depth]
+    end = state.end[depth]
+    item = state.items[position]
+    state.items[position] = state.items[begin]
+    state.items[begin] = item
+    state.mark[depth] = state.tally[CHOSEN]
+    if not put(tables, state, item, depth, capacity, roof):
+        return False
+    if switches & HATLESS and state.tally[TRAIL] == state.chosen_trail[state.tally[CHOSEN] - 1]:
+        state.ceiling[depth] = -1
+    if begin + 1 == end:
+        return True
+    if switches & CROWDING and crowded(tables, state, depth, begin + 1, end, roof):
+        return False
+    state.piece_end[begin + 1] = end
+    if switches & PIECES:
+        first = tables.span_lower[tables.span_start[item]]
+        last = tables.span_upper[tables.span_start[item + 1] - 1]
+        cut_slice(tables, state, begin + 1, end, first, last)
+    return True
+
+
+def open_frame(
+    tables: Tables, state: State, depth: int, start: int, offset: int, rank: int, roof: int
+) -> None:
+    """Frame ``depth`` is about to search the piece at ``start`` for keys above (offset, rank)."""
+    end = state.piece_end[start]
+    state.begin[depth] = start
+    state.end[depth] = end
+    state.key_offset[depth] = offset
+    state.key_rank[depth] = rank
+    first = len(state.left)
+    last = 0
+    for position in range(start, end):
+        item = state.items[position]
+        lower = tables.span_lower[tables.span_start[item]]
+        upper = tables.span_upper[tables.span_start[item + 1] - 1]
+        if lower < first:
+            first = lower
+        if upper > last:
+            last = upper
+    most = 0
+    for section in range(first, last):
+        if state.left[section] > most:
+            most = state.left[section]
+            state.tightest[depth] = section
+    state.ceiling[depth] = roof - most
+    for word in range(state.tally[WORDS]):
+        state.blame[depth * state.tally[WORDS] + word] = 0
+
+
+def crowded(tables: Tables, state: State, depth: int, begin: int, end: int, roof: int) -> bool:
+    """True when some section of the slice [begin, end) of ``items`` can no longer hold its buffers.
+
+    They stand on the lowest offset that any of them can still take, at least on ``base``.
+    """
+    base = state.key_offset[depth]
+    first = state.tally[DIRTY_LOWER]
+    last = state.tally[DIRTY_UPPER]
+    items = state.items
+    for position in range(begin + 1, end):
+        item = items[position]
+        low = state.offset[item]
+        at = position
+        while at > begin and state.offset[items[at - 1]] > low:
+            items[at] = items[at - 1]
+            at -= 1
+        items[at] = item
+    lowest = state.lowest
+    for section in range(first, last):
+        lowest[section] = roof
+    for position in range(end - 1, begin - 1, -1):
+        item = items[position]
+        room = max(base, state.offset[item])
+        padded = tables.padded[item]
+        for span in range(tables.span_start[item], tables.span_start[item + 1]):
+            lower = max(first, tables.span_lower[span])
+            upper = min(last, tables.span_upper[span])
+            for section in range(lower, upper):
+                lowest[section] -= padded
+                if lowest[section] < room:
+                    blame_section(tables, state, depth, section, state.offset[item])
+                    blame_item(state, depth, state.items[state.begin[depth]])
+                    return True
+    return False
+
+
+def next_choice(tables: Tables, state: State, depth: int, switches: int) -> int:
+    """Position in ``items`` of the frame's next choice, and its key recorded; -1 when none is left.
+
+    The lowest offset goes first; nothing may fit completely below it (dominance), and no buffer
+    with a fixed offset may be left behind.
+    """
+    offset = state.offset
+    rank = tables.rank
+    old_offset = state.key_offset[depth]
+    old_rank = state.key_rank[depth]
+    best = -1
+    best_offset = 0
+    best_rank = 0
+    lowest_end = -1
+    dominator = state.items[state.begin[depth]]
+    for position in range(state.begin[depth], state.end[depth]):
+        item = state.items[position]
+        low = offset[item]
+        end = low + 1 if tables.fixed[item] >= 0 else low + tables.size[item]
+        if lowest_end < 0 or end < lowest_end:
+            lowest_end = end
+            dominator = item
+        if low < old_offset or (low == old_offset and rank[item] <= old_rank):
+            continue
+        if best < 0 or low < best_offset or (low == best_offset and rank[item] < best_rank):
+            best = position
+            best_offset = low
+            best_rank = rank[item]
+    if best < 0:
+        for position in range(state.begin[depth], state.end[depth]):
+            blame_item(state, depth, state.items[position])
+        return -1
+    if best_offset >= lowest_end and switches & DOMINANCE:
+        blame_item(state, depth, dominator)
+        return -1
+    if best_offset > state.ceiling[depth]:
+        if state.ceiling[depth] >= 0:
+            blame_section(tables, state, depth, state.tightest[depth], 0)
+        return -1
+    state.key_offset[depth] = best_offset
+    state.key_rank[depth] = best_rank
+    return best
+
+
+def put(tables: Tables, state: State, item: int, depth: int, capacity: int, roof: int) -> bool:
+    """Places ``item`` at its lowest offset and lifts the unplaced buffers that it overlaps.
+
+    False when something can no longer fit; ``undo`` takes back the half-done placing too.
+    """
+    tally = state.tally
+    base = state.offset[item]
+    padded = tables.padded[item]
+    state.placed[item] = 1
+    state.chosen[tally[CHOSEN]] = item
+    state.chosen_trail[tally[CHOSEN]] = tally[TRAIL]
+    tally[CHOSEN] += 1
+    fits = base + tables.size[item] <= capacity
+    floors = tally[FLOORS]
+    for span in range(tables.span_start[item], tables.span_start[item + 1]):
+        for section in range(tables.span_lower[span], tables.span_upper[span]):
+            state.floor_trail[floors] = state.floor[section]
+            floors += 1
+            state.floor[section] = base + padded
+            state.left[section] -= padded
+            if state.left[section] > 0 and base + padded + state.left[section] > roof:
+                fits = False
+    tally[FLOORS] = floors
+    first = tables.span_lower[tables.span_start[item]]
+    last = tables.span_upper[tables.span_start[item + 1] - 1]
+    tally[DIRTY_LOWER] = first
+    tally[DIRTY_UPPER] = last
+    for section in range(first + 1, last):
+        state.cross[section] -= 1
+    if not fits:
+        blame_item(state, depth, item)
+        return False
+    return lift(tables, state, item, depth, capacity)
+
+
+def lift(tables: Tables, state: State, item: int, depth: int, capacity: int) -> bool:
+    """The unplaced buffers that overlap the placed ``item`` start above it; False: one cannot."""
+    tally = state.tally
+    end = state.offset[item] + tables.size[item]
+    for row in range(tables.near_start[item], tables.near_start[item + 1]):
+        other = tables.near[row]
+        if state.placed[other] == 1:
+            continue
+        align = tables.align[other]
+        low = -(-end // align) * align if align > 1 else end
+        if low <= state.offset[other]:
+            continue
+        trail = tally[TRAIL]
+        state.trail_item[trail] = other
+        state.trail_value[trail] = state.offset[other]
+        state.trail_pusher[trail] = state.pusher[other]
+        tally[TRAIL] = trail + 1
+        state.offset[other] = low
+        state.pusher[other] = item
+        first = tables.span_lower[tables.span_start[other]]
+        last = tables.span_upper[tables.span_start[other + 1] - 1]
+        tally[DIRTY_LOWER] = min(tally[DIRTY_LOWER], first)
+        tally[DIRTY_UPPER] = max(tally[DIRTY_UPPER], last)
+        if low + tables.size[other] > capacity or 0 <= tables.fixed[other] < low:
+            blame_item(state, depth, other)
+            return False
+    return True
+
+
+def blame_item(state: State, depth: int, item: int) -> None:
+    """The placed buffers that ``item`` stands on, down to the floor, are blamed for a failure.
+
+    ``item`` is blamed too when it is placed.
+    """
+    row = depth * state.tally[WORDS]
+    while item >= 0:
+        if state.placed[item] == 1:
+            word = row + item // BITS
+            bit = 1 << (item % BITS)
+            if state.blame[word] & bit:
+                return
+            state.blame[word] |= bit
+        item = state.pusher[item]
+
+
+def blame_section(tables: Tables, state: State, depth: int, section: int, low: int) -> None:
+    """So are those below the unplaced buffers of ``section`` at offset ``low`` or above."""
+    for position in range(state.begin[depth], state.end[depth]):
+        item = state.items[position]
+        if state.placed[item] == 1 or state.offset[item] < low:
+            continue
+        for span in range(tables.span_start[item], tables.span_start[item + 1]):
+            if tables.span_lower[span] <= section < tables.span_upper[span]:
+                blame_item(state, depth, item)
+
+
+def retreat(tables: Tables, state: State, depth: int, switches: int) -> int:
+    """The frame below ``depth`` whose choice had a part in its failure, undone; -1 if none.
+
+    Without JUMP simply the frame below.
+    """
+    words = state.tally[WORDS]
+    source = depth * words
+    while depth > 0:
+        depth -= 1
+        item = state.chosen[state.mark[depth]]
+        undo(tables, state, state.mark[depth])
+        bit = 1 << (item % BITS)
+        if not switches & JUMP or state.blame[source + item // BITS] & bit:
+            state.blame[source + item // BITS] &= ~bit
+            for word in range(words):
+                state.blame[depth * words + word] |= state.blame[source + word]
+            return depth
+        state.tally[JUMPED] = 1
+    return -1
+
+
+def undo(tables: Tables, state: State, mark: int) -> None:
+    """Takes back every placing after the first ``mark`` ones."""
+    tally = state.tally
+    while tally[CHOSEN] > mark:
+        tally[CHOSEN] -= 1
+        item = state.chosen[tally[CHOSEN]]
+        trail = tally[TRAIL]
+        while trail > state.chosen_trail[tally[CHOSEN]]:
+            trail -= 1
+            state.offset[state.trail_item[trail]] = state.trail_value[trail]
+            state.pusher[state.trail_item[trail]] = state.trail_pusher[trail]
+        tally[TRAIL] = trail
+        padded = tables.padded[item]
+        floors = tally[FLOORS]
+        for span in range(tables.span_start[item + 1] - 1, tables.span_start[item] - 1, -1):
+            for section in range(tables.span_upper[span] - 1, tables.span_lower[span] - 1, -1):
+                floors -= 1
+                state.floor[section] = state.floor_trail[floors]
+                state.left[section] += padded
+        tally[FLOORS] = floors
+        lower = tables.span_lower[tables.span_start[item]]
+        upper = tables.span_upper[tables.span_start[item + 1] - 1]
+        for section in range(lower + 1, upper):
+            state.cross[section] += 1
+        state.placed[item] = 0
+
+
+def cut_slice(tables: Tables, state: State, begin: int, end: int, first: int, last: int) -> None:
+    """The slice [begin, end) of ``items`` is sorted into pieces that share no time.
+
+    ``first`` and ``last`` are the sections between which new cuts may have appeared.
+    """
+    cut = False
+    for section in range(first + 1, last):
+        if state.cross[section] == 0:
+            cut = True
+            break
+    if not cut:
+        return
+    low = len(state.left)
+    high = 0
+    for position in range(begin, end):
+        item = state.items[position]
+        low = min(low, tables.span_lower[tables.span_start[item]])
+        high = max(high, tables.span_upper[tables.span_start[item + 1] - 1])
+    piece = 0
+    state.count[0] = 0
+    state.label[low] = 0
+    for section in range(low + 1, high):
+        if state.cross[section] == 0:
+            piece += 1
+            state.count[piece] = 0
+        state.label[section] = piece
+    for position in range(begin, end):
+        item = state.items[position]
+        state.scratch[position] = item
+        state.count[state.label[tables.span_lower[tables.span_start[item]]]] += 1
+    start = begin
+    for index in range(piece + 1):
+        size = state.count[index]
+        state.count[index] = start
+        if size > 0:
+            state.piece_end[start] = start + size
+        start += size
+    for position in range(begin, end):
+        item = state.scratch[position]
+        index = state.label[tables.span_lower[tables.span_start[item]]]
+        state.items[state.count[index]] = item
+        state.count[index] += 1

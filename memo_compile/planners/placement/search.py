@@ -1,0 +1,251 @@
+"""Exact search for the hard rest: canonical search as a restarted portfolio, anytime.
+
+One run of the kernel with one order of ranks is either lucky within a few nodes for each buffer or
+stuck for minutes, so runs are short and many: a handful of static orders, then the same orders with
+noise, under a node limit that grows slowly. Every so often a run without backjumps and with a large
+limit is made, which can prove that a capacity is out of reach.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from memo_compile.planners.placement import kernel
+from memo_compile.planners.placement.compiled import compiled_search, has_numba
+from memo_compile.planners.placement.instance import (
+    FREE,
+    Instance,
+    Ints,
+    Overlaps,
+    find_overlaps,
+)
+
+_NODES_PER_BUFFER = 8
+"""First node limit of a run. On the hard public instances most successes need 1 to 4."""
+_LIMIT_GROWTH = 1.1
+"""Growth of the node limit from round to round of all orders."""
+_NOISE = 0.1
+"""Standard deviation of the logarithmic noise on an order's keys, from the second round on."""
+_PROOF_EVERY = 8
+"""Every so many runs one may not jump back, and gets `_PROOF_FACTOR` times the nodes."""
+_PROOF_FACTOR = 4
+_PLAIN_NODES_PER_S = 4000
+"""Rough speed without numba; with it 50,000 to 200,000. Only used to share out the time."""
+_TINY = 40
+"""Up to this many buffers plain Python answers sooner than numba loads."""
+_MOST_PLAIN_PAIRS = 400_000
+"""Overlapping pairs beyond which the plain search would not finish a single descent in time."""
+_MOST_PAIRS = 60_000_000
+"""Beyond this many overlapping pairs the tables would take gigabytes; greedy stands alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """The switches of the search; what is found does not depend on them, only how fast."""
+
+    dominance: bool = True
+    """Skip a choice when another buffer fits completely below it."""
+    hatless: bool = True
+    """A choice that lifts nobody has no alternatives."""
+    crowding: bool = True
+    """Bound each section by the lowest offsets of its unplaced buffers."""
+    pieces: bool = True
+    """Search parts that share no time one after the other."""
+    jump: bool = True
+    """Go back to the last choice that had a part in a failure; proofs come from runs without."""
+    use_numba: bool | None = None
+    """Compiled or plain Python; None chooses by what is installed and by size."""
+    seed: int = 0
+    """Of the noise on the orders."""
+
+    @property
+    def switches(self) -> int:
+        """The flags of ``kernel.search``."""
+        flags = (
+            (self.dominance, kernel.DOMINANCE),
+            (self.hatless, kernel.HATLESS),
+            (self.crowding, kernel.CROWDING),
+            (self.pieces, kernel.PIECES),
+            (self.jump, kernel.JUMP),
+        )
+        return sum(flag for on, flag in flags if on)
+
+
+class Searcher:
+    """Canonical search over one instance, asked again and again for other capacities."""
+
+    def __init__(self, instance: Instance, options: SearchOptions | None = None) -> None:
+        """Builds the overlap table; quadratic in the number of buffers."""
+        self._instance = instance
+        self._options = options or SearchOptions()
+        self._overlaps = find_overlaps(instance)
+        self._rng = np.random.default_rng(self._options.seed)
+        self._keys = _order_keys(instance, self._overlaps)
+        compiled = self._options.use_numba
+        if compiled is None:
+            compiled = has_numba() and instance.num_buffers > _TINY
+        self._kernel = compiled_search() if compiled else kernel.search
+        self._convert: Callable[[Any], Any] = _as_array if compiled else _as_list
+        self._static = _static_tables(instance, self._overlaps, self._convert)
+        pairs = len(self._overlaps.other)
+        self.is_practical = pairs <= (_MOST_PAIRS if compiled else _MOST_PLAIN_PAIRS)
+        """False when a single descent would take too long or too much memory."""
+        self.nodes = 0
+        """Choices tried so far, over all runs."""
+
+    def run(self, capacity: int, rank: Ints, max_nodes: int, switches: int) -> tuple[int, Ints]:
+        """One run: (FOUND | EXHAUSTED | LIMIT, offsets (N,) that hold on FOUND)."""
+        tables = kernel.Tables(rank=self._convert(rank), **self._static)
+        state = _fresh_state(self._instance, self._overlaps, self._convert)
+        outcome, nodes = self._kernel(
+            tables, state, capacity, self._instance.max_slack, max_nodes, switches
+        )
+        self.nodes += nodes
+        return outcome, np.array(state.offset, dtype=np.int64)
+
+    def ranks(self) -> Iterator[Ints]:
+        """The static orders, then the same orders with noise, without end; (N,) permutations."""
+        noisy = False
+        while True:
+            for major, minor in self._keys:
+                key = minor.astype(np.float64)
+                if noisy:
+                    key = key * np.exp(self._rng.normal(0.0, _NOISE, len(key)))
+                order = np.lexsort((-self._instance.size, -key, -major))
+                rank = np.empty(len(order), dtype=np.int64)
+                rank[order] = np.arange(len(order))
+                yield rank
+            noisy = True
+
+    def decide(self, capacity: int, deadline_s: float, max_runs: int = 0) -> tuple[int, Ints]:
+        """Searches until found, proved impossible, out of time, or ``max_runs`` (0: no limit).
+
+        ``deadline_s`` is on the clock of ``time.perf_counter``.
+        """
+        limit = float(_NODES_PER_BUFFER * self._instance.num_buffers + 100)
+        switches = self._options.switches
+        outcome, offsets = kernel.LIMIT, np.zeros(0, dtype=np.int64)
+        for count, rank in enumerate(self.ranks(), start=1):
+            proof = count % _PROOF_EVERY == 0
+            flags = switches & ~kernel.JUMP if proof else switches
+            nodes = int(limit) * (_PROOF_FACTOR if proof else 1)
+            outcome, offsets = self._timed_run(capacity, rank, nodes, flags, deadline_s)
+            if outcome != kernel.LIMIT or count == max_runs or time.perf_counter() > deadline_s:
+                break
+            if count % len(self._keys) == 0:
+                limit *= _LIMIT_GROWTH
+        return outcome, offsets
+
+    def _timed_run(
+        self, capacity: int, rank: Ints, nodes: int, flags: int, deadline_s: float
+    ) -> tuple[int, Ints]:
+        """A run whose nodes are also bounded by the time that is left."""
+        speed = _PLAIN_NODES_PER_S * (1 if self._convert is _as_list else 30)
+        left_s = max(deadline_s - time.perf_counter(), 0.0)
+        floor = self._instance.num_buffers + 1
+        return self.run(capacity, rank, max(min(nodes, int(left_s * speed)), floor), flags)
+
+
+def _order_keys(instance: Instance, overlaps: Overlaps) -> list[tuple[Ints, Ints]]:
+    """(major, minor) keys of the static orders, largest first.
+
+    Load = bytes live in a buffer's busiest section; neighbours = bytes of all that overlap it.
+    """
+    n = instance.num_buffers
+    length = np.add.reduceat(instance.span_upper - instance.span_lower, instance.span_start[:-1])
+    loads = instance.loads(instance.size)
+    load = np.array(
+        [loads[lo:hi].max() for lo, hi in zip(instance.first, instance.last, strict=True)],
+        dtype=np.int64,
+    )
+    sums = np.concatenate(([0], np.cumsum(instance.size[overlaps.other])))
+    neighbours = sums[overlaps.start[1:]] - sums[overlaps.start[:-1]]
+    none = np.zeros(n, dtype=np.int64)
+    raw_length = np.array([b.upper - b.lower for b in instance.buffers], dtype=np.int64)
+    keys = [
+        (none, length * instance.size),
+        (load, length),
+        (load, raw_length.astype(np.float64) * instance.size),
+        (load, neighbours),
+        (none, instance.size),
+    ]
+    if any(b.hint is not None for b in instance.buffers):
+        far = max(b.hint or 0 for b in instance.buffers) + 1
+        hints = [far if b.hint is None else b.hint for b in instance.buffers]
+        keys.insert(0, (none, far + 1 - np.array(hints, dtype=np.int64)))
+    return keys
+
+
+def _as_array(values: Any) -> Any:
+    return np.ascontiguousarray(values, dtype=np.int64)
+
+
+def _as_list(values: Any) -> Any:
+    return np.asarray(values).tolist()
+
+
+def _static_tables(
+    instance: Instance, overlaps: Overlaps, convert: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """All tables of the kernel but the ranks."""
+    return {
+        "size": convert(instance.size),
+        "padded": convert(instance.padded),
+        "align": convert(instance.align),
+        "fixed": convert(instance.fixed),
+        "span_start": convert(instance.span_start),
+        "span_lower": convert(instance.span_lower),
+        "span_upper": convert(instance.span_upper),
+        "near_start": convert(overlaps.start),
+        "near": convert(overlaps.other),
+    }
+
+
+def _fresh_state(
+    instance: Instance, overlaps: Overlaps, convert: Callable[[Any], Any]
+) -> kernel.State:
+    n, num_sections = instance.num_buffers, instance.num_sections
+    words = n // kernel.BITS + 1
+    # Each pair of buffers lifts at most once on a path, and a path holds each buffer once.
+    num_lifts = len(overlaps.other) // 2 + 1
+    num_floors = int((instance.span_upper - instance.span_lower).sum()) + 1
+    change = np.zeros(num_sections + 2, dtype=np.int64)
+    np.add.at(change, instance.first + 1, 1)
+    np.subtract.at(change, np.maximum(instance.last, instance.first + 1), 1)
+    tally = np.zeros(kernel.NUM_TALLIES, dtype=np.int64)
+    tally[kernel.WORDS] = words
+    lengths = {
+        "placed": n,
+        "floor": num_sections,
+        "lowest": num_sections,
+        "piece_end": n + 1,
+        "scratch": n,
+        "label": num_sections + 1,
+        "count": num_sections + 2,
+        "begin": n + 1,
+        "end": n + 1,
+        "key_offset": n + 1,
+        "key_rank": n + 1,
+        "ceiling": n + 1,
+        "tightest": n + 1,
+        "blame": (n + 1) * words,
+        "mark": n + 1,
+        "chosen": n,
+        "chosen_trail": n,
+        "trail_item": num_lifts,
+        "trail_value": num_lifts,
+        "trail_pusher": num_lifts,
+        "floor_trail": num_floors,
+    }
+    return kernel.State(
+        offset=convert(np.where(instance.fixed == FREE, 0, instance.fixed)),
+        left=convert(instance.loads(instance.padded)),
+        cross=convert(np.cumsum(change)[: num_sections + 1]),
+        items=convert(np.arange(n)),
+        pusher=convert(np.full(n, -1)),
+        tally=convert(tally),
+        **{name: convert(np.zeros(length)) for name, length in lengths.items()},
+    )
