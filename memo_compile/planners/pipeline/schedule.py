@@ -1,0 +1,92 @@
+"""The order of forwards and backwards on each rank: 1F1B and interleaved 1F1B.
+
+A rank owns ``num_chunks`` model chunks; chunk v of rank r is virtual stage v * p + r. Names and
+orders are Megatron-LM's (Narayanan et al. 2021), and torch.distributed.pipelining's.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from memo_compile.errors import InputError
+
+
+class Direction(Enum):
+    """What a rank does with a chunk."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One chunk of one micro-batch in one direction."""
+
+    direction: Direction
+    chunk: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineShape:
+    """Ranks, chunks per rank, micro-batches of a step."""
+
+    num_ranks: int
+    num_chunks: int
+    num_batches: int
+
+    def __post_init__(self) -> None:
+        for field in ("num_ranks", "num_chunks", "num_batches"):
+            if getattr(self, field) < 1:
+                raise InputError(f"{field}: expected at least 1, got {getattr(self, field)}")
+        if self.num_chunks > 1 and self.num_ranks < 2:
+            raise InputError("num_chunks: interleaving needs at least two ranks")
+        if self.num_chunks > 1 and self.num_batches % self.num_ranks:
+            raise InputError(
+                f"num_batches: interleaved 1F1B needs a multiple of the {self.num_ranks} ranks, "
+                f"got {self.num_batches}"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """Virtual stages that a micro-batch passes."""
+        return self.num_ranks * self.num_chunks
+
+    def num_warmup(self, rank: int) -> int:
+        """Forwards of ``rank`` before its first pair of a forward and a backward."""
+        if self.num_chunks == 1:
+            ahead = self.num_ranks - 1 - rank
+        else:
+            ahead = 2 * (self.num_ranks - 1 - rank) + (self.num_chunks - 1) * self.num_ranks
+        return min(ahead, self.num_batches * self.num_chunks)
+
+
+def order_work(shape: PipelineShape, rank: int) -> tuple[Work, ...]:
+    """Everything that ``rank`` does in one step, in order.
+
+    Raises:
+        InputError: there is no such rank.
+    """
+    if not 0 <= rank < shape.num_ranks:
+        raise InputError(f"rank: expected 0..{shape.num_ranks - 1}, got {rank}")
+    total = shape.num_batches * shape.num_chunks
+    warmup = shape.num_warmup(rank)
+    work = [_nth(shape, Direction.FORWARD, k) for k in range(warmup)]
+    for k in range(total - warmup):
+        work.append(_nth(shape, Direction.FORWARD, warmup + k))
+        work.append(_nth(shape, Direction.BACKWARD, k))
+    work += [_nth(shape, Direction.BACKWARD, k) for k in range(total - warmup, total)]
+    return tuple(work)
+
+
+def _nth(shape: PipelineShape, direction: Direction, k: int) -> Work:
+    """The ``k``-th forward (or backward) of any rank: groups of p micro-batches, chunk by chunk."""
+    ranks, chunks = shape.num_ranks, shape.num_chunks
+    group, within = divmod(k, ranks * chunks)
+    chunk, lane = divmod(within, ranks)
+    if chunks == 1:
+        chunk, batch = 0, k
+    else:
+        batch = group * ranks + lane
+    if direction is Direction.BACKWARD:
+        chunk = chunks - 1 - chunk
+    return Work(direction=direction, chunk=chunk, micro_batch=batch)
