@@ -1,7 +1,8 @@
 """Measure the physical memory of this process, so that a planned peak can be held against a fact.
 
-On CPU: anonymous resident memory (``RssAnon``), sampled by a thread. Freed heap is handed back to
-the kernel before the baseline is read, or the allocator's slack would be counted as a tensor's.
+On CPU: anonymous resident memory (``RssAnon``), sampled by a thread. The C allocator's slack must
+not be counted as a tensor's: freed heap is handed back to the kernel before the baseline is read,
+and while the watch lasts every large block is mapped by itself, so that freeing it takes effect.
 No torch here; on CUDA ``torch.cuda.max_memory_allocated`` is the measure.
 """
 
@@ -19,6 +20,12 @@ SAMPLE_PERIOD_S = 0.001
 """Between two samples. A sample costs 20 us; a layer of any model worth planning lasts longer."""
 _SWITCH_INTERVAL_S = 0.0005
 """Python's default of 5 ms would let a burst of interpreter work hide several samples."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""glibc's names of the two settings, from malloc.h."""
+_WATCHED_THRESHOLD_BYTES = 128 * 1024
+"""glibc's first value; it rises to the largest block ever freed, and then holes stay resident."""
+_USUAL_THRESHOLD_BYTES = 32 * 2**20
+"""Where glibc's own adjustment ends; set after a watch, because setting it ends the adjustment."""
 _STATUS = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")
 
@@ -52,16 +59,26 @@ def hand_back_freed_memory() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
+def _set_thresholds(num_bytes: int) -> None:
+    """Blocks from ``num_bytes`` on are mapped one by one; twice that much free heap goes back."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_M_MMAP_THRESHOLD, num_bytes)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * num_bytes)
+
+
 @contextlib.contextmanager
 def watch_memory() -> Iterator[MemoryWatch]:
     """Follow the process's anonymous resident memory while the block runs.
 
-    Freed memory is handed back first. The kernel's counter behind ``RssAnon`` lags by up to 128
-    KiB per core; the baseline is read exactly.
+    Freed memory is handed back first. The block runs slower than usual: its large allocations go
+    to the kernel. The kernel's counter behind ``RssAnon`` lags by up to 128 KiB per core; the
+    baseline is read exactly.
 
     Raises:
         RuntimeMisuse: as ``resident_bytes``.
     """
+    _set_thresholds(_WATCHED_THRESHOLD_BYTES)
     hand_back_freed_memory()
     baseline = _field_bytes(_ROLLUP, "Anonymous:") if _ROLLUP.exists() else resident_bytes()
     watch = MemoryWatch(baseline_bytes=baseline, peak_bytes=baseline)
@@ -76,6 +93,7 @@ def watch_memory() -> Iterator[MemoryWatch]:
         stop.set()
         sampler.join()
         sys.setswitchinterval(before)
+        _set_thresholds(_USUAL_THRESHOLD_BYTES)
 
 
 def _sample(watch: MemoryWatch, stop: threading.Event) -> None:

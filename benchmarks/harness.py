@@ -1,0 +1,210 @@
+"""What the benchmark scripts share: arms in processes of their own, physical peaks, dated results.
+
+An arm runs in a fresh child process, so that nothing it compiled, cached or allocated helps or
+hurts the next one. Rounds are interleaved (every arm once, then every arm again) and medians are
+taken over rounds, so that a slow minute of the machine falls on all arms.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+_RESULT_FILE = "MEMO_BENCHMARK_RESULT"
+CHILD_TIMEOUT_S = 900.0
+"""A cold compilation of the largest benchmark model takes 200 s on two cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One way to run the benchmark: a name, arguments for the child, its extra environment."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class ChildFailed(RuntimeError):
+    """An arm's process died, timed out, or sent no result; the message ends with its last lines."""
+
+
+def run_arm(module: str, arm: Arm, *, timeout_s: float = CHILD_TIMEOUT_S) -> dict[str, Any]:
+    """Run ``python -m module *arm.arguments`` and return the object that it sent.
+
+    Its compilation caches start empty. What it prints is shown only when it fails.
+
+    Raises:
+        ChildFailed: no result came.
+    """
+    with tempfile.TemporaryDirectory(prefix="memo-bench-") as folder:
+        result = Path(folder) / "result.json"
+        log = Path(folder) / "log"
+        environment = {
+            **os.environ,
+            "OMP_WAIT_POLICY": "passive",  # spinning threads measure the neighbours' load
+            "TORCHINDUCTOR_CACHE_DIR": folder,
+            **arm.environment,
+            _RESULT_FILE: str(result),
+        }
+        with log.open("w") as stream:
+            try:
+                code = subprocess.run(
+                    [sys.executable, "-m", module, *arm.arguments],
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=stream,
+                    stderr=stream,
+                    timeout=timeout_s,
+                    check=False,
+                ).returncode
+                failure = f"exit code {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                failure = f"no result within {timeout_s:.0f} s"
+        if failure or not result.exists():
+            tail = "\n".join(log.read_text().splitlines()[-15:])
+            raise ChildFailed(f"arm {arm.name}: {failure or 'sent no result'}\n{tail}")
+        return dict(json.loads(result.read_text()))
+
+
+def send_result(result: Mapping[str, Any]) -> None:
+    """In the child: hand ``result`` to the parent; without one (run by hand) print it."""
+    path = os.environ.get(_RESULT_FILE)
+    if path is None:
+        print(json.dumps(result, indent=2))
+    else:
+        Path(path).write_text(json.dumps(result))
+
+
+def interleaved(
+    module: str, arms: Sequence[Arm], num_rounds: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Every arm's results, one per round; the order of the arms is reversed in odd rounds."""
+    results: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
+    for number in range(num_rounds):
+        for arm in arms if number % 2 == 0 else reversed(arms):
+            print(f"round {number + 1}/{num_rounds}: {arm.name}", file=sys.stderr, flush=True)
+            results[arm.name].append(run_arm(module, arm))
+    return results
+
+
+def medians(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Per key the median over ``rounds`` where all are numbers, else the last round's value."""
+    merged: dict[str, Any] = {}
+    for key in rounds[-1]:
+        values = [one[key] for one in rounds]
+        numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+        merged[key] = statistics.median(values) if numeric else values[-1]
+    return merged
+
+
+@dataclass(slots=True, kw_only=True)
+class Peak:
+    """Filled when the block of ``physical_peak`` ends."""
+
+    peak_bytes: int = 0
+    growth_bytes: int = 0
+
+
+@contextlib.contextmanager
+def physical_peak(device: Any, held_bytes: int) -> Iterator[Peak]:
+    """The physical peak of the block: ``held_bytes`` (tensors alive at entry) plus the growth.
+
+    On CPU growth is that of anonymous resident memory over a baseline read after freed heap went
+    back to the kernel; on CUDA it is the caching allocator's. memo's arena keeps its pages between
+    steps, so its size belongs into ``held_bytes``.
+    """
+    import torch
+
+    from memo_compile.measure import watch_memory
+
+    peak = Peak()
+    if torch.device(device).type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield peak
+        peak.growth_bytes = torch.cuda.max_memory_allocated(device) - before
+    else:
+        with watch_memory() as watch:
+            yield peak
+        peak.growth_bytes = watch.growth_bytes
+    peak.peak_bytes = held_bytes + peak.growth_bytes
+
+
+def held_bytes(
+    model: Any, optimizer: Any, inputs: Sequence[Any], *, arena_device: Any = None
+) -> int:
+    """Bytes of parameters, buffers, gradients, optimizer state, ``inputs``, and memo's arena.
+
+    The arena counts when ``arena_device`` names the device it lies on.
+    """
+    import torch
+
+    tensors = [*model.parameters(), *model.buffers(), *inputs]
+    tensors += [p.grad for p in model.parameters() if p.grad is not None]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    total = sum(storages.values())
+    if arena_device is not None:
+        from memo_runtime.arena import arena_of
+
+        total += arena_of(torch.device(arena_device)).size_bytes
+    return total
+
+
+def hardware() -> dict[str, Any]:
+    """What the numbers were measured on, and with."""
+    import psutil
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": _cpu_model(),
+        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": gpus,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_at_start": round(os.getloadavg()[0], 2),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def write_results(name: str, payload: Mapping[str, Any], folder: Path = RESULTS) -> Path:
+    """Write ``payload`` as ``NAME-DATE.json``; a second run on the same day replaces it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{payload['hardware']['date']}.json"
+    path.write_text(json.dumps(payload, indent=2) + "\n")
+    return path
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on stdout; the first column is left-aligned, the others right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    width = None if sys.stdout.isatty() else 160
+    Console(width=width, highlight=False).print(table)

@@ -1,0 +1,241 @@
+"""One training step of an unmodified Llama: ``python -m benchmarks.step``.
+
+Arms, each in a process of its own: eager, activation checkpointing, torch.compile's inductor, the
+same with three activation memory budgets, memo. Reported are the physical peak from the forward's
+entry to the backward's exit, the median step with its optimizer, and the first step (compilation
+included) with empty caches.
+
+memo passes with a median step of at most 1.05 x inductor's and a peak of at most 1.01 x; the exit
+code is 1 when it does not, or when an arm's loss differs from eager's.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import harness
+from memo_compile.units import format_bytes
+
+MODULE = "benchmarks.step"
+MAX_STEP_RATIO = 1.05
+MAX_PEAK_RATIO = 1.01
+MAX_LOSS_DIFFERENCE = 1e-3
+BUDGETS = (0.1, 0.3, 0.5)
+ARMS = ("eager", "checkpointing", "inductor", *(f"budget-{b}" for b in BUDGETS), "memo")
+NUM_WARM_STEPS = 3
+"""The first compiles; then gradients, optimizer state and the allocator settle."""
+NUM_PEAK_STEPS = 3
+
+
+def main() -> int:
+    """Run every arm, print the table, write the results, judge memo."""
+    options = arguments()
+    if options.child:
+        harness.send_result(run_child(options))
+        return 0
+    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "tokens", "batch")}
+    shared = [f"--{name}={value}" for name, value in sizes.items()]
+    shared += [f"--optimizer={options.optimizer}", f"--steps={options.steps}"]
+    shared += [f"--device={options.device}"]
+    names = options.arms.split(",")
+    arms = [harness.Arm(name=n, arguments=(f"--child={n}", *shared)) for n in names]
+    hardware = harness.hardware()
+    rounds = harness.interleaved(MODULE, arms, options.rounds)
+    results = {name: harness.medians(values) for name, values in rounds.items()}
+    failures = judge(results)
+    settings = {**sizes, "optimizer": options.optimizer, "device": options.device}
+    payload = {"hardware": hardware, "settings": settings, "arms": results, "rounds": rounds}
+    payload["failures"] = failures
+    if options.json:
+        print(json.dumps(payload))
+    else:
+        show(results, settings)
+    if not options.no_save:
+        print(f"written: {harness.write_results('step', payload)}", file=sys.stderr)
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; defaults fit two cores and take about ten minutes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--arms", default=",".join(ARMS), help="comma-separated")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps per round")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--no-save", action="store_true", help="write nothing to benchmarks/results"
+    )
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    for name in options.arms.split(","):
+        if name not in ARMS:
+            parser.error(f"--arms: unknown arm {name!r}; known: {', '.join(ARMS)}")
+    return options
+
+
+def run_child(options: argparse.Namespace) -> dict[str, Any]:
+    """Train for a few steps in one arm. Sizes in bytes, times in seconds."""
+    import torch
+
+    model = make_model(options)
+    step = compiled(model, options.child)
+    optimizer = make_optimizer(options.optimizer, model)
+    generator = torch.Generator().manual_seed(1)
+    shape = (options.batch, options.tokens)
+    ids = torch.randint(model.config.vocab_size, shape, generator=generator).to(options.device)
+
+    def forward_backward() -> Any:
+        # Gradients stay in place: the baseline of the peak then holds them in every arm.
+        optimizer.zero_grad(set_to_none=False)
+        loss = step(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.detach()
+
+    def train() -> float:
+        loss = forward_backward()
+        optimizer.step()
+        return float(loss)
+
+    times = [timed(train) for _ in range(NUM_WARM_STEPS + options.steps)]
+    arena_device = options.device if options.child == "memo" else None
+    held = harness.held_bytes(model, optimizer, [ids], arena_device=arena_device)
+    with harness.physical_peak(options.device, held) as peak:
+        for _ in range(NUM_PEAK_STEPS):
+            forward_backward()
+    return {
+        "peak_bytes": peak.peak_bytes,
+        "growth_bytes": peak.growth_bytes,
+        "held_bytes": held,
+        "step_s": statistics.median(seconds for seconds, _loss in times[NUM_WARM_STEPS:]),
+        "first_step_s": times[0][0],
+        "losses": [loss for _seconds, loss in times],
+        **memo_facts(options.child),
+    }
+
+
+def timed(train: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of one step and its loss (reading the loss waits for the device)."""
+    begin = time.perf_counter()
+    loss = train()
+    return time.perf_counter() - begin, loss
+
+
+def make_model(options: argparse.Namespace) -> Any:
+    """A Llama from transformers, unmodified, from a config: no download."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=options.hidden,
+        intermediate_size=-(-8 * options.hidden // 3 // 64) * 64,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64,
+        num_key_value_heads=options.hidden // 64,
+        max_position_embeddings=options.tokens,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).to(options.device)
+    model.train()
+    return model
+
+
+def make_optimizer(name: str, model: Any) -> Any:
+    """AdamW, or SGD with momentum."""
+    import torch
+
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=3e-4)
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def compiled(model: Any, arm: str) -> Any:
+    """``model`` as ``arm`` runs it."""
+    import torch
+
+    if arm == "eager":
+        return model
+    if arm == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+    if arm.startswith("budget-"):
+        import torch._functorch.config as functorch_config
+
+        functorch_config.activation_memory_budget = float(arm.removeprefix("budget-"))
+    return torch.compile(model, backend="memo" if arm == "memo" else "inductor")
+
+
+def memo_facts(arm: str) -> dict[str, Any]:
+    """What memo planned, in the arm that is memo's; an inactive plan is an error."""
+    if arm != "memo":
+        return {}
+    import memo_compile
+
+    report = memo_compile.report()
+    if not report.active or report.unplanned_steps:
+        raise RuntimeError(f"memo stepped aside:\n{report}")
+    plan = report.plans[-1]
+    return {
+        "planned_peak_bytes": plan.peak_bytes,
+        "arena_bytes": plan.arena_bytes,
+        "lower_bound_bytes": plan.lower_bound_bytes,
+        "outside_bytes": plan.outside_bytes,
+    }
+
+
+def judge(results: dict[str, dict[str, Any]]) -> list[str]:
+    """The promises that do not hold, as sentences."""
+    failures = []
+    expected = results.get("eager", {}).get("losses", [])
+    for name, found in results.items():
+        for step, (loss, wanted) in enumerate(zip(found["losses"], expected, strict=False)):
+            if not math.isfinite(loss) or abs(loss - wanted) > MAX_LOSS_DIFFERENCE * abs(wanted):
+                failures.append(f"{name}: loss {loss} of step {step + 1}, eager has {wanted}")
+                break
+    if "memo" in results and "inductor" in results:
+        limits = {"step_s": MAX_STEP_RATIO, "peak_bytes": MAX_PEAK_RATIO}
+        for key, limit in limits.items():
+            ratio = results["memo"][key] / results["inductor"][key]
+            if ratio > limit:
+                failures.append(f"memo: {key} is {ratio:.3f} x inductor's, at most {limit}")
+    return failures
+
+
+def show(results: dict[str, dict[str, Any]], settings: dict[str, Any]) -> None:
+    """The table: absolute numbers, and ratios to inductor."""
+    base = results.get("inductor")
+    rows = []
+    for name, found in results.items():
+        planned = found.get("planned_peak_bytes")
+        rows.append(
+            (
+                name,
+                format_bytes(found["peak_bytes"]),
+                f"{found['peak_bytes'] / base['peak_bytes']:.3f}" if base else "-",
+                format_bytes(planned) if planned else "-",
+                f"{found['step_s']:.3f} s",
+                f"{found['step_s'] / base['step_s']:.3f}" if base else "-",
+                f"{found['first_step_s']:.1f} s",
+            )
+        )
+    title = "Llama, " + ", ".join(f"{key} {value}" for key, value in settings.items())
+    columns = ("arm", "physical peak", "/ inductor", "planned", "step", "/ inductor", "first step")
+    harness.print_table(title, columns, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
