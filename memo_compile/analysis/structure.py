@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from memo_compile.analysis.views import storage_of
+from memo_compile.errors import UnsupportedGraph
 
 _MATMULS = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm")
@@ -218,7 +219,11 @@ def _value_bytes(node: fx.Node) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     size = value.numel() * value.element_size()
-    return size if isinstance(size, int) else int(size.node.hint or 0)
+    if isinstance(size, int):
+        return size
+    if size.node.hint is None:
+        raise UnsupportedGraph(f"{node.name} has no size hint (its shape depends on data)")
+    return int(size.node.hint)
 
 
 def _is_pointwise(node: fx.Node) -> bool:
