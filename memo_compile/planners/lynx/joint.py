@@ -110,6 +110,8 @@ def split_lazily(num_layers: int, num_stages: int, stage_s: StageTime) -> tuple[
     Exact for stage times as :data:`StageTime` requires. From a first split, look for one whose
     stages are all faster than the slowest so far, until there is none.
     """
+    if num_layers < num_stages:
+        return None
     cache: dict[tuple[int, int], float | None] = {}
 
     def time_of(stage: int, layers: int) -> float | None:
