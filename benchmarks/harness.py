@@ -54,6 +54,7 @@ def run_arm(module: str, arm: Arm, *, timeout_s: float = CHILD_TIMEOUT_S) -> dic
             **os.environ,
             "OMP_WAIT_POLICY": "passive",  # spinning threads measure the neighbours' load
             "TORCHINDUCTOR_CACHE_DIR": folder,
+            "TMPDIR": folder,  # Inductor's precompiled C++ headers ignore its own cache folder
             **arm.environment,
             _RESULT_FILE: str(result),
         }
