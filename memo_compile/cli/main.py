@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 
 
-_COMMAND_MODULES: tuple[str, ...] = ("lynx", "pipeline", "search", "doctor", "explain")
+_COMMAND_MODULES: tuple[str, ...] = ("lynx", "pipeline", "search", "doctor", "explain", "place")
 """Modules of memo_compile.cli; each has ``register(app)`` that attaches its commands."""
 
 

@@ -1,12 +1,31 @@
 """The one interface to all placement solvers."""
 
 import time
+from dataclasses import dataclass, replace
 from enum import Enum
+from types import MappingProxyType
+from typing import TypeVar
 
+import numpy as np
+
+from memo_compile.errors import ConfigError
+from memo_compile.planners.placement import kernel
+from memo_compile.planners.placement.bilevel import bilevel_offsets
 from memo_compile.planners.placement.bounds import lower_bound
-from memo_compile.planners.placement.greedy import greedy_offsets
-from memo_compile.planners.placement.instance import build_instance
+from memo_compile.planners.placement.conflict import load_conflict, search_conflict
+from memo_compile.planners.placement.greedy import ORDERS, greedy_offsets
+from memo_compile.planners.placement.instance import FREE, Instance, Ints, build_instance
+from memo_compile.planners.placement.mip import mip_offsets
 from memo_compile.planners.placement.problem import Placement, PlacementProblem, PlacementStatus
+from memo_compile.planners.placement.search import Searcher, SearchOptions
+from memo_compile.planners.solver import SolveStatus, available_engines
+
+_MANY_BUFFERS = 1500
+"""Above this `auto` tries one greedy order instead of all: each costs 0.1 ms for each buffer."""
+_MIP_PAIRS_BUFFERS = 60
+"""Up to this many buffers `auto` lets the MIP try what the search left open."""
+_SEARCH_SHARE = 0.7
+"""Part of the time that `auto` gives to the search where the MIP may follow."""
 
 
 class Solver(Enum):
@@ -26,28 +45,194 @@ class Levels(Enum):
     BILEVEL = "bilevel"
 
 
+_E = TypeVar("_E", bound=Enum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Answer:
+    """The best offsets so far and what is proved."""
+
+    offsets: Ints
+    bound: int
+    """Bytes that every placement needs."""
+    solver: str
+
+
 def place(
     problem: PlacementProblem,
     *,
     solver: str = "auto",
     time_limit_s: float = 10.0,
     levels: str = "auto",
+    options: SearchOptions | None = None,
 ) -> Placement:
-    """Offsets for every buffer of ``problem``, as low as ``solver`` finds them in the time."""
+    """Offsets for every buffer of ``problem``, as low as ``solver`` finds them in the time.
+
+    With a capacity it stops at the first placement that fits, else at the lower bound. A slow
+    solver never fails the planning: what greedy found stands. ``time_limit_s`` is a soft limit;
+    the first greedy placement always completes. ``options`` are the switches of the search.
+
+    Raises:
+        ConfigError: an unknown ``solver`` or ``levels``, or a negative time limit.
+    """
+    chosen, chosen_levels = _parse(Solver, "solver", solver), _parse(Levels, "levels", levels)
+    if not time_limit_s >= 0:
+        raise ConfigError(f"time_limit_s: expected at least 0 seconds, got {time_limit_s}")
     begin = time.perf_counter()
+    deadline = begin + time_limit_s
     instance = build_instance(problem)
-    bound = lower_bound(instance)
-    target = bound if problem.capacity is None else max(bound, problem.capacity)
-    offsets = greedy_offsets(instance, target, begin + time_limit_s)
-    height = instance.height(offsets)
-    status = PlacementStatus.OPTIMAL if height == bound else PlacementStatus.FEASIBLE
-    if problem.capacity is not None and height > problem.capacity:
-        status = PlacementStatus.TIME_LIMIT
-    return Placement(
-        offsets=instance.offsets(offsets),
-        height_bytes=height,
-        lower_bound_bytes=bound,
-        status=status,
-        seconds=time.perf_counter() - begin,
-        solver="greedy",
+    bound = _round_up(lower_bound(instance), step_bytes(instance))
+    if problem.capacity is not None and bound > problem.capacity:
+        conflict = load_conflict(instance, problem.capacity)
+        return _infeasible(bound, conflict, "bound", begin)
+    target = bound if problem.capacity is None else problem.capacity
+    answer = _solve(instance, bound, target, deadline, chosen, chosen_levels, options)
+    if problem.capacity is not None and answer.bound > problem.capacity:
+        # The proof is worth an explanation: it gets as long again as the limit was, at most 10 s.
+        explain_by = time.perf_counter() + min(max(time_limit_s, 1.0), 10.0)
+        conflict = search_conflict(problem, problem.capacity, explain_by)
+        return _infeasible(answer.bound, conflict, answer.solver, begin)
+    return _feasible(instance, answer, begin)
+
+
+def step_bytes(instance: Instance) -> int:
+    """Bytes between heights that can occur: all are sums of sizes, alignments, fixed offsets."""
+    fixed = instance.fixed[instance.fixed != FREE]
+    parts = np.concatenate((instance.size, instance.align[instance.align > 1], fixed))
+    return int(np.gcd.reduce(parts)) if len(parts) else 1
+
+
+def _solve(
+    instance: Instance,
+    bound: int,
+    target: int,
+    deadline_s: float,
+    solver: Solver,
+    levels: Levels,
+    options: SearchOptions | None,
+) -> _Answer:
+    """Greedy first, then what ``solver`` and ``levels`` ask for, until ``target`` is reached."""
+    few = solver is Solver.AUTO and instance.num_buffers > _MANY_BUFFERS
+    orders = dict(list(ORDERS.items())[:1]) if few else ORDERS
+    answer = _Answer(
+        offsets=greedy_offsets(instance, target, deadline_s, orders), bound=bound, solver="greedy"
     )
+    if levels is Levels.BILEVEL and instance.problem.blocks:
+        answer = _bilevel(instance, answer, target, deadline_s, solver)
+        if solver is not Solver.AUTO:
+            return answer
+    if solver is Solver.GREEDY or instance.height(answer.offsets) <= target:
+        return answer
+    if solver is Solver.MIP:
+        return _mip(instance, answer, deadline_s)
+    small = instance.num_buffers <= _MIP_PAIRS_BUFFERS
+    share = _SEARCH_SHARE if solver is Solver.AUTO and small and available_engines() else 1.0
+    left_s = deadline_s - time.perf_counter()
+    answer = _search(instance, answer, target, deadline_s - (1 - share) * left_s, options)
+    open_gap = answer.bound < instance.height(answer.offsets) > target
+    if share < 1.0 and open_gap and answer.bound <= target:
+        answer = _mip(instance, answer, deadline_s)
+    return answer
+
+
+def _bilevel(
+    instance: Instance, answer: _Answer, target: int, deadline_s: float, solver: Solver
+) -> _Answer:
+    offsets = bilevel_offsets(instance, target, deadline_s, solver.value)
+    if solver is Solver.AUTO and instance.height(offsets) >= instance.height(answer.offsets):
+        return answer
+    return replace(answer, offsets=offsets, solver=f"{solver.value}-bilevel")
+
+
+def _mip(instance: Instance, answer: _Answer, deadline_s: float) -> _Answer:
+    result = mip_offsets(instance, answer.offsets, answer.bound, deadline_s)
+    height = instance.height(result.offsets)
+    if result.status is SolveStatus.OPTIMAL:
+        return replace(answer, offsets=result.offsets, bound=height, solver="mip")
+    better = height < instance.height(answer.offsets)
+    return replace(answer, offsets=result.offsets, solver="mip") if better else answer
+
+
+def _search(
+    instance: Instance,
+    answer: _Answer,
+    target: int,
+    deadline_s: float,
+    options: SearchOptions | None,
+) -> _Answer:
+    """Narrows the gap between bound and height: at the target first, then in between.
+
+    A capacity that no run reaches within its turn is raised halfway to the best height; a proof
+    raises the bound; a success lowers the height, and the target gets its turn again.
+    """
+    searcher = Searcher(instance, options)
+    if not searcher.is_practical:
+        return answer
+    step = step_bytes(instance)
+    capacity, turn = target, 0
+    while answer.bound <= target < instance.height(answer.offsets):
+        left_s = deadline_s - time.perf_counter()
+        if left_s <= 0:
+            break
+        last_chance = capacity + step >= instance.height(answer.offsets) and turn > 0
+        runs = 0 if instance.problem.capacity is not None or last_chance else 6 + 2 * turn
+        outcome, offsets = searcher.decide(capacity, deadline_s, runs)
+        if outcome == kernel.FOUND:
+            answer = replace(answer, offsets=offsets, solver="search")
+            capacity, turn = target, turn + 1
+        elif outcome == kernel.EXHAUSTED:
+            answer = replace(answer, bound=_round_up(capacity + 1, step))
+            target = max(target, answer.bound) if instance.problem.capacity is None else target
+            capacity = max(capacity, target)
+        else:
+            middle = (capacity + instance.height(answer.offsets)) // 2
+            raised = max(answer.bound, middle // step * step)
+            capacity = target if raised <= capacity or turn % 3 == 2 else raised
+            turn += 1
+    return answer
+
+
+def _feasible(instance: Instance, answer: _Answer, begin_s: float) -> Placement:
+    height, capacity = instance.height(answer.offsets), instance.problem.capacity
+    status = PlacementStatus.FEASIBLE
+    if capacity is not None and height > capacity:
+        status = PlacementStatus.TIME_LIMIT
+    elif height <= answer.bound:
+        status = PlacementStatus.OPTIMAL
+    return Placement(
+        offsets=MappingProxyType(instance.offsets(answer.offsets)),
+        height_bytes=max(height, _empty_height(instance.problem)),
+        lower_bound_bytes=answer.bound,
+        status=status,
+        seconds=time.perf_counter() - begin_s,
+        solver=answer.solver,
+    )
+
+
+def _empty_height(problem: PlacementProblem) -> int:
+    """Bytes below the fixed offsets of empty buffers: they count in the height like all others."""
+    return max((b.offset or 0 for b in problem.buffers if b.size == 0), default=0)
+
+
+def _infeasible(bound: int, conflict: tuple[str, ...], solver: str, begin_s: float) -> Placement:
+    return Placement(
+        offsets=MappingProxyType({}),
+        height_bytes=0,
+        lower_bound_bytes=bound,
+        status=PlacementStatus.INFEASIBLE,
+        seconds=time.perf_counter() - begin_s,
+        solver=solver,
+        conflict=conflict,
+    )
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _parse(kind: type[_E], name: str, value: str) -> _E:
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(member.value for member in kind)
+        raise ConfigError(f"{name}: expected one of {known}, got {value!r}") from None

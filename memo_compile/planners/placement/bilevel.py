@@ -1,0 +1,200 @@
+"""Two levels: a layer class's transients once, then the whole step with each call as one body.
+
+Level 1 places the transients of one block of each class, flat and exactly. Level 2 places the
+skeletal, rotating and recompute buffers and all blocks. A block is a rigid body, not a rectangle:
+its parts keep their offsets relative to its base, and everything else may use the steps of its
+outline. A plain rectangle would lose wherever a region's output is born in the middle of its call.
+
+Blocks whose transients differ from their class (times relative to ``lower``, sizes, alignments,
+gaps) form a class of their own; a block with a transient at a fixed offset is dissolved.
+"""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from memo_compile.planners.placement.bounds import lower_bound
+from memo_compile.planners.placement.greedy import greedy_offsets
+from memo_compile.planners.placement.instance import FREE, Instance, Ints, build_instance
+from memo_compile.planners.placement.kernel import FOUND
+from memo_compile.planners.placement.mip import mip_offsets
+from memo_compile.planners.placement.problem import Buffer
+from memo_compile.planners.placement.search import Searcher
+
+_CLASS_SECONDS = 0.5
+"""Most seconds for level 1 of one class; a layer has tens of transients."""
+_CLASS_SHARE = 0.3
+"""Part of the whole time that level 1 of all classes together may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Body:
+    """Buffers that move together: one skeletal buffer, or the transients of a block."""
+
+    items: Ints
+    """(K,) indices of buffers."""
+    relative: Ints
+    """(K,) offsets from the body's base."""
+    height: int
+    """Bytes from the base to the highest end."""
+    align: int
+    """Bytes; the base is a multiple."""
+    first: int
+    """First section."""
+    last: int
+    """Section after."""
+
+
+def bilevel_offsets(
+    instance: Instance, target: int, deadline_s: float, level1: str = "search"
+) -> Ints:
+    """Offsets (N,) of the lowest of several level-2 orders; stops at ``target`` bytes.
+
+    ``level1`` is the solver of the classes: greedy, mip, or search (also for auto).
+    ``deadline_s`` is on the clock of ``time.perf_counter``; the first order always completes.
+    """
+    bodies = _bodies(instance, deadline_s, level1)
+    load = instance.loads(instance.size)
+    orders = (
+        [(-int(load[b.first : b.last].max()), b.first - b.last, -b.height) for b in bodies],
+        [(b.first - b.last, -b.height, b.first) for b in bodies],
+        [(-b.height, b.first - b.last, b.first) for b in bodies],
+        [(-b.height * (b.last - b.first), b.first, 0) for b in bodies],
+        [(b.first, -b.height, b.last) for b in bodies],
+    )
+    best: Ints | None = None
+    for keys in orders:
+        sequence = sorted(range(len(bodies)), key=lambda i: (keys[i], i))
+        offsets = _place_bodies(instance, [bodies[i] for i in sequence])
+        if best is None or instance.height(offsets) < instance.height(best):
+            best = offsets
+        if instance.height(best) <= target or time.perf_counter() > deadline_s:
+            break
+    assert best is not None
+    return best
+
+
+def _bodies(instance: Instance, deadline_s: float, level1: str) -> list[_Body]:
+    """All buffers of the instance, each in one body; classes are solved on the way."""
+    by_block: dict[str, list[int]] = {}
+    singles = []
+    for index, buffer in enumerate(instance.buffers):
+        if buffer.block is None:
+            singles.append(index)
+        else:
+            by_block.setdefault(buffer.block, []).append(index)
+    blocks = {block.id: block for block in instance.problem.blocks}
+    groups: dict[object, list[list[int]]] = {}
+    for name, members in by_block.items():
+        if any(instance.fixed[i] != FREE for i in members):
+            singles += members
+            continue
+        block = blocks[name]
+        members.sort(key=lambda i: _shape(instance.buffers[i], block.lower))
+        shapes = tuple(_shape(instance.buffers[i], block.lower) for i in members)
+        groups.setdefault((block.class_key, shapes), []).append(members)
+    bodies = [_body(instance, np.array([i]), np.zeros(1, dtype=np.int64)) for i in singles]
+    begin = time.perf_counter()
+    share_s = max(deadline_s - begin, 0.0) * _CLASS_SHARE / max(len(groups), 1)
+    for group in groups.values():
+        until = time.perf_counter() + min(share_s, _CLASS_SECONDS)
+        relative = _solve_class(instance, group[0], until, level1)
+        bodies += [_body(instance, np.array(members), relative) for members in group]
+    return bodies
+
+
+def _shape(buffer: Buffer, origin: int) -> tuple[object, ...]:
+    gaps = tuple((lower - origin, upper - origin) for lower, upper in buffer.gaps)
+    return buffer.lower - origin, buffer.upper - origin, buffer.size, buffer.alignment, gaps
+
+
+def _solve_class(instance: Instance, members: list[int], deadline_s: float, level1: str) -> Ints:
+    """(K,) offsets of one block's transients, as low as ``level1`` finds them."""
+    ids = [instance.buffers[i].id for i in members]
+    part = build_instance(instance.problem, ids)
+    bound = lower_bound(part)
+    offsets = greedy_offsets(part, bound, deadline_s)
+    if part.height(offsets) > bound and level1 == "mip":
+        offsets = mip_offsets(part, offsets, bound, deadline_s).offsets
+    elif part.height(offsets) > bound and level1 != "greedy":
+        outcome, found = Searcher(part).decide(bound, deadline_s)
+        offsets = found if outcome == FOUND else offsets
+    at = {buffer.id: int(offset) for buffer, offset in zip(part.buffers, offsets, strict=True)}
+    return np.array([at[name] for name in ids], dtype=np.int64)
+
+
+def _body(instance: Instance, items: Ints, relative: Ints) -> _Body:
+    return _Body(
+        items=items,
+        relative=relative,
+        height=int((relative + instance.size[items]).max()),
+        align=int(np.lcm.reduce(instance.align[items])),
+        first=int(instance.first[items].min()),
+        last=int(instance.last[items].max()),
+    )
+
+
+def _place_bodies(instance: Instance, bodies: Iterable[_Body]) -> Ints:
+    """(N,) offsets when each body in turn takes the lowest base at which all its parts are free."""
+    bodies = sorted(bodies, key=lambda body: bool((instance.fixed[body.items] == FREE).any()))
+    offsets = np.zeros(instance.num_buffers, dtype=np.int64)
+    num_spans = len(instance.span_lower)
+    lower, upper, owner = (np.zeros(num_spans, dtype=np.int64) for _ in range(3))
+    count = 0
+    for body in bodies:
+        placed = (lower[:count], upper[:count], owner[:count])
+        walls = {int(i): _walls(instance, int(i), offsets, placed) for i in body.items}
+        offsets[body.items] = body.relative + _lowest_base(instance, body, walls)
+        for item in body.items:
+            for g in range(instance.span_start[item], instance.span_start[item + 1]):
+                lower[count], upper[count] = instance.span_lower[g], instance.span_upper[g]
+                owner[count] = item
+                count += 1
+    return offsets
+
+
+def _walls(
+    instance: Instance, item: int, offsets: Ints, placed: tuple[Ints, Ints, Ints]
+) -> tuple[Ints, Ints]:
+    """Starts and running ends of the placed ranges that ``item`` must avoid, from low to high."""
+    lower, upper, owner = placed
+    hit = np.zeros(len(lower), dtype=bool)
+    for g in range(instance.span_start[item], instance.span_start[item + 1]):
+        hit |= (lower < instance.span_upper[g]) & (upper > instance.span_lower[g])
+    others = owner[hit]
+    starts = offsets[others]
+    order = np.argsort(starts)
+    ends = np.maximum.accumulate((starts + instance.size[others])[order])
+    return starts[order], ends
+
+
+def _lowest_base(instance: Instance, body: _Body, walls: Mapping[int, tuple[Ints, Ints]]) -> int:
+    """The lowest aligned base at which no part of the body hits a wall; a fixed body keeps its own.
+
+    Each part can only push the base up, so the first base that none of them pushes is the lowest.
+    """
+    fixed = int(instance.fixed[body.items[0]])
+    if len(body.items) == 1 and fixed != FREE:
+        return fixed
+    base, calm, turn = 0, 0, 0
+    while calm < len(body.items):
+        item, relative = int(body.items[turn]), int(body.relative[turn])
+        free = _next_free(walls[item], base + relative, int(instance.size[item]))
+        raised = -(-(free - relative) // body.align) * body.align
+        calm = calm + 1 if raised == base else 1 if free == raised + relative else 0
+        base, turn = raised, (turn + 1) % len(body.items)
+    return base
+
+
+def _next_free(walls: tuple[Ints, Ints], start: int, size: int) -> int:
+    """The lowest offset from ``start`` on at which ``size`` bytes fit between the walls."""
+    starts, ends = walls
+    # Holes lie below each wall and above the last: floors[k] to starts[k].
+    k = int(np.searchsorted(ends, start, side="right"))
+    if k == len(starts) or start + size <= starts[k]:
+        return start
+    floors = ends[k:]
+    tops = np.append(starts[k + 1 :], np.iinfo(np.int64).max)
+    return int(floors[np.flatnonzero(tops - floors >= size)[0]])

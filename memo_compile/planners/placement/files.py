@@ -1,0 +1,277 @@
+"""Placement problems as files: minimalloc's CSV, and JSON with blocks; in and out.
+
+CSV: a header, then one buffer a line. Columns ``id`` (or ``buffer``, ``buffer_id``), ``lower`` (or
+``start``), ``upper`` (or ``end``, the LAST time of the life instead of the first after it),
+``size``; optional ``alignment``, ``offset`` (fixed), ``hint``, and ``gaps`` as ``7-8 9-10``. A gap
+with a window (``7-8@0:16``: those bytes stay in use) is not used: the buffer keeps its bytes, which
+is valid and may cost height.
+"""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from memo_compile.errors import InputError
+from memo_compile.planners.placement.problem import (
+    Block,
+    Buffer,
+    PlacementProblem,
+    fixed_collisions,
+)
+
+_ALIASES = {"buffer": "id", "buffer_id": "id", "start": "lower"}
+_REQUIRED = ("id", "lower", "upper", "size")
+_OPTIONAL = ("alignment", "gaps", "hint", "offset")
+_GAP = re.compile(r"^(-?\d+)-(-?\d+)(@-?\d+:-?\d+)?$")
+
+
+def read_problem(
+    path: Path, *, capacity: int | None = None, alignment: int = 1
+) -> PlacementProblem:
+    """The problem in ``path``: JSON by its suffix ``.json``, else CSV.
+
+    ``capacity`` (bytes) and ``alignment`` (bytes) override what a JSON file says where given.
+
+    Raises:
+        InputError: unreadable or malformed; the message starts with file:line (CSV) or file.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    if path.suffix.lower() != ".json":
+        return parse_csv(text, str(path), capacity=capacity, alignment=alignment)
+    try:
+        problem = problem_from_json(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return replace(
+        problem,
+        capacity=problem.capacity if capacity is None else capacity,
+        alignment=problem.alignment if alignment == 1 else alignment,
+    )
+
+
+def parse_csv(
+    text: str, name: str = "<csv>", *, capacity: int | None = None, alignment: int = 1
+) -> PlacementProblem:
+    """The problem in CSV ``text``; ``name`` is how errors call the file.
+
+    Raises:
+        InputError: ``name``:line and the field; also for duplicate ids and colliding offsets.
+    """
+    rows = csv.reader(io.StringIO(text))
+    columns = _header(next(rows, []), name)
+    line_of: dict[str, int] = {}
+    buffers = []
+    for row in rows:
+        where = f"{name}:{rows.line_num}"
+        if not any(cell.strip() for cell in row):
+            continue
+        buffer = _buffer(row, columns, where, alignment)
+        if buffer.id in line_of:
+            raise InputError(
+                f"{where}: id: {buffer.id!r} was used on line {line_of[buffer.id]} already"
+            )
+        line_of[buffer.id] = rows.line_num
+        buffers.append(buffer)
+    for first, second in fixed_collisions(buffers):
+        one, two = sorted((first, second), key=lambda b: line_of[b.id])
+        raise InputError(
+            f"{name}:{line_of[two.id]}: offset: {two.id!r} at {two.offset} overlaps "
+            f"{one.id!r} at {one.offset} (line {line_of[one.id]}) while both are live"
+        )
+    return PlacementProblem(buffers=tuple(buffers), capacity=capacity, alignment=alignment)
+
+
+def _header(cells: Sequence[str], name: str) -> list[str]:
+    where = f"{name}:1"
+    raw = [cell.strip().lower() for cell in cells]
+    if not any(raw):
+        raise InputError(f"{where}: empty; expected a header such as {','.join(_REQUIRED)}")
+    columns = [_ALIASES.get(cell, cell) for cell in raw]
+    for column in columns:
+        if column not in (*_REQUIRED, *_OPTIONAL, "end"):
+            known = ", ".join(_REQUIRED + _OPTIONAL)
+            raise InputError(f"{where}: unknown column {column!r}; expected some of {known}")
+        if columns.count(column) > 1:
+            raise InputError(f"{where}: column {column!r} occurs twice")
+    if "upper" in columns and "end" in columns:
+        raise InputError(f"{where}: columns 'upper' and 'end' exclude each other")
+    for column in _REQUIRED:
+        if column not in columns and not (column == "upper" and "end" in columns):
+            raise InputError(f"{where}: column {column!r} is missing")
+    return columns
+
+
+def _buffer(row: Sequence[str], columns: Sequence[str], where: str, alignment: int) -> Buffer:
+    if len(row) != len(columns):
+        raise InputError(f"{where}: expected {len(columns)} cells, got {len(row)}")
+    cells = {column: cell.strip() for column, cell in zip(columns, row, strict=True)}
+    if not cells["id"]:
+        raise InputError(f"{where}: id: empty")
+    if "end" in cells:
+        cells["upper"] = str(_integer(cells["end"], "end", where) + 1)
+    integers: dict[str, Any] = {
+        key: _integer(cells[key], key, where)
+        for key in ("lower", "upper", "size", "alignment", "offset", "hint")
+        if cells.get(key) or key in _REQUIRED
+    }
+    try:
+        buffer = Buffer(id=cells["id"], gaps=_gaps(cells.get("gaps", ""), where), **integers)
+    except InputError as error:
+        text = str(error)
+        raise InputError(text if text.startswith(where) else f"{where}: {text}") from None
+    if buffer.offset is not None and buffer.offset % alignment:
+        raise InputError(
+            f"{where}: offset: {buffer.offset} is not a multiple of the alignment {alignment}"
+        )
+    return buffer
+
+
+def _integer(text: str, column: str, where: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise InputError(f"{where}: {column}: expected an integer, got {text!r}") from None
+    if abs(value) >= 2**62:
+        raise InputError(f"{where}: {column}: expected less than 2^62, got {text}")
+    return value
+
+
+def _gaps(text: str, where: str) -> tuple[tuple[int, int], ...]:
+    gaps = []
+    for word in text.split():
+        match = _GAP.match(word)
+        if match is None:
+            raise InputError(f"{where}: gaps: expected spans such as 7-8, got {word!r}")
+        if match.group(3) is None:
+            gaps.append((int(match.group(1)), int(match.group(2))))
+    return tuple(sorted(gaps))
+
+
+def format_csv(problem: PlacementProblem, offsets: Mapping[str, int] | None = None) -> str:
+    """CSV text of ``problem``; with ``offsets`` (bytes by id) the column ``offset`` holds those.
+
+    Optional columns appear only where some buffer uses them. Blocks are not part of the format.
+    """
+    at = {b.id: b.offset for b in problem.buffers} if offsets is None else dict(offsets)
+    used = {
+        "alignment": any(b.alignment != 1 for b in problem.buffers),
+        "gaps": any(b.gaps for b in problem.buffers),
+        "hint": any(b.hint is not None for b in problem.buffers),
+        "offset": any(at.get(b.id) is not None for b in problem.buffers),
+    }
+    columns = [*_REQUIRED, *(column for column in _OPTIONAL if used[column])]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    for b in problem.buffers:
+        cells: dict[str, object] = {name: getattr(b, name) for name in (*_REQUIRED, *_OPTIONAL)}
+        cells["gaps"] = " ".join(f"{lower}-{upper}" for lower, upper in b.gaps)
+        cells["offset"] = at.get(b.id)
+        writer.writerow(["" if cells[c] is None else cells[c] for c in columns])
+    return out.getvalue()
+
+
+def problem_to_json(problem: PlacementProblem) -> dict[str, Any]:
+    """Plain data from which ``problem_from_json`` makes an equal problem."""
+    buffers = []
+    for b in problem.buffers:
+        entry: dict[str, Any] = {key: getattr(b, key) for key in (*_REQUIRED, "alignment")}
+        entry |= {
+            key: getattr(b, key)
+            for key in ("offset", "hint", "block")
+            if getattr(b, key) is not None
+        }
+        if b.gaps:
+            entry["gaps"] = [list(gap) for gap in b.gaps]
+        buffers.append(entry)
+    blocks = [
+        {"id": b.id, "class_key": b.class_key, "lower": b.lower, "upper": b.upper}
+        for b in problem.blocks
+    ]
+    return {
+        "buffers": buffers,
+        "blocks": blocks,
+        "capacity": problem.capacity,
+        "alignment": problem.alignment,
+    }
+
+
+def problem_from_json(data: object) -> PlacementProblem:
+    """The problem that ``data`` (parsed JSON) describes.
+
+    Raises:
+        InputError: a field is missing, unknown or of the wrong type; the message names it.
+    """
+    fields = _object(data, "problem", {"buffers", "blocks", "capacity", "alignment"})
+    buffers = []
+    for index, entry in enumerate(_list(fields.get("buffers"), "buffers")):
+        where = f"buffers[{index}]"
+        known = {*_REQUIRED, *_OPTIONAL, "block"}
+        cells = _checked(_object(entry, where, known), where, _REQUIRED, ("id", "block"))
+        gaps = _list(cells.pop("gaps", None) or [], f"{where}.gaps")
+        pairs = tuple(_pair(gap, f"{where}.gaps") for gap in gaps)
+        buffers.append(Buffer(**cells, gaps=pairs))
+    blocks = []
+    for index, entry in enumerate(_list(fields.get("blocks") or [], "blocks")):
+        where = f"blocks[{index}]"
+        names = ("id", "class_key", "lower", "upper")
+        cells = _checked(_object(entry, where, set(names)), where, names, ("id", "class_key"))
+        blocks.append(Block(**cells))
+    totals = {k: fields[k] for k in ("capacity", "alignment") if fields.get(k) is not None}
+    return PlacementProblem(
+        buffers=tuple(buffers), blocks=tuple(blocks), **_checked(totals, "problem", (), ())
+    )
+
+
+def _object(data: object, where: str, known: set[str]) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise InputError(f"{where}: expected an object, got {type(data).__name__}")
+    if unknown := sorted(set(data) - known):
+        raise InputError(
+            f"{where}.{unknown[0]}: unknown field; expected {', '.join(sorted(known))}"
+        )
+    return data
+
+
+def _list(data: object, where: str) -> list[Any]:
+    if not isinstance(data, list):
+        raise InputError(f"{where}: expected a list, got {type(data).__name__}")
+    return data
+
+
+def _checked(
+    cells: Mapping[str, Any], where: str, required: Sequence[str], texts: Sequence[str]
+) -> dict[str, Any]:
+    """The cells without nulls, each of its type: text, or an integer for all but ``gaps``."""
+    for name in required:
+        if cells.get(name) is None:
+            raise InputError(f"{where}.{name}: is missing")
+    present = {name: value for name, value in cells.items() if value is not None}
+    for name, value in present.items():
+        if name == "gaps":
+            continue
+        kind = str if name in texts else int
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise InputError(
+                f"{where}.{name}: expected {'text' if kind is str else 'an integer'}, got {value!r}"
+            )
+    return present
+
+
+def _pair(data: object, where: str) -> tuple[int, int]:
+    match data:
+        case [int(lower), int(upper)]:
+            return lower, upper
+    raise InputError(f"{where}: expected [lower, upper], got {data!r}")

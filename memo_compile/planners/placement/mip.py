@@ -1,0 +1,162 @@
+"""The paper's program: dynamic storage allocation as a MIP, for a layer's worth of buffers.
+
+Source: MEMO (arXiv 2407.12117), level 1 and 2 of its bi-level planning. Legend:
+
+    M        height of the arena, minimised
+    A_i      offset of buffer i, S_i its size
+    z_ij     1 when i lies below j, for each pair that is live together
+
+    fits     A_i + S_i <= M
+    below    A_i + S_i <= A_j + (1 - z_ij) C,   A_j + S_j <= A_i + z_ij C     C = a known height
+    bound    M >= the live-bytes lower bound
+    twins    buffers with the same life, size and alignment lie in their given order
+
+All quantities are in units of the common divisor of sizes, alignments and fixed offsets, so the
+big-M stays small. A_i is an integer multiple of its alignment where that exceeds the unit.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from memo_compile.planners.placement.instance import (
+    FREE,
+    Instance,
+    Ints,
+    Overlaps,
+    find_overlaps,
+)
+from memo_compile.planners.solver import Engine, SolveStatus, make_model, solve
+
+MOST_PAIRS = 30_000
+"""Pairs beyond which the program is not even written down: it would not beat its warm start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MipResult:
+    """Offsets (N,) no higher than the start, and whether a lower height is proved impossible."""
+
+    offsets: Ints
+    status: SolveStatus
+
+
+def mip_offsets(
+    instance: Instance,
+    start: Ints,
+    bound: int,
+    deadline_s: float,
+    *,
+    engine: Engine | None = None,
+    symmetry_breaking: bool = True,
+    warm_start: bool = True,
+) -> MipResult:
+    """Solves the program from the valid offsets ``start`` (N,); ``bound`` in bytes.
+
+    ``deadline_s`` is on the clock of ``time.perf_counter``. Offsets are read as an order and sunk
+    in exact integers, so that the solver's tolerances cannot make two buffers overlap.
+    """
+    overlaps = find_overlaps(instance)
+    if len(overlaps.other) // 2 > MOST_PAIRS:
+        return MipResult(offsets=start, status=SolveStatus.TIME_LIMIT)
+    model, offsets = _program(
+        instance, overlaps, start, bound, engine, symmetry_breaking, warm_start
+    )
+    status = solve(model, deadline_s - time.perf_counter())
+    if not status.has_solution:
+        return MipResult(offsets=start, status=status)
+    low = np.array([float(a.x) for a in offsets])
+    found = sink(instance, overlaps, np.lexsort((np.arange(len(low)), low)))
+    reached = round(float(model.objective_value)) * _unit(instance)
+    if found is None or instance.height(found) > instance.height(start):
+        return MipResult(offsets=start, status=SolveStatus.FEASIBLE)
+    if instance.height(found) > reached:
+        status = SolveStatus.FEASIBLE
+    return MipResult(offsets=found, status=status)
+
+
+def sink(instance: Instance, overlaps: Overlaps, order: Ints) -> Ints | None:
+    """Offsets (N,) when each buffer stands on those before it in ``order`` (N,) that it overlaps.
+
+    None when a fixed buffer cannot keep its offset that way.
+    """
+    offsets = np.where(instance.fixed == FREE, 0, instance.fixed)
+    for item in order:
+        low, align = int(offsets[item]), int(instance.align[item])
+        if instance.fixed[item] != FREE and low > instance.fixed[item]:
+            return None
+        low = -(-low // align) * align
+        offsets[item] = low
+        near = overlaps.other[overlaps.start[item] : overlaps.start[item + 1]]
+        above = near[_position(order)[near] > _position(order)[item]]
+        offsets[above] = np.maximum(offsets[above], low + instance.size[item])
+    return offsets
+
+
+def _position(order: Ints) -> Ints:
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    return position
+
+
+def _unit(instance: Instance) -> int:
+    """Bytes: the common divisor of everything that an offset can be made of."""
+    fixed = instance.fixed[instance.fixed != FREE]
+    return int(np.gcd.reduce(np.concatenate((instance.size, instance.align, fixed)))) or 1
+
+
+def _program(
+    instance: Instance,
+    overlaps: Overlaps,
+    start: Ints,
+    bound: int,
+    engine: Engine | None,
+    symmetry_breaking: bool,
+    warm_start: bool,
+) -> tuple[Any, list[Any]]:
+    """The model of this file's head, and its offset expressions in units."""
+    import mip
+
+    unit = _unit(instance)
+    cap = instance.height(start) // unit
+    size = [int(s) // unit for s in instance.size]
+    model = make_model("placement", engine=engine)
+    model.max_mip_gap = 0.0
+    model.max_mip_gap_abs = 0.5
+    height = model.add_var(name="M", lb=-(-bound // unit), ub=cap)
+    model.objective = height
+    offsets, starts = [], [(height, float(cap))]
+    for i in range(instance.num_buffers):
+        step = int(instance.align[i]) // unit
+        kind = mip.CONTINUOUS if step == 1 else mip.INTEGER
+        free = instance.fixed[i] == FREE
+        lower, upper = (0, cap // step) if free else (instance.fixed[i] // instance.align[i],) * 2
+        multiple = model.add_var(name=f"A{i}", lb=int(lower), ub=int(upper), var_type=kind)
+        starts.append((multiple, float(start[i] // instance.align[i])))
+        offsets.append(multiple if step == 1 else multiple * step)
+        model += offsets[i] + size[i] <= height, f"fits_{i}"
+    for i in range(instance.num_buffers):
+        for j in overlaps.other[overlaps.start[i] : overlaps.start[i + 1]].tolist():
+            if j < i:
+                continue
+            if symmetry_breaking and _are_twins(instance, i, j):
+                model += offsets[i] + size[i] <= offsets[j], f"twins_{i}_{j}"
+                continue
+            below = model.add_var(name=f"z{i}_{j}", var_type=mip.BINARY)
+            starts.append((below, float(start[i] < start[j])))
+            model += offsets[i] + size[i] <= offsets[j] + cap * (1 - below), f"below_{i}_{j}"
+            model += offsets[j] + size[j] <= offsets[i] + cap * below, f"above_{i}_{j}"
+    if warm_start:
+        model.start = starts
+    return model, offsets
+
+
+def _are_twins(instance: Instance, i: int, j: int) -> bool:
+    """True when swapping the two free buffers changes nothing."""
+    a, b = instance.buffers[i], instance.buffers[j]
+    return (
+        (a.size, a.offset, b.offset) == (b.size, None, None)
+        and instance.align[i] == instance.align[j]
+        and a.segments() == b.segments()
+    )
