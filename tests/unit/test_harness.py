@@ -1,0 +1,103 @@
+import json
+import sys
+import textwrap
+
+import pytest
+
+from benchmarks import harness
+from benchmarks.harness import Arm, ChildFailed, medians, run_arm
+from benchmarks.step import judge
+
+
+@pytest.fixture
+def module(tmp_path):
+    """Write a module that a child can run; returns the arm's environment."""
+
+    def write(source):
+        (tmp_path / "benched.py").write_text(textwrap.dedent(source))
+        return {"PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"}
+
+    return write
+
+
+def test_an_arm_runs_in_a_process_of_its_own_with_empty_caches(module):
+    environment = module("""
+        import os, sys
+        from benchmarks.harness import send_result
+        folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        print("noise on stdout")
+        send_result({"argv": sys.argv[1:], "extra": os.environ["EXTRA"], "folder": folder,
+                     "compiled": [n for n in os.listdir(folder) if n not in ("log",)]})
+    """)
+    arm = Arm(name="one", arguments=("--x=1", "y"), environment={**environment, "EXTRA": "7"})
+    first, second = run_arm("benched", arm), run_arm("benched", arm)
+    assert (first["argv"], first["extra"], first["compiled"]) == (["--x=1", "y"], "7", [])
+    assert first["folder"] != second["folder"]
+
+
+def test_a_child_that_dies_is_named_with_its_last_lines(module):
+    environment = module("raise ValueError('no such kernel')")
+    with pytest.raises(ChildFailed, match=r"(?s)arm dead: exit code 1.*no such kernel"):
+        run_arm("benched", Arm(name="dead", environment=environment))
+
+
+def test_a_child_without_a_result_is_an_error(module):
+    with pytest.raises(ChildFailed, match="arm mute: sent no result"):
+        run_arm("benched", Arm(name="mute", environment=module("print('hello')")))
+
+
+def test_a_child_that_hangs_is_stopped(module):
+    environment = module("import time; time.sleep(60)")
+    with pytest.raises(ChildFailed, match="arm slow: no result within 1 s"):
+        run_arm("benched", Arm(name="slow", environment=environment), timeout_s=1.0)
+
+
+def test_rounds_are_interleaved_and_alternate_in_order(monkeypatch):
+    order = []
+
+    def run(_module, arm):
+        order.append(arm.name)
+        return {"n": len(order)}
+
+    monkeypatch.setattr(harness, "run_arm", run)
+    results = harness.interleaved("m", [Arm(name="a"), Arm(name="b")], 3)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert results == {"a": [{"n": 1}, {"n": 4}, {"n": 5}], "b": [{"n": 2}, {"n": 3}, {"n": 6}]}
+
+
+def test_medians_are_of_numbers_only():
+    rounds = [{"s": 1.0, "on": True, "l": [1]}, {"s": 9.0, "on": True, "l": [2]}]
+    assert medians([*rounds, {"s": 2.0, "on": False, "l": [3]}]) == {
+        "s": 2.0,
+        "on": False,
+        "l": [3],
+    }
+
+
+def test_results_are_dated_and_name_the_hardware(tmp_path):
+    found = harness.hardware()
+    path = harness.write_results("step", {"hardware": found, "arms": {}}, tmp_path)
+    assert path.name == f"step-{found['date']}.json"
+    assert json.loads(path.read_text())["hardware"]["torch"] == found["torch"]
+    assert found["cores"] >= 1
+    assert found["cpu"]
+
+
+def results(**memo):
+    good = {"step_s": 1.0, "peak_bytes": 100, "losses": [2.0, 1.0]}
+    return {"eager": good, "inductor": good, "memo": {**good, **memo}}
+
+
+@pytest.mark.parametrize(
+    ("change", "failure"),
+    [
+        ({}, None),
+        ({"step_s": 1.05, "peak_bytes": 101, "losses": [2.0, 1.0009]}, None),
+        ({"step_s": 1.06}, "memo: step_s is 1.060 x inductor's, at most 1.05"),
+        ({"peak_bytes": 102}, "memo: peak_bytes is 1.020 x inductor's, at most 1.01"),
+        ({"losses": [2.0, 1.002]}, "memo: loss 1.002 of step 2, eager has 1.0"),
+        ({"losses": [2.0, float("nan")]}, "memo: loss nan of step 2, eager has 1.0"),
+    ],
+)
+def test_step_benchmark_judges_memo(change, failure):
+    assert judge(results(**change)) == ([failure] if failure else [])
