@@ -69,9 +69,9 @@ def tag_units(joint: fx.GraphModule) -> JointUnits:
     known = set(forward)
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in known:
-            unit = unit_of_seq.get(node.meta.get("seq_nr"))
-            if unit is not None:
-                node.meta[UNIT] = unit
+            known_unit = unit_of_seq.get(node.meta.get("seq_nr"))
+            if known_unit is not None:
+                node.meta[UNIT] = known_unit
     return JointUnits(structure=structure, forward=forward)
 
 

@@ -96,12 +96,11 @@ class _AtenRegion:
                 continue
             if value.device.type != self.region.device.type or value.numel() == 0:
                 continue
-            maker = node.args[0] if _is_item(node) else node
             self.buffers[node] = _Buffer(
                 index=len(self.buffers),
                 node=node,
                 size_bytes=align(_storage_bytes(value)),
-                start=self.line[maker],
+                start=self.line[_maker(node)],
                 end=self._end(node),
             )
 
@@ -115,7 +114,7 @@ class _AtenRegion:
             if not self.writers[node]:
                 self.outside.append(
                     OutsideBuffer(
-                        kind=str(node.args[0].target if _is_item(node) else node.target),
+                        kind=str(_maker(node).target),
                         size_bytes=buffer.size_bytes,
                         start=buffer.start,
                         end=self.line[node] + 1,
@@ -244,6 +243,11 @@ def _mutates(node: fx.Node) -> bool:
 def _is_item(node: fx.Node) -> bool:
     """True for an element of a tuple that an operator returned."""
     return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """The operator that makes ``node``: itself, or the one whose tuple it is taken from."""
+    return node.all_input_nodes[0] if _is_item(node) else node
 
 
 def _out_overload(node: fx.Node) -> torch._ops.OpOverload | None:

@@ -42,7 +42,7 @@ def _randint(
 
 def _table() -> dict[Any, Callable[..., Any]]:
     prims = torch.ops.prims
-    found = {
+    found: dict[str, Callable[..., Any]] = {
         "inductor_seeds": _seeds,
         "inductor_lookup_seed": _lookup_seed,
         "inductor_random": _random,

@@ -66,9 +66,9 @@ def plan_graph(
     name = f"graph{next(_graph_numbers)}"
     compiler = StepCompiler(config, GraphFacts(example_inputs), name)
     with shim.functorch_patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
-        compiled: Callable[..., Any] = shim.compile_fx(
+        compiled = shim.compile_fx(
             gm,
-            list(example_inputs),
+            example_inputs,
             inner_compile=shim.inner_compiler(compiler.inner),
             config_patches=shim.known_inductor_settings(
                 {
@@ -110,7 +110,7 @@ def _step_aside(
         log.error("memo: planning failed, plain Inductor runs this graph: %s", reason)
     else:
         log.error("memo: planning failed, plain Inductor runs this graph", exc_info=error)
-    return shim.compile_plainly(gm, example_inputs)
+    return shim.compile_fx(gm, example_inputs)
 
 
 def _note_mode(config: MemoConfig) -> None:

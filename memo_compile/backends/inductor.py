@@ -51,7 +51,7 @@ class ArenaWrapper(shim.PythonWrapperCodegen):
         """The wrapper of a graph; subgraphs of higher-order operators stay unplanned."""
         if is_subgraph:
             return shim.SubgraphPythonWrapperCodegen(
-                subgraph_name, parent_wrapper, partition_signatures
+                subgraph_name or "", parent_wrapper, partition_signatures
             )
         return ArenaWrapper()
 

@@ -185,14 +185,13 @@ class LineScan:
                 yield CallLine(f"memo_current.input_done({position})")
 
     def _replaced(self, line: Any) -> Any:
-        if not isinstance(line, shim.MemoryPlanningLine):
+        plans = isinstance(line, shim.MemoryPlanningLine) and not isinstance(line, shim.NullLine)
+        if not plans:
             return line
-        if isinstance(line, shim.NullLine):
-            return line
-        if self._removed(line.node.get_name()):
+        name = line.node.get_name()
+        if self._removed(name):
             return shim.NullLine(self._wrapper)
-        if isinstance(line, shim.AllocateLine) and line.node.get_name() in self._arena:
-            name = line.node.get_name()
+        if isinstance(line, shim.AllocateLine) and name in self._arena:
             return ArenaLine(self._wrapper, name, self._arena[name])
         return line
 

@@ -5,7 +5,7 @@ Read in torch 2.11.0 and 2.13.0. What differs between them is settled here and n
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -34,7 +34,8 @@ from torch._inductor.codegen.wrapper import (
     SubgraphPythonWrapperCodegen,
     WrapperLine,
 )
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.compile_fx import compile_fx as _compile_fx
+from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.virtualized import V
 
@@ -102,7 +103,8 @@ def inductor_patch(settings: dict[str, Any]) -> contextlib.AbstractContextManage
 
 def functorch_patch(**settings: Any) -> contextlib.AbstractContextManager[None]:
     """Functorch's configuration with ``settings``, keys that this version lacks left out."""
-    known = {key: value for key, value in settings.items() if key in functorch_config._config}
+    names = functorch_config._config  # type: ignore[attr-defined]
+    known = {key: value for key, value in settings.items() if key in names}
     return functorch_config.patch(known)
 
 
@@ -157,14 +159,18 @@ def keep_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def compile_plainly(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """``gm`` through plain Inductor."""
-    return compile_fx(gm, list(example_inputs))
+def compile_fx(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
+) -> Callable[..., Any]:
+    """``gm`` through AOTAutograd and Inductor; ``settings`` are compile_fx's own keywords."""
+    compiled: Any = _compile_fx(gm, list(example_inputs), **settings)
+    return cast(Callable[..., Any], compiled)
 
 
 def known_inductor_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """``settings`` without the keys that this version of Inductor lacks."""
-    return {key: value for key, value in settings.items() if key in inductor_config._config}
+    known = inductor_config._config  # type: ignore[attr-defined]
+    return {key: value for key, value in settings.items() if key in known}
 
 
 class _Partitioner(CustomPartitionerFn):

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from memo_runtime import ops
@@ -70,7 +71,7 @@ def _is_plain_saved(node: object) -> bool:
     return is_tensor(node) and not node.meta.get("saved_tensor_with_no_vc_check", False)  # type: ignore[attr-defined]
 
 
-def _set_outputs(output: fx.Node, values: list[object]) -> None:
+def _set_outputs(output: fx.Node, values: list[Any]) -> None:
     before = list(pytree.arg_tree_leaves(*output.args))
     for key in ("desc", "output_stack_traces"):
         found = output.meta.get(key)

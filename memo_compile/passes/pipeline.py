@@ -16,7 +16,10 @@ __all__ = ["GraphPass", "PassResult", "PassRunner", "graph_text"]
 class GraphPass(Protocol):
     """A frozen dataclass: options as fields, ``name`` in kebab-case, GraphModule in and out."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What dumps, timings and errors call the pass."""
+        ...
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite ``gm``; ``modified=False`` promises that the graph's text is unchanged."""

@@ -52,7 +52,7 @@ class Slab:
     def bytes(self, num_bytes: int, offset_bytes: int = 0) -> torch.Tensor:
         """``num_bytes`` of the slab from ``offset_bytes`` as a uint8 tensor."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return empty.set_(self._storage, offset_bytes, (num_bytes,), (1,))  # type: ignore[call-overload]
+        return empty.set_(self._storage, offset_bytes, (num_bytes,), (1,))
 
     def tables(self, key: int, table: FrameTable) -> list[list[torch.Tensor]]:
         """The ready-made views of plan ``key``, built once per slab."""
@@ -69,7 +69,7 @@ class Slab:
             raise AssertionError(f"offset {view.offset_bytes} is not aligned for {view.dtype}")
         empty = torch.empty(0, dtype=view.dtype, device=self.device)
         start = view.offset_bytes // view.dtype.itemsize
-        return empty.set_(self._storage, start, view.size, view.stride)  # type: ignore[call-overload]
+        return empty.set_(self._storage, start, view.size, view.stride)
 
 
 class DeviceArena:
