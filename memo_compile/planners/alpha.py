@@ -66,10 +66,12 @@ def compute_alpha(
     never offloaded: their backward comes first.
 
     Raises:
-        InputError: an argument is not positive; it is named.
+        InputError: an argument is not positive (the host's bytes: negative); it is named.
     """
     whole = {"hidden": hidden, "layers": num_layers, "seq": seq, "tp": tp, "cp": cp, "pp": pp}
-    rates = {"bandwidth": bandwidth_bytes_per_s, "host-bytes": host_bytes, "flops": flops_per_s}
+    if not (math.isfinite(host_bytes) and host_bytes >= 0):
+        raise InputError(f"host-bytes: expected a number of at least 0, got {host_bytes}")
+    rates = {"bandwidth": bandwidth_bytes_per_s, "flops": flops_per_s}
     for name, value in {**whole, **rates}.items():
         if not (math.isfinite(value) and value > 0):
             raise InputError(f"{name}: expected a positive number, got {value}")

@@ -83,6 +83,13 @@ def calibrate(
     )
 
 
+def predict_seconds(
+    runs: Sequence[Measurement], hardware: HardwareProfile, model: CostModel
+) -> tuple[float, ...]:
+    """Seconds of each run's step as ``model`` predicts them."""
+    return tuple(float(seconds) for seconds in _predictor(runs, hardware)(model))
+
+
 def read_cost_model(path: Path) -> CostModel:
     """The shares that ``memo calibrate --json`` printed into ``path``.
 

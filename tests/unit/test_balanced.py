@@ -1,0 +1,103 @@
+"""The frontier of bytes kept against seconds recomputed."""
+
+import itertools
+
+import pytest
+
+from memo_compile.errors import InputError
+from memo_compile.hardware import find_hardware
+from memo_compile.models import find_model
+from memo_compile.planners.balanced import (
+    Choice,
+    enumerate_frontier,
+    find_frontier,
+    layer_frontier,
+    solve_frontier,
+)
+from memo_compile.planners.layer_costs import Efficiency
+
+KWAI = Efficiency(gemm=0.6, hbm=0.8)
+BALANCED = ("n1", "n2", "silu", "product")
+
+
+def frontier(name, seq=4096):
+    return layer_frontier(find_model(name), seq, find_hardware("h800"), KWAI)
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "llama-65b", "llama2-70b", "llama-175b"])
+@pytest.mark.parametrize("seq", [4096, 32768])
+def test_balanced_set_is_on_the_frontier(name, seq):
+    assert BALANCED in [point.recomputed for point in frontier(name, seq)]
+
+
+def test_balanced_is_the_smallest_within_one_and_a_half_percent():
+    points = frontier("llama-175b")
+    small = min(
+        (p for p in points if p.extra_time_fraction <= 0.015),
+        key=lambda p: p.bytes_per_token_hidden,
+    )
+    assert small.recomputed == BALANCED
+    assert small.bytes_per_token_hidden == pytest.approx(22.667, abs=1e-3)
+    assert points[-1].bytes_per_token_hidden == pytest.approx(37.333, abs=1e-3)
+
+
+def test_ends_of_the_frontier():
+    points = frontier("llama-65b")
+    assert points[0].bytes_per_token_hidden == 2.0
+    assert points[0].recomputed[0] == "n1"
+    assert (points[-1].extra_time_fraction, points[-1].recomputed) == (0.0, ())
+    assert points[-1].bytes_per_token_hidden == 37.5
+
+
+def test_ascending_in_bytes_descending_in_time():
+    for name in ("llama-175b", "llama3-8b", "gpt-7b"):
+        points = frontier(name)
+        pairs = list(itertools.pairwise(points))
+        assert all(a.bytes_per_token_hidden < b.bytes_per_token_hidden for a, b in pairs)
+        assert all(a.extra_time_fraction > b.extra_time_fraction for a, b in pairs)
+
+
+def test_recomputing_needs_inputs():
+    # b is not read by backward, but recomputing c reads it.
+    choices = [
+        Choice(name="a", size_bytes=1, seconds=1, kept=True),
+        Choice(name="b", size_bytes=5, seconds=10, inputs=(0,), needed=False),
+        Choice(name="c", size_bytes=4, seconds=1, inputs=(1,)),
+    ]
+    points = [(p.kept_bytes, p.recompute_s, p.recomputed) for p in enumerate_frontier(choices)]
+    assert points == [(1, 11, ("b", "c")), (5, 0, ())]
+
+
+def test_program_equals_enumeration():
+    choices = [
+        Choice(
+            name=f"t{i}",
+            size_bytes=1 + (i * 7) % 5,
+            seconds=1 + (i * 11) % 6,
+            inputs=tuple(j for j in (i - 1, i - 3) if j >= 0),
+            needed=i % 4 != 2,
+            kept=i == 0,
+        )
+        for i in range(9)
+    ]
+    for walked, enumerated in zip(
+        solve_frontier(choices), enumerate_frontier(choices), strict=True
+    ):
+        assert walked.kept_bytes == enumerated.kept_bytes
+        assert walked.recompute_s == pytest.approx(enumerated.recompute_s)
+
+
+def test_more_than_twenty_tensors():
+    choices = [Choice(name=f"t{i}", size_bytes=i + 1, seconds=1.0) for i in range(22)]
+    points = find_frontier(choices)
+    # Equal costs: the best set of k tensors to recompute is the k largest.
+    assert [p.kept_bytes for p in points] == [k * (k + 1) // 2 for k in range(23)]
+
+
+def test_refusals():
+    with pytest.raises(InputError, match="inputs of a: expected earlier tensors"):
+        find_frontier([Choice(name="a", size_bytes=1, seconds=1, inputs=(0,))])
+    with pytest.raises(InputError, match="a: expected a size and a time"):
+        find_frontier([Choice(name="a", size_bytes=1, seconds=-1)])
+    with pytest.raises(InputError, match="gemm-efficiency: expected a share"):
+        Efficiency(gemm=1.2, hbm=0.8)
