@@ -18,6 +18,7 @@ from memo_compile.planners import solver
 from memo_compile.planners.lynx.fields import Number
 from memo_compile.planners.lynx.instance import NUM_PHASES, NUM_WINDOWS, HeuInstance
 from memo_compile.planners.lynx.linear import (
+    better_plan,
     exact_model,
     exceeds,
     fraction_value,
@@ -62,12 +63,24 @@ def solve_heu(
 ) -> HeuSolution:
     """The least time on the critical path; then the least recomputation, then the least memory.
 
-    ``token_split`` lets operators outside ``ops.whole`` be cut along their tokens. Without
-    ``break_ties`` the first optimum is returned. The solution has passed :func:`replay_heu`.
+    ``token_split`` lets operators outside ``ops.whole`` be cut along their tokens; the plan with
+    whole operators is returned where cutting them saves no time. Without ``break_ties`` the first
+    optimum is returned. The solution has passed :func:`replay_heu`.
     """
     if everything := _keep_everything(instance):
         return everything
     deadline_s = time.monotonic() + time_limit_s
+    whole = _solve_one(instance, False, break_ties, deadline_s)
+    if not token_split or (whole.status.has_solution and whole.critical_time == 0):
+        return whole
+    split = _solve_one(instance, True, break_ties, deadline_s)
+    return better_plan(whole, split)
+
+
+def _solve_one(
+    instance: HeuInstance, token_split: bool, break_ties: bool, deadline_s: float
+) -> HeuSolution:
+    """The optimum of one of the two programs, with whole operators or with cut ones."""
     budget = instance.budget
     for _ in range(MAX_TIGHTENINGS):
         program = _build(instance, token_split)

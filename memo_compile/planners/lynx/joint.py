@@ -29,6 +29,8 @@ class JointPlan:
     stage_s: tuple[float, ...] = ()
     """Seconds of one micro-batch's forward and backward on each stage."""
     policies: tuple[HeuSolution, ...] = ()
+    cooldown_s: tuple[float, ...] = ()
+    """Per stage what cool-down adds to a step, see :func:`cooldown_seconds`."""
     num_solves: int = 0
     conflict: str = ""
 
@@ -94,14 +96,43 @@ def plan_stages(
             conflict=f"num_layers: {num_layers} layers do not fit {num_stages} stages' memory",
         )
     policies = tuple(policy(s, n, break_ties=True) for s, n in enumerate(layers_of))
-    times = [stage_s(s, n) for s, n in enumerate(layers_of)]
+    known = [stage_s(s, n) for s, n in enumerate(layers_of)]
+    times = tuple(time for time in known if time is not None)
     return JointPlan(
         status=SolveStatus.OPTIMAL,
         layers=layers_of,
-        stage_s=tuple(time for time in times if time is not None),
+        stage_s=times,
         policies=policies,
+        cooldown_s=tuple(
+            cooldown_seconds(costs, policies[s], times, s, n, num_batches)
+            for s, n in enumerate(layers_of)
+        ),
         num_solves=num_solves + num_stages,
     )
+
+
+def cooldown_seconds(
+    costs: LayerCosts,
+    policy: HeuSolution,
+    stage_s: Sequence[float],
+    stage: int,
+    num_layers: int,
+    num_batches: int,
+) -> float:
+    """Recomputation of phases 1 and 2 that cool-down exposes on ``stage``, per step.
+
+    The last p - 1 - r micro-batches of rank r have no forward of another one to hide in. Their
+    backwards arrive at the pace of the slowest later stage, so the rank stalls between them; what
+    is longer than the stall lies on the critical path.
+    """
+    late = min(len(stage_s) - 1 - stage, num_batches)
+    if late == 0:
+        return 0.0
+    parts = [part for window in policy.windows[:2] for part in window]
+    early = num_layers * sum(costs.ops.times[part.op] * part.fraction for part in parts)
+    own = num_layers * (costs.backward_s + policy.critical_time)
+    stall = max(0.0, max(stage_s[stage + 1 :]) - own)
+    return late * max(0.0, early - stall)
 
 
 def split_lazily(num_layers: int, num_stages: int, stage_s: StageTime) -> tuple[int, ...] | None:

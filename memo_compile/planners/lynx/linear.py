@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from memo_compile.planners import solver
 from memo_compile.planners.lynx.fields import Number
+from memo_compile.planners.lynx.solution import HeuSolution, OptSolution
 
 ENGINE_TOLERANCE = 1e-9
 """Feasibility, integrality and relative gap asked of the engine: its defaults (1e-6, 1e-4) would
@@ -24,6 +25,12 @@ _HIGHS_OPTIONS = {
     "mip_feasibility_tolerance": ENGINE_TOLERANCE,
     "primal_feasibility_tolerance": ENGINE_TOLERANCE,
 }
+
+
+GAIN = 1e-6
+"""Relative saving below which cutting operators is not worth a more complicated plan."""
+
+PlanT = TypeVar("PlanT", HeuSolution, OptSolution)
 
 
 def exact_model(name: str) -> Any:
@@ -53,6 +60,15 @@ def weighted(weights: Iterable[float], variables: Iterable[Any]) -> Any:
 def total(variables: Sequence[Any]) -> Any:
     """Plain sum as a linear expression; ints among the variables are constants."""
     return weighted([1.0] * len(variables), variables)
+
+
+def better_plan(whole: PlanT, split: PlanT) -> PlanT:
+    """``split`` where it saves time beyond the engine's rounding, else ``whole``."""
+    if not split.status.has_solution:
+        return whole
+    if not whole.status.has_solution or exceeds(whole.critical_time, split.critical_time, GAIN):
+        return split
+    return whole
 
 
 def fraction_value(variable: Any) -> float:

@@ -11,6 +11,7 @@ first part of its tokens, Xc_ti, before operator t and the rest, Ro_ti, behind i
 """
 
 import math
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from memo_compile.planners import solver
 from memo_compile.planners.lynx.fields import Number
 from memo_compile.planners.lynx.instance import OptInstance
 from memo_compile.planners.lynx.linear import (
+    better_plan,
     exact_model,
     exceeds,
     fraction_value,
@@ -62,17 +64,27 @@ def solve_opt(
     """The schedule with the least time on the critical path; it has passed :func:`replay_opt`.
 
     ``token_split`` lets operators outside ``ops.whole`` be cut along their tokens, so that a part
-    fits a window. The cost is exponential in the worst case: meant for up to a dozen operators.
+    fits a window; the schedule with whole operators is returned where cutting saves no time. The
+    cost is exponential in the worst case: meant for up to a dozen operators.
     """
     if trivial := _working_set_conflict(instance):
         return OptSolution(status=SolveStatus.INFEASIBLE, conflict=trivial)
+    deadline_s = time.monotonic() + time_limit_s
+    whole = _solve_one(instance, False, deadline_s)
+    if not token_split or not instance.ops.comm:
+        return whole
+    return better_plan(whole, _solve_one(instance, True, deadline_s))
+
+
+def _solve_one(instance: OptInstance, token_split: bool, deadline_s: float) -> OptSolution:
+    """The optimum of one of the two programs, with whole operators or with cut ones."""
     budget: Number = instance.budget
     for _ in range(MAX_TIGHTENINGS):
         program = _build(instance, token_split, budget)
         costs = [t / program.time_unit for t in instance.ops.times]
         rows = [*program.critical, *program.started]
         program.model.objective = weighted(costs * len(rows), [x for row in rows for x in row])
-        status = solver.solve(program.model, time_limit_s)
+        status = solver.solve(program.model, deadline_s - time.monotonic())
         if status is SolveStatus.INFEASIBLE:
             return OptSolution(status=status, conflict=_floor_conflict(instance, token_split))
         if not status.has_solution:
