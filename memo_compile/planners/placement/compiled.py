@@ -2,8 +2,9 @@
 
 import functools
 import importlib.util
+import sys
 import types
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from memo_compile.planners.placement import kernel
@@ -24,9 +25,6 @@ _FUNCTIONS = (
 )
 """Callees before their callers: each is compiled against the compiled ones before it."""
 
-_TOLD_AFTER_S = 1.0
-"""A compilation that took longer is mentioned on stderr; loading from the cache takes 0.1 s."""
-
 
 def has_numba() -> bool:
     """True when numba can be imported; does not import it."""
@@ -34,7 +32,7 @@ def has_numba() -> bool:
 
 
 @functools.cache
-def compiled_search() -> Callable[..., tuple[int, int]]:
+def compiled_search() -> Any:
     """``kernel.search`` for numpy arrays, compiled on its first call and cached on disk."""
     import numba
 
@@ -45,5 +43,24 @@ def compiled_search() -> Callable[..., tuple[int, int]]:
             function.__code__, space, function.__name__, function.__defaults__
         )
         clone.__module__ = kernel.__name__
-        space[function.__name__] = numba.njit(cache=True)(clone)
+        try:
+            space[function.__name__] = numba.njit(cache=True)(clone)
+        except RuntimeError:  # numba finds no folder that it may write its cache to
+            space[function.__name__] = numba.njit(clone)
     return space["search"]
+
+
+def is_cold() -> bool:
+    """True when numba is here but no compiled search where it keeps them: the first use compiles."""
+    return has_numba() and not any(
+        (Path(kernel.__file__).parent / "__pycache__").glob("kernel.search-*.nbi")
+    )
+
+
+def warm_up(tables: kernel.Tables, state: kernel.State) -> None:
+    """The compiled search is ready for arguments of these types; says so when it takes seconds."""
+    if compiled_search().signatures:
+        return
+    if is_cold():
+        print("memo: compiling the placement search, once (about 5 s)", file=sys.stderr)
+    compiled_search()(tables, state, 0, 0, 0, 0)

@@ -12,6 +12,7 @@ from memo_compile.errors import ConfigError
 from memo_compile.planners.placement import kernel
 from memo_compile.planners.placement.bilevel import bilevel_offsets
 from memo_compile.planners.placement.bounds import lower_bound
+from memo_compile.planners.placement.compiled import is_cold
 from memo_compile.planners.placement.conflict import load_conflict, search_conflict
 from memo_compile.planners.placement.greedy import ORDERS, greedy_offsets
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, build_instance
@@ -22,8 +23,13 @@ from memo_compile.planners.solver import SolveStatus, available_engines
 
 _MANY_BUFFERS = 1500
 """Above this `auto` tries one greedy order instead of all: each costs 0.1 ms for each buffer."""
-_MIP_PAIRS_BUFFERS = 60
+_GOOD_ENOUGH = 10_000
+"""`auto` stops one part in so many above the bound where there are many buffers: the rest of the
+gap is padding of single buffers, and closing it can take as long as everything before."""
+_MIP_MOST_BUFFERS = 60
 """Up to this many buffers `auto` lets the MIP try what the search left open."""
+_PLAIN_FIRST_S = 3.0
+"""Seconds of plain search before the first compilation on a machine, which takes about 5."""
 _SEARCH_SHARE = 0.7
 """Part of the time that `auto` gives to the search where the MIP may follow."""
 
@@ -112,23 +118,26 @@ def _solve(
     options: SearchOptions | None,
 ) -> _Answer:
     """Greedy first, then what ``solver`` and ``levels`` ask for, until ``target`` is reached."""
-    few = solver is Solver.AUTO and instance.num_buffers > _MANY_BUFFERS
-    orders = dict(list(ORDERS.items())[:1]) if few else ORDERS
-    answer = _Answer(
-        offsets=greedy_offsets(instance, target, deadline_s, orders), bound=bound, solver="greedy"
-    )
+    many = solver is Solver.AUTO and instance.num_buffers > _MANY_BUFFERS
+    orders = dict(list(ORDERS.items())[:1]) if many else ORDERS
+    enough = target
+    if many and instance.problem.capacity is None:
+        enough += target // _GOOD_ENOUGH
+    found = greedy_offsets(instance, enough, deadline_s, orders)
+    answer = _Answer(offsets=found, bound=bound, solver="greedy")
     if levels is Levels.BILEVEL and instance.problem.blocks:
-        answer = _bilevel(instance, answer, target, deadline_s, solver)
+        answer = _bilevel(instance, answer, enough, deadline_s, solver)
         if solver is not Solver.AUTO:
             return answer
-    if solver is Solver.GREEDY or instance.height(answer.offsets) <= target:
+    if solver is Solver.GREEDY or instance.height(answer.offsets) <= enough:
         return answer
     if solver is Solver.MIP:
         return _mip(instance, answer, deadline_s)
-    small = instance.num_buffers <= _MIP_PAIRS_BUFFERS
+    small = instance.num_buffers <= _MIP_MOST_BUFFERS
     share = _SEARCH_SHARE if solver is Solver.AUTO and small and available_engines() else 1.0
     left_s = deadline_s - time.perf_counter()
-    answer = _search(instance, answer, target, deadline_s - (1 - share) * left_s, options)
+    search_until = deadline_s - (1 - share) * left_s
+    answer = _search(instance, answer, target, enough, search_until, options)
     open_gap = answer.bound < instance.height(answer.offsets) > target
     if share < 1.0 and open_gap and answer.bound <= target:
         answer = _mip(instance, answer, deadline_s)
@@ -157,6 +166,7 @@ def _search(
     instance: Instance,
     answer: _Answer,
     target: int,
+    enough: int,
     deadline_s: float,
     options: SearchOptions | None,
 ) -> _Answer:
@@ -165,12 +175,32 @@ def _search(
     A capacity that no run reaches within its turn is raised halfway to the best height; a proof
     raises the bound; a success lowers the height, and the target gets its turn again.
     """
-    searcher = Searcher(instance, options)
+    chosen = options or SearchOptions()
+    if chosen.use_numba is None and is_cold():
+        # A few seconds of the plain search may spare the compiler's; many problems are easy.
+        plain = Searcher(instance, replace(chosen, use_numba=False))
+        now = time.perf_counter()
+        until = now + min(_PLAIN_FIRST_S, (deadline_s - now) / 4)
+        answer = _narrow(plain, instance, answer, target, enough, until)
+        if answer.bound > target or instance.height(answer.offsets) <= max(enough, target):
+            return answer
+    return _narrow(Searcher(instance, chosen), instance, answer, target, enough, deadline_s)
+
+
+def _narrow(
+    searcher: Searcher,
+    instance: Instance,
+    answer: _Answer,
+    target: int,
+    enough: int,
+    deadline_s: float,
+) -> _Answer:
+    """The loop of ``_search`` with one searcher."""
     if not searcher.is_practical:
         return answer
     step = step_bytes(instance)
     capacity, turn = target, 0
-    while answer.bound <= target < instance.height(answer.offsets):
+    while answer.bound <= target and instance.height(answer.offsets) > max(enough, target):
         left_s = deadline_s - time.perf_counter()
         if left_s <= 0:
             break
@@ -184,6 +214,8 @@ def _search(
             answer = replace(answer, bound=_round_up(capacity + 1, step))
             target = max(target, answer.bound) if instance.problem.capacity is None else target
             capacity = max(capacity, target)
+        elif not len(offsets):
+            break
         else:
             middle = (capacity + instance.height(answer.offsets)) // 2
             raised = max(answer.bound, middle // step * step)

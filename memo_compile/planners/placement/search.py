@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from memo_compile.planners.placement import kernel
-from memo_compile.planners.placement.compiled import compiled_search, has_numba
+from memo_compile.planners.placement.compiled import compiled_search, has_numba, warm_up
 from memo_compile.planners.placement.instance import (
     FREE,
     Instance,
@@ -32,11 +32,9 @@ _NOISE = 0.1
 _PROOF_EVERY = 8
 """Every so many runs one may not jump back, and gets `_PROOF_FACTOR` times the nodes."""
 _PROOF_FACTOR = 4
-_PLAIN_NODES_PER_S = 4000
-"""Rough speed without numba; with it 50,000 to 200,000. Only used to share out the time."""
 _TINY = 40
 """Up to this many buffers plain Python answers sooner than numba loads."""
-_MOST_PLAIN_PAIRS = 400_000
+_MOST_PLAIN_PAIRS = 200_000
 """Overlapping pairs beyond which the plain search would not finish a single descent in time."""
 _MOST_PAIRS = 60_000_000
 """Beyond this many overlapping pairs the tables would take gigabytes; greedy stands alone."""
@@ -93,16 +91,27 @@ class Searcher:
         pairs = len(self._overlaps.other)
         self.is_practical = pairs <= (_MOST_PAIRS if compiled else _MOST_PLAIN_PAIRS)
         """False when a single descent would take too long or too much memory."""
+        self.is_compiled = compiled
+        if compiled and self.is_practical:
+            state = _fresh_state(instance, self._overlaps, self._convert)
+            warm_up(
+                kernel.Tables(rank=_as_array(np.arange(instance.num_buffers)), **self._static),
+                state,
+            )
         self.nodes = 0
         """Choices tried so far, over all runs."""
+        self.seconds = 0.0
+        """Time spent in the kernel so far."""
 
     def run(self, capacity: int, rank: Ints, max_nodes: int, switches: int) -> tuple[int, Ints]:
         """One run: (FOUND | EXHAUSTED | LIMIT, offsets (N,) that hold on FOUND)."""
         tables = kernel.Tables(rank=self._convert(rank), **self._static)
         state = _fresh_state(self._instance, self._overlaps, self._convert)
+        begin = time.perf_counter()
         outcome, nodes = self._kernel(
             tables, state, capacity, self._instance.max_slack, max_nodes, switches
         )
+        self.seconds += time.perf_counter() - begin
         self.nodes += nodes
         return outcome, np.array(state.offset, dtype=np.int64)
 
@@ -133,7 +142,8 @@ class Searcher:
             flags = switches & ~kernel.JUMP if proof else switches
             nodes = int(limit) * (_PROOF_FACTOR if proof else 1)
             outcome, offsets = self._timed_run(capacity, rank, nodes, flags, deadline_s)
-            if outcome != kernel.LIMIT or count == max_runs or time.perf_counter() > deadline_s:
+            out_of_time = not len(offsets) or time.perf_counter() > deadline_s
+            if outcome != kernel.LIMIT or count == max_runs or out_of_time:
                 break
             if count % len(self._keys) == 0:
                 limit *= _LIMIT_GROWTH
@@ -142,11 +152,13 @@ class Searcher:
     def _timed_run(
         self, capacity: int, rank: Ints, nodes: int, flags: int, deadline_s: float
     ) -> tuple[int, Ints]:
-        """A run whose nodes are also bounded by the time that is left."""
-        speed = _PLAIN_NODES_PER_S * (1 if self._convert is _as_list else 30)
-        left_s = max(deadline_s - time.perf_counter(), 0.0)
-        floor = self._instance.num_buffers + 1
-        return self.run(capacity, rank, max(min(nodes, int(left_s * speed)), floor), flags)
+        """A run whose nodes are also bounded by the time that is left; none if too few remain."""
+        left_s = deadline_s - time.perf_counter()
+        if self.nodes and self.seconds > 0:
+            nodes = min(nodes, int(max(left_s, 0.0) * self.nodes / self.seconds))
+        if self.nodes and nodes <= self._instance.num_buffers:
+            return kernel.LIMIT, np.zeros(0, dtype=np.int64)
+        return self.run(capacity, rank, nodes, flags)
 
 
 def _order_keys(instance: Instance, overlaps: Overlaps) -> list[tuple[Ints, Ints]]:
