@@ -14,7 +14,7 @@ from memo_compile.hardware import find_hardware
 from memo_compile.models import find_model
 from memo_compile.planners.layer_costs import Efficiency
 from memo_compile.planners.lynx.heu import solve_heu
-from memo_compile.planners.lynx.joint import plan_stages
+from memo_compile.planners.lynx.joint import JointProblem, plan_stages
 from memo_compile.planners.lynx.layer import LayerCosts, describe_layer
 
 SHAPES = ("gpt-300m", "gpt-1.3b", "gpt-7b", "gpt-13b", "gpt-23b", "gpt-175b")
@@ -72,12 +72,14 @@ def run_stages() -> None:
         for token_split in (False, True):
             seconds, plan = best_of_three(
                 lambda g=gib, t=token_split: plan_stages(
-                    costs,
-                    num_layers=96,
-                    num_stages=16,
-                    num_batches=64,
-                    layer_static_bytes=static,
-                    budgets=[g * 2**30] * 16,
+                    JointProblem(
+                        costs=costs,
+                        num_layers=96,
+                        num_stages=16,
+                        num_batches=64,
+                        layer_static=static,
+                        budgets=(g * 2**30,) * 16,
+                    ),
                     token_split=t,
                 )
             )

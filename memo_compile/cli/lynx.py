@@ -6,14 +6,18 @@ import sys
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from memo_compile.errors import InputError
 from memo_compile.planners.lynx.fields import read_object
 from memo_compile.planners.lynx.instance import HeuInstance, OptInstance, StageTimes
 from memo_compile.planners.lynx.solution import Conflict, Part
 from memo_compile.planners.solver import SolveStatus
+
+if TYPE_CHECKING:
+    from memo_compile.planners.lynx.joint import JointProblem
 
 lynx = typer.Typer(name="lynx", help="Recomputation overlapped with communication (Lynx).")
 
@@ -109,10 +113,23 @@ def stages(
     method: Annotated[SplitMethod, typer.Option(help="paper: the greedy, for ablation.")] = (
         SplitMethod.EXACT
     ),
+    token_split: TokenSplit = False,
     as_json: AsJson = False,
 ) -> None:
-    """Split layers over pipeline stages so that the slowest stage is fastest."""
-    table = StageTimes.from_json(read_object(file))
+    """Split layers over pipeline stages so that the slowest stage is fastest.
+
+    The file holds a table of stage times, or the operators of a layer (field `layer`): then each
+    stage's recomputation policy is planned too.
+    """
+    data = read_object(file)
+    if "layer" in data:
+        if method is SplitMethod.PAPER:
+            raise InputError("method: the paper's greedy needs a table of stage times")
+        from memo_compile.planners.lynx.joint import JointProblem
+
+        _plan_stages(JointProblem.from_json(data), token_split)
+        return
+    table = StageTimes.from_json(data)
     from memo_compile.planners.lynx.partition import split_exact, split_paper
 
     split = split_exact(table) if method is SplitMethod.EXACT else split_paper(table)
@@ -121,6 +138,33 @@ def stages(
         body = {"conflict": split.conflict}
         print(f"memo: infeasible: {split.conflict}", file=sys.stderr)
     _emit(split.status, body)
+
+
+def _plan_stages(problem: "JointProblem", token_split: bool) -> None:
+    """Print the layers and the policy of each stage."""
+    from memo_compile.planners.lynx.joint import plan_stages
+
+    plan = plan_stages(problem, token_split=token_split)
+    if plan.status is SolveStatus.INFEASIBLE:
+        print(f"memo: infeasible: {plan.conflict}", file=sys.stderr)
+        _emit(plan.status, {"conflict": plan.conflict})
+        return
+    body = {
+        "objective": plan.slowest_s,
+        "layers": list(plan.layers),
+        "stage_times": list(plan.stage_s),
+        "cooldown_times": list(plan.cooldown_s),
+        "policies": [
+            {
+                "objective": policy.critical_time,
+                "keep": [int(kept) for kept in policy.keep],
+                "windows": [_parts(parts, token_split) for parts in policy.windows],
+                "peak_bytes": policy.peak,
+            }
+            for policy in plan.policies
+        ],
+    }
+    _emit(plan.status, body)
 
 
 def _parts(parts: Sequence[Part], fractions: bool) -> list[Any]:

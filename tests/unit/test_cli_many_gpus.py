@@ -215,3 +215,47 @@ def test_search_where_nothing_fits(capsys):
     code, body, err = run(capsys, *argv)
     assert (code, body["status"], body["configurations"]) == (1, "infeasible", [])
     assert "smallest peak of 630 configurations" in err
+
+
+JOINT = {
+    "layer": {
+        **{k: KNOWN["heu"][8]["instance"][k] for k in ("C", "M", "deps", "comm", "ctime")},
+        "need": [1, 1, 1, 1, 1, 1],
+        "backward_time": 60,
+    },
+    "num_layers": 10,
+    "num_stages": 3,
+    "num_batches": 6,
+    "layer_static": 5,
+    "budget": 220,
+    "extra_time": [0, 0, 50],
+}
+
+
+def test_stages_with_policies(capsys, tmp_path):
+    code, body, _ = run(capsys, "stages", write(tmp_path, JOINT))
+    assert (code, body["status"]) == (0, "optimal")
+    assert sum(body["layers"]) == 10
+    layer_s = sum(JOINT["layer"]["C"]) + 60
+    for stage, (layers, policy) in enumerate(zip(body["layers"], body["policies"], strict=True)):
+        expected = layers * (layer_s + policy["objective"]) + JOINT["extra_time"][stage]
+        assert body["stage_times"][stage] == pytest.approx(expected)
+        assert policy["peak_bytes"] <= 220
+    assert body["objective"] == max(body["stage_times"])
+    assert body["layers"][-1] <= min(body["layers"][:-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        ({"budget": 12}, 1, "stage 0 with a single layer"),
+        ({"budget": 60}, 1, "num_layers: 10 layers, but the stages' memory holds"),
+        ({"num_stages": 11, "extra_time": [0] * 11}, 2, "num_stages: 11 stages for 10 layers"),
+        ({"layer": [1]}, 2, "layer: expected an object"),
+        ({"extra_time": [1]}, 2, "extra_time: expected 3 entries, got 1"),
+    ],
+)
+def test_stages_with_policies_that_cannot_be(capsys, tmp_path, change, code, message):
+    left, _, err = run(capsys, "stages", write(tmp_path, {**JOINT, **change}))
+    assert left == code
+    assert message in err

@@ -9,7 +9,7 @@ from memo_compile.hardware import find_hardware
 from memo_compile.models import find_model
 from memo_compile.planners.layer_costs import Efficiency
 from memo_compile.planners.lynx.heu import solve_heu
-from memo_compile.planners.lynx.joint import cooldown_seconds, plan_stages
+from memo_compile.planners.lynx.joint import JointProblem, cooldown_seconds, plan_stages
 from memo_compile.planners.lynx.layer import describe_layer
 from memo_compile.planners.lynx.solution import HeuSolution, Part
 from memo_compile.planners.solver import SolveStatus
@@ -42,8 +42,8 @@ def test_a_layer_weighs_what_its_shape_says():
     # residual, norm, 4h + 4h and the output are 2 (1 + 3 + 1 + 1 + 1 + 4 + 4 + 1) = 32 bytes.
     kept = sum(m for m, need in zip(costs.ops.sizes, costs.need, strict=True) if need)
     assert kept == 32 * 2048 * 4096
-    assert costs.window_s == 0
-    assert layer("gpt-7b").window_s > 0
+    assert costs.windows == (0, 0, 0, 0)
+    assert min(layer("gpt-7b").windows) > 0
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -60,7 +60,7 @@ def test_overlap_beats_on_demand_beats_full(name):
 def test_split_helps_where_no_gemm_fits_a_window():
     costs = layer("gpt-175b")
     gemms = [costs.ops.times[i] for i in (1, 3, 8, 10)]
-    assert min(gemms) > costs.window_s
+    assert min(gemms) > costs.windows[0]
     whole = solve_heu(stage(costs, 0.3)).critical_time
     assert solve_heu(stage(costs, 0.3), token_split=True).critical_time < 0.6 * whole
 
@@ -77,14 +77,15 @@ def test_more_memory_is_never_slower():
 def joint(gib, num_stages=8, **changes):
     costs = layer("gpt-175b", micro_batch=1)
     arguments = {
+        "costs": costs,
         "num_layers": 48,
         "num_stages": num_stages,
         "num_batches": 32,
-        "layer_static_bytes": 18 * find_model("gpt-175b").layer_parameters / 8,
-        "budgets": [gib * 2**30] * num_stages,
+        "layer_static": 18 * find_model("gpt-175b").layer_parameters / 8,
+        "budgets": (gib * 2**30,) * num_stages,
         **changes,
     }
-    return costs, plan_stages(costs, **arguments)
+    return costs, plan_stages(JointProblem(**arguments))
 
 
 def test_joint_plan_moves_layers_away_from_full_stages():
@@ -97,17 +98,18 @@ def test_joint_plan_moves_layers_away_from_full_stages():
     assert all(policy.peak <= 28 * 2**30 for policy in plan.policies)
     uneven = [28 * 2**30] * 8
     uneven[0] = 18 * 2**30
-    _, shifted = joint(28, budgets=uneven)
+    _, shifted = joint(28, budgets=tuple(uneven))
     assert shifted.layers[0] < 6
 
 
 def test_joint_plan_refuses_and_reports():
     assert joint(4)[1].status is SolveStatus.INFEASIBLE
-    assert "48 layers do not fit 8 stages" in joint(4)[1].conflict
+    assert "stage 0 with a single layer: static " in joint(4)[1].conflict
+    assert "48 layers, but the stages' memory holds" in joint(20)[1].conflict
     with pytest.raises(InputError, match="num_stages: 50 stages for 48 layers"):
         joint(40, num_stages=50)
     with pytest.raises(InputError, match="budgets: expected 8 entries, got 1"):
-        joint(40, budgets=[2**35])
+        joint(40, budgets=(2**35,))
     with pytest.raises(InputError, match="tp: 7 does not divide"):
         layer("gpt-7b", tp=7)
 

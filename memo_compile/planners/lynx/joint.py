@@ -6,10 +6,14 @@ layers each stage can take within a limit, and the limit shrinks to the optimum.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from memo_compile.errors import InputError
+from memo_compile.planners.lynx import fields
+from memo_compile.planners.lynx.fields import Number
 from memo_compile.planners.lynx.heu import solve_heu
 from memo_compile.planners.lynx.layer import LayerCosts
 from memo_compile.planners.lynx.solution import HeuSolution
@@ -19,6 +23,72 @@ StageTime = Callable[[int, int], float | None]
 """Seconds of a stage with a number of layers; None = out of memory. It must not shrink when layers
 are added, and more layers must never fit where fewer did not."""
 
+_FIELDS = frozenset(
+    "layer num_layers num_stages num_batches layer_static budget budgets extra_static extra_time "
+    "name".split()
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointProblem:
+    """Equal layers to be split over the stages of a 1F1B pipeline."""
+
+    costs: LayerCosts
+    num_layers: int
+    num_stages: int
+    num_batches: int
+    """Micro-batches of a step."""
+    layer_static: Number
+    """Memory of one layer's parameters, gradients and optimizer state."""
+    budgets: tuple[Number, ...]
+    """Bound on each stage's memory."""
+    extra_static: tuple[Number, ...] = ()
+    """Static memory that stages have besides their layers (embedding, head); empty = none."""
+    extra_time: tuple[Number, ...] = ()
+    """Forward and backward time of a micro-batch besides the layers; empty = none."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_stages", "num_batches"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.num_stages > self.num_layers:
+            raise InputError(f"num_stages: {self.num_stages} stages for {self.num_layers} layers")
+        for name in ("budgets", "extra_static", "extra_time"):
+            count = len(getattr(self, name))
+            if count != self.num_stages and (count or name == "budgets"):
+                raise InputError(f"{name}: expected {self.num_stages} entries, got {count}")
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "JointProblem":
+        """The problem that ``data`` describes; docs/many-gpus.md lists the fields.
+
+        Raises:
+            InputError: a field is missing or cannot be used; it is named.
+        """
+        fields.warn_unknown(data, _FIELDS)
+        layer = data.get("layer")
+        if not isinstance(layer, Mapping):
+            raise InputError("layer: expected an object with C, M, deps, comm, need, ctime")
+        num_stages = fields.whole(data, "num_stages", minimum=1)
+        if "budgets" in data:
+            budgets = fields.numbers(data, "budgets", num_stages)
+        else:
+            budgets = (fields.number(data, "budget"),) * num_stages
+        extra = {
+            name: fields.numbers(data, name, num_stages)
+            for name in ("extra_static", "extra_time")
+            if name in data
+        }
+        return JointProblem(
+            costs=LayerCosts.from_json(layer),
+            num_layers=fields.whole(data, "num_layers", minimum=1),
+            num_stages=num_stages,
+            num_batches=fields.whole(data, "num_batches", minimum=1),
+            layer_static=fields.number(data, "layer_static", 0),
+            budgets=budgets,
+            **extra,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointPlan:
@@ -27,7 +97,7 @@ class JointPlan:
     status: SolveStatus
     layers: tuple[int, ...] = ()
     stage_s: tuple[float, ...] = ()
-    """Seconds of one micro-batch's forward and backward on each stage."""
+    """Time of one micro-batch's forward and backward on each stage."""
     policies: tuple[HeuSolution, ...] = ()
     cooldown_s: tuple[float, ...] = ()
     """Per stage what cool-down adds to a step, see :func:`cooldown_seconds`."""
@@ -40,63 +110,21 @@ class JointPlan:
         return max(self.stage_s)
 
 
-def plan_stages(
-    costs: LayerCosts,
-    *,
-    num_layers: int,
-    num_stages: int,
-    num_batches: int,
-    layer_static_bytes: float,
-    budgets: Sequence[float],
-    token_split: bool = False,
-) -> JointPlan:
+def plan_stages(problem: JointProblem, *, token_split: bool = False) -> JointPlan:
     """The split with the fastest slowest stage under 1F1B, each stage with its optimal policy.
 
     Stage r holds min(p - r, num_batches) micro-batches; the last stage has no forward windows.
-
-    Raises:
-        InputError: a size is below 1, more stages than layers, or not one budget per stage.
     """
-    sizes = {"num_layers": num_layers, "num_stages": num_stages, "num_batches": num_batches}
-    for name, value in sizes.items():
-        if value < 1:
-            raise InputError(f"{name}: expected at least 1, got {value}")
-    if num_stages > num_layers:
-        raise InputError(f"num_stages: {num_stages} stages for {num_layers} layers")
-    if len(budgets) != num_stages:
-        raise InputError(f"budgets: expected {num_stages} entries, got {len(budgets)}")
-    solved: dict[tuple[int, int], HeuSolution] = {}
-
-    def policy(stage: int, layers: int, break_ties: bool = False) -> HeuSolution:
-        if (stage, layers) not in solved or break_ties:
-            instance = costs.instance(
-                num_layers=layers,
-                num_batches=min(num_stages - stage, num_batches),
-                static_bytes=layer_static_bytes * layers,
-                budget_bytes=budgets[stage],
-                forward_windows=stage < num_stages - 1,
-            )
-            solved[stage, layers] = solve_heu(
-                instance, token_split=token_split, break_ties=break_ties
-            )
-        return solved[stage, layers]
-
-    def stage_s(stage: int, layers: int) -> float | None:
-        found = policy(stage, layers)
-        if not found.status.has_solution:
-            return None
-        return layers * (costs.forward_s + costs.backward_s + found.critical_time)
-
-    layers_of = split_lazily(num_layers, num_stages, stage_s)
-    num_solves = len(solved)
+    stages = _Stages(problem=problem, token_split=token_split)
+    layers_of = split_lazily(problem.num_layers, problem.num_stages, stages.time)
     if layers_of is None:
         return JointPlan(
             status=SolveStatus.INFEASIBLE,
-            num_solves=num_solves,
-            conflict=f"num_layers: {num_layers} layers do not fit {num_stages} stages' memory",
+            num_solves=len(stages.solved),
+            conflict=stages.explain(),
         )
-    policies = tuple(policy(s, n, break_ties=True) for s, n in enumerate(layers_of))
-    known = [stage_s(s, n) for s, n in enumerate(layers_of)]
+    policies = tuple(stages.policy(s, n, break_ties=True) for s, n in enumerate(layers_of))
+    known = [stages.time(s, n) for s, n in enumerate(layers_of)]
     times = tuple(time for time in known if time is not None)
     return JointPlan(
         status=SolveStatus.OPTIMAL,
@@ -104,11 +132,60 @@ def plan_stages(
         stage_s=times,
         policies=policies,
         cooldown_s=tuple(
-            cooldown_seconds(costs, policies[s], times, s, n, num_batches)
+            cooldown_seconds(problem.costs, policies[s], times, s, n, problem.num_batches)
             for s, n in enumerate(layers_of)
         ),
-        num_solves=num_solves + num_stages,
+        num_solves=len(stages.solved) + problem.num_stages,
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stages:
+    """Stage times and policies, solved when first asked for."""
+
+    problem: JointProblem
+    token_split: bool
+    solved: dict[tuple[int, int], HeuSolution] = field(default_factory=dict)
+
+    def policy(self, stage: int, layers: int, break_ties: bool = False) -> HeuSolution:
+        """The best policy of ``stage`` with ``layers`` layers, or why there is none."""
+        if (stage, layers) not in self.solved or break_ties:
+            problem = self.problem
+            extra = problem.extra_static[stage] if problem.extra_static else 0
+            instance = problem.costs.instance(
+                num_layers=layers,
+                num_batches=min(problem.num_stages - stage, problem.num_batches),
+                static_bytes=problem.layer_static * layers + extra,
+                budget_bytes=problem.budgets[stage],
+                forward_windows=stage < problem.num_stages - 1,
+            )
+            self.solved[stage, layers] = solve_heu(
+                instance, token_split=self.token_split, break_ties=break_ties
+            )
+        return self.solved[stage, layers]
+
+    def time(self, stage: int, layers: int) -> float | None:
+        """Time of ``stage`` for one micro-batch; None when ``layers`` layers do not fit."""
+        found = self.policy(stage, layers)
+        if not found.status.has_solution:
+            return None
+        costs, extra = self.problem.costs, self.problem.extra_time
+        each = costs.forward_s + costs.backward_s + found.critical_time
+        return layers * each + (extra[stage] if extra else 0)
+
+    def explain(self) -> str:
+        """The smallest reason why no split fits: one stage, else all of them together."""
+        most = []
+        for stage in range(self.problem.num_stages):
+            time_of = functools.partial(self.time, stage)
+            most.append(_capacity(time_of, math.inf, 1, self.problem.num_layers))
+            alone = self.policy(stage, 1).conflict
+            if most[-1] == 0 and alone is not None:
+                return f"stage {stage} with a single layer: {alone.message}"
+        return (
+            f"num_layers: {self.problem.num_layers} layers, but the stages' memory holds "
+            f"{' + '.join(map(str, most))} = {sum(most)}; raise the budgets or add stages"
+        )
 
 
 def cooldown_seconds(

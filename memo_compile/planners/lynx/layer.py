@@ -5,13 +5,17 @@ evaluation: thirteen operators in execution order, two all-reduces among them. S
 those of one GPU; each all-reduce opens a window in forward and one in backward.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from memo_compile.errors import InputError
 from memo_compile.hardware import HardwareProfile
 from memo_compile.models import ModelShape
 from memo_compile.planners.layer_costs import ELEMENT_BYTES, Efficiency
-from memo_compile.planners.lynx.instance import HeuInstance, Operators
+from memo_compile.planners.lynx import fields
+from memo_compile.planners.lynx.fields import Number
+from memo_compile.planners.lynx.instance import NUM_WINDOWS, HeuInstance, Operators
 
 LINK_EFFICIENCY = 0.6
 """Share of a link that a ring all-reduce of tens of megabytes reaches."""
@@ -24,37 +28,53 @@ BACKWARD_FACTOR = 2.0
 class LayerCosts:
     """One layer's operators with the lengths of its windows."""
 
-    names: tuple[str, ...]
     ops: Operators
     need: tuple[bool, ...]
-    window_s: float
-    """Length of one all-reduce of the layer's output."""
+    """Outputs that the layer's backward reads."""
+    windows: tuple[Number, ...]
+    """Lengths of the windows 1..4."""
+    backward_s: Number
+    """Time of the layer's backward without recomputation, communication included."""
+    names: tuple[str, ...] = ()
 
     @property
-    def forward_s(self) -> float:
-        """Seconds of the layer's forward, communication included."""
-        return float(sum(self.ops.times))
+    def forward_s(self) -> Number:
+        """Time of the layer's forward, communication included."""
+        return sum(self.ops.times)
 
-    @property
-    def backward_s(self) -> float:
-        """Seconds of its backward without recomputation; communication takes what it took."""
-        compute = sum(t for i, t in enumerate(self.ops.times) if i not in self.ops.comm)
-        return BACKWARD_FACTOR * compute + len(self.ops.comm) * self.window_s
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "LayerCosts":
+        """The layer that ``data`` describes: a HEU instance without stage, with backward_time.
+
+        Without ``backward_time`` the backward takes twice the compute and the communication again.
+
+        Raises:
+            InputError: a field is missing or cannot be used; it is named.
+        """
+        stage = {"nl": 1, "nb": 1, "budget": 0}
+        layer = {k: v for k, v in data.items() if k != "backward_time"}
+        instance = HeuInstance.from_json({**layer, **stage})
+        return LayerCosts(
+            ops=instance.ops,
+            need=instance.need,
+            windows=instance.windows,
+            backward_s=fields.number(data, "backward_time", _backward(instance.ops)),
+        )
 
     def instance(
         self,
         *,
         num_layers: int,
         num_batches: int,
-        static_bytes: float,
-        budget_bytes: float,
+        static_bytes: Number,
+        budget_bytes: Number,
         forward_windows: bool = True,
     ) -> HeuInstance:
         """The per-layer problem of a stage with ``num_layers`` such layers."""
         return HeuInstance(
             ops=self.ops,
             need=self.need,
-            windows=(self.window_s,) * 4,
+            windows=self.windows,
             num_layers=num_layers,
             num_batches=num_batches,
             static=static_bytes,
@@ -126,5 +146,12 @@ def describe_layer(
         names=tuple(row[0] for row in rows),
         ops=ops,
         need=tuple(row[5] for row in rows),
-        window_s=window_s,
+        windows=(window_s,) * NUM_WINDOWS,
+        backward_s=_backward(ops),
     )
+
+
+def _backward(ops: Operators) -> Number:
+    """Backward of a layer whose compute takes twice as long and which communicates as often."""
+    compute = sum(time for i, time in enumerate(ops.times) if i not in ops.comm)
+    return BACKWARD_FACTOR * compute + sum(ops.times[i] for i in ops.comm)
