@@ -1,10 +1,10 @@
 """``memo explain SCRIPT.py [ARGS...]``: run a script as Python would, then print memo's report."""
 
+import atexit
 import json
 import os
 import runpy
 import sys
-import threading
 import traceback
 from pathlib import Path
 from typing import Annotated
@@ -44,25 +44,33 @@ def explain(
     """
     if not script.is_file():
         raise InputError(f"{script}: no such file; expected a Python script")
-    if not as_json:
-        code = run_script(script, context.args)
-        sys.stdout.flush()
-        print(_report_text())
-        raise typer.Exit(code=code)
-    stdout = _stdout_to_stderr()
-    code = run_script(script, context.args)
+    # Registered before the script runs, so it comes last: after Python has waited for the script's
+    # threads (joining them here would wait for idle workers of thread pools, for ever) and after
+    # the script's own exit handlers.
+    atexit.register(_print_report, os.getpid(), _stdout_to_stderr() if as_json else None)
+    raise typer.Exit(code=run_script(script, context.args))
+
+
+def _print_report(process: int, json_descriptor: int | None) -> None:
+    """Print the report in ``process`` itself, and not in children that it forked."""
+    if os.getpid() != process:
+        return
     sys.stdout.flush()
-    with os.fdopen(stdout, "w") as stream:
-        json.dump(_report_dict(), stream, indent=2)
+    import memo_compile
+
+    report = memo_compile.report()
+    if json_descriptor is None:
+        print(report, flush=True)
+        return
+    with os.fdopen(json_descriptor, "w") as stream:
+        json.dump(report.as_dict(), stream, indent=2)
         stream.write("\n")
-    raise typer.Exit(code=code)
 
 
 def run_script(script: Path, arguments: list[str]) -> int:
     """Run ``script`` as ``__main__`` and return the exit code that Python would leave with.
 
-    ``sys.argv`` and ``sys.path`` stay as the script saw them, for its exit handlers. Threads that
-    it left running are waited for, as Python does at its end.
+    ``sys.argv`` and ``sys.path`` stay as the script saw them, for its exit handlers.
     """
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
@@ -78,9 +86,6 @@ def run_script(script: Path, arguments: list[str]) -> int:
         # Whatever a script raises is its own affair: Python would print it and leave with 1.
         _print_traceback(script)
         code = 1
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
     return code
 
 
@@ -106,18 +111,6 @@ def _print_traceback(script: Path) -> None:
         traceback.print_exception(kind, error, None)
     else:
         traceback.print_exception(kind, error, first or trace)
-
-
-def _report_text() -> str:
-    import memo_compile
-
-    return str(memo_compile.report())
-
-
-def _report_dict() -> dict[str, object]:
-    import memo_compile
-
-    return memo_compile.report().as_dict()
 
 
 def _stdout_to_stderr() -> int:

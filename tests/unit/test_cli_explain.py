@@ -20,6 +20,7 @@ def explain(tmp_path):
             capture_output=True,
             text=True,
             check=False,
+            timeout=60,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
 
@@ -99,6 +100,28 @@ def test_threads_that_the_script_left_are_waited_for(explain):
     lines = explain(source).stdout.splitlines()
     assert lines[0] == "late"
     assert "memo is NOT active" in lines[1]
+
+
+def test_idle_workers_of_a_thread_pool_do_not_hold_the_end_up(explain):
+    source = """
+    from concurrent.futures import ThreadPoolExecutor
+    pool = ThreadPoolExecutor(2)
+    print(pool.submit(lambda: "done").result())
+    """
+    assert "memo is NOT active" in explain(source).stdout
+
+
+def test_the_scripts_exit_handlers_and_forks_come_before_the_one_report(explain):
+    source = """
+    import atexit, os, sys
+    atexit.register(print, "handler", flush=True)
+    if os.fork() == 0:
+        sys.exit(0)
+    os.wait()
+    """
+    out = explain(source).stdout
+    assert out.index("handler") < out.index("memo is NOT active")
+    assert out.count("memo is NOT active") == 1
 
 
 def test_what_memo_did_in_the_script_is_reported(explain):
