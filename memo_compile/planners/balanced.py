@@ -101,7 +101,7 @@ def layer_frontier(
 def find_frontier(choices: Sequence[Choice]) -> tuple[FrontierPoint, ...]:
     """All points that are not beaten, ascending in bytes, strictly descending in seconds.
 
-    Of sets with equal bytes and seconds the one that recomputes the earliest tensors is given.
+    Of sets with equal bytes and seconds one is given, the same in each run.
 
     Raises:
         InputError: a tensor reads a later one, or has a negative size or time.

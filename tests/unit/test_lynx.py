@@ -176,6 +176,14 @@ def test_opt_names_the_first_operator_that_cannot_be_reached():
     assert conflict.constraint.startswith(("operator_", "reach_operator_"))
 
 
+def test_a_single_operator():
+    data = {"C": [3], "M": [2], "deps": [[]], "comm": [0], "budget": 2}
+    solution = solve_opt(OptInstance.from_json(data))
+    assert (solution.status, solution.critical_time, solution.peak) == (SolveStatus.OPTIMAL, 3, 2)
+    layer = {**data, "need": [1], "ctime": [1] * 4, "nl": 1, "nb": 1}
+    assert solve_heu(HeuInstance.from_json(layer)).keep == (True,)
+
+
 def test_time_limit_is_no_answer():
     entry = KNOWN["opt"][0]["instance"]
     solution = solve_opt(OptInstance.from_json(entry), time_limit_s=0)

@@ -69,6 +69,8 @@ def solve_opt(
     """
     if trivial := _working_set_conflict(instance):
         return OptSolution(status=SolveStatus.INFEASIBLE, conflict=trivial)
+    if instance.ops.count == 1:
+        return _judged(instance, SolveStatus.OPTIMAL, [[0]], [[1.0]], [[0.0]])
     deadline_s = time.monotonic() + time_limit_s
     whole = _solve_one(instance, False, deadline_s)
     if not token_split or not instance.ops.comm:
@@ -224,8 +226,22 @@ def _read(program: _Program, instance: OptInstance, status: SolveStatus) -> OptS
         for row, begun in zip(program.critical, program.started, strict=True)
     ]
     _prune(instance, resident, critical, overlapped)
-    unlimited = replace(instance, budget=math.inf)
-    cost = replay_opt(unlimited, resident, critical, overlapped)
+    return _judged(replace(instance, budget=math.inf), status, resident, critical, overlapped)
+
+
+def _judged(
+    instance: OptInstance,
+    status: SolveStatus,
+    resident: list[list[int]],
+    critical: list[list[float]],
+    overlapped: list[list[float]],
+) -> OptSolution:
+    """The schedule with the cost that its replay counts.
+
+    Raises:
+        InvalidPlan: the replay refuses it.
+    """
+    cost = replay_opt(instance, resident, critical, overlapped)
     return OptSolution(
         status=status,
         resident=tuple(map(tuple, resident)),

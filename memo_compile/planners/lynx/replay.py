@@ -86,23 +86,15 @@ def _stage_peak(
     """Largest memory while the stage fills with micro-batches and rebuilds its last layer.
 
     Before the first backward every layer of that micro-batch has what phases 1 and 2 rebuilt;
-    the backward of one layer then adds what phases 3, 4 and 5 rebuild for it.
+    the backward of one layer then adds what phases 3, 4 and 5 rebuild for it, and only then
+    anything is freed.
     """
     sizes = instance.ops.sizes
-    kept = [m for m, k in zip(sizes, keep, strict=True) if k]
-    live = peak = instance.static
-    for _ in range(instance.num_batches * instance.num_layers):
-        live += sum(kept)
-        peak = max(peak, live)
+    layer = sum(m for m, k in zip(sizes, keep, strict=True) if k)
+    filled = instance.static + instance.num_batches * instance.num_layers * layer
     early = [_amount(sizes[part.op], part) for phase in windows[:2] for part in phase]
-    for _ in range(instance.num_layers):
-        live += sum(early)
-        peak = max(peak, live)
-    for phase in windows[2:]:
-        for part in phase:
-            live += _amount(sizes[part.op], part)
-            peak = max(peak, live)
-    return peak
+    late = [_amount(sizes[part.op], part) for phase in windows[2:] for part in phase]
+    return filled + instance.num_layers * sum(early) + sum(late)
 
 
 def _amount(whole: Number, part: Part) -> Number:
