@@ -115,6 +115,22 @@ def test_token_split_fits_a_window_that_no_operator_fits():
     assert mixing.critical_time == 4
 
 
+def test_token_split_cuts_into_whole_slices():
+    base = {**CHAIN, "ctime": [0, 0, 2.1, 0.7], "M": [6, 2, 1], "budget": 36, "tokens": 512}
+    solution = solve_heu(HeuInstance.from_json(base), token_split=True)
+    fractions = [part.fraction for window in solution.windows for part in window]
+    assert all((4 * fraction) % 1 == 0 for fraction in fractions)
+    # Windows of 2.1 and 0.7 take two slices of 1 and none: half of operator 0 is left.
+    assert solution.critical_time == pytest.approx(2)
+    free = solve_heu(HeuInstance.from_json({**base, "tokens": 128 * 40}), token_split=True)
+    assert free.critical_time == pytest.approx(4 - 2.1 - 0.7)
+    entry = {**KNOWN["opt"][0]["instance"], "tokens": 512}
+    schedule = solve_opt(OptInstance.from_json(entry), token_split=True)
+    assert 18 <= schedule.critical_time <= 21
+    cuts = [x for row in (*schedule.critical, *schedule.overlapped) for x in row]
+    assert all((4 * x) % 1 == 0 for x in cuts)
+
+
 def test_sizes_in_bytes_and_times_in_seconds():
     entry = KNOWN["heu"][4]["instance"]
     scaled = {
@@ -204,6 +220,7 @@ def test_time_limit_is_no_answer():
         ({"need": [1, 2, 1]}, r"need\[1\]: expected 0 or 1, got 2"),
         ({"comm": [3]}, r"comm: expected an operator in 0\.\.2, got 3"),
         ({"ctime": [1, 2, 3]}, r"ctime: expected 4 entries, got 3"),
+        ({"tokens": 200}, r"tokens: expected a multiple of 128, got 200"),
         ({"nl": 0}, r"nl: expected a whole number >= 1, got 0"),
         ({"nb": 1.5}, r"nb: expected a whole number >= 1, got 1.5"),
         ({"budget": float("nan")}, r"budget: expected a finite number >= 0"),

@@ -18,6 +18,7 @@ from memo_compile.planners import solver
 from memo_compile.planners.lynx.fields import Number
 from memo_compile.planners.lynx.instance import NUM_PHASES, NUM_WINDOWS, HeuInstance
 from memo_compile.planners.lynx.linear import (
+    add_share,
     better_plan,
     exact_model,
     exceeds,
@@ -152,10 +153,15 @@ def _recompute_variables(
     for phase in range(NUM_PHASES):
         row: list[Any] = []
         for i in range(ops.count):
-            kind = "C" if token_split and i not in ops.whole else "B"
             barred = phase < NUM_WINDOWS and (i in ops.comm or limits[phase] == 0 < ops.times[i])
             barred = barred or (phase < 2 and not instance.forward_windows)
-            row.append(0 if barred else model.add_var(f"R_{phase + 1}_{i}", ub=1.0, var_type=kind))
+            name = f"R_{phase + 1}_{i}"
+            if barred:
+                row.append(0)
+            elif token_split and i not in ops.whole:
+                row.append(add_share(model, name, ops.num_slices))
+            else:
+                row.append(model.add_var(name, var_type="B"))
         rows.append(tuple(row))
     return tuple(rows)
 
@@ -224,7 +230,8 @@ def _minimise(
 def _read(program: _Program, instance: HeuInstance, status: SolveStatus) -> HeuSolution:
     """The solution that the solved variables hold, with exact times and peak, not yet judged."""
     keep = tuple(bool(solver.integer_value(s)) for s in program.keep)
-    values = [[fraction_value(r) for r in row] for row in program.recompute]
+    slices = instance.ops.num_slices
+    values = [[fraction_value(r, slices) for r in row] for row in program.recompute]
     windows = tuple(
         tuple(Part(op=i, fraction=x) for i, x in enumerate(row) if x > 0) for row in values
     )

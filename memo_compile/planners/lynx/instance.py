@@ -12,13 +12,16 @@ from memo_compile.errors import InputError
 from memo_compile.planners.lynx import fields
 from memo_compile.planners.lynx.fields import Number
 
+SLICE_TOKENS = 128
+"""Row splits are multiples of this: matrix kernels work on tiles of it."""
+
 NUM_PHASES = 5
 """HEU's recompute phases: two forward and two backward communications, then on demand."""
 
 NUM_WINDOWS = 4
 """Phases 1..4 hide recomputation behind a communication."""
 
-_COMMON = frozenset({"C", "M", "deps", "comm", "static", "budget", "whole", "name"})
+_COMMON = frozenset({"C", "M", "deps", "comm", "static", "budget", "whole", "tokens", "name"})
 _HEU_FIELDS = _COMMON | {"need", "ctime", "nl", "nb", "fwd_phases"}
 _OPT_FIELDS = _COMMON | {"keep"}
 
@@ -37,6 +40,8 @@ class Operators:
     """Operators that communicate: they open windows and can never be recomputed inside one."""
     whole: frozenset[int]
     """Operators that mix tokens: a token split must not cut them (attention over a sequence)."""
+    num_slices: int = 0
+    """A token split cuts into multiples of 1/num_slices; 0 = anywhere."""
 
     @property
     def count(self) -> int:
@@ -174,7 +179,18 @@ def _operators(data: Mapping[str, Any]) -> Operators:
         deps=fields.dependencies(data, count),
         comm=frozenset(fields.indices(data, "comm", count)),
         whole=frozenset(fields.indices(data, "whole", count, default=())),
+        num_slices=_slices(data),
     )
+
+
+def _slices(data: Mapping[str, Any]) -> int:
+    """Row slices of ``tokens``; 0 where the instance does not say how many tokens there are."""
+    if "tokens" not in data:
+        return 0
+    tokens = fields.whole(data, "tokens", minimum=SLICE_TOKENS)
+    if tokens % SLICE_TOKENS:
+        raise InputError(f"tokens: expected a multiple of {SLICE_TOKENS}, got {tokens}")
+    return tokens // SLICE_TOKENS
 
 
 def _zero_one(data: Mapping[str, Any], name: str, length: int) -> tuple[bool, ...]:

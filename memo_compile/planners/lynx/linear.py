@@ -71,11 +71,22 @@ def better_plan(whole: PlanT, split: PlanT) -> PlanT:
     return whole
 
 
-def fraction_value(variable: Any) -> float:
-    """The solved variable in [0, 1], snapped to 0 and 1; a fixed int stays."""
+def add_share(model: Any, name: str, num_slices: int) -> Any:
+    """A variable in [0, 1], with ``num_slices`` > 0 a multiple of 1 / num_slices."""
+    share = model.add_var(name, ub=1.0)
+    if num_slices:
+        slices = model.add_var(f"{name}_slices", ub=float(num_slices), var_type="I")
+        model.add_constr(num_slices * share == slices, f"{name}_sliced")
+    return share
+
+
+def fraction_value(variable: Any, num_slices: int = 0) -> float:
+    """The solved variable in [0, 1], snapped to 0, 1 and whole slices; a fixed int stays."""
     if isinstance(variable, int):
         return float(variable)
     value = float(variable.x)
+    if num_slices:
+        return round(value * num_slices) / num_slices
     if value < FRACTION_TOLERANCE:
         return 0.0
     return 1.0 if value > 1 - FRACTION_TOLERANCE else value

@@ -12,6 +12,7 @@ first part of its tokens, Xc_ti, before operator t and the rest, Ro_ti, behind i
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from memo_compile.planners import solver
 from memo_compile.planners.lynx.fields import Number
 from memo_compile.planners.lynx.instance import OptInstance
 from memo_compile.planners.lynx.linear import (
+    add_share,
     better_plan,
     exact_model,
     exceeds,
@@ -103,17 +105,17 @@ def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _
     model = exact_model("lynx-opt")
     ops, num_ops = instance.ops, instance.ops.count
     unit = float(max(budget or 0, *ops.sizes, instance.static)) or 1.0
-    binary, continuous = _Matrix(model, num_ops, "B"), _Matrix(model, num_ops, "C")
+    matrix = _Matrix(model, num_ops, ops.num_slices)
     before = {(t, i) for t in range(num_ops) for i in range(t)}
     can_hide = {(t, i) for t, i in before if t in ops.comm and i not in ops.comm}
     splittable = {(t, i) for t, i in can_hide if i not in ops.whole} if token_split else set()
-    hidden = binary.make("Z" if token_split else "Ro", can_hide)
+    hidden = matrix.binary("Z" if token_split else "Ro", can_hide)
     program = _Program(
         model=model,
-        resident=(*binary.make("S", before), tuple(int(kept) for kept in instance.keep)),
-        critical=_with_diagonal(binary.make("Rc", before)),
-        started=continuous.make("Xc", splittable),
-        overlapped=_where(splittable, continuous.make("Ro", splittable), hidden),
+        resident=(*matrix.binary("S", before), tuple(int(kept) for kept in instance.keep)),
+        critical=_with_diagonal(matrix.binary("Rc", before)),
+        started=matrix.shares("Xc", splittable),
+        overlapped=_where(splittable, matrix.shares("Ro", splittable), hidden),
         hidden=hidden,
         bound=model.add_var("peak") if budget is None else budget / unit,
         memory_unit=unit,
@@ -134,17 +136,21 @@ class _Matrix:
 
     model: Any
     size: int
-    kind: str
+    num_slices: int
 
-    def make(self, name: str, cells: set[tuple[int, int]]) -> tuple[tuple[Cell, ...], ...]:
-        """The matrix ``name`` with a variable in each of ``cells``."""
+    def binary(self, name: str, cells: set[tuple[int, int]]) -> tuple[tuple[Cell, ...], ...]:
+        """The matrix ``name`` with a 0/1 variable in each of ``cells``."""
+        return self._fill(cells, lambda at: self.model.add_var(f"{name}_{at}", var_type="B"))
 
-        def cell(t: int, i: int) -> Cell:
-            if (t, i) not in cells:
-                return 0
-            return self.model.add_var(f"{name}_{t}_{i}", ub=1.0, var_type=self.kind)
+    def shares(self, name: str, cells: set[tuple[int, int]]) -> tuple[tuple[Cell, ...], ...]:
+        """The matrix ``name`` with a share of the tokens in each of ``cells``."""
+        return self._fill(cells, lambda at: add_share(self.model, f"{name}_{at}", self.num_slices))
 
-        return tuple(tuple(cell(t, i) for i in range(self.size)) for t in range(self.size))
+    def _fill(
+        self, cells: set[tuple[int, int]], make: Callable[[str], Cell]
+    ) -> tuple[tuple[Cell, ...], ...]:
+        size = range(self.size)
+        return tuple(tuple(make(f"{t}_{i}") if (t, i) in cells else 0 for i in size) for t in size)
 
 
 def _with_diagonal(rows: tuple[tuple[Cell, ...], ...]) -> tuple[tuple[Cell, ...], ...]:
@@ -220,9 +226,10 @@ def _read(program: _Program, instance: OptInstance, status: SolveStatus) -> OptS
     """The schedule that the solved variables hold, pruned, with the cost that its replay counts."""
     num_ops = instance.ops.count
     resident = [[round(fraction_value(x)) for x in row] for row in program.resident[:num_ops]]
-    overlapped = [[fraction_value(x) for x in row] for row in program.overlapped]
+    slices = instance.ops.num_slices
+    overlapped = [[fraction_value(x, slices) for x in row] for row in program.overlapped]
     critical = [
-        [fraction_value(x) or fraction_value(y) for x, y in zip(row, begun, strict=True)]
+        [fraction_value(x) or fraction_value(y, slices) for x, y in zip(row, begun, strict=True)]
         for row, begun in zip(program.critical, program.started, strict=True)
     ]
     _prune(instance, resident, critical, overlapped)
