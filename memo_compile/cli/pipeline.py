@@ -2,6 +2,7 @@
 
 import json
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -137,6 +138,12 @@ def offload_fraction(
     checkpoint: Annotated[Policy, typer.Option(help="What a layer keeps.")],
     budget: Annotated[str, typer.Option(help="Device memory of a step, e.g. 65000MiB or 80%.")],
     hardware: Hardware = "h800",
+    trace: Annotated[
+        Path | None, typer.Option(help="Replay a step and write a trace for Perfetto.")
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Micro-batches of the traced step; default 3 x pp.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """The smallest share of every chunk that must be offloaded so that rank 0 fits the budget."""
@@ -158,6 +165,20 @@ def offload_fraction(
         checkpoint=Checkpoint(checkpoint.value),
     )
     plan = plan_offload(shape, seq=seq, config=config, budget_bytes=budget_bytes)
+    if trace is not None:
+        from memo_compile.planners.pipeline.trace import chrome_trace, replay_plan
+        from memo_compile.planners.search.cost import CostModel
+
+        replay = replay_plan(
+            shape,
+            config,
+            plan,
+            seq=seq,
+            num_batches=3 * pp if micro_batches is None else micro_batches,
+            hardware=find_hardware(hardware),
+            model=CostModel(),
+        )
+        _write(trace, json.dumps(chrome_trace(replay, shape, config, seq)))
     if as_json:
         body = {
             "alpha": plan.alpha,
@@ -179,6 +200,13 @@ def offload_fraction(
         print(format_table(("quantity", "value"), rows))
     if not plan.fits:
         raise typer.Exit(1)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"trace: cannot write {path}: {error.strerror or error}") from error
 
 
 def _short(value: float | bool | None) -> str:

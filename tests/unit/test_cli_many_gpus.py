@@ -259,3 +259,19 @@ def test_stages_with_policies_that_cannot_be(capsys, tmp_path, change, code, mes
     left, _, err = run(capsys, "stages", write(tmp_path, {**JOINT, **change}))
     assert left == code
     assert message in err
+
+
+def test_trace_of_the_replayed_step(capsys, tmp_path):
+    path = tmp_path / "step.json"
+    code, body, _ = run(capsys, *OFFLOAD, "--json", "--trace", path, "--micro-batches", 16)
+    assert code == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert {e["pid"] for e in spans} == set(range(16))
+    forwards = [e for e in spans if e["pid"] == 0 and e["name"] == "forward"]
+    assert len(forwards) == 16 * 6
+    assert {e["name"] for e in spans} == {"forward", "backward", "offload", "reload"}
+    held = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 0]
+    assert max(held) <= body["peak_bytes"] + 1
+    code, _, err = run(capsys, *OFFLOAD, "--trace", path, "--micro-batches", 17)
+    assert (code, "needs a multiple of the 16 ranks" in err) == (2, True)

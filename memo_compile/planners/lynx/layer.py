@@ -15,7 +15,12 @@ from memo_compile.models import ModelShape
 from memo_compile.planners.layer_costs import ELEMENT_BYTES, Efficiency
 from memo_compile.planners.lynx import fields
 from memo_compile.planners.lynx.fields import Number
-from memo_compile.planners.lynx.instance import NUM_WINDOWS, HeuInstance, Operators
+from memo_compile.planners.lynx.instance import (
+    NUM_WINDOWS,
+    SLICE_TOKENS,
+    HeuInstance,
+    Operators,
+)
 
 LINK_EFFICIENCY = 0.6
 """Share of a link that a ring all-reduce of tens of megabytes reaches."""
@@ -141,6 +146,7 @@ def describe_layer(
         deps=tuple(row[4] for row in rows),
         comm=comm,
         whole=frozenset({2}),
+        num_slices=0 if tokens % SLICE_TOKENS else tokens // SLICE_TOKENS,
     )
     return LayerCosts(
         names=tuple(row[0] for row in rows),

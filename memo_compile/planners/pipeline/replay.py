@@ -7,7 +7,6 @@ starts when backward k starts, the first one when warm-up has ended; two buffers
 whole step take turns. Memory is counted in chunks: 1 = what one forward keeps.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memo_compile.errors import InputError
@@ -49,6 +48,8 @@ class RankReplay:
     """What one rank did in the step."""
 
     spans: tuple[Span, ...]
+    memory: tuple[tuple[float, float], ...]
+    """(seconds, chunks held from then on), in the order of events."""
     peak_chunks: float
     waited_s: float
     """Time that the compute lane waited for copies, not for other ranks."""
@@ -101,7 +102,7 @@ class _Rank:
     reload_free_s: float = 0.0
     waited_s: float = 0.0
     live: float = 0.0
-    peak: float = 0.0
+    memory: list[tuple[float, float]] = field(default_factory=list)
     joining: Work | None = None
     """The chunk whose copy has not been joined yet."""
     copied_s: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -117,7 +118,7 @@ class _Rank:
         backwards = [work for work in self.order if work.direction is Direction.BACKWARD]
         self.reloads = [work for work in backwards if self._moves(work)]
         if self.reloads:
-            self._allocate(NUM_RELOAD_BUFFERS * self.alpha)
+            self._hold(NUM_RELOAD_BUFFERS * self.alpha, 0.0)
 
     @property
     def pending(self) -> bool:
@@ -135,7 +136,12 @@ class _Rank:
         return self.position > before
 
     def result(self) -> RankReplay:
-        return RankReplay(spans=tuple(self.spans), peak_chunks=self.peak, waited_s=self.waited_s)
+        return RankReplay(
+            spans=tuple(self.spans),
+            memory=tuple(self.memory),
+            peak_chunks=max(live for _, live in self.memory),
+            waited_s=self.waited_s,
+        )
 
     def _moves(self, work: Work) -> bool:
         return self.alpha > 0 and is_offloaded(self.shape, self.rank, work.chunk)
@@ -163,7 +169,7 @@ class _Rank:
 
     def _forward(self, work: Work, start_s: float) -> float:
         end_s = start_s + self.times.forward_s
-        self._allocate(1.0)
+        self._hold(1.0, start_s)
         self._span("compute", work, start_s, end_s)
         self.compute_free_s = end_s
         if self._moves(work):
@@ -181,7 +187,7 @@ class _Rank:
         done_s = self.copied_s[self.joining.chunk, self.joining.micro_batch]
         self.waited_s += max(0.0, done_s - now_s)
         self.compute_free_s = max(now_s, done_s)
-        self.live -= self.alpha
+        self._hold(-self.alpha, self.compute_free_s)
         self.joining = None
 
     def _backward(self, work: Work, start_s: float) -> float:
@@ -199,7 +205,7 @@ class _Rank:
         end_s = start_s + self.times.backward_s
         self._span("compute", work, start_s, end_s)
         self.compute_free_s = end_s
-        self.live -= 1 - self.alpha if moves else 1.0
+        self._hold(self.alpha - 1 if moves else -1.0, end_s)
         return end_s
 
     def _start_reload(self, now_s: float) -> None:
@@ -216,14 +222,10 @@ class _Rank:
         self.reloaded_s[work.chunk, work.micro_batch] = self.reload_free_s
         self._span("h2d", work, start_s, self.reload_free_s)
 
-    def _allocate(self, chunks: float) -> None:
+    def _hold(self, chunks: float, now_s: float) -> None:
+        """Hold ``chunks`` more from ``now_s`` on; negative frees."""
         self.live += chunks
-        self.peak = max(self.peak, self.live)
+        self.memory.append((now_s, self.live))
 
     def _span(self, lane: str, work: Work, start_s: float, end_s: float) -> None:
         self.spans.append(Span(lane=lane, work=work, start_s=start_s, end_s=end_s))
-
-
-def peak_chunks(replays: Sequence[RankReplay]) -> float:
-    """The largest peak of the given ranks."""
-    return max(replay.peak_chunks for replay in replays)

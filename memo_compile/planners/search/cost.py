@@ -173,6 +173,47 @@ def _smallest_alpha(pp: Any, in_flight: Any, static: Any, chunk: Any, budget_byt
     return np.where(can_offload, np.clip(alpha, 0.0, 1.0), 0.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSeconds:
+    """One layer of one micro-batch on its tp * cp GPUs; arrays over configurations."""
+
+    forward: Any
+    backward: Any
+    repeated: Any
+    """What the checkpoint policy computes again in backward."""
+
+
+def layer_seconds(
+    work: Workload, columns: Columns, hardware: HardwareProfile, model: CostModel
+) -> LayerSeconds:
+    """Compute, tensor-parallel collectives, and the exposed part of the context-parallel ring."""
+    tp, cp = columns.tp, columns.cp
+    shard = tp * cp
+    flops_rate = hardware.peak_flops_per_s * model.gemm_efficiency * shard
+    moved_rate = hardware.hbm_bytes_per_s * model.hbm_efficiency * shard
+    link_rate = hardware.link_bytes_per_s * model.link_efficiency
+    network_rate = hardware.network_bytes_per_s * model.network_efficiency
+    attention = 2 * work.hidden * work.seq**2 / flops_rate
+    compute = 2 * work.layer_parameters * work.seq / flops_rate + attention
+    compute = compute + work.moved_bytes * work.seq / moved_rate
+    activation_bytes = ELEMENT_BYTES * work.seq * work.hidden / cp
+    tp_s = TP_COLLECTIVES * activation_bytes * (tp - 1) / tp / link_rate
+    ring_rate = np.where(shard <= hardware.devices_per_node, link_rate, network_rate)
+    ring = 2 * ELEMENT_BYTES * work.kv_hidden * work.seq * (cp - 1) / shard / ring_rate
+    forward = compute + tp_s + np.maximum(0, ring - attention)
+    again = work.balanced_bytes * work.seq / moved_rate
+    policy = columns.checkpoint
+    return LayerSeconds(
+        forward=forward,
+        backward=2 * compute + tp_s + np.maximum(0, 2 * ring - 2 * attention),
+        repeated=np.where(
+            policy == CHECKPOINTS.index(Checkpoint.FULL),
+            forward,
+            np.where(policy == CHECKPOINTS.index(Checkpoint.BALANCED), again, 0.0),
+        ),
+    )
+
+
 def _step_seconds(
     work: Workload,
     columns: Columns,
@@ -186,45 +227,28 @@ def _step_seconds(
     """The sum in the module's docstring; ``copied_bytes`` leave and return for each chunk."""
     tp, cp, pp, dp = columns.tp, columns.cp, columns.pp, columns.dp
     shard = tp * cp
-    flops_rate = hardware.peak_flops_per_s * model.gemm_efficiency * shard
-    moved_rate = hardware.hbm_bytes_per_s * model.hbm_efficiency * shard
     link_rate = hardware.link_bytes_per_s * model.link_efficiency
     network_rate = hardware.network_bytes_per_s * model.network_efficiency
-    node = hardware.devices_per_node
-    attention = 2 * work.hidden * work.seq**2 / flops_rate
-    compute = 2 * work.layer_parameters * work.seq / flops_rate + attention
-    compute = compute + work.moved_bytes * work.seq / moved_rate
-    activation_bytes = ELEMENT_BYTES * work.seq * work.hidden / cp
-    tp_s = TP_COLLECTIVES * activation_bytes * (tp - 1) / tp / link_rate
-    ring_rate = np.where(shard <= node, link_rate, network_rate)
-    ring = 2 * ELEMENT_BYTES * work.kv_hidden * work.seq * (cp - 1) / shard / ring_rate
-    forward = compute + tp_s + np.maximum(0, ring - attention)
-    backward = 2 * compute + tp_s + np.maximum(0, 2 * ring - 2 * attention)
-    again = work.balanced_bytes * work.seq / moved_rate
-    policy = columns.checkpoint
-    repeated = np.where(
-        policy == CHECKPOINTS.index(Checkpoint.FULL),
-        forward,
-        np.where(policy == CHECKPOINTS.index(Checkpoint.BALANCED), again, 0.0),
-    )
+    hbm_rate = hardware.hbm_bytes_per_s * model.hbm_efficiency
+    flops_rate = hardware.peak_flops_per_s * model.gemm_efficiency * shard
+    layer = layer_seconds(work, columns, hardware, model)
     layers = columns.layers_per_chunk
-    chunk_forward = layers * forward + model.chunk_overhead_s
-    chunk_backward = layers * (backward + repeated) + model.chunk_overhead_s
+    chunk_forward = layers * layer.forward + model.chunk_overhead_s
+    chunk_backward = layers * (layer.backward + layer.repeated) + model.chunk_overhead_s
     stage = chunks * (chunk_forward + chunk_backward)
     batches = work.global_batch / dp
     passes = batches * chunks
     head = 6 * work.embedding_parameters * work.seq / flops_rate
-    boundary = np.where(pp > 1, 2 * activation_bytes / tp / network_rate, 0.0)
+    boundary_bytes = 2 * ELEMENT_BYTES * work.seq * work.hidden / shard
+    boundary = np.where(pp > 1, boundary_bytes / network_rate, 0.0)
     copy = copied_bytes / (hardware.d2h_bytes_per_s * model.host_efficiency)
     steep = np.minimum(in_flight, passes)
     exposed = np.maximum(0, copy - chunk_forward) + np.maximum(0, copy - chunk_backward)
-    exposed = steep * exposed + (passes - steep) * np.maximum(
-        0, copy - chunk_forward - chunk_backward
-    )
+    steady = np.maximum(0, copy - chunk_forward - chunk_backward)
+    exposed = steep * exposed + (passes - steep) * steady
     replicas = dp * cp
-    gradient_rate = np.where(shard * dp <= node, link_rate, network_rate)
+    gradient_rate = np.where(shard * dp <= hardware.devices_per_node, link_rate, network_rate)
     gradients = GRADIENT_TRAFFIC_BYTES * stage_parameters * (replicas - 1) / replicas
     optimizer = OPTIMIZER_TRAFFIC_BYTES * stage_parameters / replicas
     step = batches * (stage + head) + (pp - 1) * stage / chunks + passes * boundary + exposed
-    hbm_rate = hardware.hbm_bytes_per_s * model.hbm_efficiency
     return step + gradients / gradient_rate + optimizer / hbm_rate
