@@ -2,8 +2,9 @@
 
 A layer is a table of forward and backward lines: ``out size = inputs``. Sizes are in units of one
 activation (tokens x hidden x 2 bytes). A buffer lives from the line that makes it to the last line
-that reads it; what a backward line reads of the forward is a saved activation. Weight gradients are
-never in the arena. Offloaded tensors have two lives, recomputed ones are made again in the backward.
+that reads it; what a backward line reads of the forward is a saved activation. Weight gradients
+are never in the arena. Offloaded tensors have two lives, recomputed ones are made again in the
+backward.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -236,14 +237,17 @@ class _Step:
             names[name] = back
 
     def _buffers(self) -> Iterable[Buffer]:
+        ends = {block.id: block.upper for block in self._blocks}
         for name, life in self._lives.items():
             upper = max(life.births + life.uses) + 1
+            block = self._block_of.get(name)
             yield Buffer(
                 id=name,
                 lower=life.births[0],
                 upper=upper,
                 size=life.size,
-                block=self._block_of.get(name),
+                # What a later region recomputes from lives on: no transient after all.
+                block=block if block and upper <= ends[block] else None,
             )
 
 

@@ -10,7 +10,7 @@ gaps) form a class of their own; a block with a transient at a fixed offset is d
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,10 @@ _CLASS_SECONDS = 0.5
 """Most seconds for level 1 of one class; a layer has tens of transients."""
 _CLASS_SHARE = 0.3
 """Part of the whole time that level 1 of all classes together may take."""
+_NOISY_TURNS = 8
+"""Rounds of the level-2 orders with noise; each order costs about what a greedy one does."""
+_NOISE = 0.3
+"""Standard deviation of the logarithmic noise on a body's height."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,17 +60,8 @@ def bilevel_offsets(
     ``deadline_s`` is on the clock of ``time.perf_counter``; the first order always completes.
     """
     bodies = _bodies(instance, deadline_s, level1)
-    load = instance.loads(instance.size)
-    orders = (
-        [(-int(load[b.first : b.last].max()), b.first - b.last, -b.height) for b in bodies],
-        [(b.first - b.last, -b.height, b.first) for b in bodies],
-        [(-b.height, b.first - b.last, b.first) for b in bodies],
-        [(-b.height * (b.last - b.first), b.first, 0) for b in bodies],
-        [(b.first, -b.height, b.last) for b in bodies],
-    )
     best: Ints | None = None
-    for keys in orders:
-        sequence = sorted(range(len(bodies)), key=lambda i: (keys[i], i))
+    for sequence in _sequences(instance, bodies):
         offsets = _place_bodies(instance, [bodies[i] for i in sequence])
         if best is None or instance.height(offsets) < instance.height(best):
             best = offsets
@@ -74,6 +69,25 @@ def bilevel_offsets(
             break
     assert best is not None
     return best
+
+
+def _sequences(instance: Instance, bodies: Sequence[_Body]) -> Iterator[Ints]:
+    """Orders of the bodies: five static ones, then the same with noise on their heights."""
+    load = instance.loads(instance.size)
+    length = np.array([b.last - b.first for b in bodies])
+    most = np.array([load[b.first : b.last].max() for b in bodies])
+    birth = np.array([b.first for b in bodies])
+    rng = np.random.default_rng(0)
+    for turn in range(1 + _NOISY_TURNS):
+        height = np.array([float(b.height) for b in bodies])
+        if turn:
+            height *= np.exp(rng.normal(0.0, _NOISE, len(bodies)))
+        # np.lexsort sorts by its last key first.
+        yield np.lexsort((-height, -length, -most))
+        yield np.lexsort((-height, -length))
+        yield np.lexsort((-length, -height))
+        yield np.lexsort((-height * length,))
+        yield np.lexsort((-height, birth))
 
 
 def _bodies(instance: Instance, deadline_s: float, level1: str) -> list[_Body]:

@@ -51,10 +51,12 @@ def compiled_search() -> Any:
 
 
 def is_cold() -> bool:
-    """True when numba is here but no compiled search where it keeps them: the first use compiles."""
-    return has_numba() and not any(
-        (Path(kernel.__file__).parent / "__pycache__").glob("kernel.search-*.nbi")
-    )
+    """True when numba is here but no fresh compiled search where numba keeps it."""
+    if not has_numba():
+        return False
+    source = Path(kernel.__file__)
+    found = (source.parent / "__pycache__").glob("kernel.search-*.nbi")
+    return not any(path.stat().st_mtime >= source.stat().st_mtime for path in found)
 
 
 def warm_up(tables: kernel.Tables, state: kernel.State) -> None:

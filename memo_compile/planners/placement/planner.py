@@ -12,7 +12,7 @@ from memo_compile.errors import ConfigError
 from memo_compile.planners.placement import kernel
 from memo_compile.planners.placement.bilevel import bilevel_offsets
 from memo_compile.planners.placement.bounds import lower_bound
-from memo_compile.planners.placement.compiled import is_cold
+from memo_compile.planners.placement.compiled import has_numba, is_cold
 from memo_compile.planners.placement.conflict import load_conflict, search_conflict
 from memo_compile.planners.placement.greedy import ORDERS, greedy_offsets
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, build_instance
@@ -124,6 +124,8 @@ def _solve(
     if many and instance.problem.capacity is None:
         enough += target // _GOOD_ENOUGH
     found = greedy_offsets(instance, enough, deadline_s, orders)
+    if many and instance.height(found) > enough:
+        found = greedy_offsets(instance, enough, deadline_s)
     answer = _Answer(offsets=found, bound=bound, solver="greedy")
     if levels is Levels.BILEVEL and instance.problem.blocks:
         answer = _bilevel(instance, answer, enough, deadline_s, solver)
@@ -131,6 +133,9 @@ def _solve(
             return answer
     if solver is Solver.GREEDY or instance.height(answer.offsets) <= enough:
         return answer
+    if levels is Levels.AUTO and solver is Solver.AUTO and not has_numba():
+        # The plain search may be too slow for a whole step; two levels are a second greedy.
+        answer = _bilevel(instance, answer, enough, deadline_s, solver)
     if solver is Solver.MIP:
         return _mip(instance, answer, deadline_s)
     small = instance.num_buffers <= _MIP_MOST_BUFFERS

@@ -23,8 +23,10 @@ from memo_compile.planners.placement.instance import (
     find_overlaps,
 )
 
-_NODES_PER_BUFFER = 8
-"""First node limit of a run. On the hard public instances most successes need 1 to 4."""
+_NODES_PER_BUFFER = 2
+_LEAST_NODES = 3000
+"""First node limit of a run: the larger of the two. On the hard public instances most successes
+need 1 to 4 nodes for each of their hundreds of buffers; in large steps a second descent is dear."""
 _LIMIT_GROWTH = 1.1
 """Growth of the node limit from round to round of all orders."""
 _NOISE = 0.1
@@ -134,7 +136,7 @@ class Searcher:
 
         ``deadline_s`` is on the clock of ``time.perf_counter``.
         """
-        limit = float(_NODES_PER_BUFFER * self._instance.num_buffers + 100)
+        limit = float(max(_NODES_PER_BUFFER * self._instance.num_buffers, _LEAST_NODES))
         switches = self._options.switches
         outcome, offsets = kernel.LIMIT, np.zeros(0, dtype=np.int64)
         for count, rank in enumerate(self.ranks(), start=1):
