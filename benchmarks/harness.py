@@ -122,10 +122,11 @@ def physical_peak(device: Any, held_bytes: int) -> Iterator[Peak]:
     """The physical peak of the block: ``held_bytes`` (tensors alive at entry) plus the growth.
 
     On CPU growth is that of anonymous resident memory over a baseline read after freed heap went
-    back to the kernel; on CUDA it is the caching allocator's. memo's arena keeps its pages between
-    steps, so its size belongs into ``held_bytes``.
+    back to the kernel; on CUDA it is the caching allocator's. memo's arena keeps pages between
+    steps: on CPU they are given back first, on CUDA its size belongs into ``held_bytes``.
     """
     import torch
+    from memo_runtime.arena import arena_of
 
     from memo_compile.measure import watch_memory
 
@@ -136,6 +137,7 @@ def physical_peak(device: Any, held_bytes: int) -> Iterator[Peak]:
         yield peak
         peak.growth_bytes = torch.cuda.max_memory_allocated(device) - before
     else:
+        arena_of(torch.device(device)).release_pages()
         with watch_memory() as watch:
             yield peak
         peak.growth_bytes = watch.growth_bytes
@@ -147,7 +149,7 @@ def held_bytes(
 ) -> int:
     """Bytes of parameters, buffers, gradients, optimizer state, ``inputs``, and memo's arena.
 
-    The arena counts when ``arena_device`` names the device it lies on.
+    The arena counts when ``arena_device`` names a CUDA device: see ``physical_peak``.
     """
     import torch
 
@@ -157,7 +159,7 @@ def held_bytes(
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     total = sum(storages.values())
-    if arena_device is not None:
+    if arena_device is not None and torch.device(arena_device).type == "cuda":
         from memo_runtime.arena import arena_of
 
         total += arena_of(torch.device(arena_device)).size_bytes

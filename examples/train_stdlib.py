@@ -179,17 +179,19 @@ def measured_forward_backward(arm: Arm, tokens: Tensor, targets: Tensor) -> Tens
     """As ``forward_backward``; notes the peak of the arm's memory from entry to exit.
 
     The peak is what the arm's tensors hold at entry plus the growth of the process (of the
-    device's allocator on CUDA). memo's arena stays between steps, so it is held at entry.
+    device's allocator on CUDA). memo's arena stays between steps: on CUDA it is held at entry, on
+    CPU its pages are given back first.
     """
     held = tensor_bytes(arm) + tokens.nbytes + targets.nbytes
-    if arm.name == "memo":
-        held += arena_of(tokens.device).size_bytes
+    arena = arena_of(tokens.device)
     if tokens.is_cuda:
+        held += arena.size_bytes if arm.name == "memo" else 0
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         loss = forward_backward(arm, tokens, targets)
         growth = torch.cuda.max_memory_allocated() - before
     else:
+        arena.release_pages()
         with watch_memory() as watch:
             loss = forward_backward(arm, tokens, targets)
         growth = watch.growth_bytes

@@ -57,9 +57,13 @@ class Plan:
     lower_bound_bytes: int
     """The largest sum of bytes alive in the arena at one time."""
     outside_bytes_by_kind: Mapping[str, int]
+    peak_bytes: int
+    """Upper bound of the device memory of the step, from forward entry to backward exit."""
     fixed: FixedBytes
     layer_classes: tuple[LayerClassInfo, ...]
     decisions: tuple[Decision, ...] = ()
+    resident_bytes: tuple[int, ...] = ()
+    """Per call the bytes of the arena, from its start, that stay in memory."""
     budget_bytes: int | None = None
     solver: str = "greedy"
     planning_s: float = 0.0
@@ -74,11 +78,6 @@ class Plan:
     def outside_bytes(self) -> int:
         """Memory that kernels allocate themselves, at its largest."""
         return sum(self.outside_bytes_by_kind.values())
-
-    @property
-    def peak_bytes(self) -> int:
-        """Upper bound of the device memory of the step, from forward entry to backward exit."""
-        return self.fixed.total + self.arena_bytes + self.outside_bytes
 
     def with_check(self, verdict: CheckVerdict) -> "Plan":
         """The same plan with the checker's verdict."""

@@ -8,7 +8,6 @@ to end gives the time axis on which :func:`arena_buffers` expands every buffer's
 No torch here: a Problem is saved as JSON, planned, checked and replayed on any machine.
 """
 
-import dataclasses
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -153,14 +152,14 @@ class FixedBytes:
     parameters: int = 0
     buffers: int = 0
     gradients: int = 0
+    """Of this backward, and those that exist already where gradients are accumulated."""
     optimizer_state: int = 0
     inputs: int = 0
+    """Graph inputs and incoming gradients."""
     outputs: int = 0
-
-    @property
-    def total(self) -> int:
-        """The sum of all kinds."""
-        return sum(getattr(self, f.name) for f in dataclasses.fields(self))
+    """Of the forward."""
+    new_gradients: int = 0
+    """The part of ``gradients`` that this backward makes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,14 +276,14 @@ def outside_peak(problem: Problem) -> dict[str, int]:
     """Kind -> bytes outside the arena at the line where their sum is largest."""
     alive: dict[str, int] = {}
     best: dict[str, int] = {}
-    for _, size_bytes, kind in sorted(_outside_events(problem)):
+    for _, size_bytes, kind in sorted(outside_events(problem)):
         alive[kind] = alive.get(kind, 0) + size_bytes
         if sum(alive.values()) > sum(best.values()):
             best = {key: value for key, value in alive.items() if value}
     return best
 
 
-def _outside_events(problem: Problem) -> Iterator[tuple[int, int, str]]:
+def outside_events(problem: Problem) -> Iterator[tuple[int, int, str]]:
     """(line, bytes born or minus bytes dead, kind) of all memory that kernels allocate."""
     starts = call_starts(problem)
     last_read = _last_reads(problem, starts)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memo_runtime.arena import FrameView, arena_of
+from memo_runtime.arena import FrameView, arena_of, gives_pages_back
 from memo_runtime.step import RunCall, RunHalf, StepPlan, run_backward, run_forward
 from torch import fx
 
@@ -79,6 +79,7 @@ def assemble(
         lowering_s=lowering_s,
         decisions=_decisions(forward, units, problem),
         budget_bytes=config.budget_bytes(None),
+        releases_pages=gives_pages_back(facts.device),
     )
     step = StepPlan(
         key=next(_keys),
@@ -110,6 +111,7 @@ def _problem(
         for slot in lowered[call.region].profile.outputs
         if slot.storage is Storage.EXTERNAL
     )
+    facts.read_backward(backward.program.graph.find_nodes(op="placeholder"))
     return Problem(
         regions={key: region.profile for key, region in lowered.items()},
         calls=tuple(calls),
@@ -226,18 +228,16 @@ def _bind(
     calls = []
     for index, call in enumerate(half.calls):
         region = lowered[call.region]
-        drop = {
-            value
-            for value in (*call.inputs, *call.outputs)
-            if last.get(value, -1) <= index and value not in kept
-        }
+        dead = {v for v in (*call.inputs, *call.outputs) if last.get(v, -1) <= index} - kept
         calls.append(
             RunCall(
                 run=region.run,
+                resident_bytes=plan.resident_bytes[first_call + index],
                 table=first_call + index,
                 inputs=tuple(slots[value] for value in call.inputs),
                 outputs=tuple(slots[value] for value in call.outputs),
-                drop=tuple(sorted(slots[value] for value in drop)),
+                drop=tuple(slots[value] for value in call.inputs if value in dead),
+                unread=tuple(slots[value] for value in call.outputs if value in dead),
                 copies=tuple(_unsafe_outputs(call, region, half, arena_values)),
                 dying=tuple(dying.get(first_call + index, ())),
             )

@@ -4,8 +4,8 @@ Views run as views. An operator with an ``out=`` overload writes straight into i
 any other computes in ordinary memory and is copied in, which is counted as memory outside.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -133,7 +133,7 @@ class _AtenRegion:
                 for one in buffers
             ),
             input_ends=tuple(self._input_end(node) for node in self.inputs),
-            outputs=tuple(self._slot(index, node) for index, node in enumerate(self.outputs)),
+            outputs=tuple(self._slots()),
             outside=tuple(self.outside),
         )
         views = tuple(_view_spec(one.node.meta["val"]) for one in buffers)
@@ -143,6 +143,15 @@ class _AtenRegion:
         if node in self.kept:
             return len(self.nodes)
         return self.last_use[node] + 1 if node in self.last_use else 0
+
+    def _slots(self) -> Iterator[OutputSlot]:
+        counted: set[fx.Node] = set()
+        for index, node in enumerate(self.outputs):
+            slot = self._slot(index, node)
+            root = storage_of(node) if isinstance(node, fx.Node) else None
+            yield slot if root not in counted else replace(slot, size_bytes=0)
+            if root is not None:
+                counted.add(root)
 
     def _slot(self, index: int, node: Any) -> OutputSlot:
         if not isinstance(node, fx.Node):

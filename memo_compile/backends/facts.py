@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memo_compile.analysis.units import is_tangent
 from memo_compile.problem import FixedBytes
 
 OPTIMIZER_TENSORS = 2
@@ -35,6 +36,13 @@ class GraphFacts:
                 else:
                     self._input_bytes += size
 
+    def read_backward(self, placeholders: Sequence[fx.Node]) -> None:
+        """Add the bytes of the incoming gradients; autograd makes zeros for unused outputs."""
+        for node in placeholders:
+            value = node.meta.get("val")
+            if is_tangent(node) and isinstance(value, torch.Tensor):
+                self._input_bytes += value.numel() * value.element_size()
+
     def fixed_bytes(self, outputs_bytes: int) -> FixedBytes:
         """Device memory of the step beside the arena.
 
@@ -50,6 +58,7 @@ class GraphFacts:
             buffers=max(0, self._static_bytes - parameters),
             gradients=gradients + existing,
             optimizer_state=OPTIMIZER_TENSORS * gradients,
+            new_gradients=gradients,
             inputs=self._input_bytes,
             outputs=outputs_bytes,
         )

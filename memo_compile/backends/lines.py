@@ -221,6 +221,7 @@ class LineScan:
     def _slots(self) -> Iterator[OutputSlot]:
         inputs = {name: position for position, name in enumerate(self._graph.graph_input_names)}
         names = self._graph.get_output_names()
+        counted: set[str] = set()
         for index, name in enumerate(names):
             root = self._groups.root(name)
             if root in self._arena:
@@ -229,6 +230,8 @@ class LineScan:
                 yield OutputSlot(storage=Storage.INPUT, index=inputs[root])
             elif root in self._births or root in self._outside:
                 size = self._size_bytes(self._graph.name_to_buffer[root])
+                size = 0 if root in counted else size
+                counted.add(root)
                 user = index in self._region.external_outputs
                 storage = Storage.EXTERNAL if user else Storage.OUTSIDE
                 yield OutputSlot(storage=storage, size_bytes=size)

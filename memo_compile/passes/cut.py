@@ -314,6 +314,7 @@ def _program(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
     for node in cutter.graph.nodes:
         if node.op == "placeholder":
             made[node.name] = graph.placeholder(node.name)
+            made[node.name].meta = dict(node.meta)
         elif node.op == "get_attr" and is_tensor(node):
             made[node.name] = graph.node_copy(node)
     for node in cutter.graph.nodes:

@@ -62,12 +62,24 @@ class _Replay:
         self.reads_left = self._count_reads()
         self.num_buffers = 0
         self.num_reads = 0
+        self.highest = 0
+        """The highest address that the call being replayed uses."""
+        self.made_bytes = 0
+        fixed = problem.fixed
+        self.constant_bytes = (
+            fixed.parameters
+            + fixed.buffers
+            + fixed.optimizer_state
+            + fixed.inputs
+            + max(0, fixed.gradients - fixed.new_gradients)
+        )
 
     def run(self) -> CheckVerdict:
         self._check_numbers()
         self.place_of.update(dict.fromkeys(self.problem.inputs))
-        for call in self.problem.calls:
+        for index, call in enumerate(self.problem.calls):
             self._replay(call, self.problem.regions[call.region])
+            self._check_memory(index, call, self.problem.regions[call.region])
             if len(self.problems) >= MAX_PROBLEMS:
                 break
         return CheckVerdict(
@@ -92,6 +104,8 @@ class _Replay:
         return reads
 
     def _replay(self, call: StepCall, region: RegionProfile) -> None:
+        ends = (one.offset + one.size_bytes for one in self.storages.values())
+        self.highest = max(ends, default=0)
         for value in call.inputs:
             self._check_readable(call, value)
             self.reads_left[value] -= 1
@@ -104,6 +118,25 @@ class _Replay:
             self._bind(call, region, position, value)
         for value in (*call.inputs, *call.outputs):
             self._free_if_unread(value)
+
+    def _check_memory(self, index: int, call: StepCall, region: RegionProfile) -> None:
+        """What is alive after the call lies in the pages that stay, and the sum is in the peak."""
+        external = (s.size_bytes for s in region.outputs if s.storage is Storage.EXTERNAL)
+        self.made_bytes += sum(external)
+        if len(self.plan.resident_bytes) != len(self.problem.calls):
+            if index == 0:
+                self._complain("resident_bytes: expected one number per call")
+            return
+        resident = self.plan.resident_bytes[index]
+        before = self.plan.resident_bytes[index - 1] if index else self.plan.arena_bytes
+        if resident > before:
+            self._complain(f"{call.name}: {resident} B of the arena in memory after {before} B")
+        if self.highest > resident:
+            self._complain(f"{call.name} uses the arena up to {self.highest}, {resident} B stay")
+        outside = max((b.size_bytes for b in region.outside), default=0)
+        need = self.constant_bytes + resident + self.made_bytes + outside
+        if need > self.plan.peak_bytes:
+            self._complain(f"{call.name} needs {need} B, the peak says {self.plan.peak_bytes}")
 
     def _events(
         self, call: StepCall, region: RegionProfile
@@ -159,6 +192,7 @@ class _Replay:
             self._complain(f"{owner} at {offset} is not aligned to {ALIGNMENT_BYTES} B")
         for other in self._overlapping(offset, size_bytes):
             self._complain(f"{owner} and {other} share bytes while both are alive")
+        self.highest = max(self.highest, offset + size_bytes)
         self.storages[owner] = _Storage(owner, offset, size_bytes)
         bisect.insort(self.live, (offset, owner))
 

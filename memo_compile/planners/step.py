@@ -4,6 +4,7 @@ import time
 
 from memo_compile.planners.check import require_valid
 from memo_compile.planners.placement import Block, Buffer, Placement, PlacementProblem, place
+from memo_compile.planners.residency import residency
 from memo_compile.plans import Decision, Plan
 from memo_compile.problem import (
     ALIGNMENT_BYTES,
@@ -24,6 +25,7 @@ def plan_step(
     lowering_s: float = 0.0,
     decisions: tuple[Decision, ...] = (),
     budget_bytes: int | None = None,
+    releases_pages: bool = False,
 ) -> Plan:
     """A checked plan of one step.
 
@@ -33,10 +35,14 @@ def plan_step(
     start = time.perf_counter()
     placed = place(placement_problem(problem), solver=solver, time_limit_s=time_limit_s)
     lower_bound = max(live_bytes(arena_buffers(problem)).values(), default=0)
+    arena_bytes = _height(problem, placed)
+    resident = residency(problem, placed.offsets, arena_bytes, releases_pages=releases_pages)
     plan = Plan(
         name=name,
         offsets=placed.offsets,
-        arena_bytes=_height(problem, placed),
+        arena_bytes=arena_bytes,
+        peak_bytes=resident.peak_bytes,
+        resident_bytes=resident.resident_bytes,
         lower_bound_bytes=lower_bound,
         outside_bytes_by_kind=outside_peak(problem),
         fixed=problem.fixed,

@@ -6,6 +6,10 @@ forwards before a backward) each hold one. A slab only grows while nothing is le
 views made of it stay valid, because they hang on its storage and not on its address.
 """
 
+import ctypes
+import functools
+import mmap
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +25,30 @@ class FrameView:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
+
+
+_MADV_DONTNEED = 4
+"""Linux: the pages' content is not needed; private pages read as zero afterwards."""
+
+
+def gives_pages_back(device: torch.device) -> bool:
+    """True where single pages of a slab can be returned to the system while the slab stays."""
+    return device.type == "cpu" and sys.platform == "linux"
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _advise_unneeded(address: int, num_bytes: int) -> None:
+    page = mmap.PAGESIZE
+    first = -(-address // page) * page
+    last = (address + num_bytes) // page * page
+    if last > first:
+        _libc().madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(_MADV_DONTNEED)
+        )
 
 
 FrameTable = Sequence[Sequence[FrameView]]
@@ -53,6 +81,16 @@ class Slab:
         """``num_bytes`` of the slab from ``offset_bytes`` as a uint8 tensor."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         return empty.set_(self._storage, offset_bytes, (num_bytes,), (1,))
+
+    def drop_tail(self, start: int, end: int, *, poison: bool) -> None:
+        """Give the pages in ``[start, end)`` back; their content is lost.
+
+        They come back, zeroed, at the next write. With ``poison`` they are overwritten instead.
+        """
+        if poison:
+            self.bytes(end - start, start).fill_(255)
+        elif gives_pages_back(self.device):
+            _advise_unneeded(self._storage.data_ptr() + start, end - start)
 
     def tables(self, key: int, table: FrameTable) -> list[list[torch.Tensor]]:
         """The ready-made views of plan ``key``, built once per slab."""
@@ -100,6 +138,13 @@ class DeviceArena:
         """Give ``slab`` back; it keeps its memory for the next frame."""
         with self._lock:
             slab.leased = False
+
+    def release_pages(self) -> None:
+        """Give the pages of every free slab back; they return at the next write."""
+        with self._lock:
+            for slab in self._slabs:
+                if not slab.leased:
+                    slab.drop_tail(0, slab.size_bytes, poison=False)
 
     def forget(self, key: int) -> None:
         """Drop all views of plan ``key``, and give free memory back that no plan needs."""

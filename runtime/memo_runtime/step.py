@@ -26,10 +26,14 @@ class RunCall:
     run: Callable[[list[Any]], Sequence[Any]]
     table: int
     """Index of the call in the frame's tables."""
+    resident_bytes: int
+    """Bytes of the frame, from its start, that this call and later ones use."""
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     drop: tuple[int, ...]
-    """Slots that nobody reads after this call."""
+    """Input slots that nobody reads after this call."""
+    unread: tuple[int, ...] = ()
+    """Output slots that nobody reads at all."""
     copies: tuple[int, ...] = ()
     """Positions among the outputs that would alias the arena although the user keeps them."""
     dying: tuple[tuple[int, int, int], ...] = ()
@@ -163,18 +167,26 @@ def _environment(half: RunHalf, args: list[Any]) -> list[Any]:
 
 def _run_calls(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> None:
     tables = lease.slab.tables(plan.key, plan.table)
+    resident = plan.arena_bytes
     try:
         for call in half.calls:
+            if call.resident_bytes < resident:
+                lease.slab.drop_tail(call.resident_bytes, resident, poison=plan.poison)
+                resident = call.resident_bytes
             current.views = tables[call.table]
             if plan.poison:
                 _prepare_poison(call, lease)
-            results = call.run([env[slot] for slot in call.inputs])
+            inputs = [env[slot] for slot in call.inputs]
+            for slot in call.drop:
+                env[slot] = None  # the region frees an input of ordinary memory at its last use
+            results = call.run(inputs)
             for slot, value in zip(call.outputs, results, strict=True):
                 env[slot] = value
+            del results
             for position in call.copies:
                 slot = call.outputs[position]
                 env[slot] = env[slot].clone()
-            for slot in call.drop:
+            for slot in call.unread:
                 env[slot] = None
     finally:
         current.views = ()

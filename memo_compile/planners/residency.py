@@ -1,0 +1,92 @@
+"""How much of the arena must be in memory during each call, and the peak of the whole step.
+
+Gradients leave the arena: while the backward runs they fill ordinary memory, and the saved
+activations whose place they take are dead. Where the device can give single pages back (CPU), the
+dead tail of the arena is given back just as fast as the gradients grow, so that the step's peak is
+that of what is alive. Elsewhere the whole arena stays.
+
+Symbols: for call c, tail(c) = highest end of a buffer alive in c or later; made(c) = bytes of
+outputs made in calls up to c; out(c) = memory that kernels of c allocate themselves.
+    peak        = fixed + max_c (tail(c) + made(c) + out(c))
+    resident(c) = min(resident(c-1), peak - fixed - made(c) - out(c))       >= tail(c)
+so that no more pages are given back (and faulted in again in the next step) than the peak needs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memo_compile.problem import (
+    Problem,
+    Storage,
+    arena_buffers,
+    call_starts,
+    outside_events,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residency:
+    """Per call the bytes of the arena, from its start, that stay in memory; and the peak."""
+
+    resident_bytes: tuple[int, ...]
+    peak_bytes: int
+    """Of the whole step: fixed memory, arena, outputs and kernels' own memory."""
+
+
+def residency(
+    problem: Problem, offsets: Mapping[str, int], arena_bytes: int, *, releases_pages: bool
+) -> Residency:
+    """The residency of a placed step. Cost: buffers x log calls."""
+    fixed = step_constant_bytes(problem)
+    beside = [made + out for made, out in zip(_made(problem), _outside(problem), strict=True)]
+    tails = _tails(problem, offsets) if releases_pages else [arena_bytes] * len(beside)
+    most = max((tail + more for tail, more in zip(tails, beside, strict=True)), default=0)
+    resident, current = [], arena_bytes
+    for tail, more in zip(tails, beside, strict=True):
+        current = max(tail, min(current, most - more))
+        resident.append(current)
+    return Residency(resident_bytes=tuple(resident), peak_bytes=fixed + most)
+
+
+def step_constant_bytes(problem: Problem) -> int:
+    """Memory that is there from the forward's entry to the backward's exit."""
+    fixed = problem.fixed
+    old_gradients = max(0, fixed.gradients - fixed.new_gradients)
+    return fixed.parameters + fixed.buffers + fixed.optimizer_state + fixed.inputs + old_gradients
+
+
+def _made(problem: Problem) -> list[int]:
+    """Per call the bytes of ordinary memory that calls up to it have made for the user."""
+    total, made = 0, []
+    for call in problem.calls:
+        slots = problem.regions[call.region].outputs
+        total += sum(slot.size_bytes for slot in slots if slot.storage is Storage.EXTERNAL)
+        made.append(total)
+    return made
+
+
+def _outside(problem: Problem) -> list[int]:
+    """Per call the most memory that kernels hold outside the arena at one of its lines."""
+    starts = call_starts(problem)
+    events = sorted((line, change) for line, change, _ in outside_events(problem))
+    most, alive, position = [], 0, 0
+    for end in starts[1:]:
+        best = alive
+        while position < len(events) and events[position][0] < end:
+            alive += events[position][1]
+            best = max(best, alive)
+            position += 1
+        most.append(best)
+    return most
+
+
+def _tails(problem: Problem, offsets: Mapping[str, int]) -> list[int]:
+    """Per call the highest end of a buffer that is alive in it or later."""
+    starts = call_starts(problem)
+    ends = sorted((one.end, offsets[one.id] + one.size_bytes) for one in arena_buffers(problem))
+    tails, highest = [], 0
+    for start in reversed(starts[:-1]):
+        while ends and ends[-1][0] > start:
+            highest = max(highest, ends.pop()[1])
+        tails.append(highest)
+    return tails[::-1]
