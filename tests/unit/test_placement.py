@@ -1,0 +1,330 @@
+"""Placement: problems small enough to draw, statuses, refusals, and the public hard instances."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memo_compile.errors import ConfigError, InputError, InvalidPlan
+from memo_compile.planners.placement import (
+    Block,
+    Buffer,
+    PlacementProblem,
+    PlacementStatus,
+    check_placement,
+    find_violations,
+    place,
+)
+from memo_compile.planners.placement.bounds import lower_bound
+from memo_compile.planners.placement.compiled import has_numba
+from memo_compile.planners.placement.files import parse_csv, read_problem
+from memo_compile.planners.placement.instance import build_instance
+from memo_compile.planners.placement.mip import mip_offsets
+from memo_compile.planners.placement.search import SearchOptions
+from memo_compile.planners.solver import Engine, SolveStatus, available_engines
+
+DATA = Path(__file__).parent.parent / "data" / "minimalloc"
+PLAIN = SearchOptions(use_numba=False)
+
+# `low` overlaps both others, which do not overlap each other.
+#   time 0 1 2 3
+#   a    3 3 . .      b  . . 3 3      low . 3 3 .
+DRAWN = (
+    Buffer(id="a", lower=0, upper=2, size=3),
+    Buffer(id="b", lower=2, upper=4, size=3),
+    Buffer(id="low", lower=1, upper=3, size=3),
+)
+
+
+def problem(*buffers, **options):
+    return PlacementProblem(buffers=buffers, **options)
+
+
+@pytest.mark.parametrize("solver", ["auto", "greedy", "mip", "search"])
+def test_the_drawn_problem_reaches_its_bound(solver):
+    found = place(problem(*DRAWN), solver=solver, options=PLAIN)
+    check_placement(problem(*DRAWN), found)
+    assert found.height_bytes == found.lower_bound_bytes == 6
+    assert found.status is PlacementStatus.OPTIMAL
+    assert found.conflict == ()
+
+
+def test_no_buffers_and_empty_buffers_take_no_room():
+    assert place(problem()).status is PlacementStatus.OPTIMAL
+    found = place(problem(Buffer(id="e", lower=0, upper=1, size=0), DRAWN[0]))
+    assert found.height_bytes == 3
+    assert set(found.offsets) == {"e", "a"}
+
+
+# Live bytes 8, but between two multiples of 4 there is one byte left above each `wide`, so: 9.
+GAPPED = (
+    Buffer(id="wide0", lower=0, upper=2, size=3, alignment=4),
+    Buffer(id="wide1", lower=0, upper=2, size=3, alignment=4),
+    Buffer(id="thin", lower=1, upper=3, size=2),
+)
+
+
+@pytest.mark.parametrize("solver", ["auto", "search", "mip"])
+def test_a_bound_that_is_out_of_reach_is_raised_by_proof(solver):
+    assert lower_bound(build_instance(problem(*GAPPED))) == 8
+    found = place(problem(*GAPPED), solver=solver, options=PLAIN)
+    assert found.height_bytes == found.lower_bound_bytes == 9
+    assert found.status is PlacementStatus.OPTIMAL
+
+
+def test_a_capacity_refuted_by_search_names_a_conflict_without_bystanders():
+    bystanders = [Buffer(id=f"by{i}", lower=i, upper=i + 1, size=1) for i in range(5, 9)]
+    found = place(problem(*GAPPED, *bystanders, capacity=8), options=PLAIN)
+    assert found.status is PlacementStatus.INFEASIBLE
+    assert found.conflict == ("thin", "wide0", "wide1")
+    assert found.lower_bound_bytes == 9
+
+
+def test_padding_to_the_alignment_is_part_of_the_bound():
+    both = problem(
+        Buffer(id="a", lower=0, upper=1, size=100),
+        Buffer(id="b", lower=0, upper=1, size=300),
+        alignment=512,
+    )
+    found = place(both)
+    assert found.height_bytes == found.lower_bound_bytes == 512 + 100
+    assert found.status is PlacementStatus.OPTIMAL
+
+
+def test_a_gap_lends_its_bytes_to_another_buffer():
+    lender = Buffer(id="lender", lower=0, upper=10, size=8, gaps=((3, 6),))
+    guest = Buffer(id="guest", lower=3, upper=6, size=8)
+    assert place(problem(lender, guest)).height_bytes == 8
+
+
+def test_fixed_offsets_stay_and_the_hole_below_is_used():
+    fixed = Buffer(id="fixed", lower=0, upper=4, size=2, offset=4)
+    free = Buffer(id="free", lower=1, upper=2, size=4)
+    found = place(problem(fixed, free))
+    assert found.offsets == {"fixed": 4, "free": 0}
+
+
+def test_a_capacity_below_the_live_bytes_names_the_fewest_buffers():
+    big = [Buffer(id=f"big{i}", lower=0, upper=2, size=6) for i in range(2)]
+    small = [Buffer(id=f"small{i}", lower=0, upper=2, size=1) for i in range(5)]
+    found = place(problem(*big, *small, capacity=11))
+    assert found.status is PlacementStatus.INFEASIBLE
+    assert found.conflict == ("big0", "big1")
+    assert found.lower_bound_bytes == 17
+    assert found.offsets == {}
+
+
+def test_a_fixed_offset_beyond_the_capacity_is_the_conflict():
+    found = place(problem(Buffer(id="far", lower=0, upper=1, size=1, offset=9), capacity=5))
+    assert found.status is PlacementStatus.INFEASIBLE
+    assert found.conflict == ("far",)
+
+
+def test_out_of_time_keeps_the_greedy_placement():
+    hard = read_problem(DATA / "I.1048576.csv", capacity=1048576)
+    found = place(hard, time_limit_s=0.0)
+    assert found.status is PlacementStatus.TIME_LIMIT
+    assert found.height_bytes > 1048576
+    check_placement(hard, found, capacity=False)
+    with pytest.raises(InvalidPlan, match="beyond the capacity 1048576"):
+        check_placement(hard, found)
+
+
+@pytest.mark.skipif(not has_numba(), reason="numba is an optional extra")
+@pytest.mark.parametrize("name", ["B", "C", "F", "H", "I"])
+def test_public_hard_instances_fit_their_capacity(name):
+    hard = read_problem(DATA / f"{name}.1048576.csv", capacity=1048576)
+    found = place(hard, time_limit_s=60)
+    check_placement(hard, found)
+    assert found.height_bytes <= 1048576
+    assert found.solver == "search"
+
+
+@pytest.mark.parametrize("name", ["B", "C", "H"])
+def test_public_hard_instances_in_plain_python(name):
+    hard = read_problem(DATA / f"{name}.1048576.csv", capacity=1048576)
+    found = place(hard, solver="search", time_limit_s=60, options=PLAIN)
+    check_placement(hard, found)
+    assert found.height_bytes <= 1048576
+
+
+@pytest.mark.parametrize("engine", available_engines())
+@pytest.mark.parametrize("symmetry_breaking", [False, True])
+@pytest.mark.parametrize("warm_start", [False, True])
+def test_mip_proves_the_optimum_with_each_engine(engine: Engine, symmetry_breaking, warm_start):
+    twins = [Buffer(id=f"t{i}", lower=0, upper=3, size=2) for i in range(3)]
+    instance = build_instance(problem(*DRAWN, *twins))
+    start = place(problem(*DRAWN, *twins), solver="greedy").offsets
+    result = mip_offsets(
+        instance,
+        instance.of_mapping(start),
+        lower_bound(instance),
+        float("inf"),
+        engine=engine,
+        symmetry_breaking=symmetry_breaking,
+        warm_start=warm_start,
+    )
+    assert result.status is SolveStatus.OPTIMAL
+    assert instance.height(result.offsets) == 12
+    assert not find_violations(instance.problem, instance.offsets(result.offsets))
+
+
+def test_blocks_of_one_class_share_their_frame():
+    blocks = tuple(Block(id=f"f{i}", class_key="f", lower=4 * i, upper=4 * i + 4) for i in range(3))
+    transients = [
+        Buffer(id=f"{b.id}.{k}", lower=b.lower + k, upper=b.lower + k + 2, size=k + 1, block=b.id)
+        for b in blocks
+        for k in range(3)
+    ]
+    saved = [Buffer(id=f"s{i}", lower=4 * i + 3, upper=12, size=5) for i in range(3)]
+    step = PlacementProblem(buffers=(*transients, *saved), blocks=blocks)
+    found = place(step, solver="search", levels="bilevel", options=PLAIN)
+    check_placement(step, found)
+    frames = {
+        tuple(found.offsets[f"{b.id}.{k}"] - found.offsets[f"{b.id}.0"] for k in range(3))
+        for b in blocks
+    }
+    assert len(frames) == 1
+    assert "bilevel" in found.solver
+
+
+class TestChecker:
+    def test_it_names_every_kind_of_defect(self):
+        one = problem(
+            Buffer(id="a", lower=0, upper=2, size=4, alignment=4, offset=8),
+            Buffer(id="b", lower=1, upper=3, size=4),
+            Buffer(id="c", lower=2, upper=3, size=1),
+            capacity=10,
+        )
+        found = " | ".join(find_violations(one, {"a": 6, "b": 8, "x": 0}))
+        for part in (
+            "x: offset for an unknown buffer",
+            "c: has no offset",
+            "a: offset 6 is not a multiple of 4",
+            "a: offset 6, but 8 is fixed",
+            "b: ends at 12, beyond the capacity 10",
+            "a [6, 10) and b [8, 12) overlap at time 1",
+        ):
+            assert part in found
+
+    def test_it_sees_overlaps_only_while_both_live(self):
+        gap = problem(
+            Buffer(id="a", lower=0, upper=9, size=4, gaps=((3, 6),)),
+            Buffer(id="b", lower=3, upper=6, size=4),
+        )
+        assert find_violations(gap, {"a": 0, "b": 0}) == ()
+        later = problem(gap.buffers[0], Buffer(id="b", lower=3, upper=7, size=4))
+        assert "overlap at time 6" in find_violations(later, {"a": 0, "b": 0})[0]
+
+    def test_it_refuses_a_negative_offset_and_a_wrong_height(self):
+        with pytest.raises(InvalidPlan, match="offset -1 is negative"):
+            check_placement(problem(DRAWN[0]), {"a": -1})
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"lower": 2, "upper": 2}, "'a': lower: expected lower < upper, got 2 >= 2"),
+            ({"size": -1}, "'a': size: expected at least 0 bytes, got -1"),
+            ({"alignment": 0}, "'a': alignment: expected at least 1 byte, got 0"),
+            ({"offset": -4}, "'a': offset: expected at least 0 bytes, got -4"),
+            ({"offset": 3, "alignment": 2}, "'a': offset: 3 is not a multiple of 2"),
+            ({"gaps": ((1, 1),)}, "'a': gaps: expected lower < upper, got 1-1"),
+            ({"gaps": ((1, 9),)}, "'a': gaps: expected ascending spans inside"),
+            ({"gaps": ((0, 4),)}, "'a': gaps: they leave no time"),
+        ],
+    )
+    def test_buffers(self, fields, message):
+        with pytest.raises(InputError, match=message.replace("(", r"\(")):
+            Buffer(**{"id": "a", "lower": 0, "upper": 4, "size": 1, **fields})
+
+    def test_problems(self):
+        with pytest.raises(InputError, match="buffer 'a': id: used twice"):
+            problem(DRAWN[0], DRAWN[0])
+        with pytest.raises(InputError, match="no block 'f'"):
+            problem(Buffer(id="a", lower=0, upper=1, size=1, block="f"))
+        with pytest.raises(InputError, match="'a' and 'b': offset: their fixed offsets overlap"):
+            problem(
+                Buffer(id="a", lower=0, upper=2, size=4, offset=0),
+                Buffer(id="b", lower=1, upper=2, size=4, offset=3),
+            )
+        with pytest.raises(InputError, match="offset: 4 is not a multiple of the alignment 512"):
+            problem(Buffer(id="a", lower=0, upper=2, size=4, offset=4), alignment=512)
+        block = Block(id="f", class_key="f", lower=0, upper=2)
+        late = Buffer(id="a", lower=1, upper=3, size=1, block="f")
+        with pytest.raises(InputError, match=r"lifetime \[1, 3\) leaves block 'f' \[0, 2\)"):
+            PlacementProblem(buffers=(late,), blocks=(block,))
+
+    def test_options(self):
+        with pytest.raises(ConfigError, match="solver: expected one of auto, greedy, mip, search"):
+            place(problem(), solver="cplex")
+        with pytest.raises(ConfigError, match="levels: expected one of auto, flat, bilevel"):
+            place(problem(), levels="three")
+        with pytest.raises(ConfigError, match="time_limit_s: expected at least 0"):
+            place(problem(), time_limit_s=-1)
+
+
+class TestFiles:
+    def test_all_columns(self):
+        text = (
+            "buffer,start,end,size,alignment,gaps,hint,offset\n"
+            "a,0,9,4,2,3-5 6-7@0:2,,4\n\n"
+            "b, 1 ,2,4,,,8,\n"
+        )
+        first, second = parse_csv(text).buffers
+        # `end` is the last time of the life; a gap with a window keeps the buffer's bytes.
+        assert (first.upper, first.gaps, first.alignment) == (10, ((3, 5),), 2)
+        assert (first.offset, second.offset, second.hint) == (4, None, 8)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "f:1: empty"),
+            ("id,lower,size\n", "f:1: column 'upper' is missing"),
+            ("id,lower,upper,size,ofset\n", "f:1: unknown column 'ofset'"),
+            ("id,lower,upper,size,size\n", "f:1: column 'size' occurs twice"),
+            ("id,lower,upper,size\na,0,1\n", "f:2: expected 4 cells, got 3"),
+            ("id,lower,upper,size\na,0,1,x\n", "f:2: size: expected an integer, got 'x'"),
+            ("id,lower,upper,size\na,0,1,1.5\n", "f:2: size: expected an integer, got '1.5'"),
+            ("id,lower,upper,size\na,0,1,-5\n", "f:2: buffer 'a': size: expected at least 0"),
+            ("id,lower,upper,size\na,3,3,5\n", "f:2: buffer 'a': lower: expected lower < upper"),
+            ("id,lower,upper,size\na,0,1,5\na,0,1,5\n", "f:3: id: 'a' was used on line 2 already"),
+            ("id,lower,upper,size\n,0,1,5\n", "f:2: id: empty"),
+            ("id,lower,upper,size,gaps\na,0,9,5,2_3\n", "f:2: gaps: expected spans such as 7-8"),
+            (
+                "id,lower,upper,size,offset\na,0,2,5,0\nb,1,2,5,4\n",
+                r"f:3: offset: 'b' at 4 overlaps 'a' at 0 \(line 2\)",
+            ),
+        ],
+    )
+    def test_refusals_name_the_line(self, text, message):
+        with pytest.raises(InputError, match=message):
+            parse_csv(text, "f")
+
+    def test_unreadable_files(self, tmp_path):
+        with pytest.raises(InputError, match="cannot be read"):
+            read_problem(tmp_path / "none.csv")
+        (tmp_path / "bytes.csv").write_bytes(b"id\xff\xfe")
+        with pytest.raises(InputError, match="not UTF-8"):
+            read_problem(tmp_path / "bytes.csv")
+
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            ("{", "p.json:1: not JSON"),
+            ([], "problem: expected an object, got list"),
+            ({"buffers": 3}, "buffers: expected a list, got int"),
+            ({"buffers": [{"id": "a"}]}, r"buffers\[0\].lower: is missing"),
+            (
+                {"buffers": [{"id": "a", "lower": 0, "upper": 1, "size": "4"}]},
+                r"buffers\[0\].size: expected an integer, got '4'",
+            ),
+            ({"buffers": [], "arena": 1}, "problem.arena: unknown field"),
+        ],
+    )
+    def test_json_refusals_name_the_field(self, tmp_path, data, message):
+        path = tmp_path / "p.json"
+        path.write_text(data if isinstance(data, str) else json.dumps(data))
+        with pytest.raises(InputError, match=message):
+            read_problem(path)
