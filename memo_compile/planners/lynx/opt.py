@@ -198,28 +198,48 @@ def _add_memory(program: _Program, instance: OptInstance, t: int) -> None:
     """U of phase ``t`` stays within the bound while each operator runs.
 
     Operator t, when it communicates, has its input, its output and everything recomputed behind it
-    at once. F is linearised by one inequality for each of its factors, which lets it stay
-    continuous: all factors are 0 or 1, and freeing only ever helps.
+    at once.
     """
     ops, unit = instance.ops, program.memory_unit
     sizes = [m / unit for m in ops.sizes]
+    freed = _freed_variables(program, instance, t)
     level = weighted(sizes, program.resident[t]) + instance.static / unit
-    users = ops.users()
     for i in range(t + 1):
         level = level + weighted([sizes[i]] * 2, [program.critical[t][i], program.started[t][i]])
         at_once = level + weighted(sizes, program.overlapped[t]) if i == t else level
         program.model.add_constr(at_once <= program.bound, f"M_{t}_{i}")
-        if i == t:
-            continue
         for d in (*ops.deps[i], i):
-            freed = program.model.add_var(f"F_{t}_{d}_{i}", ub=1.0)
-            later = [program.critical[t][j] for j in users[d] if i < j <= t]
-            behind = [program.hidden[t][j] for j in users[d] if j < t]
-            program.model.add_constr(freed <= program.critical[t][i])
-            for obstacle in (program.resident[t + 1][d], *later, *behind):
-                if not (isinstance(obstacle, int) and obstacle == 0):
-                    program.model.add_constr(freed + obstacle <= 1)
-            level = level - sizes[d] * freed
+            if (d, i) in freed:
+                level = level - sizes[d] * freed[d, i]
+
+
+def _freed_variables(
+    program: _Program, instance: OptInstance, t: int
+) -> dict[tuple[int, int], Any]:
+    """F of phase ``t``, by (output d, operator i after which it is freed), for i < t.
+
+    An output is freed at most once, only if it is there, and not before its last reader of the
+    phase; never when the next phase or anything behind the communication wants it. All of that is
+    0 or 1 and freeing only ever helps, so F may stay continuous; stating each obstacle for all
+    earlier operators at once cuts off fractional solutions that free one output several times.
+    """
+    model, critical = program.model, program.critical[t]
+    freed: dict[tuple[int, int], Any] = {}
+    for d, readers in enumerate(instance.ops.users()[:t]):
+        moments = [i for i in (d, *readers) if i < t]
+        for i in moments:
+            freed[d, i] = model.add_var(f"F_{t}_{d}_{i}", ub=1.0)
+            model.add_constr(freed[d, i] <= critical[i])
+        once = total([freed[d, i] for i in moments])
+        model.add_constr(once <= total([program.resident[t][d], critical[d]]))
+        behind = [program.hidden[t][j] for j in readers if j < t]
+        for obstacle in (program.resident[t + 1][d], *behind):
+            model.add_constr(once + obstacle <= 1)
+        for j in readers:
+            if j <= t:
+                before = total([freed[d, i] for i in moments if i < j])
+                model.add_constr(before + critical[j] <= 1)
+    return freed
 
 
 def _read(program: _Program, instance: OptInstance, status: SolveStatus) -> OptSolution:
