@@ -185,11 +185,19 @@ def test_opt_names_the_first_operator_that_cannot_be_reached():
     solution = solve_opt(OptInstance.from_json(data))
     assert solution.status is SolveStatus.OPTIMAL  # 0 is dropped and computed again
     assert solution.critical_time == 5
-    data["deps"] = [[], [0], [1], [0, 2]]
-    data["budget"] = 9
-    conflict = solve_opt(OptInstance.from_json({**data, "M": [5, 4, 4, 1]})).conflict
+    # 4 reads 1 and 3; to make 3 after 1, or 1 after 3, one more output must be held.
+    tight = {
+        "C": [1, 1, 1, 1, 1],
+        "M": [5, 3, 5, 5, 4],
+        "deps": [[], [0], [1], [2], [1, 3]],
+        "comm": [],
+        "budget": 12,
+    }
+    conflict = solve_opt(OptInstance.from_json(tight)).conflict
     assert conflict is not None
-    assert conflict.constraint.startswith(("operator_", "reach_operator_"))
+    assert (conflict.constraint, conflict.floor) == ("reach_operator_4", 13)
+    enough = OptInstance.from_json({**tight, "budget": 13})
+    assert solve_opt(enough).status is SolveStatus.OPTIMAL
 
 
 def test_a_single_operator():

@@ -1,8 +1,8 @@
 """Reading fields of a JSON object with errors that name the field."""
 
 import json
+import logging
 import math
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 from memo_compile.errors import InputError
 
 Number = int | float
+
+_log = logging.getLogger(__name__)
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -48,10 +50,10 @@ def unwrap_instance(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def warn_unknown(data: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Name on stderr the fields of ``data`` that nobody reads: often a misspelt option."""
+    """Log a warning that names the fields of ``data`` which nobody reads: often a misspelling."""
     unknown = sorted(set(data) - known)
     if unknown:
-        print(f"memo: ignoring unknown fields: {', '.join(unknown)}", file=sys.stderr)
+        _log.warning("memo: ignoring unknown fields: %s", ", ".join(unknown))
 
 
 def number(data: Mapping[str, Any], name: str, default: Number | None = None) -> Number:
