@@ -57,8 +57,11 @@ def _best_split(
         reached: dict[int, tuple[Number, tuple[int, ...]]] = {}
         for done, (so_far, layers_of) in best.items():
             for layers, time in _fitting(row, table.num_layers - done):
-                candidate = (combine(so_far, time), (*layers_of, layers))
+                cost = combine(so_far, time)
                 known = reached.get(done + layers)
+                if known is not None and cost > known[0]:
+                    continue
+                candidate = (cost, (*layers_of, layers))
                 if known is None or candidate < known:
                     reached[done + layers] = candidate
         best = reached
