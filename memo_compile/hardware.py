@@ -1,7 +1,7 @@
 """What a device can do: declared profiles of named GPUs, in FLOP/s, bytes/s and bytes.
 
 Figures are the makers' nominal ones for one device, attributed to the document and year in
-``source``; those of A100, H100, H200, B200 and L40S were compared with sellers' listings in November
+``source``; those of A100, H100, H200, B200, L40S were compared with sellers' listings in November
 2026, not with the documents themselves. A step reaches a part of them (docs/many-gpus.md), and a
 measured profile replaces them where one exists. Links are one direction: half of what is printed.
 """
