@@ -32,7 +32,10 @@ _LIMIT_GROWTH = 1.1
 _NOISE = 0.1
 """Standard deviation of the logarithmic noise on an order's keys, from the second round on."""
 _PROOF_EVERY = 8
-"""Every so many runs one may not jump back, and gets `_PROOF_FACTOR` times the nodes."""
+_RARE_PROOF_EVERY = 40
+"""Every so many runs one may not jump back, and gets `_PROOF_FACTOR` times the nodes: often up to
+`_FEW` buffers, where a proof is in reach, else rarely."""
+_FEW = 80
 _PROOF_FACTOR = 4
 _TINY = 40
 """Up to this many buffers plain Python answers sooner than numba loads."""
@@ -139,8 +142,9 @@ class Searcher:
         limit = float(max(_NODES_PER_BUFFER * self._instance.num_buffers, _LEAST_NODES))
         switches = self._options.switches
         outcome, offsets = kernel.LIMIT, np.zeros(0, dtype=np.int64)
+        every = _PROOF_EVERY if self._instance.num_buffers <= _FEW else _RARE_PROOF_EVERY
         for count, rank in enumerate(self.ranks(), start=1):
-            proof = count % _PROOF_EVERY == 0
+            proof = count % every == 0
             flags = switches & ~kernel.JUMP if proof else switches
             nodes = int(limit) * (_PROOF_FACTOR if proof else 1)
             outcome, offsets = self._timed_run(capacity, rank, nodes, flags, deadline_s)
@@ -184,7 +188,8 @@ def _order_keys(instance: Instance, overlaps: Overlaps) -> list[tuple[Ints, Ints
         (load, length),
         (load, raw_length.astype(np.float64) * instance.size),
         (load, neighbours),
-        (none, instance.size),
+        (load, length * instance.size),
+        (none, length),
     ]
     if any(b.hint is not None for b in instance.buffers):
         far = max(b.hint or 0 for b in instance.buffers) + 1
