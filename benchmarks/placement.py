@@ -1,8 +1,8 @@
 """Heights, seconds and proofs of the placement planner. Run: python -m benchmarks.placement.
 
-Prints four tables: the public challenging instances; training steps at 2 to 80 layers, saved and
-with offload and recompute; the two levels against flat; and an ablation of the solvers. Every
-placement is checked by the independent checker before its row is printed.
+Prints: the public challenging instances; training steps at 2 to 80 layers, saved and with offload
+and recompute; the same with irregular sizes; the two levels against flat; and an ablation of the
+solvers. Every placement is checked by the independent checker before its row is printed.
 ``--problems DIR`` reads minimalloc CSV or JSON problems instead; ``--plain`` is without numba.
 """
 
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.training_steps import MODELS, make_step
+from benchmarks.training_steps import MODELS, make_irregular_step, make_step
 from memo_compile.planners.placement import (
     Placement,
     PlacementProblem,
@@ -76,6 +76,23 @@ def run_steps(layers: tuple[int, ...], options: SearchOptions) -> None:
                     f"{depth:6} {model:16} {moved!s:5} {len(problem.buffers):7} "
                     f"{ratio(found):8.5f} {seconds:7.3f} {found.status.value}"
                     f"{'  MISSED' if bad else ''}"
+                )
+
+
+def run_irregular(layers: tuple[int, ...], options: SearchOptions) -> None:
+    print("\nirregular steps (random sizes, random offload and recompute), arena / lower bound")
+    print("layers model            seed buffers     auto seconds   greedy two-level")
+    for depth in layers:
+        for model in MODELS:
+            for seed in range(2):
+                problem = make_irregular_step(model, depth, seed)
+                found, seconds = timed(problem, time_limit_s=LIMIT_S[depth], options=options)
+                greedy, _ = timed(problem, solver="greedy")
+                two, _ = timed(problem, solver="search", levels="bilevel", time_limit_s=1.0)
+                print(
+                    f"{depth:6} {model:16} {seed:4} {len(problem.buffers):7} {ratio(found):8.5f} "
+                    f"{seconds:7.3f} {ratio(greedy):8.5f} {ratio(two):9.5f}"
+                    f"{'  MISSED' if ratio(found) > MOST_RATIO[True] else ''}"
                 )
 
 
@@ -162,6 +179,7 @@ def main() -> None:
         return
     run_challenging(options)
     run_steps(tuple(arguments.layers), options)
+    run_irregular(tuple(arguments.layers), options)
     run_levels(tuple(arguments.layers))
     run_ablation(8)
 

@@ -7,8 +7,9 @@ are never in the arena. Offloaded tensors have two lives, recomputed ones are ma
 backward.
 """
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memo_compile.planners.placement import Block, Buffer, PlacementProblem
 
@@ -122,6 +123,36 @@ def make_step(model: str, num_layers: int, *, moved: bool = False) -> PlacementP
         KeyError: ``model`` is none of ``MODELS``.
     """
     return _Step(MODELS[model](num_layers, moved)).problem()
+
+
+def make_irregular_step(model: str, num_layers: int, seed: int) -> PlacementProblem:
+    """A moved step with random sizes and a random choice of what is offloaded and recomputed.
+
+    Harder than ``make_step``: the peak lies in every layer, and no two sizes are multiples.
+    """
+    rng = random.Random(seed)
+    layers = MODELS[model](num_layers, True)
+    changed = {layer.key: _irregular(layer, rng) for layer in layers}
+    return _Step([changed[layer.key] for layer in layers]).problem()
+
+
+def _irregular(layer: _Layer, rng: random.Random) -> _Layer:
+    def resized(lines: Iterable[_Line]) -> tuple[_Line, ...]:
+        return tuple(replace(line, units=line.units * rng.uniform(0.6, 1.6)) for line in lines)
+
+    made = {line.out for line in layer.forward} | {"x"}
+    saved = sorted({name for line in layer.backward for name in line.inputs} & made)
+    offload = frozenset(name for name in saved if rng.random() < 0.5)
+    recompute = frozenset(
+        name for name in saved if name not in offload | {"x"} and rng.random() < 0.4
+    )
+    return replace(
+        layer,
+        forward=resized(layer.forward),
+        backward=resized(layer.backward),
+        offload=offload | {"x"},
+        recompute=recompute,
+    )
 
 
 def _same(key: str, text: str, count: int, moved: bool) -> list[_Layer]:
