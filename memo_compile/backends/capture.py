@@ -141,6 +141,7 @@ class StepCompiler:
         self._dump_plan(assembly, backward)
 
         def run(args: list[Any]) -> Any:
+            assert self.assembly is assembly  # and so the plan lives as long as this function
             return assembly.backward(args)
 
         run._boxed_call = True  # type: ignore[attr-defined]

@@ -6,13 +6,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from memo_compile.backends import shim
 from memo_compile.backends.capture import StepCompiler
 from memo_compile.backends.facts import GraphFacts
-from memo_compile.backends.specialise import specialise
+from memo_compile.backends.specialise import specialise, symbol_positions
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.errors import ConfigError, MemoError, UnsupportedGraph
 from memo_compile.reporting import state
@@ -40,7 +39,7 @@ def memo(
     """
     config = resolve(options, mode)
     _note_mode(config)
-    if any(isinstance(one, torch.SymInt) for one in example_inputs):
+    if symbol_positions(gm, example_inputs):
         return specialise(gm, example_inputs, config, compile_static)
     return compile_static(gm, example_inputs, config)
 
@@ -79,7 +78,7 @@ def plan_graph(
         )
     if compiler.assembly is not None:
         compiler.assembly.step.on_unplanned = _on_unplanned
-        weakref.finalize(compiled, compiler.assembly.retire).atexit = False
+        weakref.finalize(compiler, compiler.assembly.retire).atexit = False
         state.add_plan(compiler.assembly.plan)
     elif compiler.saw_training:
         raise UnsupportedGraph("the backward of this graph was not compiled with its forward")

@@ -35,8 +35,26 @@ def specialise(
     compile_static: CompileStatic,
 ) -> Callable[..., Any]:
     """A callable that compiles ``gm`` anew for each combination of sizes it meets."""
-    symbols = [i for i, one in enumerate(example_inputs) if isinstance(one, torch.SymInt)]
-    return _Specialised(gm, tuple(symbols), config, compile_static)
+    return _Specialised(gm, symbol_positions(gm, example_inputs), config, compile_static)
+
+
+def symbol_positions(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Inputs that are numbers of the user: sizes, and floats that Dynamo wraps into tensors."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return tuple(
+        index
+        for index, (node, one) in enumerate(zip(placeholders, example_inputs, strict=True))
+        if isinstance(one, torch.SymInt) or _is_wrapped_float(node)
+    )
+
+
+def _is_wrapped_float(node: fx.Node) -> bool:
+    """True for a scalar tensor that is only read as a float whose value Dynamo knows."""
+    values = [user.meta.get("example_value") for user in node.users]
+    return bool(values) and all(
+        user.target == "item" and isinstance(value, torch.SymFloat) and value.node.has_hint()
+        for user, value in zip(node.users, values, strict=True)
+    )
 
 
 class _Specialised:
@@ -51,7 +69,7 @@ class _Specialised:
         self._symbols = symbols
         self._config = config
         self._compile_static = compile_static
-        self._known: collections.OrderedDict[tuple[int, ...], Callable[..., Any]]
+        self._known: collections.OrderedDict[tuple[float, ...], Callable[..., Any]]
         self._known = collections.OrderedDict()
         self._num_compiled = 0
         self._plain: Callable[..., Any] | None = None
@@ -59,7 +77,7 @@ class _Specialised:
 
     def __call__(self, *args: Any) -> Any:
         """Run with the plan of these sizes."""
-        key = tuple(int(args[index]) for index in self._symbols)
+        key = tuple(_number(args[index]) for index in self._symbols)
         with self._lock:
             run = self._known.get(key)
             if run is not None:
@@ -70,7 +88,7 @@ class _Specialised:
             return run(*args)
         return run(*(one for index, one in enumerate(args) if index not in self._symbols))
 
-    def _compile(self, key: tuple[int, ...], args: Sequence[Any]) -> Callable[..., Any]:
+    def _compile(self, key: tuple[float, ...], args: Sequence[Any]) -> Callable[..., Any]:
         with self._lock:
             limit = self._config.max_plans * MAX_COMPILATIONS_PER_PLAN
             if self._num_compiled >= limit:
@@ -97,14 +115,26 @@ class _Specialised:
         return self._plain
 
 
-def _with_numbers(gm: fx.GraphModule, numbers: dict[int, int]) -> fx.GraphModule:
+def _number(value: Any) -> float:
+    return value.item() if isinstance(value, torch.Tensor) else int(value)
+
+
+def _with_numbers(gm: fx.GraphModule, numbers: dict[int, float]) -> fx.GraphModule:
     """A copy of ``gm`` in which the placeholders at these positions are numbers."""
     graph = shim.copy_graph(gm.graph)
     placeholders = graph.find_nodes(op="placeholder")
     for position, number in numbers.items():
         node = placeholders[position]
-        for user in list(node.users):
-            user.args = fx.node.map_arg(user.args, lambda one: number if one is node else one)  # noqa: B023
-            user.kwargs = fx.node.map_arg(user.kwargs, lambda one: number if one is node else one)  # noqa: B023
-        graph.erase_node(node)
+        if isinstance(number, float):
+            for item in list(node.users):
+                _replace_by_number(item, number)
+        _replace_by_number(node, number)
     return fx.GraphModule(gm, graph)
+
+
+def _replace_by_number(node: fx.Node, number: float) -> None:
+    """Put ``number`` where ``node`` is read, and erase ``node``."""
+    for user in list(node.users):
+        user.args = fx.node.map_arg(user.args, lambda one: number if one is node else one)
+        user.kwargs = fx.node.map_arg(user.kwargs, lambda one: number if one is node else one)
+    node.graph.erase_node(node)
