@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memo_runtime.arena import FrameView, arena_of, gives_pages_back
+from memo_runtime.arena import FrameView, arena_of
+from memo_runtime.pages import gives_pages_back
 from memo_runtime.step import RunCall, RunHalf, StepPlan, run_backward, run_forward
 from torch import fx
 

@@ -6,15 +6,13 @@ forwards before a backward) each hold one. A slab only grows while nothing is le
 views made of it stay valid, because they hang on its storage and not on its address.
 """
 
-import ctypes
-import functools
-import mmap
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from memo_runtime.pages import drop_pages, gives_pages_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,30 +23,6 @@ class FrameView:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-
-
-_MADV_DONTNEED = 4
-"""Linux: the pages' content is not needed; private pages read as zero afterwards."""
-
-
-def gives_pages_back(device: torch.device) -> bool:
-    """True where single pages of a slab can be returned to the system while the slab stays."""
-    return device.type == "cpu" and sys.platform == "linux"
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def _advise_unneeded(address: int, num_bytes: int) -> None:
-    page = mmap.PAGESIZE
-    first = -(-address // page) * page
-    last = (address + num_bytes) // page * page
-    if last > first:
-        _libc().madvise(
-            ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(_MADV_DONTNEED)
-        )
 
 
 FrameTable = Sequence[Sequence[FrameView]]
@@ -90,7 +64,7 @@ class Slab:
         if poison:
             self.bytes(end - start, start).fill_(255)
         elif gives_pages_back(self.device):
-            _advise_unneeded(self._storage.data_ptr() + start, end - start)
+            drop_pages(self._storage.data_ptr() + start, end - start)
 
     def tables(self, key: int, table: FrameTable) -> list[list[torch.Tensor]]:
         """The ready-made views of plan ``key``, built once per slab."""

@@ -11,6 +11,7 @@ import torch
 from memo_runtime.arena import FrameTable, arena_of
 from memo_runtime.current import current
 from memo_runtime.leases import Lease, lease_frame, lease_ordinary, leases
+from memo_runtime.pages import gives_pages_back, trim_heap
 
 log = logging.getLogger("memo")
 
@@ -112,6 +113,8 @@ def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:
 
     ``args`` is emptied, so that inputs can be freed while the step runs.
     """
+    if gives_pages_back(plan.device):
+        trim_heap()  # where last step's gradients were
     lease = plan.lease()
     try:
         env = _environment(plan.forward, args)

@@ -1,0 +1,63 @@
+"""Gives memory back to Linux page by page: the CPU's arena keeps only what the step still needs.
+
+Two places hold dead pages: the tail of a slab, and the C allocator's free heap, where last step's
+gradients were. Elsewhere than on Linux with glibc nothing is given back, and plans do not count
+on it (``gives_pages_back``).
+"""
+
+import ctypes
+import functools
+import mmap
+import sys
+
+import torch
+
+_MADV_DONTNEED = 4
+"""Linux: the pages' content is not needed; private pages read as zero afterwards."""
+
+_MIN_FREE_HEAP_BYTES = 8 * 2**20
+"""Less free heap than this is left alone: giving it back costs more than it is worth."""
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``; ``fordblks`` is the free heap in bytes."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+        ).split()
+    )
+
+
+def gives_pages_back(device: torch.device) -> bool:
+    """True where single pages of a slab can be returned to the system while the slab stays."""
+    return device.type == "cpu" and sys.platform == "linux" and _libc() is not None
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL | None:
+    """glibc, if this is the process's C library."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim") or not hasattr(libc, "mallinfo2"):
+        return None
+    libc.mallinfo2.restype = _MallocInfo
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+def drop_pages(address: int, num_bytes: int) -> None:
+    """Give the whole pages inside ``[address, address + num_bytes)`` back."""
+    libc = _libc()
+    page = mmap.PAGESIZE
+    first = -(-address // page) * page
+    last = (address + num_bytes) // page * page
+    if libc is not None and last > first:
+        libc.madvise(first, last - first, _MADV_DONTNEED)
+
+
+def trim_heap() -> None:
+    """Let the C allocator return its free heap, if there is enough of it to matter."""
+    libc = _libc()
+    if libc is not None and libc.mallinfo2().fordblks >= _MIN_FREE_HEAP_BYTES:
+        libc.malloc_trim(0)
