@@ -36,8 +36,8 @@ BITS = 62
 """Bits used of each word of ``State.blame``: below the sign of int64."""
 
 # Slots of State.tally.
-CHOSEN, TRAIL, FLOORS, JUMPED, DIRTY_LOWER, DIRTY_UPPER, WORDS = 0, 1, 2, 3, 4, 5, 6
-NUM_TALLIES = 7
+CHOSEN, TRAIL, JUMPED, DIRTY_LOWER, DIRTY_UPPER, WORDS = 0, 1, 2, 3, 4, 5
+NUM_TALLIES = 6
 
 
 class Tables(NamedTuple):
@@ -72,8 +72,6 @@ class State(NamedTuple):
     """(N,) lowest possible offset of an unplaced buffer, final offset of a placed one."""
     placed: Any
     """(N,) 1 if placed."""
-    floor: Any
-    """(S,) highest end of a placed buffer in the section."""
     lowest: Any
     """(S,) lowest offset of an unplaced buffer of the section, while a frame opens."""
     left: Any
@@ -118,11 +116,9 @@ class State(NamedTuple):
     """Offsets overwritten: whose."""
     trail_value: Any
     """Offsets overwritten: the old value."""
-    floor_trail: Any
-    """Floors overwritten, section by section of each chosen buffer."""
     tally: Any
-    """(NUM_TALLIES,) lengths of ``chosen``, of the offset trail and of the floor trail; whether a
-    jump was made; the stretch of sections that the last choice changed; words in a row of blame."""
+    """(NUM_TALLIES,) lengths of ``chosen`` and of the offset trail; whether a jump was made; the
+    stretch of sections that the last choice changed; words in a row of blame."""
 
 
 def search(
@@ -333,16 +329,11 @@ def put(tables: Tables, state: State, item: int, depth: int, capacity: int, roof
     state.chosen_trail[tally[CHOSEN]] = tally[TRAIL]
     tally[CHOSEN] += 1
     fits = base + tables.size[item] <= capacity
-    floors = tally[FLOORS]
     for span in range(tables.span_start[item], tables.span_start[item + 1]):
         for section in range(tables.span_lower[span], tables.span_upper[span]):
-            state.floor_trail[floors] = state.floor[section]
-            floors += 1
-            state.floor[section] = base + padded
             state.left[section] -= padded
             if state.left[section] > 0 and base + padded + state.left[section] > roof:
                 fits = False
-    tally[FLOORS] = floors
     first = tables.span_lower[tables.span_start[item]]
     last = tables.span_upper[tables.span_start[item + 1] - 1]
     tally[DIRTY_LOWER] = first
@@ -445,13 +436,9 @@ def undo(tables: Tables, state: State, mark: int) -> None:
             state.pusher[state.trail_item[trail]] = state.trail_pusher[trail]
         tally[TRAIL] = trail
         padded = tables.padded[item]
-        floors = tally[FLOORS]
-        for span in range(tables.span_start[item + 1] - 1, tables.span_start[item] - 1, -1):
-            for section in range(tables.span_upper[span] - 1, tables.span_lower[span] - 1, -1):
-                floors -= 1
-                state.floor[section] = state.floor_trail[floors]
+        for span in range(tables.span_start[item], tables.span_start[item + 1]):
+            for section in range(tables.span_lower[span], tables.span_upper[span]):
                 state.left[section] += padded
-        tally[FLOORS] = floors
         lower = tables.span_lower[tables.span_start[item]]
         upper = tables.span_upper[tables.span_start[item + 1] - 1]
         for section in range(lower + 1, upper):

@@ -228,9 +228,8 @@ def _fresh_state(
 ) -> kernel.State:
     n, num_sections = instance.num_buffers, instance.num_sections
     words = n // kernel.BITS + 1
-    # Each pair of buffers lifts at most once on a path, and a path holds each buffer once.
+    # Each pair of buffers lifts at most once on a path.
     num_lifts = len(overlaps.other) // 2 + 1
-    num_floors = int((instance.span_upper - instance.span_lower).sum()) + 1
     change = np.zeros(num_sections + 2, dtype=np.int64)
     np.add.at(change, instance.first + 1, 1)
     np.subtract.at(change, np.maximum(instance.last, instance.first + 1), 1)
@@ -238,7 +237,6 @@ def _fresh_state(
     tally[kernel.WORDS] = words
     lengths = {
         "placed": n,
-        "floor": num_sections,
         "lowest": num_sections,
         "piece_end": n + 1,
         "scratch": n,
@@ -257,7 +255,6 @@ def _fresh_state(
         "trail_item": num_lifts,
         "trail_value": num_lifts,
         "trail_pusher": num_lifts,
-        "floor_trail": num_floors,
     }
     return kernel.State(
         offset=convert(np.where(instance.fixed == FREE, 0, instance.fixed)),
