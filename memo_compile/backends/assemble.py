@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memo_runtime.arena import FrameView, arena_of
@@ -30,21 +30,40 @@ from memo_compile.problem import (
     call_starts,
 )
 from memo_compile.regions import LoweredRegion
+from memo_compile.reporting import state
 
 _keys = itertools.count(1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Assembly:
     """A planned step that runs."""
 
     problem: Problem
     plan: Plan
     step: StepPlan
+    facts: GraphFacts
 
     def forward(self, args: list[Any]) -> list[Any]:
         """The forward's results; empties ``args``."""
+        self._count_existing_gradients()
         return run_forward(self.step, args)
+
+    def _count_existing_gradients(self) -> None:
+        """Raise the plan's peak when gradients are kept between steps: they are then there twice.
+
+        At compile time there are none yet, and nobody knows whether the user will keep them.
+        """
+        fixed = self.plan.fixed
+        more = self.facts.existing_gradient_bytes() + fixed.new_gradients - fixed.gradients
+        if more > 0:
+            plan = replace(
+                self.plan,
+                fixed=replace(fixed, gradients=fixed.gradients + more),
+                peak_bytes=self.plan.peak_bytes + more,
+            )
+            state.replace_plan(self.plan, plan)
+            self.plan = plan
 
     def backward(self, args: list[Any]) -> list[Any]:
         """The backward's results; empties ``args``."""
@@ -92,7 +111,7 @@ def assemble(
         max_inflight=config.max_inflight,
         poison="poison" in config.debug,
     )
-    return Assembly(problem=problem, plan=plan, step=step)
+    return Assembly(problem=problem, plan=plan, step=step, facts=facts)
 
 
 def _problem(

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from memo_compile.backends import shim
@@ -39,6 +40,7 @@ def memo(
     """
     config = resolve(options, mode)
     _note_mode(config)
+    _note_distributed()
     if symbol_positions(gm, example_inputs):
         return specialise(gm, example_inputs, config, compile_static)
     return compile_static(gm, example_inputs, config)
@@ -87,12 +89,10 @@ def plan_graph(
 
 def _on_unplanned() -> None:
     if state.count_unplanned() == 1:
-        note = (
+        _warn_once(
             "a forward began while another of the same graph was waiting for its backward; it "
             "runs in ordinary memory. Set max_inflight to the number of live forwards"
         )
-        state.add_note(note)
-        log.warning("memo: %s", note)
 
 
 def _step_aside(
@@ -112,8 +112,24 @@ def _step_aside(
     return shim.compile_fx(gm, example_inputs)
 
 
+def _note_distributed() -> None:
+    """Name what memo does not do yet when several ranks train together."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    if torch.distributed.get_world_size() > 1:
+        _warn_once("each rank plans its own graph; that the ranks' plans agree is not checked yet")
+    if shim.ddp_splits_graphs():
+        _warn_once(
+            "DistributedDataParallel cuts the graph at its gradient buckets, so that every piece "
+            "is planned by itself; set torch._dynamo.config.optimize_ddp = False"
+        )
+
+
+def _warn_once(note: str) -> None:
+    if state.add_note(note):
+        log.warning("memo: %s", note)
+
+
 def _note_mode(config: MemoConfig) -> None:
     if config.mode == "reduce-overhead":
-        note = "mode='reduce-overhead': CUDA graphs are not used together with the arena"
-        if state.add_note(note):
-            log.warning("memo: %s", note)
+        _warn_once("mode='reduce-overhead': CUDA graphs are not used together with the arena")

@@ -1,5 +1,6 @@
 """What the plan must know of a graph's inputs: device, parameters, buffers, bytes."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ class GraphFacts:
     def __init__(self, example_inputs: Sequence[Any]) -> None:
         tensors = [one for one in example_inputs if isinstance(one, torch.Tensor)]
         self._parameters = [one for one in tensors if isinstance(one, torch.nn.Parameter)]
+        self._trainable = [weakref.ref(one) for one in _unique(self._parameters)]
         self.device = _main_device(tensors)
         self.static_names: frozenset[str] = frozenset()
         self._static_bytes = 0
@@ -43,16 +45,21 @@ class GraphFacts:
             if is_tangent(node) and isinstance(value, torch.Tensor):
                 self._input_bytes += value.numel() * value.element_size()
 
+    def existing_gradient_bytes(self) -> int:
+        """Bytes of the gradients that exist now; a backward makes its own beside them."""
+        alive = (ref() for ref in self._trainable)
+        return sum(_bytes(one.grad) for one in alive if one is not None and one.grad is not None)
+
     def fixed_bytes(self, outputs_bytes: int) -> FixedBytes:
         """Device memory of the step beside the arena.
 
         A gradient counts twice where a ``.grad`` exists already (it is accumulated into).
         """
-        unique = {one.untyped_storage()._cdata: one for one in self._parameters}
-        parameters = sum(_bytes(one) for one in unique.values())
-        trainable = [one for one in unique.values() if one.requires_grad]
-        gradients = sum(_bytes(one) for one in trainable)
-        existing = sum(_bytes(one) for one in trainable if one.grad is not None)
+        unique = _unique(self._parameters)
+        parameters = sum(_bytes(one) for one in unique)
+        gradients = sum(_bytes(one) for one in unique if one.requires_grad)
+        existing = self.existing_gradient_bytes()
+        self._parameters = []  # from here on the model alone keeps its parameters alive
         return FixedBytes(
             parameters=parameters,
             buffers=max(0, self._static_bytes - parameters),
@@ -62,6 +69,11 @@ class GraphFacts:
             inputs=self._input_bytes,
             outputs=outputs_bytes,
         )
+
+
+def _unique(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor per storage: tied weights count once."""
+    return list({one.untyped_storage()._cdata: one for one in parameters}.values())
 
 
 def _bytes(tensor: torch.Tensor) -> int:

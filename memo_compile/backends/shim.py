@@ -217,3 +217,11 @@ def allow_second_backward() -> None:
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
+
+
+def ddp_splits_graphs() -> bool:
+    """True inside the compilation of a DistributedDataParallel module that Dynamo cuts up."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    active = DistributedDataParallel._get_active_ddp_module() is not None
+    return active and torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"

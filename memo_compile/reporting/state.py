@@ -71,10 +71,10 @@ def add_plan(plan: Plan) -> None:
         _state.failed = False
 
 
-def drop_plan(plan: Plan) -> None:
-    """A plan was retired: its shape was not used for long, or its graph was compiled again."""
+def replace_plan(old: Plan, new: Plan) -> None:
+    """``new`` says more than ``old`` about the same step."""
     with _state.lock:
-        _state.plans = [one for one in _state.plans if one is not plan]
+        _state.plans = [new if one is old else one for one in _state.plans]
 
 
 def add_note(note: str) -> bool:
