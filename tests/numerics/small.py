@@ -1,0 +1,122 @@
+"""A small model with two equal layers, and what most tests of survival do with it."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from memo_runtime import step as runtime_step
+from memo_runtime.arena import arena_of
+from torch import nn
+from torch.nn import functional
+
+from tests.numerics.training import FLOOR, gradient_error, memo_compiled
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 2 * hidden)
+        self.down = nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Two residual layers and a head; returns the loss."""
+
+    def __init__(self, hidden: int = 32, num_layers: int = 2) -> None:
+        super().__init__()
+        self.entry = nn.Linear(hidden, hidden)
+        self.layers = nn.ModuleList(Block(hidden) for _ in range(num_layers))
+        self.head = nn.Linear(hidden, 4)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.entry(x).tanh()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(x)).pow(2).mean()
+
+
+def rows(seed: int, num_rows: int = 8, hidden: int = 32) -> torch.Tensor:
+    return torch.randn(num_rows, hidden, generator=torch.Generator().manual_seed(seed))
+
+
+class Pair:
+    """A model under memo and its eager twin, with the same weights."""
+
+    def __init__(self, model: nn.Module, **options: object) -> None:
+        self.eager = copy.deepcopy(model)
+        self.ours = model
+        self.compiled = memo_compiled(model, **options)
+
+    def zero_grad(self) -> None:
+        self.eager.zero_grad()
+        self.ours.zero_grad()
+
+    def each(self, run: Callable[[nn.Module], None]) -> None:
+        """``run`` on the compiled model, then on the eager one."""
+        run(self.compiled)
+        run(self.eager)
+
+    def assert_equal(self) -> None:
+        assert gradient_error(self.ours, self.eager) <= FLOOR
+
+    def assert_step(self, *inputs: torch.Tensor) -> None:
+        """A fresh step of both gives equal gradients."""
+        self.zero_grad()
+        self.each(lambda model: model(*inputs).backward())
+        self.assert_equal()
+
+
+def leased_slabs() -> int:
+    return sum(slab.leased for slab in arena_of(CPU)._slabs)
+
+
+class Calls:
+    """Counts the region calls of every step, and raises at one of them when told to."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.fail_at: int | None = None
+        self.error: type[BaseException] = ValueError
+
+    def enter(self) -> None:
+        number = self.count
+        self.count += 1
+        if number == self.fail_at:
+            raise self.error(f"injected at region call {number}")
+
+
+def watched_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Every region call of every step goes through the returned counter first."""
+    calls = Calls()
+    original = runtime_step._run_calls
+
+    def watched(plan, half, lease, env):
+        replaced = [(call, call.run) for call in half.calls]
+        for call, run in replaced:
+            call.run = _entering(calls, run)
+        try:
+            return original(plan, half, lease, env)
+        finally:
+            for call, run in replaced:
+                call.run = run
+
+    monkeypatch.setattr(runtime_step, "_run_calls", watched)
+    return calls
+
+
+def _entering(calls: Calls, run: Callable[[list], list]) -> Callable[[list], list]:
+    def enter(args: list) -> list:
+        calls.enter()
+        return run(args)
+
+    return enter

@@ -1,0 +1,377 @@
+"""What users do to a training step, and what goes wrong in one: never a wrong gradient."""
+
+import gc
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import memo_compile
+from tests.numerics.small import (
+    Pair,
+    Stack,
+    leased_slabs,
+    rows,
+    watched_calls,
+)
+from tests.numerics.training import assert_planned
+
+
+@pytest.fixture
+def pair():
+    return Pair(Stack())
+
+
+def test_gradients_accumulate(pair):
+    """Row 1: AccumulateGrad keeps the incoming buffer, which must not lie in the arena."""
+
+    def accumulate(model):
+        for seed in (1, 2, 3):
+            model(rows(seed)).backward()
+
+    pair.each(accumulate)
+    pair.assert_equal()
+    assert_planned(1)
+
+
+def test_gradients_survive_the_next_step(pair):
+    """Row 1: a kept gradient and a kept loss do not change when the arena is used again."""
+    loss = pair.compiled(rows(1))
+    loss.backward()
+    kept = {name: one.grad for name, one in pair.ours.named_parameters()}
+    copies = {name: one.clone() for name, one in kept.items()}
+    value = loss.item()
+    pair.ours.zero_grad(set_to_none=True)
+    pair.compiled(rows(2)).backward()
+    assert all(torch.equal(kept[name], copies[name]) for name in kept)
+    assert loss.item() == value
+
+
+def test_two_live_forwards_both_planned():
+    """Row 2: each takes a frame of its own."""
+    pair = Pair(Stack(), max_inflight=2)
+    pair.each(lambda model: (model(rows(1)) + model(rows(2))).backward())
+    pair.assert_equal()
+    assert_planned(1)
+    assert leased_slabs() == 0
+
+
+def test_two_live_forwards_backward_in_either_order():
+    """Row 2: first in first out, as in a pipeline; and one after the other again."""
+    pair = Pair(Stack(), max_inflight=2)
+
+    def fifo(model):
+        first, second = model(rows(1)), model(rows(2))
+        first.backward()
+        third = model(rows(3))
+        second.backward()
+        third.backward()
+
+    pair.each(fifo)
+    pair.assert_equal()
+    assert_planned(1)
+    assert leased_slabs() == 0
+
+
+def test_a_forward_too_many_runs_unplanned_with_one_warning(pair, caplog):
+    """Row 2: beyond max_inflight in ordinary memory, said once."""
+
+    def three_live(model):
+        losses = [model(rows(seed)) for seed in (1, 2, 3)]
+        sum(losses).backward()
+
+    with caplog.at_level(logging.WARNING, logger="memo"):
+        pair.each(three_live)
+        pair.each(three_live)
+    pair.assert_equal()
+    report = memo_compile.report()
+    assert report.active
+    assert report.unplanned_steps == 4
+    assert len(report.notes) == 1
+    warnings = [one for one in caplog.records if one.name == "memo"]
+    assert len(warnings) == 1
+    assert "max_inflight" in warnings[0].getMessage()
+
+
+def test_dropped_loss_gives_the_frame_back(pair):
+    """Row 3: no backward ever comes; the next forward is planned again."""
+    loss = pair.compiled(rows(1))
+    assert leased_slabs() == 1
+    del loss
+    gc.collect()
+    assert leased_slabs() == 0
+    pair.assert_step(rows(2))
+    assert_planned(1)
+
+
+class TwoHeads(Stack):
+    """Returns two losses; the user may drop one."""
+
+    def forward(self, x):
+        x = self.features(x)
+        return self.head(x).pow(2).mean(), x.sin().mean()
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_output_that_is_not_used(used):
+    """Row 4: one output's gradient is zero; the frame still goes back."""
+    pair = Pair(TwoHeads())
+    for seed in (1, 2):
+        pair.zero_grad()
+        pair.each(lambda model: model(rows(seed))[used].backward())  # noqa: B023
+        ours = {n: p.grad for n, p in pair.ours.named_parameters() if p.grad is not None}
+        eager = {n: p.grad for n, p in pair.eager.named_parameters() if p.grad is not None}
+        for name, theirs in eager.items():
+            torch.testing.assert_close(ours[name], theirs, rtol=1e-5, atol=1e-7)
+        assert all(ours[name].abs().max() == 0 for name in ours.keys() - eager.keys())
+    assert leased_slabs() == 0
+    assert_planned(1)
+
+
+def test_retained_graph_runs_twice(pair):
+    """Row 5: the second backward reads what the first one left."""
+
+    def twice(model):
+        loss = model(rows(1))
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    pair.each(twice)
+    pair.assert_equal()
+    pair.assert_step(rows(2))
+    assert_planned(1)
+    assert leased_slabs() == 0
+
+
+def test_two_losses_of_one_graph_backward_separately():
+    """Row 5: retain_graph with another output's gradient in the second call."""
+    pair = Pair(TwoHeads())
+
+    def separately(model):
+        first, second = model(rows(1))
+        first.backward(retain_graph=True)
+        second.backward()
+
+    pair.each(separately)
+    pair.assert_equal()
+    assert_planned(1)
+
+
+def test_backward_twice_without_retain_graph_is_refused(pair):
+    """Row 5: torch's own error, and nothing left behind."""
+    loss = pair.compiled(rows(1))
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    pair.assert_step(rows(2))
+    assert leased_slabs() == 0
+
+
+def test_double_backward_is_refused(pair):
+    """Row 6: a gradient of a gradient is an error, and the next step is right."""
+    loss = pair.compiled(rows(1))
+    parameters = list(pair.ours.parameters())
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        gradients[0].sum().backward()
+    del loss, gradients
+    gc.collect()
+    pair.assert_step(rows(2))
+    assert_planned(1)
+    assert leased_slabs() == 0
+
+
+@pytest.fixture(scope="module")
+def num_step_calls():
+    """Region calls of one step of ``Stack``: forward and backward."""
+    return 2 * (2 + 2)  # prologue, two layers, epilogue
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_error_at_every_region_call(pair, monkeypatch, num_step_calls, error):
+    """Rows 7 and 8: wherever the step breaks, the frame goes back and the next step is right."""
+    calls = watched_calls(monkeypatch)
+    pair.assert_step(rows(0))
+    assert calls.count == num_step_calls
+    calls.error = error
+    for position in range(num_step_calls):
+        calls.count, calls.fail_at = 0, position
+        with pytest.raises(error, match=f"injected at region call {position}"):
+            pair.compiled(rows(1)).backward()
+        calls.fail_at = None
+        gc.collect()
+        assert leased_slabs() == 0
+        pair.assert_step(rows(2 + position))
+    assert_planned(1)
+
+
+@pytest.mark.parametrize(("dynamic", "num_plans"), [(None, 4), (True, 3)])
+def test_new_shapes_get_plans_of_their_own(dynamic, num_plans):
+    """Row 9: one plan for each shape, each right, all over one arena.
+
+    By default the first shape is compiled alone, and again when it comes back as one of many.
+    """
+    model = Stack()
+    pair = Pair(model)
+    options = {"lowering": "aten", "strict": True, "debug": "poison"}
+    pair.compiled = torch.compile(model, backend="memo", options=options, dynamic=dynamic)
+    for num_rows in (8, 12, 20, 12, 8):
+        pair.assert_step(rows(num_rows, num_rows))
+    assert_planned(num_plans)
+    assert leased_slabs() == 0
+
+
+def test_static_shapes_recompile():
+    """Row 9: with dynamic=False Dynamo compiles again for each shape."""
+    model = Stack()
+    pair = Pair(model)
+    options = {"lowering": "aten", "strict": True, "debug": "poison"}
+    pair.compiled = torch.compile(model, backend="memo", options=options, dynamic=False)
+    for num_rows in (8, 12, 8):
+        pair.assert_step(rows(num_rows, num_rows))
+    assert_planned(2)
+
+
+def test_more_shapes_than_plans():
+    """Row 9: the least recently used plan goes; results stay right."""
+    pair = Pair(Stack(), max_plans=2)
+    for num_rows in (8, 12, 16, 20, 12):
+        pair.assert_step(rows(num_rows, num_rows))
+    assert memo_compile.report().unplanned_steps == 0
+    gc.collect()
+    assert leased_slabs() == 0
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_inference_leaves_a_live_step_alone(pair, context):
+    """Row 10: evaluation between a forward and its backward."""
+    loss = pair.compiled(rows(1))
+    with context():
+        ours = pair.compiled(rows(2))
+        eager = pair.eager(rows(2))
+    torch.testing.assert_close(ours, eager)
+    loss.backward()
+    pair.eager(rows(1)).backward()
+    pair.assert_equal()
+    assert_planned(1)
+    assert leased_slabs() == 0
+
+
+def test_eval_mode(pair):
+    """Row 10: eval() compiles anew; training goes on with its plan."""
+    pair.assert_step(rows(1))
+    pair.ours.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(pair.compiled(rows(2)), pair.eager(rows(2)))
+    pair.ours.train()
+    pair.assert_step(rows(3))
+    assert memo_compile.report().unplanned_steps == 0
+    assert leased_slabs() == 0
+
+
+def test_freezing_and_unfreezing(pair):
+    """Row 11: a new plan without the frozen gradients; the old one serves again afterwards."""
+    pair.assert_step(rows(1))
+
+    def freeze(frozen):
+        for model in (pair.ours, pair.eager):
+            model.zero_grad(set_to_none=True)
+            for parameter in model.layers[0].parameters():
+                parameter.requires_grad_(not frozen)
+
+    freeze(True)
+    pair.assert_step(rows(2))
+    assert all(one.grad is None for one in pair.ours.layers[0].parameters())
+    freeze(False)
+    pair.assert_step(rows(3))
+    assert memo_compile.report().unplanned_steps == 0
+    assert leased_slabs() == 0
+
+
+def test_dropping_a_compiled_model_frees_its_plan():
+    """Row 11: the views of a dead plan do not hold the arena."""
+    from memo_runtime.arena import arena_of
+
+    pair = Pair(Stack())
+    pair.assert_step(rows(1))
+    arena = arena_of(torch.device("cpu"))
+    assert any(slab._tables for slab in arena._slabs)
+    del pair
+    torch._dynamo.reset()
+    gc.collect()
+    assert arena.size_bytes == 0
+
+
+def test_only_an_input_needs_a_gradient():
+    """Row 11: a fully frozen model under a trainable input, as in prompt tuning."""
+    model = Stack().requires_grad_(False)
+    pair = Pair(model)
+    ours = rows(1).requires_grad_()
+    eager = rows(1).requires_grad_()
+    pair.compiled(ours).backward()
+    pair.eager(eager).backward()
+    torch.testing.assert_close(ours.grad, eager.grad, rtol=1e-5, atol=1e-7)
+    assert_planned(1)
+
+
+def test_an_error_in_a_users_hook(pair):
+    """Row 7: raised by a tensor hook in the middle of backward; the next step is right."""
+
+    def explode(_):
+        raise ValueError("hook")
+
+    hook = next(pair.ours.parameters()).register_hook(explode)
+    with pytest.raises(ValueError, match="hook"):
+        pair.compiled(rows(1)).backward()
+    hook.remove()
+    gc.collect()
+    assert leased_slabs() == 0
+    pair.assert_step(rows(2))
+
+
+class Sigmoid(nn.Module):
+    """Its backward reads what it returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x).sigmoid()
+
+
+def test_writing_into_an_output_that_is_saved():
+    """Row 26: the version counter notices, as in eager, and the next step is right."""
+    pair = Pair(Sigmoid())
+    for one in (pair.compiled, pair.eager):
+        out = one(rows(1, hidden=8))
+        out.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+    del out
+    gc.collect()
+    pair.zero_grad()
+    pair.each(lambda one: one(rows(2, hidden=8)).sum().backward())
+    pair.assert_equal()
+    assert leased_slabs() == 0
+
+
+class Logits(Stack):
+    def forward(self, x):
+        return self.head(self.features(x))
+
+
+def test_writing_into_an_output_that_is_not_saved():
+    """Row 26: outputs are the user's own memory."""
+    pair = Pair(Logits())
+
+    def write(model):
+        out = model(rows(1))
+        out.mul_(2)
+        out.sum().backward()
+
+    pair.each(write)
+    pair.assert_equal()
+    assert_planned(1)
