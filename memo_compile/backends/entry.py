@@ -50,7 +50,7 @@ def compile_static(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
 ) -> Callable[..., Any]:
     """``gm`` for inputs of known shapes, planned or, if that is not possible, plain."""
-    original = fx.GraphModule(gm, shim.copy_graph(gm.graph))
+    original = shim.with_graph(gm, shim.copy_graph(gm.graph))
     try:
         compiler = plan_graph(gm, example_inputs, config)
     except ConfigError:

@@ -154,6 +154,16 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
+def with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """``gm`` with another graph, and what Dynamo noted on it: parameters' names, compile ids."""
+    made = fx.GraphModule(gm, graph)
+    made.meta.update(gm.meta)
+    for name in ("_param_name_to_source", "_backend_id"):  # read by AOTAutograd, 2.11 and 2.13
+        if hasattr(gm, name):
+            setattr(made, name, getattr(gm, name))
+    return made
+
+
 def keep_graph() -> bool:
     """True inside a backward that was called with retain_graph or create_graph."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

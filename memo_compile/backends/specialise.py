@@ -129,7 +129,7 @@ def _with_numbers(gm: fx.GraphModule, numbers: dict[int, float]) -> fx.GraphModu
             for item in list(node.users):
                 _replace_by_number(item, number)
         _replace_by_number(node, number)
-    return fx.GraphModule(gm, graph)
+    return shim.with_graph(gm, graph)
 
 
 def _replace_by_number(node: fx.Node, number: float) -> None:
