@@ -205,6 +205,8 @@ class _AtenRegion:
 
     def _call(self, node: fx.Node, env: Env, views: Sequence[torch.Tensor]) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: env[one])
+        if node.target in _STORAGE_OFFSET:
+            args = _at_real_offset(node, args)
         buffer = self.buffers.get(node)
         if buffer is None:
             return runnable(node.target)(*args, **kwargs)
@@ -229,6 +231,22 @@ class _AtenRegion:
                 current.poison(self.buffers[root].index)
             elif self.poison and root.op == "placeholder" and node.op != "placeholder":
                 current.input_done(self.inputs.index(root))
+
+
+_STORAGE_OFFSET = {
+    torch.ops.aten.as_strided.default: 3,
+    torch.ops.aten.as_strided_scatter.default: 4,
+}
+"""Operators that count from the start of the storage, which here is the slab's; the argument."""
+
+
+def _at_real_offset(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args`` with the offset counted from where the traced tensor began."""
+    position = _STORAGE_OFFSET[node.target]
+    if len(args) <= position or args[position] is None:
+        return args
+    shift = args[0].storage_offset() - node.all_input_nodes[0].meta["val"].storage_offset()
+    return (*args[:position], args[position] + shift, *args[position + 1 :])
 
 
 def _storage_bytes(value: torch.Tensor) -> int:

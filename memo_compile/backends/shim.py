@@ -151,6 +151,8 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
         nodes[node] = copied.node_copy(node, lambda value: nodes[value])
         nodes[node].name = node.name
         nodes[node].meta = dict(node.meta)
+        if hasattr(node, "_dynamo_source"):  # on placeholders: where Dynamo found the input
+            nodes[node]._dynamo_source = node._dynamo_source
     return copied
 
 
