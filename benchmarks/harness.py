@@ -155,7 +155,7 @@ def held_bytes(
 
     tensors = [*model.parameters(), *model.buffers(), *inputs]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
-    for state in optimizer.state.values():
+    for state in optimizer.state.values() if optimizer is not None else ():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     total = sum(storages.values())

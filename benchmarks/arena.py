@@ -1,0 +1,199 @@
+"""How tight the arena is: ``python -m benchmarks.arena``.
+
+For GPT-2 and Llama from transformers at several depths: the arena over the largest sum of live
+bytes; the arena with memory outside it over what plain Inductor keeps alive at its worst line
+(``live_bytes``, which shares no code with memo); saved activations outside the arena; and the
+physical growth of a step against the plan. Each case runs in processes of its own.
+"""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from benchmarks import harness
+from memo_compile.units import format_bytes
+
+MODULE = "benchmarks.arena"
+MAX_ARENA_RATIO = 1.05
+MAX_LIVE_RATIO = 1.02
+MAX_PHYSICAL_RATIO = 1.02
+MODELS = ("gpt2", "llama")
+DEPTHS = (4, 8, 16, 32)
+NUM_PEAK_STEPS = 3
+
+
+def main() -> int:
+    """Run every case, print the table, write the results; 1 when a bound is broken."""
+    options = arguments()
+    if options.child:
+        harness.send_result(run_child(options))
+        return 0
+    rows = []
+    for model in options.models.split(","):
+        for depth in (int(one) for one in options.depths.split(",")):
+            rows.append(run_case(model, depth, options))
+            print(json.dumps(rows[-1]), file=sys.stderr)
+    failures = [failure for row in rows for failure in judge(row)]
+    payload = {"hardware": harness.hardware(), "rows": rows, "failures": failures}
+    show(rows)
+    if not options.no_save:
+        print(f"written: {harness.write_results('arena', payload)}", file=sys.stderr)
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; the defaults take about twenty minutes on two cores."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--depths", default=",".join(str(one) for one in DEPTHS))
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--no-save", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_case(model: str, depth: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One row: memo's plan and physical growth, and plain Inductor's live bytes."""
+    row: dict[str, Any] = {"model": model, "layers": depth}
+    for arm in ("memo", "inductor"):
+        arguments = (
+            f"--child={arm}:{model}",
+            f"--layers={depth}",
+            f"--hidden={options.hidden}",
+            f"--tokens={options.tokens}",
+        )
+        row.update(harness.run_arm(MODULE, harness.Arm(name=arm, arguments=arguments)))
+    row["arena_ratio"] = row["arena_bytes"] / row["lower_bound_bytes"]
+    row["live_ratio"] = (row["arena_bytes"] + row["outside_bytes"]) / row["inductor_live_bytes"]
+    row["physical_ratio"] = row["physical_bytes"] / row["planned_bytes"]
+    return row
+
+
+def run_child(options: argparse.Namespace) -> dict[str, Any]:
+    """One arm of one case, in this process."""
+    import torch
+
+    arm, name = options.child.split(":")
+    model, ids = make_model(name, options)
+    step = torch.compile(model, backend=arm)
+
+    def forward_backward() -> None:
+        step(input_ids=ids, labels=ids).loss.backward()
+
+    forward_backward()
+    forward_backward()
+    if arm == "memo":
+        return memo_numbers(model, ids, forward_backward)
+    from benchmarks.live_bytes import LiveBytes
+
+    with LiveBytes() as live:
+        forward_backward()
+    return {"inductor_live_bytes": live.peak()}
+
+
+def memo_numbers(model: Any, ids: Any, forward_backward: Any) -> dict[str, Any]:
+    """The plan's numbers, and how much a step grows the process beside what it held before."""
+    import memo_compile
+
+    held = harness.held_bytes(model, None, [ids])
+    with harness.physical_peak("cpu", held) as peak:
+        for _ in range(NUM_PEAK_STEPS):
+            forward_backward()
+    report = memo_compile.report()
+    if not report.active or report.unplanned_steps:
+        raise RuntimeError(f"memo stepped aside:\n{report}")
+    plan = report.plans[-1]
+    return {
+        "arena_bytes": plan.arena_bytes,
+        "lower_bound_bytes": plan.lower_bound_bytes,
+        "outside_bytes": plan.outside_bytes,
+        "saved_outside_bytes": plan.outside_bytes_by_kind.get("unplanned outputs", 0),
+        "peak_bytes": plan.peak_bytes,
+        "planned_bytes": plan.peak_bytes - plan.fixed.optimizer_state,
+        "physical_bytes": peak.peak_bytes,
+        "num_regions": plan.num_regions,
+    }
+
+
+def make_model(name: str, options: argparse.Namespace) -> tuple[Any, Any]:
+    """An unmodified transformers model from a config, and its token ids."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    hidden, heads = options.hidden, options.hidden // 64
+    if name == "gpt2":
+        config = GPT2Config(
+            n_embd=hidden,
+            n_head=heads,
+            n_layer=options.layers,
+            n_positions=options.tokens,
+            vocab_size=4096,
+            use_cache=False,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+        model: Any = GPT2LMHeadModel(config)
+        model.loss_type = "ForCausalLM"  # transformers guesses it, with a graph break
+    else:
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=hidden,
+                intermediate_size=-(-8 * hidden // 3 // 64) * 64,
+                num_hidden_layers=options.layers,
+                num_attention_heads=heads,
+                num_key_value_heads=heads,
+                vocab_size=4096,
+                max_position_embeddings=options.tokens,
+                use_cache=False,
+            )
+        )
+    generator = torch.Generator().manual_seed(1)
+    return model.train(), torch.randint(4096, (1, options.tokens), generator=generator)
+
+
+def judge(row: dict[str, Any]) -> list[str]:
+    """What the row breaks, in words."""
+    where = f"{row['model']}, {row['layers']} layers"
+    bounds = {
+        "arena_ratio": MAX_ARENA_RATIO,
+        "live_ratio": MAX_LIVE_RATIO,
+        "physical_ratio": MAX_PHYSICAL_RATIO,
+    }
+    found = [
+        f"{where}: {name} is {row[name]:.4f}, at most {most}"
+        for name, most in bounds.items()
+        if row[name] > most
+    ]
+    if row["saved_outside_bytes"]:
+        found.append(f"{where}: {row['saved_outside_bytes']} B of saved activations outside")
+    return found
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The table."""
+    harness.print_table(
+        "arena",
+        ["model", "layers", "arena", "/ live bytes", "with outside / inductor", "physical / plan"],
+        [
+            [
+                row["model"],
+                str(row["layers"]),
+                format_bytes(row["arena_bytes"]),
+                f"{row['arena_ratio']:.4f}",
+                f"{row['live_ratio']:.4f}",
+                f"{row['physical_ratio']:.4f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
