@@ -233,7 +233,7 @@ class _AtenRegion:
                 current.input_done(self.inputs.index(root))
 
 
-_STORAGE_OFFSET = {
+_STORAGE_OFFSET: dict[Any, int] = {
     torch.ops.aten.as_strided.default: 3,
     torch.ops.aten.as_strided_scatter.default: 4,
 }
