@@ -38,12 +38,19 @@ def memo(
         ConfigError: an option is unknown or cannot be used.
         MemoError: planning failed and ``strict`` is set.
     """
-    config = resolve(options, mode)
-    _note_mode(config)
-    _note_distributed()
-    if symbol_positions(gm, example_inputs):
-        return specialise(gm, example_inputs, config, compile_static)
-    return compile_static(gm, example_inputs, config)
+    try:
+        config = resolve(options, mode)
+        _note_mode(config)
+        _note_distributed()
+        if symbol_positions(gm, example_inputs):
+            return specialise(gm, example_inputs, config, compile_static)
+        return compile_static(gm, example_inputs, config)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        state.mark_failed(f"memo is off for a graph: {reason}")
+        if shim.errors_are_suppressed():
+            log.error("memo: off for a graph, which runs eagerly (suppress_errors): %s", reason)
+        raise
 
 
 def compile_static(

@@ -166,6 +166,11 @@ def with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     return made
 
 
+def errors_are_suppressed() -> bool:
+    """True when Dynamo hides what a backend raises and runs the frame eagerly."""
+    return bool(torch._dynamo.config.suppress_errors)
+
+
 def keep_graph() -> bool:
     """True inside a backward that was called with retain_graph or create_graph."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
