@@ -1,0 +1,510 @@
+"""What models contain and what surrounds them: graph breaks, hooks, checkpoints, odd tensors."""
+
+import copy
+import gc
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+import memo_compile
+from memo_compile.errors import ConfigError
+from tests.numerics.small import Pair, Stack, leased_slabs, rows
+from tests.numerics.training import ATEN, FLOOR, assert_planned, gradient_error, memo_compiled
+
+# Dynamo itself reads .grad of the tensors that a resumed frame gets.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+
+def test_threads_with_a_model_each():
+    """Row 17: four steps at once; models of one class share the plan, so four frames of it."""
+    pairs = [Pair(Stack(), max_inflight=4) for _ in range(4)]
+    for pair in pairs:
+        pair.assert_step(rows(0))
+    failures = []
+
+    def work(number):
+        try:
+            for seed in range(5):
+                pairs[number].assert_step(rows(10 * number + seed))
+        except BaseException as error:
+            failures.append(error)
+
+    _run_threads(work, 4)
+    assert failures == []
+    assert_planned()
+    assert leased_slabs() == 0
+
+
+def test_threads_sharing_one_compiled_model():
+    """Row 17: the same plan twice at once; gradients by autograd.grad stay apart."""
+    pair = Pair(Stack(), max_inflight=2)
+    pair.assert_step(rows(0))
+    found = {}
+
+    def work(number):
+        parameters = list(pair.ours.parameters())
+        found[number] = [
+            torch.autograd.grad(pair.compiled(rows(100 * number + seed)), parameters)
+            for seed in range(5)
+        ]
+
+    _run_threads(work, 2)
+    for number in range(2):
+        for seed in range(5):
+            loss = pair.eager(rows(100 * number + seed))
+            expected = torch.autograd.grad(loss, list(pair.eager.parameters()))
+            for ours, theirs in zip(found[number][seed], expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert_planned()
+    assert leased_slabs() == 0
+
+
+def _run_threads(work, count):
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(timeout=120)
+    assert not any(one.is_alive() for one in threads)
+
+
+class Broken(Stack):
+    """Its forward is two graphs."""
+
+    def forward(self, x):
+        x = self.features(x)
+        torch._dynamo.graph_break()
+        return self.head(self.layers[0](x)).pow(2).mean()
+
+
+def test_graph_break():
+    """Row 31: two plans live together in one step, each in a frame of its own."""
+    pair = Pair(Broken())
+    for seed in (1, 2):
+        pair.assert_step(rows(seed))
+    assert_planned(2)
+    assert leased_slabs() == 0
+
+
+def test_saved_tensor_hooks_of_another_offloader():
+    """Row 19: what autograd hands to the hooks comes back, or the step says why it cannot run."""
+    pair = Pair(Stack())
+    with torch.autograd.graph.save_on_cpu():
+        pair.assert_step(rows(1))
+    pair.assert_step(rows(2))
+    assert_planned(1)
+    assert leased_slabs() == 0
+
+
+def test_hooks_that_copy_every_saved_tensor():
+    """Row 19: a copy of the handle still names the frame while its step is alive."""
+    pair = Pair(Stack())
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        pair.zero_grad()
+        try:
+            pair.compiled(rows(1)).backward()
+        except RuntimeError as error:
+            assert "saved_tensors_hooks" in str(error)  # noqa: PT017
+        else:
+            pair.eager(rows(1)).backward()
+            pair.assert_equal()
+    gc.collect()
+    pair.assert_step(rows(2))
+    assert leased_slabs() == 0
+
+
+class Checkpointed(Stack):
+    """Each layer under the user's own checkpoint."""
+
+    options: dict = {}  # noqa: RUF012
+
+    def features(self, x):
+        x = self.entry(x).tanh()
+        for layer in self.layers:
+            x = torch_checkpoint.checkpoint(layer, x, use_reentrant=False, **self.options)
+        return x
+
+
+def test_users_checkpoint():
+    """Row 20: the user's tags reach the partitioner, and the gradients are right."""
+    pair = Pair(Checkpointed())
+    for seed in (1, 2):
+        pair.assert_step(rows(seed))
+    assert_planned(1)
+
+
+@pytest.mark.parametrize("decision", ["MUST_SAVE", "PREFER_RECOMPUTE", "MUST_RECOMPUTE"])
+def test_users_selective_checkpoint(decision):
+    """Row 20: matrix products by the user's decision, the rest is recomputed."""
+    policy = getattr(torch_checkpoint.CheckpointPolicy, decision)
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+    def choose(_, op, *args, **kwargs):
+        return policy if op in products else torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Selective(Checkpointed):
+        options = {  # noqa: RUF012
+            "context_fn": lambda: torch_checkpoint.create_selective_checkpoint_contexts(choose)
+        }
+
+    pair = Pair(Selective())
+    for seed in (1, 2):
+        pair.assert_step(rows(seed))
+    assert_planned(1)
+
+
+def test_must_recompute_is_obeyed():
+    """Row 20: a checkpointed product is not among the saved tensors, a plain one is."""
+
+    def saved(model):
+        torch._dynamo.reset()
+        memo_compiled(model)(rows(1)).backward()
+        return len(memo_compile.report().plans[-1].decisions)
+
+    assert saved(Checkpointed()) < saved(Stack())
+
+
+class Views(nn.Module):
+    """Slices, transposes, expands, as_strided; outputs that are views of each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.scale = nn.Parameter(torch.randn(1))
+
+    def forward(self, x):
+        wide = (x.transpose(0, 1) @ self.weight.t()).unflatten(1, (2, 4))
+        spread = self.scale.expand(8) * wide[:, 0, :].repeat(1, 2)
+        strided = spread.as_strided((4, 4), (16, 2)).exp()
+        return x.t(), wide.flatten(1)[:, ::2], strided, spread[1:]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x,
+        lambda x: x.t(),
+        lambda x: torch.cat([x, x], dim=1)[:, ::2],
+        lambda x: x[:, :1].expand(8, 8),
+        lambda x: torch.cat([x, x])[8:],
+    ],
+    ids=["plain", "transposed", "strided", "expanded", "offset"],
+)
+def test_views_of_all_kinds(change):
+    """Row 25: shapes, strides and values of outputs and gradients are those of eager."""
+    pair = Pair(Views())
+    for seed in (1, 2):
+        x = change(rows(seed, 8, 8))
+        pair.zero_grad()
+        ours, theirs = pair.compiled(x), pair.eager(x)
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other)
+            assert mine.stride() == other.stride()
+        sum(one.sum() for one in ours[1:]).backward()
+        sum(one.sum() for one in theirs[1:]).backward()
+        pair.assert_equal()
+    assert_planned(1)
+
+
+def test_parameter_and_input_returned_as_they_are():
+    """Row 25: aliases of what the user gave are the user's."""
+
+    class Alias(Views):
+        def forward(self, x):
+            return x, self.weight, self.weight.t(), (x @ self.weight).sum()
+
+    pair = Pair(Alias())
+    x = rows(1, 8, 8)
+    same, weight, flipped, loss = pair.compiled(x)
+    assert same.data_ptr() == x.data_ptr()
+    assert weight.data_ptr() == flipped.data_ptr() == pair.ours.weight.data_ptr()
+    (loss + flipped.sum()).backward()
+    *_, flipped, loss = pair.eager(x)
+    (loss + flipped.sum()).backward()
+    pair.assert_equal()
+
+
+class Mutating(nn.Module):
+    """Writes into its input and into a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("total", torch.zeros(8))
+
+    def forward(self, x):
+        x.mul_(2)
+        y = self.linear(x).sigmoid()
+        self.total += y.detach().sum(0)
+        return (y * self.total).sum()
+
+
+def test_mutated_input_and_buffer():
+    """Row 26: both are written once per step, as in eager."""
+    pair = Pair(Mutating())
+    for seed in (1, 2, 3):
+        ours, theirs = rows(seed, 8, 8), rows(seed, 8, 8)
+        pair.zero_grad()
+        pair.compiled(ours).backward()
+        pair.eager(theirs).backward()
+        pair.assert_equal()
+        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(pair.ours.total, pair.eager.total)
+    assert_planned(1)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, x):
+        return self.body(x).pow(2).mean()
+
+
+def test_batch_norm_statistics():
+    """Row 26: running mean and variance and the batch counter equal eager's, also in eval."""
+    pair = Pair(Normed())
+    for seed in (1, 2, 3):
+        pair.assert_step(rows(seed, 16, 8))
+    for (name, ours), theirs in zip(pair.ours.named_buffers(), pair.eager.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+    pair.ours.eval()
+    pair.eager.eval()
+    pair.assert_step(rows(4, 16, 8))
+    assert memo_compile.report().unplanned_steps == 0
+
+
+def test_deepcopy_and_pickle_of_a_compiled_model():
+    """Row 28: memo owns no parameters; copies train on their own."""
+    pair = Pair(Stack())
+    pair.assert_step(rows(1))
+    copied = copy.deepcopy(pair.ours)
+    restored = pickle.loads(pickle.dumps(pair.ours))
+    assert list(pair.compiled.state_dict()) == [f"_orig_mod.{n}" for n in pair.ours.state_dict()]
+    for twin in (copied, restored):
+        twin.zero_grad()
+        memo_compiled(twin)(rows(2)).backward()
+        pair.eager.zero_grad()
+        pair.eager(rows(2)).backward()
+        assert gradient_error(twin, pair.eager) <= FLOOR
+    pair.assert_step(rows(3))
+
+
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    """Row 28: bit for bit, optimizer state included, in a fresh compilation."""
+
+    def steps(model, optimizer, compiled, seeds):
+        for seed in seeds:
+            optimizer.zero_grad()
+            compiled(rows(seed)).backward()
+            optimizer.step()
+
+    torch.manual_seed(3)
+    straight = Stack()
+    start = copy.deepcopy(straight.state_dict())
+    optimizer = torch.optim.AdamW(straight.parameters(), lr=1e-2)
+    steps(straight, optimizer, memo_compiled(straight), range(6))
+
+    first = Stack()
+    first.load_state_dict(start)
+    optimizer = torch.optim.AdamW(first.parameters(), lr=1e-2)
+    steps(first, optimizer, memo_compiled(first), range(3))
+    torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c")
+    torch._dynamo.reset()
+    saved = torch.load(tmp_path / "c")
+    second = Stack()
+    second.load_state_dict(saved["model"])
+    optimizer = torch.optim.AdamW(second.parameters(), lr=1e-2)
+    optimizer.load_state_dict(saved["optimizer"])
+    steps(second, optimizer, memo_compiled(second), range(3, 6))
+    for ours, theirs in zip(second.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+_FORK = """
+import os, torch
+from torch.utils.data import DataLoader
+from tests.numerics.small import Pair, Stack, rows
+torch.set_num_threads(1)
+pair = Pair(Stack())
+pair.assert_step(rows(0))
+child = os.fork()
+if child == 0:
+    pair.assert_step(rows(1))
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+data = [rows(seed) for seed in range(4)]
+for batch in DataLoader(data, batch_size=None, num_workers=1):
+    pair.assert_step(batch)
+print("both ran")
+"""
+
+
+def test_fork_and_data_loader_workers():
+    """Row 29: a forked child trains on, and workers start beside a live arena."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["runtime", "."])}
+    run = subprocess.run(
+        [sys.executable, "-c", _FORK],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "both ran"
+
+
+def test_import_touches_no_device():
+    """Row 29: importing memo initialises no CUDA and does not load torch."""
+    code = "import sys, memo_compile; assert 'torch' not in sys.modules; import memo_runtime; "
+    code += "import torch, memo_compile.backends.entry; assert not torch.cuda.is_initialized()"
+    subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(["runtime", "."])},
+        timeout=120,
+        check=True,
+    )
+
+
+@pytest.fixture
+def suppressed():
+    with torch._dynamo.config.patch(suppress_errors=True):
+        yield
+
+
+@pytest.mark.usefixtures("suppressed")
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_crash_in_the_backend_is_loud(monkeypatch, caplog, strict):
+    """Row 30: whatever Dynamo hides is logged at ERROR, and the report says that memo is off."""
+    from memo_compile.backends import capture
+
+    def crash(*args, **kwargs):
+        raise ZeroDivisionError("injected")
+
+    monkeypatch.setattr(capture, "assemble", crash)
+    model = Stack()
+    eager = copy.deepcopy(model)
+    with caplog.at_level(logging.ERROR, logger="memo"):
+        memo_compiled(model, strict=strict)(rows(1)).backward()
+    eager(rows(1)).backward()
+    assert gradient_error(model, eager) <= FLOOR
+    assert not memo_compile.report().active
+    assert any("injected" in note for note in memo_compile.report().notes)
+    logged = [one.levelname for one in caplog.records if one.name == "memo"]
+    assert set(logged) == {"ERROR"}  # in strict mode Dynamo tries the inner frames one by one
+
+
+@pytest.mark.usefixtures("suppressed")
+def test_a_bad_option_is_loud_under_suppress_errors(caplog):
+    """Row 30: eager runs, and the log and the report name the option."""
+    model = Stack()
+    with caplog.at_level(logging.ERROR, logger="memo"):
+        memo_compiled(model, memory_bugdet="1GiB")(rows(1)).backward()
+    assert not memo_compile.report().active
+    assert any("memory_budget" in note for note in memo_compile.report().notes)
+    assert any("memory_budget" in one.getMessage() for one in caplog.records)
+
+
+def test_a_bad_option_names_the_nearest():
+    """Row 30: inside Dynamo's BackendCompilerFailed is our own error."""
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="memory_budget") as raised:
+        memo_compiled(Stack(), memory_bugdet="1GiB")(rows(1))
+    assert isinstance(raised.value.inner_exception, ConfigError)
+
+
+@pytest.fixture(scope="module")
+def cube():
+    """A custom operator with a backward of its own; counts how often its forward runs."""
+    counts = {"forward": 0}
+
+    @torch.library.custom_op("memo_tests::cube", mutates_args=())
+    def run(x: torch.Tensor) -> torch.Tensor:
+        counts["forward"] += 1
+        return x**3
+
+    @run.register_fake
+    def _(x):
+        return torch.empty_like(x)
+
+    run.register_autograd(
+        lambda ctx, grad: 3 * ctx.saved_tensors[0] ** 2 * grad,
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+    )
+    return run, counts
+
+
+def test_unknown_operator_is_saved_and_not_run_again(cube):
+    """Row 31: its result is kept; it runs once per step."""
+    run, counts = cube
+
+    class Cubed(Stack):
+        def features(self, x):
+            x = self.entry(x)
+            for layer in self.layers:
+                x = layer(run(x.tanh())).tanh()
+            return x
+
+    pair = Pair(Cubed())
+    pair.assert_step(rows(1))
+    counts["forward"] = 0
+    pair.compiled(rows(2)).backward()
+    assert counts["forward"] == 2
+    pair.assert_step(rows(3))
+    assert_planned(1)
+
+
+class Selecting(Stack):
+    """``nonzero``: the number of rows depends on the data."""
+
+    def forward(self, x):
+        x = self.features(x)
+        chosen = x[(x.sum(-1) > 0).nonzero().squeeze(-1)]
+        return self.head(chosen).pow(2).sum() + self.head(x).mean()
+
+
+def test_data_dependent_shape_breaks_the_graph():
+    """Row 27: by default Dynamo breaks the graph there; both parts are right."""
+    pair = Pair(Selecting())
+    for seed in (1, 2):
+        pair.assert_step(rows(seed))
+    assert memo_compile.report().active
+    assert memo_compile.report().unplanned_steps == 0
+
+
+def test_data_dependent_shape_inside_a_graph_is_reported():
+    """Row 27: captured it cannot be planned; plain Inductor runs it, and the report says so."""
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        model = Selecting()
+        pair = Pair(model)
+        pair.compiled = torch.compile(model, backend="memo", options={"lowering": "aten"})
+        pair.assert_step(rows(1))
+    report = memo_compile.report()
+    assert not report.active
+    assert any("only known at run time" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune", "reduce-overhead"])
+def test_modes_are_accepted(mode, monkeypatch, caplog):
+    """Row 34: one warning for reduce-overhead, none for the others."""
+    for key in ("lowering", "debug", "strict"):
+        monkeypatch.setenv(f"MEMO_{key.upper()}", str(ATEN[key]).lower())
+    model = Stack()
+    pair = Pair(model)
+    pair.compiled = torch.compile(model, backend="memo", mode=mode)
+    with caplog.at_level(logging.WARNING, logger="memo"):
+        pair.assert_step(rows(1))
+        pair.assert_step(rows(1, 12))
+    warnings = [one.getMessage() for one in caplog.records if one.name == "memo"]
+    assert len(warnings) == (mode == "reduce-overhead")
+    assert all("reduce-overhead" in one for one in warnings)
+    assert_planned(2)
