@@ -1,0 +1,89 @@
+"""A step small enough to draw: two layers, saved tensors, a transient in each call.
+
+forward:  in -> [L@0] -> x0 -> [L@1] -> x1 -> [E@2] -> loss
+backward: g -> [Lb@3 reads x1] -> g1 -> [Lb@4 reads x0] -> g0
+"""
+
+import dataclasses
+
+from memo_compile.planners.step import plan_step
+from memo_compile.plans import Plan
+from memo_compile.problem import (
+    FixedBytes,
+    OutputSlot,
+    Phase,
+    Problem,
+    RegionBuffer,
+    RegionProfile,
+    StepCall,
+    Storage,
+)
+
+KIB = 1024
+
+
+def buffer(name: str, size_bytes: int, start: int, end: int) -> RegionBuffer:
+    return RegionBuffer(name=name, size_bytes=size_bytes, start=start, end=end)
+
+
+LAYER = RegionProfile(
+    name="L",
+    num_lines=4,
+    buffers=(buffer("t", 2 * KIB, 0, 2), buffer("y", 4 * KIB, 1, 4)),
+    input_ends=(1,),
+    outputs=(OutputSlot(storage=Storage.ARENA, index=1),),
+)
+HEAD = RegionProfile(
+    name="E",
+    num_lines=2,
+    buffers=(buffer("t", KIB, 0, 2),),
+    input_ends=(1,),
+    outputs=(OutputSlot(storage=Storage.EXTERNAL, size_bytes=512),),
+)
+LAYER_BACKWARD = RegionProfile(
+    name="Lb",
+    num_lines=4,
+    buffers=(buffer("t", 3 * KIB, 0, 3), buffer("g", 4 * KIB, 1, 4)),
+    input_ends=(2, 3),
+    outputs=(
+        OutputSlot(storage=Storage.ARENA, index=1),
+        OutputSlot(storage=Storage.EXTERNAL, size_bytes=KIB),
+    ),
+)
+
+
+def call(
+    name: str, region: str, phase: Phase, inputs: tuple[str, ...], outputs: tuple[str, ...]
+) -> StepCall:
+    return StepCall(name=name, region=region, phase=phase, inputs=inputs, outputs=outputs)
+
+
+def two_layers() -> Problem:
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    return Problem(
+        regions={"L": LAYER, "E": HEAD, "Lb": LAYER_BACKWARD},
+        calls=(
+            call("L@0", "L", forward, ("in",), ("x0",)),
+            call("L@1", "L", forward, ("x0",), ("x1",)),
+            call("E@2", "E", forward, ("x1",), ("loss",)),
+            call("Lb@3", "Lb", backward, ("x1", "g"), ("g1", "w1")),
+            call("Lb@4", "Lb", backward, ("x0", "g1"), ("g0", "w0")),
+        ),
+        inputs=("in", "g"),
+        fixed=FixedBytes(parameters=KIB, gradients=2 * KIB, new_gradients=2 * KIB),
+    )
+
+
+def planned(problem: Problem) -> Plan:
+    return plan_step(problem, solver="greedy")
+
+
+def moved(plan: Plan, **offsets: int) -> Plan:
+    """``plan`` with other offsets; ``L_0__y`` stands for the buffer ``L@0/y``."""
+    named = {_buffer_id(key): value for key, value in offsets.items()}
+    return dataclasses.replace(plan, offsets={**plan.offsets, **named})
+
+
+def _buffer_id(key: str) -> str:
+    region, index, _, name = key.split("_")
+    return f"{region}@{index}/{name}"

@@ -1,0 +1,171 @@
+"""Every way to break a small valid plan is caught by the checker, and named."""
+
+import dataclasses
+
+import pytest
+
+from memo_compile.errors import InvalidPlan
+from memo_compile.planners.check import check, require_valid
+from memo_compile.plans import Plan
+from memo_compile.problem import Problem, Storage
+from tests.unit.small_steps import KIB, LAYER, moved, planned, two_layers
+
+
+@pytest.fixture
+def problem() -> Problem:
+    return two_layers()
+
+
+@pytest.fixture
+def plan(problem) -> Plan:
+    return planned(problem)
+
+
+def complaints(problem: Problem, plan: Plan) -> str:
+    verdict = check(problem, plan)
+    assert not verdict.ok
+    return str(verdict)
+
+
+def test_a_valid_plan_passes(problem, plan):
+    verdict = check(problem, plan)
+    assert verdict.ok, verdict
+    assert verdict.num_buffers == 9
+    assert verdict.num_reads == 7
+    assert require_valid(problem, plan).check == verdict
+
+
+def test_every_buffer_is_needed(problem, plan):
+    for missing in plan.offsets:
+        offsets = {key: value for key, value in plan.offsets.items() if key != missing}
+        found = complaints(problem, dataclasses.replace(plan, offsets=offsets))
+        assert f"{missing} has no offset" in found
+
+
+def test_each_pair_of_live_buffers_must_be_apart(problem, plan):
+    """Put each buffer on every other: caught exactly when both are alive at one time."""
+    from memo_compile.problem import arena_buffers
+
+    lives = {one.id: (one.start, one.end) for one in arena_buffers(problem)}
+    num_caught = 0
+    for one, (start, end) in lives.items():
+        for other, (other_start, other_end) in lives.items():
+            if one == other:
+                continue
+            broken = dataclasses.replace(
+                plan, offsets={**plan.offsets, one: plan.offsets[other]}, arena_bytes=64 * KIB
+            )
+            text = str(check(problem, broken))
+            named = f"{one} and {other} share" in text or f"{other} and {one} share" in text
+            assert named == (start < other_end and other_start < end), (one, other, text)
+            num_caught += named
+    assert num_caught > 10
+
+
+def test_swapped_offsets(problem, plan):
+    first, second = plan.offsets["L@0/y"], plan.offsets["L@1/t"]
+    assert first != second
+    assert "share bytes" in complaints(problem, moved(plan, L_0__y=second, L_1__t=first))
+
+
+@pytest.mark.parametrize("shift", [1, 256, -1])
+def test_misaligned_offset(problem, plan, shift):
+    offset = plan.offsets["L@1/y"] + shift
+    assert f"L@1/y at {offset} is not aligned" in complaints(problem, moved(plan, L_1__y=offset))
+
+
+def test_outside_the_arena(problem, plan):
+    beyond = plan.arena_bytes - KIB
+    assert "L@0/y at" in complaints(problem, moved(plan, L_0__y=beyond))
+    assert "outside the arena" in complaints(problem, moved(plan, L_0__y=-512))
+
+
+def test_arena_too_short(problem, plan):
+    text = complaints(problem, dataclasses.replace(plan, arena_bytes=plan.arena_bytes - 512))
+    assert "outside the arena" in text
+
+
+def test_lower_bound_above_the_arena(problem, plan):
+    broken = dataclasses.replace(plan, lower_bound_bytes=plan.arena_bytes + 1)
+    assert "lower bound" in complaints(problem, broken)
+
+
+def test_peak_above_the_budget(problem, plan):
+    assert check(problem, dataclasses.replace(plan, budget_bytes=plan.peak_bytes)).ok
+    broken = dataclasses.replace(plan, budget_bytes=plan.peak_bytes - 1)
+    assert "budget" in complaints(problem, broken)
+
+
+def test_peak_that_hides_memory(problem, plan):
+    broken = dataclasses.replace(plan, peak_bytes=plan.peak_bytes - 1)
+    assert "the peak says" in complaints(problem, broken)
+
+
+def test_resident_bytes_below_what_is_used(problem, plan):
+    resident = (plan.arena_bytes, 0, *plan.resident_bytes[2:])
+    broken = dataclasses.replace(plan, resident_bytes=resident)
+    assert "uses the arena up to" in complaints(problem, broken)
+    broken = dataclasses.replace(plan, resident_bytes=plan.resident_bytes[:-1])
+    assert "one number per call" in complaints(problem, broken)
+
+
+def test_read_before_made(problem, plan):
+    calls = list(problem.calls)
+    calls[0], calls[1] = calls[1], calls[0]
+    broken = dataclasses.replace(problem, calls=tuple(calls))
+    assert "L@1 reads x0 before it is made" in complaints(broken, plan)
+
+
+def test_backward_calls_in_the_wrong_order(problem, plan):
+    calls = (*problem.calls[:3], problem.calls[4], problem.calls[3])
+    broken = dataclasses.replace(problem, calls=calls)
+    assert "Lb@4 reads g1 before it is made" in complaints(broken, plan)
+
+
+def test_a_life_that_is_longer_than_planned(problem, plan):
+    """The plan was made for a transient that died earlier."""
+    long = dataclasses.replace(LAYER.buffers[0], end=4)
+    region = dataclasses.replace(LAYER, buffers=(long, LAYER.buffers[1]))
+    tight = dataclasses.replace(LAYER, buffers=(dataclasses.replace(long, end=1), LAYER.buffers[1]))
+    easy = dataclasses.replace(problem, regions={**problem.regions, "L": tight})
+    short_plan = moved(planned(easy), L_0__t=0, L_0__y=0, L_1__y=4 * KIB, L_1__t=4 * KIB)
+    hard = dataclasses.replace(problem, regions={**problem.regions, "L": region})
+    assert "L@0/y and L@0/t share bytes" in complaints(hard, short_plan)
+
+
+def test_a_reader_that_was_forgotten(problem, plan):
+    """One more call reads x0 after the planner let it die."""
+    late = dataclasses.replace(problem.calls[4], name="Lb@5", inputs=("x0", "g1"))
+    late = dataclasses.replace(late, outputs=("g2", "w2"))
+    longer = dataclasses.replace(problem, calls=(*problem.calls, late))
+    good = planned(longer)
+    assert good.check.ok
+    # with the short problem's lives, the last layer's gradient may take the place of x0
+    broken = moved(good, Lb_4__g=good.offsets["L@0/y"])
+    assert "share bytes" in complaints(longer, broken)
+
+
+def test_an_alias_keeps_its_storage(problem, plan):
+    """A region that returns its input makes the input's bytes live as long as the output."""
+    alias = dataclasses.replace(
+        LAYER,
+        name="A",
+        buffers=(LAYER.buffers[0],),
+        outputs=(dataclasses.replace(LAYER.outputs[0], storage=Storage.INPUT, index=0),),
+    )
+    calls = list(problem.calls)
+    calls[1] = dataclasses.replace(calls[1], region="A")
+    calls[4] = dataclasses.replace(calls[4], inputs=("x1", "g1"))
+    aliased = dataclasses.replace(
+        problem, regions={**problem.regions, "A": alias}, calls=tuple(calls)
+    )
+    good = planned(aliased)
+    assert good.check.ok
+    broken = moved(good, Lb_3__g=good.offsets["L@0/y"])
+    assert "share bytes" in complaints(aliased, broken)
+
+
+def test_an_invalid_plan_is_refused_with_its_name(problem, plan):
+    broken = dataclasses.replace(moved(plan, L_1__y=1), name="graph7")
+    with pytest.raises(InvalidPlan, match=r"plan graph7: .*L@1/y at 1 is not aligned"):
+        require_valid(problem, broken)

@@ -1,0 +1,99 @@
+"""Lifetimes of a step that is small enough to draw."""
+
+import dataclasses
+
+import pytest
+
+from memo_compile.errors import InputError
+from memo_compile.plans import Plan
+from memo_compile.problem import (
+    OutsideBuffer,
+    Problem,
+    RegionBuffer,
+    align,
+    arena_buffers,
+    call_starts,
+    live_bytes,
+    outside_peak,
+)
+from memo_compile.serialise import from_json, to_json
+from tests.unit.small_steps import HEAD, KIB, planned, two_layers
+
+
+def test_calls_lie_end_to_end():
+    assert call_starts(two_layers()) == (0, 5, 10, 13, 18, 23)
+
+
+def test_lives_on_the_time_axis():
+    lives = {one.id: (one.start, one.end, one.transient) for one in arena_buffers(two_layers())}
+    assert lives == {
+        "L@0/t": (0, 2, True),
+        "L@0/y": (1, 18 + 2, False),
+        "L@1/t": (5, 7, True),
+        "L@1/y": (6, 13 + 2, False),
+        "E@2/t": (10, 12, True),
+        "Lb@3/t": (13, 16, True),
+        "Lb@3/g": (14, 18 + 3, False),
+        "Lb@4/t": (18, 21, True),
+        "Lb@4/g": (19, 22, False),
+    }
+
+
+def test_live_bytes_are_the_sum_at_each_line():
+    curve = live_bytes(arena_buffers(two_layers()))
+    assert curve[1] == 6 * KIB
+    assert curve[2] == 4 * KIB
+    assert curve[6] == 10 * KIB
+    assert max(curve.values()) == curve[19] == 15 * KIB
+    assert curve[max(curve)] == 0
+
+
+def test_plan_reaches_the_lower_bound():
+    plan = planned(two_layers())
+    assert plan.lower_bound_bytes == 15 * KIB
+    assert plan.arena_bytes == 15 * KIB
+
+
+def test_outside_memory_counts_where_it_is_largest():
+    kernel = OutsideBuffer(kind="conv", size_bytes=KIB, start=0, end=1)
+    more = OutsideBuffer(kind="sort", size_bytes=2 * KIB, start=1, end=2)
+    head = dataclasses.replace(HEAD, outside=(kernel, more))
+    problem = two_layers()
+    problem = dataclasses.replace(problem, regions={**problem.regions, "E": head})
+    assert outside_peak(problem) == {"sort": 2 * KIB}
+
+
+@pytest.mark.parametrize(("size_bytes", "expected"), [(0, 0), (1, 512), (512, 512), (513, 1024)])
+def test_sizes_are_rounded_up(size_bytes, expected):
+    assert align(size_bytes) == expected
+
+
+def test_nonsense_buffers_are_refused():
+    with pytest.raises(InputError, match="multiples of 512 B, got 100"):
+        RegionBuffer(name="b", size_bytes=100, start=0, end=1)
+    with pytest.raises(InputError, match=r"start < end, got \[3, 3\)"):
+        RegionBuffer(name="b", size_bytes=512, start=3, end=3)
+
+
+def test_json_round_trip():
+    problem = two_layers()
+    plan = planned(problem)
+    assert from_json(to_json(problem), Problem) == problem
+    assert from_json(to_json(plan), Plan) == plan
+    assert to_json(from_json(to_json(plan), Plan)) == to_json(plan)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "plan.json: not JSON"),
+        ("[]", "plan.json: expected a Plan"),
+        (to_json(two_layers()), "plan.json: expected a Plan"),
+        ('{"kind": "Plan", "schema": 99}', "expected schema 1, got 99"),
+        ('{"kind": "Plan", "schema": 1, "offsetz": {}}', "plan.json: 'offsetz'"),
+        ('{"kind": "Plan", "schema": 1}', "missing"),
+    ],
+)
+def test_broken_files_are_named(text, message):
+    with pytest.raises(InputError, match=message):
+        from_json(text, Plan, where="plan.json")
