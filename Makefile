@@ -11,10 +11,10 @@ STAMP := $(VENV)/.memo-stamp
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types layers sizes format clean
+.PHONY: help setup demo test numerics-full check lint types layers sizes format clean
 
 help:            ## this list
-	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 $(STAMP): requirements-dev.txt pyproject.toml tools/bootstrap.py
 	@$(PYTHON) tools/bootstrap.py && touch $@
@@ -25,7 +25,10 @@ demo: $(STAMP)   ## train a small model, memo beside eager, and print the report
 	$(BIN)/python examples/train_stdlib.py $(ARGS)
 
 test: $(STAMP)   ## run the tests
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not full" $(ARGS)
+
+numerics-full: $(STAMP) ## every model through Inductor against eager (ten minutes)
+	$(PYTEST) -m full tests/numerics $(ARGS)
 
 check: lint types layers sizes test  ## everything that CI runs
 
