@@ -1,0 +1,300 @@
+"""Joint graph -> regions and step program, on fake tensors; the text is the golden."""
+
+import re
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from memo_compile.passes.own_outputs import own_outputs
+from memo_compile.passes.pipeline import graph_text
+from tests.graph.programs import Programs, step_programs
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture
+def golden(request):
+    """Compare with tests/golden/NAME.txt; a missing file fails."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / f"{name}.txt"
+        if request.config.getoption("--update-golden"):
+            path.write_text(text)
+        assert path.exists(), f"{path.name} is missing; run pytest with --update-golden"
+        assert text == path.read_text()
+
+    return compare
+
+
+def parameter(*shape: int) -> torch.Tensor:
+    return torch.empty(shape).requires_grad_()
+
+
+def layers(num_layers: int, width: int = 16):
+    """A functional model: an entry, then residual layers of two products, weights in lists."""
+    entry = parameter(width, width)
+    ups = [parameter(width, 2 * width) for _ in range(num_layers)]
+    downs = [parameter(2 * width, width) for _ in range(num_layers)]
+
+    def loss(x, entry, *weights):
+        x = (x @ entry).tanh()
+        for up, down in zip(weights[:num_layers], weights[num_layers:], strict=True):
+            x = x + functional.gelu(x @ up) @ down
+        return x.pow(2).mean()
+
+    return loss, [torch.empty(8, width), entry, *ups, *downs]
+
+
+def masked(num_layers: int = 3, width: int = 16):
+    """Every layer makes the same mask anew, as unmodified models do."""
+    entry, *weights = [parameter(width, width) for _ in range(num_layers + 1)]
+
+    def loss(x, keep, entry, *weights):
+        x = (x @ entry).tanh()
+        for weight in weights:
+            bias = torch.where(keep > 0, 0.0, float("-inf"))
+            scores = (x @ weight @ x.t() + bias).softmax(-1)
+            x = x + scores @ x
+        return x.mean()
+
+    return loss, [torch.empty(8, width), torch.empty(8, 8), entry, *weights]
+
+
+def shared_bias(num_layers: int = 3, width: int = 16):
+    """The first layer makes a bias for all, as T5 does."""
+    entry, *weights = [parameter(width, width) for _ in range(num_layers + 1)]
+    table = parameter(8, 8)
+
+    def loss(x, table, entry, *weights):
+        x, bias = (x @ entry).tanh(), None
+        for weight in weights:
+            keys = x @ weight
+            if bias is None:
+                bias = table.sin()
+            x = x + (keys @ x.t() + bias).softmax(-1) @ x
+        return x.mean()
+
+    return loss, [torch.empty(8, width), table, entry, *weights]
+
+
+def text_of(programs: Programs) -> str:
+    """Both programs, then every region; numbering of anonymous nodes is torch's."""
+    parts = []
+    for half in (programs.forward, programs.backward):
+        parts.append(f"== {half.phase.value}\n{graph_text(half.program)}")
+        for name, region in half.regions.items():
+            parts.append(f"-- {name} external {sorted(region.external_outputs)}")
+            parts.append(graph_text(region.gm))
+    return re.sub(r"memo_compile\.passes\.cut\._|memo_runtime\.ops\.", "", "\n".join(parts))
+
+
+@pytest.mark.parametrize("num_layers", [2, 3])
+def test_layers_become_calls_of_one_region(golden, num_layers):
+    programs = step_programs(lambda: layers(num_layers))
+    golden(f"layers_{num_layers}", text_of(programs))
+    forward = [one for one in programs.order() if one.endswith("_fwd")]
+    backward = programs.order()[len(forward) :]
+    assert forward.count("layer0_fwd") == num_layers
+    assert backward.count("layer0_bwd") == num_layers
+    assert all("fwd" not in one for one in backward)
+
+
+def test_order_of_a_step():
+    """The backward calls what the forward called, in reverse."""
+    order = step_programs(lambda: layers(3)).order()
+    half = len(order) // 2
+    mirrored = [one.replace("_fwd", "_bwd") for one in reversed(order[:half])]
+    assert order[half:] == mirrored
+
+
+def test_more_layers_are_no_more_regions():
+    counts = {n: step_programs(lambda n=n: layers(n)).num_regions for n in (3, 6)}
+    assert counts[3] == counts[6] <= 6
+
+
+def test_an_equal_mask_is_made_once_for_all_layers(golden):
+    programs = step_programs(masked)
+    golden("masked", text_of(programs))
+    assert programs.order().count("layer0_fwd") == 3
+    owners = [
+        name
+        for name, region in programs.forward.regions.items()
+        if "aten.where" in graph_text(region.gm)
+    ]
+    assert len(owners) == 1
+    assert not owners[0].startswith("layer")
+
+
+def test_what_the_first_layer_makes_for_all_is_moved_out(golden):
+    programs = step_programs(shared_bias)
+    golden("shared_bias", text_of(programs))
+    assert programs.order().count("layer0_fwd") == 3
+    assert "aten.sin" not in graph_text(programs.forward.regions["layer0_fwd"].gm)
+
+
+def test_a_graph_without_layers_is_one_region_each_way():
+    def plain():
+        weight = parameter(16, 4)
+        return lambda x, w: (x @ w).sigmoid().sum(), [torch.empty(8, 16), weight]
+
+    programs = step_programs(plain)
+    assert programs.order() == ["step_fwd", "step_bwd"]
+
+
+def test_the_backward_fetches_exactly_what_the_forward_leases():
+    programs = step_programs(lambda: layers(3))
+    assert programs.forward.leased == programs.backward.leased
+    assert len(programs.forward.leased) == len(set(programs.forward.leased))
+    assert not set(programs.forward.leased) & set(programs.forward.arguments)
+
+
+@pytest.fixture(scope="module")
+def flash():
+    """Operators with the schemas of the flash-attn package, 2.7 and later, on fakes only."""
+    with torch.library._scoped_library("flash_attn", "DEF") as library:
+        window = "int window_size_left, int window_size_right, float softcap, Tensor? alibi_slopes"
+        library.define(
+            "_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, "
+            f"float softmax_scale, bool causal, {window}, bool return_softmax)"
+            " -> (Tensor, Tensor, Tensor, Tensor)"
+        )
+        library.define(
+            "_flash_attn_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, "
+            "Tensor softmax_lse, Tensor(a6!)? dq, Tensor(a7!)? dk, Tensor(a8!)? dv, "
+            f"float dropout_p, float softmax_scale, bool causal, {window}, bool deterministic, "
+            "Tensor? rng_state=None) -> Tensor"
+        )
+
+        def forward(q, k, v, *_):
+            batch, tokens, heads, _width = q.shape
+            lse = q.new_empty((batch, heads, tokens), dtype=torch.float32)
+            nothing = q.new_empty((0,))
+            return torch.empty_like(q), lse, nothing, q.new_empty((2,), dtype=torch.int64)
+
+        def backward(dout, q, k, v, out, softmax_lse, *_):
+            return torch.empty_like(softmax_lse)
+
+        torch.library.register_fake("flash_attn::_flash_attn_forward", forward, lib=library)
+        torch.library.register_fake("flash_attn::_flash_attn_backward", backward, lib=library)
+        yield torch.ops.flash_attn
+
+
+class FlashAttention(torch.autograd.Function):
+    """What the package's own autograd function does with its two operators."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ops = torch.ops.flash_attn
+        out, lse, _, rng = ops._flash_attn_forward(
+            q, k, v, 0.0, 0.25, True, -1, -1, 0.0, None, False
+        )
+        ctx.save_for_backward(q, k, v, out, lse, rng)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse, rng = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        torch.ops.flash_attn._flash_attn_backward(
+            grad, q, k, v, out, lse, dq, dk, dv,
+            0.0, 0.25, True, -1, -1, 0.0, None, False, rng,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+def flash_layers(num_layers: int = 3, width: int = 64, heads: int = 4):
+    entry = parameter(width, width)
+    mixes = [parameter(width, 3 * width) for _ in range(num_layers)]
+    outs = [parameter(width, width) for _ in range(num_layers)]
+
+    def loss(x, entry, *weights):
+        x = (x @ entry).tanh()
+        for mix, out in zip(weights[:num_layers], weights[num_layers:], strict=True):
+            q, k, v = (x @ mix).view(2, 32, 3, heads, width // heads).unbind(2)
+            x = x + FlashAttention.apply(q, k, v).reshape(2, 32, width) @ out
+        return x.pow(2).mean()
+
+    return loss, [torch.empty(2, 32, width), entry, *mixes, *outs]
+
+
+def test_flash_attention_is_recognised(flash):
+    """Its output and log-sum-exp are saved, never run again, and lie in planned buffers."""
+    programs = step_programs(flash_layers)
+    assert programs.order().count("layer0_fwd") == 3
+    assert programs.order().count("layer0_bwd") == 3
+    backward = "".join(graph_text(one.gm) for one in programs.backward.regions.values())
+    assert "_flash_attn_forward" not in backward
+    assert "_flash_attn_backward" in backward
+
+    saved = [programs.forward.nodes[name].meta["val"] for name in programs.forward.leased]
+    shapes = [tuple(one.shape) for one in saved]
+    assert shapes.count((2, 4, 32)) == 3  # log-sum-exp
+    assert shapes.count((2, 32, 4, 16)) + shapes.count((2, 32, 64)) >= 3  # output
+
+    region = own_outputs(programs.forward.regions["layer0_fwd"])
+    text = graph_text(region.gm)
+    assert "memo.flash_attn__flash_attn_forward" in text
+    assert "torch.ops.flash_attn._flash_attn_forward" not in text
+    assert text.count("aten.empty_strided") >= 2
+
+
+class Llama(nn.Module):
+    """Sizes of the 7B model, bfloat16."""
+
+    def __init__(self, num_layers: int = 32, width: int = 4096, inner: int = 11008) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32000, width)
+        self.layers = nn.ModuleList()
+        for _ in range(num_layers):
+            shapes = {"q": width, "k": width, "v": width, "o": width, "gate": inner, "up": inner}
+            layer = nn.ModuleDict(
+                {name: nn.Linear(width, out, bias=False) for name, out in shapes.items()}
+            )
+            layer["down"] = nn.Linear(inner, width, bias=False)
+            layer["norm1"], layer["norm2"] = nn.RMSNorm(width), nn.RMSNorm(width)
+            self.layers.append(layer)
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, 32000, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            y = layer["norm1"](x)
+            q, k, v = (
+                layer[name](y).unflatten(-1, (32, 128)).transpose(1, 2) for name in ("q", "k", "v")
+            )
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + layer["o"](mixed.transpose(1, 2).flatten(2))
+            y = layer["norm2"](x)
+            x = x + layer["down"](functional.silu(layer["gate"](y)) * layer["up"](y))
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def llama_7b():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = Llama()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    ids = torch.zeros(1, 4096, dtype=torch.int64)
+    return model, [ids, ids]
+
+
+@pytest.mark.slow
+def test_seven_billion_parameters_are_cut_without_memory():
+    """32 layers of 7B size on fakes: traced, partitioned and cut; 27 GB never exist."""
+    step_programs(lambda: layers(2))  # torch's own imports and caches
+    process = psutil.Process()
+    before, start = process.memory_info().rss, time.perf_counter()
+    programs = step_programs(llama_7b)
+    grown = process.memory_info().rss - before
+    assert grown < 500 * 2**20
+    assert time.perf_counter() - start < 240
+    assert programs.order().count("layer0_fwd") == 32
+    assert programs.order().count("layer0_bwd") == 32
+    assert programs.num_regions == 6
