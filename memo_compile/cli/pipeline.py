@@ -1,15 +1,19 @@
 """``memo alpha``, ``memo pareto`` and ``memo offload-fraction``: closed forms for one step."""
 
 import json
+import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memo_compile.cli.tables import format_table
 from memo_compile.errors import InputError
 from memo_compile.units import format_bytes, parse_size
+
+if TYPE_CHECKING:
+    from memo_compile.planners.pipeline.offload import OffloadPlan, ParallelConfig
 
 
 class Policy(Enum):
@@ -86,6 +90,12 @@ def alpha(
     else:
         print(format_table(("quantity", "value"), [(k, _short(v)) for k, v in body.items()]))
     if not found.fits_host:
+        print(
+            f"memo: does not fit: host-bytes {host_bytes:g} cannot hold the layer inputs and "
+            "attention outputs, which are always offloaded; use more host memory, a shorter "
+            "sequence or more GPUs",
+            file=sys.stderr,
+        )
         raise typer.Exit(1)
 
 
@@ -199,7 +209,20 @@ def offload_fraction(
         ]
         print(format_table(("quantity", "value"), rows))
     if not plan.fits:
+        print(f"memo: does not fit: {_shortfall(plan, config, budget_bytes)}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _shortfall(plan: "OffloadPlan", config: "ParallelConfig", budget_bytes: int) -> str:
+    """What exceeds the budget, and what to change."""
+    peak, budget = format_bytes(plan.peak_bytes), format_bytes(budget_bytes)
+    least = f"{plan.resident_chunks:g} chunks that must stay resident"
+    if plan.resident_chunks == plan.chunks_in_flight:
+        least = f"{least}, as offloading saves nothing with {config.pp} stages"
+    return (
+        f"budget {budget} < {peak} (weights, optimizer state and {least}); raise the budget, "
+        "shorten the sequence, or use a stronger checkpoint policy or more GPUs"
+    )
 
 
 def _write(path: Path, text: str) -> None:

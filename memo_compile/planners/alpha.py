@@ -76,6 +76,8 @@ def compute_alpha(
         if not (math.isfinite(value) and value > 0):
             raise InputError(f"{name}: expected a positive number, got {value}")
     per_token = (24 * hidden + 2 * seq) * bandwidth_bytes_per_s / (ELEMENT_BYTES * flops_per_s)
+    if not math.isfinite(per_token):
+        raise InputError("hidden, seq, bandwidth, flops: together beyond the range of floats")
     offloaded_layers = num_layers / pp - 2
     host_bound = None
     if offloaded_layers > 0:

@@ -1,6 +1,8 @@
 """The commands for many GPUs: what they print, and how they leave."""
 
 import json
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,39 @@ def test_bad_files(capsys, tmp_path):
     assert "cannot read" in err
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps(KNOWN), "heu: a list of instances; expected one instance"),
+        (json.dumps({**KNOWN["heu"][2]["instance"], "budget": math.nan}), "budget: .* got nan"),
+        (json.dumps({**KNOWN["heu"][2]["instance"], "budget": 10**400}), "budget: .* at most 1e"),
+        (json.dumps(KNOWN["opt"][0]["instance"]), "need: missing"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_odd_files_are_one_line_and_exit_two(capsys, tmp_path, text, message):
+    path = tmp_path / "instance.json"
+    path.write_text(text)
+    code, out, err = run(capsys, "lynx", "heu", path)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert re.search(message, err)
+
+
+def test_a_byte_order_mark_is_no_error(capsys, tmp_path):
+    path = tmp_path / "instance.json"
+    path.write_text(json.dumps(KNOWN["heu"][2]), encoding="utf-8-sig")
+    assert run(capsys, "lynx", "heu", path)[0] == 0
+    runs = tmp_path / "runs.csv"
+    runs.write_text(
+        (DATA / "kwai_offload_fractions.csv").read_text().replace("\n", "\r\n"),
+        encoding="utf-8-sig",
+    )
+    code, body, _ = run(capsys, "calibrate", runs, "--json")
+    assert code == 0
+    assert len(body["runs"]) == 5
+
+
 def test_no_time_is_no_answer(capsys, tmp_path):
     path = write(tmp_path, KNOWN["opt"][0])
     code, body, err = run(capsys, "lynx", "opt", path, "--time-limit", 0)
@@ -132,8 +167,9 @@ def test_offload_fraction(capsys):
 
 
 def test_offload_fraction_that_does_not_fit(capsys):
-    code, body, _ = run(capsys, *OFFLOAD[:-1], "20GiB", "--json")
+    code, body, err = run(capsys, *OFFLOAD[:-1], "20GiB", "--json")
     assert (code, body["alpha"], body["fits"], body["resident_chunks"]) == (1, 1.0, False, 4.0)
+    assert re.fullmatch(r"memo: does not fit: budget 20.00 GiB < 41.09 GiB .* 4 chunks .*\n", err)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +210,9 @@ def test_alpha(capsys):
     assert code == 0
     assert body["alpha_quantised"] == 0.5
     argv[argv.index("250e9")] = "1e9"
-    code, body, _ = run(capsys, *argv)
+    code, body, err = run(capsys, *argv)
     assert (code, body["fits_host"], body["alpha"]) == (1, False, 0.0)
+    assert "does not fit: host-bytes 1e+09" in err
     argv[argv.index("--pp") + 1] = "16"
     assert run(capsys, *argv)[1]["alpha_host"] is None
 

@@ -101,6 +101,13 @@ def test_ties_prefer_less_recomputation():
     assert solve_heu(heu(budget=64)).recompute_time == 0
 
 
+def test_an_operator_that_takes_no_time_is_remade_where_that_saves_memory():
+    solution = solve_heu(heu(C=[0, 3, 5], budget=1000))
+    assert solution.keep == (False, True, True)
+    assert (solution.critical_time, solution.recompute_time) == (0, 0)
+    assert solution.peak == 10 + 2 * 3 * (6 + 1) + 2
+
+
 def test_last_stage_has_no_forward_windows():
     instance = heu(ctime=[4, 4, 0, 0], budget=36, nb=2, fwd_phases=False, M=[6, 1, 1], comm=[1])
     assert not any(solve_heu(instance).windows[:2])

@@ -11,6 +11,12 @@ from memo_compile.errors import InputError
 
 Number = int | float
 
+_COLLECTIONS = ("heu", "opt", "partition")
+"""Fields of a file that collects instances of each kind."""
+
+MAX_NUMBER = 1e100
+"""Larger ones are nonsense in any unit, and sums of their products would leave the floats."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -21,31 +27,35 @@ def read_object(path: Path) -> dict[str, Any]:
         InputError: the file cannot be read, is not JSON, or holds something else than an object.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InputError(f"{path}: cannot read: {error.strerror or error}") from error
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
     except (UnicodeDecodeError, ValueError) as error:
         raise InputError(f"{path}: not JSON: {error}") from error
+    except RecursionError:
+        raise InputError(f"{path}: not a problem: lists are nested too deeply") from None
     if not isinstance(data, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(data).__name__}")
     return data
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not a number that can be planned with")
 
 
 def unwrap_instance(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """``data`` itself, or the object under its key ``instance``.
 
     Raises:
-        InputError: ``instance`` is not an object.
+        InputError: ``instance`` is not an object, or ``data`` collects many instances.
     """
     inner = data.get("instance", data)
     if not isinstance(inner, Mapping):
         raise InputError(f"instance: expected an object, got {type(inner).__name__}")
+    lists = [name for name in _COLLECTIONS if isinstance(inner.get(name), list)]
+    if lists:
+        raise InputError(
+            f"{lists[0]}: a list of instances; expected one instance, so write one of its entries "
+            "to a file of its own"
+        )
     return inner
 
 
@@ -155,8 +165,10 @@ def _checked_list(data: Mapping[str, Any], name: str, length: int | None) -> lis
 def _checked_number(value: Any, name: str) -> Number:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{name}: expected a number, got {value!r}")
-    if not math.isfinite(value) or value < 0:
+    if not 0 <= value < math.inf:
         raise InputError(f"{name}: expected a finite number >= 0, got {value}")
+    if value > MAX_NUMBER:
+        raise InputError(f"{name}: expected a number of at most {MAX_NUMBER:g}, got a larger one")
     return value
 
 

@@ -109,7 +109,13 @@ def memory_needed(instance: HeuInstance, *, token_split: bool = False) -> Number
 
 
 def _keep_everything(instance: HeuInstance) -> HeuSolution | None:
-    """The plan without recomputation, where the budget allows it: no program is needed then."""
+    """The plan without recomputation, where the budget allows it: no program is needed then.
+
+    None also where an operator takes no time: remaking it saves memory at equal time.
+    """
+    needed = zip(instance.ops.times[:-1], instance.need, strict=False)
+    if any(wanted and not seconds for seconds, wanted in needed):
+        return None
     keep = (*instance.need[:-1], True)
     per_layer = sum(m for m, kept in zip(instance.ops.sizes, keep, strict=True) if kept)
     copies = instance.num_layers * instance.num_batches

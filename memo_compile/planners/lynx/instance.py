@@ -93,8 +93,7 @@ class HeuInstance:
         """
         data = fields.unwrap_instance(data)
         ops = _operators(data)
-        fields.warn_unknown(data, _HEU_FIELDS)
-        return HeuInstance(
+        instance = HeuInstance(
             ops=ops,
             need=_zero_one(data, "need", ops.count),
             windows=fields.numbers(data, "ctime", NUM_WINDOWS),
@@ -104,6 +103,8 @@ class HeuInstance:
             budget=fields.number(data, "budget"),
             forward_windows=fields.flag(data, "fwd_phases", True),
         )
+        fields.warn_unknown(data, _HEU_FIELDS)
+        return instance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,14 +128,15 @@ class OptInstance:
         """
         data = fields.unwrap_instance(data)
         ops = _operators(data)
-        fields.warn_unknown(data, _OPT_FIELDS)
         last_only = [0] * (ops.count - 1) + [1]
-        return OptInstance(
+        instance = OptInstance(
             ops=ops,
             keep=_zero_one({"keep": last_only, **data}, "keep", ops.count),
             static=fields.number(data, "static", 0),
             budget=fields.number(data, "budget"),
         )
+        fields.warn_unknown(data, _OPT_FIELDS)
+        return instance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,6 @@ class JointProblem:
         Raises:
             InputError: a field is missing or cannot be used; it is named.
         """
-        fields.warn_unknown(data, _FIELDS)
         layer = data.get("layer")
         if not isinstance(layer, Mapping):
             raise InputError("layer: expected an object with C, M, deps, comm, need, ctime")
@@ -79,7 +78,7 @@ class JointProblem:
             for name in ("extra_static", "extra_time")
             if name in data
         }
-        return JointProblem(
+        problem = JointProblem(
             costs=LayerCosts.from_json(layer),
             num_layers=fields.whole(data, "num_layers", minimum=1),
             num_stages=num_stages,
@@ -88,6 +87,8 @@ class JointProblem:
             budgets=budgets,
             **extra,
         )
+        fields.warn_unknown(data, _FIELDS)
+        return problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

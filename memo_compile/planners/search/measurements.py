@@ -56,9 +56,11 @@ def read_measurements(path: Path) -> tuple[Measurement, ...]:
             message starts with file:line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot read: {error}") from error
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(f"{path}: cannot read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
     reader = csv.DictReader(text.splitlines())
     header = [name.strip() for name in reader.fieldnames or ()]
     reader.fieldnames = header
