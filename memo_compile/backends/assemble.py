@@ -14,7 +14,7 @@ from torch import fx
 from memo_compile.analysis.units import JointUnits, source_line
 from memo_compile.backends import shim
 from memo_compile.backends.facts import GraphFacts
-from memo_compile.backends.lowering import lower_region
+from memo_compile.backends.lowering import lower_regions
 from memo_compile.config import MemoConfig
 from memo_compile.passes.cut import Cut, CutCall
 from memo_compile.planners.step import plan_step
@@ -84,11 +84,7 @@ def assemble(
 ) -> Assembly:
     """Lower each distinct region once, plan the step, bind it to the runtime."""
     start = time.perf_counter()
-    lowered = {
-        region.name: lower_region(region, config)
-        for half in (forward, backward)
-        for region in half.regions.values()
-    }
+    lowered = lower_regions((*forward.regions.values(), *backward.regions.values()), config)
     lowering_s = time.perf_counter() - start
     problem = _problem(forward, backward, lowered, units, facts)
     plan = plan_step(

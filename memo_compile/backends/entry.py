@@ -73,7 +73,11 @@ def plan_graph(
     """``gm`` compiled by memo; every failure is raised."""
     name = f"graph{next(_graph_numbers)}"
     compiler = StepCompiler(config, GraphFacts(example_inputs), name)
-    with shim.functorch_patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
+    with shim.functorch_patch(
+        force_non_lazy_backward_lowering=True,
+        enable_autograd_cache=False,
+        enable_remote_autograd_cache=False,
+    ):
         compiled = shim.compile_fx(
             gm,
             example_inputs,
@@ -81,7 +85,7 @@ def plan_graph(
             config_patches=shim.known_inductor_settings(
                 {
                     "custom_partitioner_fn": shim.partitioner(compiler.partition),
-                    "force_disable_caches": True,
+                    **shim.NO_GRAPH_CACHE,
                 }
             ),
         )

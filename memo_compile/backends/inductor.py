@@ -84,7 +84,7 @@ def _arena_codegen(recorder: _Recorder) -> Iterator[None]:
 INDUCTOR_SETTINGS: dict[str, Any] = {
     "allow_buffer_reuse": False,
     "graph_partition": False,
-    "force_disable_caches": True,
+    **shim.NO_GRAPH_CACHE,
     "cpp_wrapper": False,
     "memory_planning": False,
     "triton.cudagraphs": False,
@@ -92,13 +92,24 @@ INDUCTOR_SETTINGS: dict[str, Any] = {
 """Reuse is the plan's business; a partitioned or cached graph would bypass the wrapper class."""
 
 
-def lower(
-    region: RegionGraph, *, poison: bool = False, settings: Mapping[str, Any] | None = None
-) -> LoweredRegion:
+@contextlib.contextmanager
+def session(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Regions are lowered inside; their kernels compile in the background until it ends.
+
+    ``settings`` are the user's for Inductor; memo's own win.
+    """
+    with (
+        shim.inductor_patch({**settings, **INDUCTOR_SETTINGS}),
+        shim.kernels_in_background(),
+    ):
+        yield
+
+
+def lower(region: RegionGraph, *, poison: bool = False) -> LoweredRegion:
     """``region`` compiled by Inductor, its buffers in the arena.
 
-    All outputs keep the strides they were traced with, since the next region was traced with
-    them too.
+    Call it inside a ``session``. All outputs keep the strides they were traced with, since the
+    next region was traced with them too.
     """
     examples = region.example_inputs()
     output = region.gm.graph.find_nodes(op="output")[0]
@@ -108,7 +119,6 @@ def lower(
     recorder = _Recorder(region=region, poison=poison)
     with (
         shim.own_tracing_context(examples),
-        shim.inductor_patch({**(settings or {}), **INDUCTOR_SETTINGS}),
         _arena_codegen(recorder),
     ):
         compiled = shim.compile_fx_inner(

@@ -1,6 +1,6 @@
 """Which lowering runs a region, and what happens to graphs that memo does not plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import fx
@@ -11,12 +11,13 @@ from memo_compile.passes.own_outputs import own_outputs
 from memo_compile.regions import LoweredRegion, RegionGraph
 
 
-def lower_region(region: RegionGraph, config: MemoConfig) -> LoweredRegion:
-    """``region``, lowered as ``config.lowering`` says."""
+def lower_regions(regions: Iterable[RegionGraph], config: MemoConfig) -> dict[str, LoweredRegion]:
+    """Every region by its name, lowered as ``config.lowering`` says."""
     poison = "poison" in config.debug
     if config.lowering == "aten":
-        return aten.lower(region, poison=poison)
-    return inductor.lower(own_outputs(region), poison=poison, settings=config.inductor_options)
+        return {one.name: aten.lower(one, poison=poison) for one in regions}
+    with inductor.session(config.inductor_options):
+        return {one.name: inductor.lower(own_outputs(one), poison=poison) for one in regions}
 
 
 def plain_inner(

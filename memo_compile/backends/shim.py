@@ -6,6 +6,7 @@ Read in torch 2.11.0 and 2.13.0. What differs between them is settled here and n
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
+from unittest import mock
 
 import sympy
 import torch
@@ -19,6 +20,7 @@ from torch._functorch.partitioners import (  # 2.11, 2.13: same keyword subset
 )
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import ir
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen import common as _codegen_common
 from torch._inductor.codegen.wrapper import (
     AllocateLine,
@@ -94,6 +96,25 @@ def own_tracing_context(examples: Sequence[Any]) -> Iterator[None]:
     """A fresh TracingContext: Inductor asserts that ``output_strides`` is empty at each compile."""
     with tracing(TracingContext(detect_fake_mode(examples))):
         yield
+
+
+NO_GRAPH_CACHE: dict[str, Any] = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+"""On a hit of these caches neither partitioner nor wrapper runs. Not ``force_disable_caches``: that
+gives each compilation an empty folder, and every region would build Inductor's C++ headers anew."""
+
+
+@contextlib.contextmanager
+def kernels_in_background() -> Iterator[None]:
+    """Kernels of all graphs lowered inside compile side by side; they are ready at the end.
+
+    A generated module ends in a wait for its own kernels; here all waits come last. Inside, the
+    modules cannot run.
+    """
+    waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
+    with mock.patch.object(AsyncCompile, "wait", lambda self, scope: waiting.append((self, scope))):
+        yield
+    for compiler, scope in waiting:
+        compiler.wait(scope)
 
 
 def inductor_patch(settings: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
