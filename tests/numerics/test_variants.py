@@ -1,0 +1,238 @@
+"""Variants of one model: odd lengths, dtypes, tied weights, several outputs, dropout."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import memo_compile
+from tests import models
+from tests.numerics.small import Pair, Stack, rows
+from tests.numerics.training import (
+    ATEN,
+    FLOOR,
+    assert_planned,
+    error,
+    gradients_of,
+    memo_compiled,
+    sgd,
+    train,
+)
+
+
+def compiled_by_memo(**options):
+    return functools.partial(torch.compile, backend="memo", options={**ATEN, **options})
+
+
+def eagerly(model):
+    return model
+
+
+@pytest.mark.parametrize("seq", [31, 33])
+def test_odd_sequence_lengths(seq):
+    case = models.functional_transformer(num_layers=2, seq=seq)
+    found = error(train(case, compiled_by_memo(), [sgd]), train(case, eagerly, [sgd]))
+    assert found <= FLOOR
+    assert_planned(1)
+
+
+def test_lengths_that_vary_from_step_to_step():
+    model, _, loss = models.functional_transformer(num_layers=2)
+    pair = Pair(model)
+    for seq in (31, 33, 48, 33):
+        inputs = models.causal_inputs(seq)
+        pair.zero_grad()
+        pair.each(lambda one: loss(one, **inputs).backward())  # noqa: B023
+        pair.assert_equal()
+    assert_planned()
+
+
+def test_tied_weights():
+    """One parameter, read by the first and by the last region: counted and updated once."""
+    case = models.llama(num_layers=2, tied=True)
+    assert case[0].lm_head.weight is case[0].model.embed_tokens.weight
+    found = error(train(case, compiled_by_memo(), [sgd]), train(case, eagerly, [sgd]))
+    assert found <= FLOOR
+    plan = memo_compile.report().plans[-1]
+    unique = sum(one.numel() * one.element_size() for one in case[0].parameters())
+    assert plan.fixed.parameters == unique
+    assert_planned(1)
+
+
+def test_float64_is_exact():
+    """No rounding is left to hide behind: float64 agrees to 1e-12."""
+    model, inputs, loss = models.functional_transformer(num_layers=2)
+    case = (model.double(), inputs, loss)
+    found = error(train(case, compiled_by_memo(), [sgd]), train(case, eagerly, [sgd]))
+    assert found <= 1e-12
+    assert_planned(1)
+
+
+def test_bfloat16():
+    """Rounding dominates: twice what torch's own decompositions miss eager by, at most."""
+    model, inputs, loss = models.functional_transformer(num_layers=2)
+    case = (model.bfloat16(), inputs, loss)
+    eager = train(case, eagerly, [sgd], steps=1)
+    ours = train(case, compiled_by_memo(), [sgd], steps=1)
+    assert_planned(1)
+    torch._dynamo.reset()
+    backend = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    assert error(ours, eager) <= max(FLOOR, 2 * error(train(case, backend, [sgd], steps=1), eager))
+
+
+def test_autocast():
+    """Parameters in float32, products in bfloat16."""
+
+    def loss(model, **inputs):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return models._flat_loss(model, **inputs)
+
+    model, inputs, _ = models.functional_transformer(num_layers=2)
+    case = (model, inputs, loss)
+    eager = train(case, eagerly, [sgd], steps=1)
+    ours = train(case, compiled_by_memo(), [sgd], steps=1)
+    assert_planned(1)
+    torch._dynamo.reset()
+    backend = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    assert error(ours, eager) <= max(FLOOR, 2 * error(train(case, backend, [sgd], steps=1), eager))
+
+
+def test_gradients_through_loss_and_logits():
+    """Both outputs are used after the graph."""
+
+    def loss(model, **inputs):
+        out = model(**inputs)
+        return out.loss + 0.1 * out.logits.float().pow(2).mean()
+
+    model, inputs, _ = models.llama(num_layers=2)
+    case = (model, inputs, loss)
+    found = error(train(case, compiled_by_memo(), [sgd]), train(case, eagerly, [sgd]))
+    assert found <= FLOOR
+    assert_planned(1)
+
+
+class States(Stack):
+    """Returns the loss and what every layer made, as ``output_hidden_states`` does."""
+
+    def forward(self, x):
+        states = [self.entry(x).tanh()]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return self.head(states[-1]).pow(2).mean(), states
+
+
+def test_hidden_states_are_returned():
+    """Outputs that the backward reads too: they are the user's, and outlive the arena's frame."""
+    pair = Pair(States())
+
+    def step(model):
+        loss, states = model(rows(1))
+        (loss + sum(one.sin().mean() for one in states)).backward()
+
+    pair.each(step)
+    pair.assert_equal()
+    _, states = pair.compiled(rows(2))
+    copies = [one.detach().clone() for one in states]
+    kept = [one.detach() for one in states]
+    del states, _
+    pair.compiled(rows(3))[0].backward()
+    assert all(torch.equal(one, before) for one, before in zip(kept, copies, strict=True))
+    assert_planned(1)
+
+
+def test_accumulation_over_steps_with_an_optimizer():
+    """Four micro-batches a step, as trainers do it; the parameters agree afterwards."""
+    pair = Pair(Stack())
+    updates = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (pair.ours, pair.eager)]
+    for step in range(3):
+        for seed in range(4):
+            pair.each(lambda model: (model(rows(10 * step + seed)) / 4).backward())  # noqa: B023
+        pair.assert_equal()
+        for update in updates:
+            update.step()
+            update.zero_grad(set_to_none=step % 2 == 0)
+    for ours, theirs in zip(pair.ours.parameters(), pair.eager.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert_planned()
+
+
+class Dropped(nn.Module):
+    def forward(self, x):
+        return functional.dropout(x, 0.3, training=True).sum()
+
+
+def test_forward_and_backward_use_the_same_mask():
+    """The gradient of ``dropout(x).sum()`` is the mask: it must add up to the forward's result."""
+    compiled = memo_compiled(Dropped())
+    masks = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        x = torch.arange(1.0, 4097.0).double().requires_grad_()
+        loss = compiled(x)
+        loss.backward()
+        assert set(x.grad.unique().tolist()) == {0.0, 1 / 0.7}
+        assert loss.item() == pytest.approx((x.grad * x.detach()).sum().item(), rel=1e-9)
+        assert 0.25 < (x.grad == 0).float().mean().item() < 0.35
+        masks.append(x.grad)
+    assert not torch.equal(*masks)
+    assert_planned(1)
+
+
+def test_dropout_repeats_with_the_seed():
+    """In every layer of a model: equal seeds give equal gradients, others do not."""
+    model, inputs, loss = models.gpt2(num_layers=2, dropout=0.1)
+    compiled = memo_compiled(model)
+
+    def gradients(seed):
+        model.zero_grad()
+        torch.manual_seed(seed)
+        loss(compiled, **inputs).backward()
+        return gradients_of(model)
+
+    first, again, other = gradients(1), gradients(1), gradients(2)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+    assert_planned(1)
+
+
+def test_dropout_differs_from_layer_to_layer():
+    """Layers share their code, not their seed."""
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.ParameterList(nn.Parameter(torch.eye(64)) for _ in range(3))
+
+        def forward(self, x):
+            outs = []
+            for weight in self.weights:
+                x = functional.dropout(x @ weight, 0.5).cos() + 1
+                outs.append(x)
+            return outs
+
+    outs = memo_compiled(Layers())(torch.ones(64, 64))
+    dropped = [(one - 2).abs() < 1e-6 for one in outs]  # cos(0) + 1
+    for one in dropped:
+        assert 0.45 < one.float().mean().item() < 0.55
+    assert 0.45 < (dropped[0] == dropped[1]).float().mean().item() < 0.55
+    assert 0.45 < (dropped[1] == dropped[2]).float().mean().item() < 0.55
+
+
+@pytest.mark.slow
+def test_dropout_equals_inductor_bit_for_bit():
+    """Same seeds, same kernels' random numbers: losses and gradients are those of Inductor."""
+    case = models.gpt2(num_layers=2, dropout=0.1)
+    runs = []
+    for backend, options in (("memo", {"strict": True}), ("inductor", None)):
+        torch._dynamo.reset()
+        torch.manual_seed(5)
+        compiled = functools.partial(torch.compile, backend=backend, options=options)
+        runs.append(train(case, compiled, [sgd], steps=2))
+    ours, theirs = runs
+    assert_planned(1)
+    for mine, other in zip(ours.losses, theirs.losses, strict=True):
+        assert torch.equal(mine, other)
+    for mine, other in zip(ours.gradients, theirs.gradients, strict=True):
+        assert all(torch.equal(mine[name], other[name]) for name in other)

@@ -1,0 +1,160 @@
+"""Arena and leases: who holds which bytes, and when they go back."""
+
+import gc
+
+import pytest
+import torch
+from memo_runtime.arena import DeviceArena, FrameView
+from memo_runtime.current import poison
+from memo_runtime.leases import LeaseTable, lease_frame, lease_ordinary, leases
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def arena() -> DeviceArena:
+    return DeviceArena(CPU)
+
+
+def test_a_free_slab_serves_the_next_frame(arena):
+    first = arena.acquire(1024)
+    arena.release(first)
+    assert arena.acquire(512) is first
+    assert arena.size_bytes == 1024
+
+
+def test_a_slab_grows_only_while_it_is_free(arena):
+    first = arena.acquire(1024)
+    second = arena.acquire(2048)
+    assert second is not first
+    with pytest.raises(AssertionError, match="leased slab"):
+        first.grow(4096)
+    arena.release(first)
+    assert arena.acquire(4096) is first
+    assert first.size_bytes == 4096
+    assert arena.size_bytes == 4096 + 2048
+
+
+def test_the_tightest_slab_is_taken(arena):
+    large, small = arena.acquire(4096), arena.acquire(1024)
+    arena.release(large)
+    arena.release(small)
+    assert arena.acquire(1000) is small
+
+
+def test_views_lie_at_their_offsets_and_survive_growth(arena):
+    table = [
+        [
+            FrameView(offset_bytes=512, dtype=torch.float32, size=(2, 3), stride=(3, 1)),
+            FrameView(offset_bytes=1024, dtype=torch.int64, size=(4,), stride=(1,)),
+        ]
+    ]
+    slab = arena.acquire(2048)
+    (floats, numbers), *_ = slab.tables(1, table)
+    floats.fill_(1.5)
+    numbers.fill_(7)
+    raw = slab.bytes(2048)
+    assert torch.equal(raw[512 : 512 + 24].view(torch.float32), torch.full((6,), 1.5))
+    assert torch.equal(raw[1024 : 1024 + 32].view(torch.int64), torch.full((4,), 7))
+    arena.release(slab)
+    slab.grow(1 << 20)
+    floats.fill_(2.5)
+    assert torch.equal(slab.bytes(24, 512).view(torch.float32), torch.full((6,), 2.5))
+    assert slab.tables(1, table)[0][0] is floats
+
+
+def test_a_misaligned_view_is_an_error(arena):
+    view = FrameView(offset_bytes=2, dtype=torch.float32, size=(1,), stride=(1,))
+    with pytest.raises(AssertionError, match=r"offset 2 is not aligned for torch\.float32"):
+        arena.acquire(512).tables(1, [[view]])
+
+
+def test_forgetting_the_last_plan_frees_the_slab(arena):
+    slab = arena.acquire(1024)
+    slab.tables(1, [])
+    slab.tables(2, [])
+    arena.release(slab)
+    arena.forget(1)
+    assert arena.size_bytes == 1024
+    arena.forget(2)
+    assert arena.size_bytes == 0
+
+
+def test_a_lease_ends_with_its_handle(arena):
+    lease = lease_frame(arena, 1024)
+    handle = lease.handle()
+    assert leases.find(handle) is lease
+    assert leases.find(handle.clone()) is lease
+    copied = handle.clone()
+    del handle
+    gc.collect()
+    assert leases.find(copied) is None
+    assert not arena.acquire(1024).size_bytes > 1024
+    assert len(arena._slabs) == 1
+
+
+def test_a_lease_is_given_back_once(arena):
+    given = []
+    lease = LeaseTable().open(arena.acquire(512), 512, lambda: given.append(1))
+    lease.saved = [torch.ones(1)]
+    lease.release()
+    lease.release()
+    assert given == [1]
+    assert lease.saved == []
+
+
+def test_a_view_of_the_handle_keeps_the_lease(arena):
+    """Autograd may hold the handle through another tensor of the same storage."""
+    lease = lease_frame(arena, 512)
+    other = lease.handle().view(2, 4).detach()
+    gc.collect()
+    assert lease.active
+    del other
+    gc.collect()
+    assert not lease.active
+
+
+def test_snapshot_and_restore(arena):
+    lease = lease_frame(arena, 1024)
+    content = lease.slab.bytes(1024)
+    content.copy_(torch.arange(1024) % 251)
+    snapshot = lease.snapshot()
+    content.fill_(0)
+    lease.restore(snapshot)
+    assert torch.equal(content, (torch.arange(1024) % 251).to(torch.uint8))
+
+
+def test_ordinary_memory_is_no_part_of_the_arena(arena):
+    lease = lease_ordinary(CPU, 1024)
+    assert arena.size_bytes == 0
+    handle = lease.handle()
+    assert leases.find(handle) is lease
+    lease.release()
+    assert leases.find(handle) is None
+
+
+def test_dropped_pages_read_as_zero_and_the_rest_stays(arena):
+    page = 4096
+    slab = arena.acquire(8 * page)
+    slab.bytes(8 * page).fill_(9)
+    slab.drop_tail(4 * page, 8 * page, poison=False)
+    assert bool((slab.bytes(4 * page) == 9).all())
+    slab.drop_tail(2 * page, 4 * page, poison=True)
+    assert bool((slab.bytes(2 * page, 2 * page) == 255).all())
+    assert bool((slab.bytes(2 * page) == 9).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_poison_is_nan(dtype):
+    value = torch.ones(3, dtype=dtype)
+    poison(value)
+    assert bool(value.isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.int64, -1), (torch.uint8, 255), (torch.bool, True)]
+)
+def test_poison_of_whole_numbers(dtype, value):
+    tensor = torch.zeros(3, dtype=dtype)
+    poison(tensor)
+    assert tensor.tolist() == [value] * 3
