@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist work
 .PHONY: help setup demo test numerics-full check lint types layers sizes format clean
 
 help:            ## this list
-	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 $(STAMP): requirements-dev.txt pyproject.toml tools/bootstrap.py
 	@$(PYTHON) tools/bootstrap.py && touch $@
