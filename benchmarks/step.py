@@ -41,7 +41,7 @@ def main() -> int:
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "tokens", "batch")}
     shared = [f"--{name}={value}" for name, value in sizes.items()]
     shared += [f"--optimizer={options.optimizer}", f"--steps={options.steps}"]
-    shared += [f"--device={options.device}"]
+    shared += [f"--device={options.device}", f"--dtype={options.dtype}"]
     names = options.arms.split(",")
     arms = [harness.Arm(name=n, arguments=(f"--child={n}", *shared)) for n in names]
     hardware = harness.hardware()
@@ -74,6 +74,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="timed steps per round")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--json", action="store_true")
     parser.add_argument(
         "--no-save", action="store_true", help="write nothing to benchmarks/results"
@@ -149,7 +150,7 @@ def make_model(options: argparse.Namespace) -> Any:
         max_position_embeddings=options.tokens,
         use_cache=False,
     )
-    model = LlamaForCausalLM(config).to(options.device)
+    model = LlamaForCausalLM(config).to(options.device, getattr(torch, options.dtype))
     model.train()
     return model
 
