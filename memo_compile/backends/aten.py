@@ -287,8 +287,10 @@ def _out_overload(node: fx.Node) -> torch._ops.OpOverload | None:
         return None
     packet = target.overloadpacket
     name = "out" if target._overloadname == "default" else f"{target._overloadname}_out"
-    for candidate in (name, "out"):
-        if candidate in packet.overloads():
+    known = packet.overloads()
+    others = (one for one in known if one.endswith("out"))  # sum.dim_IntList has sum.IntList_out
+    for candidate in (name, "out", *others):
+        if candidate in known:
             overload = getattr(packet, candidate)
             plain = len(overload._schema.returns) == 1 and torch.Tag.generated not in overload.tags
             if plain and _same_arguments(target, overload):

@@ -1,0 +1,203 @@
+"""Views, equal computations, out= overloads and the cut, on graphs of a few nodes."""
+
+import operator
+
+import pytest
+import torch
+from memo_runtime.current import current
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from memo_compile.analysis.views import is_movable_view, is_view, storage_of
+from memo_compile.backends import aten
+from memo_compile.errors import PassFailed
+from memo_compile.passes.cse import MergeCommonSubexpressions
+from memo_compile.passes.cut import CutRequest, cut, step_order
+from memo_compile.passes.pipeline import PassResult, PassRunner, graph_text
+from memo_compile.problem import Phase, Storage
+from memo_compile.regions import RegionGraph
+
+CPU = torch.device("cpu")
+
+
+def traced(function, *shapes) -> fx.GraphModule:
+    """``function`` as a graph of aten operators on float32 fakes, returning a tuple."""
+    with FakeTensorMode():
+        return make_fx(function)(*(torch.empty(shape) for shape in shapes))
+
+
+def node_of(gm: fx.GraphModule, part: str) -> fx.Node:
+    (found,) = [n for n in gm.graph.nodes if n.op == "call_function" and part in str(n.target)]
+    return found
+
+
+def region_of(gm: fx.GraphModule, external=(), **settings) -> RegionGraph:
+    return RegionGraph(
+        name="r",
+        gm=gm,
+        external_outputs=frozenset(external),
+        static_inputs=(),
+        is_backward=False,
+        device=CPU,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "part", "view", "movable"),
+    [
+        (lambda x: (x.cos().t(),), "aten.t", True, True),
+        (lambda x: (x.cos().view(8),), "aten.view", True, True),
+        (lambda x: (x.cos()[1:],), "aten.slice", True, False),
+        (lambda x: (x.cos()[:, None].expand(4, 3, 2),), "aten.expand", True, True),
+        (lambda x: (x.cos() + 1,), "aten.add", False, False),
+        (lambda x: (torch.ops.aten._unsafe_view(x.cos(), [8]),), "_unsafe_view", True, True),
+        (lambda x: (x.cos().clone(),), "aten.clone", False, False),
+    ],
+)
+def test_views(make, part, view, movable):
+    node = node_of(traced(make, (4, 2)), part)
+    assert is_view(node) == view
+    assert is_movable_view(node) == movable
+    owner = storage_of(node)
+    assert ("cos" in str(owner.target)) == view
+
+
+def test_parts_of_a_split_are_views():
+    gm = traced(lambda x: tuple(x.cos().split(2)), (4, 2))
+    items = [node for node in gm.graph.nodes if node.target is operator.getitem]
+    assert all("cos" in str(storage_of(node).target) for node in items)
+
+
+def merged(function, *shapes) -> list[str]:
+    gm = traced(function, *shapes)
+    MergeCommonSubexpressions()(gm)
+    gm.graph.lint()
+    return [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def test_equal_computations_become_one():
+    assert merged(lambda x: (x.sin() + 1, x.sin() + 2), (4,)).count("aten.sin.default") == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (torch.rand_like(x), torch.rand_like(x)),
+        lambda x: tuple(torch.ops.aten.native_dropout(x, 0.5, True)[0] for _ in range(2)),
+        lambda x: (x * 1, x * 1.0, x * True),
+        lambda x: (x.sum(0), x.sum(0, keepdim=True)),
+        lambda x: (torch.zeros(4) + x, torch.ones(4) + x),
+    ],
+    ids=["random", "dropout", "int-float-bool", "keyword", "constants"],
+)
+def test_different_computations_stay_apart(function):
+    gm = traced(function, (4,))
+    before = graph_text(gm)
+    assert not MergeCommonSubexpressions()(gm).modified
+    assert graph_text(gm) == before
+
+
+def test_a_pass_that_lies_is_caught():
+    class Liar:
+        name = "liar"
+
+        def __call__(self, gm):
+            with gm.graph.inserting_before(gm.graph.output_node()):
+                gm.graph.call_function(torch.ops.aten.relu.default, (next(iter(gm.graph.nodes)),))
+            return PassResult(gm, False)
+
+    with pytest.raises(PassFailed, match="pass liar on joint: says unchanged"):
+        PassRunner().run(traced(lambda x: (x.cos(),), (4,)), [Liar()], stage="joint")
+
+
+def test_dump_of_a_pass(tmp_path):
+    gm = traced(lambda x: (x.sin(), x.sin()), (4,))
+    PassRunner(tmp_path).run(gm, [MergeCommonSubexpressions()], stage="joint")
+    before, after = sorted(tmp_path.iterdir(), key=lambda one: one.name)
+    assert before.read_text().count("aten.sin") == 2
+    assert after.read_text().count("aten.sin") == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "direct"),
+    [
+        (lambda x: (x.cos() + 1,), True),
+        (lambda x: (x @ x,), True),
+        (lambda x: (torch.cat([x, x]),), True),
+        (lambda x: (x.sum(0),), True),
+        (lambda x: (torch.nn.functional.gelu(x),), True),
+        (lambda x: (torch.ops.aten.native_layer_norm(x, [4], None, None, 1e-5)[0],), False),
+    ],
+    ids=["add", "mm", "cat", "sum", "gelu", "layer-norm"],
+)
+def test_what_has_an_out_overload_writes_into_its_buffer(function, direct):
+    """Otherwise the copy is counted as memory outside; either way the numbers are right."""
+    region = region_of(traced(function, (4, 4)))
+    lowered = aten.lower(region)
+    assert (lowered.profile.outside == ()) == direct
+    views = [
+        torch.empty(4096, dtype=one.dtype).as_strided(one.size, one.stride) for one in lowered.views
+    ]
+    x = torch.randn(4, 4)
+    current.views = views
+    try:
+        results = lowered.run([x])
+    finally:
+        current.views = ()
+    for slot, result, expected in zip(lowered.profile.outputs, results, function(x), strict=True):
+        torch.testing.assert_close(result, expected)
+        assert slot.storage is Storage.ARENA
+        assert result.data_ptr() == views[slot.index].data_ptr()
+
+
+def test_the_users_outputs_get_no_buffer():
+    region = region_of(traced(lambda x: (x.cos(), x.sin()), (4, 4)), external=[0])
+    profile = aten.lower(region).profile
+    assert [one.storage for one in profile.outputs] == [Storage.EXTERNAL, Storage.ARENA]
+    assert profile.outputs[0].size_bytes == 512
+    assert len(profile.buffers) == 1
+
+
+def cut_at(gm: fx.GraphModule, positions: dict[str, int]):
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
+    request = CutRequest(
+        gm=gm,
+        positions={node: positions[node.name] for node in nodes},
+        phase=Phase.FORWARD,
+        static_inputs=frozenset(),
+        device=CPU,
+        names={0: "a", 1: "layer", 2: "layer", 3: "head"},
+    )
+    return cut(request)
+
+
+def test_equal_parts_share_a_region():
+    gm = traced(lambda x, v, w: (((x.sin() @ v) @ w).cos(),), (4, 4), (4, 4), (4, 4))
+    found = cut_at(gm, {"sin": 0, "mm": 1, "mm_1": 2, "cos": 3})
+    assert list(step_order(found.program)) == ["a", "layer", "layer", "head"]
+    assert sorted(found.regions) == ["a", "head", "layer"]
+    assert found.calls[1].inputs == ("sin", "v_1")
+    assert found.calls[2].inputs == ("mm", "w_1")
+
+
+def test_different_strides_are_different_regions():
+    gm = traced(lambda x, w: ((x.sin() @ w) @ w.t(),), (4, 4), (4, 4))
+    found = cut_at(gm, {"sin": 0, "mm": 1, "t": 2, "mm_1": 2})
+    assert len(found.regions) == 3
+
+
+def test_views_and_constants_are_made_again_by_their_reader():
+    def function(x):
+        y = x.sin()
+        return (y.t().cos() + torch.ones(4),)
+
+    gm = traced(function, (4, 4))
+    names = {node.name: 0 for node in gm.graph.nodes if node.op == "call_function"}
+    found = cut_at(gm, {**names, "cos": 1, "add": 1})
+    assert found.calls[0].outputs == ("sin",)
+    assert found.calls[1].inputs == ("sin",)
+    text = graph_text(found.regions["layer"].gm)
+    assert "aten.t.default" in text
+    assert "aten.ones" in text
