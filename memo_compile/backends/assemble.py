@@ -94,7 +94,7 @@ def assemble(
         time_limit_s=config.placement_time_limit_s,
         lowering_s=lowering_s,
         decisions=_decisions(forward, units, problem),
-        budget_bytes=config.budget_bytes(None),
+        budget_bytes=config.budget_bytes(facts.device_bytes()),
         releases_pages=gives_pages_back(facts.device),
     )
     step = StepPlan(

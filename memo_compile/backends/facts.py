@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.units import is_tangent
+from memo_compile.host import host_memory
 from memo_compile.problem import FixedBytes
 
 OPTIMIZER_TENSORS = 2
@@ -25,6 +26,12 @@ class GraphFacts:
         self.static_names: frozenset[str] = frozenset()
         self._static_bytes = 0
         self._input_bytes = 0
+
+    def device_bytes(self) -> int | None:
+        """All memory of the device that the arena lies on; None where it is unknown."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.device).total_memory)
+        return host_memory().total_bytes
 
     def read_forward(self, placeholders: Sequence[fx.Node], static: frozenset[str]) -> None:
         """Take the bytes of the AOT forward's inputs; ``static`` are parameters and buffers."""

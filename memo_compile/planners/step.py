@@ -2,6 +2,7 @@
 
 import time
 
+from memo_compile.errors import Infeasible
 from memo_compile.planners.check import require_valid
 from memo_compile.planners.placement import Block, Buffer, Placement, PlacementProblem, place
 from memo_compile.planners.residency import residency
@@ -14,6 +15,7 @@ from memo_compile.problem import (
     live_bytes,
     outside_peak,
 )
+from memo_compile.units import format_bytes
 
 
 def plan_step(
@@ -30,6 +32,7 @@ def plan_step(
     """A checked plan of one step.
 
     Raises:
+        Infeasible: the step needs more than ``budget_bytes``.
         InvalidPlan: the checker found a fault in what the planner made.
     """
     start = time.perf_counter()
@@ -54,7 +57,22 @@ def plan_step(
         planning_s=time.perf_counter() - start,
         num_regions=len(problem.regions),
     )
+    _require_budget(plan)
     return require_valid(problem, plan)
+
+
+def _require_budget(plan: Plan) -> None:
+    """Raise when the step does not fit; everything is kept, so the peak is also the floor."""
+    if plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes:
+        return
+    fixed = plan.fixed
+    raise Infeasible(
+        f"budget {format_bytes(plan.budget_bytes)} < floor {format_bytes(plan.peak_bytes)} "
+        f"(parameters {format_bytes(fixed.parameters)}, gradients {format_bytes(fixed.gradients)}, "
+        f"optimizer state {format_bytes(fixed.optimizer_state)}, arena "
+        f"{format_bytes(plan.arena_bytes)}, outside {format_bytes(plan.outside_bytes)}); "
+        "raise memory_budget or shorten the sequence"
+    )
 
 
 def placement_problem(problem: Problem) -> PlacementProblem:
