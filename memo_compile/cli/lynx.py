@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memo_compile.errors import InputError
-from memo_compile.planners.lynx.fields import read_object
+from memo_compile.planners.lynx.fields import read_object, unwrap_instance
 from memo_compile.planners.lynx.instance import HeuInstance, OptInstance, StageTimes
 from memo_compile.planners.lynx.solution import Conflict, Part
 from memo_compile.planners.solver import SolveStatus
@@ -121,7 +121,7 @@ def stages(
     The file holds a table of stage times, or the operators of a layer (field `layer`): then each
     stage's recomputation policy is planned too.
     """
-    data = read_object(file)
+    data = unwrap_instance(read_object(file))
     if "layer" in data:
         if method is SplitMethod.PAPER:
             raise InputError("method: the paper's greedy needs a table of stage times")

@@ -280,6 +280,7 @@ def test_stages_with_policies(capsys, tmp_path):
         assert policy["peak_bytes"] <= 220
     assert body["objective"] == max(body["stage_times"])
     assert body["layers"][-1] <= min(body["layers"][:-1])
+    assert run(capsys, "stages", write(tmp_path, {"instance": JOINT}))[1] == body
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,15 @@ def test_a_single_operator():
     assert solve_heu(HeuInstance.from_json(layer)).keep == (True,)
 
 
+def test_opt_hides_nothing_where_memory_is_enough():
+    ample = {**KNOWN["opt"][5]["instance"], "keep": [1] * 8, "budget": 21}
+    solution = solve_opt(OptInstance.from_json(ample))
+    assert solution.critical_time == sum(ample["C"])
+    assert not any(solution.windows)
+    tight = solve_opt(OptInstance.from_json(KNOWN["opt"][5]["instance"]))
+    assert [part.op for part in tight.windows[6]] == [0]
+
+
 def test_time_limit_is_no_answer():
     entry = KNOWN["opt"][0]["instance"]
     solution = solve_opt(OptInstance.from_json(entry), time_limit_s=0)
