@@ -1,0 +1,92 @@
+"""The report: when memo counts as active, and what the table shows."""
+
+import dataclasses
+import json
+
+import pytest
+
+import memo_compile
+from memo_compile.plans import Decision
+from memo_compile.problem import LayerClassInfo
+from memo_compile.reporting import state
+from tests.unit.small_steps import planned, two_layers
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    state.reset()
+    yield
+    state.reset()
+
+
+@pytest.fixture
+def plan():
+    decision = Decision(
+        tensor="mm_3 [2, 8]",
+        layer_class="model.layers",
+        bytes=4096,
+        decision="SAVE",
+        token_fraction=1.0,
+        reason="read by the layer's backward",
+        source="/home/user/project/model.py:88",
+    )
+    layers = LayerClassInfo(num_layers=2, module_path="model.layers", period=1, num_regions=2)
+    return dataclasses.replace(
+        planned(two_layers()), name="graph3", decisions=(decision,), layer_classes=(layers,)
+    )
+
+
+def test_nothing_compiled_is_not_active():
+    assert not memo_compile.report().active
+    assert "memo is NOT active: 0 plan(s)" in str(memo_compile.report())
+
+
+def test_a_plan_makes_it_active_and_a_failure_ends_that(plan):
+    state.add_plan(plan)
+    assert memo_compile.report().active
+    state.mark_failed("graph4 has no plan")
+    report = memo_compile.report()
+    assert not report.active
+    assert report.notes == ("graph4 has no plan",)
+    state.add_plan(plan)
+    assert memo_compile.report().active
+
+
+def test_notes_are_kept_once_in_order():
+    assert state.add_note("b")
+    assert state.add_note("a")
+    assert not state.add_note("b")
+    assert memo_compile.report().notes == ("b", "a")
+
+
+def test_a_report_is_a_picture_of_one_moment(plan):
+    before = memo_compile.report()
+    state.add_plan(plan)
+    state.count_unplanned()
+    assert before.plans == ()
+    assert before.unplanned_steps == 0
+    assert memo_compile.report().unplanned_steps == 1
+
+
+def test_the_table_names_what_a_user_asks_for(plan):
+    state.add_plan(plan)
+    state.add_note("left out: nothing")
+    text = str(memo_compile.report())
+    assert max(len(line) for line in text.splitlines()) <= 110
+    for part in ("plan graph3", "15.00 KiB", "1.0000 x", "model.layers, period 1", "mm_3", "SAVE"):
+        assert part in text
+    assert "project/model.py:88" in text.replace("\n", "")
+    assert "note: left out: nothing" in text
+
+
+def test_the_dictionary_is_json(plan):
+    state.add_plan(plan)
+    content = json.loads(json.dumps(memo_compile.report().as_dict()))
+    (found,) = content["plans"]
+    assert content["active"] is True
+    assert found["arena_bytes"] == found["lower_bound_bytes"] == 15 * 1024
+    assert found["outside_bytes"] == 0
+    assert found["layer_classes"] == [
+        {"num_layers": 2, "module_path": "model.layers", "period": 1, "num_regions": 2}
+    ]
+    assert found["decisions"][0]["decision"] == "SAVE"
