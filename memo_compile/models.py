@@ -138,6 +138,7 @@ _ALIASES = {
     "300m": "gpt-300m",
     "1.3b": "gpt-1.3b",
     "23b": "gpt-23b",
+    "llama-70b": "llama2-70b",
     "llama3.1-8b": "llama3-8b",
     "llama3.1-70b": "llama3-70b",
     "llama3.1-405b": "llama3-405b",

@@ -31,19 +31,25 @@ def register(app: typer.Typer) -> None:
     app.command(name="offload-fraction")(offload_fraction)
 
 
+MAX_COUNT = 10**15
+"""Larger counts are slips of the pen, and their products would leave the floats."""
+
+
 def parse_count(text: str | int) -> int:
     """A whole number, also written 32e3.
 
     Raises:
-        typer.BadParameter: it is none.
+        typer.BadParameter: it is none, or beyond ``MAX_COUNT``.
     """
     try:
         value = float(text)
-        if value == int(value):
+        if value == int(value) and abs(value) <= MAX_COUNT:
             return int(value)
     except (ValueError, OverflowError):
         pass
-    raise typer.BadParameter(f"expected a whole number, got {text!r}")
+    raise typer.BadParameter(
+        f"expected a whole number such as 4096 or 32e3, at most {MAX_COUNT:.0e}, got {text!r}"
+    )
 
 
 Count = Annotated[int, typer.Option(parser=parse_count, metavar="N")]

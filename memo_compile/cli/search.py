@@ -10,6 +10,7 @@ import typer
 
 from memo_compile.cli.pipeline import AsJson, Count, Hardware, Model
 from memo_compile.cli.tables import format_table
+from memo_compile.errors import InputError
 from memo_compile.units import format_bytes, format_seconds, parse_size
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def search_command(
     budget_bytes = None
     if budget is not None:
         budget_bytes = parse_size(budget, total_bytes=device.memory_bytes, what="budget")
+        if budget_bytes == 0:
+            raise InputError("budget: expected more than 0 bytes")
     cost_model = _cost_model(measurements, device)
     result = search(
         shape,

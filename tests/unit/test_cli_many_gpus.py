@@ -181,6 +181,8 @@ def test_offload_fraction_that_does_not_fit(capsys):
         ("--checkpoint", "some", "--checkpoint"),
         ("--budget", "lots", "budget: expected bytes"),
         ("--seq", "4096.5", "expected a whole number"),
+        ("--seq", "4K", "expected a whole number such as 4096 or 32e3"),
+        ("--seq", "1e200", "at most 1e+15"),
     ],
 )
 def test_bad_arguments_exit_two(capsys, option, value, message):
@@ -252,6 +254,7 @@ def test_search_where_nothing_fits(capsys):
     code, body, err = run(capsys, *argv)
     assert (code, body["status"], body["configurations"]) == (1, "infeasible", [])
     assert "smallest peak of 630 configurations" in err
+    assert run(capsys, *argv, "--budget", "0%")[0] == 2
 
 
 JOINT = {
