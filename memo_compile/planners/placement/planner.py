@@ -21,7 +21,7 @@ from memo_compile.planners.placement.bilevel import bilevel_offsets
 from memo_compile.planners.placement.bounds import lower_bound
 from memo_compile.planners.placement.compiled import has_numba, is_cold
 from memo_compile.planners.placement.conflict import load_conflict, search_conflict
-from memo_compile.planners.placement.greedy import ORDERS, greedy_offsets
+from memo_compile.planners.placement.greedy import greedy_offsets
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, build_instance
 from memo_compile.planners.placement.mip import mip_offsets
 from memo_compile.planners.placement.problem import Placement, PlacementProblem, PlacementStatus
@@ -29,10 +29,12 @@ from memo_compile.planners.placement.search import Searcher, SearchOptions
 from memo_compile.planners.solver import SolveStatus, available_engines
 
 _MANY_BUFFERS = 1500
-"""Above this `auto` tries one greedy order instead of all: each costs 0.1 ms for each buffer."""
+"""Above this `auto` takes a placement that is good enough, as it does for steps of any size."""
 _GOOD_ENOUGH = 10_000
-"""`auto` stops one part in so many above the bound where there are many buffers: the rest of the
-gap is padding of single buffers, and closing it can take as long as everything before."""
+"""`auto` stops one part in so many above the bound for training steps, and where there are many
+buffers: the rest is padding of single buffers, closing it can take as long as everything before,
+and an order that closes it may hold the arena's end longer (GPT-2, 8 layers: 5e-6 of the arena cost
+6 % of the step's physical peak)."""
 _MIP_MOST_BUFFERS = 60
 """Up to this many buffers `auto` lets the MIP try what the search left open."""
 _PLAIN_FIRST_S = 3.0
@@ -125,14 +127,11 @@ def _solve(
     options: SearchOptions | None,
 ) -> _Answer:
     """Greedy first, then what ``solver`` and ``levels`` ask for, until ``target`` is reached."""
-    many = solver is Solver.AUTO and instance.num_buffers > _MANY_BUFFERS
-    orders = dict(list(ORDERS.items())[:1]) if many else ORDERS
     enough = target
-    if many and instance.problem.capacity is None:
-        enough += target // _GOOD_ENOUGH
-    found = greedy_offsets(instance, enough, deadline_s, orders)
-    if many and instance.height(found) > enough:
-        found = greedy_offsets(instance, enough, deadline_s)
+    if solver is Solver.AUTO and instance.problem.capacity is None:
+        is_step = bool(instance.problem.blocks) or instance.num_buffers > _MANY_BUFFERS
+        enough += target // _GOOD_ENOUGH if is_step else 0
+    found = greedy_offsets(instance, enough, deadline_s)
     answer = _Answer(offsets=found, bound=bound, solver="greedy")
     if levels is Levels.BILEVEL and instance.problem.blocks:
         answer = _bilevel(instance, answer, enough, deadline_s, solver)
