@@ -90,4 +90,3 @@ def _is_available(reader: fx.Node, node: fx.Node, saved: set[fx.Node]) -> bool:
 def _unit(node: fx.Node) -> int | None:
     unit = node.meta.get(UNIT)
     return unit if isinstance(unit, int) else None
-

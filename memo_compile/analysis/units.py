@@ -13,6 +13,8 @@ from memo_runtime import ops
 from torch import fx
 
 from memo_compile.analysis.layers import LayerStructure, find_layers
+from memo_compile.analysis.views import storage_of
+from memo_compile.passes.purity import is_write
 
 UNIT = "memo_unit"
 """Key of ``node.meta``: the index of the unit."""
@@ -80,7 +82,21 @@ def forward_positions(graph: fx.Graph) -> dict[fx.Node, int]:
 
     A node never runs before its inputs; one without a unit runs as early as it can.
     """
-    return _settle(graph, {node: node.meta.get(UNIT) for node in graph.nodes})
+    positions = _settle(graph, {node: node.meta.get(UNIT) for node in graph.nodes})
+    _write_after_reads(graph, positions)
+    return positions
+
+
+def _write_after_reads(graph: fx.Graph, positions: dict[fx.Node, int]) -> None:
+    """Move every write into an input behind the last region that reads the old value, in place."""
+    last_read: dict[fx.Node, int] = {}
+    for node, position in positions.items():
+        for source in node.all_input_nodes:
+            root = storage_of(source)
+            last_read[root] = max(last_read.get(root, 0), position)
+    for node in graph.nodes:
+        if node in positions and is_write(node):
+            positions[node] = max(positions[node], last_read[storage_of(node.all_input_nodes[0])])
 
 
 def backward_positions(graph: fx.Graph, num_units: int) -> dict[fx.Node, int]:
@@ -100,6 +116,7 @@ def backward_positions(graph: fx.Graph, num_units: int) -> dict[fx.Node, int]:
         if _runs(node) and node not in gradients:
             readers = [positions[user] for user in node.users if user in positions]
             positions[node] = min(readers, default=num_units - 1)
+    _write_after_reads(graph, positions)
     return positions
 
 

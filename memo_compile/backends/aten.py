@@ -15,6 +15,7 @@ from torch import fx
 from memo_compile.analysis.views import is_tensor, is_view, storage_of
 from memo_compile.backends import shim
 from memo_compile.backends.eager_ops import runnable
+from memo_compile.passes.purity import is_write
 from memo_compile.problem import (
     OutputSlot,
     OutsideBuffer,
@@ -92,7 +93,7 @@ class _AtenRegion:
             if node.op != "call_function" or not is_tensor(node) or is_view(node):
                 continue
             value = node.meta["val"]
-            if node in self.external or _mutates(node):
+            if node in self.external or is_write(node):
                 continue
             if value.device.type != self.region.device.type or value.numel() == 0:
                 continue
@@ -161,7 +162,7 @@ class _AtenRegion:
             return OutputSlot(storage=Storage.ARENA, index=self.buffers[root].index)
         if root.op == "placeholder":
             return OutputSlot(storage=Storage.INPUT, index=self.inputs.index(root))
-        if _mutates(root) and root.all_input_nodes[0].op == "placeholder":
+        if is_write(root) and root.all_input_nodes[0].op == "placeholder":
             source = self.inputs.index(root.all_input_nodes[0])
             return OutputSlot(storage=Storage.INPUT, index=source)
         value = root.meta.get("val")
@@ -261,10 +262,6 @@ def _storage_bytes(value: torch.Tensor) -> int:
 
 def _view_spec(value: torch.Tensor) -> ViewSpec:
     return ViewSpec(dtype=value.dtype, size=tuple(value.shape), stride=tuple(value.stride()))
-
-
-def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _is_item(node: fx.Node) -> bool:

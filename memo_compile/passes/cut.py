@@ -23,7 +23,7 @@ from torch import fx
 
 from memo_compile.analysis.views import is_movable_view, is_tensor, storage_of
 from memo_compile.passes.lease import HANDLE
-from memo_compile.passes.purity import is_constant
+from memo_compile.passes.purity import is_constant, is_write
 from memo_compile.problem import Phase
 from memo_compile.regions import RegionGraph
 
@@ -137,7 +137,7 @@ class _Cutter:
 
     def _call(self, border: "_Border", wanted: set[fx.Node]) -> CutCall | None:
         outputs = [node for node in border.nodes if node in wanted]
-        effects = any(_has_effect(node) for node in border.nodes)
+        effects = any(is_write(node) for node in border.nodes)
         if not outputs and not effects:
             return None
         gm, inputs = border.extract(outputs)
@@ -252,7 +252,7 @@ class _Border:
 
     def _needed(self, outputs: Sequence[fx.Node]) -> set[fx.Node]:
         """Own nodes that an output or an effect depends on, itself included."""
-        needed = {node for node in self.nodes if node in set(outputs) or _has_effect(node)}
+        needed = {node for node in self.nodes if node in set(outputs) or is_write(node)}
         for node in reversed(self.nodes):
             if node in needed:
                 needed.update(node.all_input_nodes)
@@ -272,10 +272,6 @@ def _with_views_at_their_source(request: CutRequest) -> dict[fx.Node, int]:
 
 def _is_submodule(node: fx.Node) -> bool:
     return node.op == "get_attr" and not is_tensor(node)
-
-
-def _has_effect(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _unique(base: str, taken: Mapping[str, Any]) -> str:

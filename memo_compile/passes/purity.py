@@ -53,3 +53,8 @@ def is_pure(node: fx.Node) -> bool:
 def is_constant(node: fx.Node) -> bool:
     """True for a pure operator without tensor inputs: cheaper to make again than to pass on."""
     return is_pure(node) and not node.all_input_nodes
+
+
+def is_write(node: fx.Node) -> bool:
+    """True for an operator that writes into one of its arguments."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
