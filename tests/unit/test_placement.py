@@ -266,7 +266,7 @@ class TestRefusals:
 
 
 class TestFiles:
-    def test_all_columns(self):
+    def test_all_columns(self, caplog):
         text = (
             "buffer,start,end,size,alignment,gaps,hint,offset\n"
             "a,0,9,4,2,3-5 6-7@0:2,,4\n\n"
@@ -276,6 +276,7 @@ class TestFiles:
         # `end` is the last time of the life; a gap with a window keeps the buffer's bytes.
         assert (first.upper, first.gaps, first.alignment) == (10, ((3, 5),), 2)
         assert (first.offset, second.offset, second.hint) == (4, None, 8)
+        assert "gaps: 1 with a window are not used" in caplog.text
 
     @pytest.mark.parametrize(
         ("text", "message"),

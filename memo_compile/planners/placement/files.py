@@ -10,6 +10,7 @@ is valid and may cost height.
 import csv
 import io
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,8 @@ from memo_compile.planners.placement.problem import (
     PlacementProblem,
     fixed_collisions,
 )
+
+_log = logging.getLogger(__name__)
 
 _ALIASES = {"buffer": "id", "buffer_id": "id", "start": "lower"}
 _REQUIRED = ("id", "lower", "upper", "size")
@@ -73,6 +76,7 @@ def parse_csv(
     columns = _header(next(rows, []), name)
     line_of: dict[str, int] = {}
     buffers = []
+    num_windows = 0
     for row in rows:
         where = f"{name}:{rows.line_num}"
         if not any(cell.strip() for cell in row):
@@ -84,6 +88,15 @@ def parse_csv(
             )
         line_of[buffer.id] = rows.line_num
         buffers.append(buffer)
+        if "gaps" in columns:
+            num_windows += row[columns.index("gaps")].count("@")
+    if num_windows:
+        _log.warning(
+            "memo: %s: gaps: %d with a window are not used: their buffers keep all bytes, so a "
+            "lower height or a fit may be missed",
+            name,
+            num_windows,
+        )
     for first, second in fixed_collisions(buffers):
         one, two = sorted((first, second), key=lambda b: line_of[b.id])
         raise InputError(
