@@ -48,13 +48,14 @@ def write_report(path: Path, question: SearchQuestion, result: SearchResult) -> 
     subtitle = f"sequence {question.seq}, global batch {question.global_batch}"
     parts = [
         f"<h1>{html.escape(title)}</h1><p>{subtitle}; {result.num_points} configurations</p>",
+        "<p>Both axes are logarithmic; a red x marks where no configuration is usable.</p>",
         _plot("Best step against GPUs", "GPUs", [(q.gpus, _best_s(q)) for q in by_gpus]),
         _plot("Best step against sequence", "tokens", [(q.seq, _best_s(q)) for q in by_seq]),
         _ranking(result),
     ]
     style = "body{font:14px sans-serif;margin:2em}td,th{padding:2px 8px;text-align:right}"
     page = (
-        f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title>"
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
         f"<style>{style}</style>{''.join(parts)}\n"
     )
     try:
