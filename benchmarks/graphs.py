@@ -58,8 +58,12 @@ def captured(graph: Graph, cache: Path) -> Problem:
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="memo-graphs-") as folder:
-            arguments = (f"--child={graph.model}", f"--layers={graph.num_layers}")
-            arguments += (f"--lowering={graph.lowering}", f"--cache={folder}")
+            arguments = (
+                f"--child={graph.model}",
+                f"--layers={graph.num_layers}",
+                f"--lowering={graph.lowering}",
+                f"--cache={folder}",
+            )
             arm = harness.Arm(name=graph.name, arguments=arguments)
             harness.run_arm(MODULE, arm, timeout_s=CAPTURE_TIMEOUT_S)
             found = sorted(Path(folder).glob("*/problem.json"), key=lambda p: p.stat().st_size)

@@ -196,7 +196,8 @@ def _roots(problem: Problem) -> Mapping[str, str]:
     """Value -> the first value that has the same storage, through views and shared buffers."""
     roots: dict[str, str] = {}
     for call in problem.calls:
-        region, owner = problem.regions[call.region], {}
+        region = problem.regions[call.region]
+        owner: dict[int | None, str] = {}
         for slot, value in zip(region.outputs, call.outputs, strict=True):
             roots[value] = value
             if slot.storage is Storage.INPUT and slot.index is not None:
