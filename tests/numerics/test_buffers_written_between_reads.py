@@ -2,9 +2,10 @@
 
 import copy
 
-import memo_compile
 import torch
 from torch import nn
+
+import memo_compile
 
 
 class _Block(nn.Module):
