@@ -6,12 +6,17 @@ layer of a class keeps the same tensors, and the backward of a layer recomputes 
 another layer made.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from memo_compile.analysis.units import UNIT, JointUnits, tangent_dependents
+from memo_compile.analysis.units import (
+    UNIT,
+    JointUnits,
+    backward_positions,
+    tangent_dependents,
+)
 from memo_compile.analysis.views import base_of, is_tensor
 from memo_compile.passes.purity import is_constant, is_pure
 
@@ -30,7 +35,7 @@ def equal_cut(
     by_name = {node.name: node for node in joint.graph.nodes}
     chosen = {base_of(by_name[name]) for name in names if name in by_name}
     chosen = _same_in_every_layer(units, chosen)
-    needed = _close(joint, chosen, num_fwd_outputs)
+    needed = _close(joint, chosen, _unit_of_every_node(joint, units), num_fwd_outputs)
     return [node for node in joint.graph.nodes if node in needed]
 
 
@@ -53,7 +58,20 @@ def _same_in_every_layer(units: JointUnits, chosen: set[fx.Node]) -> set[fx.Node
     return result
 
 
-def _close(joint: fx.GraphModule, chosen: set[fx.Node], num_fwd_outputs: int) -> set[fx.Node]:
+def _unit_of_every_node(joint: fx.GraphModule, units: JointUnits) -> dict[fx.Node, int]:
+    """Node -> its unit: as tagged, else where the backward would run it."""
+    last = units.num_units - 1
+    found = {n: last - at for n, at in backward_positions(joint.graph, units.num_units).items()}
+    found.update({node: node.meta[UNIT] for node in units.forward if UNIT in node.meta})
+    return found
+
+
+def _close(
+    joint: fx.GraphModule,
+    chosen: set[fx.Node],
+    unit_of: Mapping[fx.Node, int],
+    num_fwd_outputs: int,
+) -> set[fx.Node]:
     """``chosen``, completed to what the backward can start from."""
     backward = tangent_dependents(joint.graph)
     saved = set(chosen)
@@ -64,14 +82,16 @@ def _close(joint: fx.GraphModule, chosen: set[fx.Node], num_fwd_outputs: int) ->
     stack += [(node, node) for node in ends if isinstance(node, fx.Node)]
     while stack:
         reader, node = stack.pop()
-        if node in backward or node in seen or _is_available(reader, node, saved):
+        if node in backward or _is_available(reader, node, saved, unit_of) or node in seen:
             continue
         seen.add(node)
         stack.extend((node, source) for source in node.all_input_nodes)
     return saved
 
 
-def _is_available(reader: fx.Node, node: fx.Node, saved: set[fx.Node]) -> bool:
+def _is_available(
+    reader: fx.Node, node: fx.Node, saved: set[fx.Node], unit_of: Mapping[fx.Node, int]
+) -> bool:
     """True when the backward has ``node`` without computing; saves it if it must not compute it."""
     base = base_of(node)
     if base.op == "placeholder":
@@ -80,13 +100,8 @@ def _is_available(reader: fx.Node, node: fx.Node, saved: set[fx.Node]) -> bool:
         return True
     if is_constant(base) or not is_tensor(base):
         return False
-    crosses = _unit(reader) is not None and _unit(base) not in (None, _unit(reader))
+    crosses = reader in unit_of and unit_of.get(base, unit_of[reader]) != unit_of[reader]
     if crosses or not is_pure(base):
         saved.add(base)
         return True
     return False
-
-
-def _unit(node: fx.Node) -> int | None:
-    unit = node.meta.get(UNIT)
-    return unit if isinstance(unit, int) else None

@@ -248,6 +248,7 @@ def _bind(
         calls.append(
             RunCall(
                 run=region.run,
+                views=tuple((at, *view) for at, view in sorted(call.views.items())),
                 resident_bytes=plan.resident_bytes[first_call + index],
                 table=first_call + index,
                 inputs=tuple(slots[value] for value in call.inputs),

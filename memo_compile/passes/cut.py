@@ -8,8 +8,11 @@ Rewrite (positions in brackets):
     e = relu(d)             [2]
     f = sum(e)              [3]
 
-Only whole tensors cross a border: a view of one is made again by the region that reads it, and so
-is a constant. Two regions with the same text are one region, called twice.
+Only whole tensors cross a border, and they cross as their reader sees them: where a layer reads
+``view(a, [2, 32, 64])`` and ``a`` is a matrix product of the epilogue, the region's input is that
+view, made by the step program, so that the last layer's region is the same as the others'. Views of
+the step's own inputs, expanded tensors and constants are made again inside the region. Two regions
+with the same text are one region, called twice.
 """
 
 import hashlib
@@ -21,11 +24,14 @@ import torch
 from memo_runtime import ops
 from torch import fx
 
-from memo_compile.analysis.views import is_movable_view, is_tensor, storage_of
+from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, storage_of
 from memo_compile.passes.lease import HANDLE
 from memo_compile.passes.purity import is_constant, is_write
 from memo_compile.problem import Phase
 from memo_compile.regions import RegionGraph
+
+InputView = tuple[tuple[int, ...], tuple[int, ...]]
+"""Size and stride, in elements, from where the value starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,8 @@ class CutCall:
     position: int
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    views: Mapping[int, InputView] = field(default_factory=dict)
+    """Inputs that are read as a view of their value, by position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +136,7 @@ class _Cutter:
 
     def _wanted(self, borders: Any) -> set[fx.Node]:
         """Nodes whose values leave their region."""
-        wanted = {node for border in borders for node in border.inputs}
+        wanted = {base_of(node) for border in borders for node in border.inputs}
         for node in self.graph.nodes:
             if node.target is ops.lease:
                 wanted.update(node.all_input_nodes)
@@ -166,7 +174,8 @@ class _Cutter:
             name=f"{base}@{border.position}",
             region=self.keys[key],
             position=border.position,
-            inputs=tuple(self.value(node) for node in inputs),
+            inputs=tuple(self.value(base_of(node)) for node in inputs),
+            views=_views(inputs),
             outputs=tuple(self.value(node) for node in outputs),
         )
 
@@ -213,7 +222,14 @@ class _Border:
         return self.cutter.positions.get(node) == self.position and not self.cutter.is_given(node)
 
     def _is_remade(self, node: fx.Node) -> bool:
-        return is_constant(node) or (is_movable_view(node) and not self.cutter.is_given(node))
+        """True for what the region makes itself although it stands elsewhere."""
+        if is_constant(node):
+            return True
+        if not is_movable_view(node) or self.cutter.is_given(node):
+            return False
+        base = base_of(node)
+        grows = node.meta["val"].numel() > base.meta["val"].numel()
+        return grows or self.cutter.is_given(base)
 
     def _reach(self, node: fx.Node) -> None:
         if self._is_own(node) or _is_submodule(node):
@@ -268,6 +284,16 @@ def _with_views_at_their_source(request: CutRequest) -> dict[fx.Node, int]:
             if source in positions and source.target is not ops.fetch:
                 positions[node] = positions[source]
     return positions
+
+
+def _views(inputs: Sequence[fx.Node]) -> dict[int, InputView]:
+    """Position -> size and stride of the inputs that are views of their value."""
+    found = {}
+    for position, node in enumerate(inputs):
+        if base_of(node) is not node:
+            value = node.meta["val"]
+            found[position] = (tuple(value.shape), tuple(value.stride()))
+    return found
 
 
 def _is_submodule(node: fx.Node) -> bool:

@@ -31,6 +31,8 @@ class RunCall:
     """Bytes of the frame, from its start, that this call and later ones use."""
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    views: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    """(position, size, stride) of the inputs that are read as another view of their storage."""
     drop: tuple[int, ...]
     """Input slots that nobody reads after this call."""
     unread: tuple[int, ...] = ()
@@ -180,6 +182,8 @@ def _run_calls(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> N
             if plan.poison:
                 _prepare_poison(call, lease)
             inputs = [env[slot] for slot in call.inputs]
+            for position, size, stride in call.views:
+                inputs[position] = inputs[position].as_strided(size, stride)
             for slot in call.drop:
                 env[slot] = None  # the region frees an input of ordinary memory at its last use
             results = call.run(inputs)

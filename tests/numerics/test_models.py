@@ -39,9 +39,9 @@ CASES = {
     "functional_with_outputs": (models.functional_with_outputs, {}, [(4, None, 1)]),
     "resnet": (models.resnet, {}, []),
 }
-EXTRA_REGIONS = {"bert": 1, "t5": 3, "functional_with_outputs": 2}
-"""Layers whose backward differs in a detail that lowering cannot share yet. BERT: the gradient
-comes as a matrix from the head and as (B, T, C) from a layer."""
+EXTRA_REGIONS = {"t5": 3}
+"""Layers whose backward differs in a detail that lowering cannot share: in T5 the first layer to run
+backward begins the sums of gradients (relative bias, encoder output) that the others add to."""
 QUICK_INDUCTOR = ("llama", "gpt2", "gemma2", "functional_transformer")
 
 
