@@ -40,7 +40,7 @@ CASES = {
     "resnet": (models.resnet, {}, []),
 }
 EXTRA_REGIONS = {"t5": 3}
-"""Layers whose backward differs in a detail that lowering cannot share: in T5 the first layer to run
+"""Layers whose backward differs in a detail that lowering cannot share. T5: the first layer to run
 backward begins the sums of gradients (relative bias, encoder output) that the others add to."""
 QUICK_INDUCTOR = ("llama", "gpt2", "gemma2", "functional_transformer")
 
