@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--depths", default=",".join(str(one) for one in DEPTHS))
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--no-save", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -48,6 +48,38 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Something that a lane does during ``[start_s, end_s)`` of the simulated step."""
+
+    lane: str
+    """``compute``, ``d2h``, ``h2d`` or ``communication``; ``stall`` is compute that waits."""
+    name: str
+    """The call's name."""
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A simulated step."""
+
+    step_s: float
+    stall_s: float
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """One plan that was considered: what it costs and what it needs."""
+
+    policy: str
+    step_s: float
+    peak_bytes: int
+    host_bytes: int
+    chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One planned step. All sizes in bytes."""
 
@@ -71,8 +103,17 @@ class Plan:
     num_regions: int = 0
     name: str = ""
     check: CheckVerdict = field(default_factory=CheckVerdict)
+    policy: str = "save"
+    host_bytes: int = 0
+    """Of the host frame that offloaded activations are copied to."""
+    timeline: Timeline | None = None
+    """The simulated step, where costs are known."""
+    frontier: tuple[FrontierPoint, ...] = ()
+    """Step time against memory, fastest first; where a budget made memo choose."""
     offloaded_bytes: int = 0
+    """Copied to the host in the last step, counted while it ran."""
     recomputed_bytes: int = 0
+    """Made again in the last step, counted while it ran."""
 
     @property
     def outside_bytes(self) -> int:

@@ -9,7 +9,7 @@ No torch here: a Problem is saved as JSON, planned, checked and replayed on any 
 """
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from memo_compile.errors import InputError
@@ -23,6 +23,22 @@ class Phase(enum.Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+
+
+class CallKind(enum.Enum):
+    """What a call of the step program does."""
+
+    RUN = "run"
+    """A region of the forward or of the backward."""
+    RECOMPUTE = "recompute"
+    """A region that makes saved activations again, before the backward that reads them."""
+    OFFLOAD = "offload"
+    """A copy from the device to the host begins. It reads its one input until a WAIT names it."""
+    RELOAD = "reload"
+    """A copy from the host begins; its output's buffer is born here."""
+    WAIT = "wait"
+    """The compute lane goes on when the copy that ``waits_for`` names has ended. It reads its one
+    input, the value that is copied, so that its bytes stay untouched until here."""
 
 
 class Storage(enum.Enum):
@@ -110,8 +126,48 @@ class RegionProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """Which bytes of a value's storage an OFFLOAD or RELOAD moves, and where the host holds them.
+
+    OFFLOAD: the value is the call's input; RELOAD: the call's output. Byte ``start_bytes`` of the
+    storage is byte ``host_offset`` of the step's host frame.
+    """
+
+    start_bytes: int
+    end_bytes: int
+    host_offset: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start_bytes < self.end_bytes or self.host_offset < 0:
+            raise InputError(f"copy: expected 0 <= start < end and a host offset, got {self}")
+
+    @property
+    def num_bytes(self) -> int:
+        """How much moves."""
+        return self.end_bytes - self.start_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Into:
+    """A buffer of the region that takes no place of its own: it lies inside another value.
+
+    The call writes bytes ``[offset_bytes, offset_bytes + size)`` of ``value``'s storage, which
+    lives at least to the end of the call. ``value`` may lie in ordinary memory.
+    """
+
+    buffer: int
+    """Index in the region's ``buffers``."""
+    value: str
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepCall:
-    """One call of a region in the step: which values it reads and which it makes."""
+    """One call of the step: which values it reads and which it makes.
+
+    A copy or a wait runs no code; its ``region`` is one of ``copy_regions``, which gives it one
+    line on the step's time axis, so that the lives of what it moves follow like all others.
+    """
 
     name: str
     region: str
@@ -122,6 +178,45 @@ class StepCall:
     """The class of the layer whose pass this is; None for prologue, middle and epilogue."""
     instance: int = 0
     """Which layer of its class."""
+    kind: CallKind = CallKind.RUN
+    copy: Copy | None = None
+    """OFFLOAD and RELOAD."""
+    waits_for: str | None = None
+    """WAIT: the name of the copy's call."""
+    into: tuple[Into, ...] = ()
+
+    def into_buffers(self) -> frozenset[int]:
+        """Indices of the region's buffers that lie inside other values."""
+        return frozenset(one.buffer for one in self.into)
+
+
+COPY_REGION = "memo.copy"
+"""The region of every OFFLOAD and WAIT: one line that reads one input."""
+
+
+def copy_regions(reload_sizes: Iterable[int]) -> dict[str, RegionProfile]:
+    """The regions of copies and waits, by name; RELOADs have one for each size in bytes."""
+    regions = {
+        COPY_REGION: RegionProfile(
+            name=COPY_REGION, num_lines=1, buffers=(), input_ends=(1,), outputs=()
+        )
+    }
+    for size_bytes in reload_sizes:
+        name = reload_region(size_bytes)
+        buffer = RegionBuffer(name="data", size_bytes=size_bytes, start=0, end=1)
+        regions[name] = RegionProfile(
+            name=name,
+            num_lines=1,
+            buffers=(buffer,),
+            input_ends=(),
+            outputs=(OutputSlot(storage=Storage.ARENA, index=0),),
+        )
+    return regions
+
+
+def reload_region(size_bytes: int) -> str:
+    """The name of the region of RELOADs whose buffer has ``size_bytes``."""
+    return f"memo.reload.{size_bytes}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +269,8 @@ class Problem:
     layer_classes: tuple[LayerClassInfo, ...] = ()
     tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
     """Facts about values that live in the arena across calls, by value name."""
+    host_bytes: int = 0
+    """Size of the step's host frame, into which OFFLOADs copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +309,10 @@ def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:
         region = problem.regions[call.region]
         crossing = region.output_of_buffer()
         values = _values_of_buffers(region, call)
+        inside = call.into_buffers()
         for position, buffer in enumerate(region.buffers):
+            if position in inside:
+                continue
             end = starts[index] + buffer.end
             if position in crossing:
                 reads = [last_read.get(value, 0) for value in values[position]]
@@ -251,6 +351,8 @@ def _last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
         region = problem.regions[call.region]
         for end, value in zip(region.input_ends, call.inputs, strict=True):
             last[value] = max(last.get(value, 0), starts[index] + end)
+        for into in call.into:
+            last[into.value] = max(last.get(into.value, 0), starts[index] + region.num_lines)
         for slot, value in zip(region.outputs, call.outputs, strict=True):
             if slot.storage is Storage.INPUT and slot.index is not None:
                 source = call.inputs[slot.index]
