@@ -18,7 +18,11 @@ from memo_compile.units import parse_size
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 LOWERINGS = ("inductor", "aten")
-DEBUG_FLAGS = ("poison",)
+POLICIES = ("auto", "save", "full-recompute", "full-offload", "memo", "greedy")
+COSTS = ("auto", "measured", "roofline")
+DEBUG_FLAGS = ("poison", "copies-early", "copies-late", "copies-serial")
+ALPHAS = (0.0, 0.125, 0.25, 0.5, 1.0)
+"""MEMO's fractions of the tokens (section 4.2 of the paper)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,26 @@ class MemoConfig:
 
     memory_budget: int | str | None = None
     """Bound on the device memory of the step: bytes, ``"60GiB"`` or ``"80%"``."""
+    host_budget: int | str | None = None
+    """Bound on the host memory for offloaded activations; by default what the control group and
+    the ranks of this host leave."""
+    policy: str = "auto"
+    """``auto``, or a named one for ablation: ``save``, ``full-recompute``, ``full-offload``,
+    ``memo``, ``greedy``."""
+    alpha: float | None = None
+    """Policy ``memo``: the part of the tokens that is offloaded; by default MEMO's program's."""
+    optimizer_state_bytes_per_parameter: float | None = None
+    """For state that does not exist yet; by default two tensors of the parameter's dtype."""
+    host_store: str = "auto"
+    """``auto`` (pinned on CUDA, else ``shm``), ``shm`` or ``file:DIR`` (memory-mapped files)."""
+    token_granule: int = 128
+    """Splits along the tokens are multiples of this."""
+    exact: bool = False
+    """Forbid recomputation of a slice of tokens, whose result may differ in its last bits."""
+    costs: str = "auto"
+    """``measured`` runs each region once, ``roofline`` computes; ``auto`` measures."""
+    copy_bytes_per_s: float | None = None
+    """Slows copies down to this speed, for tests and what-if measurements."""
     lowering: str = "inductor"
     """``inductor``, or ``aten``: slow and simple, the reference."""
     mode: str = "default"
@@ -34,7 +58,8 @@ class MemoConfig:
     dump: str | None = None
     """Folder for graphs before and after every pass, problem.json and plan.json."""
     debug: tuple[str, ...] = ()
-    """``poison``: fill every range with NaN when its life ends."""
+    """``poison``: fill every range with NaN when its life ends. ``copies-early``, ``copies-late``:
+    copy as soon, or as late, as the plan allows. ``copies-serial``: never beside computation."""
     strict: bool = False
     """Raise instead of stepping aside to plain Inductor."""
     max_inflight: int = 1
@@ -49,12 +74,24 @@ class MemoConfig:
     def __post_init__(self) -> None:
         _one_of("lowering", self.lowering, LOWERINGS)
         _one_of("mode", self.mode, MODES)
+        _one_of("policy", self.policy, POLICIES)
+        _one_of("costs", self.costs, COSTS)
+        if self.host_store not in ("auto", "shm") and not self.host_store.startswith("file:"):
+            raise ConfigError(
+                f"host_store: expected auto, shm or file:DIR, got {self.host_store!r}"
+            )
+        if self.alpha is not None and self.alpha not in ALPHAS:
+            raise ConfigError(f"alpha: expected one of {ALPHAS}, got {self.alpha!r}")
         for flag in self.debug:
             _one_of("debug", flag, DEBUG_FLAGS)
-        for name in ("max_inflight", "max_plans"):
+        for name in ("max_inflight", "max_plans", "token_granule"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
+        for name in ("optimizer_state_bytes_per_parameter", "copy_bytes_per_s"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"{name}: expected at least 0, got {value!r}")
         if not self.placement_time_limit_s > 0:
             raise ConfigError(
                 f"placement_time_limit_s: expected seconds above 0, got "
@@ -66,6 +103,19 @@ class MemoConfig:
         if self.memory_budget is None:
             return None
         return parse_size(self.memory_budget, total_bytes=device_bytes, what="memory_budget")
+
+    def declared_host_budget_bytes(self, total_bytes: int | None) -> int | None:
+        """The host budget in bytes if the user gave one; ``50%`` is of ``total_bytes``."""
+        if self.host_budget is None:
+            return None
+        return parse_size(self.host_budget, total_bytes=total_bytes, what="host_budget")
+
+    def copy_schedule(self) -> str:
+        """When copies happen: ``normal``, or one of the debugging schedules."""
+        for flag in self.debug:
+            if flag.startswith("copies-"):
+                return flag.removeprefix("copies-")
+        return "normal"
 
 
 _FIELDS = {one.name: one for one in dataclasses.fields(MemoConfig)}

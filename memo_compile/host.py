@@ -106,3 +106,18 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
+
+
+RESERVE_FRACTION = 0.1
+"""Of the host memory that is left: data loaders, checkpoints and the page cache live there too."""
+
+
+def default_host_budget_bytes(memory: HostMemory, local_ranks: int) -> int | None:
+    """What one rank may take for offloaded activations: its share of what is left, less a reserve.
+
+    None where the host does not say what it has.
+    """
+    usable = memory.usable_bytes
+    if usable is None:
+        return None
+    return int(usable * (1 - RESERVE_FRACTION)) // local_ranks
