@@ -45,6 +45,9 @@ class MemoConfig:
     """``auto`` (pinned on CUDA, else ``shm``), ``shm`` or ``file:DIR`` (memory-mapped files)."""
     token_granule: int = 128
     """Splits along the tokens are multiples of this."""
+    token_tiles: int | None = None
+    """Run wide chains (loss head, MLP) in this many tiles of tokens; 1: never; by default only
+    when the budget asks for it."""
     exact: bool = False
     """Forbid recomputation of a slice of tokens, whose result may differ in its last bits."""
     costs: str = "auto"
@@ -88,6 +91,8 @@ class MemoConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
+        if self.token_tiles is not None and not self.token_tiles >= 1:
+            raise ConfigError(f"token_tiles: expected at least 1, got {self.token_tiles!r}")
         for name in ("optimizer_state_bytes_per_parameter", "copy_bytes_per_s"):
             value = getattr(self, name)
             if value is not None and not value >= 0:

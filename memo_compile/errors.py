@@ -18,7 +18,14 @@ class UnsupportedGraph(MemoError):
 
 
 class Infeasible(MemoError):
-    """No plan satisfies the bound; the message states the floor and what makes it."""
+    """No plan satisfies the bound; the message states the floor and what makes it.
+
+    ``floor_bytes`` is the smallest bound that could be kept, where it is known.
+    """
+
+    def __init__(self, message: str, *, floor_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.floor_bytes = floor_bytes
 
 
 class InvalidPlan(MemoError):

@@ -8,21 +8,33 @@ another layer made.
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.units import (
     UNIT,
     JointUnits,
     backward_positions,
     tangent_dependents,
 )
-from memo_compile.analysis.views import base_of, is_tensor
+from memo_compile.analysis.views import base_of, is_movable_view, is_tensor
 from memo_compile.passes.purity import is_constant, is_pure
 
 
+TILE_FACTOR = 2
+"""A saved tensor this many times larger than its unit's input is cheaper made again, in tiles, than
+kept: logits, and what lies between the two products of an MLP."""
+
+
 def equal_cut(
-    joint: fx.GraphModule, units: JointUnits, names: Iterable[str], *, num_fwd_outputs: int
+    joint: fx.GraphModule,
+    units: JointUnits,
+    names: Iterable[str],
+    *,
+    num_fwd_outputs: int,
+    for_tiles: bool = False,
 ) -> list[fx.Node]:
     """The nodes to save, in graph order, given the ``names`` that min-cut would save.
 
@@ -31,12 +43,59 @@ def equal_cut(
     2. Views of a whole tensor are replaced by the tensor.
     3. Whatever a backward still needs from another unit is kept too, and so is every value that
        must not be computed twice (random numbers, collectives, custom operators).
+
+    With ``for_tiles`` what is much wider than its unit's input is left out, so that the backward
+    makes it again beside its readers, where ``passes.tiles`` can do both tile by tile.
     """
     by_name = {node.name: node for node in joint.graph.nodes}
     chosen = {base_of(by_name[name]) for name in names if name in by_name}
+    if for_tiles:
+        chosen -= _wide(units)
     chosen = _same_in_every_layer(units, chosen)
     needed = _close(joint, chosen, _unit_of_every_node(joint, units), num_fwd_outputs)
     return [node for node in joint.graph.nodes if node in needed]
+
+
+def _wide(units: JointUnits) -> set[fx.Node]:
+    """Tensors at least TILE_FACTOR times as large as the largest input of their unit.
+
+    Attention kernels do not come in tiles, so that what one reads or makes is not among them.
+    """
+    found = set()
+    for unit in units.structure.units:
+        own = units.forward[unit.start : unit.end]
+        inside = set(own)
+        inputs = [
+            _bytes(source)
+            for node in own
+            for source in node.all_input_nodes
+            if source not in inside and source.op == "call_function"
+        ]
+        limit = TILE_FACTOR * max(inputs, default=0)
+        if limit == 0:
+            continue
+        found |= {node for node in own if _bytes(node) >= limit and not _near_attention(node)}
+    return found
+
+
+def _near_attention(node: fx.Node) -> bool:
+    """True for what an attention kernel returns or reads, through views."""
+    stack, seen = [node], set()
+    while stack:
+        one = stack.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if "attention" in op_name(one):
+            return True
+        if one is node or is_movable_view(one) or op_name(one) == "":
+            stack.extend(one.users)
+    return any("attention" in op_name(source) for source in node.all_input_nodes)
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def _same_in_every_layer(units: JointUnits, chosen: set[fx.Node]) -> set[fx.Node]:

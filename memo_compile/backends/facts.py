@@ -57,21 +57,29 @@ class GraphFacts:
         alive = (ref() for ref in self._trainable)
         return sum(_bytes(one.grad) for one in alive if one is not None and one.grad is not None)
 
-    def fixed_bytes(self, outputs_bytes: int) -> FixedBytes:
+    def fixed_bytes(
+        self, outputs_bytes: int, state_bytes_per_parameter: float | None = None
+    ) -> FixedBytes:
         """Device memory of the step beside the arena.
 
         A gradient counts twice where a ``.grad`` exists already (it is accumulated into).
+        Optimizer state is ``state_bytes_per_parameter`` for each trainable number, by default
+        OPTIMIZER_TENSORS tensors of its dtype.
         """
         unique = _unique(self._parameters)
         parameters = sum(_bytes(one) for one in unique)
         gradients = sum(_bytes(one) for one in unique if one.requires_grad)
         existing = self.existing_gradient_bytes()
+        state = OPTIMIZER_TENSORS * gradients
+        if state_bytes_per_parameter is not None:
+            numbers = sum(one.numel() for one in unique if one.requires_grad)
+            state = int(numbers * state_bytes_per_parameter)
         self._parameters = []  # from here on the model alone keeps its parameters alive
         return FixedBytes(
             parameters=parameters,
             buffers=max(0, self._static_bytes - parameters),
             gradients=gradients + existing,
-            optimizer_state=OPTIMIZER_TENSORS * gradients,
+            optimizer_state=state,
             new_gradients=gradients,
             inputs=self._input_bytes,
             outputs=outputs_bytes,

@@ -1,0 +1,385 @@
+"""A bound in bytes, kept: ``python -m benchmarks.budget``.
+
+1. Peers, each in a process of its own: torch.compile's inductor, the same at twelve
+   ``activation_memory_budget`` ratios, activation checkpointing, and checkpointing inside inductor
+   alone and with three ratios: physical peak of a step, and a first guess at its time.
+2. memo at twelve budgets from its floor to no bound: the measured peak must obey the budget and
+   the plan, and never grow when the budget shrinks.
+3. At the memory of every peer that no other peer beats in both: memo and that peer side by side in
+   one process, steps interleaved, median of the ratios of pairs.
+
+Peaks are what a step holds on the device: parameters, inputs, and the growth of anonymous resident
+memory. Gradients are new in every step. The host store of offloaded activations is shared memory,
+which the kernel counts apart. Copy threads and intra-op threads together are as many as the peers'.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import harness
+from memo_compile.units import format_bytes
+
+MODULE = "benchmarks.budget"
+NUM_BUDGETS = 12
+RATIOS = tuple(round(i / NUM_BUDGETS, 3) for i in range(NUM_BUDGETS))
+"""Of activation_memory_budget; 1.0 is the plain inductor arm."""
+PEERS = (
+    "inductor",
+    "checkpointing",
+    "inductor+checkpointing",
+    *(f"ratio-{ratio}" for ratio in RATIOS),
+    *(f"ratio+checkpointing-{ratio}" for ratio in (0.1, 0.3, 0.5)),
+)
+MAX_STEP_RATIO = 1.05
+MAX_PEAK_OVER_PLAN = 1.01
+MAX_FLOOR_RATIO = 0.8
+"""memo's smallest peak over the smallest of any peer, both above parameters and inputs."""
+NUM_PEAK_STEPS = 3
+
+
+def main() -> int:
+    """Run the three parts, print the tables, write results and plot; 1 when a promise breaks."""
+    options = arguments()
+    if options.child:
+        harness.send_result(CHILDREN[options.child](options))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="memo-bench-kernels-") as cache:
+        runner = _Runner(options, cache)
+        hardware = harness.hardware()
+        peers = {name: runner("peer", f"--name={name}") for name in options.peers.split(",")}
+        floor = runner("floor")["floor_bytes"]
+        unbounded = runner("memo", "--budget=0")
+        top = unbounded["planned_bytes"]
+        budgets = [floor + (top - floor) * i // (NUM_BUDGETS - 1) for i in range(NUM_BUDGETS - 1)]
+        rows = [runner("memo", f"--budget={one}") for one in budgets] + [unbounded]
+        pairs = {} if options.no_pairs else pair_rows(runner, peers, floor)
+    failures = judge(rows, peers, pairs)
+    payload = {
+        "hardware": hardware,
+        "settings": {key: getattr(options, key) for key in ("layers", "hidden", "tokens", "vocab")},
+        "peers": peers,
+        "memo": rows,
+        "pairs": pairs,
+        "failures": failures,
+    }
+    show(rows, peers, pairs)
+    if not options.no_save:
+        path = harness.write_results("budget", payload)
+        print(f"written: {path}", file=sys.stderr)
+        plot(payload, str(path.with_suffix(".svg")))
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; the defaults take about forty minutes on two cores."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--pairs", type=int, default=7, help="interleaved pairs of steps")
+    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated")
+    parser.add_argument("--no-pairs", action="store_true", help="memory only")
+    parser.add_argument("--no-save", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--name", default="inductor", help=argparse.SUPPRESS)
+    parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+class _Runner:
+    """Runs children that share one cache of compiled kernels: compile time is not measured here."""
+
+    def __init__(self, options: argparse.Namespace, cache: str) -> None:
+        names = ("layers", "hidden", "tokens", "vocab", "pairs")
+        self._shared = tuple(f"--{name}={getattr(options, name)}" for name in names)
+        self._environment = {"TORCHINDUCTOR_CACHE_DIR": cache}
+
+    def __call__(self, child: str, *arguments: str) -> dict[str, Any]:
+        print(f"{child} {' '.join(arguments)}", file=sys.stderr, flush=True)
+        arm = harness.Arm(
+            name=child,
+            arguments=(f"--child={child}", *self._shared, *arguments),
+            environment=self._environment,
+        )
+        result = harness.run_arm(MODULE, arm)
+        print(f"    {json.dumps(result)}", file=sys.stderr, flush=True)
+        return result
+
+
+def pair_rows(
+    runner: _Runner, peers: dict[str, dict[str, Any]], floor: int
+) -> dict[str, dict[str, Any]]:
+    """Per peer that no other beats in both memory and time: the ratio of step times."""
+    best = {
+        name: one
+        for name, one in peers.items()
+        if not any(
+            other["peak_bytes"] <= one["peak_bytes"] and other["step_s"] < one["step_s"]
+            for key, other in peers.items()
+            if key != name
+        )
+    }
+    return {
+        name: runner("pair", f"--name={name}", f"--budget={max(floor, one['peak_bytes'])}")
+        for name, one in best.items()
+    }
+
+
+def run_peer(options: argparse.Namespace) -> dict[str, Any]:
+    """One peer: its physical peak and the median of a few steps."""
+    model, ids = make_model(options)
+    step = compiled(model, options.name)
+    run = make_step(model, step, ids)
+    times = [timed(run) for _ in range(2 + NUM_PEAK_STEPS)]
+    return {**measured_peak(model, ids, run), "step_s": statistics.median(times[2:])}
+
+
+def run_floor(options: argparse.Namespace) -> dict[str, Any]:
+    """The smallest budget that memo can keep: what its refusal of one byte names."""
+    import torch
+
+    from memo_compile.errors import Infeasible
+
+    model, ids = make_model(options)
+    try:
+        make_step(model, memo(model, 1), ids)()
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, Infeasible):
+            return {"floor_bytes": error.inner_exception.floor_bytes}
+        raise
+    raise RuntimeError("a budget of one byte was accepted")
+
+
+def run_memo(options: argparse.Namespace) -> dict[str, Any]:
+    """One budget (0: none) under memo: planned and physical peak, what moved."""
+    import memo_compile
+
+    model, ids = make_model(options)
+    run = make_step(model, memo(model, options.budget or None), ids)
+    times = [timed(run) for _ in range(2 + NUM_PEAK_STEPS)]
+    peak = measured_peak(model, ids, run)
+    report = memo_compile.report()
+    if not report.active or report.unplanned_steps:
+        raise RuntimeError(f"memo stepped aside:\n{report}")
+    plan = report.plans[-1]
+    return {
+        **peak,
+        "budget_bytes": options.budget or None,
+        "planned_bytes": plan.peak_bytes,
+        "arena_bytes": plan.arena_bytes,
+        "offloaded_bytes": plan.offloaded_bytes,
+        "recomputed_bytes": plan.recomputed_bytes,
+        "policy": plan.policy,
+        "step_s": statistics.median(times[2:]),
+    }
+
+
+def run_pair(options: argparse.Namespace) -> dict[str, Any]:
+    """Run memo and one peer in one process, one step each in turn; the median ratio of the pairs."""
+    import copy
+
+    import torch
+
+    import memo_compile
+
+    model, ids = make_model(options)
+    twin = copy.deepcopy(model)
+    theirs = make_step(twin, compiled(twin, options.name), ids)
+    for _ in range(2):
+        theirs()
+    torch._dynamo.reset()
+    import torch._functorch.config as functorch_config
+
+    functorch_config.activation_memory_budget = 1.0
+    ours = make_step(model, memo(model, options.budget), ids)
+    for _ in range(2):
+        ours()
+    pairs = [(timed(ours), timed(theirs)) for _ in range(options.pairs)]
+    plan = memo_compile.report().plans[-1]
+    return {
+        "budget_bytes": options.budget,
+        "planned_bytes": plan.peak_bytes,
+        "ratio": statistics.median(mine / other for mine, other in pairs),
+        "memo_s": statistics.median(mine for mine, _ in pairs),
+        "peer_s": statistics.median(other for _, other in pairs),
+    }
+
+
+CHILDREN: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "peer": run_peer,
+    "floor": run_floor,
+    "memo": run_memo,
+    "pair": run_pair,
+}
+
+
+def make_model(options: argparse.Namespace) -> tuple[Any, Any]:
+    """An unmodified Llama from a config, and its token ids."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=options.vocab,
+        hidden_size=options.hidden,
+        intermediate_size=-(-8 * options.hidden // 3 // 64) * 64,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64,
+        num_key_value_heads=options.hidden // 64,
+        max_position_embeddings=options.tokens,
+        use_cache=False,
+    )
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(options.vocab, (1, options.tokens), generator=generator)
+    return LlamaForCausalLM(config).train(), ids
+
+
+def memo(model: Any, budget: int | None) -> Any:
+    """``model`` compiled by memo under ``budget`` bytes."""
+    import torch
+
+    options = {"memory_budget": budget, "optimizer_state_bytes_per_parameter": 0, "strict": True}
+    return torch.compile(model, backend="memo", options=options)
+
+
+def compiled(model: Any, peer: str) -> Any:
+    """``model`` as ``peer`` runs it."""
+    import torch
+    import torch._functorch.config as functorch_config
+
+    if "checkpointing" in peer:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if peer == "checkpointing":
+        return model
+    if peer.startswith("ratio"):
+        functorch_config.activation_memory_budget = float(peer.rsplit("-", 1)[1])
+    return torch.compile(model, backend="inductor")
+
+
+def make_step(model: Any, step: Any, ids: Any) -> Callable[[], None]:
+    """A forward and backward with new gradients."""
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        step(input_ids=ids, labels=ids).loss.backward()
+
+    return run
+
+
+def timed(run: Callable[[], None]) -> float:
+    """Seconds of one call."""
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def measured_peak(model: Any, ids: Any, run: Callable[[], None]) -> dict[str, int]:
+    """Physical peak of a step: what is held between steps and the growth above it."""
+    model.zero_grad(set_to_none=True)
+    held = harness.held_bytes(model, None, [ids])
+    with harness.physical_peak("cpu", held) as peak:
+        for _ in range(NUM_PEAK_STEPS):
+            run()
+    return {"peak_bytes": peak.peak_bytes, "growth_bytes": peak.growth_bytes, "held_bytes": held}
+
+
+def judge(
+    rows: list[dict[str, Any]], peers: dict[str, dict[str, Any]], pairs: dict[str, dict[str, Any]]
+) -> list[str]:
+    """The promises that do not hold, as sentences."""
+    failures = []
+    for row in rows:
+        budget, peak, planned = row["budget_bytes"], row["peak_bytes"], row["planned_bytes"]
+        if budget is not None and peak > budget:
+            failures.append(f"budget {budget}: measured {peak}")
+        if not planned / MAX_PEAK_OVER_PLAN <= peak <= planned * MAX_PEAK_OVER_PLAN:
+            failures.append(f"budget {budget}: measured {peak}, planned {planned}: over 1 % apart")
+    for low, high in itertools.pairwise(rows):
+        for key in ("planned_bytes", "peak_bytes"):
+            slack = 1.0 if key == "planned_bytes" else MAX_PEAK_OVER_PLAN
+            if low[key] > high[key] * slack:
+                failures.append(f"{key} {low[key]} at the smaller budget, {high[key]} above it")
+    lowest = min(one["growth_bytes"] for one in peers.values())
+    floor = rows[0]["growth_bytes"]
+    if floor > MAX_FLOOR_RATIO * lowest:
+        failures.append(f"floor {floor} > {MAX_FLOOR_RATIO} x the lowest peer's {lowest}")
+    for name, one in pairs.items():
+        if one["ratio"] > MAX_STEP_RATIO:
+            failures.append(f"at the memory of {name}: {one['ratio']:.3f} x its time")
+    return failures
+
+
+def show(
+    rows: list[dict[str, Any]], peers: dict[str, dict[str, Any]], pairs: dict[str, dict[str, Any]]
+) -> None:
+    """Two tables: memo's budgets, and the peers with memo at their memory."""
+    harness.print_table(
+        "memo under twelve budgets",
+        ("budget", "planned", "measured", "measured / planned", "offloaded", "recomputed", "step"),
+        [
+            (
+                "none" if row["budget_bytes"] is None else format_bytes(row["budget_bytes"]),
+                format_bytes(row["planned_bytes"]),
+                format_bytes(row["peak_bytes"]),
+                f"{row['peak_bytes'] / row['planned_bytes']:.4f}",
+                format_bytes(row["offloaded_bytes"]),
+                format_bytes(row["recomputed_bytes"]),
+                f"{row['step_s']:.3f} s",
+            )
+            for row in rows
+        ],
+    )
+    harness.print_table(
+        "peers, and memo at the memory of those that no other peer beats",
+        ("peer", "measured", "above the model", "step", "memo / peer"),
+        [
+            (
+                name,
+                format_bytes(one["peak_bytes"]),
+                format_bytes(one["growth_bytes"]),
+                f"{one['step_s']:.3f} s",
+                f"{pairs[name]['ratio']:.3f}" if name in pairs else "-",
+            )
+            for name, one in peers.items()
+        ],
+    )
+
+
+def plot(payload: dict[str, Any], path: str) -> None:
+    """Step time against memory: memo's budgets as a line, the peers as points."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no plot: install memo-compile[plot]", file=sys.stderr)
+        return
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    mib = 2**20
+    memo_rows = payload["memo"]
+    axes.plot(
+        [row["peak_bytes"] / mib for row in memo_rows],
+        [row["step_s"] for row in memo_rows],
+        marker="o",
+        label="memo, twelve budgets",
+    )
+    for name, one in payload["peers"].items():
+        axes.plot(one["peak_bytes"] / mib, one["step_s"], marker="x", color="tab:red")
+        axes.annotate(name, (one["peak_bytes"] / mib, one["step_s"]), fontsize=6)
+    axes.set_xlabel("measured peak of a step, MiB")
+    axes.set_ylabel("median step, s")
+    axes.legend()
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Decides what is kept, offloaded and recomputed, and lowers the regions that recompute.
+
+The policies choose with estimates of recompute regions; what they choose is lowered, and they
+choose again with what lowering told, until everything that is chosen is known.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from memo_compile.backends.lowering import lower_regions
+from memo_compile.backends.movable_step import ClassGraph, Movable
+from memo_compile.config import MemoConfig
+from memo_compile.movable import MovableStep, RecomputeKey, RecomputeRegion
+from memo_compile.passes.recompute import estimate, recompute_graph
+from memo_compile.planners.moves import recompute_seconds
+from memo_compile.planners.policy import Choice, choose
+from memo_compile.plans import Plan
+from memo_compile.problem import CallKind, Problem
+from memo_compile.regions import LoweredRegion, RegionGraph
+
+log = logging.getLogger("memo")
+
+MAX_ROUNDS = 5
+"""Of choosing and lowering. Estimates are close: the second round nearly always confirms."""
+
+MeasureRegions = Callable[
+    [Mapping[str, LoweredRegion], Mapping[str, RegionGraph]], Mapping[str, float]
+]
+"""Seconds of every region by name."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RecomputeLibrary:
+    """The recompute regions of a step: estimated when first asked for, exact once lowered."""
+
+    step: MovableStep
+    graphs: Mapping[str, ClassGraph]
+    config: MemoConfig
+    measure: MeasureRegions
+    regions: dict[RecomputeKey, RecomputeRegion] = field(default_factory=dict)
+    region_graphs: dict[RecomputeKey, RegionGraph] = field(default_factory=dict)
+    lowered: dict[str, LoweredRegion] = field(default_factory=dict)
+
+    def __call__(self, key: RecomputeKey) -> RecomputeRegion:
+        """The region of ``key``."""
+        if key not in self.regions:
+            self.regions[key] = self._estimated(key)
+        return self.regions[key]
+
+    def _estimated(self, key: RecomputeKey) -> RecomputeRegion:
+        graph = self.graphs[key.class_key]
+        region, inputs = recompute_graph(
+            graph.region,
+            key,
+            output_of_slot={slot: at for at, slot in graph.slot_of_output.items()},
+            input_of_slot={slot: at for at, slot in graph.slot_of_input.items()},
+            num_rows=graph.num_rows,
+            row_seeds=graph.row_seeds,
+        )
+        self.region_graphs[key] = region
+        return RecomputeRegion(
+            key=key,
+            profile=estimate(region),
+            inputs=inputs,
+            seconds=recompute_seconds(self.step, key),
+            exact=False,
+        )
+
+    def lower(self, problem: Problem) -> bool:
+        """Lower what ``problem`` recomputes with; False when all of it was known already."""
+        called = {one.region for one in problem.calls if one.kind is CallKind.RECOMPUTE}
+        missing = [
+            key for key in self.regions if key.region in called and key.region not in self.lowered
+        ]
+        if not missing:
+            return False
+        log.info("memo: lowering %d recompute regions", len(missing))
+        graphs = {key.region: self.region_graphs[key] for key in missing}
+        found = lower_regions(
+            [replace(graph, name=name) for name, graph in graphs.items()], self.config
+        )
+        seconds = self.measure(found, graphs)
+        for key in missing:
+            lowered = found[key.region]
+            self.lowered[key.region] = lowered
+            self.regions[key] = replace(
+                self.regions[key],
+                profile=replace(lowered.profile, name=key.region),
+                seconds=seconds[key.region],
+                exact=True,
+            )
+        return True
+
+
+def decide(
+    movable: Movable,
+    library: RecomputeLibrary,
+    config: MemoConfig,
+    *,
+    budget_bytes: int | None,
+    host_budget_bytes: int | None,
+    place: Callable[[Problem], Plan],
+) -> Choice:
+    """The fastest step that fits, every region that it calls lowered.
+
+    Raises:
+        Infeasible: nothing fits; the message names the floor and what makes it.
+    """
+    for _ in range(MAX_ROUNDS):
+        choice = choose(
+            movable.step,
+            budget_bytes=budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+            policy=config.policy,
+            alpha=config.alpha,
+            exact=config.exact,
+            recompute=library,
+            place=place,
+        )
+        if not library.lower(choice.problem):
+            return choice
+    raise AssertionError(f"no choice settled in {MAX_ROUNDS} rounds of lowering")
