@@ -185,7 +185,7 @@ def run_memo(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_pair(options: argparse.Namespace) -> dict[str, Any]:
-    """Run memo and one peer in one process, one step each in turn; the median ratio of the pairs."""
+    """Run memo and one peer in one process, one step each in turn; the median of the ratios."""
     import copy
 
     import torch

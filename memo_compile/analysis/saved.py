@@ -22,7 +22,6 @@ from memo_compile.analysis.units import (
 from memo_compile.analysis.views import base_of, is_movable_view, is_tensor
 from memo_compile.passes.purity import is_constant, is_pure
 
-
 TILE_FACTOR = 2
 """A saved tensor this many times larger than its unit's input is cheaper made again, in tiles, than
 kept: logits, and what lies between the two products of an MLP."""
