@@ -1,0 +1,425 @@
+"""Per operator: where the rows of its inputs appear in its result, or that it mixes rows.
+
+A rule is given the inputs of a node that carry rows. It answers with the dimension of the result,
+and with the other inputs that must carry rows too, because they have the rows' size where the rows
+are. It answers None when one row of the result depends on several rows of an input.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.views import is_tensor
+from memo_compile.passes.purity import is_pure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowDim:
+    """Where a value has its rows: ``size(dim) == num_rows * factor``.
+
+    Row r is the entries ``[r * factor, (r + 1) * factor)`` of that dimension.
+    """
+
+    dim: int
+    factor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """The result carries rows at ``out``, provided that every input in ``needs`` does as well."""
+
+    out: RowDim
+    needs: tuple[tuple[fx.Node, RowDim], ...] = ()
+
+
+Rows = Mapping[fx.Node, RowDim]
+Rule = Callable[[fx.Node, Rows, int], Carried | None]
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule of ``node``'s operator; None for operators that memo does not know or may not split.
+
+    Random operators, collectives, writes and custom operators have none.
+    """
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        return _getitem
+    name = op_name(node)
+    if name.startswith("_scaled_dot_product") and _belongs_to_torch(node):
+        return _attention
+    if not is_pure(node):
+        return None
+    if node.target in _BY_OVERLOAD:
+        return _BY_OVERLOAD[node.target]
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return _broadcast if torch.Tag.pointwise in node.target.tags else None
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Shape of the node's value; of the first tensor of a tuple."""
+    value = node.meta["val"]
+    if isinstance(value, tuple | list):
+        value = next(item for item in value if isinstance(item, torch.Tensor))
+    return tuple(value.shape)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument called ``name`` in the operator's schema, its default where it is not given."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    assert isinstance(node.target, torch._ops.OpOverload), f"{node.name} has no schema"
+    for position, one in enumerate(node.target._schema.arguments):
+        if one.name == name:
+            return node.args[position] if position < len(node.args) else one.default_value
+    return None
+
+
+def _belongs_to_torch(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    return [source for source in node.all_input_nodes if is_tensor(source)]
+
+
+def _first(node: fx.Node, rows: Rows) -> RowDim | None:
+    """The rows of the first argument, when no other input carries any."""
+    source = node.args[0]
+    if isinstance(source, fx.Node) and set(rows) == {source}:
+        return rows[source]
+    return None
+
+
+def _dims(node: fx.Node, name: str, ndim: int) -> set[int] | None:
+    """The dimensions that an argument names, counted from 0; None when it names all."""
+    given = argument(node, name)
+    if given is None or given == []:
+        return None
+    return {one % ndim for one in (given if isinstance(given, list | tuple) else [given])}
+
+
+def _broadcast(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """Inputs are aligned at their last dimension, like those of pointwise operators."""
+    del num_rows
+    return _join(rows, _tensors(node), len(shape_of(node)))
+
+
+def _join(rows: Rows, operands: Sequence[fx.Node], ndim: int) -> Carried | None:
+    found = {
+        RowDim(dim=row.dim + ndim - len(shape_of(source)), factor=row.factor)
+        for source, row in rows.items()
+    }
+    if len(found) != 1:
+        return None
+    (out,) = found
+    needs = []
+    for source in operands:
+        dim = out.dim - ndim + len(shape_of(source))
+        if source not in rows and dim >= 0 and shape_of(source)[dim] != 1:
+            needs.append((source, RowDim(dim=dim, factor=out.factor)))
+    return Carried(out=out, needs=tuple(needs))
+
+
+def _view(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    row = _first(node, rows)
+    if row is None:
+        return None
+    before = shape_of(node.all_input_nodes[0])
+    outside = math.prod(before[: row.dim])
+    for dim, size in enumerate(shape_of(node)):
+        if math.prod(shape_of(node)[:dim]) == outside and size > 1 and size % num_rows == 0:
+            return Carried(out=RowDim(dim=dim, factor=size // num_rows))
+    return None
+
+
+def _permute(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    del num_rows
+    row = _first(node, rows)
+    if row is None:
+        return None
+    order = list(range(len(shape_of(node))))
+    if op_name(node) == "permute":
+        order = [dim % len(order) for dim in argument(node, "dims")]
+    elif op_name(node) == "t":
+        order.reverse()
+    else:
+        one, other = (argument(node, name) % len(order) for name in ("dim0", "dim1"))
+        order[one], order[other] = order[other], order[one]
+    return Carried(out=RowDim(dim=order.index(row.dim), factor=row.factor))
+
+
+def _unsqueeze(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    del num_rows
+    row = _first(node, rows)
+    if row is None:
+        return None
+    at = argument(node, "dim") % len(shape_of(node))
+    return Carried(out=RowDim(dim=row.dim + (at <= row.dim), factor=row.factor))
+
+
+def _squeeze(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    del num_rows
+    row = _first(node, rows)
+    if row is None:
+        return None
+    before = shape_of(node.all_input_nodes[0])
+    named = _dims(node, "dim", len(before)) if "dim" in _argument_names(node) else None
+    gone = [dim for dim in range(row.dim) if before[dim] == 1 and (named is None or dim in named)]
+    return Carried(out=RowDim(dim=row.dim - len(gone), factor=row.factor))
+
+
+def _argument_names(node: fx.Node) -> set[str]:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return {one.name for one in node.target._schema.arguments}
+
+
+def _slice(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    del num_rows
+    row = _first(node, rows)
+    if row is None:
+        return None
+    before, after = shape_of(node.all_input_nodes[0]), shape_of(node)
+    at = argument(node, "dim") % len(before)
+    if at == row.dim and after != before:
+        return None
+    return Carried(out=row)
+
+
+def _drop_dim(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """``select`` and ``unbind``: the dimension that they name is gone."""
+    del num_rows
+    row = _first(node, rows)
+    if row is None:
+        return None
+    at = argument(node, "dim") % len(shape_of(node.all_input_nodes[0]))
+    if at == row.dim:
+        return None
+    return Carried(out=RowDim(dim=row.dim - (at < row.dim), factor=row.factor))
+
+
+def _along(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """Inputs have the same dimensions; entries are mixed or moved along those that are named."""
+    del num_rows
+    ndim = len(shape_of(node))
+    operands = _tensors(node)
+    if any(len(shape_of(source)) != ndim for source in operands):
+        return None
+    joined = _join(rows, operands, ndim)
+    name = "dim" if "dim" in _argument_names(node) else "dims"
+    mixed = _dims(node, name, ndim)
+    if joined is None or mixed is None or joined.out.dim in mixed:
+        return None
+    return joined
+
+
+def _reduction(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    del num_rows
+    row = _first(node, rows)
+    if row is None:
+        return None
+    ndim = len(shape_of(node.all_input_nodes[0]))
+    gone = _dims(node, "dim", ndim)
+    if gone is None or row.dim in gone:
+        return None
+    kept = argument(node, "keepdim") or op_name(node) == "prepare_softmax_online"
+    shift = 0 if kept else len([dim for dim in gone if dim < row.dim])
+    return Carried(out=RowDim(dim=row.dim - shift, factor=row.factor))
+
+
+def _matmul(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """``mm`` and ``bmm``, with an addend in front for ``addmm`` and ``baddbmm``."""
+    del num_rows
+    *addend, left, right = node.args[: 3 if op_name(node) in ("addmm", "baddbmm") else 2]
+    assert isinstance(left, fx.Node)
+    assert isinstance(right, fx.Node)
+    ndim = len(shape_of(left))
+    contracted = {left: ndim - 1, right: ndim - 2}
+    if left is right or any(one in rows and rows[one].dim == contracted[one] for one in contracted):
+        return None
+    joined = _join(rows, [one for one in addend if isinstance(one, fx.Node)], ndim)
+    if joined is None:
+        return None
+    needs = list(joined.needs)
+    lacks = {ndim - 2: right, ndim - 1: left}.get(joined.out.dim)
+    if lacks in rows:
+        return None
+    for source in (left, right):
+        if source is not lacks and source not in rows:
+            needs.append((source, joined.out))
+    return Carried(out=joined.out, needs=tuple(needs))
+
+
+def _embedding(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    del num_rows
+    indices = node.args[1]
+    assert isinstance(indices, fx.Node)
+    return Carried(out=rows[indices]) if set(rows) == {indices} else None
+
+
+def _index(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """``x[i, j]``: the table or the indices carry rows, not both; indices stand side by side."""
+    del num_rows
+    table, given = node.args[0], node.args[1]
+    assert isinstance(table, fx.Node)
+    assert isinstance(given, list | tuple)
+    at = [position for position, one in enumerate(given) if one is not None]
+    indices = [one for one in given if isinstance(one, fx.Node)]
+    if at != list(range(at[0], at[-1] + 1)):
+        return None
+    if any(one.meta["val"].dtype in (torch.bool, torch.uint8) for one in indices):
+        return None
+    width = max(len(shape_of(one)) for one in indices)
+    if table not in rows:
+        joined = _join(rows, indices, width)
+        if joined is None:
+            return None
+        out = RowDim(dim=joined.out.dim + at[0], factor=joined.out.factor)
+        return Carried(out=out, needs=joined.needs)
+    row = rows[table]
+    if len(rows) > 1 or row.dim in at:
+        return None
+    shift = width - len(at) if row.dim > at[-1] else 0
+    return Carried(out=RowDim(dim=row.dim + shift, factor=row.factor))
+
+
+def _index_select(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    del num_rows
+    table, indices = node.args[0], argument(node, "index")
+    assert isinstance(table, fx.Node)
+    at = argument(node, "dim") % len(shape_of(table))
+    if set(rows) == {indices}:
+        return Carried(out=RowDim(dim=at, factor=rows[indices].factor))
+    if set(rows) == {table} and rows[table].dim != at:
+        return Carried(out=rows[table])
+    return None
+
+
+def _norm(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """The last dimensions, as many as ``normalized_shape`` has, are mixed."""
+    del num_rows
+    row = _first(node, rows)
+    if row is None:
+        return None
+    mixed = len(argument(node, "normalized_shape"))
+    return Carried(out=row) if row.dim < len(shape_of(node)) - mixed else None
+
+
+def _attention(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """Separable over the batch, dimension 0 of everything; never over tokens."""
+    del num_rows
+    if argument(node, "dropout_p") or len(set(rows.values())) != 1:
+        return None
+    out = next(iter(rows.values()))
+    if out.dim != 0:
+        return None
+    operands = [one for one in _tensors(node) if len(shape_of(one)) > 1]
+    if not set(rows) <= set(operands):
+        return None
+    needs = [(one, out) for one in operands if one not in rows and shape_of(one)[0] != 1]
+    return Carried(out=out, needs=tuple(needs))
+
+
+def _images(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """Convolutions and pooling: rows are images, dimension 0 of the first input."""
+    del num_rows
+    row = _first(node, rows)
+    if row is None or row.dim != 0 or len(shape_of(node.all_input_nodes[0])) < 3:
+        return None
+    return Carried(out=row)
+
+
+def _pad(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    del num_rows
+    row = _first(node, rows)
+    if row is None:
+        return None
+    from_end = len(shape_of(node)) - 1 - row.dim
+    return None if any(argument(node, "pad")[2 * from_end : 2 * from_end + 2]) else Carried(out=row)
+
+
+def _repeat(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    joined = _broadcast(node, rows, num_rows)
+    if joined is None or argument(node, "repeats")[joined.out.dim] != 1:
+        return None
+    return joined
+
+
+def _getitem(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """An element of a tuple has its rows where the tuple's node says."""
+    row = _first(node, rows)
+    if row is None or not is_tensor(node):
+        return None
+    shape = shape_of(node)
+    fits = len(shape) > row.dim and shape[row.dim] == num_rows * row.factor
+    return Carried(out=row) if fits else None
+
+
+def _select_scatter(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """``out[.., index, ..] = src`` along one dimension, which ``src`` does not have."""
+    del num_rows
+    into, source = node.args[0], argument(node, "src")
+    assert isinstance(into, fx.Node)
+    ndim = len(shape_of(into))
+    at = argument(node, "dim") % ndim
+    seen = set()
+    if into in rows:
+        seen.add(rows[into])
+    if source in rows:
+        row = rows[source]
+        seen.add(RowDim(dim=row.dim + (at <= row.dim), factor=row.factor))
+    if len(seen) != 1:
+        return None
+    (out,) = seen
+    if out.dim == at:
+        return None
+    own = RowDim(dim=out.dim - (at < out.dim), factor=out.factor)
+    needs = [(one, row) for one, row in ((into, out), (source, own)) if one not in rows]
+    return Carried(out=out, needs=tuple(needs))
+
+
+_aten = torch.ops.aten
+
+_NAMES: tuple[tuple[Rule, str], ...] = (
+    (_broadcast, "clone _to_copy alias detach lift_fresh_copy convert_element_type copy expand"),
+    (_broadcast, "full_like zeros_like ones_like empty_like masked_fill"),
+    (_view, "view reshape _unsafe_view"),
+    (_permute, "permute transpose t"),
+    (_unsqueeze, "unsqueeze"),
+    (_squeeze, "squeeze"),
+    (_slice, "slice"),
+    (_drop_dim, "select unbind"),
+    (_along, "cat split split_with_sizes unsafe_split unsafe_split_with_sizes flip sort topk"),
+    (_along, "_softmax _log_softmax _safe_softmax _softmax_backward_data"),
+    (_along, "_log_softmax_backward_data cumsum cumprod logcumsumexp"),
+    (_along, "gather scatter scatter_add scatter_reduce slice_scatter"),
+    (_select_scatter, "select_scatter"),
+    (_reduction, "sum mean prod amax amin argmax argmin var std var_mean std_mean logsumexp"),
+    (_reduction, "any all max min median linalg_vector_norm prepare_softmax_online"),
+    (_matmul, "mm addmm bmm baddbmm"),
+    (_embedding, "embedding"),
+    (_index, "index _unsafe_index"),
+    (_index_select, "index_select"),
+    (_norm, "native_layer_norm _fused_rms_norm"),
+    (_images, "convolution max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d"),
+    (_pad, "constant_pad_nd"),
+    (_repeat, "repeat"),
+)
+_BY_NAME = {name: rule for rule, names in _NAMES for name in names.split()}
+_BY_OVERLOAD: dict[Any, Rule | None] = {
+    _aten.view.dtype: None,
+    _aten.max.default: None,
+    _aten.min.default: None,
+    _aten.max.other: _broadcast,
+    _aten.min.other: _broadcast,
+    _aten.median.default: None,
+}
+"""Overloads that do something else than others of their name."""

@@ -1,0 +1,305 @@
+"""Which dimension of every value carries the rows (tokens, or sequences), and a graph for fewer.
+
+Rows are the outermost dimension of the activations that can be split: tokens when the batch is 1,
+else whole sequences, so that a range of rows of a dense tensor is one range of bytes. A node is
+separable when every row of its result depends on the same row of its inputs only. Attention,
+reductions over the rows and what depends on a row's position are not, nor is what depends on them.
+
+Rewrite of :func:`slice_rows`, 32 of 128 rows:
+    a = mm(x, w)            # x [128, 64]             a = mm(x, w)           # x [32, 64]
+    b = view(a, [128, 4, 16])                  ->     b = view(a, [32, 4, 16])
+    c = mul(b, scale)       # scale [16]              c = mul(b, scale)      # scale [16]
+"""
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+from memo_compile.analysis.row_rules import Carried, RowDim, argument, rule_of, shape_of
+from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.views import is_tensor
+from memo_compile.errors import UnsupportedGraph
+from memo_compile.passes.purity import is_pure
+
+__all__ = ["RowDim", "row_dims", "row_layout", "slice_rows"]
+
+_UNIFORM = frozenset(("full", "zeros", "ones", "empty"))
+"""Operators whose results are equal in every row, of whatever shape: made for fewer rows as well.
+
+``expand`` is another where it repeats one entry."""
+
+_SHAPE_ARGUMENTS = {
+    "view": "size",
+    "reshape": "shape",
+    "_unsafe_view": "size",
+    "expand": "size",
+    "full": "size",
+    "zeros": "size",
+    "ones": "size",
+    "empty": "size",
+}
+"""The argument that states the shape of the result."""
+
+
+def row_dims(
+    gm: fx.GraphModule, seeds: Mapping[fx.Node, RowDim], num_rows: int
+) -> dict[fx.Node, RowDim | None]:
+    """Every separable node with the dimension of its rows, None for what carries no rows.
+
+    A tuple's dimension is that of its elements. Nodes that mix rows, random operators, collectives,
+    writes, custom operators, and all that depends on one of them, are absent. Placeholders that
+    meet rows at a dimension of exactly the rows' size (tables of angles, labels, masks) carry rows
+    too, and are in the result with their dimension although ``seeds`` does not name them.
+
+    Raises:
+        UnsupportedGraph: a seed does not have ``num_rows * factor`` entries where it says.
+    """
+    if num_rows < 2:
+        raise UnsupportedGraph(f"rows: expected at least 2 rows to split, got {num_rows}")
+    for node, row in seeds.items():
+        if not _fits(node, row, num_rows):
+            raise UnsupportedGraph(
+                f"{node.name}: expected {num_rows} rows x {row.factor} in dimension {row.dim}, "
+                f"got shape {shape_of(node)}; seed another dimension"
+            )
+    known = dict(seeds)
+    while True:
+        one = _Pass(gm, known, num_rows)
+        one.run()
+        if not one.found:
+            return one.dims
+        known.update(one.found)
+
+
+class _Pass:
+    """One walk over the graph with the seeds known so far; ``found`` are those still missing."""
+
+    def __init__(self, gm: fx.GraphModule, seeds: Mapping[fx.Node, RowDim], num_rows: int) -> None:
+        self.nodes = [node for node in gm.graph.nodes if node.op != "output"]
+        self.seeds = seeds
+        self.num_rows = num_rows
+        self.dims: dict[fx.Node, RowDim | None] = {}
+        self.found: dict[fx.Node, RowDim] = {}
+        self.wanted: dict[fx.Node, RowDim] = {}
+
+    def run(self) -> None:
+        for node in self.nodes:
+            if node in self.seeds:
+                self.dims[node] = self.seeds[node]
+            elif node.op == "placeholder" or (node.op == "get_attr" and _is_attribute(node)):
+                self.dims[node] = None
+            elif all(source in self.dims for source in node.all_input_nodes):
+                self._visit(node)
+
+    def _visit(self, node: fx.Node) -> None:
+        rows = {one: row for one in node.all_input_nodes if (row := self.dims[one]) is not None}
+        if not rows:
+            if is_pure(node):
+                self.dims[node] = None
+            return
+        if _is_counter(node):
+            self.dims[node] = None
+            return
+        carried = self._carried(node, rows)
+        if carried is not None and self._all_carry(carried):
+            self.dims[node] = carried.out
+
+    def _carried(self, node: fx.Node, rows: Mapping[fx.Node, RowDim]) -> Carried | None:
+        rule = rule_of(node)
+        carried = None if rule is None else rule(node, rows, self.num_rows)
+        if carried is None or not _fits(node, carried.out, self.num_rows):
+            return None
+        return carried
+
+    def _all_carry(self, carried: Carried) -> bool:
+        """True when all inputs that must carry rows can; they do from the next walk on."""
+        before = dict(self.found), dict(self.wanted)
+        if all(self._can_carry(source, row) for source, row in carried.needs):
+            return True
+        self.found, self.wanted = before
+        return False
+
+    def _can_carry(self, node: fx.Node, row: RowDim) -> bool:
+        """Whether ``node``, which so far carries none, has rows at ``row`` once its sources do."""
+        status = self.dims.get(node)
+        if node not in self.dims or not _fits(node, row, self.num_rows):
+            return False
+        if status is not None or node in self.wanted:
+            return row == (self.wanted[node] if status is None else status)
+        self.wanted[node] = row
+        if node.op == "placeholder" or _is_uniform(node, row):
+            self.found[node] = row
+            return True
+        for source in node.all_input_nodes:
+            for dim in range(len(shape_of(source)) if is_tensor(source) else 0):
+                size = shape_of(source)[dim]
+                if self.dims.get(source) is not None or size < 2 or size % self.num_rows:
+                    continue
+                given = RowDim(dim=dim, factor=size // self.num_rows)
+                carried = self._carried(node, {source: given})
+                if carried is not None and carried.out == row:
+                    return self._can_carry(source, given) and self._all_carry(carried)
+        return False
+
+
+def _fits(node: fx.Node, row: RowDim, num_rows: int) -> bool:
+    values = node.meta["val"]
+    for value in values if isinstance(values, tuple | list) else (values,):
+        if isinstance(value, torch.Tensor):
+            shape = value.shape
+            return len(shape) > row.dim and shape[row.dim] == num_rows * row.factor
+    return False
+
+
+def _is_attribute(node: fx.Node) -> bool:
+    """True for a tensor that the graph carries itself."""
+    owner = node.graph.owning_module
+    return is_tensor(node) or isinstance(getattr(owner, str(node.target), None), torch.Tensor)
+
+
+def _is_counter(node: fx.Node) -> bool:
+    """True for an element without rows of a kernel's results: seeds and offsets of attention."""
+    if node.target is not operator.getitem:
+        return False
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() <= 2
+
+
+def _is_uniform(node: fx.Node, row: RowDim) -> bool:
+    if op_name(node) in _UNIFORM:
+        return True
+    if op_name(node) != "expand":
+        return False
+    source = node.all_input_nodes[0]
+    dim = row.dim - len(shape_of(node)) + len(shape_of(source))
+    return dim < 0 or shape_of(source)[dim] == 1
+
+
+def slice_rows(
+    gm: fx.GraphModule, dims: Mapping[fx.Node, RowDim | None], rows: int, num_rows: int
+) -> fx.GraphModule:
+    """The same graph for ``rows`` of ``num_rows`` rows.
+
+    Placeholders that carry rows have a narrower value with the strides of the whole. Shapes that
+    operators are given are rewritten, and every ``meta["val"]`` follows from running the node on
+    fakes. ``dims`` is what :func:`row_dims` found for ``gm``.
+
+    Raises:
+        UnsupportedGraph: a node of ``gm`` is not separable.
+    """
+    if not 0 < rows <= num_rows:
+        raise UnsupportedGraph(f"rows: expected 1 to {num_rows} rows, got {rows}")
+    missing = [one for one in gm.graph.nodes if one.op != "output" and one not in dims]
+    if missing:
+        raise UnsupportedGraph(
+            f"{missing[0].name} ({missing[0].target}) mixes rows or is not known to keep them "
+            "apart: take it out of the graph before slicing"
+        )
+    return _Slicer(gm, dims, rows, num_rows).run()
+
+
+class _Slicer:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        dims: Mapping[fx.Node, RowDim | None],
+        rows: int,
+        num_rows: int,
+    ) -> None:
+        self.gm = gm
+        self.dims = dims
+        self.rows = rows
+        self.num_rows = num_rows
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}
+        values = [value for node in gm.graph.nodes if (value := node.meta.get("val")) is not None]
+        mode = detect_fake_mode(values)
+        if mode is None:
+            raise UnsupportedGraph("the graph to slice carries no fake tensors")
+        self.mode = mode
+
+    def run(self) -> fx.GraphModule:
+        for node in self.gm.graph.nodes:
+            if node.op == "output":
+                self.graph.output(fx.node.map_arg(node.args[0], lambda one: self.made[one]))
+            else:
+                self.made[node] = self._copy(node)
+        return fx.GraphModule(self.gm, self.graph)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        copy = self.graph.node_copy(node, lambda one: self.made[one])
+        copy.meta = dict(node.meta)
+        row = self.dims[node]
+        if row is None:
+            return copy
+        with self.mode:
+            if node.op == "placeholder":
+                value = node.meta["val"].narrow(row.dim, 0, self.rows * row.factor)
+                copy.meta["val"] = value
+                return copy
+            self._reshape(copy, node, row)
+            try:
+                copy.meta["val"] = self._value(copy)
+            except (RuntimeError, ValueError):
+                if op_name(node) not in ("view", "_unsafe_view"):
+                    raise
+                self._make_dense(copy)
+                copy.meta["val"] = self._value(copy)
+        return copy
+
+    def _reshape(self, copy: fx.Node, node: fx.Node, row: RowDim) -> None:
+        """Give ``copy`` the shape that its result has with fewer rows."""
+        name = _SHAPE_ARGUMENTS.get(op_name(node))
+        if name is None:
+            return
+        shape = list(shape_of(node))
+        shape[row.dim] = self.rows * row.factor
+        if name in copy.kwargs:
+            copy.update_kwarg(name, shape)
+        else:
+            given = argument(node, name)
+            copy.update_arg(next(i for i, one in enumerate(node.args) if one is given), shape)
+
+    def _make_dense(self, copy: fx.Node) -> None:
+        """A view that the whole tensor allows may need a copy of a part of it."""
+        source = copy.all_input_nodes[0]
+        with self.graph.inserting_before(copy):
+            dense = self.graph.call_function(
+                torch.ops.aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
+            )
+        dense.meta["val"] = self._value(dense)
+        copy.replace_input_with(source, dense)
+
+    def _value(self, copy: fx.Node) -> Any:
+        args, kwargs = fx.node.map_arg((copy.args, copy.kwargs), self._fake)
+        assert callable(copy.target)
+        return copy.target(*args, **kwargs)
+
+    def _fake(self, node: fx.Node) -> Any:
+        if "val" in node.meta:
+            return node.meta["val"]
+        return self.mode.from_tensor(getattr(self.gm, str(node.target)))
+
+
+def row_layout(value: torch.Tensor, dim: RowDim, num_rows: int) -> int | None:
+    """Bytes of one row when row r is bytes ``[r * b, (r + 1) * b)`` of the value's dense storage.
+
+    None when rows are scattered, as in a transposed copy, or when the storage has gaps.
+    """
+    if value.dim() <= dim.dim or value.shape[dim.dim] != num_rows * dim.factor:
+        return None
+    order = sorted(
+        (one for one in range(value.dim()) if value.shape[one] > 1), key=lambda d: value.stride(d)
+    )
+    expected = 1
+    for one in order:
+        if value.stride(one) != expected:
+            return None
+        expected *= value.shape[one]
+    if not order or order[-1] != dim.dim:
+        return None
+    return int(dim.factor * value.stride(dim.dim) * value.element_size())
