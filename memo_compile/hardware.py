@@ -1,30 +1,52 @@
 """What a device can do: declared profiles of named GPUs, in FLOP/s, bytes/s and bytes.
 
-Figures are the makers' nominal ones for one device, attributed to the document and year in
-``source``; those of A100, H100, H200, B200, L40S were compared with sellers' listings in November
-2026, not with the documents themselves. A step reaches a part of them (docs/many-gpus.md), and a
-measured profile replaces them where one exists. Links are one direction: half of what is printed.
+Figures are the makers' nominal ones for one device; each has a document and a date behind it
+(``HardwareProfile.source_of``). Those of A100, H100, H200, B200, L40S and 4090, and the links of
+A800 and H800, were compared with sellers' listings in November 2026, not with the documents
+themselves. A step reaches a part of them (docs/many-gpus.md): a measured profile, which
+``memo hardware measure`` writes, is given by its path wherever a name is. Links are one direction:
+half of what is printed.
 """
 
 import difflib
+import json
+import math
+import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from memo_compile.errors import InputError
 
 GIB = 2**30
 
-_PCIE4_BYTES_PER_S = 32e9
-"""16 lanes of PCIe 4.0, each direction. MEMO's own tables imply 10 to 12e9 of it in use."""
+PROFILE_SCHEMA_VERSION = 1
+"""Of a profile's JSON file."""
 
-_PCIE5_BYTES_PER_S = 64e9
-"""16 lanes of PCIe 5.0, each direction."""
+_WHOLE_FIGURES = ("memory_bytes", "devices_per_node")
 
-_NETWORK_200G_BYTES_PER_S = 25e9
-"""One 200 Gb/s adapter for each GPU, usual beside A100."""
+FIGURES = (
+    "peak_flops_per_s",
+    "hbm_bytes_per_s",
+    "memory_bytes",
+    "d2h_bytes_per_s",
+    "h2d_bytes_per_s",
+    "link_bytes_per_s",
+    "network_bytes_per_s",
+    "devices_per_node",
+)
+"""The fields of a profile that are numbers."""
 
-_NETWORK_400G_BYTES_PER_S = 50e9
-"""One 400 Gb/s adapter for each GPU, usual beside H100 and later."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a figure comes from."""
+
+    document: str
+    date: str
+    """``YYYY``, ``YYYY-MM`` or ``YYYY-MM-DD``: when the document appeared, or of the measuring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,20 +68,65 @@ class HardwareProfile:
     """Between machines, for each device."""
     devices_per_node: int
     source: str
+    """The document behind every figure that ``figure_sources`` does not name."""
+    date: str = "undated"
+    """Of ``source``."""
+    figure_sources: Mapping[str, Source] = field(default_factory=dict, hash=False)
+    """Field -> where that figure comes from, where it is not ``source``."""
 
     def __post_init__(self) -> None:
-        for field in (
-            "peak_flops_per_s",
-            "hbm_bytes_per_s",
-            "memory_bytes",
-            "d2h_bytes_per_s",
-            "h2d_bytes_per_s",
-            "link_bytes_per_s",
-            "network_bytes_per_s",
-            "devices_per_node",
-        ):
-            if not getattr(self, field) > 0:
-                raise InputError(f"{field}: expected more than 0, got {getattr(self, field)}")
+        for name in FIGURES:
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise InputError(f"{name}: expected more than 0, got {value}")
+        for name in self.figure_sources:
+            if name not in FIGURES:
+                raise InputError(f"figure_sources: no figure is called {name!r}")
+
+    def source_of(self, figure: str) -> Source:
+        """The document and date behind one of FIGURES."""
+        assert figure in FIGURES, f"not a figure: {figure}"
+        return self.figure_sources.get(figure, Source(document=self.source, date=self.date))
+
+
+def _host_link(document: str, date: str) -> dict[str, Source]:
+    source = Source(document=document, date=date)
+    return {"d2h_bytes_per_s": source, "h2d_bytes_per_s": source}
+
+
+_PCIE4_BYTES_PER_S = 32e9
+"""16 lanes of PCIe 4.0, each direction. MEMO's own tables imply 10 to 12e9 of it in use."""
+
+_PCIE4 = _host_link("PCI-SIG, PCI Express Base Specification 4.0, 16 lanes", "2017-10")
+
+_PCIE5_BYTES_PER_S = 64e9
+"""16 lanes of PCIe 5.0, each direction."""
+
+_PCIE5 = _host_link("PCI-SIG, PCI Express Base Specification 5.0, 16 lanes", "2019-05")
+
+_NETWORK_200G_BYTES_PER_S = 25e9
+"""One 200 Gb/s adapter for each GPU, usual beside A100."""
+
+_NETWORK_400G_BYTES_PER_S = 50e9
+"""One 400 Gb/s adapter for each GPU, usual beside H100 and later."""
+
+
+def _network(document: str, date: str) -> dict[str, Source]:
+    return {"network_bytes_per_s": Source(document=document, date=date)}
+
+
+def _link(document: str, date: str) -> dict[str, Source]:
+    return {"link_bytes_per_s": Source(document=document, date=date)}
+
+
+_DGX_A100 = _network("NVIDIA DGX A100 datasheet: a 200 Gb/s adapter for each GPU", "2020-05")
+_DGX_H100 = _network("NVIDIA DGX H100 datasheet: a 400 Gb/s adapter for each GPU", "2022-03")
+_DGX_H200 = _network("NVIDIA DGX H200 datasheet: a 400 Gb/s adapter for each GPU", "2023-11")
+_ASSUMED_200G = {
+    **_network("assumed: a 200 Gb/s adapter for each GPU, as beside A100", "2026-11"),
+    "devices_per_node": Source(document="assumed: a server with 8 cards", date="2026-11"),
+}
+_OVER_PCIE4 = _link("no NVLink: devices meet over PCIe 4.0, 16 lanes", "2017-10")
 
 
 def _gpu(
@@ -70,7 +137,8 @@ def _gpu(
     host: float,
     link: float,
     network: float,
-    source: str,
+    source: Source,
+    figure_sources: Mapping[str, Source],
 ) -> HardwareProfile:
     return HardwareProfile(
         name=name,
@@ -82,7 +150,9 @@ def _gpu(
         link_bytes_per_s=link,
         network_bytes_per_s=network,
         devices_per_node=8,
-        source=source,
+        source=source.document,
+        date=source.date,
+        figure_sources=figure_sources,
     )
 
 
@@ -97,7 +167,14 @@ HARDWARE: dict[str, HardwareProfile] = {
             _PCIE4_BYTES_PER_S,
             200e9,
             _NETWORK_200G_BYTES_PER_S,
-            "NVIDIA A100 80GB SXM datasheet (June 2021); NVLink 400 GB/s both ways on the A800",
+            Source(
+                document="NVIDIA A100 80GB SXM datasheet; the A800 is the same chip", date="2021-06"
+            ),
+            {
+                **_PCIE4,
+                **_link("NVIDIA's statement on the A800: NVLink 400 GB/s both ways", "2022-11"),
+                **_DGX_A100,
+            },
         ),
         _gpu(
             "a100",
@@ -107,7 +184,8 @@ HARDWARE: dict[str, HardwareProfile] = {
             _PCIE4_BYTES_PER_S,
             300e9,
             _NETWORK_200G_BYTES_PER_S,
-            "NVIDIA A100 80GB SXM datasheet (June 2021)",
+            Source(document="NVIDIA A100 80GB SXM datasheet", date="2021-06"),
+            {**_PCIE4, **_DGX_A100},
         ),
         _gpu(
             "h100",
@@ -117,7 +195,8 @@ HARDWARE: dict[str, HardwareProfile] = {
             _PCIE5_BYTES_PER_S,
             450e9,
             _NETWORK_400G_BYTES_PER_S,
-            "NVIDIA H100 SXM datasheet and Hopper whitepaper (2022)",
+            Source(document="NVIDIA H100 SXM datasheet and Hopper whitepaper", date="2022"),
+            {**_PCIE5, **_DGX_H100},
         ),
         _gpu(
             "h800",
@@ -127,7 +206,12 @@ HARDWARE: dict[str, HardwareProfile] = {
             _PCIE5_BYTES_PER_S,
             200e9,
             _NETWORK_400G_BYTES_PER_S,
-            "NVIDIA H100 SXM datasheet (2022); NVLink 400 GB/s both ways on the H800",
+            Source(document="NVIDIA H100 SXM datasheet; the H800 is the same chip", date="2022"),
+            {
+                **_PCIE5,
+                **_link("press on the H800: NVLink 400 GB/s both ways", "2023-03"),
+                **_DGX_H100,
+            },
         ),
         _gpu(
             "h200",
@@ -137,7 +221,8 @@ HARDWARE: dict[str, HardwareProfile] = {
             _PCIE5_BYTES_PER_S,
             450e9,
             _NETWORK_400G_BYTES_PER_S,
-            "NVIDIA H200 SXM datasheet (2024)",
+            Source(document="NVIDIA H200 SXM datasheet", date="2024"),
+            {**_PCIE5, **_DGX_H200},
         ),
         _gpu(
             "b200",
@@ -147,7 +232,8 @@ HARDWARE: dict[str, HardwareProfile] = {
             _PCIE5_BYTES_PER_S,
             900e9,
             _NETWORK_400G_BYTES_PER_S,
-            "NVIDIA DGX B200 datasheet (2024), one eighth of the machine",
+            Source(document="NVIDIA DGX B200 datasheet, one eighth of the machine", date="2024"),
+            _PCIE5,
         ),
         _gpu(
             "l40s",
@@ -157,7 +243,8 @@ HARDWARE: dict[str, HardwareProfile] = {
             _PCIE4_BYTES_PER_S,
             _PCIE4_BYTES_PER_S,
             _NETWORK_200G_BYTES_PER_S,
-            "NVIDIA L40S datasheet (2023); no NVLink, devices meet over PCIe",
+            Source(document="NVIDIA L40S datasheet", date="2023"),
+            {**_PCIE4, **_OVER_PCIE4, **_ASSUMED_200G},
         ),
         _gpu(
             "4090",
@@ -167,7 +254,8 @@ HARDWARE: dict[str, HardwareProfile] = {
             _PCIE4_BYTES_PER_S,
             _PCIE4_BYTES_PER_S,
             _NETWORK_200G_BYTES_PER_S,
-            "NVIDIA Ada architecture whitepaper 2.02 (2022); no NVLink, devices meet over PCIe",
+            Source(document="NVIDIA Ada architecture whitepaper 2.02", date="2022"),
+            {**_PCIE4, **_OVER_PCIE4, **_ASSUMED_200G},
         ),
         HardwareProfile(
             name="cpu",
@@ -179,7 +267,8 @@ HARDWARE: dict[str, HardwareProfile] = {
             link_bytes_per_s=10e9,
             network_bytes_per_s=1e9,
             devices_per_node=1,
-            source="order of magnitude of two server cores in float32; measure your own",
+            source="assumed: order of magnitude of two server cores in float32; measure your own",
+            date="2026-11",
         ),
     )
 }
@@ -187,14 +276,95 @@ HARDWARE: dict[str, HardwareProfile] = {
 
 
 def find_hardware(name: str) -> HardwareProfile:
-    """The profile called ``name``; case, a leading maker or ``rtx`` and separators do not matter.
+    """The profile called ``name``, or the one in the JSON file of that path.
+
+    Case, a leading maker or ``rtx`` and separators of a name do not matter. A path ends in
+    ``.json`` or has a separator.
 
     Raises:
-        InputError: unknown; the message lists the names.
+        InputError: an unknown name (the message lists the names), or a file that is no profile.
     """
+    if name.endswith(".json") or os.sep in name:
+        return read_profile(Path(name))
     key = re.sub(r"[\s_-]+|nvidia|geforce|rtx", "", name.lower())
     if key in HARDWARE:
         return HARDWARE[key]
     near = difflib.get_close_matches(key, HARDWARE, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise InputError(f"hardware: unknown {name!r}; {hint}known: {', '.join(HARDWARE)}")
+    raise InputError(
+        f"hardware: unknown {name!r}; {hint}known: {', '.join(HARDWARE)}, "
+        "or the path of a profile that `memo hardware measure` wrote"
+    )
+
+
+def profile_to_dict(profile: HardwareProfile) -> dict[str, Any]:
+    """Plain data: each figure with its value, document and date; ``read_profile`` reads it back."""
+    figures = {}
+    for name in FIGURES:
+        source = profile.source_of(name)
+        value = getattr(profile, name)
+        figures[name] = {"value": value, "document": source.document, "date": source.date}
+    return {
+        "schema_version": PROFILE_SCHEMA_VERSION,
+        "name": profile.name,
+        "source": profile.source,
+        "date": profile.date,
+        "figures": figures,
+    }
+
+
+def read_profile(path: Path) -> HardwareProfile:
+    """The profile in a JSON file as ``profile_to_dict`` makes it.
+
+    Raises:
+        InputError: no such file, not JSON, or a figure is missing or no number; it is named.
+    """
+    try:
+        body = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"hardware: cannot read the profile {path}: {error}") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: not a JSON profile: {error.msg}") from error
+    if not isinstance(body, dict) or body.get("schema_version") != PROFILE_SCHEMA_VERSION:
+        raise InputError(
+            f"{path}:1: expected a profile with schema_version {PROFILE_SCHEMA_VERSION}; "
+            "`memo hardware measure --out FILE.json` writes one"
+        )
+    try:
+        return _profile_of(body)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
+    figures = body.get("figures")
+    if not isinstance(figures, dict):
+        raise InputError("figures: expected an object with a value, document and date for each")
+    values: dict[str, Any] = {}
+    sources: dict[str, Source] = {}
+    for name in FIGURES:
+        entry = figures.get(name)
+        value = entry.get("value") if isinstance(entry, dict) else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InputError(f"figures.{name}.value: expected a number, got {value!r}")
+        if not math.isfinite(value):
+            raise InputError(f"figures.{name}.value: expected a finite number, got {value}")
+        values[name] = int(value) if name in _WHOLE_FIGURES else float(value)
+        sources[name] = Source(
+            document=_text(entry, "document", f"figures.{name}"),
+            date=_text(entry, "date", f"figures.{name}"),
+        )
+    return HardwareProfile(
+        name=_text(body, "name", "profile"),
+        source=_text(body, "source", "profile"),
+        date=_text(body, "date", "profile"),
+        figure_sources=sources,
+        **values,
+    )
+
+
+def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
+    value = entry.get(key)
+    if not isinstance(value, str) or not value:
+        raise InputError(f"{where}.{key}: expected a text, got {value!r}")
+    return value

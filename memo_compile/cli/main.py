@@ -21,7 +21,15 @@ app = typer.Typer(
 )
 
 
-_COMMAND_MODULES: tuple[str, ...] = ("lynx", "pipeline", "search", "doctor", "explain", "place")
+_COMMAND_MODULES: tuple[str, ...] = (
+    "lynx",
+    "pipeline",
+    "search",
+    "doctor",
+    "explain",
+    "place",
+    "hardware",
+)
 """Modules of memo_compile.cli; each has ``register(app)`` that attaches its commands."""
 
 

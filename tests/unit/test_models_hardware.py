@@ -1,9 +1,18 @@
 """Named shapes and devices, and MEMO's alpha."""
 
+import json
+import re
+
 import pytest
 
 from memo_compile.errors import InputError
-from memo_compile.hardware import HARDWARE, find_hardware
+from memo_compile.hardware import (
+    FIGURES,
+    HARDWARE,
+    HardwareProfile,
+    find_hardware,
+    profile_to_dict,
+)
 from memo_compile.models import MODELS, find_model
 from memo_compile.planners.alpha import compute_alpha
 
@@ -53,6 +62,84 @@ def test_unknown_names_suggest_the_nearest():
         find_model("llama-66b")
     with pytest.raises(InputError, match=r"hardware: unknown 'h801'; did you mean h800\?"):
         find_hardware("h801")
+
+
+@pytest.mark.parametrize("profile", HARDWARE.values(), ids=HARDWARE)
+@pytest.mark.parametrize("figure", FIGURES)
+def test_every_figure_has_a_document_and_a_date(profile, figure):
+    source = profile.source_of(figure)
+    assert len(source.document) > 10
+    assert re.fullmatch(r"20\d\d(-\d\d){0,2}", source.date)
+
+
+def test_figures_of_other_documents_say_so():
+    a800 = find_hardware("a800")
+    assert "NVLink 400 GB/s" in a800.source_of("link_bytes_per_s").document
+    assert a800.source_of("link_bytes_per_s").date == "2022-11"
+    assert "A100 80GB SXM datasheet" in a800.source_of("hbm_bytes_per_s").document
+    assert "4.0" in a800.source_of("d2h_bytes_per_s").document
+
+
+@pytest.mark.parametrize("profile", HARDWARE.values(), ids=HARDWARE)
+def test_a_profile_survives_its_file(profile, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(profile_to_dict(profile)))
+    read = find_hardware(str(path))
+    assert profile_to_dict(read) == profile_to_dict(profile)
+    assert all(getattr(read, figure) == getattr(profile, figure) for figure in FIGURES)
+
+
+def _broken(change):
+    body = profile_to_dict(HARDWARE["a100"])
+    change(body)
+    return json.dumps(body)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{\n  nonsense", r"mine\.json:2: not a JSON profile"),
+        ("[1, 2]", r"mine\.json:1: expected a profile with schema_version 1"),
+        (_broken(lambda b: b.update(schema_version=9)), "expected a profile with schema_version 1"),
+        (_broken(lambda b: b.pop("figures")), "figures: expected an object"),
+        (_broken(lambda b: b["figures"].pop("d2h_bytes_per_s")), "d2h_bytes_per_s.value: expected"),
+        (
+            _broken(lambda b: b["figures"]["memory_bytes"].update(value="80")),
+            "memory_bytes.value: expected a number, got '80'",
+        ),
+        (
+            _broken(lambda b: b["figures"]["memory_bytes"].update(value=float("inf"))),
+            "memory_bytes.value: expected a finite number",
+        ),
+        (
+            _broken(lambda b: b["figures"]["memory_bytes"].update(value=0)),
+            "memory_bytes: expected more than 0, got 0",
+        ),
+        (
+            _broken(lambda b: b["figures"]["memory_bytes"].pop("date")),
+            "figures.memory_bytes.date: expected a text, got None",
+        ),
+        (_broken(lambda b: b.pop("name")), "profile.name: expected a text"),
+    ],
+)
+def test_a_broken_profile_file_is_refused(text, message, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        find_hardware(str(path))
+
+
+def test_a_missing_profile_file_is_refused(tmp_path):
+    with pytest.raises(InputError, match="cannot read the profile"):
+        find_hardware(str(tmp_path / "none.json"))
+
+
+def test_a_source_for_no_figure_is_refused():
+    a100 = HARDWARE["a100"]
+    source = a100.source_of("memory_bytes")
+    figures = {figure: getattr(a100, figure) for figure in FIGURES}
+    with pytest.raises(InputError, match="no figure is called 'speed'"):
+        HardwareProfile(name="x", source="x", figure_sources={"speed": source}, **figures)
 
 
 WORKED = {
