@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from memo_compile.analysis.row_rules import Carried, RowDim, argument, rule_of, shape_of
 from memo_compile.analysis.structure import op_name
@@ -25,7 +24,7 @@ from memo_compile.analysis.views import is_tensor
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.purity import is_pure
 
-__all__ = ["RowDim", "row_dims", "row_layout", "slice_rows"]
+__all__ = ["RowDim", "attention_rows", "row_dims", "row_layout", "slice_rows"]
 
 _UNIFORM = frozenset(("full", "zeros", "ones", "empty"))
 """Operators whose results are equal in every row, of whatever shape: made for fewer rows as well.
@@ -73,6 +72,41 @@ def row_dims(
         if not one.found:
             return one.dims
         known.update(one.found)
+
+
+def attention_rows(
+    gm: fx.GraphModule, seeds: Mapping[fx.Node, RowDim], num_rows: int
+) -> dict[fx.Node, RowDim]:
+    """Nodes that mix rows but have a result for every row: attention, and its two products.
+
+    With these among its seeds, :func:`row_dims` tells which nodes behind an attention are
+    separable once the attention's results are given. Cost: one analysis per node found.
+    """
+    found: dict[fx.Node, RowDim] = {}
+    while True:
+        dims = row_dims(gm, {**seeds, **found}, num_rows)
+        more = {
+            node: row
+            for node in gm.graph.nodes
+            if node.op == "call_function"
+            and node not in dims
+            and (row := _rows_of_queries(node, dims)) is not None
+            and _fits(node, row, num_rows)
+        }
+        if not more:
+            return found
+        found.update(more)
+
+
+def _rows_of_queries(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> RowDim | None:
+    queries = node.args[0] if node.args else None
+    if not isinstance(queries, fx.Node) or any(one not in dims for one in node.all_input_nodes):
+        return None
+    row = dims[queries]
+    if row is None or "attention" in op_name(node):
+        return row
+    is_product = op_name(node) in ("mm", "bmm") and row.dim == len(shape_of(queries)) - 2
+    return row if is_product else None
 
 
 class _Pass:
@@ -193,13 +227,39 @@ def slice_rows(
     """
     if not 0 < rows <= num_rows:
         raise UnsupportedGraph(f"rows: expected 1 to {num_rows} rows, got {rows}")
-    missing = [one for one in gm.graph.nodes if one.op != "output" and one not in dims]
+    missing = [
+        one
+        for one in gm.graph.nodes
+        if one.op != "output" and not _is_separable(one, dims, num_rows)
+    ]
     if missing:
         raise UnsupportedGraph(
             f"{missing[0].name} ({missing[0].target}) mixes rows or is not known to keep them "
             "apart: take it out of the graph before slicing"
         )
     return _Slicer(gm, dims, rows, num_rows).run()
+
+
+def _is_separable(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], num_rows: int) -> bool:
+    """True when ``dims`` has the node and its operator's rule agrees; seeds may be anything."""
+    if node not in dims:
+        return False
+    row = dims[node]
+    if row is None or node.op == "placeholder" or _is_uniform(node, row):
+        return True
+    rows = {one: given for one in node.all_input_nodes if (given := dims.get(one)) is not None}
+    rule = rule_of(node)
+    carried = None if rule is None or not rows else rule(node, rows, num_rows)
+    return carried == Carried(out=row)
+
+
+def _fake_mode(gm: fx.GraphModule) -> Any:
+    """The mode of the graph's fake tensors."""
+    for node in gm.graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None:
+            return mode
+    raise UnsupportedGraph("the graph to slice carries no fake tensors")
 
 
 class _Slicer:
@@ -216,11 +276,7 @@ class _Slicer:
         self.num_rows = num_rows
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
-        values = [value for node in gm.graph.nodes if (value := node.meta.get("val")) is not None]
-        mode = detect_fake_mode(values)
-        if mode is None:
-            raise UnsupportedGraph("the graph to slice carries no fake tensors")
-        self.mode = mode
+        self.mode = _fake_mode(gm)
 
     def run(self) -> fx.GraphModule:
         for node in self.gm.graph.nodes:
