@@ -2,19 +2,24 @@
 
 It shares nothing with the planners: not the lifetimes, not the sums. It walks the calls of the
 step in order, gives every buffer its bytes when the region allocates it, takes them back when its
-last reader has run, and complains about whatever does not hold:
+last reader has run and no copy is at work on it, and complains about whatever does not hold:
 
 - two live buffers share a byte;
 - a call reads a value that no earlier call made, or whose bytes were given to another;
 - an offset is missing, misaligned or outside the arena;
-- the plan's peak exceeds the budget, or its lower bound exceeds its arena.
+- a call needs more than the plan's peak, the peak exceeds the budget, or the lower bound the arena;
+- a copy is not ordered with what reads or writes the same bytes (``check_contents.py``).
+
+That a step with moves computes what the step without them does is ``check_moves.py``.
 """
 
 import bisect
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from memo_compile.errors import InvalidPlan
+from memo_compile.planners.check_contents import StepContents, misshapen_calls
 from memo_compile.plans import CheckVerdict, Plan
 from memo_compile.problem import ALIGNMENT_BYTES, Problem, RegionProfile, StepCall, Storage
 
@@ -23,7 +28,10 @@ MAX_PROBLEMS = 20
 
 
 def check(problem: Problem, plan: Plan) -> CheckVerdict:
-    """What is wrong with ``plan``, in words. Cost: (buffers x live buffers)."""
+    """What is wrong with ``plan``, in words. Cost: buffers x log live buffers."""
+    misshapen = misshapen_calls(problem)
+    if misshapen:
+        return CheckVerdict(problems=misshapen[:MAX_PROBLEMS])
     return _Replay(problem, plan).run()
 
 
@@ -46,6 +54,7 @@ class _Storage:
     owner: str
     offset: int
     size_bytes: int
+    in_arena: bool = True
     values: set[str] = field(default_factory=set)
 
 
@@ -54,17 +63,24 @@ class _Replay:
         self.problem = problem
         self.plan = plan
         self.problems: list[str] = []
+        self.contents = StepContents(problem, self._complain)
         self.live: list[tuple[int, str]] = []
-        """(offset, owner) of the live storages, by offset."""
+        """(offset, owner) of the live storages that have bytes, by offset."""
+        self.is_disjoint = True
+        """No two live storages shared a byte so far: neighbours are all that must be looked at."""
         self.storages: dict[str, _Storage] = {}
         self.place_of: dict[str, str | None] = {}
-        """Value -> owner of its storage; None for a value outside the arena."""
+        """Value -> owner of its storage; None for a value that the step does not free."""
         self.reads_left = self._count_reads()
         self.num_buffers = 0
         self.num_reads = 0
         self.highest = 0
         """The highest address that the call being replayed uses."""
         self.made_bytes = 0
+        self.outside_bytes = 0
+        """What kernels hold now in memory of their own."""
+        self.most_outside_bytes = 0
+        """The most of it during the call being replayed."""
         fixed = problem.fixed
         self.constant_bytes = (
             fixed.parameters
@@ -82,6 +98,8 @@ class _Replay:
             self._check_memory(index, call, self.problem.regions[call.region])
             if len(self.problems) >= MAX_PROBLEMS:
                 break
+        else:
+            self.contents.finish()
         return CheckVerdict(
             problems=tuple(self.problems[:MAX_PROBLEMS]),
             num_buffers=self.num_buffers,
@@ -96,31 +114,38 @@ class _Replay:
             self._complain(f"peak {plan.peak_bytes} > budget {plan.budget_bytes}")
 
     def _count_reads(self) -> dict[str, int]:
-        """Value -> how often calls read it, reads of its aliases included when they are made."""
+        """Value -> how often calls read it or write into it."""
         reads: dict[str, int] = {}
         for call in self.problem.calls:
-            for value in call.inputs:
+            for value in _uses(call):
                 reads[value] = reads.get(value, 0) + 1
         return reads
 
     def _replay(self, call: StepCall, region: RegionProfile) -> None:
-        ends = (one.offset + one.size_bytes for one in self.storages.values())
+        ends = (one.offset + one.size_bytes for one in self.storages.values() if one.in_arena)
         self.highest = max(ends, default=0)
+        self.most_outside_bytes = self.outside_bytes
+        self.contents.replay(call)
         for value in call.inputs:
-            self._check_readable(call, value)
+            self._check_alive(call, value)
             self.reads_left[value] -= 1
-        for _, is_birth, owner, size_bytes in sorted(self._events(call, region)):
-            if is_birth:
+        for _, is_birth, owner, size_bytes, in_arena in sorted(self._events(call, region)):
+            if not is_birth:
+                self._die(owner)
+            elif in_arena:
                 self._bear(owner, size_bytes)
             else:
-                self._die(owner)
+                self._bear_outside(owner, size_bytes)
         for position, value in enumerate(call.outputs):
             self._bind(call, region, position, value)
-        for value in (*call.inputs, *call.outputs):
+        for into in call.into:
+            self._check_alive(call, into.value)
+            self.reads_left[into.value] -= 1
+        for value in (*_uses(call), *call.outputs):
             self._free_if_unread(value)
 
     def _check_memory(self, index: int, call: StepCall, region: RegionProfile) -> None:
-        """What is alive after the call lies in the pages that stay, and the sum is in the peak."""
+        """What is alive in the call lies in the pages that stay, and the sum is in the peak."""
         external = (s.size_bytes for s in region.outputs if s.storage is Storage.EXTERNAL)
         self.made_bytes += sum(external)
         if len(self.plan.resident_bytes) != len(self.problem.calls):
@@ -133,21 +158,36 @@ class _Replay:
             self._complain(f"{call.name}: {resident} B of the arena in memory after {before} B")
         if self.highest > resident:
             self._complain(f"{call.name} uses the arena up to {self.highest}, {resident} B stay")
-        outside = max((b.size_bytes for b in region.outside), default=0)
-        need = self.constant_bytes + resident + self.made_bytes + outside
+        need = self.constant_bytes + resident + self.made_bytes + self.most_outside_bytes
         if need > self.plan.peak_bytes:
             self._complain(f"{call.name} needs {need} B, the peak says {self.plan.peak_bytes}")
 
     def _events(
         self, call: StepCall, region: RegionProfile
-    ) -> Iterator[tuple[int, bool, str, int]]:
-        """(line, is birth, owner, bytes): a death on a line comes before a birth on it."""
+    ) -> Iterator[tuple[int, bool, str, int, bool]]:
+        """(line, is birth, owner, bytes, in the arena): on a line deaths come before births."""
         held = {slot.index for slot in region.outputs if slot.storage is Storage.ARENA}
+        inside = {into.buffer for into in call.into}
         for index, buffer in enumerate(region.buffers):
+            if index in inside:
+                continue
             owner = f"{call.name}/{buffer.name}"
-            yield buffer.start, True, owner, buffer.size_bytes
+            yield buffer.start, True, owner, buffer.size_bytes, True
             if index not in held:
-                yield buffer.end, False, owner, 0
+                yield buffer.end, False, owner, 0, True
+        for index, outside in enumerate(region.outside):
+            owner = f"{call.name}/{outside.kind} {index}"
+            yield outside.start, True, owner, outside.size_bytes, False
+            yield outside.end, False, owner, 0, False
+        for slot, value in zip(region.outputs, call.outputs, strict=True):
+            if slot.storage is Storage.OUTSIDE:
+                yield 0, True, _outside_owner(value), slot.size_bytes, False
+        yield from self._last_uses(call, region)
+
+    def _last_uses(
+        self, call: StepCall, region: RegionProfile
+    ) -> Iterator[tuple[int, bool, str, int, bool]]:
+        """The deaths, inside this call, of what it is the last to read."""
         ends: dict[str, int] = {}
         for position, value in enumerate(call.inputs):
             owner_of_value = self.place_of.get(value)
@@ -161,19 +201,18 @@ class _Replay:
         }
         for owner, end in ends.items():
             if owner not in passed_on and self._is_unread(owner):
-                yield end, False, owner, 0
+                yield end, False, owner, 0, True
 
     def _is_unread(self, owner: str) -> bool:
-        """True when no call that is still to come reads what ``owner`` holds."""
+        """True when no call to come uses what ``owner`` holds, and no copy is at work on it."""
         storage = self.storages.get(owner)
-        return storage is not None and not any(self.reads_left.get(v, 0) for v in storage.values)
+        if storage is None or self.contents.is_busy(owner):
+            return False
+        return not any(self.reads_left.get(value, 0) for value in storage.values)
 
-    def _check_readable(self, call: StepCall, value: str) -> None:
+    def _check_alive(self, call: StepCall, value: str) -> None:
         self.num_reads += 1
-        if value not in self.place_of:
-            self._complain(f"{call.name} reads {value} before it is made")
-            return
-        owner = self.place_of[value]
+        owner = self.place_of.get(value)
         if owner is not None and owner not in self.storages:
             self._complain(f"{call.name} reads {value} after its bytes were given back")
 
@@ -191,32 +230,54 @@ class _Replay:
         if offset % ALIGNMENT_BYTES:
             self._complain(f"{owner} at {offset} is not aligned to {ALIGNMENT_BYTES} B")
         for other in self._overlapping(offset, size_bytes):
+            self.is_disjoint = False
             self._complain(f"{owner} and {other} share bytes while both are alive")
         self.highest = max(self.highest, offset + size_bytes)
+        self._die(owner)
         self.storages[owner] = _Storage(owner, offset, size_bytes)
-        bisect.insort(self.live, (offset, owner))
+        if size_bytes:
+            bisect.insort(self.live, (offset, owner))
 
-    def _overlapping(self, offset: int, size_bytes: int) -> Iterator[str]:
-        for start, owner in self.live:
+    def _bear_outside(self, owner: str, size_bytes: int) -> None:
+        self.storages[owner] = _Storage(owner, 0, size_bytes, in_arena=False)
+        self.outside_bytes += size_bytes
+        self.most_outside_bytes = max(self.most_outside_bytes, self.outside_bytes)
+
+    def _overlapping(self, offset: int, size_bytes: int) -> list[str]:
+        """The live storages that share a byte with these; cheap while there are none."""
+        if not size_bytes:
+            return []
+        low = max(0, bisect.bisect_left(self.live, (offset, "")) - 1) if self.is_disjoint else 0
+        found = []
+        for start, owner in itertools.islice(self.live, low, None):
             if start >= offset + size_bytes:
-                return
-            if start + self.storages[owner].size_bytes > offset and size_bytes:
-                yield owner
+                break
+            if start + self.storages[owner].size_bytes > offset:
+                found.append(owner)
+        return found
 
     def _die(self, owner: str) -> None:
         storage = self.storages.pop(owner, None)
-        if storage is not None:
-            self.live.remove((storage.offset, owner))
+        if storage is None:
+            return
+        if not storage.in_arena:
+            self.outside_bytes -= storage.size_bytes
+        elif storage.size_bytes:
+            del self.live[bisect.bisect_left(self.live, (storage.offset, owner))]
 
     def _bind(self, call: StepCall, region: RegionProfile, position: int, value: str) -> None:
         slot = region.outputs[position]
         owner: str | None = None
         if slot.storage is Storage.ARENA:
             assert slot.index is not None, f"{call.name}: ARENA output without a buffer"
-            owner = f"{call.name}/{region.buffers[slot.index].name}"
+            inside = next((one.value for one in call.into if one.buffer == slot.index), None)
+            buffer = f"{call.name}/{region.buffers[slot.index].name}"
+            owner = buffer if inside is None else self.place_of.get(inside)
         elif slot.storage is Storage.INPUT:
             assert slot.index is not None, f"{call.name}: INPUT output without an input"
             owner = self.place_of.get(call.inputs[slot.index])
+        elif slot.storage is Storage.OUTSIDE:
+            owner = _outside_owner(value)
         self.place_of[value] = owner
         if owner is not None and owner in self.storages:
             self.storages[owner].values.add(value)
@@ -228,3 +289,12 @@ class _Replay:
 
     def _complain(self, problem: str) -> None:
         self.problems.append(problem)
+
+
+def _uses(call: StepCall) -> tuple[str, ...]:
+    """The values whose bytes the call needs."""
+    return (*call.inputs, *(into.value for into in call.into))
+
+
+def _outside_owner(value: str) -> str:
+    return f"{value} outside"
