@@ -1,0 +1,326 @@
+"""From the forward region of a layer: what recomputing its saved tensors costs, and the regions.
+
+A layer's *slots* are its input and the tensors that its forward leaves for its backward. Whatever
+is not kept in memory can be made again from the slots that are, by a part of the forward.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from memo_compile.analysis.row_rules import argument
+from memo_compile.analysis.rows import RowDim, row_dims, slice_rows
+from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.views import is_view, storage_of, viewed
+from memo_compile.errors import UnsupportedGraph
+from memo_compile.movable import LayerOp, RecomputeKey, RegionInput
+from memo_compile.passes.purity import is_collective, is_known, is_pure, is_random, is_write
+from memo_compile.problem import RegionProfile, align
+from memo_compile.regions import RegionGraph
+
+_NO_ROWS: Mapping[fx.Node, RowDim] = {}
+
+
+def layer_ops(
+    region: RegionGraph,
+    slot_of_output: Mapping[int, int],
+    input_slots: Mapping[int, int],
+    seconds_of: Callable[[fx.Node], float],
+    row_seeds: Mapping[fx.Node, RowDim] = _NO_ROWS,
+    num_rows: int = 1,
+) -> tuple[LayerOp, ...]:
+    """The layer's operators in an order that can run; inputs that are slots come first.
+
+    ``slot_of_output`` and ``input_slots`` give the slot of a position among the region's outputs
+    and inputs. A view is no operator of its own unless it is a slot: what reads it depends on what
+    it shows. An operator with several results is one operator with all the seconds, and one free
+    operator for each result that is read, so that recomputing any of them costs the whole once.
+    ``row_seeds`` say which inputs carry rows; without them no operator counts as row-wise.
+    """
+    dims = row_dims(region.gm, row_seeds, num_rows) if row_seeds and num_rows > 1 else {}
+    listing = _Listing(region, slot_of_output, seconds_of, dims)
+    placeholders = region.gm.graph.find_nodes(op="placeholder")
+    for position, slot in input_slots.items():
+        listing.add_input(placeholders[position], slot)
+    for node in region.gm.graph.nodes:
+        if node.op == "call_function":
+            listing.add(node)
+    return tuple(listing.ops)
+
+
+class _Listing:
+    """The operators so far, and for each value which of them it comes from."""
+
+    def __init__(
+        self,
+        region: RegionGraph,
+        slot_of_output: Mapping[int, int],
+        seconds_of: Callable[[fx.Node], float],
+        dims: Mapping[fx.Node, RowDim | None],
+    ) -> None:
+        outputs = _outputs(region)
+        self.slots = {outputs[position]: slot for position, slot in slot_of_output.items()}
+        self.seconds_of = seconds_of
+        self.dims = dims
+        self.written = _written(region.gm.graph)
+        self.ops: list[LayerOp] = []
+        self.made_by: dict[fx.Node, int] = {}
+
+    def add_input(self, node: fx.Node, slot: int) -> None:
+        self._append(node, seconds=0.0, inputs=(), slot=slot, can_recompute=False)
+
+    def add(self, node: fx.Node) -> None:
+        is_item = _is_item(node)
+        sources = (self.made_by[one] for one in node.all_input_nodes if one in self.made_by)
+        inputs = tuple(sorted(set(sources)))
+        if is_view(node) and node not in self.slots:
+            if inputs:
+                self.made_by[node] = self.made_by[viewed(node)]
+            return
+        self._append(
+            node,
+            seconds=0.0 if is_item or is_view(node) else self.seconds_of(node),
+            inputs=inputs,
+            slot=self.slots.get(node),
+            can_recompute=_why_not_again(node, self.written) is None,
+        )
+
+    def _append(
+        self,
+        node: fx.Node,
+        *,
+        seconds: float,
+        inputs: tuple[int, ...],
+        slot: int | None,
+        can_recompute: bool,
+    ) -> None:
+        self.made_by[node] = len(self.ops)
+        self.ops.append(
+            LayerOp(
+                name=node.name,
+                seconds=seconds,
+                output_bytes=_own_bytes(node),
+                inputs=inputs,
+                slot=slot,
+                can_recompute=can_recompute,
+                row_wise=node in self.dims,
+            )
+        )
+
+
+def _is_item(node: fx.Node) -> bool:
+    """True for a result taken from the tuple of an operator that computes."""
+    return op_name(node) == "" and not is_view(node) and len(node.all_input_nodes) == 1
+
+
+def _own_bytes(node: fx.Node) -> int:
+    """Bytes that ``node`` allocates; results of a tuple that are read count at their own node."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return 0 if is_view(node) else align(value.numel() * value.element_size())
+    if not isinstance(value, tuple | list):
+        return 0
+    read = {user.args[1] for user in node.users if _is_item(user)}
+    unread = (one for index, one in enumerate(value) if index not in read)
+    sizes = (one.numel() * one.element_size() for one in unread if isinstance(one, torch.Tensor))
+    return sum(align(size) for size in sizes)
+
+
+def _outputs(region: RegionGraph) -> Sequence[Any]:
+    outputs: Sequence[Any] = region.gm.graph.find_nodes(op="output")[0].args[0]
+    return outputs
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """The makers of all storages that an operator of ``graph`` writes into."""
+    found = set()
+    for node in graph.nodes:
+        if is_write(node):
+            for given, declared in zip(node.args, node.target._schema.arguments, strict=False):
+                written = declared.alias_info is not None and declared.alias_info.is_write
+                for one in given if isinstance(given, list | tuple) else (given,):
+                    if written and isinstance(one, fx.Node):
+                        found.add(storage_of(one))
+    return found
+
+
+def _why_not_again(node: fx.Node, written: Iterable[fx.Node]) -> str | None:
+    """What forbids to run ``node`` a second time, in the backward; None when it may run."""
+    if _is_item(node):
+        node = node.all_input_nodes[0]
+    for one in (node, *node.all_input_nodes):
+        if storage_of(one) in written:
+            return f"{storage_of(one).name} is overwritten in the forward"
+    if is_pure(node) or _is_attention_without_dropout(node):
+        return None
+    if is_collective(node):
+        return "it communicates with other ranks"
+    if is_write(node):
+        return "it writes into one of its arguments"
+    if is_random(node):
+        return "it draws random numbers"
+    return "its effects are unknown" if not is_known(node) else "it is not pure"
+
+
+def _is_attention_without_dropout(node: fx.Node) -> bool:
+    """True for torch's attention kernels that draw nothing, although torch tags them as random."""
+    if not is_known(node) or "attention" not in op_name(node) or is_write(node):
+        return False
+    return not argument(node, "dropout_p")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """Part of a region's graph: its own graph, and for each of its nodes the region's."""
+
+    gm: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    """Nodes of the region that the part takes as inputs, in order."""
+    origin: Mapping[fx.Node, fx.Node]
+
+
+def recompute_graph(
+    region: RegionGraph,
+    key: RecomputeKey,
+    output_of_slot: Mapping[int, int],
+    input_of_slot: Mapping[int, int],
+    num_rows: int,
+    row_seeds: Mapping[fx.Node, RowDim] = _NO_ROWS,
+) -> tuple[RegionGraph, tuple[RegionInput, ...]]:
+    """The smallest part of a layer's forward that makes ``key.slots``, and where its inputs are.
+
+    Rewrite (slots: 0 = ``x``, 1 = ``a``, 2 = ``c``; ``key.slots`` = (2,)):
+        def layer(x, w, v):            def again(w, a):    # forward input 1, slot 1
+            a = mm(x, w)                   b = relu(a)
+            b = relu(a)          ->        c = mm(b, w)
+            c = mm(b, w)                   return c
+            y = add(mm(c, v), x)
+            return y, a, c
+
+    Every slot that is not made is there to be read, kept or reloaded; it cuts the graph. Inputs
+    have the size and strides that the region's own code sees, which the step program must give
+    them. With ``key.rows`` all is for the first rows only.
+
+    Raises:
+        UnsupportedGraph: an operator in between may not run again or does not keep rows apart.
+    """
+    outputs = _outputs(region)
+    for slot in key.slots:
+        if slot not in output_of_slot:
+            raise UnsupportedGraph(
+                f"{key.region}: slot {slot} is no output of {region.name}; keep or offload it"
+            )
+    wanted = [outputs[output_of_slot[slot]] for slot in key.slots]
+    kept = {
+        outputs[position]: slot
+        for slot, position in output_of_slot.items()
+        if slot not in key.slots
+    }
+    part = _extract(region, wanted, kept, key.region)
+    gm = part.gm
+    if key.rows is not None:
+        gm = _first_rows(region, part, wanted, key, row_seeds, num_rows)
+    positions = {node: at for at, node in enumerate(region.gm.graph.find_nodes(op="placeholder"))}
+    slots = {position: slot for slot, position in input_of_slot.items()}
+    static = tuple(
+        index
+        for index, node in enumerate(part.inputs)
+        if positions.get(node) in region.static_inputs
+    )
+    made = RegionGraph(
+        name=re.sub(r"\W+", "_", key.region),
+        gm=gm,
+        external_outputs=frozenset(),
+        static_inputs=static,
+        is_backward=True,
+        device=region.device,
+    )
+    return made, tuple(_input(node, kept, positions, slots) for node in part.inputs)
+
+
+def _input(
+    node: fx.Node,
+    kept: Mapping[fx.Node, int],
+    positions: Mapping[fx.Node, int],
+    slots: Mapping[int, int],
+) -> RegionInput:
+    if node in kept:
+        return RegionInput(slot=kept[node])
+    position = positions[node]
+    if position in slots:
+        return RegionInput(slot=slots[position])
+    return RegionInput(forward_input=position)
+
+
+def _extract(
+    region: RegionGraph, wanted: Sequence[fx.Node], kept: Mapping[fx.Node, int], name: str
+) -> _Part:
+    """What ``wanted`` needs, ending at placeholders and at ``kept``."""
+    written = _written(region.gm.graph)
+    needed: set[fx.Node] = set(wanted)
+    inputs: set[fx.Node] = set()
+    for node in reversed(region.gm.graph.nodes):
+        if node not in needed:
+            continue
+        if node.op == "placeholder" or node in kept:
+            inputs.add(node)
+            continue
+        reason = None if node.op != "call_function" else _why_not_again(node, written)
+        if reason is not None:
+            raise UnsupportedGraph(
+                f"{name}: {node.name} ({node.target}) may not run again: {reason}; "
+                "keep or offload what is made from it"
+            )
+        needed.update(node.all_input_nodes)
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    ordered = [node for node in region.gm.graph.nodes if node in needed]
+    given = tuple(node for node in ordered if node in inputs)
+    for node in given:
+        made[node] = graph.placeholder(f"in_{len(made)}")
+        made[node].meta = {"val": node.meta["val"]}
+    for node in ordered:
+        if node not in inputs:
+            made[node] = graph.node_copy(node, lambda source: made[source])
+    graph.output(tuple(made[node] for node in wanted))
+    graph.lint()
+    return _Part(
+        gm=fx.GraphModule(region.gm, graph),
+        inputs=given,
+        origin={copy: node for node, copy in made.items()},
+    )
+
+
+def _first_rows(
+    region: RegionGraph,
+    part: _Part,
+    wanted: Sequence[fx.Node],
+    key: RecomputeKey,
+    row_seeds: Mapping[fx.Node, RowDim],
+    num_rows: int,
+) -> fx.GraphModule:
+    """The part for rows ``[0, key.rows)``."""
+    assert key.rows is not None
+    dims = row_dims(region.gm, row_seeds, num_rows)
+    for node in wanted:
+        if dims.get(node) is None:
+            raise UnsupportedGraph(
+                f"{key.region}: {node.name} ({node.target}) mixes rows or has none: "
+                "recompute all of it, or none"
+            )
+    own = {copy: dims[node] for copy, node in part.origin.items() if node in dims}
+    return slice_rows(part.gm, own, key.rows, num_rows)
+
+
+def estimate(region: RegionGraph) -> RegionProfile:
+    """What lowering ``region`` op by op would tell, found without running anything.
+
+    Inductor fuses, so that its profile needs no more; estimates are for choosing what to lower.
+    """
+    from memo_compile.backends import aten
+
+    return aten.lower(region).profile
