@@ -3,7 +3,8 @@
 A frame is one plan's worth of arena for one live step. Plans whose steps are never live together
 (other shapes, other models) share the same slab; steps that are live together (graph breaks, two
 forwards before a backward) each hold one. A slab only grows while nothing is leased from it, and
-views made of it stay valid, because they hang on its storage and not on its address.
+views made of it stay valid, because they hang on its storage and not on its address. Host frames,
+into which steps offload, are shared in the same way.
 """
 
 import threading
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memo_runtime.host_store import HostPool
 from memo_runtime.pages import drop_pages, gives_pages_back
 
 
@@ -89,8 +91,9 @@ class DeviceArena:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.host = HostPool.empty()
         self._slabs: list[Slab] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may end a lease while this thread holds it
 
     def acquire(self, size_bytes: int) -> Slab:
         """A free slab of at least ``size_bytes``: the tightest that fits, else one that grows."""
@@ -121,11 +124,12 @@ class DeviceArena:
                     slab.drop_tail(0, slab.size_bytes, poison=False)
 
     def forget(self, key: int) -> None:
-        """Drop all views of plan ``key``, and give free memory back that no plan needs."""
+        """Drop all views of plan ``key``, and memory that no plan needs, host frames too."""
         with self._lock:
             for slab in self._slabs:
                 slab.forget(key)
             self._slabs = [slab for slab in self._slabs if slab.leased or slab._tables]
+        self.host.forget(key)
 
     @property
     def size_bytes(self) -> int:

@@ -2,28 +2,52 @@
 
 What travels through autograd is a small CPU tensor, the handle. Its storage belongs to a Python
 object with a finalizer, so that a lease also ends when autograd drops the step without a backward
-(the loss died, an exception, an unused output).
+(the loss died, an exception, an unused output). Copies in flight hold the lease's memory: it goes
+back when they have ended.
 """
 
 import itertools
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memo_runtime.arena import DeviceArena, Slab
+from memo_runtime.copies import CopyEngine, Lane, Ticket, on_worker
+from memo_runtime.host_store import HostStore
 
 
 class _Tag(bytearray):
     """Eight bytes that hold a lease's number, and can be watched by a finalizer."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCounters:
+    """What one step moved and made again while it ran."""
+
+    offloaded_bytes: int = 0
+    reloaded_bytes: int = 0
+    recomputed_bytes: int = 0
+    stall_s: float = 0.0
+    """How long computation stood still for copies (row "slow or busy link")."""
+
+    def __add__(self, other: "StepCounters") -> "StepCounters":
+        return StepCounters(
+            offloaded_bytes=self.offloaded_bytes + other.offloaded_bytes,
+            reloaded_bytes=self.reloaded_bytes + other.reloaded_bytes,
+            recomputed_bytes=self.recomputed_bytes + other.recomputed_bytes,
+            stall_s=self.stall_s + other.stall_s,
+        )
+
+
 class Lease:
-    """One live step's hold on a frame.
+    """One live step's hold on a frame and, where the step offloads, on a host frame.
 
     ``saved`` are the tensors that the forward leaves for its backward; all lie in the frame.
+    ``counted`` is what its forward did.
     """
 
     def __init__(self, number: int, slab: Slab, size_bytes: int, give_back: Callable[[], None]):
@@ -32,6 +56,11 @@ class Lease:
         self.size_bytes = size_bytes
         self.saved: list[Any] = []
         self.active = True
+        self.host: HostStore | None = None
+        self.engine: CopyEngine | None = None
+        self.tickets: dict[int, Ticket] = {}
+        """Every copy of the step by its number; one issued in the forward may end later."""
+        self.counted = StepCounters()
         self._give_back = give_back
 
     def handle(self) -> torch.Tensor:
@@ -40,11 +69,43 @@ class Lease:
         weakref.finalize(tag, self.release).atexit = False
         return torch.frombuffer(tag, dtype=torch.uint8)
 
+    def issue(self, number: int, lane: Lane, frame: torch.Tensor, host: torch.Tensor) -> None:
+        """Begin copy ``number`` of the step between bytes of its frame and of its host frame."""
+        if self.engine is None:
+            raise AssertionError("the plan moves bytes but has no host frame")
+        destination, source = (host, frame) if lane is Lane.D2H else (frame, host)
+        self.tickets[number] = self.engine.issue(lane, destination, source)
+
+    def wait(self, number: int) -> float:
+        """Copy ``number`` has ended; returns the seconds it blocked. Once it has: nothing."""
+        if self.engine is None or number not in self.tickets:
+            raise AssertionError(f"copy {number} was never issued")
+        return self.engine.wait(self.tickets[number])
+
+    def settle(self) -> None:
+        """No copy of the step is in flight."""
+        for ticket in self.tickets.values():
+            if self.engine is not None:
+                self.engine.settle(ticket)
+
     def release(self) -> None:
-        """Give the frame back. A second call does nothing."""
+        """Give the frames back, after the step's copies. A second call does nothing."""
         if self.active:
             self.active = False
             self.saved = []
+            if self.tickets and on_worker():  # the collector ran there; it cannot wait for itself
+                threading.Thread(target=self._end, daemon=True).start()
+            else:
+                self._end()
+
+    def _end(self) -> None:
+        try:
+            self.settle()
+        except KeyboardInterrupt:
+            self.settle()
+            raise
+        finally:
+            self.tickets = {}
             self._give_back()
 
     def snapshot(self) -> torch.Tensor:
@@ -62,7 +123,7 @@ class LeaseTable:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._live: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may end a lease while this thread holds it
 
     def open(self, slab: Slab, size_bytes: int, give_back: Callable[[], None]) -> Lease:
         """A new lease on ``slab``; ``give_back`` runs once, when it ends."""
@@ -82,14 +143,43 @@ class LeaseTable:
 leases = LeaseTable()
 
 
-def lease_frame(arena: DeviceArena, size_bytes: int) -> Lease:
-    """A frame of the device's arena for one step."""
+def lease_frame(
+    arena: DeviceArena,
+    size_bytes: int,
+    *,
+    host_bytes: int = 0,
+    host_kind: str = "shm",
+    plan_key: int = 0,
+) -> Lease:
+    """A frame of the device's arena for one step, and a host frame of ``host_bytes`` if any.
+
+    Raises:
+        HostStoreError: the host frame was refused; nothing is held.
+    """
     slab = arena.acquire(size_bytes)
-    return leases.open(slab, size_bytes, lambda: arena.release(slab))
+    try:
+        host = arena.host.acquire(host_kind, host_bytes, plan_key) if host_bytes else None
+    except BaseException:
+        arena.release(slab)
+        raise
+
+    def give_back() -> None:
+        arena.release(slab)
+        if host is not None:
+            arena.host.release(host)
+
+    lease = leases.open(slab, size_bytes, give_back)
+    lease.host = host
+    return lease
 
 
-def lease_ordinary(device: torch.device, size_bytes: int) -> Lease:
-    """A frame in ordinary memory that is freed with the lease: for a step that is not planned."""
+def lease_ordinary(
+    device: torch.device, size_bytes: int, *, host_bytes: int = 0, host_kind: str = "shm"
+) -> Lease:
+    """Frames in ordinary memory that are freed with the lease: for a step that is not planned."""
     slab = Slab(device, size_bytes)
     slab.leased = True
-    return leases.open(slab, size_bytes, lambda: None)
+    host = HostStore(host_kind, host_bytes) if host_bytes else None
+    lease = leases.open(slab, size_bytes, lambda: None if host is None else host.close())
+    lease.host = host
+    return lease

@@ -1,17 +1,42 @@
 """Runs the two halves of a planned step: the forward and, through the lease, the backward."""
 
 import logging
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from memo_runtime.arena import FrameTable, arena_of
+from memo_runtime.copies import Schedule, engine_of
 from memo_runtime.current import current
-from memo_runtime.leases import Lease, lease_frame, lease_ordinary, leases
+from memo_runtime.instructions import (
+    CopyRange,
+    Instruction,
+    RunCall,
+    Running,
+    StartOffload,
+    StartReload,
+    WaitCopy,
+)
+from memo_runtime.leases import Lease, StepCounters, lease_frame, lease_ordinary, leases
 from memo_runtime.pages import gives_pages_back, trim_heap
+
+__all__ = [
+    "CopyRange",
+    "RunCall",
+    "RunHalf",
+    "StartOffload",
+    "StartReload",
+    "StepCounters",
+    "StepError",
+    "StepPlan",
+    "WaitCopy",
+    "run_backward",
+    "run_forward",
+]
 
 log = logging.getLogger("memo")
 
@@ -21,36 +46,13 @@ class StepError(RuntimeError):
 
 
 @dataclass(slots=True, kw_only=True)
-class RunCall:
-    """One region call, compiled to slots of the half's environment."""
-
-    run: Callable[[list[Any]], Sequence[Any]]
-    table: int
-    """Index of the call in the frame's tables."""
-    resident_bytes: int
-    """Bytes of the frame, from its start, that this call and later ones use."""
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    views: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
-    """(position, size, stride) of the inputs that are read as another view of their storage."""
-    drop: tuple[int, ...]
-    """Input slots that nobody reads after this call."""
-    unread: tuple[int, ...] = ()
-    """Output slots that nobody reads at all."""
-    copies: tuple[int, ...] = ()
-    """Positions among the outputs that would alias the arena although the user keeps them."""
-    dying: tuple[tuple[int, int, int], ...] = ()
-    """Poison mode: (input, offset, bytes) of storages whose life ends in this call."""
-
-
-@dataclass(slots=True, kw_only=True)
 class RunHalf:
-    """One half of a step: where arguments go, which calls run, what is returned."""
+    """One half of a step: where arguments go, what is executed, what is returned."""
 
     num_slots: int
     constants: tuple[tuple[int, Any], ...]
     arguments: tuple[int, ...]
-    calls: tuple[RunCall, ...]
+    calls: tuple[Instruction, ...]
     results: tuple[int | None, ...]
     leased: tuple[int, ...]
     """FORWARD: slots to keep in the lease; BACKWARD: slots to fill from it."""
@@ -60,7 +62,7 @@ class RunHalf:
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """A step that can run: both halves, the frame's size, and the views of each call."""
+    """A step that can run: both halves, its frames' sizes, and the views of each call."""
 
     key: int
     device: torch.device
@@ -71,33 +73,92 @@ class StepPlan:
     max_inflight: int = 1
     poison: bool = False
     on_unplanned: Callable[[], None] = lambda: None
+    host_bytes: int = 0
+    """Of the host frame; 0 for a step without copies."""
+    host_store: str = "shm"
+    """Kind of host memory: ``shm``, ``pinned`` or ``file:DIR``."""
+    schedule: str = "normal"
+    """When copies run between issue and wait; a ``copies.Schedule``."""
+    throttle_bytes_per_s: float | None = None
+    """CPU: no copy is faster."""
+    measure_stall: bool = False
+    """CUDA: ``last.stall_s`` is measured, at the price of a host that waits with the device."""
+    on_step_end: Callable[[StepCounters], None] = lambda counted: None
+    """Called at the end of each backward that succeeded."""
+    last: StepCounters = field(default_factory=StepCounters)
+    """What the last step did, its forward and its backward."""
     live: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Re-entrant: the collector may end a lease while this thread holds it."""
+
+    @property
+    def last_offloaded_bytes(self) -> int:
+        """Bytes that the last step copied to the host."""
+        return self.last.offloaded_bytes
+
+    @property
+    def last_reloaded_bytes(self) -> int:
+        """Bytes that the last step copied back."""
+        return self.last.reloaded_bytes
+
+    @property
+    def last_recomputed_bytes(self) -> int:
+        """Bytes of saved activations that the last step made again."""
+        return self.last.recomputed_bytes
+
+    @property
+    def last_stall_s(self) -> float:
+        """Seconds that the last step stood still for copies."""
+        return self.last.stall_s
+
+    def reserve(self) -> None:
+        """The frames of one step are allocated: a refusal comes now, not in the first step.
+
+        Raises:
+            HostStoreError: the host frame was refused.
+        """
+        self._planned_lease(count=0).release()
 
     def lease(self) -> Lease:
-        """A frame for one more forward; beyond ``max_inflight`` in ordinary memory."""
+        """Frames for one more forward; beyond ``max_inflight`` in ordinary memory."""
         with self.lock:
             planned = self.live < self.max_inflight
             self.live += planned
         if not planned:
             self.on_unplanned()
-            lease = lease_ordinary(self.device, self.arena_bytes)
+            lease = lease_ordinary(
+                self.device, self.arena_bytes, host_bytes=self.host_bytes, host_kind=self.host_store
+            )
         else:
-            lease = self._planned_lease()
+            lease = self._planned_lease(count=1)
+        if lease.host is not None:
+            lease.engine = engine_of(
+                arena_of(self.device).device,
+                Schedule(self.schedule),
+                self.throttle_bytes_per_s,
+                self.measure_stall,
+            )
         if self.poison:
-            lease.slab.bytes(self.arena_bytes).fill_(255)
+            self._poison(lease)
         return lease
 
-    def _planned_lease(self) -> Lease:
+    def _planned_lease(self, *, count: int) -> Lease:
+        """Frames of the device's arena; ``count`` steps fewer are live when they go back."""
         try:
-            lease = lease_frame(arena_of(self.device), self.arena_bytes)
+            lease = lease_frame(
+                arena_of(self.device),
+                self.arena_bytes,
+                host_bytes=self.host_bytes,
+                host_kind=self.host_store,
+                plan_key=self.key,
+            )
         except BaseException:
-            self._count_down()
+            self._count_down(count)
             raise
         give_back = lease._give_back
 
         def end() -> None:
-            self._count_down()
+            self._count_down(count)
             if self.poison:
                 lease.slab.bytes(self.arena_bytes).fill_(255)
             give_back()
@@ -105,9 +166,14 @@ class StepPlan:
         lease._give_back = end
         return lease
 
-    def _count_down(self) -> None:
+    def _poison(self, lease: Lease) -> None:
+        lease.slab.bytes(self.arena_bytes).fill_(255)
+        if lease.host is not None:
+            lease.host.bytes(self.host_bytes).fill_(255)
+
+    def _count_down(self, count: int) -> None:
         with self.lock:
-            self.live -= 1
+            self.live -= count
 
 
 def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:
@@ -120,7 +186,7 @@ def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:
     lease = plan.lease()
     try:
         env = _environment(plan.forward, args)
-        _run_calls(plan, plan.forward, lease, env)
+        lease.counted = _execute(plan, plan.forward, lease, env)
         lease.saved = [env[slot] for slot in plan.forward.leased]
         env[plan.forward.handle] = lease.handle()
         return [None if slot is None else env[slot] for slot in plan.forward.results]
@@ -146,17 +212,25 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
             "retain_graph=True, or another tool copied the handle (saved_tensors_hooks). Call "
             "backward(retain_graph=True) if it must run twice, and switch other offloaders off."
         )
+    if lease.host is not None and lease.host.pid != os.getpid():
+        raise StepError(
+            "memo: a forked process cannot run the backward of its parent's forward: the offloaded "
+            "activations belong to the parent. Run forward and backward in one process."
+        )
     snapshot = lease.snapshot() if keep_graph else None
     for slot, value in zip(half.leased, lease.saved, strict=True):
         env[slot] = value
     try:
-        _run_calls(plan, half, lease, env)
+        counted = lease.counted + _execute(plan, half, lease, env)
         results = [None if slot is None else env[slot] for slot in half.results]
     finally:
         if snapshot is None:
             lease.release()
         else:
+            lease.settle()  # before a reload in flight can overwrite what is restored
             lease.restore(snapshot)
+    plan.last = counted
+    plan.on_step_end(counted)
     return results
 
 
@@ -170,38 +244,19 @@ def _environment(half: RunHalf, args: list[Any]) -> list[Any]:
     return env
 
 
-def _run_calls(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> None:
-    tables = lease.slab.tables(plan.key, plan.table)
-    resident = plan.arena_bytes
+def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> StepCounters:
+    running = Running(
+        lease=lease,
+        env=env,
+        tables=lease.slab.tables(plan.key, plan.table),
+        resident_bytes=plan.arena_bytes,
+        poison=plan.poison,
+        counted=StepCounters(),
+    )
     try:
-        for call in half.calls:
-            if call.resident_bytes < resident:
-                lease.slab.drop_tail(call.resident_bytes, resident, poison=plan.poison)
-                resident = call.resident_bytes
-            current.views = tables[call.table]
-            if plan.poison:
-                _prepare_poison(call, lease)
-            inputs = [env[slot] for slot in call.inputs]
-            for position, size, stride in call.views:
-                inputs[position] = inputs[position].as_strided(size, stride)
-            for slot in call.drop:
-                env[slot] = None  # the region frees an input of ordinary memory at its last use
-            results = call.run(inputs)
-            for slot, value in zip(call.outputs, results, strict=True):
-                env[slot] = value
-            del results
-            for position in call.copies:
-                slot = call.outputs[position]
-                env[slot] = env[slot].clone()
-            for slot in call.unread:
-                env[slot] = None
+        for one in half.calls:
+            one.execute(running)
     finally:
         current.views = ()
         current.inputs = {}
-
-
-def _prepare_poison(call: RunCall, lease: Lease) -> None:
-    current.inputs = {
-        position: lease.slab.bytes(size_bytes, offset)
-        for position, offset, size_bytes in call.dying
-    }
+    return running.counted

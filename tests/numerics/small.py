@@ -2,11 +2,12 @@
 
 import copy
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
-from memo_runtime import step as runtime_step
 from memo_runtime.arena import arena_of
+from memo_runtime.instructions import Instruction
 from torch import nn
 from torch.nn import functional
 
@@ -96,27 +97,16 @@ class Calls:
 
 
 def watched_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Every region call of every step goes through the returned counter first."""
+    """Every instruction of every step goes through the returned counter first."""
     calls = Calls()
-    original = runtime_step._run_calls
-
-    def watched(plan, half, lease, env):
-        replaced = [(call, call.run) for call in half.calls]
-        for call, run in replaced:
-            call.run = _entering(calls, run)
-        try:
-            return original(plan, half, lease, env)
-        finally:
-            for call, run in replaced:
-                call.run = run
-
-    monkeypatch.setattr(runtime_step, "_run_calls", watched)
+    for kind in get_args(Instruction):
+        monkeypatch.setattr(kind, "execute", _entering(calls, kind.execute))
     return calls
 
 
-def _entering(calls: Calls, run: Callable[[list], list]) -> Callable[[list], list]:
-    def enter(args: list) -> list:
+def _entering(calls: Calls, execute: Callable) -> Callable:
+    def enter(instruction, running) -> None:
         calls.enter()
-        return run(args)
+        execute(instruction, running)
 
     return enter

@@ -1,0 +1,191 @@
+"""Host memory of exact size for the host frames of steps: what activations are offloaded to.
+
+torch's pinned allocator rounds to powers of two (2.25 GiB becomes 4); here a frame takes what the
+plan says, up to a page. All kinds are memory mappings, which the system frees when the last tensor
+over them has gone: a view that is still in use can never dangle.
+"""
+
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+FILE_PREFIX = "file:"
+"""``file:DIR``: a memory-mapped temporary file in DIR."""
+
+
+class HostStoreError(MemoryError):
+    """Host memory for offloaded activations was refused; the message says which option to change.
+
+    The step itself is sound: with a smaller host budget, or another kind of store, it can run.
+    """
+
+
+class HostStore:
+    """``size_bytes`` of page-aligned host memory.
+
+    ``kind`` is ``shm`` (anonymous shared memory, in /proc ``RssShmem``), ``pinned`` (the same,
+    registered with CUDA, so that copies run beside kernels) or ``file:DIR``.
+
+    Raises:
+        HostStoreError: the memory, the disk space or its registration was refused.
+    """
+
+    def __init__(self, kind: str, size_bytes: int) -> None:
+        self.kind = kind
+        self.size_bytes = size_bytes
+        self.pid = os.getpid()
+        self.leased = False
+        self.plans: set[int] = set()
+        """Keys of the plans that have used it."""
+        self._tensor: torch.Tensor | None = _mapped(kind, size_bytes)
+        self._unpin: weakref.finalize | None = None
+        if kind == "pinned":
+            self._unpin = _pin(self, self._tensor)
+
+    def bytes(self, num_bytes: int, offset_bytes: int = 0) -> torch.Tensor:
+        """``num_bytes`` of the store from ``offset_bytes`` as a uint8 tensor, without a copy."""
+        if self._tensor is None:
+            raise AssertionError("the host store is closed")
+        if not 0 <= offset_bytes <= offset_bytes + num_bytes <= self.size_bytes:
+            raise AssertionError(
+                f"expected a range inside {self.size_bytes} B of host memory, "
+                f"got [{offset_bytes}, {offset_bytes + num_bytes})"
+            )
+        return self._tensor.narrow(0, offset_bytes, num_bytes)
+
+    def close(self) -> None:
+        """Free the memory once the last tensor over it has gone. A second call does nothing."""
+        if self._unpin is not None:
+            self._unpin()
+        self._tensor = None
+
+
+def _mapped(kind: str, size_bytes: int) -> torch.Tensor:
+    """A tensor over new memory of ``kind``; the mapping goes with the tensor's storage."""
+    if size_bytes <= 0:
+        raise AssertionError(f"expected a size in bytes, got {size_bytes}")
+    try:
+        if kind.startswith(FILE_PREFIX):
+            memory = _mapped_file(Path(kind.removeprefix(FILE_PREFIX)), size_bytes)
+        elif kind in ("shm", "pinned"):
+            memory = mmap.mmap(-1, size_bytes)
+        else:
+            raise HostStoreError(
+                f"memo: expected the host store to be shm, pinned or {FILE_PREFIX}DIR, got {kind}"
+            )
+    except OSError as error:
+        raise HostStoreError(
+            f"memo: host memory for offloaded activations was refused: {size_bytes} B as {kind} "
+            f"({error}). Lower host_memory_budget, or choose another host_store"
+        ) from error
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _mapped_file(folder: Path, size_bytes: int) -> mmap.mmap:
+    """A mapping of an unlinked file whose blocks exist: a full disk fails here, not in a copy."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
+        return mmap.mmap(file.fileno(), size_bytes)
+
+
+def _pin(store: HostStore, memory: torch.Tensor) -> weakref.finalize:
+    """Registers ``memory`` with CUDA; the finalizer undoes it, at the latest when Python exits."""
+    code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), store.size_bytes, 0)
+    if int(code) != 0:
+        reason = torch.cuda.cudart().cudaGetErrorString(code)
+        _clear_cuda_error()
+        raise HostStoreError(
+            f"memo: CUDA refused to pin {store.size_bytes} B of host memory ({reason}). Raise the "
+            "limit of locked memory (ulimit -l), lower host_memory_budget, or set host_store='shm' "
+            "for pageable memory, which copies more slowly"
+        )
+    return weakref.finalize(store, _unpin, memory, store.pid)
+
+
+def _unpin(memory: torch.Tensor, pid: int) -> None:
+    if pid == os.getpid():  # a forked child has no CUDA context to ask
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _clear_cuda_error() -> None:
+    """Make CUDA forget the refusal: the next launch check reports and resets it, so provoke one."""
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        return
+
+
+@dataclass(slots=True, kw_only=True)
+class HostPool:
+    """The host frames of one device, one for each step that is live. Thread-safe."""
+
+    stores: list[HostStore]
+    lock: threading.RLock
+    """Re-entrant: the collector may end a lease while this thread holds it."""
+
+    @classmethod
+    def empty(cls) -> "HostPool":
+        """A pool that holds nothing."""
+        return cls(stores=[], lock=threading.RLock())
+
+    def acquire(self, kind: str, size_bytes: int, plan_key: int) -> HostStore:
+        """The tightest free store that fits; else a new one, in place of a free one too small.
+
+        Raises:
+            HostStoreError: new memory was refused.
+        """
+        with self.lock:
+            # What a parent process made is shared with it: a forked child starts afresh.
+            self.stores = [one for one in self.stores if one.pid == os.getpid()]
+            free = [one for one in self.stores if not one.leased and one.kind == kind]
+            fitting = [one for one in free if one.size_bytes >= size_bytes]
+            if fitting:
+                store = min(fitting, key=lambda one: one.size_bytes)
+            else:
+                store = self._replacement(free, kind, size_bytes)
+            store.leased = True
+            store.plans.add(plan_key)
+            return store
+
+    def _replacement(self, free: list[HostStore], kind: str, size_bytes: int) -> HostStore:
+        plans: set[int] = set()
+        if free:
+            small = max(free, key=lambda one: one.size_bytes)
+            plans = small.plans
+            self.stores.remove(small)
+            small.close()
+        store = HostStore(kind, size_bytes)
+        store.plans |= plans
+        self.stores.append(store)
+        return store
+
+    def release(self, store: HostStore) -> None:
+        """Give ``store`` back; it keeps its memory for the next step, if a plan still needs it."""
+        with self.lock:
+            store.leased = False
+            self._drop_unneeded()
+
+    def forget(self, plan_key: int) -> None:
+        """Free every store that only plan ``plan_key`` has used, once no step holds it."""
+        with self.lock:
+            for store in self.stores:
+                store.plans.discard(plan_key)
+            self._drop_unneeded()
+
+    def _drop_unneeded(self) -> None:
+        for store in list(self.stores):
+            if not store.leased and not store.plans:
+                self.stores.remove(store)
+                store.close()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that all stores hold together."""
+        return sum(store.size_bytes for store in self.stores)

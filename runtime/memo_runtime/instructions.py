@@ -1,0 +1,197 @@
+"""What a half of a step is made of: region calls, copies that begin, waits for their end.
+
+An instruction is bound to slots of the half's environment and to byte ranges of the step's frame
+and host frame. Their order in ``RunHalf.calls`` is the schedule; each executes itself on a
+:class:`Running` half.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memo_runtime.copies import Lane
+from memo_runtime.current import current, poison
+from memo_runtime.leases import Lease, StepCounters
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """One half of a step while it runs."""
+
+    lease: Lease
+    env: list[Any]
+    tables: Sequence[Sequence[torch.Tensor]]
+    resident_bytes: int
+    """Of the frame, from its start, that have not been given back yet."""
+    poison: bool
+    counted: StepCounters
+
+    def count(self, **more: Any) -> None:
+        """Add to the step's counters."""
+        self.counted += StepCounters(**more)
+
+
+Size = tuple[int, ...]
+
+InputView = tuple[int, Size, Size] | tuple[int, Size, Size, int]
+"""(position, size, stride[, offset]); the offset is in elements, from where the value starts."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RunCall:
+    """One region call."""
+
+    run: Callable[[list[Any]], Sequence[Any]]
+    table: int
+    """Index of the call in the frame's tables."""
+    resident_bytes: int
+    """Bytes of the frame, from its start, that this call and later ones use."""
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    views: tuple[InputView, ...]
+    """The inputs that are read as another view of their storage."""
+    drop: tuple[int, ...]
+    """Input slots that nobody reads after this call."""
+    unread: tuple[int, ...] = ()
+    """Output slots that nobody reads at all."""
+    copies: tuple[int, ...] = ()
+    """Positions among the outputs that would alias the arena although the user keeps them."""
+    dying: tuple[tuple[int, int, int], ...] = ()
+    """Poison mode: (input, offset, bytes) of storages whose life ends in this call."""
+    into: tuple[tuple[int, int, int], ...] = ()
+    """(buffer, slot, offset in bytes) of buffers that lie in the storage of a value in ordinary
+    memory; in the arena the table says it."""
+    recomputed_bytes: int = 0
+    """Of saved activations that this call makes again."""
+
+    def execute(self, running: Running) -> None:
+        """The outputs are in the environment; inputs read for the last time are not."""
+        lease, env = running.lease, running.env
+        if self.resident_bytes < running.resident_bytes:
+            lease.slab.drop_tail(self.resident_bytes, running.resident_bytes, poison=running.poison)
+            running.resident_bytes = self.resident_bytes
+        views = running.tables[self.table]
+        current.views = self._with_into(views, env) if self.into else views
+        if running.poison:
+            current.inputs = {
+                position: lease.slab.bytes(size_bytes, offset)
+                for position, offset, size_bytes in self.dying
+            }
+        inputs = [env[slot] for slot in self.inputs]
+        for view in self.views:
+            value = inputs[view[0]]
+            offset = value.storage_offset() + (view[3] if len(view) == 4 else 0)
+            inputs[view[0]] = value.as_strided(view[1], view[2], offset)
+        for slot in self.drop:
+            env[slot] = None  # the region frees an input of ordinary memory at its last use
+        results = self.run(inputs)
+        for slot, value in zip(self.outputs, results, strict=True):
+            env[slot] = value
+        del results
+        for position in self.copies:
+            slot = self.outputs[position]
+            env[slot] = env[slot].clone()
+        for slot in self.unread:
+            env[slot] = None
+        if self.recomputed_bytes:
+            running.count(recomputed_bytes=self.recomputed_bytes)
+
+    def _with_into(self, views: Sequence[torch.Tensor], env: list[Any]) -> list[torch.Tensor]:
+        changed = list(views)
+        for buffer, slot, offset_bytes in self.into:
+            changed[buffer] = view_inside(env[slot], views[buffer], offset_bytes)
+        return changed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRange:
+    """Which bytes a copy moves: of a value whose storage starts at ``frame_offset_bytes``."""
+
+    number: int
+    """Of the copy in its step; the wait names it."""
+    frame_offset_bytes: int
+    start_bytes: int
+    end_bytes: int
+    host_offset_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """How much moves."""
+        return self.end_bytes - self.start_bytes
+
+    def issue(self, lane: Lane, lease: Lease) -> None:
+        """The copy has begun."""
+        if lease.host is None:
+            raise AssertionError("the plan moves bytes but has no host frame")
+        frame = lease.slab.bytes(self.num_bytes, self.frame_offset_bytes + self.start_bytes)
+        lease.issue(
+            self.number, lane, frame, lease.host.bytes(self.num_bytes, self.host_offset_bytes)
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class StartOffload:
+    """A copy from the frame to the host frame begins."""
+
+    copy: CopyRange
+
+    def execute(self, running: Running) -> None:
+        """The copy is in flight."""
+        self.copy.issue(Lane.D2H, running.lease)
+        running.count(offloaded_bytes=self.copy.num_bytes)
+
+
+@dataclass(slots=True, kw_only=True)
+class StartReload:
+    """A value is born in the frame and a copy of its bytes, or of a part, begins."""
+
+    copy: CopyRange
+    table: int
+    """Index of the call in the frame's tables; the table's one view is the value."""
+    output: int
+
+    def execute(self, running: Running) -> None:
+        """The value is in the environment; its bytes are there after the copy's wait."""
+        (value,) = running.tables[self.table]
+        if running.poison:
+            poison(value)
+        running.env[self.output] = value
+        self.copy.issue(Lane.H2D, running.lease)
+        running.count(reloaded_bytes=self.copy.num_bytes)
+
+
+@dataclass(slots=True, kw_only=True)
+class WaitCopy:
+    """Computation goes on when a copy of this step has ended, also one that the forward began."""
+
+    number: int
+    dying: tuple[tuple[int, int], ...] = ()
+    """Poison mode: (offset, bytes) of the frame's ranges whose life ends here."""
+
+    def execute(self, running: Running) -> None:
+        """The copy has ended."""
+        stall_s = running.lease.wait(self.number)
+        if stall_s:
+            running.count(stall_s=stall_s)
+        if running.poison:
+            for offset, size_bytes in self.dying:
+                running.lease.slab.bytes(size_bytes, offset).fill_(255)
+
+
+Instruction = RunCall | StartOffload | StartReload | WaitCopy
+
+
+def view_inside(value: torch.Tensor, like: torch.Tensor, offset_bytes: int) -> torch.Tensor:
+    """A view shaped as ``like`` of the storage of ``value``, from ``offset_bytes`` of it."""
+    storage, item = value.untyped_storage(), like.element_size()
+    extent = sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True)) + 1
+    end = offset_bytes + (extent * item if like.numel() else 0)
+    if offset_bytes % item or end > storage.nbytes():  # set_ would enlarge the storage silently
+        raise AssertionError(
+            f"expected a range inside {storage.nbytes()} B, aligned to {item} B, "
+            f"got [{offset_bytes}, {end})"
+        )
+    empty = torch.empty(0, dtype=like.dtype, device=value.device)
+    return empty.set_(storage, offset_bytes // item, like.shape, like.stride())
