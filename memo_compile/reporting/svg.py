@@ -1,0 +1,143 @@
+"""Many rectangles as few SVG paths: what is under a pixel is merged, coordinates are rounded.
+
+Pictures are WIDTH units wide and HEIGHT high and stretched to their place on the page, so text and
+points, which must not be stretched, are not in them: the page lays them over by percentages.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+WIDTH, HEIGHT = 1000.0, 400.0
+"""Units of every picture. About 1,300 by 340 pixels on a wide screen: a unit is about a pixel."""
+
+PIXEL = 0.8
+"""Units below which a side of a rectangle is merged with its neighbours."""
+
+MAX_TICKS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A rectangle of a picture, its CSS class, and what hovering it says."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    css: str
+    tip: tuple[str, ...]
+    """Lines of text; the first is the title."""
+    count: int = 1
+    """How many things it stands for."""
+
+    @property
+    def right(self) -> float:
+        """Its end along x."""
+        return self.x + self.width
+
+    @property
+    def bottom(self) -> float:
+        """Its end along y."""
+        return self.y + self.height
+
+
+def number(value: float) -> str:
+    """``value`` with one decimal at most."""
+    text = f"{value:.1f}"
+    return text.removesuffix(".0") if text != "-0.0" else "0"
+
+
+def path_of(shapes: Iterable[Shape]) -> str:
+    """The ``d`` of one SVG path with all ``shapes``."""
+    return "".join(
+        f"M{number(one.x)} {number(one.y)}h{number(max(one.width, 0.1))}"
+        f"v{number(max(one.height, 0.1))}h-{number(max(one.width, 0.1))}z"
+        for one in shapes
+    )
+
+
+def steps_path(heights: Sequence[float], width: float) -> str:
+    """A closed area under a step curve: value i spans ``width`` units, y grows downwards."""
+    parts, before = [f"M0 {number(HEIGHT)}"], None
+    for index, value in enumerate(heights):
+        if value != before:
+            parts.append(f"L{number(index * width)} {number(HEIGHT - (before or 0.0))}")
+            parts.append(f"V{number(HEIGHT - value)}")
+        before = value
+    end = number(len(heights) * width)
+    return "".join([*parts, f"H{end}V{number(HEIGHT)}z"])
+
+
+def merge_small(shapes: Iterable[Shape], *, noun: str) -> list[Shape]:
+    """``shapes`` in which those below a pixel are united where they touch.
+
+    Narrow ones are united within their column of one unit, flat ones within their row; only equal
+    classes unite. A united shape covers what its parts cover, to a pixel.
+    """
+    kept, columns, rows = [], {}, {}
+    for one in shapes:
+        if one.width < PIXEL:
+            columns.setdefault((one.css, int(one.x)), []).append(one)
+        elif one.height < PIXEL:
+            key = (one.css, round(one.x), round(one.right), int(one.y))
+            rows.setdefault(key, []).append(one)
+        else:
+            kept.append(one)
+    for (_, column), group in columns.items():
+        snapped = (replace(one, x=float(column), width=1.0) for one in group)
+        kept.extend(_unite(snapped, noun))
+    for (*_, row), group in rows.items():
+        snapped = (replace(one, y=float(row), height=1.0) for one in group)
+        kept.extend(_unite(snapped, noun))
+    return kept
+
+
+def _unite(shapes: Iterable[Shape], noun: str) -> list[Shape]:
+    """Shapes of one column, each grown to where the next no longer touches it."""
+    found: list[Shape] = []
+    for one in sorted(shapes, key=lambda shape: (shape.y, shape.x)):
+        if found and one.y <= found[-1].bottom + PIXEL:
+            last = found[-1]
+            found[-1] = replace(
+                last,
+                x=min(last.x, one.x),
+                width=max(last.right, one.right) - min(last.x, one.x),
+                height=max(last.bottom, one.bottom) - last.y,
+                count=last.count + one.count,
+            )
+        else:
+            found.append(one)
+    return [_named(one, noun) for one in found]
+
+
+def merge_along(shapes: Iterable[Shape], *, noun: str) -> list[Shape]:
+    """Shapes of one lane, by x: equal neighbours below a pixel with no visible gap become one."""
+    found: list[Shape] = []
+    for one in sorted(shapes, key=lambda shape: shape.x):
+        last = found[-1] if found else None
+        near = last is not None and last.css == one.css and one.x - last.right < PIXEL / 2
+        if last is not None and near and min(one.width, last.width) < PIXEL:
+            width = max(last.right, one.right) - last.x
+            found[-1] = replace(last, width=width, count=last.count + one.count)
+        else:
+            found.append(one)
+    return [_named(one, noun) for one in found]
+
+
+def _named(shape: Shape, noun: str) -> Shape:
+    if shape.count == 1:
+        return shape
+    where = shape.tip[1] if len(shape.tip) > 1 else shape.tip[0]
+    return replace(shape, tip=(f"{shape.count} {noun}", where))
+
+
+def nice_ticks(most: float, *, base: int = 10) -> list[float]:
+    """0 and up to MAX_TICKS round numbers up to ``most``, evenly spaced; ``base`` 2 for bytes."""
+    if most <= 0:
+        return [0.0]
+    unit = 1024.0 ** int(math.log(max(most, 1.0), 1024)) if base == 2 else 1.0
+    rough = most / unit / MAX_TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(one * power for one in (1, 2, 5, 10) if one * power >= rough * 0.999)
+    return [index * step * unit for index in range(int(most / unit / step + 1e-9) + 1)]

@@ -1,0 +1,324 @@
+"""What the pictures show of a planned step: named boxes in the arena, memory over the program.
+
+One model of the step for the HTML report, the Perfetto trace, the memory snapshot and the plots.
+Time is the step's own axis in lines of generated code (see ``problem.py``); no torch here.
+"""
+
+import bisect
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memo_compile.errors import InputError
+from memo_compile.planners.residency import step_constant_bytes
+from memo_compile.plans import Decision, Plan
+from memo_compile.problem import (
+    ArenaBuffer,
+    CallKind,
+    Phase,
+    Problem,
+    StepCall,
+    Storage,
+    arena_buffers,
+    call_starts,
+    outside_events,
+)
+
+
+class Role(enum.Enum):
+    """Why a buffer is in the arena."""
+
+    SAVED = "saved"
+    """Made in the forward, kept in place for the backward."""
+    OFFLOADED = "offloaded"
+    """Made in the forward, dead once its copy to the host has ended."""
+    RELOADED = "reloaded"
+    """Back from the host."""
+    RECOMPUTED = "recomputed"
+    """Made again for the backward."""
+    SCRATCH = "scratch"
+    """Needed only within its pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """One buffer of the arena: ``[start, end)`` in lines by ``[offset, offset + size)`` bytes."""
+
+    id: str
+    name: str
+    call: int
+    start: int
+    end: int
+    offset: int
+    size_bytes: int
+    role: Role
+    layer: int | None
+    """Of the step, counted over all classes; None for prologue, middle and epilogue."""
+    about: str = ""
+    """Shape, dtype and operator, where known."""
+    reason: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """Device memory from one line on, until the next Moment."""
+
+    line: int
+    live_bytes: int
+    """Of the arena's buffers."""
+    outside_bytes: int
+    made_bytes: int
+    """Gradients and other outputs in ordinary memory."""
+    held_bytes: int
+    """All of the device: constant memory, the resident arena, what is outside, what was made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepView:
+    """A planned step, ready to be drawn."""
+
+    labels: tuple[str, ...]
+    """Per call, for people: ``layer 3 forward``."""
+    layers: tuple[int | None, ...]
+    """Per call."""
+    starts: tuple[int, ...]
+    """The first line of each call, and the end of the step."""
+    turn: int
+    """The first line of the backward."""
+    boxes: tuple[Box, ...]
+    moments: tuple[Moment, ...]
+    constant_bytes: int
+
+    def call_at(self, line: int) -> int:
+        """Index of the call whose lines hold ``line``; the last call for the step's end."""
+        found = bisect.bisect_right(self.starts, line) - 1
+        return max(0, min(found, len(self.labels) - 1))
+
+    @property
+    def peak(self) -> Moment | None:
+        """The Moment of most memory, the first one of equals."""
+        return max(self.moments, key=lambda one: one.held_bytes, default=None)
+
+
+def view_step(problem: Problem, plan: Plan) -> StepView:
+    """The picture's model of ``problem`` placed by ``plan``.
+
+    Cost: buffers x log calls.
+
+    Raises:
+        InputError: the plan is not one of this problem (a buffer has no offset).
+    """
+    starts = call_starts(problem)
+    layers = _layers(problem)
+    labels = tuple(_label(call, layer) for call, layer in zip(problem.calls, layers, strict=True))
+    backward = (i for i, call in enumerate(problem.calls) if call.phase is Phase.BACKWARD)
+    turn = starts[next(backward, len(problem.calls))]
+    buffers = arena_buffers(problem)
+    return StepView(
+        labels=labels,
+        layers=layers,
+        starts=starts,
+        turn=turn,
+        boxes=_boxes(problem, plan, buffers, layers, turn),
+        moments=_moments(problem, plan, buffers, starts),
+        constant_bytes=step_constant_bytes(problem),
+    )
+
+
+def _layers(problem: Problem) -> tuple[int | None, ...]:
+    """Per call the number of its layer, in the order in which forwards run."""
+    numbers: dict[tuple[str, int], int] = {}
+    found: list[int | None] = []
+    for call in problem.calls:
+        if call.layer_class is None:
+            found.append(None)
+        else:
+            found.append(numbers.setdefault((call.layer_class, call.instance), len(numbers)))
+    return tuple(found)
+
+
+_KIND_WORDS = {
+    CallKind.RECOMPUTE: "recompute",
+    CallKind.OFFLOAD: "copy to host",
+    CallKind.RELOAD: "copy from host",
+    CallKind.WAIT: "wait for copy",
+}
+
+
+def _label(call: StepCall, layer: int | None) -> str:
+    what = _KIND_WORDS.get(call.kind, call.phase.value)
+    if layer is not None:
+        return f"layer {layer} {what}"
+    place = call.name.split("@")[0].removesuffix("_fwd").removesuffix("_bwd")
+    return f"{place} {what}" if call.kind is CallKind.RUN else call.name
+
+
+class _Names:
+    """Which buffer a value lies in, and what its tensor is called and why it is there."""
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self.problem = problem
+        self.buffer_of: dict[str, tuple[int, int]] = {}
+        """Value -> (call, index of the buffer in its region)."""
+        self.value_of: dict[tuple[int, int], str] = {}
+        """The inverse: the first value of each buffer."""
+        self.decision_of: dict[str, Decision] = {}
+        self.offloaded: set[tuple[int, int]] = set()
+        self.reloaded: dict[tuple[int, int], str] = {}
+        """Buffer of a RELOAD -> the value whose bytes it brings back."""
+        self._collect()
+        self._decide(plan)
+
+    def _collect(self) -> None:
+        on_host: dict[int, str] = {}
+        for index, call in enumerate(self.problem.calls):
+            region = self.problem.regions[call.region]
+            for slot, value in zip(region.outputs, call.outputs, strict=True):
+                if slot.index is None:
+                    continue
+                if slot.storage is Storage.ARENA:
+                    self.buffer_of.setdefault(value, (index, slot.index))
+                    self.value_of.setdefault((index, slot.index), value)
+                elif slot.storage is Storage.INPUT and call.inputs[slot.index] in self.buffer_of:
+                    self.buffer_of[value] = self.buffer_of[call.inputs[slot.index]]
+            if call.kind is CallKind.OFFLOAD and call.copy is not None:
+                value = call.inputs[0]
+                on_host[call.copy.host_offset - call.copy.start_bytes] = value
+                if value in self.buffer_of:
+                    self.offloaded.add(self.buffer_of[value])
+            elif call.kind is CallKind.RELOAD and call.copy is not None:
+                origin = on_host.get(call.copy.host_offset - call.copy.start_bytes, "")
+                self.reloaded[(index, 0)] = origin
+
+    def _decide(self, plan: Plan) -> None:
+        """Spread each class's decisions, told of its first layer, over all its layers."""
+        by_tensor = {one.tensor.split(" ")[0]: one for one in plan.decisions}
+        by_place: dict[tuple[str, int], Decision] = {}
+        for call in self.problem.calls:
+            if call.layer_class is None or call.phase is not Phase.FORWARD:
+                continue
+            if call.kind is not CallKind.RUN:
+                continue
+            for position, value in enumerate(call.outputs):
+                place = (call.region, position)
+                if value in by_tensor:
+                    by_place.setdefault(place, by_tensor[value])
+                if place in by_place:
+                    self.decision_of[value] = by_place[place]
+
+    def origin(self, key: tuple[int, int]) -> str:
+        """The forward's value that the buffer holds; "" when it holds none."""
+        if self.reloaded.get(key):
+            return self.reloaded[key]
+        value = self.value_of.get(key, "")
+        if value in self.decision_of or value in self.problem.tensors:
+            return value
+        # Values that are made again carry the first one's name behind a prefix or before a suffix.
+        parts = [value[cut.end() :] for cut in re.finditer(r"[:.@/]", value)]
+        parts += [value[: cut.start()] for cut in re.finditer(r"[:.@/]", value)]
+        known = (one for one in parts if one in self.decision_of or one in self.problem.tensors)
+        return next(known, value)
+
+
+def _boxes(
+    problem: Problem,
+    plan: Plan,
+    buffers: tuple[ArenaBuffer, ...],
+    layers: tuple[int | None, ...],
+    turn: int,
+) -> tuple[Box, ...]:
+    names, found = _Names(problem, plan), []
+    for one in buffers:
+        if one.id not in plan.offsets:
+            raise InputError(f"plan: no offset for buffer {one.id}; the problem is another step's")
+        key = (one.call, one.index)
+        value = names.origin(key)
+        decision, info = names.decision_of.get(value), problem.tensors.get(value)
+        about = "" if info is None else f"{list(info.shape)} {info.dtype}, {info.op}"
+        source = (info.source if info else None) or (decision.source if decision else None)
+        found.append(
+            Box(
+                id=one.id,
+                name=value or one.id.split("/", 1)[1],
+                call=one.call,
+                start=one.start,
+                end=one.end,
+                offset=plan.offsets[one.id],
+                size_bytes=one.size_bytes,
+                role=_role(problem.calls[one.call], one, key in names.offloaded, turn),
+                layer=layers[one.call],
+                about=about,
+                reason=decision.reason if decision else "",
+                source=source or "",
+            )
+        )
+    return tuple(found)
+
+
+def _role(call: StepCall, buffer: ArenaBuffer, offloaded: bool, turn: int) -> Role:
+    if call.kind is CallKind.RELOAD:
+        return Role.RELOADED
+    if buffer.transient:
+        return Role.SCRATCH
+    if call.kind is CallKind.RECOMPUTE:
+        return Role.RECOMPUTED
+    if offloaded and buffer.end <= turn:
+        return Role.OFFLOADED
+    if call.phase is Phase.FORWARD and buffer.end > turn:
+        return Role.SAVED
+    return Role.OFFLOADED if offloaded else Role.SCRATCH
+
+
+def _moments(
+    problem: Problem, plan: Plan, buffers: tuple[ArenaBuffer, ...], starts: tuple[int, ...]
+) -> tuple[Moment, ...]:
+    live, outside, made = _changes(problem, buffers, starts)
+    resident = plan.resident_bytes or (plan.arena_bytes,) * len(problem.calls)
+    if len(resident) != len(problem.calls):
+        raise InputError(
+            f"plan: {len(resident)} resident sizes for {len(problem.calls)} calls; "
+            "the problem is another step's"
+        )
+    constant, found = step_constant_bytes(problem), []
+    alive = beside = given = 0
+    lines = sorted({*live, *outside, *starts[:-1]})
+    for line in (one for one in lines if one < starts[-1]):
+        alive += live.get(line, 0)
+        beside += outside.get(line, 0)
+        given += made.get(line, 0)
+        call = bisect.bisect_right(starts, line) - 1
+        found.append(
+            Moment(
+                line=line,
+                live_bytes=alive,
+                outside_bytes=beside,
+                made_bytes=given,
+                held_bytes=constant + resident[call] + beside + given,
+            )
+        )
+    return tuple(found)
+
+
+Changes = Mapping[int, int]
+"""Line -> bytes born less bytes dead."""
+
+
+def _changes(
+    problem: Problem, buffers: tuple[ArenaBuffer, ...], starts: tuple[int, ...]
+) -> tuple[Changes, Changes, Changes]:
+    """Of the arena, of what kernels allocate themselves, of outputs in ordinary memory."""
+    live: dict[int, int] = {}
+    outside: dict[int, int] = {}
+    made: dict[int, int] = {}
+    for one in buffers:
+        live[one.start] = live.get(one.start, 0) + one.size_bytes
+        live[one.end] = live.get(one.end, 0) - one.size_bytes
+    for line, change, _ in outside_events(problem):
+        outside[line] = outside.get(line, 0) + change
+    for index, call in enumerate(problem.calls):
+        slots = problem.regions[call.region].outputs
+        size = sum(one.size_bytes for one in slots if one.storage is Storage.EXTERNAL)
+        made[starts[index]] = made.get(starts[index], 0) + size
+    return live, outside, made
