@@ -55,6 +55,8 @@ class Lease:
         self.slab = slab
         self.size_bytes = size_bytes
         self.saved: list[Any] = []
+        self.versions: list[int] = []
+        """Of the step's own inputs among ``saved`` when its forward ended."""
         self.active = True
         self.host: HostStore | None = None
         self.engine: CopyEngine | None = None

@@ -56,6 +56,8 @@ class RunHalf:
     results: tuple[int | None, ...]
     leased: tuple[int, ...]
     """FORWARD: slots to keep in the lease; BACKWARD: slots to fill from it."""
+    checked: tuple[int, ...] = ()
+    """FORWARD: positions in ``leased`` of the step's own inputs, which the user may write into."""
     handle: int
     """FORWARD: the slot to return the handle in; BACKWARD: the slot it arrives in."""
 
@@ -188,6 +190,7 @@ def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:
         env = _environment(plan.forward, args)
         lease.counted = _execute(plan, plan.forward, lease, env)
         lease.saved = [env[slot] for slot in plan.forward.leased]
+        lease.versions = [lease.saved[position]._version for position in plan.forward.checked]
         env[plan.forward.handle] = lease.handle()
         return [None if slot is None else env[slot] for slot in plan.forward.results]
     except BaseException:
@@ -217,6 +220,13 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
             "memo: a forked process cannot run the backward of its parent's forward: the offloaded "
             "activations belong to the parent. Run forward and backward in one process."
         )
+    for position, version in zip(plan.forward.checked, lease.versions, strict=True):
+        if lease.saved[position]._version != version:
+            raise StepError(
+                "memo: an input of the step was written in place between its forward and its "
+                "backward, which recomputes from it. Write into it after the backward, or set "
+                "policy='full-offload', which recomputes nothing."
+            )
     snapshot = lease.snapshot() if keep_graph else None
     for slot, value in zip(half.leased, lease.saved, strict=True):
         env[slot] = value
