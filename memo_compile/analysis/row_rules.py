@@ -51,11 +51,11 @@ def rule_of(node: fx.Node) -> Rule | None:
         return None
     if node.target is operator.getitem:
         return _getitem
-    name = op_name(node)
-    if name.startswith("_scaled_dot_product") and _belongs_to_torch(node):
-        return _attention
-    if not is_pure(node):
+    if not is_repeatable(node):
         return None
+    name = op_name(node)
+    if name.startswith("_scaled_dot_product"):
+        return _attention
     if node.target in _BY_OVERLOAD:
         return _BY_OVERLOAD[node.target]
     if name in _BY_NAME:
@@ -83,8 +83,18 @@ def argument(node: fx.Node, name: str) -> Any:
     return None
 
 
-def _belongs_to_torch(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+def is_repeatable(node: fx.Node) -> bool:
+    """True for an operator that gives the same again: pure ones, and attention without dropout.
+
+    Attention kernels are declared random whatever their dropout is.
+    """
+    if node.target is operator.getitem:
+        return is_repeatable(node.all_input_nodes[0])
+    target = node.target
+    is_attention = op_name(node).startswith("_scaled_dot_product")
+    if is_attention and isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
+        return not argument(node, "dropout_p")
+    return is_pure(node)
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
@@ -316,7 +326,7 @@ def _norm(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
 def _attention(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
     """Separable over the batch, dimension 0 of everything; never over tokens."""
     del num_rows
-    if argument(node, "dropout_p") or len(set(rows.values())) != 1:
+    if len(set(rows.values())) != 1:
         return None
     out = next(iter(rows.values()))
     if out.dim != 0:

@@ -18,11 +18,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile.analysis.row_rules import Carried, RowDim, argument, rule_of, shape_of
+from memo_compile.analysis.row_rules import (
+    Carried,
+    RowDim,
+    argument,
+    is_repeatable,
+    rule_of,
+    shape_of,
+)
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import is_tensor
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.passes.purity import is_pure
 
 __all__ = ["RowDim", "attention_rows", "row_dims", "row_layout", "slice_rows"]
 
@@ -132,7 +138,7 @@ class _Pass:
     def _visit(self, node: fx.Node) -> None:
         rows = {one: row for one in node.all_input_nodes if (row := self.dims[one]) is not None}
         if not rows:
-            if is_pure(node):
+            if is_repeatable(node):
                 self.dims[node] = None
             return
         if _is_counter(node):
