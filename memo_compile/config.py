@@ -214,6 +214,20 @@ def local_world_size() -> int:
     return int(text)
 
 
+def cache_folder() -> Path | None:
+    """Where memo keeps what it measured: ``$XDG_CACHE_HOME/memo``, else ``~/.cache/memo``.
+
+    None where the user has no home.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base and Path(base).is_absolute():
+        return Path(base) / "memo"
+    try:
+        return Path.home() / ".cache" / "memo"
+    except RuntimeError:
+        return None
+
+
 def _from_file() -> dict[str, Any]:
     path = os.environ.get("MEMO_CONFIG")
     if not path:

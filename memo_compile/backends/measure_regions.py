@@ -1,0 +1,193 @@
+"""How long lowered regions take on this machine: each is run a few times on made-up inputs.
+
+Inputs are small random numbers, and zeros where the type is whole: an index of zero is valid
+everywhere. Work that depends on values (tokens per expert) is therefore not what a step sees.
+"""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from memo_runtime.arena import FrameView, Slab
+from memo_runtime.current import current
+from memo_runtime.pages import trim_heap
+
+from memo_compile.errors import UnsupportedGraph
+from memo_compile.passes.purity import is_collective, is_known
+from memo_compile.planners.placement import Buffer, PlacementProblem, place
+from memo_compile.problem import ALIGNMENT_BYTES, RegionProfile
+from memo_compile.regions import LoweredRegion, RegionGraph
+
+INPUT_SCALE = 0.02
+"""Standard deviation of made-up inputs, as of freshly initialised weights: nothing overflows."""
+
+_FAILURES = (RuntimeError, AssertionError, ValueError, TypeError, IndexError, MemoryError)
+"""What running out of memory, a kernel, or a check of generated code raises."""
+
+
+def measure_all(
+    lowered: Mapping[str, LoweredRegion], graphs: Mapping[str, RegionGraph], *, repeats: int = 3
+) -> dict[str, float]:
+    """Seconds of every lowered region, by name; memory is freed between two regions.
+
+    Raises:
+        UnsupportedGraph: a region cannot be run by itself. All or nothing: seconds that were
+            measured and seconds that were computed do not compare.
+    """
+    for name in lowered:
+        _require_runs_alone(graphs[name])
+    seconds = {}
+    for name, one in lowered.items():
+        try:
+            seconds[name] = measure(one, graphs[name], repeats=repeats)
+        finally:
+            _free(graphs[name].device)
+    return seconds
+
+
+def measure(lowered: LoweredRegion, region: RegionGraph, *, repeats: int = 3) -> float:
+    """The median seconds of ``repeats`` runs of one region, after one run to warm up.
+
+    Its inputs and its frame are made for the call and freed after it, so that writes into inputs
+    are lost. Random number generators are as before.
+
+    Raises:
+        UnsupportedGraph: the region talks to other ranks, does not fit into the memory that is
+            left, or a kernel failed.
+    """
+    _require_runs_alone(region)
+    try:
+        with _torch_as_before(region.device):
+            inputs = _inputs(region)
+            with _frame(lowered, region.device):
+                return _median_s(lambda: lowered.run(list(inputs)), region.device, repeats)
+    except _FAILURES as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UnsupportedGraph(
+            f"region {region.name} cannot be timed: {reason}; set costs='roofline' or free memory"
+        ) from error
+
+
+def _require_runs_alone(region: RegionGraph) -> None:
+    """Refuse what waits for other ranks, or might: they do not measure at the same time."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    for node in region.gm.graph.nodes:
+        unknown = (
+            isinstance(node.target, torch._ops.OpOverload)
+            and not is_known(node)
+            and node.target.namespace != "memo"
+        )
+        if is_collective(node) or (distributed and unknown):
+            raise UnsupportedGraph(
+                f"region {region.name} cannot be timed: {node.name} ({node.target}) talks to "
+                "other ranks, or may; set costs='roofline'"
+            )
+
+
+@contextlib.contextmanager
+def _torch_as_before(device: torch.device) -> Iterator[None]:
+    """Random states are restored and nothing is recorded for gradients."""
+    on_cuda = device.type == "cuda"
+    guard = torch.cuda.device(device) if on_cuda else contextlib.nullcontext()
+    with guard:
+        devices = [torch.cuda.current_device()] if on_cuda else []
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            yield
+
+
+def _inputs(region: RegionGraph) -> list[torch.Tensor]:
+    """A tensor of its own for every placeholder, with the strides that the region expects."""
+    generators: dict[torch.device, torch.Generator] = {}
+    made = []
+    for node in region.gm.graph.find_nodes(op="placeholder"):
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedGraph(
+                f"region {region.name} cannot be timed: its input {node.name} is no tensor but "
+                f"{type(value).__name__}"
+            )
+        if value.device not in generators:
+            generators[value.device] = torch.Generator(value.device).manual_seed(0)
+        made.append(_made_up(value, generators[value.device]))
+    return made
+
+
+def _made_up(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Numbers with the layout of ``value``; where strides overlap, one element serves several."""
+    layout = zip(value.shape, value.stride(), strict=True)
+    num_elements = 1 + sum((size - 1) * stride for size, stride in layout)
+    num_elements = num_elements if value.numel() else 0
+    flat = torch.zeros(num_elements, dtype=value.dtype, device=value.device)
+    if (flat.is_floating_point() or flat.is_complex()) and flat.element_size() > 1:
+        flat.normal_(0.0, INPUT_SCALE, generator=generator)
+    elif flat.is_floating_point():  # float8 types have no generator of their own
+        wide = torch.empty(num_elements, device=value.device)
+        flat.copy_(wide.normal_(0.0, INPUT_SCALE, generator=generator))
+    return flat.as_strided(value.shape, value.stride())
+
+
+@contextlib.contextmanager
+def _frame(lowered: LoweredRegion, device: torch.device) -> Iterator[None]:
+    """The region's buffers lie in memory of their own while the block runs."""
+    offsets, size_bytes = _offsets(lowered.profile)
+    slab = Slab(device, max(size_bytes, ALIGNMENT_BYTES))
+    row = [
+        FrameView(offset_bytes=offset, dtype=spec.dtype, size=spec.size, stride=spec.stride)
+        for offset, spec in zip(offsets, lowered.views, strict=True)
+    ]
+    before = current.views, current.inputs
+    current.views, current.inputs = slab.tables(0, [row])[0], {}
+    try:
+        yield
+    finally:
+        current.views, current.inputs = before
+
+
+def _offsets(profile: RegionProfile) -> tuple[Sequence[int], int]:
+    """Where each buffer lies when buffers that live one after the other share bytes."""
+    buffers = tuple(
+        Buffer(
+            id=str(index),
+            lower=one.start,
+            upper=one.end,
+            size=one.size_bytes,
+            alignment=ALIGNMENT_BYTES,
+        )
+        for index, one in enumerate(profile.buffers)
+    )
+    placed = place(PlacementProblem(buffers=buffers, alignment=ALIGNMENT_BYTES), solver="greedy")
+    offsets = [placed.offsets[one.id] for one in buffers]
+    ends = (offset + one.size for offset, one in zip(offsets, buffers, strict=True))
+    return offsets, max(ends, default=0)
+
+
+def _median_s(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    run()
+    timed = _cuda_s if device.type == "cuda" else _cpu_s
+    return statistics.median(timed(run) for _ in range(repeats))
+
+
+def _cpu_s(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _cuda_s(run: Callable[[], Any]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _free(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        trim_heap()
