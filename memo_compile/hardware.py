@@ -344,7 +344,8 @@ def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
     sources: dict[str, Source] = {}
     for name in FIGURES:
         entry = figures.get(name)
-        value = entry.get("value") if isinstance(entry, dict) else None
+        entry = entry if isinstance(entry, dict) else {}
+        value = entry.get("value")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InputError(f"figures.{name}.value: expected a number, got {value!r}")
         if not math.isfinite(value):
