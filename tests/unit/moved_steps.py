@@ -1,0 +1,381 @@
+"""Small steps with copies, waits and recomputation, written by hand.
+
+A layer's forward makes its output ``y``, and ``s`` and ``a`` for its backward:
+
+forward:  y0 -> [F0] -> y1, s0, a0 -> ... -> yn -> [H] -> loss
+backward: g -> [B(n-1) reads y, s, a] -> ... -> [B0] -> gy0
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from memo_compile.planners.check_moves import Remake
+from memo_compile.problem import (
+    COPY_REGION,
+    CallKind,
+    Copy,
+    FixedBytes,
+    Into,
+    OutputSlot,
+    Phase,
+    Problem,
+    RegionBuffer,
+    RegionProfile,
+    StepCall,
+    Storage,
+    copy_regions,
+    reload_region,
+)
+
+KIB = 1024
+Y, S, A = 4 * KIB, 6 * KIB, 2 * KIB
+SIZES = {"y": Y, "s": S, "a": A}
+ROW_BYTES = 768
+"""Of ``s``, which has eight rows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A step, the same with moves, and what is known of its recomputation."""
+
+    original: Problem
+    moved: Problem
+    remakes: Mapping[str, Remake] = dataclasses.field(default_factory=dict)
+    used_bytes: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+
+
+def buffer(name: str, size_bytes: int, start: int, end: int) -> RegionBuffer:
+    return RegionBuffer(name=name, size_bytes=size_bytes, start=start, end=end)
+
+
+def arena(index: int) -> OutputSlot:
+    return OutputSlot(storage=Storage.ARENA, index=index)
+
+
+def external(size_bytes: int) -> OutputSlot:
+    return OutputSlot(storage=Storage.EXTERNAL, size_bytes=size_bytes)
+
+
+def region(name, buffers, input_ends, outputs, num_lines=4) -> RegionProfile:
+    return RegionProfile(
+        name=name, num_lines=num_lines, buffers=buffers, input_ends=input_ends, outputs=outputs
+    )
+
+
+REGIONS = {
+    one.name: one
+    for one in (
+        region(
+            "F",
+            (
+                buffer("t", KIB, 0, 2),
+                buffer("s", S, 0, 4),
+                buffer("a", A, 1, 4),
+                buffer("y", Y, 2, 4),
+            ),
+            (3,),
+            (arena(3), arena(1), arena(2)),
+        ),
+        region("H", (buffer("t", 3 * KIB, 0, 3),), (2,), (external(512),)),
+        region(
+            "B",
+            (buffer("t", 2 * KIB, 1, 3), buffer("g", Y, 2, 4)),
+            (3, 2, 3, 4),
+            (arena(1), external(KIB)),
+        ),
+        region(
+            "again.s.a",
+            (buffer("s", S, 0, 4), buffer("a", A, 1, 4), buffer("t", KIB, 0, 3)),
+            (2,),
+            (arena(0), arena(1)),
+        ),
+        region("again.a", (buffer("a", A, 1, 4), buffer("t", KIB, 0, 3)), (2,), (arena(0),)),
+    )
+}
+
+
+def rows_region(rows: int) -> RegionProfile:
+    """Makes the first rows of ``s``, from ``y`` and ``a``."""
+    size = -(-rows * ROW_BYTES // 512) * 512
+    return region(
+        f"again.s.rows{rows}",
+        (buffer("t", KIB, 0, 2), buffer("s", size, 1, 4)),
+        (2, 3),
+        (arena(1),),
+    )
+
+
+def run(name, region_name, phase, inputs, outputs, **options) -> StepCall:
+    return StepCall(
+        name=name, region=region_name, phase=phase, inputs=inputs, outputs=outputs, **options
+    )
+
+
+def forward(i: int) -> StepCall:
+    return run(f"F{i}", "F", Phase.FORWARD, (f"y{i}",), (f"y{i + 1}", f"s{i}", f"a{i}"))
+
+
+def head(n: int) -> StepCall:
+    return run("H", "H", Phase.FORWARD, (f"y{n}",), ("loss",))
+
+
+def backward(i: int, n: int, **renamed: str) -> StepCall:
+    names = {key: f"{key}{i}" for key in ("y", "s", "a")} | renamed
+    incoming = "g" if i == n - 1 else f"gy{i + 1}"
+    inputs = (incoming, names["y"], names["s"], names["a"])
+    return run(f"B{i}", "B", Phase.BACKWARD, inputs, (f"gy{i}", f"w{i}"))
+
+
+def step(calls: tuple[StepCall, ...], host_bytes: int = 0, more: Mapping | None = None) -> Problem:
+    reloads = {6 * KIB, 4 * KIB, 2 * KIB}
+    return Problem(
+        regions={**REGIONS, **copy_regions(sorted(reloads)), **(more or {})},
+        calls=calls,
+        inputs=("y0", "g"),
+        fixed=FixedBytes(parameters=KIB, gradients=2 * KIB, new_gradients=2 * KIB),
+        host_bytes=host_bytes,
+    )
+
+
+def layers(n: int, more: Mapping | None = None) -> Problem:
+    return step(
+        (
+            *(forward(i) for i in range(n)),
+            head(n),
+            *(backward(i, n) for i in reversed(range(n))),
+        ),
+        more=more,
+    )
+
+
+def offload(value: str, host: int, start: int = 0, end: int | None = None) -> StepCall:
+    end = SIZES[value[0]] if end is None else end
+    copy = Copy(start_bytes=start, end_bytes=end, host_offset=host)
+    name = f"offload.{value}"
+    return run(name, COPY_REGION, Phase.FORWARD, (value,), (), kind=CallKind.OFFLOAD, copy=copy)
+
+
+def reload(value: str, host: int, start: int = 0, end: int | None = None) -> StepCall:
+    size = SIZES[value[0]]
+    copy = Copy(start_bytes=start, end_bytes=size if end is None else end, host_offset=host)
+    outputs = (f"reloaded.{value}",)
+    return run(
+        f"reload.{value}",
+        reload_region(size),
+        Phase.BACKWARD,
+        (),
+        outputs,
+        kind=CallKind.RELOAD,
+        copy=copy,
+    )
+
+
+def wait(call: StepCall, phase: Phase) -> StepCall:
+    return run(
+        f"wait.{call.name}",
+        COPY_REGION,
+        phase,
+        call.inputs or call.outputs,
+        (),
+        kind=CallKind.WAIT,
+        waits_for=call.name,
+    )
+
+
+FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
+
+
+def offload_only() -> Shape:
+    """``s0`` and ``a0`` leave in two copies that overlap with the next layers."""
+    s, a, s1 = offload("s0", 0), offload("a0", S), offload("s1", S + A)
+    back, back_a, back_s1 = reload("s0", 0), reload("a0", S), reload("s1", S + A)
+    calls = (
+        forward(0),
+        s,
+        a,
+        forward(1),
+        wait(s, FORWARD),
+        s1,
+        forward(2),
+        wait(a, FORWARD),
+        head(3),
+        wait(s1, BACKWARD),
+        back_s1,
+        backward(2, 3),
+        back,
+        wait(back_s1, BACKWARD),
+        backward(1, 3, s="reloaded.s1"),
+        back_a,
+        wait(back, BACKWARD),
+        wait(back_a, BACKWARD),
+        backward(0, 3, s="reloaded.s0", a="reloaded.a0"),
+    )
+    return Shape(original=layers(3), moved=step(calls, 2 * S + A))
+
+
+def recompute() -> Shape:
+    """Layer 0 makes ``s`` and ``a`` again; layer 1 makes ``a`` again from a reloaded ``y1``."""
+    y = offload("y1", 0)
+    back = reload("y1", 0)
+    kind = CallKind.RECOMPUTE
+    both = run("again0", "again.s.a", BACKWARD, ("y0",), ("again.s0", "again.a0"), kind=kind)
+    one = run("again1", "again.a", BACKWARD, ("reloaded.y1",), ("again.a1",), kind=kind)
+    calls = (
+        forward(0),
+        y,
+        forward(1),
+        wait(y, FORWARD),
+        forward(2),
+        head(3),
+        back,
+        backward(2, 3),
+        wait(back, BACKWARD),
+        one,
+        backward(1, 3, y="reloaded.y1", a="again.a1"),
+        both,
+        backward(0, 3, s="again.s0", a="again.a0"),
+    )
+    remakes = {
+        "again0": Remake(inputs=("y0",), outputs=("s0", "a0")),
+        "again1": Remake(inputs=("y1",), outputs=("a1",)),
+    }
+    return Shape(original=layers(3), moved=step(calls, Y), remakes=remakes)
+
+
+def token_mix(rows: int = 4) -> Shape:
+    """Rows of ``s0`` and ``s1``: the first are made again while the others come back."""
+    profile = rows_region(rows)
+    split = rows * ROW_BYTES
+    out = [offload(f"s{i}", i * S, start=split) for i in range(2)]
+    back = [reload(f"s{i}", i * S, start=split) for i in range(2)]
+    again = [
+        run(
+            f"again{i}",
+            profile.name,
+            BACKWARD,
+            (f"y{i}", f"a{i}"),
+            (f"again.s{i}",),
+            kind=CallKind.RECOMPUTE,
+            into=(Into(buffer=1, value=f"reloaded.s{i}", offset_bytes=0),),
+        )
+        for i in range(2)
+    ]
+    calls = (
+        forward(0),
+        out[0],
+        forward(1),
+        out[1],
+        wait(out[0], FORWARD),
+        head(2),
+        wait(out[1], FORWARD),
+        back[1],
+        again[1],
+        back[0],
+        wait(back[1], BACKWARD),
+        backward(1, 2, s="reloaded.s1"),
+        again[0],
+        wait(back[0], BACKWARD),
+        backward(0, 2, s="reloaded.s0"),
+    )
+    remakes = {f"again{i}": Remake(inputs=(f"y{i}", f"a{i}"), outputs=(f"s{i}",)) for i in range(2)}
+    return Shape(
+        original=layers(2, {profile.name: profile}),
+        moved=step(calls, 2 * S, {profile.name: profile}),
+        remakes=remakes,
+        used_bytes={(profile.name, "s"): split},
+    )
+
+
+def rotating() -> Shape:
+    """MEMO's two buffers: i leaves before i + 2 begins, comes back when backward i + 2 has ended."""
+    n = 4
+    out = [offload(f"s{i}", i * S) for i in range(n - 2)]
+    back = [reload(f"s{i}", i * S) for i in range(n - 2)]
+    calls: list[StepCall] = []
+    for i in range(n):
+        if i >= 2:
+            calls.append(wait(out[i - 2], FORWARD))
+        calls.append(forward(i))
+        if i < n - 2:
+            calls.append(out[i])
+    calls.append(head(n))
+    for i in reversed(range(n)):
+        is_moved = i < n - 2
+        if is_moved:
+            calls.append(wait(back[i], BACKWARD))
+        calls.append(backward(i, n, **({"s": f"reloaded.s{i}"} if is_moved else {})))
+        if 0 <= i - 2 < n - 2:
+            calls.append(back[i - 2])
+    return Shape(original=layers(n), moved=step(tuple(calls), (n - 2) * S))
+
+
+TILE_REGIONS = {
+    one.name: one
+    for one in (
+        region(
+            "before",
+            (buffer("s", S, 0, 2), buffer("acc", A, 0, 2)),
+            (2,),
+            (arena(0), arena(1)),
+            num_lines=2,
+        ),
+        region(
+            "tile",
+            (buffer("t", KIB, 0, 2), buffer("rows", 2 * KIB, 0, 3), buffer("sum", A, 1, 3)),
+            (2, 3),
+            (arena(1), arena(2)),
+            num_lines=3,
+        ),
+        region("after", (buffer("t", KIB, 0, 1),), (1, 2), (external(512),), num_lines=2),
+        region("use", (buffer("g", Y, 0, 2),), (2, 1, 2), (arena(0), external(512)), num_lines=2),
+    )
+}
+
+
+def tile(i: int, s: str, acc: str) -> StepCall:
+    """Writes rows of ``s``, and adds to ``acc`` in its place."""
+    into = (
+        Into(buffer=1, value=s, offset_bytes=2 * KIB * i),
+        Into(buffer=2, value=acc, offset_bytes=0),
+    )
+    outputs = (f"rows{i}", f"acc{i}")
+    return run(f"tile{i}", "tile", FORWARD, ("y0", acc), outputs, into=into)
+
+
+def tiles() -> Shape:
+    """Three tiles fill ``s`` and add up in ``acc``; both leave and come back."""
+    start = run("before", "before", FORWARD, ("y0",), ("s", "acc"))
+    parts = tuple(tile(i, "s", "acc") for i in range(3))
+    after = run("after", "after", FORWARD, ("s", "acc"), ("loss",))
+    use = run("use", "use", BACKWARD, ("g", "s", "acc"), ("gy", "w"))
+    out, out_acc = offload("s", 0), offload("acc", S)
+    back, back_acc = reload("s", 0), reload("acc", S)
+    other = run("other", "F", FORWARD, ("y0",), ("o", "o1", "o2"))
+    moved_use = dataclasses.replace(use, inputs=("g", "reloaded.s", "reloaded.acc"))
+    calls = (start, *parts, after, other, use)
+    moved = (
+        start,
+        *parts,
+        out,
+        after,
+        out_acc,
+        wait(out, FORWARD),
+        wait(out_acc, FORWARD),
+        other,
+        back,
+        back_acc,
+        wait(back_acc, BACKWARD),
+        wait(back, BACKWARD),
+        moved_use,
+    )
+    return Shape(original=step(calls, more=TILE_REGIONS), moved=step(moved, S + A, TILE_REGIONS))
+
+
+SHAPES = {
+    "offload only": offload_only,
+    "recompute": recompute,
+    "token mix": token_mix,
+    "token mix in odd rows": lambda: token_mix(3),
+    "rotating": rotating,
+    "tiles": tiles,
+}
