@@ -8,6 +8,7 @@ themselves. A step reaches a part of them (docs/many-gpus.md): a measured profil
 half of what is printed.
 """
 
+import dataclasses
 import difflib
 import json
 import math
@@ -295,6 +296,27 @@ def find_hardware(name: str) -> HardwareProfile:
         f"hardware: unknown {name!r}; {hint}known: {', '.join(HARDWARE)}, "
         "or the path of a profile that `memo hardware measure` wrote"
     )
+
+
+def declared_for(device: str) -> HardwareProfile | None:
+    """The named profile of a device that calls itself ``device``: ``NVIDIA A100-SXM4-80GB``.
+
+    None when no word of that is a profile's name.
+    """
+    words = re.split(r"[\s_-]+", device.lower())
+    return next((HARDWARE[word] for word in words if word in HARDWARE), None)
+
+
+def hardware_of(device: str) -> HardwareProfile:
+    """The named profile of a device that calls itself ``device``; of an unknown one a stand-in.
+
+    The stand-in has the figures of an A100 and says so in its name. What it costs is a ratio of
+    times that suits another GPU; memory is never read from it.
+    """
+    known = declared_for(device)
+    if known is not None:
+        return known
+    return dataclasses.replace(HARDWARE["a100"], name=f"a100 in place of {device}")
 
 
 def profile_to_dict(profile: HardwareProfile) -> dict[str, Any]:

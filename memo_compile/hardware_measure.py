@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from memo_compile.errors import InputError
-from memo_compile.hardware import HARDWARE, HardwareProfile, Source
+from memo_compile.hardware import HardwareProfile, Source, declared_for
 from memo_compile.host import host_memory
 
 MIN_RUNS = 3
@@ -213,7 +213,7 @@ def _link(bench: Bench, name: str, host_bytes_per_s: float, today: str) -> tuple
     measured = bench.link_bytes_per_s()
     if measured is not None:
         return measured, Source(document="measured: copy to another device", date=today)
-    named = _named_profile(name)
+    named = _declared(bench.device, name)
     if named is not None:
         return named.link_bytes_per_s, named.source_of("link_bytes_per_s")
     assumed = "assumed: as fast as device to host; there is one device to measure"
@@ -221,14 +221,13 @@ def _link(bench: Bench, name: str, host_bytes_per_s: float, today: str) -> tuple
 
 
 def _network(device: torch.device, name: str, today: str) -> tuple[float, Source]:
-    named = _named_profile(name)
+    named = _declared(device, name)
     if named is not None:
         return named.network_bytes_per_s, named.source_of("network_bytes_per_s")
     assumed = "assumed: a single machine cannot measure it"
     return ASSUMED_NETWORK_BYTES_PER_S[device.type], Source(document=assumed, date=today)
 
 
-def _named_profile(device: str) -> HardwareProfile | None:
-    """The declared profile whose name is a word of the device's own name."""
-    words = device.lower().replace("-", " ").replace("_", " ").split()
-    return next((HARDWARE[word] for word in words if word in HARDWARE and word != "cpu"), None)
+def _declared(device: torch.device, name: str) -> HardwareProfile | None:
+    """The named profile of a GPU; that of the CPU is itself assumed and adds nothing."""
+    return declared_for(name) if device.type == "cuda" else None

@@ -130,6 +130,15 @@ def test_a_gpu_is_measured_in_bfloat16_and_takes_its_links_from_its_name(monkeyp
     assert profile.devices_per_node == 1
 
 
+def test_a_cpu_takes_no_figure_from_the_assumed_profile(monkeypatch):
+    name = "Some(R) CPU @ 2.20GHz"
+    monkeypatch.setattr(hardware_measure, "device_name", lambda _: name)
+    profile = measure_hardware(torch.device("cpu"))
+    assert profile.name == name
+    assert profile.link_bytes_per_s == profile.d2h_bytes_per_s
+    assert "one device to measure" in profile.source_of("link_bytes_per_s").document
+
+
 def test_without_a_gpu_the_cpu_is_measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device(None) == torch.device("cpu")

@@ -10,7 +10,9 @@ from memo_compile.hardware import (
     FIGURES,
     HARDWARE,
     HardwareProfile,
+    declared_for,
     find_hardware,
+    hardware_of,
     profile_to_dict,
 )
 from memo_compile.models import MODELS, find_model
@@ -62,6 +64,27 @@ def test_unknown_names_suggest_the_nearest():
         find_model("llama-66b")
     with pytest.raises(InputError, match=r"hardware: unknown 'h801'; did you mean h800\?"):
         find_hardware("h801")
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA_H200", "h200"),
+        ("cpu", "cpu"),
+    ],
+)
+def test_a_device_is_known_by_its_own_name(device, name):
+    assert hardware_of(device) is declared_for(device) is HARDWARE[name]
+
+
+def test_an_unknown_device_gets_a_stand_in_that_says_so():
+    assert declared_for("Tesla T4") is None
+    profile = hardware_of("Tesla T4")
+    assert profile.name == "a100 in place of Tesla T4"
+    assert profile.hbm_bytes_per_s == HARDWARE["a100"].hbm_bytes_per_s
 
 
 @pytest.mark.parametrize("profile", HARDWARE.values(), ids=HARDWARE)
