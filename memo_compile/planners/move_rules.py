@@ -1,0 +1,259 @@
+"""What may be moved or recomputed in a step, and what recomputing takes.
+
+The facts of a step that do not depend on the decisions are collected once: hundreds of decisions
+are tried on one step.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from memo_compile.errors import InvalidPlan
+from memo_compile.movable import (
+    Action,
+    Layer,
+    LayerClass,
+    Mode,
+    MovableStep,
+    Moves,
+    RecomputeKey,
+)
+from memo_compile.problem import Phase, Problem, Storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """Where the values of a step are made and read, by index of the call."""
+
+    problem: Problem
+    layers: tuple[Layer, ...]
+    turn: int
+    """The first call of the backward; the number of calls where there is none."""
+    index_of: dict[str, int]
+    """Call name -> its index."""
+    written_at: dict[str, int]
+    """Value -> the last call of the forward that makes it or writes into it."""
+    size_of: dict[str, int]
+    """Value -> bytes of its arena buffer, for values that the forward makes there."""
+    backward_readers: dict[str, tuple[int, ...]]
+    """Value -> the calls of the backward that read it, ascending."""
+    valid_modes: set[tuple[str, Mode]] = field(default_factory=set)
+    """(class, mode) that were looked at and found possible."""
+
+
+_latest: tuple[MovableStep, StepFacts] | None = None
+"""Of the step that was asked about last: policies try many decisions on one step."""
+
+
+def facts_of(step: MovableStep) -> StepFacts:
+    """The facts of ``step``, collected once for as long as no other step is asked about."""
+    global _latest
+    known = _latest
+    if known is None or known[0] is not step:
+        known = (step, _collect(step))
+        _latest = known
+    return known[1]
+
+
+def _collect(step: MovableStep) -> StepFacts:
+    problem = step.problem
+    calls = problem.calls
+    turn = next((at for at, one in enumerate(calls) if one.phase is Phase.BACKWARD), len(calls))
+    written_at: dict[str, int] = {}
+    size_of: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    for at, call in enumerate(calls):
+        region = problem.regions[call.region]
+        if at >= turn:
+            targets = (into.value for into in call.into)
+            for value in dict.fromkeys((*call.inputs, *targets)):
+                readers.setdefault(value, []).append(at)
+            continue
+        inside = call.into_buffers()
+        written_at.update((into.value, at) for into in call.into)
+        for slot, value in zip(region.outputs, call.outputs, strict=True):
+            written_at[value] = at
+            if slot.storage is Storage.ARENA and slot.index is not None:
+                if slot.index not in inside:
+                    size_of[value] = region.buffers[slot.index].size_bytes
+    return StepFacts(
+        problem=problem,
+        layers=step.layers,
+        turn=turn,
+        index_of={call.name: at for at, call in enumerate(calls)},
+        written_at=written_at,
+        size_of=size_of,
+        backward_readers={value: tuple(found) for value, found in readers.items()},
+    )
+
+
+def recompute_closure(
+    cls: LayerClass, slots: Iterable[int], available: Collection[int]
+) -> tuple[int, ...]:
+    """The operators that must run to make ``slots`` again when ``available`` are at hand, in order.
+
+    An operator whose slot is in ``available`` does not run, unless the slot is itself wanted. What
+    is neither is made on the way, even where its operator cannot be recomputed: see
+    ``modes_valid``.
+    """
+    wanted = set(slots)
+    at_hand = set(available) - wanted
+    makers = {op.slot: at for at, op in enumerate(cls.ops) if op.slot is not None}
+    pending = [makers[slot] for slot in wanted if slot in makers]
+    found: set[int] = set()
+    while pending:
+        at = pending.pop()
+        if at in found:
+            continue
+        found.add(at)
+        for source in cls.ops[at].inputs:
+            if cls.ops[source].slot not in at_hand:
+                pending.append(source)
+    return tuple(sorted(found))
+
+
+def recompute_seconds(step: MovableStep, key: RecomputeKey) -> float:
+    """Seconds of making ``key.slots`` again, every other slot at hand; of a part of the rows."""
+    cls = step.classes[key.class_key]
+    seconds = sum(cls.ops[at].seconds for at in _closure_of(cls, key.slots))
+    if key.rows is None or not key.slots:
+        return seconds
+    return seconds * key.rows / cls.slots[key.slots[0]].num_rows
+
+
+def _closure_of(cls: LayerClass, slots: Collection[int]) -> tuple[int, ...]:
+    others = [slot for slot in range(len(cls.slots)) if slot not in slots]
+    return recompute_closure(cls, slots, others)
+
+
+def recomputable(step: MovableStep, layer: Layer, slot: int) -> bool:
+    """True when ``slot`` can be made again before everything in the backward that reads it."""
+    if not step.class_of(layer).slots[slot].can_recompute:
+        return False
+    facts = facts_of(step)
+    readers = facts.backward_readers.get(layer.values[slot], ())
+    return not readers or readers[0] >= facts.index_of[layer.backward]
+
+
+def recompute_rows(cls: LayerClass, mode: Mode) -> int | None:
+    """How many rows ``mode`` recomputes; None for all of them."""
+    again = mode.slots(Action.RECOMPUTE)
+    if mode.recompute_rows is None or not again:
+        return None
+    return None if mode.recompute_rows == cls.slots[again[0]].num_rows else mode.recompute_rows
+
+
+def modes_valid(step: MovableStep, moves: Moves) -> None:
+    """Nothing, when every layer can do what its mode says.
+
+    Raises:
+        InvalidPlan: the message names the layer, the slot and what to choose instead.
+    """
+    if len(moves.modes) != len(step.layers):
+        raise InvalidPlan(
+            f"expected a mode for each of {len(step.layers)} layers, got {len(moves.modes)}"
+        )
+    facts = facts_of(step)
+    owner: dict[str, str] = {}
+    for layer, mode in zip(step.layers, moves.modes, strict=True):
+        cls = step.class_of(layer)
+        if (cls.key, mode) not in facts.valid_modes:
+            _check_mode(cls, mode, step.token_granule)
+            facts.valid_modes.add((cls.key, mode))
+        for slot, action in enumerate(mode.actions):
+            if action is Action.SAVE:
+                continue
+            value = layer.values[slot]
+            if owner.setdefault(value, layer.forward) != layer.forward:
+                raise InvalidPlan(
+                    f"{layer.forward} and {owner[value]} both move {value}; SAVE it in one of them"
+                )
+            _check_value(step, facts, layer, slot, mode)
+
+
+def _check_mode(cls: LayerClass, mode: Mode, granule: int) -> None:
+    """Raise when no layer of ``cls`` can do what ``mode`` says."""
+    if len(mode.actions) != len(cls.slots):
+        raise InvalidPlan(
+            f"{cls.key}: expected an action for each of {len(cls.slots)} slots, "
+            f"got {len(mode.actions)}"
+        )
+    for slot in mode.slots(Action.OFFLOAD):
+        if not cls.slots[slot].can_offload:
+            raise InvalidPlan(f"{cls.key}: slot {_name(cls, slot)} cannot be offloaded; SAVE it")
+    again = mode.slots(Action.RECOMPUTE)
+    for slot in again:
+        if not cls.slots[slot].can_recompute:
+            raise InvalidPlan(f"{cls.key}: slot {_name(cls, slot)} cannot be recomputed; SAVE it")
+        if all(op.slot != slot for op in cls.ops):
+            raise InvalidPlan(
+                f"{cls.key}: no operator makes slot {_name(cls, slot)} again; SAVE it"
+            )
+    closure = _closure_of(cls, again)
+    for op in (cls.ops[at] for at in closure):
+        if not op.can_recompute:
+            raise InvalidPlan(
+                f"{cls.key}: recomputing {_names(cls, again)} runs {op.name}, which cannot be "
+                "recomputed; SAVE or OFFLOAD what it makes"
+            )
+    if mode.recompute_rows is not None:
+        _check_rows(cls, mode.recompute_rows, again, closure, granule)
+
+
+def _check_rows(
+    cls: LayerClass, rows: int, again: tuple[int, ...], closure: tuple[int, ...], granule: int
+) -> None:
+    """Raise when ``again`` cannot be recomputed for the first ``rows`` rows and copied beyond."""
+    if not again:
+        raise InvalidPlan(f"{cls.key}: recompute_rows {rows} but no slot is to RECOMPUTE")
+    counts = {cls.slots[slot].num_rows for slot in again}
+    if len(counts) > 1 or 1 in counts:
+        raise InvalidPlan(
+            f"{cls.key}: recompute_rows {rows} needs slots of one number of rows above 1, got "
+            f"{sorted(counts)} of {_names(cls, again)}"
+        )
+    num_rows = counts.pop()
+    if not 0 < rows <= num_rows or (rows % granule and rows != num_rows):
+        raise InvalidPlan(
+            f"{cls.key}: expected recompute_rows in multiples of {granule} up to {num_rows}, "
+            f"got {rows}"
+        )
+    if rows == num_rows:
+        return
+    for slot in again:
+        one = cls.slots[slot]
+        if not one.can_offload or not one.row_bytes:
+            raise InvalidPlan(
+                f"{cls.key}: slot {_name(cls, slot)} cannot be offloaded in part; "
+                "recompute all of its rows"
+            )
+    for op in (cls.ops[at] for at in closure):
+        if not op.row_wise:
+            raise InvalidPlan(
+                f"{cls.key}: recomputing {_names(cls, again)} for {rows} rows runs {op.name}, "
+                "which mixes rows; recompute all rows"
+            )
+
+
+def _check_value(step: MovableStep, facts: StepFacts, layer: Layer, slot: int, mode: Mode) -> None:
+    """Raise when this layer's value of ``slot`` cannot do what the mode says."""
+    value = layer.values[slot]
+    again = mode.actions[slot] is Action.RECOMPUTE
+    if again and not recomputable(step, layer, slot):
+        reader = facts.problem.calls[facts.backward_readers[value][0]].name
+        raise InvalidPlan(
+            f"{layer.forward}: {value} cannot be recomputed before {layer.backward}, since "
+            f"{reader} reads it earlier; SAVE or OFFLOAD it"
+        )
+    if (not again or mode.recompute_rows is not None) and value not in facts.size_of:
+        raise InvalidPlan(
+            f"{layer.forward}: {value} cannot be copied, since no call of the forward makes it "
+            "in the arena; SAVE it"
+        )
+
+
+def _name(cls: LayerClass, slot: int) -> str:
+    return f"{slot} ({cls.slots[slot].name})"
+
+
+def _names(cls: LayerClass, slots: Iterable[int]) -> str:
+    return ", ".join(cls.slots[slot].name for slot in slots)

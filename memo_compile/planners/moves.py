@@ -1,0 +1,416 @@
+"""From decisions to a step program: copies, waits and recomputations between the calls of a step.
+
+Rewrite, for a layer L whose saved value v is offloaded and w recomputed:
+
+    forward     L -> v, w | offload v        | ... | wait: v dies   | ...
+    backward    ... | reload v -> reloaded.v | ... | recompute L -> again.w | wait | Lb reads both
+
+An offload is issued where its value has been made, and waited for as soon as the simulated copy
+has ended. A reload is issued as late as the simulated copy allows, and waited for right before the
+first call that reads it. ``Schedule`` bounds both. In a token-wise mix the first rows of a value
+are recomputed into the buffer that its other rows are reloaded to.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from memo_compile.errors import InvalidPlan
+from memo_compile.movable import (
+    Action,
+    Layer,
+    Mode,
+    MovableStep,
+    Moves,
+    RecomputeKey,
+    RecomputeRegion,
+    RegionInput,
+)
+from memo_compile.planners.copy_times import CopyBack, CopyOut, issues_of, waits_of
+from memo_compile.planners.move_rules import (
+    StepFacts,
+    facts_of,
+    modes_valid,
+    recomputable,
+    recompute_closure,
+    recompute_rows,
+    recompute_seconds,
+)
+from memo_compile.problem import (
+    COPY_REGION,
+    CallKind,
+    Copy,
+    Into,
+    Phase,
+    Problem,
+    StepCall,
+    Storage,
+    align,
+    copy_regions,
+    reload_region,
+)
+
+__all__ = [
+    "apply_moves",
+    "modes_valid",
+    "recomputable",
+    "recompute_closure",
+    "recompute_seconds",
+]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Moved:
+    """A value that is copied to the host and back."""
+
+    value: str
+    layer: int
+    size_bytes: int
+    """Of its buffer."""
+    copy: Copy
+    issued: int
+    """Index of the call before which the copy to the host is issued."""
+    needed: int = -1
+    """Index among the backward's items of the first that reads it."""
+    latest: int = -1
+    """Index of the item before which its buffer must exist."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Again:
+    """The recomputation of one layer, right before its backward call."""
+
+    layer: int
+    region: RecomputeRegion
+    values: tuple[str, ...]
+    """Of ``region.key.slots``."""
+    at: int = -1
+    """Index among the backward's items."""
+
+
+_Item = int | _Again
+"""What the compute lane does in the backward: a call of the step, by index, or a recomputation."""
+
+
+def apply_moves(
+    step: MovableStep, moves: Moves, recompute: Callable[[RecomputeKey], RecomputeRegion]
+) -> Problem:
+    """The step program that does what ``moves`` says.
+
+    A value that nothing in the backward reads is not moved. Cost: linear in the number of calls,
+    their inputs and what moves.
+
+    Raises:
+        InvalidPlan: a mode cannot be (``modes_valid``), or a recomputation needs a value that does
+            not exist when it runs.
+    """
+    modes_valid(step, moves)
+    return _Builder(step, moves, recompute).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        step: MovableStep,
+        moves: Moves,
+        recompute: Callable[[RecomputeKey], RecomputeRegion],
+    ) -> None:
+        self.step = step
+        self.problem = step.problem
+        self.facts: StepFacts = facts_of(step)
+        self.schedule = moves.schedule
+        self.forward_at = [self.facts.index_of[one.forward] for one in step.layers]
+        self.backward_at = [self.facts.index_of[one.backward] for one in step.layers]
+        self.again = self._recomputed(moves, recompute)
+        self.again_of = {value: one for one in self.again for value in one.values}
+        self.items = self._items()
+        self.place_of = {one: at for at, one in enumerate(self.items) if isinstance(one, int)}
+        self.first_read = self._first_reads()
+        self.moved = self._moved(moves)
+        self.reloaded = {one.value: one for one in self.moved}
+
+    def build(self) -> Problem:
+        regions = dict(self.problem.regions)
+        regions.update(copy_regions(dict.fromkeys(one.size_bytes for one in self.moved)))
+        for one in self.again:
+            regions[one.region.key.region] = one.region.profile
+        host_bytes = max((_host_end(one.copy) for one in self.moved), default=0)
+        calls = (*self._forward(), *self._backward())
+        return replace(self.problem, regions=regions, calls=calls, host_bytes=host_bytes)
+
+    def _recomputed(
+        self, moves: Moves, recompute: Callable[[RecomputeKey], RecomputeRegion]
+    ) -> list[_Again]:
+        """The layers that recompute something which the backward reads."""
+        found = []
+        known: dict[tuple[str, Mode], RecomputeRegion] = {}
+        for index, (layer, mode) in enumerate(zip(self.step.layers, moves.modes, strict=True)):
+            slots = mode.slots(Action.RECOMPUTE)
+            values = tuple(layer.values[slot] for slot in slots)
+            if not any(value in self.facts.backward_readers for value in values):
+                continue
+            region = known.get((layer.class_key, mode))
+            if region is None:
+                rows = recompute_rows(self.step.class_of(layer), mode)
+                key = RecomputeKey(class_key=layer.class_key, slots=slots, rows=rows)
+                region = known[layer.class_key, mode] = recompute(key)
+            found.append(_Again(layer=index, region=region, values=values))
+        return found
+
+    def _items(self) -> list[_Item]:
+        before: dict[int, list[_Again]] = {}
+        for one in self.again:
+            before.setdefault(self.backward_at[one.layer], []).append(one)
+        items: list[_Item] = []
+        for at in range(self.facts.turn, len(self.problem.calls)):
+            for one in before.get(at, ()):
+                one.at = len(items)
+                items.append(one)
+            items.append(at)
+        return items
+
+    def _first_reads(self) -> dict[str, int]:
+        """Value -> the first item that reads it, as the step names it before any move."""
+        first = {
+            value: self.place_of[readers[0]]
+            for value, readers in self.facts.backward_readers.items()
+        }
+        for one in self.again:
+            for value in self._sources(one):
+                first[value] = min(one.at, first.get(value, one.at))
+        return first
+
+    def _sources(self, one: _Again) -> Iterator[str]:
+        """The values that a recomputation reads, by their names before any move."""
+        layer = self.step.layers[one.layer]
+        call = self.problem.calls[self.forward_at[one.layer]]
+        return (_source(source, layer, call) for source in one.region.inputs)
+
+    def _moved(self, moves: Moves) -> list[_Moved]:
+        """Every value that is copied, in the order of the lane to the host."""
+        found = []
+        for index, (layer, mode) in enumerate(zip(self.step.layers, moves.modes, strict=True)):
+            slots = self.step.class_of(layer).slots
+            rows = recompute_rows(self.step.class_of(layer), mode)
+            for slot, action in enumerate(mode.actions):
+                mixed = action is Action.RECOMPUTE and rows is not None
+                value = layer.values[slot]
+                if (action is not Action.OFFLOAD and not mixed) or value not in self.first_read:
+                    continue
+                size = self.facts.size_of[value]
+                span = (0, size)
+                if mixed and rows is not None:
+                    one = slots[slot]
+                    span = (rows * one.row_bytes, one.num_rows * one.row_bytes)
+                moved = _Moved(
+                    value=value,
+                    layer=index,
+                    size_bytes=size,
+                    copy=Copy(start_bytes=span[0], end_bytes=span[1], host_offset=0),
+                    issued=self.facts.written_at[value] + 1,
+                    needed=self.first_read[value],
+                    latest=self.first_read[value],
+                )
+                if mixed:
+                    moved.latest = self.again_of[value].at
+                found.append(moved)
+        found.sort(key=lambda one: (one.issued, -one.copy.num_bytes, one.value))
+        return _with_host_ranges(found)
+
+    def _forward(self) -> Iterator[StepCall]:
+        facts, moved = self.facts, self.moved
+        seconds = self._call_seconds(range(facts.turn))
+        copies = [
+            CopyOut(one.issued, self._deadline(one), self._copy_s(one, CallKind.OFFLOAD))
+            for one in moved
+        ]
+        issued: dict[int, list[_Moved]] = {}
+        waited: dict[int, list[_Moved]] = {}
+        for one, place in zip(moved, waits_of(seconds, copies), strict=True):
+            issued.setdefault(one.issued, []).append(one)
+            waited.setdefault(place, []).append(one)
+        for place in range(facts.turn + 1):
+            for one in issued.get(place, ()):
+                yield self._copy_call(one, CallKind.OFFLOAD)
+            for one in waited.get(place, ()):
+                yield self._wait_call(one, CallKind.OFFLOAD)
+            if place < facts.turn:
+                yield self.problem.calls[place]
+
+    def _deadline(self, one: _Moved) -> int:
+        """The place at which the copy to the host has ended at last."""
+        turn, lag = self.facts.turn, self.schedule.offload_lag
+        if lag is None or one.layer + lag + 1 >= len(self.forward_at):
+            return turn
+        return min(turn, max(one.issued, self.forward_at[one.layer + lag + 1]))
+
+    def _backward(self) -> Iterator[StepCall]:
+        order = sorted(
+            self.moved,
+            key=lambda one: (one.latest, one.needed, -one.copy.num_bytes, one.value),
+        )
+        copies = [
+            CopyBack(
+                self._earliest(one), one.latest, one.needed, self._copy_s(one, CallKind.RELOAD)
+            )
+            for one in order
+        ]
+        issued: dict[int, list[_Moved]] = {}
+        waited: dict[int, list[_Moved]] = {}
+        for one, place in zip(order, issues_of(self._item_seconds(), copies), strict=True):
+            issued.setdefault(place, []).append(one)
+            waited.setdefault(one.needed, []).append(one)
+        renamed = self._renamed()
+        for place, item in enumerate(self.items):
+            for one in issued.get(place, ()):
+                yield self._copy_call(one, CallKind.RELOAD)
+            for one in waited.get(place, ()):
+                yield self._wait_call(one, CallKind.RELOAD)
+            if isinstance(item, int):
+                yield _reading(self.problem.calls[item], renamed)
+            else:
+                yield self._recompute_call(item)
+
+    def _earliest(self, one: _Moved) -> int:
+        """The place from which the reload may be issued."""
+        lead = self.schedule.reload_lead
+        if lead is None or one.layer + lead + 1 >= len(self.backward_at):
+            return 0
+        return min(one.latest, self.place_of[self.backward_at[one.layer + lead + 1]] + 1)
+
+    def _renamed(self) -> dict[str, str]:
+        """Value -> what the calls of the backward read in its place."""
+        again = {value: _again_name(value) for value in self.again_of}
+        return {**again, **{value: _reloaded_name(value) for value in self.reloaded}}
+
+    def _item_seconds(self) -> list[float]:
+        region_s = self.step.costs.region_s
+        return [
+            region_s[self.problem.calls[item].region]
+            if isinstance(item, int)
+            else item.region.seconds
+            for item in self.items
+        ]
+
+    def _call_seconds(self, calls: range) -> list[float]:
+        region_s = self.step.costs.region_s
+        return [region_s[self.problem.calls[at].region] for at in calls]
+
+    def _copy_s(self, one: _Moved, kind: CallKind) -> float:
+        costs = self.step.costs
+        offload = kind is CallKind.OFFLOAD
+        speed = costs.d2h_bytes_per_s if offload else costs.h2d_bytes_per_s
+        return costs.copy_latency_s + one.copy.num_bytes / speed
+
+    def _copy_call(self, one: _Moved, kind: CallKind) -> StepCall:
+        offload = kind is CallKind.OFFLOAD
+        owner = self.problem.calls[self.forward_at[one.layer]]
+        return StepCall(
+            name=f"{kind.value}.{one.value}",
+            region=COPY_REGION if offload else reload_region(one.size_bytes),
+            phase=Phase.FORWARD if offload else Phase.BACKWARD,
+            inputs=(one.value,) if offload else (),
+            outputs=() if offload else (_reloaded_name(one.value),),
+            layer_class=owner.layer_class,
+            instance=owner.instance,
+            kind=kind,
+            copy=one.copy,
+        )
+
+    def _wait_call(self, one: _Moved, kind: CallKind) -> StepCall:
+        offload = kind is CallKind.OFFLOAD
+        owner = self.problem.calls[self.forward_at[one.layer]]
+        return StepCall(
+            name=f"wait.{kind.value}.{one.value}",
+            region=COPY_REGION,
+            phase=Phase.FORWARD if offload else Phase.BACKWARD,
+            inputs=(one.value if offload else _reloaded_name(one.value),),
+            outputs=(),
+            layer_class=owner.layer_class,
+            instance=owner.instance,
+            kind=CallKind.WAIT,
+            waits_for=f"{kind.value}.{one.value}",
+        )
+
+    def _recompute_call(self, one: _Again) -> StepCall:
+        owner = self.problem.calls[self.forward_at[one.layer]]
+        return StepCall(
+            name=f"recompute.{owner.name}",
+            region=one.region.key.region,
+            phase=Phase.BACKWARD,
+            inputs=tuple(self._at_hand(one, value) for value in self._sources(one)),
+            outputs=tuple(map(_again_name, one.values)),
+            layer_class=owner.layer_class,
+            instance=owner.instance,
+            kind=CallKind.RECOMPUTE,
+            into=self._into(one),
+        )
+
+    def _at_hand(self, one: _Again, value: str) -> str:
+        """The name under which ``value`` exists when the recomputation runs."""
+        maker = self.again_of.get(value)
+        if maker is not None and maker.at >= one.at:
+            raise InvalidPlan(
+                f"{self.step.layers[one.layer].forward} is recomputed from {value}, which is not "
+                "made again before; SAVE or OFFLOAD that"
+            )
+        if value in self.reloaded:
+            return _reloaded_name(value)
+        return value if maker is None else _again_name(value)
+
+    def _into(self, one: _Again) -> tuple[Into, ...]:
+        """In a token-wise mix, every result lies at the begin of the buffer that was reloaded."""
+        if one.region.key.rows is None:
+            return ()
+        found: dict[int, Into] = {}
+        for slot, value in zip(one.region.profile.outputs, one.values, strict=True):
+            index = slot.index
+            if slot.storage is not Storage.ARENA or index is None or index in found:
+                raise InvalidPlan(
+                    f"{one.region.key.region} must make {value} in an arena buffer of its own, "
+                    f"so that it can be written into the reloaded one; got {slot.storage.value}. "
+                    "Recompute all rows"
+                )
+            if value in self.reloaded:
+                found[index] = Into(buffer=index, value=_reloaded_name(value), offset_bytes=0)
+        return tuple(found.values())
+
+
+def _source(source: RegionInput, layer: Layer, call: StepCall) -> str:
+    if source.slot is not None:
+        return layer.values[source.slot]
+    assert source.forward_input is not None, f"{call.name}: a region input without a source"
+    return call.inputs[source.forward_input]
+
+
+def _with_host_ranges(moved: list[_Moved]) -> list[_Moved]:
+    """``moved``, each with host bytes of its own: all of them are there at the turn."""
+    end = 0
+    for one in moved:
+        one.copy = Copy(
+            start_bytes=one.copy.start_bytes, end_bytes=one.copy.end_bytes, host_offset=end
+        )
+        end = _host_end(one.copy)
+    return moved
+
+
+def _host_end(copy: Copy) -> int:
+    return copy.host_offset + align(copy.num_bytes)
+
+
+def _reading(call: StepCall, renamed: Mapping[str, str]) -> StepCall:
+    """``call`` that reads, and writes into, values by their new names."""
+    inputs = tuple(renamed.get(value, value) for value in call.inputs)
+    into = tuple(
+        replace(one, value=renamed[one.value]) if one.value in renamed else one for one in call.into
+    )
+    if inputs == call.inputs and into == call.into:
+        return call
+    return replace(call, inputs=inputs, into=into)
+
+
+def _again_name(value: str) -> str:
+    return f"again.{value}"
+
+
+def _reloaded_name(value: str) -> str:
+    return f"reloaded.{value}"

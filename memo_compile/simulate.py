@@ -1,0 +1,165 @@
+"""A step program in simulated time, and its memory before anything is placed.
+
+Four lanes: calls run in order on the compute lane; copies to the host and copies back have a lane
+each, first in, first out, and begin when the compute lane has come to them; communication is empty
+on one device. A wait stalls the compute lane until its copy has ended. Nothing else does: forward
+and backward are one sequence.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from memo_compile.errors import InputError, InvalidPlan
+from memo_compile.movable import StepCosts
+from memo_compile.planners.residency import step_constant_bytes
+from memo_compile.plans import Plan, Span, Timeline
+from memo_compile.problem import (
+    CallKind,
+    Problem,
+    RegionProfile,
+    StepCall,
+    Storage,
+    arena_buffers,
+    call_starts,
+    live_bytes,
+    outside_events,
+)
+
+COMPUTE, STALL, D2H, H2D = "compute", "stall", "d2h", "h2d"
+
+
+def simulate(
+    problem: Problem,
+    costs: StepCosts,
+    *,
+    spans: bool = True,
+    more_region_s: Mapping[str, float] | None = None,
+) -> Timeline:
+    """How long the step takes, and what every lane does when.
+
+    ``more_region_s`` has the seconds of regions that ``costs`` does not know. Cost: linear.
+
+    Raises:
+        InputError: a region has no seconds.
+        InvalidPlan: a wait names no copy that was issued before it.
+    """
+    region_s = {**costs.region_s, **(more_region_s or {})}
+    found: list[Span] = []
+    ends: dict[str, float] = {}
+    now = stall_s = d2h_s = h2d_s = 0.0
+    for call in problem.calls:
+        begin, kind = now, call.kind
+        if kind is CallKind.WAIT:
+            now = max(now, _end_of(call, ends))
+            stall_s += now - begin
+            lane, end = STALL, now
+        elif kind is CallKind.OFFLOAD:
+            begin = max(now, d2h_s)
+            end = d2h_s = begin + _copy_s(call, costs.d2h_bytes_per_s, costs)
+            ends[call.name], lane = end, D2H
+        elif kind is CallKind.RELOAD:
+            begin = max(now, h2d_s)
+            end = h2d_s = begin + _copy_s(call, costs.h2d_bytes_per_s, costs)
+            ends[call.name], lane = end, H2D
+        else:
+            now += _region_s(call, region_s)
+            lane, end = COMPUTE, now
+        if spans and end > begin:
+            found.append(Span(lane=lane, name=call.name, start_s=begin, end_s=end))
+    return Timeline(step_s=max(now, d2h_s, h2d_s), stall_s=stall_s, spans=tuple(found))
+
+
+def _end_of(call: StepCall, ends: Mapping[str, float]) -> float:
+    end = ends.get(call.waits_for or "")
+    if end is None:
+        raise InvalidPlan(
+            f"{call.name} waits for {call.waits_for}, which is no copy issued before it"
+        )
+    return end
+
+
+def _copy_s(call: StepCall, bytes_per_s: float, costs: StepCosts) -> float:
+    assert call.copy is not None, f"{call.name}: a copy without its bytes"
+    return costs.copy_latency_s + call.copy.num_bytes / bytes_per_s
+
+
+def _region_s(call: StepCall, region_s: Mapping[str, float]) -> float:
+    seconds = region_s.get(call.region)
+    if seconds is None:
+        raise InputError(
+            f"region {call.region} of {call.name} has no seconds; add it to region_s of the costs"
+        )
+    return seconds
+
+
+def memory_curve(problem: Problem, placed: Plan | None = None) -> list[tuple[int, int]]:
+    """(line, device bytes from that line on) wherever they change.
+
+    The arena counts with the buffers that are alive; with ``placed``, with the bytes that the plan
+    keeps resident during each call.
+    """
+    change: dict[int, int] = {}
+    for line, size_bytes, _ in outside_events(problem):
+        change[line] = change.get(line, 0) + size_bytes
+    starts = call_starts(problem)
+    for call, start in zip(problem.calls, starts, strict=False):
+        made = _made_bytes(problem.regions[call.region])
+        change[start] = change.get(start, 0) + made
+    arena = (
+        live_bytes(arena_buffers(problem))
+        if placed is None
+        else dict(zip(starts, placed.resident_bytes, strict=False))
+    )
+    before = 0
+    for line, size_bytes in arena.items():
+        change[line] = change.get(line, 0) + size_bytes - before
+        before = size_bytes
+    alive, curve = step_constant_bytes(problem), []
+    for line in sorted(change):
+        alive += change[line]
+        curve.append((line, alive))
+    return curve
+
+
+def _made_bytes(region: RegionProfile) -> int:
+    """Ordinary memory that a call of the region makes for the user."""
+    return sum(slot.size_bytes for slot in region.outputs if slot.storage is Storage.EXTERNAL)
+
+
+def peak_live_bytes(problem: Problem) -> int:
+    """The peak of a perfect placement: no placed step of this program has a smaller one.
+
+    Per call the most bytes alive in the arena, the ordinary outputs made so far and the most
+    memory of kernels, as ``planners.residency`` adds them; the largest sum, and the constant.
+    """
+    import numpy as np
+
+    if not problem.calls:
+        return step_constant_bytes(problem)
+    starts = np.array(call_starts(problem), dtype=np.int64)
+    arena = _most_per_call(_arena_events(problem), starts)
+    outside = _most_per_call(
+        [(line, change) for line, change, _ in outside_events(problem)], starts
+    )
+    of_region = {name: _made_bytes(region) for name, region in problem.regions.items()}
+    made = np.cumsum([of_region[call.region] for call in problem.calls])
+    return step_constant_bytes(problem) + int((arena + outside + made).max())
+
+
+def _arena_events(problem: Problem) -> list[tuple[int, int]]:
+    events = []
+    for buffer in arena_buffers(problem):
+        events.append((buffer.start, buffer.size_bytes))
+        events.append((buffer.end, -buffer.size_bytes))
+    return events
+
+
+def _most_per_call(events: list[tuple[int, int]], starts: Any) -> Any:
+    """Per call the largest sum of changes up to one of its lines, given (line, change)."""
+    import numpy as np
+
+    alive = np.zeros(int(starts[-1]) + 1, dtype=np.int64)
+    if events:
+        table = np.array(events, dtype=np.int64)
+        np.add.at(alive, np.minimum(table[:, 0], starts[-1]), table[:, 1])
+    return np.maximum.reduceat(np.cumsum(alive)[:-1], starts[:-1])
