@@ -114,6 +114,8 @@ class Plan:
     """Copied to the host in the last step, counted while it ran."""
     recomputed_bytes: int = 0
     """Made again in the last step, counted while it ran."""
+    stall_s: float = 0.0
+    """How long computation stood still for copies in the last step, measured."""
 
     @property
     def outside_bytes(self) -> int:

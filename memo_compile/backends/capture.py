@@ -83,7 +83,13 @@ class StepCompiler:
             num_fwd_outputs=num_fwd_outputs,
             static_lifetime_input_indices=static_lifetime_input_indices,
         )
-        saved = equal_cut(joint, units, names, num_fwd_outputs=num_fwd_outputs)
+        saved = equal_cut(
+            joint,
+            units,
+            names,
+            num_fwd_outputs=num_fwd_outputs,
+            for_tiles=(self.config.token_tiles or 1) > 1,
+        )
         forward, backward = shim.extract_halves(joint, saved, num_fwd_outputs=num_fwd_outputs)
         backward = shim.reordering_to_mimic_autograd_engine(backward)
         mode = shim.detect_fake_mode([n.meta.get("val") for n in joint.graph.nodes])

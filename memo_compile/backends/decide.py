@@ -92,6 +92,10 @@ class RecomputeLibrary:
             )
         return True
 
+    def lowered_graphs(self) -> dict[str, RegionGraph]:
+        """The graphs of the regions that were lowered."""
+        return {key.region: one for key, one in self.region_graphs.items()}
+
 
 def decide(
     movable: Movable,
@@ -101,7 +105,7 @@ def decide(
     budget_bytes: int | None,
     host_budget_bytes: int | None,
     place: Callable[[Problem], Plan],
-) -> Choice:
+) -> Choice[Plan]:
     """The fastest step that fits, every region that it calls lowered.
 
     Raises:

@@ -1,5 +1,6 @@
 """The torch.compile backend ``memo``: what torch calls with a Dynamo graph."""
 
+import dataclasses
 import itertools
 import logging
 import weakref
@@ -14,10 +15,13 @@ from memo_compile.backends.capture import StepCompiler
 from memo_compile.backends.facts import GraphFacts
 from memo_compile.backends.specialise import specialise, symbol_positions
 from memo_compile.config import MemoConfig, resolve
-from memo_compile.errors import ConfigError, MemoError, UnsupportedGraph
+from memo_compile.errors import ConfigError, Infeasible, MemoError, UnsupportedGraph
 from memo_compile.reporting import state
 
 log = logging.getLogger("memo")
+
+TOKEN_TILES = 8
+"""Where tiles are wanted: an eighth of the widest tensors is below a layer's other transients."""
 
 _graph_numbers = itertools.count()
 
@@ -70,7 +74,37 @@ def compile_static(
 def plan_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
 ) -> Callable[..., Any]:
-    """``gm`` compiled by memo; every failure is raised."""
+    """``gm`` compiled by memo; every failure is raised.
+
+    Where the budget is below what the step needs, its wide chains are run in tiles of tokens.
+    """
+    if config.token_tiles is not None or config.memory_budget is None:
+        return _plan_once(gm, example_inputs, config)
+    untouched = shim.with_graph(gm, shim.copy_graph(gm.graph))
+    try:
+        return _plan_once(gm, example_inputs, config)
+    except Infeasible as error:
+        log.info("memo: %s; trying tiles of tokens", error)
+        tiled = dataclasses.replace(config, token_tiles=TOKEN_TILES)
+        return _plan_tiled(untouched, example_inputs, tiled, error)
+
+
+def _plan_tiled(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig, before: Infeasible
+) -> Callable[..., Any]:
+    """``gm`` in tiles of tokens; if that does not fit either, the error has the lower floor."""
+    try:
+        return _plan_once(gm, example_inputs, config)
+    except Infeasible as error:
+        floors = before.floor_bytes, error.floor_bytes
+        if floors[1] is None or (floors[0] is not None and floors[0] < floors[1]):
+            raise before from None
+        raise
+
+
+def _plan_once(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
+) -> Callable[..., Any]:
     name = f"graph{next(_graph_numbers)}"
     compiler = StepCompiler(config, GraphFacts(example_inputs), name)
     with shim.functorch_patch(
@@ -90,7 +124,7 @@ def plan_graph(
             ),
         )
     if compiler.assembly is not None:
-        compiler.assembly.step.on_unplanned = _on_unplanned
+        compiler.assembly.on_unplanned(_on_unplanned)
         weakref.finalize(compiler, compiler.assembly.retire).atexit = False
         state.add_plan(compiler.assembly.plan)
     elif compiler.saw_training:

@@ -8,7 +8,9 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.units import is_tangent
+from memo_compile.errors import RuntimeMisuse
 from memo_compile.host import host_memory
+from memo_compile.measure import resident_bytes
 from memo_compile.problem import FixedBytes
 
 OPTIMIZER_TENSORS = 2
@@ -32,6 +34,18 @@ class GraphFacts:
         if self.device.type == "cuda":
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         return host_memory().total_bytes
+
+    def bytes_left(self) -> int | None:
+        """What this process has of the device's memory and may still take; None where unknown."""
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            cached = torch.cuda.memory_reserved(self.device)
+            return int(free) + int(cached)
+        usable = host_memory().usable_bytes
+        try:
+            return None if usable is None else usable + resident_bytes()
+        except RuntimeMisuse:
+            return None
 
     def read_forward(self, placeholders: Sequence[fx.Node], static: frozenset[str]) -> None:
         """Take the bytes of the AOT forward's inputs; ``static`` are parameters and buffers."""
@@ -84,6 +98,11 @@ class GraphFacts:
             inputs=self._input_bytes,
             outputs=outputs_bytes,
         )
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself: ``NVIDIA H200``, ``cpu``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _unique(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -156,9 +156,7 @@ class _Builder:
             row_seeds=seeds,
         )
 
-    def _class(
-        self, key: str, cut_call: CutCall, call: StepCall, graph: ClassGraph
-    ) -> LayerClass:
+    def _class(self, key: str, cut_call: CutCall, call: StepCall, graph: ClassGraph) -> LayerClass:
         seconds = self._seconds(call, graph.region)
         ops = layer_ops(
             graph.region,
@@ -177,9 +175,7 @@ class _Builder:
         for slot, value in enumerate(values):
             node = nodes[slot]
             dim = dims.get(node)
-            row_bytes = (
-                None if dim is None else row_layout(node.meta["val"], dim, graph.num_rows)
-            )
+            row_bytes = None if dim is None else row_layout(node.meta["val"], dim, graph.num_rows)
             slots.append(
                 Slot(
                     name=value,

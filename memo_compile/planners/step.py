@@ -57,12 +57,16 @@ def plan_step(
         planning_s=time.perf_counter() - start,
         num_regions=len(problem.regions),
     )
-    _require_budget(plan)
+    require_budget(plan)
     return require_valid(problem, plan)
 
 
-def _require_budget(plan: Plan) -> None:
-    """Raise when the step does not fit; everything is kept, so the peak is also the floor."""
+def require_budget(plan: Plan) -> None:
+    """``plan`` fits its budget.
+
+    Raises:
+        Infeasible: it does not; the peak is given as the floor, because nothing else was tried.
+    """
     if plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes:
         return
     fixed = plan.fixed
@@ -71,7 +75,8 @@ def _require_budget(plan: Plan) -> None:
         f"(parameters {format_bytes(fixed.parameters)}, gradients {format_bytes(fixed.gradients)}, "
         f"optimizer state {format_bytes(fixed.optimizer_state)}, arena "
         f"{format_bytes(plan.arena_bytes)}, outside {format_bytes(plan.outside_bytes)}); "
-        "raise memory_budget or shorten the sequence"
+        "raise memory_budget or shorten the sequence",
+        floor_bytes=plan.peak_bytes,
     )
 
 

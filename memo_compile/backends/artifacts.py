@@ -1,0 +1,25 @@
+"""What memo leaves in torch's structured trace, where tlparse shows it beside Inductor's output."""
+
+import functools
+from collections.abc import Mapping
+
+from torch._logging._internal import trace_structured
+
+
+def emit_artifacts(plan_name: str, texts: Mapping[str, str]) -> None:
+    """Every text of ``texts`` (name -> content) is an artifact ``memo_<plan_name>_<name>``.
+
+    Costs nothing unless TORCH_TRACE is set. A name that ends in ``.json`` is shown as JSON.
+    """
+    for name, text in texts.items():
+        stem, _, ending = name.rpartition(".")
+        metadata = {
+            "name": f"memo_{plan_name}_{stem or name}",
+            "encoding": "json" if ending == "json" else "string",
+        }
+        trace_structured(
+            "artifact",
+            metadata_fn=functools.partial(dict, metadata),
+            payload_fn=functools.partial(str, text),
+            expect_trace_id=False,
+        )

@@ -1,0 +1,255 @@
+"""Plans one captured step: lowers its regions, decides what moves under the budget, places it."""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from memo_runtime.pages import gives_pages_back
+
+from memo_compile.analysis.costs import graph_seconds
+from memo_compile.analysis.units import JointUnits
+from memo_compile.backends.bandwidth import copy_bandwidth
+from memo_compile.backends.decide import RecomputeLibrary, decide
+from memo_compile.backends.decisions import moved_rows, saved_rows
+from memo_compile.backends.facts import GraphFacts, device_name
+from memo_compile.backends.lowering import lower_regions
+from memo_compile.backends.measure_regions import measure_all
+from memo_compile.backends.movable_step import Movable, movable_step
+from memo_compile.backends.step_problem import step_problem
+from memo_compile.config import MemoConfig, local_world_size
+from memo_compile.errors import ConfigError, Infeasible, UnsupportedGraph
+from memo_compile.hardware import HARDWARE, HardwareProfile
+from memo_compile.host import default_host_budget_bytes, host_memory
+from memo_compile.movable import StepCosts
+from memo_compile.passes.cut import Cut
+from memo_compile.planners.policy import Choice
+from memo_compile.planners.step import plan_step, require_budget
+from memo_compile.plans import Plan
+from memo_compile.problem import Problem
+from memo_compile.regions import LoweredRegion, RegionGraph
+from memo_compile.reporting import state
+from memo_compile.units import format_bytes
+
+log = logging.getLogger("memo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """A checked plan, the step program that it places, and the regions that it calls."""
+
+    problem: Problem
+    plan: Plan
+    lowered: Mapping[str, LoweredRegion]
+    graphs: Mapping[str, RegionGraph]
+
+
+class StepPlanner:
+    """Plans a step, and plans it again when gradients turn out to be kept between steps.
+
+    With ``hardware`` nothing runs and nothing is measured: that device's declared figures count.
+    """
+
+    def __init__(
+        self,
+        forward: Cut,
+        backward: Cut,
+        units: JointUnits,
+        facts: GraphFacts,
+        config: MemoConfig,
+        name: str,
+        hardware: HardwareProfile | None = None,
+    ) -> None:
+        self.forward, self.backward = forward, backward
+        self.units, self.facts, self.config, self.name = units, facts, config, name
+        self.hardware = hardware
+        self.graphs: dict[str, RegionGraph] = {**forward.regions, **backward.regions}
+        start = time.perf_counter()
+        self.lowered = lower_regions(self.graphs.values(), config)
+        self.lowering_s = time.perf_counter() - start
+        self.problem = step_problem(forward, backward, self.lowered, units, facts, config)
+        self._movable: Movable | None = None
+        self._library: RecomputeLibrary | None = None
+
+    def plan(self, existing_gradient_bytes: int = 0) -> PlannedStep:
+        """The plan, with gradients that exist before the step counted beside its own.
+
+        Raises:
+            Infeasible: the budget is below what any plan needs.
+        """
+        start = time.perf_counter()
+        self._count_gradients(existing_gradient_bytes)
+        planned = self._decide(self._budget_bytes())
+        plan = replace(planned.plan, planning_s=time.perf_counter() - start)
+        return replace(planned, plan=plan)
+
+    def _count_gradients(self, existing: int) -> None:
+        fixed = self.problem.fixed
+        more = max(0, existing + fixed.new_gradients - fixed.gradients)
+        if more:
+            fixed = replace(fixed, gradients=fixed.gradients + more)
+            self.problem = replace(self.problem, fixed=fixed)
+            self._movable = self._library = None
+
+    def _decide(self, budget_bytes: int | None) -> PlannedStep:
+        if self.config.policy in ("auto", "save"):
+            saved = self._place(self.problem)
+            fits = budget_bytes is None or saved.peak_bytes <= budget_bytes
+            if fits or self.config.policy == "save" or not self.movable().step.layers:
+                require_budget(replace(saved, budget_bytes=self._declared_budget_bytes()))
+                rows = saved_rows(self.problem, self.forward, self.units)
+                return self._planned(self.problem, replace(saved, decisions=rows))
+        choice = self._choose(budget_bytes)
+        for note in choice.notes:
+            state.add_note(note)
+        plan = replace(
+            choice.plan,
+            decisions=moved_rows(self.movable().step, choice, self.units),
+            policy=choice.moves.policy,
+            timeline=choice.timeline,
+            frontier=choice.frontier,
+            host_bytes=choice.problem.host_bytes,
+        )
+        return self._planned(choice.problem, plan)
+
+    def _choose(self, budget_bytes: int | None) -> Choice[Plan]:
+        try:
+            return self._choose_within(budget_bytes)
+        except Infeasible as error:
+            if self._declared_budget_bytes() is not None or error.floor_bytes is None:
+                raise
+            note = f"the device may have too little memory left for a step: {error}"
+            if state.add_note(note):
+                log.warning("memo: %s", note)
+            return self._choose_within(error.floor_bytes)
+
+    def _choose_within(self, budget_bytes: int | None) -> Choice[Plan]:
+        return decide(
+            self.movable(),
+            self.library(),
+            self.config,
+            budget_bytes=budget_bytes,
+            host_budget_bytes=self._host_budget_bytes(),
+            place=self._place,
+        )
+
+    def _place(self, problem: Problem) -> Plan:
+        return plan_step(
+            problem,
+            name=self.name,
+            solver=self.config.placement_solver,
+            time_limit_s=self.config.placement_time_limit_s,
+            lowering_s=self.lowering_s,
+            releases_pages=self.hardware is None and gives_pages_back(self.facts.device),
+        )
+
+    def _planned(self, problem: Problem, plan: Plan) -> PlannedStep:
+        """``problem`` as planned, proved to be the original step plus moves."""
+        library = self._library
+        return PlannedStep(
+            problem=problem,
+            plan=replace(plan, budget_bytes=self._declared_budget_bytes()),
+            lowered={**self.lowered, **(library.lowered if library else {})},
+            graphs={**self.graphs, **(library.lowered_graphs() if library else {})},
+        )
+
+    def movable(self) -> Movable:
+        """The step as layers with slots."""
+        if self._movable is None:
+            self._movable = movable_step(
+                self.forward,
+                self.backward,
+                self.problem,
+                self._costs(),
+                num_units=self.units.num_units,
+                profile=self._profile(),
+                token_granule=self.config.token_granule,
+            )
+        return self._movable
+
+    def library(self) -> RecomputeLibrary:
+        """The step's recompute regions."""
+        if self._library is None:
+            movable = self.movable()
+            self._library = RecomputeLibrary(
+                step=movable.step,
+                graphs=movable.graphs,
+                config=self.config,
+                measure=self._seconds,
+            )
+        return self._library
+
+    def _costs(self) -> StepCosts:
+        throttle = self.config.copy_bytes_per_s
+        if self.hardware is not None:
+            link = self.hardware
+            d2h, h2d, latency = link.d2h_bytes_per_s, link.h2d_bytes_per_s, 0.0
+        else:
+            measured = copy_bandwidth(self.facts.device)
+            d2h, h2d = measured.d2h_bytes_per_s, measured.h2d_bytes_per_s
+            latency = measured.latency_s
+        return StepCosts(
+            region_s=dict(self._seconds(self.lowered, self.graphs)),
+            d2h_bytes_per_s=min(d2h, throttle or d2h),
+            h2d_bytes_per_s=min(h2d, throttle or h2d),
+            copy_latency_s=latency,
+            source="measured" if self._measures() else f"roofline: {self._profile().name}",
+        )
+
+    def _measures(self) -> bool:
+        return self.hardware is None and self.config.costs != "roofline"
+
+    def _seconds(
+        self, lowered: Mapping[str, LoweredRegion], graphs: Mapping[str, RegionGraph]
+    ) -> Mapping[str, float]:
+        if self._measures():
+            try:
+                return measure_all(lowered, graphs)
+            except UnsupportedGraph as error:
+                if state.add_note(f"costs are computed, not measured: {error}"):
+                    log.warning("memo: costs are computed, not measured: %s", error)
+        return {key: graph_seconds(graphs[key].gm, self._profile()) for key in lowered}
+
+    def _profile(self) -> HardwareProfile:
+        return self.hardware or known_hardware(device_name(self.facts.device))
+
+    def _declared_budget_bytes(self) -> int | None:
+        return self.config.budget_bytes(self._device_bytes())
+
+    def _device_bytes(self) -> int | None:
+        return self.hardware.memory_bytes if self.hardware else self.facts.device_bytes()
+
+    def _budget_bytes(self) -> int | None:
+        """The declared budget; without one, what the device has left."""
+        declared = self._declared_budget_bytes()
+        if declared is not None or self.hardware is not None:
+            return declared
+        return self.facts.bytes_left()
+
+    def _host_budget_bytes(self) -> int | None:
+        """What the host gives: the declared budget, which must exist, or this rank's share.
+
+        Raises:
+            ConfigError: more was declared than the host has left.
+        """
+        memory = host_memory()
+        declared = self.config.declared_host_budget_bytes(memory.total_bytes)
+        if self.hardware is not None:
+            return declared
+        most = default_host_budget_bytes(memory, local_world_size())
+        if declared is not None and most is not None and declared > most:
+            raise ConfigError(
+                f"host_budget: {format_bytes(declared)} is more than the {format_bytes(most)} that "
+                "the host has left for this rank; lower it or free host memory"
+            )
+        return declared if declared is not None else most
+
+
+def known_hardware(name: str) -> HardwareProfile:
+    """The declared profile whose name is in the device's own; for another GPU that of the A100.
+
+    Rooflines only weigh operators against each other where regions are measured.
+    """
+    words = name.lower().split()
+    found = next((one for key, one in HARDWARE.items() if key in words), None)
+    return found or HARDWARE["a100"]

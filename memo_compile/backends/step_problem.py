@@ -1,0 +1,81 @@
+"""From two cuts and their lowered regions to the Problem of the whole step (policy SAVE)."""
+
+from collections.abc import Iterable, Mapping
+
+from torch import fx
+
+from memo_compile.analysis.units import JointUnits, source_line
+from memo_compile.backends.facts import GraphFacts
+from memo_compile.config import MemoConfig
+from memo_compile.passes.cut import Cut, CutCall
+from memo_compile.problem import LayerClassInfo, Phase, Problem, StepCall, Storage, TensorInfo
+from memo_compile.regions import LoweredRegion
+
+
+def step_problem(
+    forward: Cut,
+    backward: Cut,
+    lowered: Mapping[str, LoweredRegion],
+    units: JointUnits,
+    facts: GraphFacts,
+    config: MemoConfig,
+) -> Problem:
+    """The step that keeps everything: its calls in order, its regions, its fixed memory."""
+    calls = [
+        *(_step_call(call, Phase.FORWARD, units) for call in forward.calls),
+        *(_step_call(call, Phase.BACKWARD, units) for call in backward.calls),
+    ]
+    outputs_bytes = sum(
+        slot.size_bytes
+        for call in forward.calls
+        for slot in lowered[call.region].profile.outputs
+        if slot.storage is Storage.EXTERNAL
+    )
+    facts.read_backward(backward.program.graph.find_nodes(op="placeholder"))
+    return Problem(
+        regions={key: region.profile for key, region in lowered.items()},
+        calls=tuple(calls),
+        inputs=(*forward.constants, *forward.arguments, *backward.constants, *backward.arguments),
+        fixed=facts.fixed_bytes(outputs_bytes, config.optimizer_state_bytes_per_parameter),
+        layer_classes=_layer_classes(units, calls),
+        tensors={value: _tensor_info(forward.nodes[value]) for value in forward.leased},
+    )
+
+
+def _step_call(call: CutCall, phase: Phase, units: JointUnits) -> StepCall:
+    index = call.position if phase is Phase.FORWARD else units.num_units - 1 - call.position
+    unit = units.structure.units[index]
+    return StepCall(
+        name=call.name,
+        region=call.region,
+        phase=phase,
+        inputs=call.inputs,
+        outputs=call.outputs,
+        layer_class=unit.class_key,
+        instance=unit.instance,
+    )
+
+
+def _layer_classes(units: JointUnits, calls: Iterable[StepCall]) -> tuple[LayerClassInfo, ...]:
+    regions: dict[str | None, set[str]] = {}
+    for call in calls:
+        regions.setdefault(call.layer_class, set()).add(call.region)
+    return tuple(
+        LayerClassInfo(
+            num_layers=one.num_layers,
+            module_path=one.module_path,
+            period=one.period,
+            num_regions=len(regions.get(one.class_key, ())),
+        )
+        for one in units.structure.classes
+    )
+
+
+def _tensor_info(node: fx.Node) -> TensorInfo:
+    value = node.meta["val"]
+    return TensorInfo(
+        shape=tuple(value.shape),
+        dtype=str(value.dtype).removeprefix("torch."),
+        op=str(node.target),
+        source=source_line(node),
+    )
