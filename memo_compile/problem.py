@@ -303,7 +303,7 @@ def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:
     Cost: linear in the number of buffers and reads of all calls.
     """
     starts = call_starts(problem)
-    last_read = _last_reads(problem, starts)
+    last_read = last_reads(problem, starts)
     found = []
     for index, call in enumerate(problem.calls):
         region = problem.regions[call.region]
@@ -339,7 +339,7 @@ def _values_of_buffers(region: RegionProfile, call: StepCall) -> dict[int, list[
     return values
 
 
-def _last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
+def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
     """Value -> the line after its last read, its aliases' reads included.
 
     An output whose storage is an input (Storage.INPUT) makes the input's storage live as long
@@ -388,7 +388,7 @@ def outside_peak(problem: Problem) -> dict[str, int]:
 def outside_events(problem: Problem) -> Iterator[tuple[int, int, str]]:
     """(line, bytes born or minus bytes dead, kind) of all memory that kernels allocate."""
     starts = call_starts(problem)
-    last_read = _last_reads(problem, starts)
+    last_read = last_reads(problem, starts)
     for index, call in enumerate(problem.calls):
         region, start = problem.regions[call.region], starts[index]
         for buffer in region.outside:

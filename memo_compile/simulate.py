@@ -6,7 +6,8 @@ on one device. A wait stalls the compute lane until its copy has ended. Nothing 
 and backward are one sequence.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from memo_compile.errors import InputError, InvalidPlan
@@ -21,6 +22,7 @@ from memo_compile.problem import (
     Storage,
     arena_buffers,
     call_starts,
+    last_reads,
     live_bytes,
     outside_events,
 )
@@ -136,30 +138,89 @@ def peak_live_bytes(problem: Problem) -> int:
 
     if not problem.calls:
         return step_constant_bytes(problem)
-    starts = np.array(call_starts(problem), dtype=np.int64)
-    arena = _most_per_call(_arena_events(problem), starts)
-    outside = _most_per_call(
-        [(line, change) for line, change, _ in outside_events(problem)], starts
-    )
+    starts = call_starts(problem)
+    outside = [(line, change) for line, change, _ in _outside_events(problem)]
+    most = _most_per_call(_arena_events(problem, starts), starts)
+    if outside:
+        most += _most_per_call(np.array(outside, dtype=np.int64), starts)
     of_region = {name: _made_bytes(region) for name, region in problem.regions.items()}
     made = np.cumsum([of_region[call.region] for call in problem.calls])
-    return step_constant_bytes(problem) + int((arena + outside + made).max())
+    return step_constant_bytes(problem) + int((most + made).max())
 
 
-def _arena_events(problem: Problem) -> list[tuple[int, int]]:
-    events = []
-    for buffer in arena_buffers(problem):
-        events.append((buffer.start, buffer.size_bytes))
-        events.append((buffer.end, -buffer.size_bytes))
-    return events
+def _outside_events(problem: Problem) -> Iterable[tuple[int, int, str]]:
+    """``outside_events``; nothing at once where no region has such memory."""
+    for region in problem.regions.values():
+        if region.outside or any(slot.storage is Storage.OUTSIDE for slot in region.outputs):
+            return outside_events(problem)
+    return ()
 
 
-def _most_per_call(events: list[tuple[int, int]], starts: Any) -> Any:
+@dataclass(slots=True)
+class _RegionLives:
+    """A region's buffers as arrays, and where its calls begin."""
+
+    inner: Any
+    """(line, change) of the buffers that die inside."""
+    crossing: tuple[tuple[int, int, int, tuple[int, ...]], ...]
+    """(first line, least end, bytes, positions among the outputs) of the others."""
+    starts: list[int] = field(default_factory=list)
+
+
+def _region_lives(region: RegionProfile, inside: frozenset[int]) -> _RegionLives:
+    import numpy as np
+
+    positions: dict[int, list[int]] = {}
+    for position, slot in enumerate(region.outputs):
+        if slot.storage is Storage.ARENA and slot.index is not None:
+            positions.setdefault(slot.index, []).append(position)
+    inner: list[tuple[int, int]] = []
+    crossing = []
+    for index, one in enumerate(region.buffers):
+        if index in inside:
+            continue
+        if index not in positions:
+            inner += [(one.start, one.size_bytes), (one.end, -one.size_bytes)]
+            continue
+        end = max(one.end, region.num_lines)
+        crossing.append((one.start, end, one.size_bytes, tuple(positions[index])))
+    table = np.array(inner, dtype=np.int64).reshape(-1, 2)
+    return _RegionLives(inner=table, crossing=tuple(crossing))
+
+
+def _arena_events(problem: Problem, starts: Sequence[int]) -> Any:
+    """(line, change) of every buffer of ``arena_buffers``, as one array and without its objects."""
+    import numpy as np
+
+    last_read = last_reads(problem, tuple(starts))
+    lives: dict[tuple[str, frozenset[int]], _RegionLives] = {}
+    nothing: frozenset[int] = frozenset()
+    events: list[tuple[int, int]] = []
+    for call, start in zip(problem.calls, starts, strict=False):
+        key = (call.region, call.into_buffers() if call.into else nothing)
+        region = lives.get(key)
+        if region is None:
+            region = lives[key] = _region_lives(problem.regions[call.region], key[1])
+        region.starts.append(start)
+        for first, least_end, size_bytes, positions in region.crossing:
+            end = start + least_end
+            for position in positions:
+                end = max(end, last_read.get(call.outputs[position], 0))
+            events.append((start + first, size_bytes))
+            events.append((end, -size_bytes))
+    tables = [np.array(events, dtype=np.int64).reshape(-1, 2)]
+    for region in lives.values():
+        if len(region.inner):
+            table = np.tile(region.inner, (len(region.starts), 1))
+            table[:, 0] += np.repeat(np.array(region.starts), len(region.inner))
+            tables.append(table)
+    return np.concatenate(tables)
+
+
+def _most_per_call(events: Any, starts: Sequence[int]) -> Any:
     """Per call the largest sum of changes up to one of its lines, given (line, change)."""
     import numpy as np
 
-    alive = np.zeros(int(starts[-1]) + 1, dtype=np.int64)
-    if events:
-        table = np.array(events, dtype=np.int64)
-        np.add.at(alive, np.minimum(table[:, 0], starts[-1]), table[:, 1])
-    return np.maximum.reduceat(np.cumsum(alive)[:-1], starts[:-1])
+    alive = np.zeros(starts[-1] + 1, dtype=np.int64)
+    np.add.at(alive, np.minimum(events[:, 0], starts[-1]), events[:, 1])
+    return np.maximum.reduceat(np.cumsum(alive)[:-1], np.array(starts[:-1]))
