@@ -167,14 +167,15 @@ def _program_axis(view: StepView) -> dict[str, Any]:
 
 def _layer_ticks(view: StepView, start: int, end: int, percent: float) -> list[dict[str, Any]]:
     """Layers of one phase, as many as a phone has room for. ``percent`` is the phase's width."""
-    middles: dict[int, tuple[int, int]] = {}
+    longest: dict[int, tuple[int, int]] = {}
     for index, layer in enumerate(view.layers):
-        if layer is not None and start <= view.starts[index] < end:
-            first, _ = middles.get(layer, (view.starts[index], 0))
-            middles[layer] = (first, view.starts[index + 1])
+        first, last = view.starts[index], view.starts[index + 1]
+        if layer is not None and start <= first < end:
+            before = longest.get(layer, (0, 0))
+            longest[layer] = max(before, (first, last), key=lambda one: one[1] - one[0])
     room = max(1, int(percent / 13))
-    stride = max(1, -(-len(middles) // room))
-    chosen = list(middles.items())[stride // 2 :: stride]
+    stride = max(1, -(-len(longest) // room))
+    chosen = list(longest.items())[stride // 2 :: stride]
     total = max(view.starts[-1], 1)
     return [
         {"at": round(100 * (first + last) / 2 / total, 2), "text": f"L{layer}"}
@@ -260,7 +261,7 @@ def _memory(view: StepView, plan: Plan) -> dict[str, Any]:
     """The memory curve: what is held over the program, from what."""
     budget = plan.budget_bytes or 0
     most = max(plan.peak_bytes, budget, 1) * ROOM
-    columns = _columns(view)
+    columns = view.columns(CURVE_COLUMNS)
     width, up = WIDTH / len(columns), HEIGHT / most
     constant = view.constant_bytes
     layered: tuple[tuple[str, Callable[[Any], int]], ...] = (
@@ -291,27 +292,6 @@ def _memory(view: StepView, plan: Plan) -> dict[str, Any]:
         "budget_text": f"budget {format_bytes(budget)}",
         "data": _hover(shapes),
     }
-
-
-def _columns(view: StepView) -> list[Any]:
-    """Per column of the curve the Moment of most memory in it; empty columns keep the last one."""
-    count = min(CURVE_COLUMNS, max(1, view.starts[-1]))
-    best: list[Any] = [None] * count
-    last: list[Any] = [None] * count
-
-    def rank(one: Any) -> tuple[int, int]:
-        return (one.held_bytes, one.live_bytes)
-
-    for one in view.moments:
-        column = one.line * count // max(view.starts[-1], 1)
-        last[column] = one
-        if best[column] is None or rank(one) > rank(best[column]):
-            best[column] = one
-    found, before = [], view.moments[0]
-    for chosen, final in zip(best, last, strict=True):
-        found.append(chosen or before)
-        before = final or before
-    return found
 
 
 def _lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None:

@@ -75,7 +75,9 @@ def merge_small(shapes: Iterable[Shape], *, noun: str) -> list[Shape]:
     Narrow ones are united within their column of one unit, flat ones within their row; only equal
     classes unite. A united shape covers what its parts cover, to a pixel.
     """
-    kept, columns, rows = [], {}, {}
+    kept: list[Shape] = []
+    columns: dict[tuple[str, int], list[Shape]] = {}
+    rows: dict[tuple[str, int, int, int], list[Shape]] = {}
     for one in shapes:
         if one.width < PIXEL:
             columns.setdefault((one.css, int(one.x)), []).append(one)

@@ -101,6 +101,28 @@ class StepView:
         """The Moment of most memory, the first one of equals."""
         return max(self.moments, key=lambda one: one.held_bytes, default=None)
 
+    def columns(self, most: int) -> list[Moment]:
+        """The Moments as at most ``most`` equally wide columns, each the one of most memory."""
+        end = max(self.starts[-1], 1)
+        count = min(most, end)
+        best: dict[int, Moment] = {}
+        last: dict[int, Moment] = {}
+        for one in self.moments:
+            column = one.line * count // end
+            last[column] = one
+            best[column] = max(best.get(column, one), one, key=_amount)
+        found: list[Moment] = []
+        before = Moment(line=0, live_bytes=0, outside_bytes=0, made_bytes=0, held_bytes=0)
+        for column in range(count):
+            # What was alive before the column's first change is alive in the column, too.
+            found.append(max(best.get(column, before), before, key=_amount))
+            before = last.get(column, before)
+        return found
+
+
+def _amount(one: Moment) -> tuple[int, int]:
+    return (one.held_bytes, one.live_bytes)
+
 
 def view_step(problem: Problem, plan: Plan) -> StepView:
     """The picture's model of ``problem`` placed by ``plan``.

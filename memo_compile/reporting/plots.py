@@ -1,0 +1,130 @@
+"""Memory curve and arena map as SVG and PNG for papers and slides; needs the extra ``plot``."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from memo_compile.errors import ConfigError
+from memo_compile.plans import Plan
+from memo_compile.problem import Problem
+from memo_compile.reporting.view import Role, StepView, view_step
+
+ROLE_COLOURS = {
+    Role.SAVED: "#2a78b8",
+    Role.OFFLOADED: "#d55e00",
+    Role.RELOADED: "#eda100",
+    Role.RECOMPUTED: "#0a9a74",
+    Role.SCRATCH: "#b3bbc5",
+}
+"""As in the HTML report."""
+
+AREAS = (
+    ("constant", "#8a95a3"),
+    ("gradients and outputs", "#eda100"),
+    ("allocated by kernels", "#9a6bb5"),
+    ("activations alive", "#2a78b8"),
+)
+"""From the bottom of the memory curve upwards."""
+
+SIZE_INCHES = (9.0, 4.5)
+DOTS_PER_INCH = 160
+GIB = 1024**3
+
+ROOM = 1.08
+"""Height of the memory curve's axis over its highest value."""
+
+MOST_COLUMNS = 1000
+"""Points of the memory curve; more are not seen at this size."""
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def write_plots(folder: Path, problem: Problem, plan: Plan) -> tuple[Path, ...]:
+    """``memory.svg``, ``memory.png``, ``arena.svg``, ``arena.png`` lie in ``folder``.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if not can_plot():
+        raise ConfigError("plots: matplotlib is not installed; pip install 'memo-compile[plot]'")
+    view = view_step(problem, plan)
+    written = []
+    for name, draw in (("memory", _memory), ("arena", _arena)):
+        figure = _figure()
+        draw(figure.add_subplot(), view, plan)
+        for ending in ("svg", "png"):
+            path = folder / f"{name}.{ending}"
+            # Without a date equal plans give equal files.
+            metadata = {"Date": None} if ending == "svg" else None
+            figure.savefig(path, dpi=DOTS_PER_INCH, metadata=metadata)
+            written.append(path)
+    return tuple(written)
+
+
+def _figure() -> Any:
+    """A figure that no window and no global state of pyplot knows of."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=SIZE_INCHES, layout="constrained")
+
+
+def _memory(axes: Any, view: StepView, plan: Plan) -> None:
+    columns = view.columns(MOST_COLUMNS)
+    lines = [view.starts[-1] * index / len(columns) for index in range(len(columns))]
+    layers = (
+        [view.constant_bytes / GIB for _ in columns],
+        [one.made_bytes / GIB for one in columns],
+        [one.outside_bytes / GIB for one in columns],
+        [one.live_bytes / GIB for one in columns],
+    )
+    bottom = [0.0] * len(lines)
+    for (label, colour), heights in zip(AREAS, layers, strict=True):
+        top = [low + high for low, high in zip(bottom, heights, strict=True)]
+        axes.fill_between(lines, bottom, top, step="post", color=colour, label=label, linewidth=0)
+        bottom = top
+    held = [one.held_bytes / GIB for one in columns]
+    axes.step(lines, held, where="post", color="#1a1f26", linewidth=1, label="held")
+    if plan.budget_bytes is not None:
+        budget = plan.budget_bytes / GIB
+        axes.axhline(budget, color="#b3261e", linestyle="--", linewidth=1.5, label="budget")
+    axes.set_ylabel("device memory (GiB)")
+    axes.set_ylim(0, ROOM * max(plan.peak_bytes, plan.budget_bytes or 0, 1) / GIB)
+    _program_axis(axes, view)
+
+
+def _arena(axes: Any, view: StepView, plan: Plan) -> None:
+    from matplotlib.collections import PolyCollection
+
+    for role, colour in ROLE_COLOURS.items():
+        boxes = [one for one in view.boxes if one.role is role]
+        corners = [
+            _corners(one.start, one.end, one.offset / GIB, (one.offset + one.size_bytes) / GIB)
+            for one in boxes
+        ]
+        if corners:
+            axes.add_collection(
+                PolyCollection(
+                    corners, facecolors=colour, edgecolors="white", linewidths=0.2, label=role.value
+                )
+            )
+    axes.set_ylabel("address in the arena (GiB)")
+    axes.set_ylim(0, max(plan.arena_bytes, 1) / GIB)
+    _program_axis(axes, view)
+
+
+def _corners(left: float, right: float, low: float, high: float) -> list[tuple[float, float]]:
+    return [(left, low), (right, low), (right, high), (left, high)]
+
+
+def _program_axis(axes: Any, view: StepView) -> None:
+    end = max(view.starts[-1], 1)
+    axes.set_xlim(0, end)
+    axes.axvline(view.turn, color="#1a1f26", linestyle=":", linewidth=1)
+    axes.set_xticks([view.turn / 2, (view.turn + end) / 2], ["forward", "backward"])
+    axes.tick_params(axis="x", length=0)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize="small")

@@ -1,0 +1,259 @@
+"""A planned step as a PyTorch memory snapshot: opens in memory_viz, as a measured one does.
+
+Segments: the constant memory (parameters, optimizer state, ...), the arena at its planned size,
+what kernels allocate themselves, and the gradients and outputs that the step makes. The trace has
+an allocation and a free for every buffer of the step, in the order of its lines. Stack frames say
+which tensor, of which pass, made where in the user's code.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from memo_compile.planners.placement import Buffer, PlacementProblem, place
+from memo_compile.plans import Plan
+from memo_compile.problem import ALIGNMENT_BYTES, Problem, Storage, align, outside_events
+from memo_compile.reporting.trace import call_times
+from memo_compile.reporting.view import Box, StepView, view_step
+
+FIRST_ADDRESS = 0x7F00_0000_0000
+"""Like a GPU's, and so low that sums stay exact in JavaScript, which reads the file too."""
+
+GAP_BYTES = 2 * 1024 * 1024
+"""Between segments, so that nobody takes two for one."""
+
+FRAME_FILE = "memo"
+"""The file name of frames that are no place in the user's code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Life:
+    """An allocation of the step. ``end`` is None for what outlives it."""
+
+    start: int
+    end: int | None
+    address: int
+    size_bytes: int
+    category: str
+    frames: tuple[dict[str, Any], ...]
+
+
+def memory_snapshot(problem: Problem, plan: Plan) -> dict[str, Any]:
+    """What ``torch.cuda.memory._snapshot()`` would give after one step; ``pickle`` it.
+
+    Raises:
+        InputError: the plan is not one of this problem.
+    """
+    view = view_step(problem, plan)
+    address = FIRST_ADDRESS
+    segments = [_constant_segment(plan, address)]
+    lives: list[_Life] = []
+    for make in (_arena, _outside, _made):
+        address += int(segments[-1]["total_size"]) + GAP_BYTES
+        segment, own = make(problem, plan, view, address)
+        segments.append(segment)
+        lives.extend(own)
+    clock = _Clock(problem, plan, view)
+    return {
+        "segments": [one for one in segments if one["total_size"]],
+        "device_traces": [[*_segment_events(segments[1:], clock), *_buffer_events(lives, clock)]],
+        "allocator_settings": {},
+        "external_annotations": [],
+    }
+
+
+def _frame(name: str, filename: str = FRAME_FILE, line: int = 0) -> dict[str, Any]:
+    return {"name": name, "filename": filename, "line": line}
+
+
+def _frames(box: Box, label: str, call: str) -> tuple[dict[str, Any], ...]:
+    """Innermost first, as torch has them: the tensor, its call of the plan, the user's line."""
+    frames = [_frame(box.name), _frame(call, f"{FRAME_FILE} {label}")]
+    file, _, line = box.source.rpartition(":")
+    if file and line.isdigit():
+        frames.insert(1, _frame(box.name, file, int(line)))
+    return tuple(frames)
+
+
+def _block(address: int, size: int, state: str, frames: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "address": address,
+        "size": size,
+        "requested_size": size,
+        "state": state,
+        "frames": list(frames),
+    }
+
+
+def _segment(address: int, size: int, blocks: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """A segment of ``size`` bytes whose rest behind ``blocks`` is free."""
+    used = sum(one["size"] for one in blocks)
+    if size > used:
+        blocks = [*blocks, _block(address + used, size - used, "inactive", ())]
+    active = sum(one["size"] for one in blocks if one["state"] == "active_allocated")
+    return {
+        "device": 0,
+        "address": address,
+        "total_size": size,
+        "allocated_size": active,
+        "active_size": active,
+        "requested_size": active,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [_frame(name)],
+        "blocks": blocks,
+    }
+
+
+def _constant_segment(plan: Plan, address: int) -> dict[str, Any]:
+    """Memory that is there before the step begins and after it has ended."""
+    fixed = plan.fixed
+    parts = (
+        ("parameters", fixed.parameters),
+        ("optimizer state", fixed.optimizer_state),
+        ("buffers", fixed.buffers),
+        ("inputs", fixed.inputs),
+        ("gradients of earlier steps", max(0, fixed.gradients - fixed.new_gradients)),
+    )
+    blocks, at = [], address
+    for name, size in parts:
+        if size:
+            blocks.append(_block(at, size, "active_allocated", [_frame(name)]))
+            at += size
+    return _segment(address, at - address, blocks, "constant memory")
+
+
+def _arena(
+    problem: Problem, plan: Plan, view: StepView, address: int
+) -> tuple[dict[str, Any], list[_Life]]:
+    del problem
+    lives = [
+        _Life(
+            start=box.start,
+            end=box.end,
+            address=address + box.offset,
+            size_bytes=box.size_bytes,
+            category=box.role.value,
+            frames=_frames(box, view.labels[box.call], box.id.split("/", 1)[0]),
+        )
+        for box in view.boxes
+        if box.size_bytes
+    ]
+    return _segment(address, align(plan.arena_bytes), [], "arena"), lives
+
+
+def _outside(
+    problem: Problem, plan: Plan, view: StepView, address: int
+) -> tuple[dict[str, Any], list[_Life]]:
+    """What kernels allocate themselves, placed as tightly as they would find it free."""
+    del plan
+    born: dict[tuple[str, int], list[int]] = {}
+    found: list[tuple[int, int, int, str]] = []
+    ordered = sorted(outside_events(problem), key=lambda one: (one[0], one[1]))
+    for line, change, kind in ordered:
+        if change > 0:
+            born.setdefault((kind, change), []).append(line)
+        elif change < 0 and born.get((kind, -change)):
+            found.append((born[(kind, -change)].pop(0), line, -change, kind))
+    buffers = tuple(
+        Buffer(id=str(index), lower=start, upper=end, size=size, alignment=ALIGNMENT_BYTES)
+        for index, (start, end, size, _) in enumerate(found)
+        if end > start
+    )
+    placed = place(
+        PlacementProblem(buffers=buffers, blocks=(), alignment=ALIGNMENT_BYTES), solver="greedy"
+    )
+    lives = []
+    for one in buffers:
+        call = view.call_at(one.lower)
+        kind = found[int(one.id)][3]
+        where = _frame(problem.calls[call].name, f"{FRAME_FILE} {view.labels[call]}")
+        lives.append(
+            _Life(
+                start=one.lower,
+                end=one.upper,
+                address=address + placed.offsets[one.id],
+                size_bytes=one.size,
+                category="outside",
+                frames=(_frame(kind), where),
+            )
+        )
+    return _segment(address, align(placed.height_bytes), [], "allocated by kernels"), lives
+
+
+def _made(
+    problem: Problem, plan: Plan, view: StepView, address: int
+) -> tuple[dict[str, Any], list[_Life]]:
+    """Gradients and other outputs in ordinary memory: made in the step, alive when it ends."""
+    del plan
+    lives, at = [], address
+    for index, call in enumerate(problem.calls):
+        slots = problem.regions[call.region].outputs
+        for slot, value in zip(slots, call.outputs, strict=True):
+            if slot.storage is not Storage.EXTERNAL or not slot.size_bytes:
+                continue
+            frames = (_frame(value), _frame(call.name, f"{FRAME_FILE} {view.labels[index]}"))
+            lives.append(
+                _Life(
+                    start=view.starts[index],
+                    end=None,
+                    address=at,
+                    size_bytes=slot.size_bytes,
+                    category="output",
+                    frames=frames,
+                )
+            )
+            at += slot.size_bytes
+    blocks = [_block(one.address, one.size_bytes, "active_allocated", one.frames) for one in lives]
+    return _segment(address, at - address, blocks, "gradients and outputs"), lives
+
+
+class _Clock:
+    """Line -> microseconds: simulated where the plan has a timeline, else the line itself."""
+
+    def __init__(self, problem: Problem, plan: Plan, view: StepView) -> None:
+        self.view = view
+        self.times = None if plan.timeline is None else call_times(problem, plan.timeline)
+
+    def __call__(self, line: int) -> int:
+        if self.times is None:
+            return line
+        return round(self.times.at_line(self.view, line) * 1e6)
+
+
+def _segment_events(segments: list[dict[str, Any]], clock: _Clock) -> Iterator[dict[str, Any]]:
+    """All segments but the constant one begin with the step.
+
+    Their category is the one that memory_viz gives to blocks from before the trace: it fails on
+    files in which categories are used and this one is not.
+    """
+    for one in (segment for segment in segments if segment["total_size"]):
+        yield {
+            "action": "segment_alloc",
+            "addr": one["address"],
+            "size": one["total_size"],
+            "stream": 0,
+            "frames": one["frames"],
+            "time_us": clock(0),
+            "category": "unknown",
+        }
+
+
+def _buffer_events(lives: list[_Life], clock: _Clock) -> Iterator[dict[str, Any]]:
+    """Allocations and frees by line; at one line frees come first."""
+    moments = [(one.start, 1, index) for index, one in enumerate(lives)]
+    moments += [(one.end, 0, index) for index, one in enumerate(lives) if one.end is not None]
+    for line, born, index in sorted(moments):
+        one = lives[index]
+        event = {
+            "addr": one.address,
+            "size": one.size_bytes,
+            "stream": 0,
+            "frames": list(one.frames),
+            "time_us": clock(line),
+            "category": one.category,
+        }
+        for action in ("alloc",) if born else ("free_requested", "free_completed"):
+            yield {"action": action, **event}

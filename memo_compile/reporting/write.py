@@ -1,0 +1,58 @@
+"""The files of a dump folder: report, trace, snapshot, the plan and its problem as JSON."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+from memo_compile.errors import InputError
+from memo_compile.plans import Plan
+from memo_compile.problem import Problem
+from memo_compile.reporting.html import render_html
+from memo_compile.reporting.plots import can_plot, write_plots
+from memo_compile.reporting.snapshot import memory_snapshot
+from memo_compile.reporting.trace import chrome_trace
+from memo_compile.serialise import to_json
+
+PICTURES: tuple[tuple[str, Callable[[Problem, Plan], bytes]], ...] = (
+    ("problem.json", lambda problem, plan: to_json(problem).encode()),
+    ("plan.json", lambda problem, plan: to_json(plan).encode()),
+    ("report.html", lambda problem, plan: render_html(problem, plan).encode()),
+    ("plan.trace.json", lambda problem, plan: json.dumps(chrome_trace(problem, plan)).encode()),
+    ("plan.snapshot.pickle", lambda problem, plan: pickle.dumps(memory_snapshot(problem, plan))),
+)
+"""File name -> what it holds, in the order in which they are written."""
+
+
+def write_pictures(folder: Path, problem: Problem, plan: Plan) -> tuple[Path, ...]:
+    """``folder`` holds every picture of ``plan``; returns the files.
+
+    Memory curve and arena map as SVG and PNG come too where matplotlib is installed (``memo-compile
+    [plot]``).
+
+    Raises:
+        InputError: the folder cannot be written, or the plan is not one of this problem.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        written = []
+        for name, content in PICTURES:
+            (folder / name).write_bytes(content(problem, plan))
+            written.append(folder / name)
+        if can_plot():
+            written.extend(write_plots(folder, problem, plan))
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    return tuple(written)
+
+
+def write_report(path: Path, problem: Problem, plan: Plan) -> None:
+    """``path`` holds the HTML report of ``plan``.
+
+    Raises:
+        InputError: the file cannot be written, or the plan is not one of this problem.
+    """
+    try:
+        path.write_text(render_html(problem, plan), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
