@@ -1,0 +1,187 @@
+"""The plans among which a budget chooses, each with its simulated step and its bytes.
+
+The set does not depend on the budget. That is what makes the choice monotone (``frontier.py``).
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from memo_compile.movable import MovableStep, Moves, Schedule, StepCosts
+from memo_compile.planners.alpha import QUANTA
+from memo_compile.planners.moves import apply_moves
+from memo_compile.planners.policy.greedy import greedy_sequence
+from memo_compile.planners.policy.milp import lowest_peak, solve_modes
+from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel, build_model
+from memo_compile.planners.policy.modes import RecomputeOf, layer_modes, recompute_key
+from memo_compile.planners.policy.named import NAMED, ROTATING, named_moves
+from memo_compile.plans import Timeline
+from memo_compile.problem import CallKind, Problem
+from memo_compile.simulate import peak_live_bytes, simulate
+
+WIDE = Schedule(offload_lag=2, reload_lead=2)
+"""A copy may take two layers: layers with much to copy borrow time from those with little."""
+
+TIGHT = Schedule(offload_lag=0, reload_lead=0)
+"""Every copy ends before the next layer begins: slow, and the fewest bytes in flight."""
+
+GRIDS = {
+    ROTATING: (0.001, 0.04, 0.1, 0.18, 0.28, 0.45, 0.7),
+    WIDE: (0.1, 0.28),
+    TIGHT: (0.001,),
+}
+"""Per schedule the bounds at which the program is solved, from its floor (0) to save-all (1).
+Denser near the floor, where plans are slow and a byte is worth most."""
+
+MAX_GREEDY = 24
+"""Plans of the greedy sequence that are simulated, evenly spread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan before it is placed."""
+
+    moves: Moves
+    problem: Problem
+    timeline: Timeline
+    """Without spans."""
+    live_bytes: int
+    """A lower bound of its placed peak."""
+    cost_s: float
+    """Seconds of the step, and a little for each second of copying: the order of preference."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the step's host frame."""
+        return self.problem.host_bytes
+
+
+def evaluate(
+    step: MovableStep, moves: Moves, recompute: RecomputeOf, notes: tuple[str, ...] = ()
+) -> Candidate:
+    """The step program of ``moves``, simulated."""
+    problem = apply_moves(step, moves, recompute)
+    timeline = simulate(problem, costs_with(step, moves, recompute), spans=False)
+    return Candidate(
+        moves=moves,
+        problem=problem,
+        timeline=timeline,
+        live_bytes=peak_live_bytes(problem),
+        cost_s=timeline.step_s + COPY_WEIGHT * copy_seconds(step, problem),
+        notes=notes,
+    )
+
+
+def costs_with(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> StepCosts:
+    """The step's costs and those of the recompute regions that ``moves`` call."""
+    more = {}
+    for layer, mode in zip(step.layers, moves.modes, strict=True):
+        key = recompute_key(step.class_of(layer), mode)
+        if key is not None:
+            more[key.region] = recompute(key).seconds
+    return replace(step.costs, region_s={**step.costs.region_s, **more})
+
+
+def copy_seconds(step: MovableStep, problem: Problem) -> float:
+    """Seconds that the copies of ``problem`` keep their lanes busy."""
+    speed = {
+        CallKind.OFFLOAD: step.costs.d2h_bytes_per_s,
+        CallKind.RELOAD: step.costs.h2d_bytes_per_s,
+    }
+    return sum(
+        step.costs.copy_latency_s + call.copy.num_bytes / speed[call.kind]
+        for call in problem.calls
+        if call.copy is not None
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateSource:
+    """Makes the candidate sets of one step."""
+
+    step: MovableStep
+    recompute: RecomputeOf
+    host_budget_bytes: int | None = None
+    exact: bool = False
+    solver: bool = True
+    time_limit_s: float = 10.0
+
+    def auto(self) -> list[Candidate]:
+        """All that policy ``auto`` chooses from: greedy's, the program's and the named plans."""
+        modes = layer_modes(self.step, self.recompute, exact=self.exact)
+        models = {one: build_model(self.step, modes, one) for one in (ROTATING, WIDE, TIGHT)}
+        found: dict[Moves, None] = {}
+        found.update(dict.fromkeys(self._greedy_moves(models[ROTATING])))
+        if self.solver:
+            found.update(dict.fromkeys(self._milp_moves(models)))
+        candidates = [self._evaluated(moves) for moves in found]
+        return [*candidates, *self.named_all()]
+
+    def greedy(self) -> list[Candidate]:
+        """What policy ``greedy`` chooses from."""
+        model = build_model(
+            self.step, layer_modes(self.step, self.recompute, exact=self.exact), ROTATING
+        )
+        return [self._evaluated(moves) for moves in self._greedy_moves(model)]
+
+    def named(self, policy: str, alphas: Sequence[float | None] = (None,)) -> list[Candidate]:
+        """The plan of a named policy, for each of ``alphas``."""
+        found = []
+        for alpha in alphas:
+            plan = named_moves(
+                self.step,
+                policy,
+                self.recompute,
+                alpha=alpha,
+                host_budget_bytes=self.host_budget_bytes,
+                exact=self.exact,
+            )
+            found.append(self._evaluated(plan.moves, plan.notes))
+        return found
+
+    def named_all(self) -> list[Candidate]:
+        """Every named policy, ``memo`` with every alpha."""
+        return [
+            one
+            for policy in NAMED
+            for one in self.named(policy, QUANTA if policy == "memo" else (None,))
+        ]
+
+    def _evaluated(self, moves: Moves, notes: tuple[str, ...] = ()) -> Candidate:
+        return evaluate(self.step, moves, self.recompute, notes)
+
+    def _greedy_moves(self, model: StepModel) -> Iterator[Moves]:
+        sequence = greedy_sequence(model, host_budget_bytes=self.host_budget_bytes)
+        last = len(sequence) - 1
+        count = min(MAX_GREEDY, len(sequence))
+        numbers = sorted({last * at // max(1, count - 1) for at in range(count)})
+        for number in numbers:
+            modes = model.chosen_modes(sequence[number])
+            yield Moves(modes=modes, schedule=model.schedule, policy="greedy")
+        modes = model.chosen_modes(sequence[last])
+        yield Moves(modes=modes, schedule=TIGHT, policy="greedy")
+
+    def _milp_moves(self, models: dict[Schedule, StepModel]) -> Iterator[Moves]:
+        """The program's answers from each schedule's floor up to save-all."""
+        deadline = time.monotonic() + self.time_limit_s
+        top = models[ROTATING].peak_bytes([0] * models[ROTATING].num_layers)
+        for schedule, shares in GRIDS.items():
+            model = models[schedule]
+            lowest = lowest_peak(
+                model,
+                host_budget_bytes=self.host_budget_bytes,
+                time_limit_s=deadline - time.monotonic(),
+            )
+            if not lowest.status.has_solution:
+                continue
+            floor = model.peak_bytes(lowest.chosen)
+            for share in shares:
+                solution = solve_modes(
+                    model,
+                    bound_bytes=int(floor + share * (top - floor)),
+                    host_budget_bytes=self.host_budget_bytes,
+                    time_limit_s=deadline - time.monotonic(),
+                )
+                chosen = solution.chosen if solution.status.has_solution else lowest.chosen
+                yield Moves(modes=model.chosen_modes(chosen), schedule=schedule)

@@ -1,0 +1,259 @@
+"""Chooses the fastest plan that fits a bound in bytes.
+
+A smaller budget never gives a larger peak. Proof: the candidates and their order (by ``cost_s``)
+do not depend on the budget, and placing a candidate always gives the same peak. Let B1 <= B2, and
+let ci with peak pi be the first candidate in order whose placed peak is within Bi. If p2 <= B1,
+then c2 fits B1, and no earlier one does (it would have fitted B2), so that c1 = c2 and p1 = p2.
+Else p1 <= B1 < p2. Candidates whose bytes alive exceed the budget are skipped unplaced: a placed
+peak is never below the bytes alive.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from memo_compile.errors import ConfigError, Infeasible
+from memo_compile.movable import Layer, Mode, MovableStep, Moves, Schedule
+from memo_compile.planners.alpha import QUANTA
+from memo_compile.planners.policy.candidates import Candidate, CandidateSource, costs_with
+from memo_compile.planners.policy.modes import RecomputeOf
+from memo_compile.planners.policy.named import NAMED
+from memo_compile.plans import FrontierPoint, Timeline
+from memo_compile.problem import Problem
+from memo_compile.simulate import simulate
+from memo_compile.units import format_bytes
+
+
+class Placed(Protocol):
+    """What ``place`` returns: a Plan, or anything that knows its peak."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Upper bound of the device memory of the step."""
+        ...
+
+
+PlacedT = TypeVar("PlacedT", bound=Placed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice(Generic[PlacedT]):
+    """The chosen decisions, the step that they make, and what else was considered."""
+
+    moves: Moves
+    problem: Problem
+    """The step with copies and recomputation."""
+    timeline: Timeline
+    plan: PlacedT
+    """What ``place`` made of ``problem``."""
+    frontier: tuple[FrontierPoint, ...] = ()
+    """Fastest first. A plan that was placed has its placed peak, another its bytes alive."""
+    notes: tuple[str, ...] = ()
+    """What a named policy could not do."""
+
+
+def choose(
+    step: MovableStep,
+    *,
+    budget_bytes: int | None,
+    host_budget_bytes: int | None,
+    policy: str,
+    recompute: RecomputeOf,
+    place: Callable[[Problem], PlacedT],
+    alpha: float | None = None,
+    exact: bool = False,
+    solver: bool = True,
+    time_limit_s: float = 10.0,
+) -> Choice[PlacedT]:
+    """The fastest plan of ``policy`` whose placed peak is at most ``budget_bytes``.
+
+    ``auto`` and ``greedy`` choose from many plans and keep everything when there is no budget or
+    when that fits. A named policy is one plan; ``memo`` without ``alpha`` and with a budget may
+    take a smaller alpha than its own program's. ``recompute`` raises UnsupportedGraph for a region
+    that cannot be; ``exact`` forbids recomputing a slice of rows. The same inputs give the same
+    choice as long as the solver's ``time_limit_s`` (for all solves together) does not bind.
+
+    Raises:
+        Infeasible: no plan fits the budget and the host budget; the message names the floor.
+        ConfigError: the policy is unknown.
+    """
+    source = CandidateSource(
+        step=step,
+        recompute=recompute,
+        host_budget_bytes=host_budget_bytes,
+        exact=exact,
+        solver=solver,
+        time_limit_s=time_limit_s,
+    )
+    chooser = _Chooser(budget_bytes, host_budget_bytes, place)
+    considered, found = _search(source, chooser, policy, alpha)
+    if found is None:
+        raise chooser.infeasible(step, considered)
+    candidate, plan = found
+    timeline = simulate(candidate.problem, costs_with(step, candidate.moves, recompute))
+    return Choice(
+        moves=replace(candidate.moves, policy=policy),
+        problem=candidate.problem,
+        timeline=timeline,
+        plan=plan,
+        frontier=chooser.frontier(considered, candidate),
+        notes=candidate.notes,
+    )
+
+
+def _search(
+    source: CandidateSource, chooser: "_Chooser[PlacedT]", policy: str, alpha: float | None
+) -> tuple[list[Candidate], "tuple[Candidate, PlacedT] | None"]:
+    """The candidates of ``policy``, and the chosen one with its placement."""
+    if policy in ("auto", "greedy"):
+        saved = source.named("save")
+        found = chooser.pick(saved)
+        if found is not None:
+            return saved, found
+        considered = source.auto() if policy == "auto" else [*saved, *source.greedy()]
+        return considered, chooser.pick(pareto(considered, chooser.host_budget_bytes))
+    if policy not in NAMED:
+        raise ConfigError(f"policy: expected auto, greedy, {', '.join(NAMED)}, got {policy!r}")
+    considered = source.named(policy, (alpha,))
+    if policy == "memo" and alpha is None and chooser.budget_bytes is not None:
+        considered += sorted(source.named(policy, QUANTA), key=_preference)
+    return considered, chooser.pick(considered)
+
+
+def _preference(one: Candidate) -> tuple[float, int, int]:
+    return one.cost_s, one.live_bytes, one.host_bytes
+
+
+def pareto(candidates: Iterable[Candidate], host_budget_bytes: int | None) -> list[Candidate]:
+    """The candidates that fit the host and that no other beats in cost and bytes, fastest first."""
+    kept: list[Candidate] = []
+    for one in sorted(candidates, key=_preference):
+        if host_budget_bytes is not None and one.host_bytes > host_budget_bytes:
+            continue
+        if not kept or one.live_bytes < kept[-1].live_bytes:
+            kept.append(one)
+    return kept
+
+
+class _Chooser(Generic[PlacedT]):
+    """Places candidates, each at most once, and remembers their peaks."""
+
+    def __init__(
+        self,
+        budget_bytes: int | None,
+        host_budget_bytes: int | None,
+        place: Callable[[Problem], PlacedT],
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.host_budget_bytes = host_budget_bytes
+        self._place = place
+        self._placed: dict[tuple[tuple[Mode, ...], Schedule], PlacedT] = {}
+
+    def pick(self, ordered: Iterable[Candidate]) -> tuple[Candidate, PlacedT] | None:
+        """The first candidate that fits, with its placement."""
+        for one in ordered:
+            if self._host_fits(one) and self._may_fit(one):
+                plan = self._plan_of(one)
+                if self.budget_bytes is None or plan.peak_bytes <= self.budget_bytes:
+                    return one, plan
+        return None
+
+    def _host_fits(self, one: Candidate) -> bool:
+        return self.host_budget_bytes is None or one.host_bytes <= self.host_budget_bytes
+
+    def _may_fit(self, one: Candidate) -> bool:
+        return self.budget_bytes is None or one.live_bytes <= self.budget_bytes
+
+    def _plan_of(self, one: Candidate) -> PlacedT:
+        key = (one.moves.modes, one.moves.schedule)
+        if key not in self._placed:
+            self._placed[key] = self._place(one.problem)
+        return self._placed[key]
+
+    def _peak_of(self, one: Candidate) -> int:
+        """The placed peak where it is known, else the bytes alive."""
+        plan = self._placed.get((one.moves.modes, one.moves.schedule))
+        return one.live_bytes if plan is None else plan.peak_bytes
+
+    def frontier(
+        self, considered: Iterable[Candidate], chosen: Candidate
+    ) -> tuple[FrontierPoint, ...]:
+        """The plans considered that are not beaten, and the chosen one, fastest first."""
+        points = pareto(considered, self.host_budget_bytes)
+        if chosen not in points:
+            points = sorted([*points, chosen], key=_preference)
+        return tuple(
+            FrontierPoint(
+                policy=one.moves.policy,
+                step_s=one.timeline.step_s,
+                peak_bytes=self._peak_of(one),
+                host_bytes=one.host_bytes,
+                chosen=one is chosen,
+            )
+            for one in points
+        )
+
+    def infeasible(self, step: MovableStep, considered: Sequence[Candidate]) -> Infeasible:
+        """The error: the smallest peak that can be had, what makes it, and what to change."""
+        assert self.budget_bytes is not None, "without a budget only the host's memory is short"
+        within = [one for one in considered if self._host_fits(one)]
+        beyond = [one for one in considered if not self._host_fits(one)]
+        floor_bytes = self._smallest_peak(within)
+        enough = [one for one in beyond if one.live_bytes <= self.budget_bytes]
+        budget = format_bytes(self.budget_bytes)
+        if enough:
+            assert self.host_budget_bytes is not None
+            need = min(enough, key=lambda one: (one.host_bytes, one.cost_s))
+            floor = "" if floor_bytes is None else f" (floor {format_bytes(floor_bytes)} with it)"
+            return Infeasible(
+                f"budget {budget}: can be kept with {format_bytes(need.host_bytes)} of host memory "
+                f"for offloaded activations, but host_budget is "
+                f"{format_bytes(self.host_budget_bytes)}{floor}; raise host_budget or "
+                "memory_budget, or shorten the sequence",
+                floor_bytes=floor_bytes,
+            )
+        if floor_bytes is None:
+            floor_bytes = self._smallest_peak(beyond)
+        assert floor_bytes is not None, "there is no candidate at all"
+        return Infeasible(
+            f"budget {budget} < floor {format_bytes(floor_bytes)} ({_floor_parts(step)}); "
+            "raise memory_budget or shorten the sequence",
+            floor_bytes=floor_bytes,
+        )
+
+    def _smallest_peak(self, candidates: Sequence[Candidate]) -> int | None:
+        """The smallest placed peak: placed in the order of bytes alive until none can be lower."""
+        best: int | None = None
+        for one in sorted(candidates, key=lambda one: (one.live_bytes, one.cost_s)):
+            if best is not None and one.live_bytes >= best:
+                break
+            peak = self._plan_of(one).peak_bytes
+            best = peak if best is None else min(best, peak)
+        return best
+
+
+def _floor_parts(step: MovableStep) -> str:
+    """What the floor is made of: memory that is always there, and the layer that saves most."""
+    fixed = step.problem.fixed
+    parts = [
+        f"{name} {format_bytes(size_bytes)}"
+        for name, size_bytes in (
+            ("parameters", fixed.parameters),
+            ("gradients", fixed.gradients),
+            ("optimizer state", fixed.optimizer_state),
+        )
+    ]
+    if step.layers:
+        layer = max(step.layers, key=lambda one: saved_bytes(step, one))
+        slots = step.class_of(layer).slots
+        largest = max(range(len(slots)), key=lambda slot: (slots[slot].size_bytes, -slot))
+        info = step.problem.tensors.get(layer.values[largest])
+        where = f" at {info.source}" if info is not None and info.source else ""
+        size = format_bytes(saved_bytes(step, layer))
+        parts.append(f"largest layer {layer.forward} saves {size}{where}")
+    return ", ".join(parts)
+
+
+def saved_bytes(step: MovableStep, layer: Layer) -> int:
+    """Bytes of the layer's slots."""
+    return sum(slot.size_bytes for slot in step.class_of(layer).slots)

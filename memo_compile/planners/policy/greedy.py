@@ -1,0 +1,90 @@
+"""Plans without a solver: from save-all, one cheapest move after another, down to the floor.
+
+A move gives the first layers of a class that are still in one mode another mode. The first layers
+go first: their copies have the longest window. Its price is the seconds that it adds to the step
+for the bytes that it takes off the points above the floor.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from memo_compile.planners.policy.model import StepModel
+
+MAX_KEYS = 2
+"""Different recompute regions of a class in one plan: each is compiled."""
+
+NUM_CHUNKS = 16
+"""A move takes this part of a class's layers (or one layer), so that deep models do not take
+longer in proportion."""
+
+
+def greedy_sequence(
+    model: StepModel, *, host_budget_bytes: int | None = None
+) -> list[tuple[int, ...]]:
+    """Choices of a mode per layer, from save-all on, each with fewer bytes over the floor.
+
+    Deterministic. Cost: steps x modes x layers; 80 layers take half a second.
+    """
+    chosen = tuple(0 for _ in model.modes)
+    floor = _uniform_floor(model)
+    sequence = [chosen]
+    over, cost = _bytes_over(model, chosen, floor), model.cost_s(chosen)
+    while True:
+        best: tuple[float, float, tuple[int, ...]] | None = None
+        for candidate in _moves(model, chosen):
+            if host_budget_bytes is not None and model.host_bytes(candidate) > host_budget_bytes:
+                continue
+            less = over - _bytes_over(model, candidate, floor)
+            if less <= 0:
+                continue
+            price = (model.cost_s(candidate) - cost) / less
+            if best is None or (price, -less) < best[:2]:
+                best = (price, -less, candidate)
+        if best is None:
+            return sequence
+        chosen = best[2]
+        over, cost = over + best[1], model.cost_s(chosen)
+        sequence.append(chosen)
+
+
+def _uniform_floor(model: StepModel) -> int:
+    """The lowest peak that one mode per class reaches where every layer takes it."""
+    lowest = [int(delta.sum(axis=1).argmin()) for delta in model.deltas]
+    return min(model.peak_bytes(lowest), model.peak_bytes(tuple(0 for _ in model.modes)))
+
+
+def _bytes_over(model: StepModel, chosen: Sequence[int], floor: int) -> float:
+    """Bytes above ``floor`` on average over the points of the step, and the peak's weight.
+
+    The average alone would not tell a single high point from many low ones, so that the peak
+    counts once more.
+    """
+    at = model.bytes_at(chosen)
+    return float((at - floor).clip(min=0).mean()) + float(max(int(at.max()) - floor, 0))
+
+
+def _moves(model: StepModel, chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Every choice that is one move away from ``chosen``."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    for layer, (key, mode) in enumerate(zip(model.class_keys, chosen, strict=True)):
+        groups.setdefault((key, mode), []).append(layer)
+    for (class_key, mode), layers in groups.items():
+        size = max(1, model.class_keys.count(class_key) // NUM_CHUNKS)
+        movable = layers[:size]
+        for other in range(1, len(model.modes[movable[0]])):
+            if other == mode:
+                continue
+            candidate = list(chosen)
+            for layer in movable:
+                candidate[layer] = other
+            if few_keys(model, candidate, class_key):
+                yield tuple(candidate)
+
+
+def few_keys(model: StepModel, chosen: Sequence[int], class_key: str) -> bool:
+    """True when the layers of the class use at most MAX_KEYS recompute regions."""
+    keys = {
+        model.modes[layer][mode].key
+        for layer, mode in enumerate(chosen)
+        if model.class_keys[layer] == class_key
+    }
+    return len(keys - {None}) <= MAX_KEYS

@@ -1,0 +1,306 @@
+"""The fastest step under a bound in bytes, as a mixed-integer program over the whole step.
+
+Symbols: layer i of n takes mode m: x[i,m] in {0, 1}. d[i,m], h[i,m], r[i,m]: seconds of its copies
+out, copies back and recomputation. t[c]: when call c starts (stalls lie between calls); out[i] and
+back[i]: when layer i's copies to and from the host have ended. mem[p]: bytes at point p when all is
+saved; delta[i,m,p]: what mode m adds there (mostly less than 0).
+
+    min  t[end] + COPY_WEIGHT * sum x[i,m] (d[i,m] + h[i,m]) + TIE * sum x[i,m] i / n [m moves]
+
+Named constraints:
+    one       every layer takes exactly one mode: sum_m x[i,m] = 1.
+    bytes     no point of the step is above the bound: mem[p] + sum x[i,m] delta[i,m,p] <= bound.
+    host      the host has room for what is copied: sum x[i,m] host[i,m] <= host budget.
+    order     calls run one after the other: t[c+1] >= t[c] + (recompute before c) + seconds[c].
+    out       a copy out begins after its forward: out[i] >= t[f(i)] + seconds[f(i)] + sum x d.
+    out_lane  and after those of earlier layers: out[i] >= out[i-1] + sum x d.
+    freed     the bytes of layer i are needed again from call freed(i) on: t[freed(i)] >= out[i].
+    back      a copy back begins when it is issued: back[i] >= t[reload(i)] + sum x h.
+    back_lane and after those of later layers: back[i] >= back[i+1] + sum x h.
+    ready     the backward reads what came back: t[b(i)] >= back[i].
+    regions   a class uses few recompute regions: x[i,m] <= y[key(m)], sum y <= MAX_KEYS.
+
+Times are minimised, so they take the values that replaying the lanes would give them. Layers of one
+class in a row are bound into at most ``NUM_SEGMENTS`` segments that take one mode (the last two
+layers stay single: they are the first that one wants to keep); up to that many layers the program
+is that of single layers.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memo_compile.errors import ConfigError
+from memo_compile.planners import solver
+from memo_compile.planners.lynx.linear import weighted
+from memo_compile.planners.policy.greedy import MAX_KEYS
+from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel
+from memo_compile.planners.solver import SolveStatus
+
+NUM_SEGMENTS = 14
+"""Of one run of equal layers. 16 x 12 modes are 192 binaries: a tenth of a second to solve."""
+
+SINGLE_LAYERS = 2
+"""Layers at the end of a run that are segments of their own."""
+
+GAP = 0.03
+"""Relative distance from the optimum, of the seconds added to the save-all step, at which the
+search for one point of the frontier stops."""
+
+ADDED_GAP = 4e-4
+"""The same as a part of the whole step."""
+
+MAX_NODES = 50
+"""Of the search tree. Most solves end within it; where many layers are equally good, proving the
+last thousandth would take 10 s."""
+
+TIE = 1e-6
+"""Of the step's seconds: among equals, the first layers move."""
+
+FLOOR_GAP = 1e-4
+"""The same for the smallest peak; 1 MiB of 10 GiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MilpSolution:
+    """What a solve gave; ``chosen`` is empty without a solution."""
+
+    status: SolveStatus
+    chosen: tuple[int, ...] = ()
+    """Per layer the number of its mode."""
+
+
+def solve_modes(
+    model: StepModel,
+    *,
+    bound_bytes: int,
+    host_budget_bytes: int | None = None,
+    time_limit_s: float = math.inf,
+    gap: float = GAP,
+    num_segments: int = NUM_SEGMENTS,
+) -> MilpSolution:
+    """The modes of the shortest step whose points all lie within ``bound_bytes``.
+
+    The answer is deterministic as long as ``time_limit_s`` does not bind.
+    """
+    segments = make_segments(model, num_segments)
+    try:
+        program = _Program(model, segments, gap)
+    except ConfigError:  # no engine on this machine
+        return MilpSolution(status=SolveStatus.ERROR)
+    if not program.require_bytes(bound_bytes):
+        return MilpSolution(status=SolveStatus.INFEASIBLE)
+    if host_budget_bytes is not None:
+        program.require_host(host_budget_bytes)
+    program.require_times()
+    status = solver.solve(program.model, time_limit_s)
+    if not status.has_solution:
+        return MilpSolution(status=status)
+    return MilpSolution(status=status, chosen=program.chosen())
+
+
+def lowest_peak(
+    model: StepModel,
+    *,
+    host_budget_bytes: int | None = None,
+    time_limit_s: float = math.inf,
+    num_segments: int = NUM_SEGMENTS,
+) -> MilpSolution:
+    """The modes with the smallest peak, whatever they cost in time."""
+    try:
+        program = _Program(model, make_segments(model, num_segments), FLOOR_GAP)
+    except ConfigError:
+        return MilpSolution(status=SolveStatus.ERROR)
+    program.minimise_bytes()
+    if host_budget_bytes is not None:
+        program.require_host(host_budget_bytes)
+    status = solver.solve(program.model, time_limit_s)
+    if not status.has_solution:
+        return MilpSolution(status=status)
+    return MilpSolution(status=status, chosen=program.chosen())
+
+
+def make_segments(model: StepModel, num_segments: int = NUM_SEGMENTS) -> list[tuple[int, ...]]:
+    """Layers that take the same mode: runs of one class, cut into about equal parts."""
+    runs: list[list[int]] = []
+    for layer in range(model.num_layers):
+        same = runs and model.modes[runs[-1][0]] is model.modes[layer]
+        runs[-1].append(layer) if same else runs.append([layer])
+    segments: list[tuple[int, ...]] = []
+    for run in runs:
+        if len(run) <= num_segments:
+            segments += [(layer,) for layer in run]
+            continue
+        body, tail = run[:-SINGLE_LAYERS], run[-SINGLE_LAYERS:]
+        parts = num_segments - SINGLE_LAYERS
+        cuts = [len(body) * part // parts for part in range(parts + 1)]
+        segments += [tuple(body[a:b]) for a, b in itertools.pairwise(cuts)]
+        segments += [(layer,) for layer in tail]
+    return segments
+
+
+class _Program:
+    """The program being built; seconds are in units of the save-all step, bytes of its peak."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        segments: Sequence[tuple[int, ...]],
+        gap: float,
+        max_nodes: int = MAX_NODES,
+    ) -> None:
+        self.step = model
+        self.segments = segments
+        self.segment_of = {layer: at for at, some in enumerate(segments) for layer in some}
+        self.totals = [sum(model.deltas[layer] for layer in some) for some in segments]
+        self.unit_s = sum(model.seconds) or 1.0
+        self.unit_bytes = float(max(model.base_bytes)) or 1.0
+        self.model = solver.make_model("modes")
+        self.model.max_mip_gap = gap
+        self.model.max_mip_gap_abs = min(gap, ADDED_GAP)
+        # A limit in nodes gives the same answer in each run, which one in seconds does not.
+        set_nodes = getattr(self.model.solver, "_set_int_option_value", None)
+        if set_nodes is not None:
+            set_nodes("mip_max_nodes", max_nodes)
+        self.model.threads = 1
+        self.x = [
+            [self.model.add_var(f"x_{at}_{m}", var_type="B") for m in range(self._num_modes(at))]
+            for at in range(len(segments))
+        ]
+        for at, variables in enumerate(self.x):
+            self.model.add_constr(weighted([1.0] * len(variables), variables) == 1, f"one_{at}")
+        self._few_regions()
+
+    def _num_modes(self, segment: int) -> int:
+        return len(self.step.modes[self.segments[segment][0]])
+
+    def _few_regions(self) -> None:
+        """Constraint ``regions``."""
+        uses: dict[str, dict[Any, list[Any]]] = {}
+        for at, some in enumerate(self.segments):
+            keys = uses.setdefault(self.step.class_keys[some[0]], {})
+            for variable, mode in zip(self.x[at], self.step.modes[some[0]], strict=True):
+                if mode.key is not None:
+                    keys.setdefault(mode.key, []).append(variable)
+        for class_key, keys in uses.items():
+            if len(keys) <= MAX_KEYS:
+                continue
+            used = []
+            for number, variables in enumerate(keys.values()):
+                y = self.model.add_var(f"y_{class_key}_{number}", var_type="B")
+                used.append(y)
+                for variable in variables:
+                    self.model.add_constr(variable <= y, f"regions_{y.name}_{variable.name}")
+            few = weighted([1.0] * len(used), used) <= MAX_KEYS
+            self.model.add_constr(few, f"regions_{class_key}")
+
+    def require_bytes(self, bound_bytes: int) -> bool:
+        """Adds constraint ``bytes`` where it can bind; False when a point can never obey it."""
+        _, least = self._extremes()
+        if (least > bound_bytes).any():
+            return False
+        for number, (terms, base) in enumerate(self._byte_rows(bound_bytes)):
+            self.model.add_constr(terms <= bound_bytes / self.unit_bytes - base, f"bytes_{number}")
+        return True
+
+    def minimise_bytes(self) -> None:
+        """Adds constraint ``bytes`` with the bound as a variable, and that as the objective."""
+        peak = self.model.add_var("peak")
+        _, least = self._extremes()
+        for number, (terms, base) in enumerate(self._byte_rows(int(least.max()) - 1)):
+            self.model.add_constr(terms - peak <= -base, f"bytes_{number}")
+        self.model.objective = peak
+
+    def _extremes(self) -> tuple[Any, Any]:
+        """The most and the fewest bytes that any choice has at each point."""
+        base = self.step.base_bytes
+        most = base + sum(total.max(axis=0) for total in self.totals)
+        return most, base + sum(total.min(axis=0) for total in self.totals)
+
+    def _byte_rows(self, bound_bytes: int) -> Iterator[tuple[Any, float]]:
+        """(sum x delta, base) of the points that can exceed the bound, in units.
+
+        The highest of points with equal deltas stands for all of them.
+        """
+        import numpy as np
+
+        most, _ = self._extremes()
+        rows: dict[bytes, tuple[Any, int]] = {}
+        for point in np.flatnonzero(most > bound_bytes):
+            weights = np.concatenate([total[:, point] for total in self.totals])
+            base, row = int(self.step.base_bytes[point]), weights.tobytes()
+            if row not in rows or base > rows[row][1]:
+                rows[row] = (weights, base)
+        variables = [x for some in self.x for x in some]
+        for weights, base in rows.values():
+            used = np.flatnonzero(weights)
+            terms = weighted(
+                [float(weights[at]) / self.unit_bytes for at in used],
+                [variables[at] for at in used],
+            )
+            yield terms, base / self.unit_bytes
+
+    def require_host(self, host_budget_bytes: int) -> None:
+        """Adds constraint ``host``."""
+        terms = [
+            (len(some) * mode.host_bytes / self.unit_bytes, variable)
+            for at, some in enumerate(self.segments)
+            for mode, variable in zip(self.step.modes[some[0]], self.x[at], strict=True)
+        ]
+        total = weighted([weight for weight, _ in terms], [variable for _, variable in terms])
+        self.model.add_constr(total <= host_budget_bytes / self.unit_bytes, "host")
+
+    def _seconds(self, layer: int, kind: str) -> Any:
+        """``sum_m x[i,m]`` times d, h or r, in units."""
+        modes = self.step.modes[layer]
+        values = [
+            {"out": one.d2h_s, "back": one.h2d_s}[kind](self.step.costs)
+            if kind != "again"
+            else one.recompute_s
+            for one in modes
+        ]
+        scaled = [value / self.unit_s for value in values]
+        return weighted(scaled, self.x[self.segment_of[layer]])
+
+    def require_times(self) -> None:
+        """Adds the times and the objective."""
+        step, model = self.step, self.model
+        layers = range(step.num_layers)
+        start = [model.add_var(f"t_{c}") for c in range(len(step.seconds) + 1)]
+        out = [model.add_var(f"out_{i}") for i in layers]
+        back = [model.add_var(f"back_{i}") for i in layers]
+        seconds = [one / self.unit_s for one in step.seconds]
+        copies = []
+        for call, one in enumerate(seconds):
+            # With a recomputation, t[c] is when it begins: `ready` then also waits before it.
+            again = [i for i in layers if step.backward_at[i] == call]
+            more = sum(self._seconds(i, "again") for i in again)
+            model.add_constr(start[call + 1] >= start[call] + more + one, f"order_{call}")
+        for i in layers:
+            d, h = self._seconds(i, "out"), self._seconds(i, "back")
+            made = step.forward_at[i]
+            model.add_constr(out[i] >= start[made] + seconds[made] + d, f"out_{i}")
+            model.add_constr(start[step.freed_at[i]] >= out[i], f"freed_{i}")
+            model.add_constr(back[i] >= start[step.reload_at[i]] + h, f"back_{i}")
+            model.add_constr(start[step.backward_at[i]] >= back[i], f"ready_{i}")
+            if i:
+                model.add_constr(out[i] >= out[i - 1] + d, f"out_lane_{i}")
+                model.add_constr(back[i - 1] >= back[i] + self._seconds(i - 1, "back"), f"lane_{i}")
+            copies += [d, h]
+        ties = [
+            TIE * max(some) / step.num_layers * variable
+            for at, some in enumerate(self.segments)
+            for variable in self.x[at][1:]
+        ]
+        added = start[-1] - sum(seconds)
+        model.objective = added + sum(COPY_WEIGHT * one for one in copies) + sum(ties)
+
+    def chosen(self) -> tuple[int, ...]:
+        """Per layer the mode that the solution took."""
+        taken = [
+            next(m for m, variable in enumerate(some) if solver.integer_value(variable) == 1)
+            for some in self.x
+        ]
+        return tuple(taken[self.segment_of[layer]] for layer in range(self.step.num_layers))

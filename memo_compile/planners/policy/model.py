@@ -1,0 +1,296 @@
+"""The step as arithmetic: what a mode of each layer does to memory at every point, and to time.
+
+The same model serves the greedy search and the program (``milp.py``). It is that of
+``planners.moves`` and ``simulate`` but for one thing: copies have the whole window that the
+schedule's lag and lead give them, where the real program frees memory as soon as a copy has ended.
+So its bytes are never too few for the schedule, and its seconds are those of the copy lanes.
+
+Points: one for every call, with the most bytes alive during it; then one for every layer, the
+recomputation right before its backward.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memo_compile.movable import Action, Layer, Mode, MovableStep, Schedule, StepCosts
+from memo_compile.planners.policy.modes import ModeCost
+from memo_compile.planners.residency import step_constant_bytes
+from memo_compile.problem import (
+    Phase,
+    Problem,
+    Storage,
+    arena_buffers,
+    call_starts,
+    live_bytes,
+    outside_events,
+)
+
+COPY_WEIGHT = 1e-4
+"""Cost of a second of copying that hides completely, in seconds of the step: of two plans that are
+equally fast the one that moves less is taken, since copies take bandwidth from the kernels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """A step with the modes that each layer may choose, under one schedule."""
+
+    base_bytes: Any
+    """Per point (int64): device bytes when everything is saved."""
+    deltas: tuple[Any, ...]
+    """Per layer, an array (modes, points) of what each mode adds to ``base_bytes``."""
+    modes: tuple[tuple[ModeCost, ...], ...]
+    """Per layer."""
+    seconds: tuple[float, ...]
+    """Per call."""
+    forward_at: tuple[int, ...]
+    """Per layer, the index of its forward call; ascending."""
+    backward_at: tuple[int, ...]
+    """Per layer, the index of its backward call."""
+    freed_at: tuple[int, ...]
+    """Per layer, the index of the call before which its copies to the host have ended."""
+    reload_at: tuple[int, ...]
+    """Per layer, the index of the call before which its copies back are issued."""
+    class_keys: tuple[str, ...]
+    """Per layer."""
+    costs: StepCosts
+    schedule: Schedule
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers may move something."""
+        return len(self.modes)
+
+    def bytes_at(self, chosen: Sequence[int]) -> Any:
+        """Device bytes at every point when layer i takes its mode number ``chosen[i]``."""
+        total = self.base_bytes.copy()
+        for delta, mode in zip(self.deltas, chosen, strict=True):
+            total += delta[mode]
+        return total
+
+    def peak_bytes(self, chosen: Sequence[int]) -> int:
+        """The most of ``bytes_at``."""
+        return int(self.bytes_at(chosen).max())
+
+    def host_bytes(self, chosen: Sequence[int]) -> int:
+        """What is copied to the host."""
+        return sum(modes[mode].host_bytes for modes, mode in zip(self.modes, chosen, strict=True))
+
+    def cost_s(self, chosen: Sequence[int]) -> float:
+        """Seconds of the step, and COPY_WEIGHT of the seconds of its copies."""
+        copy_s = sum(
+            modes[mode].d2h_s(self.costs) + modes[mode].h2d_s(self.costs)
+            for modes, mode in zip(self.modes, chosen, strict=True)
+        )
+        return self.step_s(chosen) + COPY_WEIGHT * copy_s
+
+    def step_s(self, chosen: Sequence[int]) -> float:
+        """Seconds of the step: every call in order, stalled where a copy has not ended.
+
+        Layer i's copy to the host follows those of earlier layers on its lane, and begins when its
+        forward has ended; its copies back follow those of later layers and begin when they are
+        issued, before the call ``reload_at``.
+        """
+        modes = [some[mode] for some, mode in zip(self.modes, chosen, strict=True)]
+        events = _events(self)
+        now = out_lane = back_lane = 0.0
+        out_end, back_end = [0.0] * len(modes), [0.0] * len(modes)
+        for call, seconds in enumerate(self.seconds):
+            for layer in events.waits.get(call, ()):
+                now = max(now, out_end[layer])
+            for layer in events.reloads.get(call, ()):
+                if modes[layer].num_copies:
+                    back_lane = max(back_lane, now) + modes[layer].h2d_s(self.costs)
+                    back_end[layer] = back_lane
+            for layer in events.backward.get(call, ()):
+                now = max(now, back_end[layer]) + modes[layer].recompute_s
+            now += seconds
+            for layer in events.forward.get(call, ()):
+                if modes[layer].num_copies:
+                    out_lane = max(out_lane, now) + modes[layer].d2h_s(self.costs)
+                    out_end[layer] = out_lane
+        return now
+
+    def chosen_modes(self, chosen: Sequence[int]) -> tuple[Mode, ...]:
+        """The modes by their numbers."""
+        return tuple(some[mode].mode for some, mode in zip(self.modes, chosen, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Events:
+    """Per call, the layers to which something happens before or after it."""
+
+    reloads: Mapping[int, list[int]]
+    waits: Mapping[int, list[int]]
+    backward: Mapping[int, list[int]]
+    forward: Mapping[int, list[int]]
+
+
+def _events(model: StepModel) -> _Events:
+    layers = range(model.num_layers)
+    return _Events(
+        _layers_at(model.reload_at, reversed(layers)),
+        _layers_at(model.freed_at, layers),
+        _layers_at(model.backward_at, layers),
+        _layers_at(model.forward_at, layers),
+    )
+
+
+def _layers_at(calls: Sequence[int], layers: Iterable[int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for layer in layers:
+        found.setdefault(calls[layer], []).append(layer)
+    return found
+
+
+def build_model(
+    step: MovableStep, modes: Sequence[Sequence[ModeCost]], schedule: Schedule
+) -> StepModel:
+    """The model of ``step`` whose layer i may take ``modes[i]``; mode 0 saves everything.
+
+    ``schedule`` names a lag and a lead.
+    """
+    import numpy as np
+
+    assert schedule.offload_lag is not None, "the model needs a lag"
+    assert schedule.reload_lead is not None, "the model needs a lead"
+    windows = _Windows.of(step, schedule)
+    during, border = call_bytes(step.problem)
+    num_calls = len(step.problem.calls)
+    again = [border[at] for at in windows.backward_at]
+    base = np.array([*during, *again], dtype=np.int64)
+    deltas = []
+    for layer, some in enumerate(modes):
+        delta = np.zeros((len(some), len(base)), dtype=np.int64)
+        for row, mode in enumerate(some):
+            for start, end, size_bytes in windows.absences(layer, mode.mode):
+                delta[row, start:end] -= size_bytes
+            delta[row, num_calls:] = delta[row, list(windows.backward_at)]
+            if mode.key is not None:
+                again_bytes = windows.recomputed_bytes(layer, mode.mode)
+                delta[row, num_calls + layer] += mode.recompute_peak_bytes - again_bytes
+        deltas.append(delta)
+    region_s = step.costs.region_s
+    return StepModel(
+        base_bytes=base,
+        deltas=tuple(deltas),
+        modes=tuple(map(tuple, modes)),
+        seconds=tuple(region_s[call.region] for call in step.problem.calls),
+        forward_at=windows.forward_at,
+        backward_at=windows.backward_at,
+        freed_at=windows.freed_at,
+        reload_at=windows.reload_at,
+        class_keys=tuple(layer.class_key for layer in step.layers),
+        costs=step.costs,
+        schedule=schedule,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Windows:
+    """From which call to which a moved value of each layer is not on the device."""
+
+    step: MovableStep
+    forward_at: tuple[int, ...]
+    backward_at: tuple[int, ...]
+    freed_at: tuple[int, ...]
+    reload_at: tuple[int, ...]
+    last_forward_use: Mapping[str, int]
+    first_backward_use: Mapping[str, int]
+
+    @staticmethod
+    def of(step: MovableStep, schedule: Schedule) -> "_Windows":
+        calls = step.problem.calls
+        index_of = {call.name: at for at, call in enumerate(calls)}
+        forward_at = tuple(index_of[layer.forward] for layer in step.layers)
+        backward_at = tuple(index_of[layer.backward] for layer in step.layers)
+        turn = next(
+            (at for at, call in enumerate(calls) if call.phase is Phase.BACKWARD), len(calls)
+        )
+        lag, lead = schedule.offload_lag or 0, schedule.reload_lead or 0
+        count = len(step.layers)
+        last, first = _uses(step.problem)
+        return _Windows(
+            step=step,
+            forward_at=forward_at,
+            backward_at=backward_at,
+            freed_at=tuple(
+                forward_at[i + lag + 1] if i + lag + 1 < count else turn for i in range(count)
+            ),
+            reload_at=tuple(
+                min(backward_at[i], backward_at[i + lead + 1] + 1) if i + lead + 1 < count else turn
+                for i in range(count)
+            ),
+            last_forward_use=last,
+            first_backward_use=first,
+        )
+
+    def absences(self, layer: int, mode: Mode) -> list[tuple[int, int, int]]:
+        """(first call, end, bytes) of every slot that ``mode`` takes off the device."""
+        one = self.step.layers[layer]
+        found = []
+        for slot, action in enumerate(mode.actions):
+            value = one.values[slot]
+            if action is Action.SAVE or value not in self.first_backward_use:
+                continue
+            start = self.last_forward_use[value] + 1
+            end = self.first_backward_use[value]
+            if action is Action.OFFLOAD or mode.recompute_rows is not None:
+                start = max(start, self.freed_at[layer])
+                end = min(end, self.reload_at[layer])
+            if start < end:
+                found.append((start, end, self._size(one, slot)))
+        return found
+
+    def recomputed_bytes(self, layer: int, mode: Mode) -> int:
+        """Bytes that save-all counts before the backward and that are yet to be recomputed."""
+        one = self.step.layers[layer]
+        if mode.recompute_rows is not None:
+            return 0
+        return sum(self._size(one, slot) for slot in mode.slots(Action.RECOMPUTE))
+
+    def _size(self, layer: Layer, slot: int) -> int:
+        return self.step.class_of(layer).slots[slot].size_bytes
+
+
+def _uses(problem: Problem) -> tuple[dict[str, int], dict[str, int]]:
+    """Value -> its maker's or last reader's forward call; value -> its first backward reader."""
+    last: dict[str, int] = {}
+    first: dict[str, int] = {}
+    for at, call in enumerate(problem.calls):
+        if call.phase is Phase.FORWARD:
+            last.update(dict.fromkeys((*call.inputs, *call.outputs), at))
+        else:
+            for value in call.inputs:
+                first.setdefault(value, at)
+    return last, first
+
+
+def call_bytes(problem: Problem) -> tuple[list[int], list[int]]:
+    """Per call the most device bytes during it, and the device bytes at the border before it."""
+    import numpy as np
+
+    starts = call_starts(problem)
+    num_lines = starts[-1] + 2
+    change = np.zeros(num_lines, dtype=np.int64)
+    for line, total in live_bytes(arena_buffers(problem)).items():
+        change[line] = total + 1  # + 1: a sum of zero is not the same as no entry
+    known = np.flatnonzero(change)
+    arena = np.zeros(num_lines, dtype=np.int64)
+    for line, end in zip(known.tolist(), [*known.tolist()[1:], num_lines], strict=True):
+        arena[line:end] = change[line] - 1
+    outside = np.zeros(num_lines, dtype=np.int64)
+    for line, size_bytes, _ in outside_events(problem):
+        outside[line] += size_bytes
+    alive = arena + np.cumsum(outside)
+    during, border = [], []
+    made = step_constant_bytes(problem)
+    for at, call in enumerate(problem.calls):
+        border.append(int(alive[starts[at] - 1]) + made if at else made)
+        made += sum(
+            slot.size_bytes
+            for slot in problem.regions[call.region].outputs
+            if slot.storage is Storage.EXTERNAL
+        )
+        during.append(int(alive[starts[at] : starts[at + 1]].max()) + made)
+    return during, border

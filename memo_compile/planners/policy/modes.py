@@ -1,0 +1,343 @@
+"""What one layer of a class can do with its slots: the modes worth considering, and their costs.
+
+A mode is (which slots are recomputed) x (which of the rest are offloaded), or a token-wise mix of
+the two. There are exponentially many; kept are those that are cheapest for some price of a byte
+kept on the device and some price of a byte copied, as the program of the whole step sees them,
+and the token-wise mixes whose copy just hides behind one layer's forward.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from memo_compile.errors import UnsupportedGraph
+from memo_compile.movable import (
+    Action,
+    LayerClass,
+    Mode,
+    MovableStep,
+    RecomputeKey,
+    RecomputeRegion,
+    StepCosts,
+)
+from memo_compile.planners.move_rules import facts_of, recomputable, recompute_closure
+from memo_compile.planners.policy.subsets import recompute_sets
+from memo_compile.problem import RegionProfile, align
+
+MAX_MODES = 12
+"""Modes of one class. The program of the whole step has a variable for each mode and layer."""
+
+EIGHTHS = 8
+"""Token-wise mixes recompute a multiple of 1/8 of the rows, as MEMO's alpha does."""
+
+MAX_MIXES = 3
+"""Of ``MAX_MODES``: each is a recompute region of its own if it is chosen."""
+
+PRICES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 3.0, 10.0, 100.0)
+"""Of a byte kept, in units of what recomputing the class costs per byte; and of a byte copied, in
+units of its seconds on both lanes."""
+
+RecomputeOf = Callable[[RecomputeKey], RecomputeRegion]
+"""Gives the region of a key; UnsupportedGraph: there is none, so that the mode is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeCost:
+    """A mode of one layer, and what it needs."""
+
+    mode: Mode
+    kept_bytes: int
+    """On the device between forward and backward, once all copies have ended."""
+    host_bytes: int
+    """Copied out and back, in ranges of their own on the host."""
+    num_copies: int
+    recompute_s: float = 0.0
+    recompute_peak_bytes: int = 0
+    """Device bytes of the recomputation at its worst, beyond what lives across it: its
+    temporaries, and its results unless they are written into a reloaded buffer."""
+    key: RecomputeKey | None = None
+
+    def d2h_s(self, costs: StepCosts) -> float:
+        """Seconds of the copies to the host."""
+        return self.num_copies * costs.copy_latency_s + self.host_bytes / costs.d2h_bytes_per_s
+
+    def h2d_s(self, costs: StepCosts) -> float:
+        """Seconds of the copies back."""
+        return self.num_copies * costs.copy_latency_s + self.host_bytes / costs.h2d_bytes_per_s
+
+
+def recompute_key(cls: LayerClass, mode: Mode) -> RecomputeKey | None:
+    """Which region ``mode`` recomputes with; None when it recomputes nothing."""
+    slots = mode.slots(Action.RECOMPUTE)
+    return RecomputeKey(class_key=cls.key, slots=slots, rows=mode.recompute_rows) if slots else None
+
+
+def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
+    """What ``mode`` costs a layer of ``cls``.
+
+    Raises:
+        UnsupportedGraph: there is no region that recomputes its slots.
+    """
+    key = recompute_key(cls, mode)
+    region = recompute(key) if key is not None else None
+    moved = [cls.slots[slot].size_bytes for slot in mode.slots(Action.OFFLOAD)]
+    if mode.recompute_rows is not None:
+        mixed = (cls.slots[slot] for slot in mode.slots(Action.RECOMPUTE))
+        moved += [(one.num_rows - mode.recompute_rows) * one.row_bytes for one in mixed]
+    own_outputs = mode.recompute_rows is None
+    return ModeCost(
+        mode=mode,
+        kept_bytes=sum(cls.slots[slot].size_bytes for slot in mode.slots(Action.SAVE)),
+        host_bytes=sum(map(align, moved)),
+        num_copies=len(moved),
+        recompute_s=0.0 if region is None else region.seconds,
+        recompute_peak_bytes=0 if region is None else _peak(region.profile, own_outputs),
+        key=key,
+    )
+
+
+def _peak(profile: RegionProfile, own_outputs: bool) -> int:
+    """The most bytes of a recompute region's buffers that live at one line."""
+    outputs = profile.output_of_buffer()
+    change: dict[int, int] = {}
+    for index, buffer in enumerate(profile.buffers):
+        if index in outputs and not own_outputs:
+            continue
+        end = profile.num_lines if index in outputs else buffer.end
+        change[buffer.start] = change.get(buffer.start, 0) + buffer.size_bytes
+        change[end] = change.get(end, 0) - buffer.size_bytes
+    alive = most = 0
+    for line in sorted(change):
+        alive += change[line]
+        most = max(most, alive)
+    return most + max((one.size_bytes for one in profile.outside), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rights:
+    """What one layer may do with its own values; its class only says what such layers can do."""
+
+    offload: frozenset[int]
+    recompute: frozenset[int]
+
+
+def layer_rights(step: MovableStep) -> tuple[Rights, ...]:
+    """Per layer the slots that may be offloaded and recomputed.
+
+    A value that is a slot of two layers is moved by the first one; one that no forward call makes
+    in the arena is not copied.
+    """
+    facts = facts_of(step)
+    owner: dict[str, int] = {}
+    found = []
+    for index, layer in enumerate(step.layers):
+        cls = step.class_of(layer)
+        own = [
+            slot
+            for slot, value in enumerate(layer.values)
+            if owner.setdefault(value, index) == index
+        ]
+        found.append(
+            Rights(
+                offload=frozenset(
+                    slot
+                    for slot in own
+                    if cls.slots[slot].can_offload and layer.values[slot] in facts.size_of
+                ),
+                recompute=frozenset(slot for slot in own if recomputable(step, layer, slot)),
+            )
+        )
+    return tuple(found)
+
+
+def layer_modes(
+    step: MovableStep, recompute: RecomputeOf, *, exact: bool = False
+) -> tuple[tuple[ModeCost, ...], ...]:
+    """Per layer the modes of its class, by the same numbers for all layers of the class.
+
+    Where a layer may not copy a slot its mode saves that slot; where it may not recompute one, the
+    mode is SAVE. Layers with the same rights share one tuple.
+    """
+    by_class = {
+        key: class_modes(step, key, recompute, exact=exact)
+        for key in dict.fromkeys(layer.class_key for layer in step.layers)
+    }
+    shared: dict[tuple[str, Rights], tuple[ModeCost, ...]] = {}
+    found = []
+    for layer, rights in zip(step.layers, layer_rights(step), strict=True):
+        key = (layer.class_key, rights)
+        if key not in shared:
+            cls, modes = step.class_of(layer), by_class[layer.class_key]
+            shared[key] = tuple(
+                mode_cost(cls, restricted(cls, one.mode, rights), recompute) for one in modes
+            )
+        found.append(shared[key])
+    return tuple(found)
+
+
+def restricted(cls: LayerClass, mode: Mode, rights: Rights) -> Mode:
+    """``mode`` as far as ``rights`` allow it."""
+    again = frozenset(mode.slots(Action.RECOMPUTE))
+    copied = again if mode.recompute_rows is not None else frozenset[int]()
+    if not again <= rights.recompute or not copied <= rights.offload:
+        return make_mode(cls)
+    moved = rights.offload.intersection(mode.slots(Action.OFFLOAD))
+    return make_mode(cls, recompute=again, offload=moved, rows=mode.recompute_rows)
+
+
+def class_modes(
+    step: MovableStep, class_key: str, recompute: RecomputeOf, *, exact: bool = False
+) -> tuple[ModeCost, ...]:
+    """The modes of one class that plans choose from, SAVE of everything first.
+
+    ``exact`` leaves token-wise mixes out: a slice of a matrix product may differ in its last bits.
+    """
+    cls = step.classes[class_key]
+    hidden_s = _hidden_seconds(step, class_key)
+    rates = (step.costs.d2h_bytes_per_s, step.costs.h2d_bytes_per_s)
+    hideable = int(min(seconds * rate for seconds, rate in zip(hidden_s, rates, strict=True)))
+    sets = recompute_sets(cls)
+    whole = list(_whole_modes(cls, sets, hideable))
+    mixes = [] if exact else list(_mixes(cls, sets, hideable, step.token_granule))
+    costs = list(_costs(cls, whole, recompute))
+    limit = MAX_MODES - (MAX_MIXES if mixes else 0)
+    picked = _supported(step.costs, costs, hidden_s, limit)
+    picked += list(_costs(cls, mixes, recompute))[:MAX_MIXES]
+    first, *others = picked
+    others.sort(key=lambda one: (-one.kept_bytes, one.host_bytes, one.recompute_s))
+    return (first, *others)
+
+
+def _hidden_seconds(step: MovableStep, class_key: str) -> tuple[float, float]:
+    """Seconds of one forward and one backward of the class: what a layer's copies hide behind."""
+    layer = next(one for one in step.layers if one.class_key == class_key)
+    region_of = {call.name: call.region for call in step.problem.calls}
+    region_s = step.costs.region_s
+    return region_s[region_of[layer.forward]], region_s[region_of[layer.backward]]
+
+
+def _whole_modes(cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int) -> Iterable[Mode]:
+    """Every recompute set with none, all, or a hideable prefix of the rest offloaded."""
+    for again in sets:
+        order = [slot for slot in offload_order(cls) if slot not in again]
+        prefix, taken = [], 0
+        for slot in order:
+            if taken + cls.slots[slot].size_bytes <= hideable:
+                prefix.append(slot)
+                taken += cls.slots[slot].size_bytes
+        for moved in dict.fromkeys((frozenset[int](), frozenset(prefix), frozenset(order))):
+            yield make_mode(cls, recompute=again, offload=moved)
+
+
+def _mixes(
+    cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int, granule: int
+) -> Iterable[Mode]:
+    """Token-wise mixes, the rest offloaded: first those whose copy just hides, then a half."""
+    found: dict[Mode, None] = {}
+    halves: dict[Mode, None] = {}
+    for again in reversed(sets):
+        if not again or not can_split(cls, again):
+            continue
+        num_rows = cls.slots[min(again)].num_rows
+        rest = frozenset(slot for slot in offload_order(cls) if slot not in again)
+        rest_bytes = sum(cls.slots[slot].size_bytes for slot in rest)
+        mixed_bytes = sum(cls.slots[slot].size_bytes for slot in again)
+        choices = [
+            (eighth, rows)
+            for eighth in range(1, EIGHTHS)
+            if 0 < (rows := num_rows * eighth // EIGHTHS // granule * granule) < num_rows
+        ]
+        hidden = [
+            one
+            for one in choices
+            if rest_bytes + mixed_bytes * (num_rows - one[1]) // num_rows <= hideable
+        ]
+        for _, rows in hidden[:1]:
+            found[make_mode(cls, recompute=again, offload=rest, rows=rows)] = None
+        for eighth, rows in choices:
+            if eighth == EIGHTHS // 2:
+                halves[make_mode(cls, recompute=again, offload=rest, rows=rows)] = None
+    return {**found, **halves}
+
+
+def make_mode(
+    cls: LayerClass,
+    *,
+    recompute: Iterable[int] = (),
+    offload: Iterable[int] = (),
+    rows: int | None = None,
+) -> Mode:
+    """The mode that recomputes and offloads these slots and saves the others."""
+    actions = [Action.SAVE] * len(cls.slots)
+    for slot in offload:
+        actions[slot] = Action.OFFLOAD
+    for slot in recompute:
+        actions[slot] = Action.RECOMPUTE
+    return Mode(actions=tuple(actions), recompute_rows=rows)
+
+
+def can_split(cls: LayerClass, again: Iterable[int]) -> bool:
+    """True when these slots can be recomputed for a part of their rows."""
+    slots = tuple(sorted(again))
+    rows = {cls.slots[slot].num_rows for slot in slots}
+    movable = all(cls.slots[slot].can_offload for slot in slots)
+    split = all(cls.slots[slot].row_bytes for slot in slots)
+    if not slots or len(rows) > 1 or rows == {1} or not movable or not split:
+        return False
+    available = [slot for slot in range(len(cls.slots)) if slot not in slots]
+    return all(cls.ops[op].row_wise for op in recompute_closure(cls, slots, available))
+
+
+def offload_order(cls: LayerClass) -> list[int]:
+    """Slots that can be offloaded, the ones that are dearest to recompute per byte first.
+
+    What cannot be recomputed comes first: only a copy takes it off the device.
+    """
+
+    def price(slot: int) -> float:
+        one = cls.slots[slot]
+        if not one.can_recompute:
+            return float("inf")
+        others = [other for other in range(len(cls.slots)) if other != slot]
+        ops = recompute_closure(cls, (slot,), others)
+        return sum(cls.ops[op].seconds for op in ops) / max(one.size_bytes, 1)
+
+    slots = [slot for slot, one in enumerate(cls.slots) if one.can_offload]
+    return sorted(slots, key=lambda slot: (-price(slot), slot))
+
+
+def _costs(cls: LayerClass, modes: Iterable[Mode], recompute: RecomputeOf) -> Iterable[ModeCost]:
+    for mode in dict.fromkeys(modes):
+        try:
+            yield mode_cost(cls, mode, recompute)
+        except UnsupportedGraph:
+            continue
+
+
+def _supported(
+    costs: StepCosts, modes: Sequence[ModeCost], hidden_s: tuple[float, float], limit: int
+) -> list[ModeCost]:
+    """At most ``limit`` modes: SAVE, the smallest, and the cheapest for the most pairs of prices.
+
+    Copies cost their price up to ``hidden_s``, the seconds of the layer's forward and backward
+    that they hide behind, and one second a second beyond.
+    """
+    full = max((one.recompute_s for one in modes), default=0.0)
+    freed = max((modes[0].kept_bytes - one.kept_bytes for one in modes if one.key), default=0)
+    copy_price = 1 / costs.d2h_bytes_per_s + 1 / costs.h2d_bytes_per_s
+    keep_price = full / freed if freed and full else copy_price
+    fixed_s = [
+        one.recompute_s + max(0.0, one.d2h_s(costs) - hidden_s[0], one.h2d_s(costs) - hidden_s[1])
+        for one in modes
+    ]
+    wins = dict.fromkeys(range(len(modes)), 0)
+    for kept in PRICES:
+        for copied in PRICES:
+            score = [
+                fixed + kept * keep_price * one.kept_bytes + copied * copy_price * one.host_bytes
+                for fixed, one in zip(fixed_s, modes, strict=True)
+            ]
+            wins[min(range(len(modes)), key=lambda at: (score[at], at))] += 1
+    smallest = min(range(len(modes)), key=lambda at: (modes[at].kept_bytes, at))
+    ranked = sorted(wins, key=lambda at: (at != 0, at != smallest, -wins[at], at))
+    picked = [at for at in ranked if at in (0, smallest) or wins[at]]
+    return [modes[at] for at in sorted(picked[:limit])]

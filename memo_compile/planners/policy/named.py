@@ -1,0 +1,207 @@
+"""The papers' policies, by name: exactly what they do to this step, for comparison and by wish.
+
+    save            everything stays.
+    full-recompute  what can be made again from the layer's input and its other slots is; inputs
+                    stay.
+    full-offload    everything is copied to the host, from every layer.
+    memo            MEMO's token-wise mix (arXiv 2407.12117, section 4.1): the layer's input and
+                    what attention returns are copied; of the other slots' rows the part alpha is
+                    copied and the rest recomputed; the last two layers stay; two rotating buffers.
+
+A slot that cannot do what its policy wants stays, and a note says so.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from memo_compile.errors import ConfigError, UnsupportedGraph
+from memo_compile.movable import Action, Layer, LayerClass, Mode, MovableStep, Moves, Schedule
+from memo_compile.planners.alpha import QUANTA
+from memo_compile.planners.policy.modes import (
+    RecomputeOf,
+    Rights,
+    can_split,
+    layer_rights,
+    make_mode,
+    recompute_key,
+)
+from memo_compile.problem import align
+
+NAMED = ("save", "full-recompute", "full-offload", "memo")
+"""Policies that are one plan (``memo``: one for each alpha)."""
+
+ROTATING = Schedule(offload_lag=1, reload_lead=1)
+"""MEMO's two rotating buffers."""
+
+KEPT_LAYERS = 2
+"""Layers at the end that policy ``memo`` leaves alone: their backward comes first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedPlan:
+    """The decisions of a named policy, and what it could not do."""
+
+    moves: Moves
+    notes: tuple[str, ...] = ()
+
+
+def named_moves(
+    step: MovableStep,
+    policy: str,
+    recompute: RecomputeOf,
+    *,
+    alpha: float | None = None,
+    host_budget_bytes: int | None = None,
+    exact: bool = False,
+) -> NamedPlan:
+    """The decisions of ``policy``; ``alpha`` is for ``memo``, None means MEMO's own program.
+
+    Raises:
+        ConfigError: the policy is unknown, or alpha is not one of MEMO's.
+    """
+    if policy == "save":
+        return NamedPlan(moves=step.save_all())
+    if policy == "full-recompute":
+        return _per_layer(step, policy, Schedule(), recompute, _full_recompute)
+    if policy == "full-offload":
+        return _per_layer(step, policy, ROTATING, recompute, _full_offload)
+    if policy != "memo":
+        raise ConfigError(f"policy: expected one of {', '.join(NAMED)}, got {policy!r}")
+    if alpha is None:
+        alpha = memo_alpha(step, host_budget_bytes=host_budget_bytes)
+    elif alpha not in QUANTA:
+        raise ConfigError(f"alpha: expected one of {QUANTA}, got {alpha!r}")
+    if exact and 0 < alpha < 1:
+        alpha = 0.0
+
+    granule = step.token_granule
+
+    def mode(cls: LayerClass, rights: Rights) -> Mode:
+        return _memo(cls, rights, alpha, granule)
+
+    moved = repeating_layers(step)[:-KEPT_LAYERS]
+    return _per_layer(step, policy, ROTATING, recompute, mode, only=moved)
+
+
+def _per_layer(
+    step: MovableStep,
+    policy: str,
+    schedule: Schedule,
+    recompute: RecomputeOf,
+    mode_of: Callable[[LayerClass, Rights], Mode],
+    *,
+    only: Iterable[int] | None = None,
+) -> NamedPlan:
+    """Every layer's mode and the notes; layers that are not among ``only`` save everything."""
+    moved = set(range(len(step.layers)) if only is None else only)
+    modes: list[Mode] = []
+    notes: dict[str, None] = {}
+    for index, (layer, rights) in enumerate(zip(step.layers, layer_rights(step), strict=True)):
+        cls = step.class_of(layer)
+        if index not in moved:
+            modes.append(make_mode(cls))
+            continue
+        mode = _with_region(cls, mode_of(cls, rights), recompute, notes)
+        modes.append(mode)
+        left = mode.slots(Action.SAVE)
+        movable = [slot for slot in left if not _stays_by_policy(cls, policy, slot)]
+        for slot in movable:
+            notes[f"{cls.key}: {cls.slots[slot].name} is kept, it cannot be moved"] = None
+    moves = Moves(modes=tuple(modes), schedule=schedule, policy=policy)
+    return NamedPlan(moves=moves, notes=tuple(notes))
+
+
+def _stays_by_policy(cls: LayerClass, policy: str, slot: int) -> bool:
+    """True when ``policy`` itself keeps the slot, so that no note is due."""
+    return policy == "full-recompute" and cls.slots[slot].is_input
+
+
+def _with_region(
+    cls: LayerClass, mode: Mode, recompute: RecomputeOf, notes: dict[str, None]
+) -> Mode:
+    """``mode``, or without its recomputation where there is no region for it."""
+    key = recompute_key(cls, mode)
+    if key is None:
+        return mode
+    try:
+        recompute(key)
+    except UnsupportedGraph as error:
+        notes[f"{cls.key}: nothing is recomputed: {error}"] = None
+        actions = tuple(Action.SAVE if one is Action.RECOMPUTE else one for one in mode.actions)
+        return replace(mode, actions=actions, recompute_rows=None)
+    return mode
+
+
+def repeating_layers(step: MovableStep) -> list[int]:
+    """Indices of the layers whose class has more than one; all where none repeats."""
+    count: dict[str, int] = {}
+    for layer in step.layers:
+        count[layer.class_key] = count.get(layer.class_key, 0) + 1
+    found = [i for i, layer in enumerate(step.layers) if count[layer.class_key] > 1]
+    return found or list(range(len(step.layers)))
+
+
+def _full_recompute(cls: LayerClass, rights: Rights) -> Mode:
+    return make_mode(cls, recompute=rights.recompute)
+
+
+def _full_offload(cls: LayerClass, rights: Rights) -> Mode:
+    return make_mode(cls, offload=rights.offload)
+
+
+def _memo(cls: LayerClass, rights: Rights, alpha: float, granule: int) -> Mode:
+    """Inputs and attention offloaded, ``alpha`` of the rows of the others too, the rest again."""
+    others = _others(cls, rights)
+    moved = rights.offload - others
+    if alpha == 1 or not others:
+        return make_mode(cls, offload=rights.offload)
+    if alpha == 0 or not can_split(cls, others) or not others <= rights.offload:
+        return make_mode(cls, offload=moved, recompute=others)
+    num_rows = cls.slots[min(others)].num_rows
+    rows = math.ceil(num_rows * (1 - alpha) / granule) * granule
+    return make_mode(cls, offload=moved, recompute=others, rows=rows if rows < num_rows else None)
+
+
+def _others(cls: LayerClass, rights: Rights) -> frozenset[int]:
+    """MEMO's 14 bsh: slots that are recomputed, wholly or in part."""
+    attention = (slot for slot in rights.offload if cls.slots[slot].is_attention)
+    return rights.recompute.difference(attention)
+
+
+def memo_alpha(step: MovableStep, *, host_budget_bytes: int | None) -> float:
+    """MEMO's alpha for this step: the largest of its quanta that obeys both bounds.
+
+        alpha_bw   = (T B - S_always) / S_others    a layer's copy hides behind the next forward
+        alpha_host = (M / (n - 2) - S_always) / S_others    all copies fit the host
+
+    T, S: of the class with the most bytes; B: device-to-host bytes/s; M: the host budget; n: its
+    layers. The formulas of ``planners.alpha`` with this step's own sizes and seconds.
+    """
+    moved = repeating_layers(step)[:-KEPT_LAYERS]
+    if not moved:
+        return 1.0
+    by_class: dict[str, list[int]] = {}
+    for index in moved:
+        by_class.setdefault(step.layers[index].class_key, []).append(index)
+    layers = max(
+        by_class.values(), key=lambda some: len(some) * _total(step, step.layers[some[-1]])
+    )
+    layer = step.layers[layers[-1]]
+    cls, rights = step.class_of(layer), layer_rights(step)[layers[-1]]
+    others = _others(cls, rights)
+    others_bytes = sum(align(cls.slots[slot].size_bytes) for slot in others)
+    if not others_bytes:
+        return 1.0
+    always_bytes = sum(align(cls.slots[slot].size_bytes) for slot in rights.offload - others)
+    region_of = {call.name: call.region for call in step.problem.calls}
+    forward_s = step.costs.region_s[region_of[layer.forward]]
+    bounds = [(forward_s * step.costs.d2h_bytes_per_s - always_bytes) / others_bytes]
+    if host_budget_bytes is not None:
+        bounds.append((host_budget_bytes / len(moved) - always_bytes) / others_bytes)
+    value = max(0.0, min(1.0, *bounds))
+    return max(quantum for quantum in QUANTA if quantum <= value + 1e-12)
+
+
+def _total(step: MovableStep, layer: Layer) -> int:
+    return sum(slot.size_bytes for slot in step.class_of(layer).slots)

@@ -1,0 +1,151 @@
+"""Why each slot is kept, offloaded or recomputed: one sentence from the numbers that decided."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from memo_compile.movable import Action, Layer, LayerClass, Mode, MovableStep, Moves
+from memo_compile.planners.move_rules import recomputable, recompute_closure
+from memo_compile.units import format_bytes, format_seconds
+
+
+class Decided(Protocol):
+    """What reasons are given for: a Choice."""
+
+    @property
+    def moves(self) -> Moves:
+        """A mode for each layer."""
+        ...
+
+
+def reasons(step: MovableStep, choice: Decided) -> Mapping[tuple[str, int], str]:
+    """(class key, slot) -> why most layers of the class do what they do with the slot."""
+    found = {}
+    for class_key in dict.fromkeys(layer.class_key for layer in step.layers):
+        facts = _ClassFacts.of(step, choice.moves, class_key)
+        for slot in range(len(facts.cls.slots)):
+            found[class_key, slot] = facts.reason(slot)
+    return found
+
+
+def main_action(modes: list[Mode], slot: int) -> tuple[Action, int]:
+    """What most of ``modes`` do with ``slot``, and how many do; any move wins over SAVE."""
+    count = {action: 0 for action in (Action.OFFLOAD, Action.RECOMPUTE, Action.SAVE)}
+    for mode in modes:
+        count[mode.actions[slot]] += 1
+    moved = max((Action.OFFLOAD, Action.RECOMPUTE), key=lambda one: count[one])
+    action = moved if count[moved] else Action.SAVE
+    return action, count[action]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ClassFacts:
+    """One class with the modes of its layers and what its copies can hide behind."""
+
+    cls: LayerClass
+    layer: Layer
+    modes: list[Mode]
+    step: MovableStep
+    forward_s: float
+    policy: str
+
+    @staticmethod
+    def of(step: MovableStep, moves: Moves, class_key: str) -> "_ClassFacts":
+        pairs = [
+            (layer, mode)
+            for layer, mode in zip(step.layers, moves.modes, strict=True)
+            if layer.class_key == class_key
+        ]
+        region_of = {call.name: call.region for call in step.problem.calls}
+        return _ClassFacts(
+            cls=step.classes[class_key],
+            layer=pairs[0][0],
+            modes=[mode for _, mode in pairs],
+            step=step,
+            forward_s=step.costs.region_s[region_of[pairs[0][0].forward]],
+            policy=moves.policy,
+        )
+
+    def reason(self, slot: int) -> str:
+        """The sentence for ``slot``."""
+        action, count = main_action(self.modes, slot)
+        total = len(self.modes)
+        where = "" if count == total else f"in {count} of {total} layers: "
+        if action is Action.SAVE:
+            return self._kept(slot)
+        mode = next(one for one in self.modes if one.actions[slot] is action)
+        said = self._offloaded(slot, mode) if action is Action.OFFLOAD else self._again(slot, mode)
+        return where + said
+
+    def _again_s(self, slot: int) -> float:
+        """Seconds to recompute the slot alone."""
+        others = [other for other in range(len(self.cls.slots)) if other != slot]
+        ops = recompute_closure(self.cls, (slot,), others)
+        return sum(self.cls.ops[op].seconds for op in ops)
+
+    def _copy_s(self, slot: int) -> float:
+        costs = self.step.costs
+        return costs.copy_latency_s + self.cls.slots[slot].size_bytes / costs.d2h_bytes_per_s
+
+    def _layer_copy_s(self, mode: Mode) -> float:
+        """Seconds of all copies of a layer to the host."""
+        total = sum(self._copy_s(slot) for slot in mode.slots(Action.OFFLOAD))
+        if mode.recompute_rows is not None:
+            for slot in mode.slots(Action.RECOMPUTE):
+                share = 1 - mode.recompute_rows / self.cls.slots[slot].num_rows
+                total += share * self._copy_s(slot)
+        return total
+
+    def _can_again(self, slot: int) -> bool:
+        return recomputable(self.step, self.layer, slot)
+
+    def _kept(self, slot: int) -> str:
+        one = self.cls.slots[slot]
+        if not one.can_offload and not self._can_again(slot):
+            return "cannot be moved: it can be neither copied nor made again in its layer"
+        if all(set(mode.actions) == {Action.SAVE} for mode in self.modes):
+            return "nothing of these layers needs to move"
+        options = []
+        if self._can_again(slot):
+            options.append(f"recomputing it costs {format_seconds(self._again_s(slot))}")
+        if one.can_offload:
+            options.append(f"its copy takes {format_seconds(self._copy_s(slot))}")
+        return f"kept: {' and '.join(options)}, more than its {format_bytes(one.size_bytes)} need"
+
+    def _offloaded(self, slot: int, mode: Mode) -> str:
+        copies, window = self._layer_copy_s(mode), self.forward_s
+        one = format_seconds(self._copy_s(slot))
+        if copies <= window:
+            hides = (
+                f"its copy {one} hides: the layer's copies take {format_seconds(copies)}, the next "
+                f"layer's forward {format_seconds(window)}"
+            )
+        else:
+            hides = (
+                f"its copy takes {one}; the layer's copies together, {format_seconds(copies)}, are "
+                f"longer than the next layer's forward, {format_seconds(window)}"
+            )
+        if not self._can_again(slot):
+            return f"{hides}; it cannot be made again in its layer"
+        return f"{hides}; recomputing it costs {format_seconds(self._again_s(slot))}"
+
+    def _again(self, slot: int, mode: Mode) -> str:
+        again, copy = self._again_s(slot), self._copy_s(slot)
+        slot_of = self.cls.slots[slot]
+        if mode.recompute_rows is not None:
+            rows = f"rows 0 to {mode.recompute_rows} of {slot_of.num_rows} are recomputed"
+            copies = format_seconds(self._layer_copy_s(mode))
+            return (
+                f"{rows}, the rest is offloaded: the layer's copies take {copies} of the "
+                f"{format_seconds(self.forward_s)} of the next layer's forward"
+            )
+        said = f"recompute costs {format_seconds(again)}"
+        if not slot_of.can_offload:
+            return f"{said}; it cannot be copied to the host"
+        together = self._layer_copy_s(mode) + copy
+        if together <= self.forward_s:
+            return f"{said}, its copy {format_seconds(copy)} of two copy lanes and host memory"
+        return (
+            f"{said}, its copy {format_seconds(copy)} does not hide behind the next layer "
+            f"({format_seconds(together)} of copies in {format_seconds(self.forward_s)})"
+        )

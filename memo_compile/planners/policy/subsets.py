@@ -1,0 +1,133 @@
+"""Which sets of a layer's slots are worth recomputing: the lower hull of seconds over bytes freed.
+
+All subsets are evaluated at once with numpy, a row of the table a subset. Slots beyond
+``MAX_GROUPS`` are merged first: two of nearly the same price per byte are seldom told apart.
+"""
+
+from typing import Any
+
+from memo_compile.movable import LayerClass
+from memo_compile.planners.move_rules import recompute_closure
+
+MAX_GROUPS = 12
+"""2^12 subsets of 100 operators take 10 ms."""
+
+MAX_SETS = 6
+"""Sets given, the empty and the largest included: each is a region to lower if it is chosen."""
+
+MIN_SHARE = 0.03
+"""A set that frees less than this share of the recomputable bytes more than the one before it does
+not deserve a region of its own."""
+
+
+def recompute_sets(cls: LayerClass) -> tuple[frozenset[int], ...]:
+    """Sets of slots to recompute, ascending in bytes freed; the first is empty.
+
+    The last one frees all that can be freed. No other set lies below the line through two
+    neighbours: for each price of a byte one of them is the cheapest.
+    """
+    groups = slot_groups(cls)
+    if not groups:
+        return (frozenset(),)
+    freed, seconds, possible = _table(cls, groups)
+    points = [
+        (int(freed[row]), float(seconds[row]), row)
+        for row in range(1 << len(groups))
+        if possible[row]
+    ]
+    hull = _lower_hull(sorted(points))
+    return tuple(
+        frozenset(slot for bit, group in enumerate(groups) if row >> bit & 1 for slot in group)
+        for _, _, row in _spaced(hull)
+    )
+
+
+def slot_groups(cls: LayerClass) -> list[tuple[int, ...]]:
+    """The recomputable slots, merged into at most MAX_GROUPS of a similar price per byte."""
+    slots = [slot for slot, one in enumerate(cls.slots) if one.can_recompute]
+
+    def price(group: tuple[int, ...]) -> float:
+        others = [slot for slot in range(len(cls.slots)) if slot not in group]
+        ops = recompute_closure(cls, group, others)
+        return sum(cls.ops[op].seconds for op in ops) / max(1, _bytes(cls, group))
+
+    single: list[tuple[int, ...]] = [(slot,) for slot in slots]
+    groups = sorted(single, key=lambda one: (price(one), one))
+    prices = [price(one) for one in groups]
+    while len(groups) > MAX_GROUPS:
+        loss = [
+            (prices[at + 1] - prices[at])
+            * min(_bytes(cls, groups[at]), _bytes(cls, groups[at + 1]))
+            for at in range(len(groups) - 1)
+        ]
+        at = min(range(len(loss)), key=lambda one: (loss[one], one))
+        groups[at : at + 2] = [tuple(sorted(groups[at] + groups[at + 1]))]
+        prices[at : at + 2] = [price(groups[at])]
+    return groups
+
+
+def _bytes(cls: LayerClass, group: tuple[int, ...]) -> int:
+    return sum(cls.slots[slot].size_bytes for slot in group)
+
+
+def _table(cls: LayerClass, groups: list[tuple[int, ...]]) -> tuple[Any, Any, Any]:
+    """Per subset: bytes freed, seconds, and whether everything it needs may be recomputed."""
+    import numpy as np
+
+    rows = np.arange(1 << len(groups), dtype=np.int64)
+    none = np.zeros(len(rows), dtype=bool)
+    again_of = {
+        slot: (rows >> bit & 1).astype(bool) for bit, group in enumerate(groups) for slot in group
+    }
+    wanted = [none.copy() for _ in cls.ops]
+    freed = np.zeros(len(rows), dtype=np.int64)
+    seconds = np.zeros(len(rows))
+    possible = ~none
+    for slot, again in again_of.items():
+        freed += again * cls.slots[slot].size_bytes
+    for index in reversed(range(len(cls.ops))):
+        op = cls.ops[index]
+        if op.slot is not None:
+            again = again_of.get(op.slot, none)
+            runs = again.copy()
+        else:
+            runs = wanted[index]
+        if not op.can_recompute:
+            possible &= ~runs
+        seconds += runs * op.seconds
+        for source in op.inputs:
+            wanted[source] |= runs
+    return freed, seconds, possible
+
+
+def _lower_hull(points: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
+    """The corners of the lower convex hull of points sorted by bytes, from the empty set on."""
+    hull: list[tuple[int, float, int]] = []
+    for point in points:
+        if hull and point[0] == hull[-1][0]:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _slope(one: tuple[int, float, int], other: tuple[int, float, int]) -> float:
+    return (other[1] - one[1]) / (other[0] - one[0])
+
+
+def _spaced(hull: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
+    """At most MAX_SETS corners: first and last, and between them those that lie well apart."""
+    first, last = hull[0], hull[-1]
+    if last is first:
+        return [first]
+    kept = [first]
+    for point in hull[1:-1]:
+        apart = min(point[0] - kept[-1][0], last[0] - point[0])
+        if apart >= MIN_SHARE * last[0]:
+            kept.append(point)
+    while len(kept) > MAX_SETS - 1:
+        gains = [kept[at + 1][0] - kept[at - 1][0] for at in range(1, len(kept) - 1)]
+        gains.append(last[0] - kept[-2][0])
+        kept.pop(1 + min(range(len(gains)), key=lambda at: (gains[at], at)))
+    return [*kept, last]
