@@ -7,7 +7,9 @@ layer's copy, n = layers:
 
     forward  = 2 T + (n - 2) max(T, C)        backward = 2 B + (n - 2) max(B, C)
 
-The paper's n max(T, C) is the same where copies hide. Operators cost what ``layer_costs`` says.
+The paper's n max(T, C) is the same where copies hide. As in the paper, B is the same for all
+layers; policy ``memo`` of a planned step recomputes nothing in the last two, which saves
+2 (1 - alpha) R. Operators cost what ``layer_costs`` says.
 """
 
 import enum
