@@ -1,8 +1,9 @@
 """Runs a planned step on cells that stand for bytes, under the worst timings of its copies.
 
 An oracle for the checker that knows nothing of lifetimes or of rules: kernels read and write cells
-at the offsets of the plan, copies happen as early or as late as their lane allows, and what counts
-is whether the step's results are those of the step without moves.
+at the offsets of the plan, copies happen as early or as late as their waits allow (a wait ends its
+own copy only, though lanes are in order), and what counts is whether the step's results are those
+of the step without moves.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ class Broken(Exception):
 
 
 @dataclasses.dataclass
-class Storage_:
+class Cells:
     """Cells ``[first, first + count)`` of a memory."""
 
     memory: dict
@@ -75,9 +76,10 @@ class Machine:
         self.arena: dict = {}
         self.host: dict = {}
         self.ordinary: dict = {}
-        self.values: dict[str, Storage_] = {}
+        self.values: dict[str, Cells] = {}
         self.last_read: dict[str, tuple] = {}
-        self.lanes: dict[str, list[tuple[StepCall, Storage_]]] = {"d2h": [], "h2d": []}
+        self.lanes: dict[str, list[tuple[StepCall, Cells]]] = {"d2h": [], "h2d": []}
+        """The copies in flight."""
         self.results: dict[str, tuple] = {}
 
     def run(self) -> "Machine":
@@ -96,8 +98,8 @@ class Machine:
             self._drain(name)
         return self
 
-    def _ordinary(self, name: str, count: int, content) -> Storage_:
-        storage = Storage_(self.ordinary, name, count)
+    def _ordinary(self, name: str, count: int, content) -> Cells:
+        storage = Cells(self.ordinary, name, count)
         for index in range(count):
             storage.put(index, (content, index))
         return storage
@@ -111,7 +113,7 @@ class Machine:
         while self.lanes[name]:
             self._copy(*self.lanes[name].pop(0))
 
-    def _copy(self, call: StepCall, storage: Storage_) -> None:
+    def _copy(self, call: StepCall, storage: Cells) -> None:
         copy = call.copy
         assert isinstance(copy, Copy)
         shift = copy.host_offset - copy.start_bytes
@@ -124,15 +126,16 @@ class Machine:
 
     def _wait(self, call: StepCall) -> None:
         for lane in self.lanes.values():
-            names = [one.name for one, _ in lane]
-            if call.waits_for in names:
-                for _ in range(names.index(call.waits_for) + 1):
-                    self._copy(*lane.pop(0))
+            for at, (one, storage) in enumerate(lane):
+                if one.name == call.waits_for:
+                    del lane[at]
+                    self._copy(one, storage)
+                    return
 
     def _run(self, call: StepCall, region: RegionProfile) -> None:
         if any(value not in self.values for value in call.inputs):
             raise Broken(f"{call.name} reads what is not there")
-        mine: dict[int, Storage_] = {}
+        mine: dict[int, Cells] = {}
         into = {one.buffer: one for one in call.into}
         seen: list = []
         for line in range(region.num_lines):
@@ -152,7 +155,7 @@ class Machine:
         self._finish(call, region, mine, seen)
 
     def _finish(
-        self, call: StepCall, region: RegionProfile, mine: dict[int, Storage_], seen: list
+        self, call: StepCall, region: RegionProfile, mine: dict[int, Cells], seen: list
     ) -> None:
         digest = hash((call.region, tuple(seen)))
         kept = {slot.index for slot in region.outputs if slot.storage is Storage.ARENA}
@@ -169,7 +172,7 @@ class Machine:
                 self.values[value] = self._ordinary(value, 1, (digest, position))
                 self.results[value] = self.values[value].all()
 
-    def _remake(self, call: StepCall, position: int, storage: Storage_) -> None:
+    def _remake(self, call: StepCall, position: int, storage: Cells) -> None:
         """A recomputation of the right inputs gives what the forward gave."""
         remake = self.remakes.get(call.name)
         if remake is None or self.reference is None or call.kind is not CallKind.RECOMPUTE:
@@ -182,7 +185,7 @@ class Machine:
         for cell in range(min(storage.count, len(contents))):
             storage.put(cell, contents[cell])
 
-    def _place(self, call: StepCall, region: RegionProfile, index: int) -> Storage_:
+    def _place(self, call: StepCall, region: RegionProfile, index: int) -> Cells:
         buffer = region.buffers[index]
         size = self.used_bytes.get((region.name, buffer.name), buffer.size_bytes)
         for one in call.into:
@@ -192,15 +195,15 @@ class Machine:
                 inside = self.values[one.value]
                 assert not inside.is_ordinary, "the machine keeps such values in the arena"
                 first = inside.first + one.offset_bytes // CELL_BYTES
-                return Storage_(self.arena, first, size // CELL_BYTES)
+                return Cells(self.arena, first, size // CELL_BYTES)
         offset = self.plan.offsets[f"{call.name}/{buffer.name}"]
-        return Storage_(self.arena, offset // CELL_BYTES, size // CELL_BYTES)
+        return Cells(self.arena, offset // CELL_BYTES, size // CELL_BYTES)
 
-    def _scribble(self, call: StepCall, storage: Storage_) -> None:
+    def _scribble(self, call: StepCall, storage: Cells) -> None:
         for cell in range(storage.count):
             storage.put(cell, ("scribble", call.name, cell))
 
-    def _was_scribbled(self, call: StepCall, storage: Storage_) -> bool:
+    def _was_scribbled(self, call: StepCall, storage: Cells) -> bool:
         if call.kind is CallKind.RELOAD:
             return True
         return storage.all() == tuple(("scribble", call.name, i) for i in range(storage.count))

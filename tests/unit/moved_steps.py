@@ -280,14 +280,14 @@ def token_mix(rows: int = 4) -> Shape:
     remakes = {f"again{i}": Remake(inputs=(f"y{i}", f"a{i}"), outputs=(f"s{i}",)) for i in range(2)}
     return Shape(
         original=layers(2, {profile.name: profile}),
-        moved=step(calls, 2 * S, {profile.name: profile}),
+        moved=step(calls, 2 * S - split, {profile.name: profile}),
         remakes=remakes,
         used_bytes={(profile.name, "s"): split},
     )
 
 
 def rotating() -> Shape:
-    """MEMO's two buffers: i leaves before i + 2 begins, comes back when backward i + 2 has ended."""
+    """MEMO's two buffers: i has left before i + 2 begins, and comes back after backward i + 2."""
     n = 4
     out = [offload(f"s{i}", i * S) for i in range(n - 2)]
     back = [reload(f"s{i}", i * S) for i in range(n - 2)]
