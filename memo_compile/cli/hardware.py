@@ -1,6 +1,7 @@
 """``memo hardware``: what devices can do, by whom it was said and when, and what this one can."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -83,6 +84,7 @@ def measure_command(
         _require_writable(out)
     place = pick_device(device)
     print(f"memo: measuring {device_name(place)}", file=sys.stderr, flush=True)
+    _warn_if_busy()
     profile = measure_hardware(
         place, say=lambda what: print(f"memo:   {what} ...", file=sys.stderr, flush=True)
     )
@@ -92,6 +94,18 @@ def measure_command(
     if out is not None:
         spelled = str(out) if out.suffix == ".json" else f"./{out}"
         print(f"memo: wrote {out}; use it as --hardware {spelled}", file=sys.stderr)
+
+
+def _warn_if_busy() -> None:
+    """Says so when others compute here: even the best of many runs is then too slow."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores / 2:
+        print(
+            f"memo: warning: other processes use this machine (load {load:.1f} on {cores} cores); "
+            "the figures will be too low, measure again when it is idle",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _require_writable(out: Path) -> None:

@@ -1,6 +1,7 @@
 """``memo hardware``: what it prints, what it writes, and how it leaves."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ def _quick(monkeypatch):
     monkeypatch.setattr(hardware_measure, "BUDGET_S", 0.0)
     monkeypatch.setattr(hardware_measure, "COPY_BYTES", 4 * 2**20)
     monkeypatch.setattr(hardware_measure, "MATMUL_SIZE", {"cpu": 128, "cuda": 128})
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
 def run(capsys, *argv):
@@ -74,6 +76,15 @@ def test_measure_prints_one_object_and_progress_beside_it(capsys, tmp_path, monk
     assert "float32" in body["figures"]["peak_flops_per_s"]["document"]
     assert body["figures"]["network_bytes_per_s"]["document"].startswith("assumed")
     assert body["figures"]["d2h_bytes_per_s"]["value"] > 1e7
+
+
+def test_a_busy_machine_is_said_to_be_one(capsys, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 1.0, 1.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    code, out, err = run(capsys, "hardware", "measure", "--device", "cpu", "--json")
+    assert code == 0
+    assert json.loads(out)["schema_version"] == 1
+    assert "other processes use this machine (load 9.0 on 4 cores)" in err
 
 
 def test_a_measured_file_works_where_a_name_does(capsys, tmp_path, monkeypatch):
