@@ -54,6 +54,8 @@ class Ticket:
     """One issued copy."""
 
     def __init__(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if destination.shape != source.shape or destination.dim() != 1:
+            raise AssertionError(f"expected equal lengths, got {destination.shape}, {source.shape}")
         self.lane = lane
         self.destination = destination
         self.source = source
@@ -104,14 +106,16 @@ class CopyEngine:
 
         Neither may be written, nor the destination read, before :meth:`wait`.
         """
-        if destination.shape != source.shape or destination.dim() != 1:
-            raise AssertionError(f"expected equal lengths, got {destination.shape}, {source.shape}")
         ticket = Ticket(lane, destination, source)
+        self.begin(ticket)
+        return ticket
+
+    def begin(self, ticket: Ticket) -> None:
+        """Begin a copy whose ticket somebody holds already, so that no interrupt can lose it."""
         if self.schedule is not Schedule.LATE:
             self._start(ticket)
         if self.schedule in (Schedule.EARLY, Schedule.SERIAL):
             ticket.stall_s = self._lanes.finish(ticket)
-        return ticket
 
     def wait(self, ticket: Ticket) -> float:
         """The copy has ended for the caller; returns the seconds that its issue and wait blocked.
@@ -137,11 +141,12 @@ class CopyEngine:
     def settle(self, ticket: Ticket) -> None:
         """Nothing touches the copy's bytes any more: for a step that is given up.
 
-        Blocks the host. Never raises for a copy that failed: nobody reads its result.
+        Blocks the host until all earlier copies of the lane have ended: an interrupt may have
+        come in the middle of the issue. A LATE copy is not made. Never raises for a copy that
+        failed: nobody reads its result.
         """
         if ticket.finished or ticket.pid != os.getpid():
             return
-        self._start(ticket)
         self._lanes.settle(ticket)
         ticket.finished = True
         if ticket.error is not None:
@@ -160,11 +165,11 @@ class CopyEngine:
 
     def _start(self, ticket: Ticket) -> None:
         if not ticket.started:
-            ticket.started = True
             if self.schedule in (Schedule.EARLY, Schedule.LATE):
                 self._lanes.copy_now(ticket)
             else:
                 self._lanes.start(ticket)
+            ticket.started = True
 
 
 class _CpuLanes:
@@ -180,7 +185,7 @@ class _CpuLanes:
     def copy_now(self, ticket: Ticket) -> None:
         try:
             move_bytes(ticket.destination, ticket.source, self.bytes_per_s)
-        except BaseException as error:  # raised again where the copy is waited for
+        except Exception as error:  # raised again where the copy is waited for
             ticket.error = error
         finally:
             ticket.copied.set()
@@ -191,7 +196,7 @@ class _CpuLanes:
         return time.perf_counter() - start_s
 
     def settle(self, ticket: Ticket) -> None:
-        ticket.copied.wait()
+        self.workers[ticket.lane].drain()
 
     def drain(self) -> None:
         for worker in self.workers.values():
@@ -242,6 +247,8 @@ class _CudaLanes:
         return before.elapsed_time(after) / 1e3
 
     def settle(self, ticket: Ticket) -> None:
+        if ticket.lane in self.streams:
+            self.streams[ticket.lane].synchronize()
         if ticket.event is not None:
             ticket.event.synchronize()
 

@@ -82,7 +82,7 @@ def _mapped(kind: str, size_bytes: int) -> torch.Tensor:
     except OSError as error:
         raise HostStoreError(
             f"memo: host memory for offloaded activations was refused: {size_bytes} B as {kind} "
-            f"({error}). Lower host_memory_budget, or choose another host_store"
+            f"({error}). Lower host_budget, or choose another host_store"
         ) from error
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -96,13 +96,15 @@ def _mapped_file(folder: Path, size_bytes: int) -> mmap.mmap:
 
 def _pin(store: HostStore, memory: torch.Tensor) -> weakref.finalize:
     """Registers ``memory`` with CUDA; the finalizer undoes it, at the latest when Python exits."""
+    if not torch.cuda.is_available():
+        raise HostStoreError("memo: expected a CUDA device to pin memory for; set host_store='shm'")
     code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), store.size_bytes, 0)
     if int(code) != 0:
         reason = torch.cuda.cudart().cudaGetErrorString(code)
         _clear_cuda_error()
         raise HostStoreError(
             f"memo: CUDA refused to pin {store.size_bytes} B of host memory ({reason}). Raise the "
-            "limit of locked memory (ulimit -l), lower host_memory_budget, or set host_store='shm' "
+            "limit of locked memory (ulimit -l), lower host_budget, or set host_store='shm' "
             "for pageable memory, which copies more slowly"
         )
     return weakref.finalize(store, _unpin, memory, store.pid)

@@ -74,9 +74,10 @@ class Lease:
     def issue(self, number: int, lane: Lane, frame: torch.Tensor, host: torch.Tensor) -> None:
         """Begin copy ``number`` of the step between bytes of its frame and of its host frame."""
         if self.engine is None:
-            raise AssertionError("the plan moves bytes but has no host frame")
+            raise AssertionError("a lease without an engine cannot copy")
         destination, source = (host, frame) if lane is Lane.D2H else (frame, host)
-        self.tickets[number] = self.engine.issue(lane, destination, source)
+        self.tickets[number] = ticket = Ticket(lane, destination, source)
+        self.engine.begin(ticket)
 
     def wait(self, number: int) -> float:
         """Copy ``number`` has ended; returns the seconds it blocked. Once it has: nothing."""

@@ -123,6 +123,12 @@ class StepPlan:
 
     def lease(self) -> Lease:
         """Frames for one more forward; beyond ``max_inflight`` in ordinary memory."""
+        engine = engine_of(
+            arena_of(self.device).device,
+            Schedule(self.schedule),
+            self.throttle_bytes_per_s,
+            self.measure_stall,
+        )
         with self.lock:
             planned = self.live < self.max_inflight
             self.live += planned
@@ -133,13 +139,7 @@ class StepPlan:
             )
         else:
             lease = self._planned_lease(count=1)
-        if lease.host is not None:
-            lease.engine = engine_of(
-                arena_of(self.device).device,
-                Schedule(self.schedule),
-                self.throttle_bytes_per_s,
-                self.measure_stall,
-            )
+        lease.engine = engine
         if self.poison:
             self._poison(lease)
         return lease

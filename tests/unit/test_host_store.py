@@ -1,0 +1,221 @@
+"""Host memory: exact size, kinds, refusals, and the pool of host frames."""
+
+import gc
+import mmap
+import os
+import re
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from memo_runtime import host_store
+from memo_runtime.host_store import HostPool, HostStore, HostStoreError
+
+MIB = 2**20
+
+
+def resident(kind: str) -> int:
+    """Bytes of this process that /proc counts as ``kind``."""
+    text = Path("/proc/self/status").read_text()
+    found = re.search(rf"^{kind}:\s+(\d+) kB", text, re.MULTILINE)
+    assert found is not None
+    return int(found.group(1)) * 1024
+
+
+def test_bytes_are_views_of_one_page_aligned_memory():
+    store = HostStore("shm", 1000)
+    assert store.bytes(1000).data_ptr() % mmap.PAGESIZE == 0
+    store.bytes(10, 5).fill_(3)
+    assert store.bytes(1000).sum() == 30
+    assert store.bytes(10, 5).data_ptr() == store.bytes(1000).data_ptr() + 5
+    assert store.bytes(0, 1000).numel() == 0
+
+
+@pytest.mark.parametrize(("num", "offset"), [(1001, 0), (1, 1000), (1, -1)])
+def test_a_range_outside_is_an_error(num, offset):
+    with pytest.raises(AssertionError, match="expected a range inside 1000 B of host memory"):
+        HostStore("shm", 1000).bytes(num, offset)
+
+
+def test_shared_memory_counts_as_shmem_and_goes_when_closed():
+    gc.collect()
+    shmem, anonymous = resident("RssShmem"), resident("RssAnon")
+    store = HostStore("shm", 32 * MIB)
+    store.bytes(32 * MIB).fill_(1)
+    assert resident("RssShmem") - shmem >= 32 * MIB
+    assert resident("RssAnon") - anonymous < 8 * MIB
+    store.close()
+    assert resident("RssShmem") - shmem < 8 * MIB
+
+
+def test_a_tensor_over_a_closed_store_stays_valid():
+    store = HostStore("shm", 4096)
+    view = store.bytes(16).fill_(9)
+    store.close()
+    store.close()
+    assert view.tolist() == [9] * 16
+    with pytest.raises(AssertionError, match="closed"):
+        store.bytes(1)
+
+
+def test_a_file_store_leaves_no_name_and_counts_as_a_file(tmp_path):
+    store = HostStore(f"file:{tmp_path}", 16 * MIB)
+    assert list(tmp_path.iterdir()) == []
+    shmem, anonymous = resident("RssShmem"), resident("RssAnon")
+    store.bytes(16 * MIB).fill_(1)
+    assert resident("RssAnon") - anonymous < 8 * MIB
+    assert resident("RssShmem") - shmem in range(16 * MIB + 1)  # tmpfs counts as shared memory
+    assert bool(store.bytes(16 * MIB).all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "reason"),
+    [
+        ("shm", 1 << 47, "Cannot allocate memory"),
+        ("file:/nowhere", 4096, "No such file or directory"),
+    ],
+)
+def test_a_refusal_names_size_kind_and_options(kind, size, reason):
+    expected = rf"{size} B as {kind} \(.*{reason}.*Lower host_budget, or choose another host_store"
+    with pytest.raises(HostStoreError, match=expected):
+        HostStore(kind, size)
+
+
+def test_a_full_disk_is_refused_before_the_first_copy(tmp_path):
+    with pytest.raises(HostStoreError, match=r"host memory for offloaded activations was refused"):
+        HostStore(f"file:{tmp_path}", 1 << 60)
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(HostStoreError, match="expected the host store to be shm, pinned or file:"):
+        HostStore("tape", 4096)
+
+
+def test_host_store_errors_are_memory_errors():
+    assert issubclass(HostStoreError, MemoryError)
+
+
+class FakeCudart:
+    """Registers memory, or refuses it with ``code``."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.registered: set[int] = set()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if not self.code:
+            self.registered.add(address)
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.registered.remove(address)
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return f"error {code}"
+
+
+@pytest.fixture
+def cudart(monkeypatch):
+    fake = FakeCudart(0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    return fake
+
+
+def test_pinned_memory_is_registered_until_closed(cudart):
+    store = HostStore("pinned", 8192)
+    assert cudart.registered == {store.bytes(1).data_ptr()}
+    store.close()
+    assert cudart.registered == set()
+
+
+def test_pinned_memory_is_unregistered_by_the_finalizer(cudart):
+    store = HostStore("pinned", 8192)
+    alive = weakref.ref(store)
+    del store
+    gc.collect()
+    assert alive() is None
+    assert cudart.registered == set()
+
+
+def test_refused_pinning_clears_the_error_and_names_the_options(cudart, monkeypatch):
+    cleared = []
+    monkeypatch.setattr(host_store, "_clear_cuda_error", lambda: cleared.append(1))
+    cudart.code = 712
+    expected = r"refused to pin 8192 B .*error 712.*ulimit -l.*host_budget.*host_store='shm'"
+    with pytest.raises(HostStoreError, match=expected):
+        HostStore("pinned", 8192)
+    assert cleared == [1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_pinning_without_cuda_is_refused():
+    with pytest.raises(HostStoreError, match="expected a CUDA device to pin memory for"):
+        HostStore("pinned", 4096)
+
+
+def test_live_steps_have_frames_of_their_own_and_free_ones_are_shared():
+    pool = HostPool.empty()
+    first, second = pool.acquire("shm", 4096, 1), pool.acquire("shm", 4096, 1)
+    assert first is not second
+    pool.release(first)
+    assert pool.acquire("shm", 1000, 2) is first
+    assert pool.size_bytes == 8192
+
+
+def test_a_free_frame_that_is_too_small_is_replaced_by_one_of_exact_size():
+    pool = HostPool.empty()
+    small = pool.acquire("shm", 4096, 1)
+    pool.release(small)
+    large = pool.acquire("shm", 9000, 2)
+    assert large is not small
+    assert pool.size_bytes == large.size_bytes == 9000
+    assert large.plans == {1, 2}
+
+
+def test_kinds_are_not_mixed(tmp_path):
+    pool = HostPool.empty()
+    pool.release(pool.acquire("shm", 4096, 1))
+    assert pool.acquire(f"file:{tmp_path}", 4096, 1).kind == f"file:{tmp_path}"
+
+
+def test_forgetting_the_last_plan_frees_the_frame():
+    pool = HostPool.empty()
+    store = pool.acquire("shm", 4096, 1)
+    store.plans.add(2)
+    pool.release(store)
+    pool.forget(1)
+    assert pool.stores == [store]
+    pool.forget(2)
+    assert pool.stores == []
+
+
+def test_a_frame_of_a_forgotten_plan_goes_when_its_step_ends():
+    pool = HostPool.empty()
+    store = pool.acquire("shm", 4096, 1)
+    pool.forget(1)
+    assert pool.stores == [store]
+    pool.release(store)
+    assert pool.stores == []
+
+
+def test_a_refused_frame_leaves_the_pool_usable():
+    pool = HostPool.empty()
+    with pytest.raises(HostStoreError):
+        pool.acquire("shm", 1 << 47, 1)
+    assert pool.acquire("shm", 4096, 1).leased
+
+
+def test_a_forked_child_shares_no_frame_with_its_parent():
+    pool = HostPool.empty()
+    pool.release(pool.acquire("shm", 4096, 1))
+    pool.stores[0].bytes(4096).fill_(1)
+    pid = os.fork()
+    if not pid:
+        pool.acquire("shm", 4096, 1).bytes(4096).fill_(2)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert bool((pool.stores[0].bytes(4096) == 1).all())
