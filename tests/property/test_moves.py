@@ -1,0 +1,200 @@
+"""Random decisions on synthetic steps: every program is alive, waited for, and can be placed."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from memo_compile.movable import Action, Mode, Moves, RecomputeKey, Schedule
+from memo_compile.planners.copy_times import CopyBack, CopyOut, issues_of, waits_of
+from memo_compile.planners.moves import apply_moves
+from memo_compile.planners.residency import _made, _outside, step_constant_bytes
+from memo_compile.planners.step import plan_step
+from memo_compile.problem import CallKind, Problem, arena_buffers, call_starts, live_bytes
+from memo_compile.program_text import program_text
+from memo_compile.serialise import from_json, to_json
+from memo_compile.simulate import peak_live_bytes, simulate
+from tests.unit.movable_steps import KIB, NUM_ROWS, movable_step, recomputer
+
+SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
+CHOICES = ((SAVE, OFFLOAD),) * 2 + ((SAVE, OFFLOAD, RECOMPUTE),) * 3
+
+
+@st.composite
+def modes(draw) -> Mode:
+    actions = tuple(draw(st.sampled_from(choices)) for choices in CHOICES)
+    rows = None
+    if RECOMPUTE in actions:
+        rows = draw(st.none() | st.integers(1, NUM_ROWS))
+    return Mode(actions=actions, recompute_rows=rows)
+
+
+@st.composite
+def moved_steps(draw):
+    """(the step, the decisions, the program)."""
+    num_layers = draw(st.integers(1, 5))
+    step = movable_step(
+        num_layers,
+        bytes_per_s=KIB * draw(st.sampled_from([1, 7, 16, 40, 64, 100, 1000])),
+        copy_latency_s=draw(st.sampled_from([0.0, 0.1])),
+    )
+    waiting = st.none() | st.integers(0, 3)
+    moves = Moves(
+        modes=tuple(draw(modes()) for _ in range(num_layers)),
+        schedule=Schedule(offload_lag=draw(waiting), reload_lead=draw(waiting)),
+    )
+    return step, moves, apply_moves(step, moves, recomputer(step))
+
+
+def check_order(problem: Problem) -> None:
+    """Every read is of a value that exists and that no copy still fills."""
+    made, filling, issued, waited = set(problem.inputs), {}, {}, set()
+    for call in problem.calls:
+        if call.kind is CallKind.WAIT:
+            value = issued[call.waits_for]
+            assert call.inputs == (value,)
+            assert call.waits_for not in waited
+            waited.add(call.waits_for)
+            filling.pop(value, None)
+        for value in call.inputs:
+            assert value in made, f"{call.name} reads {value}"
+            assert value not in filling, f"{call.name} reads {value} too early"
+        assert {into.value for into in call.into} <= made
+        assert not made.intersection(call.outputs)
+        made.update(call.outputs)
+        if call.kind is CallKind.OFFLOAD:
+            issued[call.name] = call.inputs[0]
+        elif call.kind is CallKind.RELOAD:
+            issued[call.name] = call.outputs[0]
+            filling[call.outputs[0]] = call.name
+    assert waited == issued.keys()
+
+
+def check_schedule(step, moves, problem: Problem) -> None:
+    """Copies of layer i obey the schedule's lag and lead."""
+    at = {call.name: index for index, call in enumerate(problem.calls)}
+    lag, lead = moves.schedule.offload_lag, moves.schedule.reload_lead
+    for number, layer in enumerate(step.layers):
+        for value in layer.values:
+            if f"offload.{value}" not in at:
+                continue
+            assert at[f"wait.offload.{value}"] < at["Hb"]
+            if lag is not None and number + lag + 1 < len(step.layers):
+                assert at[f"wait.offload.{value}"] < at[step.layers[number + lag + 1].forward]
+            if lead is not None and number + lead + 1 < len(step.layers):
+                assert at[f"reload.{value}"] > at[step.layers[number + lead + 1].backward]
+
+
+@settings(max_examples=60, deadline=None)
+@given(drawn=moved_steps())
+def test_every_program_is_in_order_and_can_be_placed(drawn):
+    step, moves, problem = drawn
+    check_order(problem)
+    check_schedule(step, moves, problem)
+    assert [c for c in problem.calls if c.kind is CallKind.RUN and "L@" in c.name] == [
+        c for c in step.problem.calls if "L@" in c.name
+    ]
+    assert plan_step(problem, solver="greedy").check.ok
+    assert program_text(problem) == program_text(apply_moves(step, moves, recomputer(step)))
+    assert from_json(to_json(problem), Problem) == problem
+
+
+@settings(max_examples=60, deadline=None)
+@given(drawn=moved_steps())
+def test_the_live_peak_is_that_of_the_buffers(drawn):
+    _, _, problem = drawn
+    starts = call_starts(problem)
+    curve = live_bytes(arena_buffers(problem))
+    most = 0
+    beside = [a + b for a, b in zip(_made(problem), _outside(problem), strict=True)]
+    alive = 0
+    for index, more in enumerate(beside):
+        best = 0
+        for line in range(starts[index], starts[index + 1]):
+            alive = curve.get(line, alive)
+            best = max(best, alive)
+        most = max(most, best + more)
+    assert peak_live_bytes(problem) == step_constant_bytes(problem) + most
+    for releases_pages in (False, True):
+        plan = plan_step(problem, solver="greedy", releases_pages=releases_pages)
+        assert peak_live_bytes(problem) <= plan.peak_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(drawn=moved_steps())
+def test_time_is_that_of_the_calls_and_of_the_stalls(drawn):
+    step, moves, problem = drawn
+    recompute = recomputer(step)
+    region_s = dict(step.costs.region_s)
+    for slots, rows in {(mode.slots(RECOMPUTE), mode.recompute_rows) for mode in moves.modes}:
+        for part in (rows, None) if slots else ():
+            key = RecomputeKey(class_key="L", slots=slots, rows=part)
+            region_s[key.region] = recompute(key).seconds
+    timeline = simulate(problem, step.costs, more_region_s=region_s)
+    runs = (CallKind.RUN, CallKind.RECOMPUTE)
+    compute_s = sum(region_s[call.region] for call in problem.calls if call.kind in runs)
+    assert timeline.step_s == pytest.approx(compute_s + timeline.stall_s)
+    lanes: dict[str, float] = {}
+    for span in timeline.spans:
+        lane = "compute" if span.lane == "stall" else span.lane
+        assert span.start_s >= lanes.get(lane, 0.0)
+        lanes[lane] = span.end_s
+
+
+def finish(call_s, copies, places) -> float:
+    """When the last call ends if the copies are issued at ``places``."""
+    now = lane = 0.0
+    ends: dict[int, float] = {}
+    for place, seconds in enumerate(call_s):
+        for copy, issued in zip(copies, places, strict=True):
+            if issued == place:
+                lane = max(lane, now) + copy.seconds
+                ends[copy.needed] = lane
+        now = max(now, ends.get(place, 0.0)) + seconds
+    return now
+
+
+SECONDS = st.sampled_from([0.0, 0.25, 1.0, 1.5, 4.0])
+
+
+@st.composite
+def copies_back(draw):
+    call_s = draw(st.lists(SECONDS, min_size=1, max_size=8))
+    copies = []
+    for _ in range(draw(st.integers(0, 6))):
+        latest = draw(st.integers(0, len(call_s) - 1))
+        needed = draw(st.integers(latest, len(call_s) - 1))
+        copies.append(CopyBack(draw(st.integers(0, latest)), latest, needed, draw(SECONDS)))
+    copies.sort(key=lambda one: (one.latest, one.needed))
+    return call_s, copies
+
+
+@settings(max_examples=200, deadline=None)
+@given(drawn=copies_back())
+def test_issuing_late_costs_nothing_and_later_costs_time(drawn):
+    call_s, copies = drawn
+    issues = issues_of(call_s, copies)
+    soonest, place = [], 0
+    for copy in copies:
+        place = min(max(place, copy.earliest), copy.latest)
+        soonest.append(place)
+    assert issues == sorted(issues)
+    for copy, issued, first in zip(copies, issues, soonest, strict=True):
+        assert first <= issued <= copy.latest
+    assert finish(call_s, copies, issues) == pytest.approx(finish(call_s, copies, soonest))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    call_s=st.lists(SECONDS, min_size=1, max_size=8),
+    drawn=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), SECONDS), max_size=6),
+)
+def test_waits_come_after_their_copies_and_no_later_than_the_deadline(call_s, drawn):
+    end = len(call_s)
+    copies = sorted(
+        (CopyOut(min(a, end), min(max(a, b), end), s) for a, b, s in drawn),
+        key=lambda one: one.issued,
+    )
+    waits = waits_of(call_s, copies)
+    assert waits == sorted(waits)
+    for copy, wait in zip(copies, waits, strict=True):
+        assert copy.issued <= wait <= copy.deadline

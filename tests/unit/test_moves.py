@@ -1,0 +1,448 @@
+"""Decisions that cannot be are refused; the others become the calls that were meant."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from memo_compile.errors import InvalidPlan
+from memo_compile.movable import (
+    Action,
+    LayerOp,
+    Mode,
+    MovableStep,
+    Moves,
+    RecomputeKey,
+    RegionInput,
+    Schedule,
+)
+from memo_compile.planners.copy_times import CopyBack, CopyOut, issues_of, waits_of
+from memo_compile.planners.moves import (
+    apply_moves,
+    modes_valid,
+    recomputable,
+    recompute_closure,
+    recompute_seconds,
+)
+from memo_compile.planners.step import plan_step
+from memo_compile.problem import CallKind, Into, OutputSlot, Phase, Problem, StepCall, Storage
+from tests.unit.movable_steps import KIB, NUM_ROWS, SLOTS, call, movable_step, recomputer
+
+SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
+X, A, B, C, D = range(5)
+
+
+def mode(rows: int | None = None, **actions: Action) -> Mode:
+    """SAVE, but for what is named: ``mode(c=OFFLOAD)``."""
+    return Mode(actions=tuple(actions.get(name, SAVE) for name in SLOTS), recompute_rows=rows)
+
+
+def applied(step: MovableStep, *modes: Mode, schedule: Schedule | None = None) -> Problem:
+    moves = Moves(modes=modes, schedule=schedule or Schedule())
+    return apply_moves(step, moves, recomputer(step))
+
+
+def named(problem: Problem) -> Mapping[str, StepCall]:
+    return {one.name: one for one in problem.calls}
+
+
+def order(problem: Problem, *names: str) -> list[int]:
+    all_names = [one.name for one in problem.calls]
+    return [all_names.index(name) for name in names]
+
+
+def with_class(step: MovableStep, **changes: object) -> MovableStep:
+    return replace(step, classes={"L": replace(step.classes["L"], **changes)})
+
+
+def with_slot(step: MovableStep, slot: int, **changes: object) -> MovableStep:
+    slots = list(step.classes["L"].slots)
+    slots[slot] = replace(slots[slot], **changes)
+    return with_class(step, slots=tuple(slots))
+
+
+def with_op(step: MovableStep, op: int, **changes: object) -> MovableStep:
+    ops = list(step.classes["L"].ops)
+    ops[op] = replace(ops[op], **changes)
+    return with_class(step, ops=tuple(ops))
+
+
+def test_saving_everything_changes_nothing():
+    step = movable_step(3)
+    problem = apply_moves(step, step.save_all(), recomputer(step))
+    assert problem.calls == step.problem.calls
+    assert problem.host_bytes == 0
+
+
+def test_an_offloaded_value_goes_and_comes_back_under_another_name():
+    step = movable_step(2, bytes_per_s=64 * KIB)
+    problem = applied(step, mode(c=OFFLOAD), mode())
+    calls = named(problem)
+    assert calls["offload.c0"].inputs == ("c0",)
+    assert calls["wait.offload.c0"].waits_for == "offload.c0"
+    assert calls["reload.c0"].outputs == ("reloaded.c0",)
+    assert calls["reload.c0"].copy == calls["offload.c0"].copy
+    assert calls["Lb@0"].inputs == ("g1", "x0", "a0", "b0", "reloaded.c0", "d0")
+    assert calls["Lb@1"].inputs == ("g2", "x1", "a1", "b1", "c1", "d1")
+    assert (calls["offload.c0"].layer_class, calls["offload.c0"].instance) == ("L", 0)
+    assert problem.host_bytes == 32 * KIB
+
+
+def test_several_readers_share_one_reload():
+    step = movable_step(2)
+    calls = [
+        replace(one, inputs=("a0", *one.inputs[1:])) if one.name == "Hb" else one
+        for one in step.problem.calls
+    ]
+    step = replace(step, problem=replace(step.problem, calls=tuple(calls)))
+    problem = applied(step, mode(a=OFFLOAD), mode())
+    assert [one.name for one in problem.calls if one.kind is CallKind.RELOAD] == ["reload.a0"]
+    calls_by_name = named(problem)
+    assert calls_by_name["Hb"].inputs[0] == "reloaded.a0"
+    assert "reloaded.a0" in calls_by_name["Lb@0"].inputs
+    reload_at, wait_at, first = order(problem, "reload.a0", "wait.reload.a0", "Hb")
+    assert reload_at < wait_at == first - 1
+
+
+def test_what_the_backward_does_not_read_is_not_moved():
+    step = movable_step(2)
+    calls = [
+        replace(one, inputs=tuple("tangent" if v == "a0" else v for v in one.inputs))
+        for one in step.problem.calls
+    ]
+    step = replace(step, problem=replace(step.problem, calls=tuple(calls)))
+    problem = applied(step, mode(a=OFFLOAD), mode())
+    assert [one.name for one in problem.calls] == [one.name for one in calls]
+    assert problem.host_bytes == 0
+
+
+def test_nothing_is_recomputed_that_the_backward_does_not_read():
+    step = movable_step(1)
+    calls = [
+        replace(one, inputs=tuple("tangent" if v == "d0" else v for v in one.inputs))
+        for one in step.problem.calls
+    ]
+    step = replace(step, problem=replace(step.problem, calls=tuple(calls)))
+    assert applied(step, mode(d=RECOMPUTE)).calls == tuple(calls)
+
+
+def test_a_recomputation_alone_keeps_its_input_on_the_move():
+    """Only the recomputation reads x; it is reloaded for it all the same."""
+    step = movable_step(1)
+    calls = [
+        replace(one, inputs=tuple("tangent" if v == "x0" else v for v in one.inputs))
+        if one.name == "Lb@0"
+        else one
+        for one in step.problem.calls
+    ]
+    step = replace(step, problem=replace(step.problem, calls=tuple(calls)))
+    problem = applied(step, mode(x=OFFLOAD, b=RECOMPUTE))
+    assert named(problem)["recompute.L@0"].inputs == ("reloaded.x0",)
+    wait, again = order(problem, "wait.reload.x0", "recompute.L@0")
+    assert wait == again - 1
+
+
+def test_an_input_leaves_right_after_the_call_that_made_it():
+    step = movable_step(2)
+    problem = applied(step, mode(x=OFFLOAD), mode(x=OFFLOAD))
+    first, second = order(problem, "P", "offload.x0")
+    assert second == first + 1
+    first, second = order(problem, "L@0", "offload.x1")
+    assert second == first + 1
+
+
+def test_the_largest_copy_goes_first():
+    step = movable_step(1)
+    problem = applied(step, mode(a=OFFLOAD, b=OFFLOAD, c=OFFLOAD, d=OFFLOAD))
+    copies = [one.name for one in problem.calls if one.kind is CallKind.OFFLOAD]
+    assert copies == ["offload.c0", "offload.d0", "offload.a0", "offload.b0"]
+
+
+def test_host_ranges_are_aligned_and_apart():
+    step = movable_step(3)
+    one = mode(rows=3, x=OFFLOAD, a=OFFLOAD, b=RECOMPUTE, c=RECOMPUTE, d=RECOMPUTE)
+    problem = applied(step, one, one, one)
+    copies = [call.copy for call in problem.calls if call.kind is CallKind.OFFLOAD]
+    end = 0
+    for copy in copies:
+        assert copy is not None
+        assert copy.host_offset == end
+        assert copy.host_offset % 512 == 0
+        end = -(-(copy.host_offset + copy.num_bytes) // 512) * 512
+    assert problem.host_bytes == end
+
+
+def test_a_mix_recomputes_the_first_rows_into_the_reloaded_buffer():
+    step = movable_step(1)
+    problem = applied(step, mode(rows=2, b=RECOMPUTE, c=RECOMPUTE))
+    calls = named(problem)
+    copy = calls["offload.c0"].copy
+    assert copy is not None
+    assert (copy.start_bytes, copy.end_bytes) == (2 * 4 * KIB, NUM_ROWS * 4 * KIB)
+    again = calls["recompute.L@0"]
+    assert again.region == "L.again.2.3.rows2"
+    assert again.outputs == ("again.b0", "again.c0")
+    assert again.into == (
+        Into(buffer=1, value="reloaded.b0", offset_bytes=0),
+        Into(buffer=2, value="reloaded.c0", offset_bytes=0),
+    )
+    assert calls["Lb@0"].inputs == ("g1", "x0", "a0", "reloaded.b0", "reloaded.c0", "d0")
+    reload_at, again_at, wait = order(problem, "reload.c0", "recompute.L@0", "wait.reload.c0")
+    assert reload_at < again_at < wait
+
+
+def test_a_mix_of_all_rows_copies_nothing():
+    step = movable_step(1, token_granule=3)
+    problem = applied(step, mode(rows=NUM_ROWS, b=RECOMPUTE))
+    assert problem == applied(step, mode(b=RECOMPUTE))
+
+
+def test_a_mix_needs_results_in_buffers_of_their_own():
+    step = movable_step(1)
+    recompute = recomputer(step)
+
+    def shared(key: RecomputeKey):
+        region = recompute(key)
+        outputs = (OutputSlot(storage=Storage.ARENA, index=1),) * len(key.slots)
+        return replace(region, profile=replace(region.profile, outputs=outputs))
+
+    moves = Moves(modes=(mode(rows=2, b=RECOMPUTE, c=RECOMPUTE),))
+    with pytest.raises(InvalidPlan, match=r"c0 in an arena buffer of its own.*Recompute all rows"):
+        apply_moves(step, moves, shared)
+
+
+def test_lag_bounds_how_long_a_copy_is_in_flight():
+    step = movable_step(4, bytes_per_s=KIB)
+    modes = (mode(c=OFFLOAD),) * 4
+    for lag, before in ((0, "L@1"), (1, "L@2"), (2, "L@3"), (9, "Hb")):
+        problem = applied(step, *modes, schedule=Schedule(offload_lag=lag))
+        wait, forward = order(problem, "wait.offload.c0", before)
+        assert wait < forward
+        if lag < 9:
+            runs = (one.name for one in problem.calls[wait:] if one.kind is CallKind.RUN)
+            assert next(runs) == before
+
+
+def test_lead_bounds_how_early_a_reload_begins():
+    """The copy takes 32 s, so that it begins as soon as it may."""
+    step = movable_step(4, bytes_per_s=KIB)
+    modes = (mode(c=OFFLOAD), mode(), mode(), mode())
+    for lead, after in ((0, "Lb@1"), (1, "Lb@2"), (2, "Lb@3")):
+        problem = applied(step, *modes, schedule=Schedule(reload_lead=lead))
+        begin, before = order(problem, "reload.c0", after)
+        assert begin == before + 1
+    for lead in (3, None):
+        problem = applied(step, *modes, schedule=Schedule(reload_lead=lead))
+        begin, before = order(problem, "reload.c0", "Hb")
+        assert begin == before - 1
+
+
+def test_reloads_begin_as_late_as_they_can():
+    step = movable_step(4, bytes_per_s=64 * KIB)
+    problem = applied(step, mode(c=OFFLOAD), mode(), mode(), mode())
+    begin, before, first = order(problem, "reload.c0", "Lb@2", "Lb@1")
+    assert before < begin < first
+
+
+def test_writes_in_the_forward_are_copied_too():
+    """A later call writes into the value: it leaves after that call."""
+    step = movable_step(2)
+    calls = list(step.problem.calls)
+    at = [one.name for one in calls].index("L@1")
+    calls[at] = replace(calls[at], into=(Into(buffer=0, value="a0", offset_bytes=0),))
+    step = replace(step, problem=replace(step.problem, calls=tuple(calls)))
+    problem = applied(step, mode(a=OFFLOAD), mode())
+    first, second = order(problem, "L@1", "offload.a0")
+    assert first < second
+
+
+def test_writes_in_the_backward_go_to_the_reloaded_value():
+    step = movable_step(2)
+    calls = list(step.problem.calls)
+    at = [one.name for one in calls].index("Hb")
+    calls[at] = replace(calls[at], into=(Into(buffer=0, value="a0", offset_bytes=0),))
+    step = replace(step, problem=replace(step.problem, calls=tuple(calls)))
+    problem = applied(step, mode(a=OFFLOAD), mode())
+    assert named(problem)["Hb"].into[0].value == "reloaded.a0"
+    wait, backward = order(problem, "wait.reload.a0", "Hb")
+    assert wait < backward
+
+
+CANNOT = {
+    "too few modes": (
+        lambda s: s,
+        (),
+        "expected a mode for each of 1 layers, got 0",
+    ),
+    "too few actions": (
+        lambda s: s,
+        (Mode(actions=(SAVE,)),),
+        "expected an action for each of 5 slots, got 1",
+    ),
+    "offload": (
+        lambda s: with_slot(s, A, can_offload=False),
+        (mode(a=OFFLOAD),),
+        r"slot 1 \(a0\) cannot be offloaded",
+    ),
+    "recompute": (lambda s: s, (mode(a=RECOMPUTE),), r"slot 1 \(a0\) cannot be recomputed"),
+    "no operator": (
+        lambda s: with_op(s, D, slot=None),
+        (mode(d=RECOMPUTE),),
+        r"no operator makes slot 4 \(d0\)",
+    ),
+    "closure": (
+        lambda s: with_op(with_op(s, C, slot=None, can_recompute=False), C, name="dropout"),
+        (mode(d=RECOMPUTE),),
+        "recomputing d0 runs dropout, which cannot be recomputed",
+    ),
+    "rows of nothing": (lambda s: s, (mode(rows=4),), "no slot is to RECOMPUTE"),
+    "one row": (
+        lambda s: with_slot(s, B, num_rows=1),
+        (mode(rows=4, b=RECOMPUTE, c=RECOMPUTE),),
+        r"number of rows above 1, got \[1, 8\] of b0, c0",
+    ),
+    "granule": (
+        lambda s: replace(s, token_granule=4),
+        (mode(rows=2, b=RECOMPUTE),),
+        "expected recompute_rows in multiples of 4 up to 8, got 2",
+    ),
+    "too many rows": (
+        lambda s: s,
+        (mode(rows=9, b=RECOMPUTE),),
+        "expected recompute_rows in multiples of 1 up to 8, got 9",
+    ),
+    "no rows": (lambda s: s, (mode(rows=0, b=RECOMPUTE),), "up to 8, got 0"),
+    "rows that stay": (
+        lambda s: with_slot(s, B, can_offload=False),
+        (mode(rows=4, b=RECOMPUTE),),
+        "cannot be offloaded in part",
+    ),
+    "rows that mix": (
+        lambda s: with_op(s, C, row_wise=False),
+        (mode(rows=4, c=RECOMPUTE),),
+        "for 4 rows runs op_c, which mixes rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CANNOT)
+def test_modes_that_cannot_be(what):
+    change, modes, message = CANNOT[what]
+    step = change(movable_step(1))
+    with pytest.raises(InvalidPlan, match=message):
+        modes_valid(step, Moves(modes=modes))
+    with pytest.raises(InvalidPlan, match=message):
+        applied(step, *modes)
+
+
+def test_an_early_reader_forbids_recomputation():
+    step = movable_step(2)
+    calls = [
+        replace(one, inputs=("d0", *one.inputs[1:])) if one.name == "Hb" else one
+        for one in step.problem.calls
+    ]
+    step = replace(step, problem=replace(step.problem, calls=tuple(calls)))
+    first, second = step.layers
+    assert not recomputable(step, first, D)
+    assert recomputable(step, first, C)
+    assert recomputable(step, second, D)
+    assert not recomputable(step, second, A)
+    with pytest.raises(InvalidPlan, match=r"d0 cannot be recomputed before Lb@0, since Hb reads"):
+        applied(step, mode(d=RECOMPUTE), mode())
+
+
+def test_two_layers_do_not_move_one_value():
+    step = movable_step(2)
+    first, second = step.layers
+    step = replace(step, layers=(first, replace(second, values=("x1", "a0", "b1", "c1", "d1"))))
+    with pytest.raises(InvalidPlan, match="L@1 and L@0 both move a0; SAVE it in one of them"):
+        applied(step, mode(a=OFFLOAD), mode(a=OFFLOAD))
+
+
+def test_what_is_not_in_the_arena_is_not_copied():
+    step = movable_step(1)
+    region = step.problem.regions["P"]
+    outside = replace(region, outputs=(OutputSlot(storage=Storage.OUTSIDE, size_bytes=8 * KIB),))
+    step = replace(
+        step,
+        problem=replace(step.problem, regions={**step.problem.regions, "P": outside}),
+    )
+    with pytest.raises(InvalidPlan, match="x0 cannot be copied, since no call of the forward"):
+        applied(step, mode(x=OFFLOAD))
+
+
+def test_a_recomputation_reads_nothing_that_is_made_after_it():
+    step = movable_step(2)
+    recompute = recomputer(step)
+
+    def from_own_result(key: RecomputeKey):
+        return replace(recompute(key), inputs=(RegionInput(slot=B),))
+
+    with pytest.raises(InvalidPlan, match="L@0 is recomputed from b0, which is not made again"):
+        apply_moves(step, Moves(modes=(mode(b=RECOMPUTE), mode())), from_own_result)
+
+
+def test_closures_end_where_a_slot_is_at_hand():
+    cls = movable_step(1).classes["L"]
+    assert recompute_closure(cls, (D,), (X, A, B, C)) == (D,)
+    assert recompute_closure(cls, (D,), (X, A, B)) == (C, D)
+    assert recompute_closure(cls, (D,), (X,)) == (B, C, D)
+    assert recompute_closure(cls, (C, D), (X, A, B, C)) == (C, D)
+    assert recompute_closure(cls, (D,), ()) == (X, B, C, D)
+    assert recompute_closure(cls, (), (X,)) == ()
+
+
+def test_a_long_closure_runs_shared_operators_once():
+    ops = [LayerOp(name="x", seconds=0.0, output_bytes=0, slot=0, can_recompute=False)]
+    for at in range(1, 3000):
+        ops.append(LayerOp(name=f"o{at}", seconds=1.0, output_bytes=0, inputs=(at - 1, 0)))
+    ops[-1] = replace(ops[-1], slot=1)
+    cls = replace(movable_step(1).classes["L"], ops=tuple(ops))
+    assert recompute_closure(cls, (1,), (0,)) == tuple(range(1, 3000))
+
+
+def test_seconds_of_recomputing_are_those_of_the_closure():
+    step = movable_step(1)
+
+    def key(*slots: int, rows: int | None = None) -> RecomputeKey:
+        return RecomputeKey(class_key="L", slots=slots, rows=rows)
+
+    assert recompute_seconds(step, key(D)) == pytest.approx(0.05)
+    assert recompute_seconds(step, key(B, C, D)) == pytest.approx(0.4)
+    assert recompute_seconds(step, key(B, C, D, rows=2)) == pytest.approx(0.1)
+    assert recompute_seconds(step, key()) == 0
+
+
+def test_copies_out_are_waited_for_when_they_have_ended():
+    calls = (1.0, 1.0, 1.0, 1.0)
+    copies = [CopyOut(1, 4, 0.5), CopyOut(1, 4, 1.0), CopyOut(3, 4, 9.0)]
+    assert waits_of(calls, copies) == [2, 3, 4]
+    assert waits_of(calls, [CopyOut(1, 2, 5.0), CopyOut(1, 4, 1.5)]) == [2, 4]
+    assert waits_of(calls, [CopyOut(1, 3, 5.0), CopyOut(1, 2, 0.5)]) == [2, 2]
+    assert waits_of(calls, []) == []
+
+
+def test_copies_back_are_issued_at_the_last_moment():
+    calls = (1.0, 1.0, 1.0, 1.0)
+    assert issues_of(calls, [CopyBack(0, 3, 3, 0.5)]) == [2]
+    assert issues_of(calls, [CopyBack(0, 3, 3, 1.0)]) == [2]
+    assert issues_of(calls, [CopyBack(0, 2, 3, 0.0)]) == [2]
+    assert issues_of(calls, [CopyBack(0, 3, 3, 1.0), CopyBack(0, 3, 3, 1.0)]) == [1, 2]
+    assert issues_of(calls, [CopyBack(2, 3, 3, 9.0)]) == [2]
+    # The first stalls call 1 until 5 s: there is time for the second after that.
+    assert issues_of(calls, [CopyBack(0, 1, 1, 5.0), CopyBack(0, 3, 3, 1.5)]) == [0, 1]
+
+
+@pytest.mark.parametrize("actions", [{"c": OFFLOAD}, {"x": OFFLOAD, "c": RECOMPUTE}])
+def test_moved_steps_need_less_and_pass_the_checker(actions):
+    step = movable_step(4, bytes_per_s=64 * KIB)
+    problem = applied(step, *(mode(**actions),) * 4)
+    assert plan_step(problem).peak_bytes < plan_step(step.problem).peak_bytes
+
+
+def test_a_step_without_a_backward_moves_nothing():
+    step = movable_step(1)
+    forward = tuple(one for one in step.problem.calls if one.phase is Phase.FORWARD)
+    backward = call("Lb@0", "Pb", Phase.BACKWARD, ("tangent",), ("dw",))
+    step = replace(step, problem=replace(step.problem, calls=(*forward, backward)))
+    assert applied(step, mode(c=OFFLOAD, b=RECOMPUTE)).calls == (*forward, backward)
