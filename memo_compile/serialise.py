@@ -1,4 +1,4 @@
-"""Problem and Plan as JSON, both ways. A file carries the schema's version."""
+"""Problem, Plan and StepCosts as JSON, both ways. A file carries the schema's version."""
 
 import dataclasses
 import enum
@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from memo_compile.errors import InputError
+from memo_compile.movable import StepCosts
 from memo_compile.plans import SCHEMA_VERSION, Plan
 from memo_compile.problem import Problem
 
-Data = TypeVar("Data", Problem, Plan)
+Data = TypeVar("Data", Problem, Plan, StepCosts)
 
 
-def to_json(data: Problem | Plan) -> str:
+def to_json(data: Problem | Plan | StepCosts) -> str:
     """``data`` as JSON text; equal data gives equal text."""
     content = {"schema": SCHEMA_VERSION, "kind": type(data).__name__, **_plain(data)}
     return json.dumps(content, indent=1, sort_keys=True) + "\n"

@@ -29,6 +29,9 @@ _COMMAND_MODULES: tuple[str, ...] = (
     "explain",
     "place",
     "hardware",
+    "compare",
+    "diff",
+    "replay",
 )
 """Modules of memo_compile.cli; each has ``register(app)`` that attaches its commands."""
 

@@ -7,7 +7,7 @@ Time is the step's own axis in lines of generated code (see ``problem.py``); no 
 import bisect
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from memo_compile.errors import InputError
@@ -89,6 +89,8 @@ class StepView:
     """The first line of the backward."""
     boxes: tuple[Box, ...]
     moments: tuple[Moment, ...]
+    made: tuple[int, ...]
+    """Per call the bytes of ordinary memory that it makes for the user."""
     constant_bytes: int
 
     def call_at(self, line: int) -> int:
@@ -137,14 +139,15 @@ def view_step(problem: Problem, plan: Plan) -> StepView:
     labels = tuple(_label(call, layer) for call, layer in zip(problem.calls, layers, strict=True))
     backward = (i for i, call in enumerate(problem.calls) if call.phase is Phase.BACKWARD)
     turn = starts[next(backward, len(problem.calls))]
-    buffers = arena_buffers(problem)
+    buffers, made = arena_buffers(problem), tuple(_made(problem))
     return StepView(
         labels=labels,
         layers=layers,
         starts=starts,
         turn=turn,
         boxes=_boxes(problem, plan, buffers, layers, turn),
-        moments=_moments(problem, plan, buffers, starts),
+        moments=_moments(problem, plan, buffers, made),
+        made=made,
         constant_bytes=step_constant_bytes(problem),
     )
 
@@ -186,7 +189,7 @@ class _Names:
         """Value -> (call, index of the buffer in its region)."""
         self.value_of: dict[tuple[int, int], str] = {}
         """The inverse: the first value of each buffer."""
-        self.decision_of: dict[str, Decision] = {}
+        self.decisions_of: dict[str, list[Decision]] = {}
         self.offloaded: set[tuple[int, int]] = set()
         self.reloaded: dict[tuple[int, int], str] = {}
         """Buffer of a RELOAD -> the value whose bytes it brings back."""
@@ -216,32 +219,51 @@ class _Names:
 
     def _decide(self, plan: Plan) -> None:
         """Spread each class's decisions, told of its first layer, over all its layers."""
-        by_tensor = {one.tensor.split(" ")[0]: one for one in plan.decisions}
-        by_place: dict[tuple[str, int], Decision] = {}
+        by_tensor: dict[str, list[Decision]] = {}
+        for one in plan.decisions:
+            by_tensor.setdefault(one.tensor.split(" ")[0], []).append(one)
+        by_place: dict[tuple[str, str, int], list[Decision]] = {}
         for call in self.problem.calls:
-            if call.layer_class is None or call.phase is not Phase.FORWARD:
+            forward = call.phase is Phase.FORWARD and call.kind is CallKind.RUN
+            if call.layer_class is None or not forward:
                 continue
-            if call.kind is not CallKind.RUN:
-                continue
-            for position, value in enumerate(call.outputs):
-                place = (call.region, position)
-                if value in by_tensor:
-                    by_place.setdefault(place, by_tensor[value])
-                if place in by_place:
-                    self.decision_of[value] = by_place[place]
+            for side, values in (("out", call.outputs), ("in", call.inputs)):
+                for position, value in enumerate(values):
+                    place = (call.region, side, position)
+                    if value in by_tensor:
+                        by_place.setdefault(place, by_tensor[value])
+                    mine = [one for one in by_place.get(place, ()) if _is_of(one, call.instance)]
+                    if mine:
+                        self.decisions_of.setdefault(value, mine)
+
+    def decision(self, value: str, role: Role) -> Decision | None:
+        """The decision on ``value``, of several (a mix along tokens) the one that made ``role``."""
+        found = self.decisions_of.get(value, [])
+        wanted = "RECOMPUTE" if role in (Role.RECOMPUTED, Role.SCRATCH) else "OFFLOAD"
+        return next((one for one in found if one.decision == wanted), next(iter(found), None))
 
     def origin(self, key: tuple[int, int]) -> str:
         """The forward's value that the buffer holds; "" when it holds none."""
         if self.reloaded.get(key):
             return self.reloaded[key]
         value = self.value_of.get(key, "")
-        if value in self.decision_of or value in self.problem.tensors:
+        if value in self.decisions_of or value in self.problem.tensors:
             return value
-        # Values that are made again carry the first one's name behind a prefix or before a suffix.
+        # Made again or moved, a value carries the first one's name behind a prefix (``again.mm``).
         parts = [value[cut.end() :] for cut in re.finditer(r"[:.@/]", value)]
         parts += [value[: cut.start()] for cut in re.finditer(r"[:.@/]", value)]
-        known = (one for one in parts if one in self.decision_of or one in self.problem.tensors)
+        known = (one for one in parts if one in self.decisions_of or one in self.problem.tensors)
         return next(known, value)
+
+
+_LAYER_RANGE = re.compile(r"\[(\d+):(\d+)\]$")
+"""Behind a class's name in a Decision that holds for some of its layers only."""
+
+
+def _is_of(decision: Decision, instance: int) -> bool:
+    """Whether ``decision`` is about layer ``instance`` of its class."""
+    found = _LAYER_RANGE.search(decision.layer_class)
+    return found is None or int(found.group(1)) <= instance < int(found.group(2))
 
 
 def _boxes(
@@ -257,7 +279,8 @@ def _boxes(
             raise InputError(f"plan: no offset for buffer {one.id}; the problem is another step's")
         key = (one.call, one.index)
         value = names.origin(key)
-        decision, info = names.decision_of.get(value), problem.tensors.get(value)
+        role = _role(problem.calls[one.call], one, key in names.offloaded, turn)
+        decision, info = names.decision(value, role), problem.tensors.get(value)
         about = "" if info is None else f"{list(info.shape)} {info.dtype}, {info.op}"
         source = (info.source if info else None) or (decision.source if decision else None)
         found.append(
@@ -269,7 +292,7 @@ def _boxes(
                 end=one.end,
                 offset=plan.offsets[one.id],
                 size_bytes=one.size_bytes,
-                role=_role(problem.calls[one.call], one, key in names.offloaded, turn),
+                role=role,
                 layer=layers[one.call],
                 about=about,
                 reason=decision.reason if decision else "",
@@ -293,10 +316,18 @@ def _role(call: StepCall, buffer: ArenaBuffer, offloaded: bool, turn: int) -> Ro
     return Role.OFFLOADED if offloaded else Role.SCRATCH
 
 
+def _made(problem: Problem) -> Iterator[int]:
+    for call in problem.calls:
+        slots = problem.regions[call.region].outputs
+        yield sum(one.size_bytes for one in slots if one.storage is Storage.EXTERNAL)
+
+
 def _moments(
-    problem: Problem, plan: Plan, buffers: tuple[ArenaBuffer, ...], starts: tuple[int, ...]
+    problem: Problem, plan: Plan, buffers: tuple[ArenaBuffer, ...], made: tuple[int, ...]
 ) -> tuple[Moment, ...]:
-    live, outside, made = _changes(problem, buffers, starts)
+    starts = call_starts(problem)
+    live, outside = _changes(problem, buffers)
+    given_at = dict(zip(starts, made, strict=False))
     resident = plan.resident_bytes or (plan.arena_bytes,) * len(problem.calls)
     if len(resident) != len(problem.calls):
         raise InputError(
@@ -309,7 +340,7 @@ def _moments(
     for line in (one for one in lines if one < starts[-1]):
         alive += live.get(line, 0)
         beside += outside.get(line, 0)
-        given += made.get(line, 0)
+        given += given_at.get(line, 0)
         call = bisect.bisect_right(starts, line) - 1
         found.append(
             Moment(
@@ -327,20 +358,13 @@ Changes = Mapping[int, int]
 """Line -> bytes born less bytes dead."""
 
 
-def _changes(
-    problem: Problem, buffers: tuple[ArenaBuffer, ...], starts: tuple[int, ...]
-) -> tuple[Changes, Changes, Changes]:
-    """Of the arena, of what kernels allocate themselves, of outputs in ordinary memory."""
+def _changes(problem: Problem, buffers: tuple[ArenaBuffer, ...]) -> tuple[Changes, Changes]:
+    """Of the arena, and of what kernels allocate themselves."""
     live: dict[int, int] = {}
     outside: dict[int, int] = {}
-    made: dict[int, int] = {}
     for one in buffers:
         live[one.start] = live.get(one.start, 0) + one.size_bytes
         live[one.end] = live.get(one.end, 0) - one.size_bytes
     for line, change, _ in outside_events(problem):
         outside[line] = outside.get(line, 0) + change
-    for index, call in enumerate(problem.calls):
-        slots = problem.regions[call.region].outputs
-        size = sum(one.size_bytes for one in slots if one.storage is Storage.EXTERNAL)
-        made[starts[index]] = made.get(starts[index], 0) + size
-    return live, outside, made
+    return live, outside

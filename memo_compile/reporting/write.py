@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memo_compile.errors import InputError
+from memo_compile.movable import StepCosts
 from memo_compile.plans import Plan
 from memo_compile.problem import Problem
 from memo_compile.reporting.html import render_html
@@ -24,11 +25,17 @@ PICTURES: tuple[tuple[str, Callable[[Problem, Plan], bytes]], ...] = (
 """File name -> what it holds, in the order in which they are written."""
 
 
-def write_pictures(folder: Path, problem: Problem, plan: Plan) -> tuple[Path, ...]:
+COSTS = "costs.json"
+"""What ``memo replay`` simulates with."""
+
+
+def write_pictures(
+    folder: Path, problem: Problem, plan: Plan, costs: StepCosts | None = None
+) -> tuple[Path, ...]:
     """``folder`` holds every picture of ``plan``; returns the files.
 
-    Memory curve and arena map as SVG and PNG come too where matplotlib is installed (``memo-compile
-    [plot]``).
+    Memory curve and arena map as SVG and PNG come too where matplotlib is installed (the extra
+    ``plot``); ``costs``, where given, as costs.json.
 
     Raises:
         InputError: the folder cannot be written, or the plan is not one of this problem.
@@ -39,6 +46,9 @@ def write_pictures(folder: Path, problem: Problem, plan: Plan) -> tuple[Path, ..
         for name, content in PICTURES:
             (folder / name).write_bytes(content(problem, plan))
             written.append(folder / name)
+        if costs is not None:
+            (folder / COSTS).write_text(to_json(costs))
+            written.append(folder / COSTS)
         if can_plot():
             written.extend(write_plots(folder, problem, plan))
     except OSError as error:

@@ -1,0 +1,105 @@
+"""``memo compare PLAN.json SNAPSHOT.pickle``: was the planned peak kept?"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memo_compile.cli.dumps import read_data
+from memo_compile.cli.tables import format_table
+from memo_compile.plans import Plan
+from memo_compile.problem import Problem
+from memo_compile.units import format_bytes
+
+if TYPE_CHECKING:
+    from memo_compile.reporting.compare import Comparison
+
+
+def register(app: typer.Typer) -> None:
+    """Attach the command to ``app``."""
+    app.command(name="compare")(compare_files)
+
+
+def compare_files(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan of memo.")],
+    snapshot_file: Annotated[
+        Path, typer.Argument(metavar="SNAPSHOT.pickle", help="A memory snapshot of torch.")
+    ],
+    problem_file: Annotated[
+        Path | None,
+        typer.Option("--problem", help="The plan's problem.json; else the one beside the plan."),
+    ] = None,
+    device: Annotated[int | None, typer.Option(min=0, help="Of several in the snapshot.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Compare a plan with a measured memory snapshot: the peak, and layer by layer.
+
+    Exit 0 when the measured peak is at most the planned one and 2 % more, 1 otherwise.
+    """
+    from memo_compile.reporting.compare import compare, measure, read_snapshot
+
+    plan = read_data(plan_file, Plan)
+    beside = plan_file.with_name("problem.json")
+    if problem_file is None and beside.is_file():
+        problem_file = beside
+    problem = None if problem_file is None else read_data(problem_file, Problem)
+    measured = measure(read_snapshot(snapshot_file), device=device, where=str(snapshot_file))
+    found = compare(plan, measured, problem)
+    print(json.dumps(_as_dict(found)) if as_json else _as_text(found))
+    raise typer.Exit(0 if found.holds else 1)
+
+
+def _as_dict(found: "Comparison") -> dict[str, Any]:
+    from memo_compile.reporting.compare import NUM_LARGEST, TOLERANCE
+
+    return {
+        "holds": found.holds,
+        "planned_peak_bytes": found.planned_bytes,
+        "measured_peak_bytes": found.measured.peak_bytes,
+        "tolerance": TOLERANCE,
+        "device": found.measured.device,
+        "layers": [
+            {
+                "layer": one.layer,
+                "planned_bytes": one.planned_bytes,
+                "measured_bytes": one.measured_bytes,
+            }
+            for one in found.layers
+        ],
+        "largest": [
+            {"bytes": one.size_bytes, "frames": list(one.frames)}
+            for one in found.measured.blocks[:NUM_LARGEST]
+        ],
+    }
+
+
+def _as_text(found: "Comparison") -> str:
+    """The verdict in one line, then layers where they are known, else the largest blocks."""
+    from memo_compile.reporting.compare import NUM_LARGEST, TOLERANCE
+
+    measured, planned = found.measured.peak_bytes, found.planned_bytes
+    verdict = "the plan holds" if found.holds else "the plan does NOT hold"
+    ratio = f"{measured / planned:.1%} of it" if planned else "of nothing planned"
+    text = (
+        f"{verdict}: planned peak {format_bytes(planned)}, measured {format_bytes(measured)} on "
+        f"device {found.measured.device} ({ratio}; {TOLERANCE:.0%} more is allowed)"
+    )
+    if found.layers:
+        rows = [
+            (
+                one.layer,
+                "?" if one.planned_bytes is None else format_bytes(one.planned_bytes),
+                format_bytes(one.measured_bytes),
+            )
+            for one in found.layers
+        ]
+        return f"{text}\n\n" + format_table(("alive at the peak", "planned", "measured"), rows)
+    if not found.measured.blocks:
+        return text
+    largest = [
+        (format_bytes(one.size_bytes), next(iter(one.frames), "no frames"))
+        for one in found.measured.blocks[:NUM_LARGEST]
+    ]
+    note = "no frame of the snapshot names a call of the plan; the largest blocks at its peak:"
+    return f"{text}\n{note}\n" + "\n".join(f"{size:>12}  {frame}" for size, frame in largest)

@@ -1,0 +1,167 @@
+"""What two plans, or two problems, do not have in common. Times that planning took do not count."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memo_compile.plans import Decision, Plan
+from memo_compile.problem import Problem
+
+MEASURED = frozenset({"planning_s", "lowering_s"})
+"""Fields that differ from run to run."""
+
+MAX_ENTRIES = 6
+"""Changed entries of one sequence (``resident_bytes``, ``timeline.spans``) that are listed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One thing that changed; None stands for what is not there."""
+
+    what: str
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """What changed from the first to the second."""
+
+    numbers: tuple[Difference, ...] = ()
+    """Fields with one value, and entries of small mappings (``fixed.parameters``)."""
+    decisions: tuple[Difference, ...] = ()
+    """Of a Plan: by layers and tensor."""
+    offsets: tuple[Difference, ...] = ()
+    """Of a Plan: by buffer."""
+    parts: tuple[Difference, ...] = ()
+    """Of a Problem: regions, calls and tensors, with the fields that changed in them."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing changed."""
+        return not (self.numbers or self.decisions or self.offsets or self.parts)
+
+
+def differences(first: Plan | Problem, second: Plan | Problem) -> Differences:
+    """What changed from ``first`` to ``second``, which are of one kind."""
+    if isinstance(first, Plan) and isinstance(second, Plan):
+        return _of_plans(first, second)
+    assert isinstance(first, Problem) and isinstance(second, Problem), (first, second)  # noqa: PT018
+    return _of_problems(first, second)
+
+
+_APART = frozenset({"offsets", "decisions", "regions", "calls", "tensors"})
+"""Fields that are not compared as a whole."""
+
+
+def _of_plans(first: Plan, second: Plan) -> Differences:
+    return Differences(
+        numbers=_collapsed(_changed(_numbers(first), _numbers(second))),
+        decisions=_changed(_decisions(first), _decisions(second)),
+        offsets=_changed(first.offsets, second.offsets),
+    )
+
+
+def _of_problems(first: Problem, second: Problem) -> Differences:
+    parts = [
+        *_parts("region", first.regions, second.regions),
+        *_parts(
+            "call",
+            {one.name: one for one in first.calls},
+            {one.name: one for one in second.calls},
+        ),
+        *_parts("tensor", first.tensors, second.tensors),
+    ]
+    order = [[one.name for one in each.calls] for each in (first, second)]
+    if order[0] != order[1] and sorted(order[0]) == sorted(order[1]):
+        at = next(i for i, pair in enumerate(zip(*order, strict=True)) if pair[0] != pair[1])
+        parts.append(
+            Difference(what=f"order of calls from {at}", first=order[0][at], second=order[1][at])
+        )
+    numbers = _collapsed(_changed(_numbers(first), _numbers(second)))
+    return Differences(numbers=numbers, parts=tuple(parts))
+
+
+def _numbers(data: Plan | Problem) -> dict[str, Any]:
+    """Field -> value; fields of fields and entries of mappings by path, collections by index."""
+    found: dict[str, Any] = {}
+    for one in dataclasses.fields(data):
+        if one.name not in _APART | MEASURED:
+            _flatten(one.name, getattr(data, one.name), found)
+    if isinstance(data, Problem):
+        found["num_calls"], found["num_regions"] = len(data.calls), len(data.regions)
+    else:
+        found["num_buffers"] = len(data.offsets)
+    return found
+
+
+def _flatten(path: str, value: Any, found: dict[str, Any]) -> None:
+    if dataclasses.is_dataclass(value):
+        for one in dataclasses.fields(value):
+            _flatten(f"{path}.{one.name}", getattr(value, one.name), found)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _flatten(f"{path}.{key}", item, found)
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            _flatten(f"{path}[{index}]", item, found)
+    else:
+        found[path] = value
+
+
+def _collapsed(changes: tuple[Difference, ...]) -> tuple[Difference, ...]:
+    """Of a long sequence in which much changed, the first change and how many follow."""
+    groups: dict[str, list[Difference]] = {}
+    for one in changes:
+        groups.setdefault(one.what.split("[")[0], []).append(one)
+    found: list[Difference] = []
+    for group in groups.values():
+        if len(group) <= MAX_ENTRIES:
+            found.extend(group)
+        else:
+            what = f"{group[0].what} and {len(group) - 1} more"
+            found.append(dataclasses.replace(group[0], what=what))
+    return tuple(found)
+
+
+def _decisions(plan: Plan) -> dict[str, str]:
+    """``layers: tensor`` -> the decision in words; a mix along tokens has several."""
+    found: dict[str, list[str]] = {}
+    for one in plan.decisions:
+        found.setdefault(f"{one.layer_class}: {one.tensor}", []).append(_words(one))
+    return {key: " + ".join(words) for key, words in found.items()}
+
+
+def _words(one: Decision) -> str:
+    tokens = "" if one.token_fraction == 1.0 else f" of {one.token_fraction:.1%} of the tokens"
+    return f"{one.decision}{tokens}, {one.bytes} B"
+
+
+def _changed(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[Difference, ...]:
+    return tuple(
+        Difference(what=key, first=first.get(key), second=second.get(key))
+        for key in dict.fromkeys([*first, *second])
+        if key not in first or key not in second or first[key] != second[key]
+    )
+
+
+def _parts(kind: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
+    """Parts that are in one only, and of changed ones the first field that differs."""
+    found = []
+    for one in _changed(first, second):
+        if one.first is None or one.second is None:
+            there = [None if side is None else "there" for side in (one.first, one.second)]
+            found.append(Difference(what=f"{kind} {one.what}", first=there[0], second=there[1]))
+            continue
+        before: dict[str, Any] = {}
+        after: dict[str, Any] = {}
+        _flatten("", one.first, before)
+        _flatten("", one.second, after)
+        for inner in _changed(before, after):
+            found.append(
+                Difference(
+                    what=f"{kind} {one.what}{inner.what}", first=inner.first, second=inner.second
+                )
+            )
+    return found
