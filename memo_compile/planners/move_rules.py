@@ -7,7 +7,7 @@ are tried on one step.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from memo_compile.errors import InvalidPlan
+from memo_compile.errors import InputError, InvalidPlan
 from memo_compile.movable import (
     Action,
     Layer,
@@ -17,7 +17,7 @@ from memo_compile.movable import (
     Moves,
     RecomputeKey,
 )
-from memo_compile.problem import Phase, Problem, Storage
+from memo_compile.problem import Phase, Problem, StepCall, Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,8 @@ class StepFacts:
     """Value -> bytes of its arena buffer, for values that the forward makes there."""
     backward_readers: dict[str, tuple[int, ...]]
     """Value -> the calls of the backward that read it, ascending."""
+    call_s: tuple[float, ...]
+    """Seconds of every call."""
     valid_modes: set[tuple[str, Mode]] = field(default_factory=set)
     """(class, mode) that were looked at and found possible."""
 
@@ -83,7 +85,17 @@ def _collect(step: MovableStep) -> StepFacts:
         written_at=written_at,
         size_of=size_of,
         backward_readers={value: tuple(found) for value, found in readers.items()},
+        call_s=tuple(_seconds(step, call) for call in calls),
     )
+
+
+def _seconds(step: MovableStep, call: StepCall) -> float:
+    seconds = step.costs.region_s.get(call.region)
+    if seconds is None:
+        raise InputError(
+            f"region {call.region} of {call.name} has no seconds; add it to region_s of the costs"
+        )
+    return seconds
 
 
 def recompute_closure(

@@ -100,6 +100,7 @@ def apply_moves(
     their inputs and what moves.
 
     Raises:
+        InputError: a region of the step has no seconds.
         InvalidPlan: a mode cannot be (``modes_valid``), or a recomputation needs a value that does
             not exist when it runs.
     """
@@ -218,7 +219,7 @@ class _Builder:
 
     def _forward(self) -> Iterator[StepCall]:
         facts, moved = self.facts, self.moved
-        seconds = self._call_seconds(range(facts.turn))
+        seconds = facts.call_s[: facts.turn]
         copies = [
             CopyOut(one.issued, self._deadline(one), self._copy_s(one, CallKind.OFFLOAD))
             for one in moved
@@ -283,17 +284,10 @@ class _Builder:
         return {**again, **{value: _reloaded_name(value) for value in self.reloaded}}
 
     def _item_seconds(self) -> list[float]:
-        region_s = self.step.costs.region_s
+        call_s = self.facts.call_s
         return [
-            region_s[self.problem.calls[item].region]
-            if isinstance(item, int)
-            else item.region.seconds
-            for item in self.items
+            call_s[item] if isinstance(item, int) else item.region.seconds for item in self.items
         ]
-
-    def _call_seconds(self, calls: range) -> list[float]:
-        region_s = self.step.costs.region_s
-        return [region_s[self.problem.calls[at].region] for at in calls]
 
     def _copy_s(self, one: _Moved, kind: CallKind) -> float:
         costs = self.step.costs

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from memo_compile.movable import Action, Mode, Moves, RecomputeKey, Schedule
+from memo_compile.planners.check_moves import check_moves, remakes_of
 from memo_compile.planners.copy_times import CopyBack, CopyOut, issues_of, waits_of
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.residency import _made, _outside, step_constant_bytes
@@ -84,7 +85,7 @@ def check_schedule(step, moves, problem: Problem) -> None:
                 assert at[f"reload.{value}"] > at[step.layers[number + lead + 1].backward]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(drawn=moved_steps())
 def test_every_program_is_in_order_and_can_be_placed(drawn):
     step, moves, problem = drawn
@@ -98,7 +99,24 @@ def test_every_program_is_in_order_and_can_be_placed(drawn):
     assert from_json(to_json(problem), Problem) == problem
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
+@given(drawn=moved_steps())
+def test_every_program_computes_what_the_step_computes(drawn):
+    """The independent replay: every read holds the bytes that it held before any move."""
+    step, moves, _ = drawn
+    recompute = recomputer(step)
+    asked = []
+
+    def recorded(key: RecomputeKey):
+        asked.append(recompute(key))
+        return asked[-1]
+
+    problem = apply_moves(step, moves, recorded)
+    verdict = check_moves(step.problem, problem, remakes_of(step, problem, asked))
+    assert verdict.ok, str(verdict)
+
+
+@settings(max_examples=40, deadline=None)
 @given(drawn=moved_steps())
 def test_the_live_peak_is_that_of_the_buffers(drawn):
     _, _, problem = drawn
@@ -119,7 +137,7 @@ def test_the_live_peak_is_that_of_the_buffers(drawn):
         assert peak_live_bytes(problem) <= plan.peak_bytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(drawn=moved_steps())
 def test_time_is_that_of_the_calls_and_of_the_stalls(drawn):
     step, moves, problem = drawn

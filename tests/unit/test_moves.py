@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from memo_compile.errors import InvalidPlan
+from memo_compile.errors import InputError, InvalidPlan
 from memo_compile.movable import (
     Action,
     LayerOp,
@@ -349,6 +349,13 @@ def test_an_early_reader_forbids_recomputation():
     assert not recomputable(step, second, A)
     with pytest.raises(InvalidPlan, match=r"d0 cannot be recomputed before Lb@0, since Hb reads"):
         applied(step, mode(d=RECOMPUTE), mode())
+
+
+def test_every_region_needs_seconds():
+    step = movable_step(1)
+    step = replace(step, costs=replace(step.costs, region_s={"P": 1.0}))
+    with pytest.raises(InputError, match="region L of L@0 has no seconds; add it to region_s"):
+        applied(step, mode(c=OFFLOAD))
 
 
 def test_two_layers_do_not_move_one_value():
