@@ -173,8 +173,9 @@ def _write(path: Path, fingerprint: dict[str, Any], measured: CopyBandwidth) -> 
     text = json.dumps({"fingerprint": fingerprint, "copies": asdict(measured)}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            whole = Path(folder) / path.name
+            whole.write_text(text)
+            os.replace(whole, path)
     except OSError as error:
         log.info("memo: the copy speed is not remembered: %s", error)

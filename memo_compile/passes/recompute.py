@@ -5,20 +5,21 @@ is not kept in memory can be made again from the slots that are, by a part of th
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from memo_compile.analysis.row_rules import argument
+from memo_compile.analysis.row_rules import is_repeatable
 from memo_compile.analysis.rows import RowDim, row_dims, slice_rows
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import is_view, storage_of, viewed
+from memo_compile.backends import aten
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.movable import LayerOp, RecomputeKey, RegionInput
-from memo_compile.passes.purity import is_collective, is_known, is_pure, is_random, is_write
+from memo_compile.passes.purity import is_collective, is_known, is_random, is_write
 from memo_compile.problem import RegionProfile, align
 from memo_compile.regions import RegionGraph
 
@@ -39,10 +40,12 @@ def layer_ops(
     and inputs. A view is no operator of its own unless it is a slot: what reads it depends on what
     it shows. An operator with several results is one operator with all the seconds, and one free
     operator for each result that is read, so that recomputing any of them costs the whole once.
-    ``row_seeds`` say which inputs carry rows; without them no operator counts as row-wise.
+    ``row_seeds`` say which inputs carry rows, and which operators mix rows but have a result for
+    each (``rows.attention_rows``); without seeds no operator counts as row-wise.
     """
     dims = row_dims(region.gm, row_seeds, num_rows) if row_seeds and num_rows > 1 else {}
-    listing = _Listing(region, slot_of_output, seconds_of, dims)
+    row_wise = {node for node in dims if not _is_given(node, row_seeds)}
+    listing = _Listing(region, slot_of_output, seconds_of, row_wise)
     placeholders = region.gm.graph.find_nodes(op="placeholder")
     for position, slot in input_slots.items():
         listing.add_input(placeholders[position], slot)
@@ -60,12 +63,12 @@ class _Listing:
         region: RegionGraph,
         slot_of_output: Mapping[int, int],
         seconds_of: Callable[[fx.Node], float],
-        dims: Mapping[fx.Node, RowDim | None],
+        row_wise: Set[fx.Node],
     ) -> None:
         outputs = _outputs(region)
         self.slots = {outputs[position]: slot for position, slot in slot_of_output.items()}
         self.seconds_of = seconds_of
-        self.dims = dims
+        self.row_wise = row_wise
         self.written = _written(region.gm.graph)
         self.ops: list[LayerOp] = []
         self.made_by: dict[fx.Node, int] = {}
@@ -107,9 +110,14 @@ class _Listing:
                 inputs=inputs,
                 slot=slot,
                 can_recompute=can_recompute,
-                row_wise=node in self.dims,
+                row_wise=node in self.row_wise,
             )
         )
+
+
+def _is_given(node: fx.Node, row_seeds: Mapping[fx.Node, RowDim]) -> bool:
+    """True for a seed that is computed: its rows exist, but it mixes rows to make them."""
+    return node in row_seeds and node.op != "placeholder"
 
 
 def _is_item(node: fx.Node) -> bool:
@@ -155,7 +163,7 @@ def _why_not_again(node: fx.Node, written: Iterable[fx.Node]) -> str | None:
     for one in (node, *node.all_input_nodes):
         if storage_of(one) in written:
             return f"{storage_of(one).name} is overwritten in the forward"
-    if is_pure(node) or _is_attention_without_dropout(node):
+    if is_repeatable(node):
         return None
     if is_collective(node):
         return "it communicates with other ranks"
@@ -164,13 +172,6 @@ def _why_not_again(node: fx.Node, written: Iterable[fx.Node]) -> str | None:
     if is_random(node):
         return "it draws random numbers"
     return "its effects are unknown" if not is_known(node) else "it is not pure"
-
-
-def _is_attention_without_dropout(node: fx.Node) -> bool:
-    """True for torch's attention kernels that draw nothing, although torch tags them as random."""
-    if not is_known(node) or "attention" not in op_name(node) or is_write(node):
-        return False
-    return not argument(node, "dropout_p")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -269,7 +270,8 @@ def _extract(
         if node.op == "placeholder" or node in kept:
             inputs.add(node)
             continue
-        reason = None if node.op != "call_function" else _why_not_again(node, written)
+        checked = node.op == "call_function" and not _is_item(node)  # items: their operator is
+        reason = _why_not_again(node, written) if checked else None
         if reason is not None:
             raise UnsupportedGraph(
                 f"{name}: {node.name} ({node.target}) may not run again: {reason}; "
@@ -312,7 +314,11 @@ def _first_rows(
                 f"{key.region}: {node.name} ({node.target}) mixes rows or has none: "
                 "recompute all of it, or none"
             )
-    own = {copy: dims[node] for copy, node in part.origin.items() if node in dims}
+    own = {
+        copy: dims[node]
+        for copy, node in part.origin.items()
+        if node in dims and (copy.op == "placeholder" or not _is_given(node, row_seeds))
+    }
     return slice_rows(part.gm, own, key.rows, num_rows)
 
 
@@ -321,6 +327,4 @@ def estimate(region: RegionGraph) -> RegionProfile:
 
     Inductor fuses, so that its profile needs no more; estimates are for choosing what to lower.
     """
-    from memo_compile.backends import aten
-
     return aten.lower(region).profile
