@@ -65,11 +65,12 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Shape of the node's value; of the first tensor of a tuple."""
-    value = node.meta["val"]
-    if isinstance(value, tuple | list):
-        value = next(item for item in value if isinstance(item, torch.Tensor))
-    return tuple(value.shape)
+    """Shape of the node's value; of the first tensor of a tuple; empty for a number."""
+    value = node.meta.get("val")
+    for item in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(item, torch.Tensor):
+            return tuple(item.shape)
+    return ()
 
 
 def argument(node: fx.Node, name: str) -> Any:

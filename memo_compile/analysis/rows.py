@@ -30,7 +30,15 @@ from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import is_tensor
 from memo_compile.errors import UnsupportedGraph
 
-__all__ = ["RowDim", "attention_rows", "row_dims", "row_layout", "slice_rows"]
+__all__ = [
+    "RowDim",
+    "attention_rows",
+    "is_row_wise",
+    "row_dims",
+    "row_layout",
+    "rows_through",
+    "slice_rows",
+]
 
 _UNIFORM = frozenset(("full", "zeros", "ones", "empty"))
 """Operators whose results are equal in every row, of whatever shape: made for fewer rows as well.
@@ -71,9 +79,30 @@ def row_dims(
                 f"{node.name}: expected {num_rows} rows x {row.factor} in dimension {row.dim}, "
                 f"got shape {shape_of(node)}; seed another dimension"
             )
-    known = dict(seeds)
+    return _settle(gm, dict(seeds), num_rows, any_source=False)
+
+
+def rows_through(
+    gm: fx.GraphModule, node: fx.Node, row: RowDim, num_rows: int
+) -> dict[fx.Node, RowDim | None]:
+    """What :func:`row_dims` finds when ``node`` has its rows at ``row``, wherever they come from.
+
+    Rows are followed back through operators that keep them apart. Where they come out of one that
+    does not (attention, a mask of positions, random numbers), its result is in the dimensions all
+    the same; :func:`is_row_wise` tells the two kinds of nodes apart.
+    """
+    first = _Pass(gm, {}, num_rows, any_source=True)
+    first.run()
+    if not first.can_carry(node, row):
+        return {}
+    return _settle(gm, dict(first.found), num_rows, any_source=True)
+
+
+def _settle(
+    gm: fx.GraphModule, known: dict[fx.Node, RowDim], num_rows: int, *, any_source: bool
+) -> dict[fx.Node, RowDim | None]:
     while True:
-        one = _Pass(gm, known, num_rows)
+        one = _Pass(gm, known, num_rows, any_source=any_source)
         one.run()
         if not one.found:
             return one.dims
@@ -116,9 +145,20 @@ def _rows_of_queries(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> Ro
 
 
 class _Pass:
-    """One walk over the graph with the seeds known so far; ``found`` are those still missing."""
+    """One walk over the graph with the seeds known so far; ``found`` are those still missing.
 
-    def __init__(self, gm: fx.GraphModule, seeds: Mapping[fx.Node, RowDim], num_rows: int) -> None:
+    With ``any_source`` a node that cannot have its rows from its inputs is a seed itself.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        seeds: Mapping[fx.Node, RowDim],
+        num_rows: int,
+        *,
+        any_source: bool,
+    ) -> None:
+        self.any_source = any_source
         self.nodes = [node for node in gm.graph.nodes if node.op != "output"]
         self.seeds = seeds
         self.num_rows = num_rows
@@ -158,41 +198,50 @@ class _Pass:
     def _all_carry(self, carried: Carried) -> bool:
         """True when all inputs that must carry rows can; they do from the next walk on."""
         before = dict(self.found), dict(self.wanted)
-        if all(self._can_carry(source, row) for source, row in carried.needs):
+        if all(self.can_carry(source, row) for source, row in carried.needs):
             return True
         self.found, self.wanted = before
         return False
 
-    def _can_carry(self, node: fx.Node, row: RowDim) -> bool:
+    def can_carry(self, node: fx.Node, row: RowDim) -> bool:
         """Whether ``node``, which so far carries none, has rows at ``row`` once its sources do."""
-        status = self.dims.get(node)
-        if node not in self.dims or not _fits(node, row, self.num_rows):
+        if not _fits(node, row, self.num_rows):
             return False
-        if status is not None or node in self.wanted:
-            return row == (self.wanted[node] if status is None else status)
+        if node in self.wanted:
+            return row == self.wanted[node]
+        status = self.dims.get(node)
+        if status is not None:
+            return row == status
+        before = dict(self.found), dict(self.wanted)
         self.wanted[node] = row
-        if node.op == "placeholder" or _is_uniform(node, row):
-            self.found[node] = row
+        if node in self.dims:
+            if node.op == "placeholder" or _is_uniform(node, row):
+                self.found[node] = row
+                return True
+            if self._from_inputs(node, row):
+                return True
+        self.found, self.wanted = before
+        if self.any_source and node.op == "call_function" and is_tensor(node):
+            self.found[node] = self.wanted[node] = row
             return True
+        return False
+
+    def _from_inputs(self, node: fx.Node, row: RowDim) -> bool:
+        """Whether one of the inputs can carry the rows that ``node`` is to have."""
         for source in node.all_input_nodes:
-            for dim in range(len(shape_of(source)) if is_tensor(source) else 0):
-                size = shape_of(source)[dim]
+            for dim, size in enumerate(shape_of(source)):
                 if self.dims.get(source) is not None or size < 2 or size % self.num_rows:
                     continue
                 given = RowDim(dim=dim, factor=size // self.num_rows)
                 carried = self._carried(node, {source: given})
                 if carried is not None and carried.out == row:
-                    return self._can_carry(source, given) and self._all_carry(carried)
+                    return self.can_carry(source, given) and self._all_carry(carried)
         return False
 
 
 def _fits(node: fx.Node, row: RowDim, num_rows: int) -> bool:
-    values = node.meta["val"]
-    for value in values if isinstance(values, tuple | list) else (values,):
-        if isinstance(value, torch.Tensor):
-            shape = value.shape
-            return len(shape) > row.dim and shape[row.dim] == num_rows * row.factor
-    return False
+    shape = shape_of(node)
+    return len(shape) > row.dim and shape[row.dim] == num_rows * row.factor
 
 
 def _is_attribute(node: fx.Node) -> bool:
@@ -234,9 +283,7 @@ def slice_rows(
     if not 0 < rows <= num_rows:
         raise UnsupportedGraph(f"rows: expected 1 to {num_rows} rows, got {rows}")
     missing = [
-        one
-        for one in gm.graph.nodes
-        if one.op != "output" and not _is_separable(one, dims, num_rows)
+        one for one in gm.graph.nodes if one.op != "output" and not is_row_wise(one, dims, num_rows)
     ]
     if missing:
         raise UnsupportedGraph(
@@ -246,8 +293,8 @@ def slice_rows(
     return _Slicer(gm, dims, rows, num_rows).run()
 
 
-def _is_separable(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], num_rows: int) -> bool:
-    """True when ``dims`` has the node and its operator's rule agrees; seeds may be anything."""
+def is_row_wise(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], num_rows: int) -> bool:
+    """True when row r of ``node`` needs row r of its inputs only; a seed's rows may be given."""
     if node not in dims:
         return False
     row = dims[node]
