@@ -134,12 +134,13 @@ def _named(shape: Shape, noun: str) -> Shape:
     return replace(shape, tip=(f"{shape.count} {noun}", where))
 
 
-def nice_ticks(most: float, *, base: int = 10) -> list[float]:
-    """0 and up to MAX_TICKS round numbers up to ``most``, evenly spaced; ``base`` 2 for bytes."""
-    if most <= 0:
-        return [0.0]
+def nice_ticks(most: float, *, base: int = 10, low: float = 0.0) -> list[float]:
+    """Round numbers from ``low`` to ``most``, evenly spaced, about MAX_TICKS; base 2 for bytes."""
+    if most <= low:
+        return [low]
     unit = 1024.0 ** int(math.log(max(most, 1.0), 1024)) if base == 2 else 1.0
-    rough = most / unit / MAX_TICKS
+    rough = (most - low) / unit / MAX_TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(one * power for one in (1, 2, 5, 10) if one * power >= rough * 0.999)
-    return [index * step * unit for index in range(int(most / unit / step + 1e-9) + 1)]
+    first, last = math.ceil(low / unit / step - 1e-9), math.floor(most / unit / step + 1e-9)
+    return [index * step * unit for index in range(first, last + 1)]

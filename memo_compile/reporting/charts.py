@@ -1,0 +1,294 @@
+"""The pictures of the HTML report as data for its template: paths, ticks, texts for hovering."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from memo_compile.plans import FrontierPoint, Plan, Span
+from memo_compile.problem import CallKind, Phase, Problem
+from memo_compile.reporting import svg
+from memo_compile.reporting.svg import HEIGHT, WIDTH, Shape
+from memo_compile.reporting.view import Box, Moment, Role, StepView
+from memo_compile.units import format_bytes, format_seconds
+
+ROOM = 1.14
+"""Height of a picture over its highest value: room for the budget's label."""
+
+NUM_HUES = 8
+"""Steps of the scale that colours layers."""
+
+DENSE = 1200
+"""Shapes of a picture from which on the gaps between them would drown them."""
+
+DENSE_LANE = 150
+"""The same for the spans of one lane."""
+
+CURVE_COLUMNS = 500
+"""Points of the memory curve: two pixels each on a wide screen."""
+
+ROLE_WORDS = {
+    Role.SAVED: "saved for the backward",
+    Role.OFFLOADED: "until copied to the host",
+    Role.RELOADED: "copied back from the host",
+    Role.RECOMPUTED: "computed again",
+    Role.SCRATCH: "scratch of one pass",
+}
+
+LANES = ("compute", "d2h", "h2d", "communication")
+LANE_WORDS = {
+    "compute": "compute",
+    "d2h": "copy to host",
+    "h2d": "copy from host",
+    "communication": "network",
+}
+
+
+def program_axis(view: StepView) -> dict[str, Any]:
+    """The x axis shared by memory and arena: the two phases, and layers as ticks."""
+    end = max(view.starts[-1], 1)
+    turn = 100 * view.turn / end
+    ticks = [
+        *_layer_ticks(view, 0, view.turn, turn),
+        *_layer_ticks(view, view.turn, end, 100 - turn),
+    ]
+    return {"turn": round(turn, 2), "ticks": ticks}
+
+
+def _layer_ticks(view: StepView, start: int, end: int, percent: float) -> list[dict[str, Any]]:
+    """Layers of one phase, as many as a phone has room for. ``percent`` is the phase's width."""
+    longest: dict[int, tuple[int, int]] = {}
+    for index, layer in enumerate(view.layers):
+        first, last = view.starts[index], view.starts[index + 1]
+        if layer is not None and start <= first < end:
+            before = longest.get(layer, (0, 0))
+            longest[layer] = max(before, (first, last), key=lambda one: one[1] - one[0])
+    room = max(1, int(percent / 13))
+    stride = max(1, -(-len(longest) // room))
+    chosen = list(longest.items())[stride // 2 :: stride]
+    total = max(view.starts[-1], 1)
+    return [
+        {"at": round(100 * (first + last) / 2 / total, 2), "text": f"L{layer}"}
+        for layer, (first, last) in chosen
+    ]
+
+
+def _ticks(
+    values: Iterable[float], low: float, high: float, words: Callable[[float], str]
+) -> list[dict[str, Any]]:
+    """Where on an axis from ``low`` to ``high``, in percent, and with which text."""
+    return [
+        {"at": round(100 * (one - low) / (high - low), 2), "text": words(one)} for one in values
+    ]
+
+
+def _short_bytes(size: float) -> str:
+    value, unit = format_bytes(size).split(" ")
+    return f"{float(value):g} {unit}"
+
+
+def arena_map(view: StepView, plan: Plan) -> dict[str, Any]:
+    """Addresses over the program; what is under a pixel is merged."""
+    top = max(plan.arena_bytes, 1)
+    layers = max((one for one in view.layers if one is not None), default=0) + 1
+    boxes = (_box_shape(one, view, top, layers) for one in view.boxes)
+    merged = svg.merge_small(boxes, noun="small buffers")
+    return {
+        "paths": _paths(merged),
+        "ticks": _ticks(svg.nice_ticks(top, base=2), 0, top, _short_bytes),
+        "roles": {one.css.split(" ")[0] for one in merged},
+        "num_layers": layers,
+        "dense": len(merged) > DENSE,
+        "data": _hover(merged),
+    }
+
+
+def _box_shape(one: Box, view: StepView, top: int, layers: int) -> Shape:
+    across, up = WIDTH / max(view.starts[-1], 1), HEIGHT / top
+    hue = "n" if one.layer is None else one.layer * NUM_HUES // layers
+    until = view.labels[view.call_at(one.end - 1)]
+    tip = (
+        one.name,
+        view.labels[one.call],
+        f"until {until}" if until != view.labels[one.call] else "",
+        f"{format_bytes(one.size_bytes)} at {format_bytes(one.offset)}",
+        ROLE_WORDS[one.role],
+        one.about,
+        one.reason,
+        short_source(one.source),
+    )
+    return Shape(
+        x=one.start * across,
+        y=HEIGHT - (one.offset + one.size_bytes) * up,
+        width=(one.end - one.start) * across,
+        height=one.size_bytes * up,
+        css=f"{one.role.value} y{hue}",
+        tip=tip,
+    )
+
+
+def _paths(shapes: Iterable[Shape]) -> list[tuple[str, str]]:
+    """(CSS class, d): one path for each class, in a fixed order."""
+    ordered = sorted(shapes, key=lambda one: one.css)
+    grouped = itertools.groupby(ordered, key=lambda one: one.css)
+    return [(css, svg.path_of(group)) for css, group in grouped]
+
+
+def _hover(shapes: Sequence[Shape]) -> dict[str, Any]:
+    """What the page's script looks up: rectangles and, by index, the texts of their tips."""
+    texts: dict[str, int] = {}
+    rows = []
+    for one in shapes:
+        lines = [texts.setdefault(line, len(texts)) for line in one.tip if line]
+        sides = (one.x, one.y, one.width, one.height)
+        rows.append([*(round(side, 1) for side in sides), *lines])
+    return {"rows": rows, "texts": list(texts)}
+
+
+def short_source(source: str) -> str:
+    """The file and its folder, and the line."""
+    return "/".join(source.split("/")[-2:])
+
+
+def memory_curve(view: StepView, plan: Plan) -> dict[str, Any]:
+    """The memory curve: what is held over the program, from what."""
+    budget = plan.budget_bytes or 0
+    most = max(plan.peak_bytes, budget, 1) * ROOM
+    columns = view.columns(CURVE_COLUMNS)
+    width, up = WIDTH / len(columns), HEIGHT / most
+    constant = view.constant_bytes
+    layered: tuple[tuple[str, Callable[[Moment], int]], ...] = (
+        ("held", lambda one: one.held_bytes),
+        ("live", lambda one: constant + one.made_bytes + one.outside_bytes + one.live_bytes),
+        ("outside", lambda one: constant + one.made_bytes + one.outside_bytes),
+        ("made", lambda one: constant + one.made_bytes),
+        ("fixed", lambda one: constant),
+    )
+    areas = [
+        (css, svg.steps_path([value(one) * up for one in columns], width)) for css, value in layered
+    ]
+    shapes = []
+    for index, one in enumerate(columns):
+        tip = (
+            f"{format_bytes(one.held_bytes)} held",
+            view.labels[view.call_at(one.line)],
+            f"activations alive {format_bytes(one.live_bytes)}",
+            f"gradients and outputs {format_bytes(one.made_bytes)}",
+            f"allocated by kernels {format_bytes(one.outside_bytes)}",
+            f"constant {format_bytes(constant)}",
+        )
+        shapes.append(Shape(x=index * width, y=0, width=width, height=HEIGHT, css="", tip=tip))
+    return {
+        "areas": areas,
+        "ticks": _ticks(svg.nice_ticks(most / ROOM, base=2), 0, most, _short_bytes),
+        "budget": round(100 * budget / most, 2) if budget else None,
+        "budget_text": f"budget {format_bytes(budget)}",
+        "data": _hover(shapes),
+    }
+
+
+def lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None:
+    """What each lane does over simulated time; None without a timeline."""
+    if plan.timeline is None or not plan.timeline.spans or plan.timeline.step_s <= 0:
+        return None
+    end = max(plan.timeline.step_s, *(one.end_s for one in plan.timeline.spans))
+    calls = {call.name: index for index, call in enumerate(problem.calls)}
+    shapes: dict[str, list[Shape]] = {lane: [] for lane in LANES}
+    busy_ns: Counter[str] = Counter()
+    for span in plan.timeline.spans:
+        lane = "compute" if span.lane == "stall" else span.lane
+        shape = _span_shape(span, problem, view, calls.get(span.name), end)
+        shapes.setdefault(lane, []).append(shape)
+        if span.lane != "stall":
+            busy_ns[lane] += round((span.end_s - span.start_s) * 1e9)
+    rows = {
+        lane: svg.merge_along(group, noun="calls, each under a pixel")
+        for lane, group in shapes.items()
+    }
+    return {
+        "rows": [
+            {
+                "key": lane,
+                "name": LANE_WORDS.get(lane, lane),
+                "busy": f"{busy_ns[lane] / end / 1e7:.0f} % busy" if group else "idle",
+                "paths": _paths(group),
+            }
+            for lane, group in rows.items()
+        ],
+        "dense": max(map(len, rows.values())) > DENSE_LANE,
+        "ticks": _ticks(svg.nice_ticks(end), 0, end, _short_seconds),
+        "data": {lane: _hover(group) for lane, group in rows.items()},
+    }
+
+
+def _span_shape(
+    span: Span, problem: Problem, view: StepView, index: int | None, end_s: float
+) -> Shape:
+    lasts = format_seconds(span.end_s - span.start_s)
+    tip = (
+        f"stall: {span.name}" if span.lane == "stall" else span.name,
+        view.labels[index] if index is not None else LANE_WORDS.get(span.lane, span.lane),
+        f"{lasts} from {format_seconds(span.start_s)}",
+    )
+    return Shape(
+        x=span.start_s / end_s * WIDTH,
+        y=0,
+        width=(span.end_s - span.start_s) / end_s * WIDTH,
+        height=HEIGHT,
+        css=_span_css(problem, span.lane, index),
+        tip=tip,
+    )
+
+
+def _short_seconds(seconds: float) -> str:
+    value, unit = format_seconds(seconds).split(" ")
+    return f"{float(value):g} {unit}" if seconds else "0"
+
+
+def _span_css(problem: Problem, lane: str, index: int | None) -> str:
+    if lane != "compute":
+        return lane
+    if index is None:
+        return "forward"
+    call = problem.calls[index]
+    if call.kind is CallKind.RECOMPUTE:
+        return "recomputed"
+    return "forward" if call.phase is Phase.FORWARD else "backward"
+
+
+def frontier(plan: Plan) -> dict[str, Any] | None:
+    """Step time against memory of every plan that was considered; None with fewer than two."""
+    points = sorted(plan.frontier, key=lambda one: (one.step_s, one.peak_bytes))
+    if len(points) < 2:
+        return None
+    budget = plan.budget_bytes
+    left, right = _range([one.peak_bytes for one in points] + ([budget] if budget else []))
+    low, high = _range([one.step_s for one in points])
+    dots = [_dot(one, left, right, low, high) for one in points]
+    byte_ticks = svg.nice_ticks(right, base=2, low=left)
+    return {
+        "dots": dots,
+        "chosen": next((one for one in dots if one["chosen"]), None),
+        "x_ticks": _ticks(byte_ticks, left, right, _short_bytes),
+        "y_ticks": _ticks(svg.nice_ticks(high, low=low), low, high, _short_seconds),
+        "budget": round(100 * (budget - left) / (right - left), 2) if budget else None,
+    }
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """The ends of an axis that shows all ``values`` with room around them; never below 0."""
+    low, high = min(values), max(values)
+    room = (high - low) * 0.16 or max(high, 1e-9) * 0.1
+    return max(0.0, low - room), high + room
+
+
+def _dot(one: FrontierPoint, left: float, right: float, low: float, high: float) -> dict[str, Any]:
+    return {
+        "x": round(100 * (one.peak_bytes - left) / (right - left), 2),
+        "y": round(100 * (one.step_s - low) / (high - low), 2),
+        "policy": one.policy,
+        "step": format_seconds(one.step_s),
+        "peak": format_bytes(one.peak_bytes),
+        "host": format_bytes(one.host_bytes),
+        "chosen": one.chosen,
+    }

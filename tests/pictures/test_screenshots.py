@@ -1,0 +1,99 @@
+"""The report in a browser: at phone and desktop width, light and dark, nothing overlaps.
+
+The pictures are left in the folder that MEMO_SCREENSHOTS names, to be looked at.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from memo_compile.planners.step import plan_step
+from memo_compile.reporting.html import render_html
+from tests.pictures.browser import find_browser, layout, screenshot
+from tests.unit.picture_steps import layered
+from tests.unit.small_steps import two_layers
+
+pytestmark = pytest.mark.skipif(
+    find_browser() is None,
+    reason="no Chromium found; install chromium-headless-shell or set MEMO_CHROMIUM",
+)
+
+WIDTHS = (1400, 420)
+
+
+def _bare():
+    """A plan without costs, budget, layers or decisions: every empty state."""
+    problem = two_layers()
+    return problem, plan_step(problem, solver="greedy")
+
+
+def _crowded():
+    """Long names, many layers, many points of the frontier, over its budget."""
+    problem, plan = layered(80)
+    long_name = "a_rather_long_name_of_a_plan_" * 3
+    points = [
+        dataclasses.replace(
+            plan.frontier[0],
+            policy=f"auto-with-a-long-name-{i}",
+            step_s=0.9 + i / 90,
+            peak_bytes=plan.peak_bytes - i * 10**8,
+        )
+        for i in range(40)
+    ]
+    return problem, dataclasses.replace(
+        plan,
+        name=long_name,
+        frontier=tuple(points),
+        decisions=plan.decisions * 10,
+        budget_bytes=plan.peak_bytes // 2,
+    )
+
+
+STEPS = {"bare": _bare, "layers-12": layered, "layers-80": _crowded}
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", STEPS)
+def test_nothing_overlaps_or_is_cut(tmp_path, name, width, dark):
+    html = render_html(*STEPS[name]())
+    found = layout(html, tmp_path, width=width, dark=dark)
+    assert found.width == width
+    assert found.page_width <= width, "the page scrolls sideways"
+    assert len(found.boxes) > 30
+    assert found.cut == ()
+    assert found.overlapping() == []
+    outside = [one.text for one in found.boxes if one.left < 0 or one.right > width]
+    assert outside == []
+    folder = Path(os.environ.get("MEMO_SCREENSHOTS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    picture = folder / f"report-{name}-{width}-{'dark' if dark else 'light'}.png"
+    screenshot(html, picture, width=width, height=found.height, dark=dark)
+    assert picture.stat().st_size > 20_000
+
+
+def test_overlapping_text_is_found(tmp_path):
+    broken = render_html(*_bare()).replace(
+        "</main>", "<p>one</p><p style='margin-top:-24px'>over it</p></main>"
+    )
+    assert layout(broken, tmp_path, width=420, dark=False).overlapping() != []
+
+
+def test_pointing_at_a_block_names_it(tmp_path):
+    script = """<script>addEventListener("load", () => {
+      const plot = document.querySelector(".map"), box = plot.getBoundingClientRect();
+      plot.dispatchEvent(new PointerEvent("pointermove", { bubbles: true,
+        clientX: box.left + box.width * 0.4, clientY: box.bottom - 30 }));
+      const tip = document.getElementById("tip");
+      const said = document.createElement("p");
+      said.textContent = tip.hidden ? "NOTHING" : "TIP " + tip.innerText.split("\\n").join("; ");
+      document.querySelector("main").append(said);
+    });</script>"""
+    html = render_html(*layered()).replace("</body>", f"{script}</body>")
+    found = layout(html, tmp_path, width=1400, dark=False)
+    said = next(one.text for one in found.boxes if one.text.startswith(("TIP", "NOTHING")))
+    assert "saved for the backward" in said
+    assert "layer" in said
+    assert "MiB at" in said
