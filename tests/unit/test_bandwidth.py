@@ -1,0 +1,164 @@
+"""The speed of copies: measured once, remembered while machine and software stay the same."""
+
+import json
+import math
+
+import pytest
+import torch
+from memo_runtime.host_store import HostStoreError
+
+from memo_compile.backends import bandwidth
+from memo_compile.backends.bandwidth import CopyBandwidth, copy_bandwidth, measure_copies
+from memo_compile.config import cache_folder
+
+CPU = torch.device("cpu")
+KNOWN = CopyBandwidth(
+    d2h_bytes_per_s=2e9, h2d_bytes_per_s=3e9, latency_s=1e-5, source="measured: by hand"
+)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """How often copies were timed; each time they give KNOWN."""
+    calls = []
+
+    def measure(device):
+        calls.append(device)
+        return KNOWN
+
+    monkeypatch.setattr(bandwidth, "measure_copies", measure)
+    return calls
+
+
+def files(folder):
+    return sorted(one.name for one in folder.iterdir())
+
+
+def test_the_second_process_reads_what_the_first_measured(tmp_path, measured):
+    folder = tmp_path / "a" / "memo"
+    assert copy_bandwidth(CPU, folder=folder) == KNOWN
+    assert copy_bandwidth(CPU, folder=folder) == KNOWN
+    assert measured == [CPU]
+    assert files(folder) == ["copies-cpu-0.json"]
+
+
+def test_what_was_remembered_is_what_is_returned(tmp_path, measured):
+    copy_bandwidth(CPU, folder=tmp_path)
+    path = tmp_path / "copies-cpu-0.json"
+    content = json.loads(path.read_text())
+    content["copies"]["d2h_bytes_per_s"] = 7e9
+    path.write_text(json.dumps(content))
+    assert copy_bandwidth(CPU, folder=tmp_path).d2h_bytes_per_s == 7e9
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize("field", ["torch", "device", "driver", "host", "num_cpus", "copy_bytes"])
+def test_another_machine_or_version_measures_again(tmp_path, measured, field):
+    copy_bandwidth(CPU, folder=tmp_path)
+    path = tmp_path / "copies-cpu-0.json"
+    content = json.loads(path.read_text())
+    content["fingerprint"][field] = "another"
+    path.write_text(json.dumps(content))
+    copy_bandwidth(CPU, folder=tmp_path)
+    assert len(measured) == 2
+    copy_bandwidth(CPU, folder=tmp_path)
+    assert len(measured) == 2
+
+
+def broken_contents():
+    good = {"d2h_bytes_per_s": 1e9, "h2d_bytes_per_s": 1e9, "latency_s": 0.0, "source": "x"}
+    for name, value in (
+        ("d2h_bytes_per_s", 0),
+        ("h2d_bytes_per_s", -1.0),
+        ("d2h_bytes_per_s", math.inf),
+        ("latency_s", math.nan),
+        ("latency_s", "soon"),
+        ("source", None),
+    ):
+        yield {**good, name: value}
+    yield {key: value for key, value in good.items() if key != "source"}
+    yield {**good, "more": 1}
+    yield []
+
+
+@pytest.mark.parametrize("copies", [*broken_contents()], ids=str)
+def test_numbers_that_cannot_be_are_measured_again(tmp_path, measured, copies):
+    copy_bandwidth(CPU, folder=tmp_path)
+    path = tmp_path / "copies-cpu-0.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "copies": copies}))
+    assert copy_bandwidth(CPU, folder=tmp_path) == KNOWN
+    assert len(measured) == 2
+    assert json.loads(path.read_text()) == content
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"fingerprint": 1}', "\0"])
+def test_a_file_that_is_not_ours_is_replaced(tmp_path, measured, text):
+    path = tmp_path / "copies-cpu-0.json"
+    path.write_text(text)
+    assert copy_bandwidth(CPU, folder=tmp_path) == KNOWN
+    assert len(measured) == 1
+    assert copy_bandwidth(CPU, folder=tmp_path) == KNOWN
+    assert len(measured) == 1
+
+
+def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path, measured):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    assert copy_bandwidth(CPU, folder=blocked) == KNOWN
+    assert copy_bandwidth(CPU, folder=blocked) == KNOWN
+    assert len(measured) == 2
+
+
+def test_a_half_written_file_is_never_seen(tmp_path, measured, monkeypatch):
+    def fail(source, target):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bandwidth.os, "replace", fail)
+        copy_bandwidth(CPU, folder=tmp_path)
+    assert files(tmp_path) == []
+
+
+def test_the_cache_is_where_the_user_wants_it(tmp_path, measured, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "memo"
+    copy_bandwidth(CPU)
+    assert files(tmp_path / "memo") == ["copies-cpu-0.json"]
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "memo"
+
+
+def test_copies_of_this_machine(monkeypatch):
+    monkeypatch.setattr(bandwidth, "COPY_BYTES", 4 * 2**20)
+    found = measure_copies(CPU)
+    assert 1e7 < found.d2h_bytes_per_s < 1e13
+    assert 1e7 < found.h2d_bytes_per_s < 1e13
+    assert 0 < found.latency_s < 1
+    assert found.source.startswith("measured: 4 MiB between ")
+    assert found.source.endswith("shm")
+
+
+def test_noise_of_the_latency_never_makes_copies_infinitely_fast():
+    assert bandwidth._above(1e-3, 2e-3) == 5e-4
+    assert bandwidth._above(1e-3, 1e-4) == pytest.approx(9e-4)
+
+
+def test_pageable_memory_is_timed_where_pinning_is_refused(monkeypatch):
+    kinds = []
+
+    class Store:
+        def __init__(self, kind, size_bytes):
+            kinds.append(kind)
+            if kind == "pinned":
+                raise HostStoreError("locked memory is limited")
+
+    monkeypatch.setattr(bandwidth, "HostStore", Store)
+    bandwidth._store(torch.device("cuda"))
+    assert kinds == ["pinned", "shm"]
+
+
+def test_a_speed_of_zero_is_refused():
+    with pytest.raises(ValueError, match="d2h_bytes_per_s: expected a number above 0, got 0"):
+        CopyBandwidth(d2h_bytes_per_s=0, h2d_bytes_per_s=1.0, latency_s=0.0, source="x")
