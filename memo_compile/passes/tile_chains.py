@@ -1,0 +1,176 @@
+"""Where a region can run in tiles: its row-wise chains around the values that make its peak."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from memo_compile.analysis.row_rules import shape_of
+from memo_compile.analysis.rows import RowDim, is_row_wise, rows_through
+from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.views import is_tensor, is_view, storage_of
+from memo_compile.regions import RegionGraph
+
+NUM_ANCHORS = 2
+"""Widest values of the peak that a chain is looked for around: often the first is read by the
+second, and where it is not, the second belongs to another chain."""
+
+
+def transient_bytes(gm: fx.GraphModule) -> int:
+    """The most bytes alive at once, inputs and outputs not counted, when ``gm`` runs in order."""
+    live = peak = 0
+    lives = _lives(gm)
+    nodes = list(gm.graph.nodes)
+    for number, _ in enumerate(nodes):
+        live += sum(size for start, _, size in lives.values() if start == number)
+        peak = max(peak, live)
+        live -= sum(size for _, end, size in lives.values() if end == number)
+    return peak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """What runs in tiles: row-wise nodes, and the sums over rows that end it."""
+
+    nodes: frozenset[fx.Node]
+    sums: frozenset[fx.Node]
+    dims: Mapping[fx.Node, RowDim | None]
+    num_rows: int
+    num_tiles: int
+
+
+def chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
+    """Candidates: around each wide value, for each number of rows, for each stage of the region."""
+    seen: set[tuple[frozenset[fx.Node], int]] = set()
+    for anchor in _anchors(region.gm):
+        for num_rows in _row_counts(region.gm, anchor):
+            num_tiles = next(n for n in range(min(tiles, num_rows), 0, -1) if num_rows % n == 0)
+            dim = next(at for at, size in enumerate(shape_of(anchor)) if size > 1)
+            row = RowDim(dim=dim, factor=shape_of(anchor)[dim] // num_rows)
+            dims = rows_through(region.gm, anchor, row, num_rows)
+            if num_tiles < 2 or anchor not in dims:
+                continue
+            for nodes, sums in _stages(region, dims, num_rows):
+                key = (nodes | sums, num_rows)
+                if key not in seen:
+                    seen.add(key)
+                    yield Chain(
+                        nodes=nodes, sums=sums, dims=dims, num_rows=num_rows, num_tiles=num_tiles
+                    )
+
+
+def _anchors(gm: fx.GraphModule) -> list[fx.Node]:
+    """The largest transient values that are alive at the peak."""
+    lives = _lives(gm)
+    points = {start for start, _, _ in lives.values()}
+
+    def alive(point: int) -> list[fx.Node]:
+        return [node for node, (start, end, _) in lives.items() if start <= point <= end]
+
+    if not points:
+        return []
+    peak = max(sorted(points), key=lambda point: sum(lives[node][2] for node in alive(point)))
+    found = sorted(alive(peak), key=lambda node: -lives[node][2])
+    return [node for node in found if max(shape_of(node), default=1) > 1][:NUM_ANCHORS]
+
+
+def _row_counts(gm: fx.GraphModule, anchor: fx.Node) -> list[int]:
+    """The anchor's own outermost size; and the batch, where tokens of several are flattened."""
+    size = next(one for one in shape_of(anchor) if one > 1)
+    batches = {
+        shape_of(node)[0]
+        for node in gm.graph.nodes
+        if is_tensor(node) and len(shape_of(node)) > 2 and shape_of(node)[0] > 1
+    }
+    return [size, *sorted((one for one in batches if one < size and size % one == 0), reverse=True)]
+
+
+def _stages(
+    region: RegionGraph, dims: Mapping[fx.Node, RowDim | None], num_rows: int
+) -> Iterable[tuple[frozenset[fx.Node], frozenset[fx.Node]]]:
+    """The row-wise nodes by how often their rows were mixed before; with the sums at their end.
+
+    No path leads from a stage to what mixes its rows and back. A node whose only readers are in a
+    later stage moves there.
+    """
+    nodes = [node for node in region.gm.graph.nodes if node.op == "call_function"]
+    own = {
+        node
+        for node in nodes
+        if dims.get(node) is not None
+        and is_row_wise(node, dims, num_rows)
+        and _may_be_own(region, node)
+    }
+    sums = {node for node in nodes if node not in dims and _is_sum(node, dims, own)}
+    stage: dict[fx.Node, int] = {}
+    for node in region.gm.graph.nodes:
+        inside = node in own or node in sums
+        stage[node] = max(
+            (
+                stage[source] + ((source in own and not inside) or source in sums)
+                for source in node.all_input_nodes
+            ),
+            default=0,
+        )
+    for level in sorted({stage[node] for node in own}):
+        chain = {node for node in own if stage[node] == level}
+        ends = {node for node in sums if stage[node] == level}
+        for node in reversed(nodes):
+            if node in own and node not in chain and stage[node] < level and node.users:
+                if all(user in chain or user in ends for user in node.users):
+                    chain.add(node)
+        yield frozenset(chain), frozenset(ends)
+
+
+def _may_be_own(region: RegionGraph, node: fx.Node) -> bool:
+    """False for what the user receives: its memory is not the step's to write tile by tile."""
+    results = region.gm.graph.output_node().args[0]
+    assert isinstance(results, list | tuple)
+    made = [results[index] for index in region.external_outputs]
+    external = {storage_of(one) for one in made if isinstance(one, fx.Node)}
+    return storage_of(node) not in external or is_view(node)
+
+
+def _is_sum(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], own: set[fx.Node]) -> bool:
+    """True for a sum or mean over the rows of the chain, or a product that contracts them."""
+    sources = node.all_input_nodes
+    rows = [dims.get(source) for source in sources]
+    if not any(source in own for source in sources) or not is_tensor(node):
+        return False
+    if not node.meta["val"].is_contiguous():
+        return False
+    name = op_name(node)
+    if name in ("sum", "mean"):
+        return len(rows) == 1 and rows[0] is not None
+    if node.target not in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+        return False
+    if len(sources) != 2 or rows[0] is None or rows[1] is None:
+        return False
+    ndim = len(shape_of(node))
+    return rows[0].dim == ndim - 1 and rows[1].dim == ndim - 2
+
+
+def _lives(gm: fx.GraphModule) -> dict[fx.Node, tuple[int, int, int]]:
+    """Storage that is neither input nor output -> first line, last line, bytes."""
+    nodes = list(gm.graph.nodes)
+    line = {node: number for number, node in enumerate(nodes)}
+    kept = {storage_of(node) for node in nodes[-1].all_input_nodes}
+    lives: dict[fx.Node, tuple[int, int, int]] = {}
+    for node in nodes:
+        if node.op == "call_function" and is_tensor(node) and not is_view(node):
+            maker = node.all_input_nodes[0] if op_name(node) == "" else node
+            if node not in kept:
+                lives[node] = (line[maker], line[node], storage_bytes(node))
+        for source in node.all_input_nodes:
+            root = storage_of(source)
+            if root in lives:
+                start, _, size = lives[root]
+                lives[root] = (start, line[node], size)
+    return lives
+
+
+def storage_bytes(node: fx.Node) -> int:
+    """Bytes of the node's elements."""
+    value = node.meta["val"]
+    return int(value.numel() * value.element_size())

@@ -1,0 +1,288 @@
+"""A region in tiles computes what the region computes, with less memory in between."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from memo_compile.backends.aten import interpret
+from memo_compile.passes.tiles import Ref, Source, TiledRegion, tile, transient_bytes
+from memo_compile.regions import RegionGraph
+
+TOKENS, WIDTH, VOCABULARY, INNER = 256, 16, 32768, 2048
+TILES = 8
+
+
+def region(
+    function: Callable[..., object], *args: torch.Tensor, external: tuple[int, ...] = ()
+) -> RegionGraph:
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    gm.graph.eliminate_dead_code()
+    return RegionGraph(
+        name="part",
+        gm=gm,
+        external_outputs=frozenset(external),
+        static_inputs=(),
+        is_backward=False,
+        device=torch.device("cpu"),
+    )
+
+
+def row_view(value: torch.Tensor, size: Any, stride: Any, at_bytes: int) -> torch.Tensor:
+    step, rest = divmod(at_bytes, value.element_size())
+    assert rest == 0
+    return value.as_strided(size, stride, value.storage_offset() + step)
+
+
+def run_part(part: RegionGraph | None, inputs: list[Any]) -> list[Any]:
+    if part is None:
+        return []
+    for given, node in zip(inputs, part.example_inputs(), strict=True):
+        assert (given.shape, given.dtype) == (node.shape, node.dtype)
+    return list(interpret(part.gm)(list(inputs)))
+
+
+def run_tiled(tiled: TiledRegion, inputs: list[torch.Tensor]) -> list[Any]:
+    """Plain torch in place of the step program: row views, and accumulators in place."""
+    made: dict[Source, list[Any]] = {Source.REGION_INPUT: list(inputs)}
+
+    def value(ref: Ref) -> Any:
+        return made[ref.source][ref.index]
+
+    made[Source.BEFORE] = run_part(tiled.before, [inputs[at] for at in tiled.before_inputs])
+    sums = {
+        one.accumulator: value(one.value)
+        for one in tiled.tile_inputs
+        if one.accumulator is not None
+    }
+    wholes = [
+        sums[out.accumulator]
+        if out.accumulator is not None
+        else torch.empty_strided(out.whole.size, out.whole.stride, dtype=out.whole.dtype)
+        for out in tiled.tile_outputs
+    ]
+    for number in range(tiled.num_tiles):
+        given = [
+            row_view(
+                value(one.value), one.view.size, one.view.stride, number * (one.step_bytes or 0)
+            )
+            for one in tiled.tile_inputs
+        ]
+        for out, whole, result in zip(
+            tiled.tile_outputs, wholes, run_part(tiled.tile, given), strict=True
+        ):
+            target = whole
+            if out.step_bytes is not None:
+                assert out.step_bytes == out.row_bytes * tiled.rows_per_tile
+                start = number * out.step_bytes
+                target = row_view(whole, result.shape, result.stride(), start)
+                assert result.numel() * result.element_size() == out.step_bytes
+            target.copy_(result)
+    made[Source.TILE] = wholes
+    made[Source.AFTER] = run_part(tiled.after, [value(one) for one in tiled.after_inputs])
+    return [None if one is None else value(one) for one in tiled.outputs]
+
+
+def check(whole: RegionGraph, inputs: list[torch.Tensor], tiles: int = TILES) -> TiledRegion:
+    tiled = tile(whole, tiles)
+    assert tiled is not None
+    for part in (tiled.before, tiled.tile, tiled.after):
+        if part is not None:
+            part.gm.graph.lint()
+    expected = interpret(whole.gm)(list(inputs))
+    for got, one in zip(run_tiled(tiled, inputs), expected, strict=True):
+        torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-5)
+    return tiled
+
+
+def targets(part: RegionGraph) -> list[str]:
+    return [str(node.target) for node in part.gm.graph.nodes if node.op == "call_function"]
+
+
+def head(x, weight, labels):
+    """Loss and what its backward keeps, as Inductor's decompositions write them."""
+    logits = (x.view(-1, x.shape[-1]) @ weight.t()).float()
+    top = logits.amax(1, keepdim=True)
+    norm = (logits - top).exp().sum(1, keepdim=True).log() + top
+    flat = labels.view(-1)
+    kept = flat != -100
+    at = torch.where(kept, flat, 0).unsqueeze(1)
+    losses = torch.where(kept, (norm - logits.gather(1, at)).squeeze(1), 0.0)
+    count = kept.sum().float()
+    return losses.sum() / count, norm, count
+
+
+def head_backward(x, weight, labels, norm, count, tangent):
+    flat_x, flat = x.view(-1, x.shape[-1]), labels.view(-1)
+    logits = flat_x @ weight.t()
+    kept = flat != -100
+    at = torch.where(kept, flat, 0).unsqueeze(1)
+    scale = torch.where(kept, tangent / count, 0.0).unsqueeze(1)
+    one_hot = torch.arange(weight.shape[0]) == at
+    grad = ((logits - norm).exp() - torch.where(one_hot, 1.0, 0.0)) * scale
+    return (grad @ weight).view(x.shape), grad.t() @ flat_x
+
+
+@pytest.fixture
+def head_inputs():
+    torch.manual_seed(0)
+    labels = torch.randint(0, VOCABULARY, (1, TOKENS))
+    labels[0, -3:] = -100
+    return [torch.randn(1, TOKENS, WIDTH), torch.randn(VOCABULARY, WIDTH), labels]
+
+
+def test_the_loss_head_never_has_all_logits(head_inputs):
+    whole = region(head, *head_inputs, external=(0,))
+    tiled = check(whole, head_inputs)
+    all_logits = TOKENS * VOCABULARY * 4
+    assert transient_bytes(whole.gm) >= 2 * all_logits
+    assert tiled.num_tiles == TILES
+    assert tiled.rows_per_tile == TOKENS // TILES
+    assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.05 / TILES
+    assert transient_bytes(tiled.tile.gm) <= tiled.transient_bytes
+    sums = [one for one in tiled.tile_outputs if one.accumulator is not None]
+    assert [one.whole.size for one in sums] == [(), ()]
+    rows = [one for one in tiled.tile_outputs if one.row_bytes is not None]
+    assert [(one.whole.size, one.row_bytes) for one in rows] == [((TOKENS, 1), 4)]
+
+
+def test_the_backward_of_the_loss_head_makes_the_logits_again_in_tiles(head_inputs):
+    count = torch.tensor(float(TOKENS - 3))
+    norm = head(*head_inputs)[1]
+    inputs = [*head_inputs, norm, count, torch.tensor(1.0)]
+    whole = region(head_backward, *inputs, external=(1,))
+    tiled = check(whole, inputs)
+    assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.05 / TILES
+    assert "aten.addmm.default" in targets(tiled.tile)
+    (total,) = [one for one in tiled.tile_outputs if one.accumulator is not None]
+    assert total.whole.size == (VOCABULARY, WIDTH)
+    assert tiled.outputs[1] == Ref(source=Source.TILE, index=tiled.tile_outputs.index(total))
+    assert tiled.before is not None
+    assert tiled.before.external_outputs, "the gradient's memory is the user's from the start"
+
+
+def swiglu(x, gate, up, down):
+    return (x + (functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t(),)
+
+
+def mlp_inputs() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    weights = [torch.randn(INNER, WIDTH), torch.randn(INNER, WIDTH), torch.randn(WIDTH, INNER)]
+    return [torch.randn(1, TOKENS, WIDTH), *(0.1 * one for one in weights)]
+
+
+def test_an_mlp_in_tiles():
+    inputs = mlp_inputs()
+    whole = region(swiglu, *inputs)
+    tiled = check(whole, inputs)
+    assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.1 / TILES
+    (out,) = tiled.tile_outputs
+    assert out.row_bytes == WIDTH * 4
+
+
+def test_the_backward_of_an_mlp_recomputes_in_tiles():
+    inputs = mlp_inputs()
+
+    def backward(x, gate, up, down, tangent):
+        flat = x.view(-1, WIDTH)
+        grad = tangent.view(-1, WIDTH)
+        opened, raised = flat @ gate.t(), flat @ up.t()
+        sigmoid = opened.sigmoid()
+        inner = grad @ down
+        d_down = grad.t() @ (opened * sigmoid * raised)
+        d_raised = inner * opened * sigmoid
+        d_opened = inner * raised * sigmoid * (1 + opened * (1 - sigmoid))
+        d_x = (tangent + (d_opened @ gate + d_raised @ up).view(x.shape)).relu()
+        return d_x, d_opened.t() @ flat, d_raised.t() @ flat, d_down, d_x.sum((0, 1)), d_x.mean(1)
+
+    inputs.append(torch.randn(1, TOKENS, WIDTH))
+    whole = region(backward, *inputs, external=(1, 2, 3))
+    tiled = check(whole, inputs)
+    assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.1 / TILES
+    assert sum(one.accumulator is not None for one in tiled.tile_outputs) == 5
+
+
+def test_a_chain_behind_attention_reads_what_before_made():
+    def layer(x, qkv, gate, down):
+        q, k, v = (x @ qkv).view(1, TOKENS, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + mixed.transpose(1, 2).reshape(1, TOKENS, WIDTH)
+        place = torch.arange(TOKENS).view(1, -1, 1) / TOKENS
+        return x + functional.gelu(x @ gate) @ down * place, q
+
+    torch.manual_seed(0)
+    shapes = [(1, TOKENS, WIDTH), (WIDTH, 48), (WIDTH, INNER), (INNER, WIDTH)]
+    inputs = [torch.randn(shape) * 0.2 for shape in shapes]
+    whole = region(layer, *inputs)
+    tiled = check(whole, inputs)
+    assert tiled.before is not None
+    assert any("attention" in one for one in targets(tiled.before))
+    assert not any("attention" in one for one in targets(tiled.tile))
+    assert tiled.transient_bytes <= transient_bytes(whole.gm) / 2
+
+
+def test_several_sequences_split_along_the_flattened_tokens(head_inputs):
+    x, weight, labels = head_inputs
+    inputs = [x.view(2, -1, WIDTH), weight, labels.view(2, -1)]
+    tiled = check(region(head, *inputs), inputs)
+    assert tiled.num_rows == TOKENS
+
+
+def test_the_number_of_tiles_divides_the_rows(head_inputs):
+    tiled = check(region(head, *head_inputs), head_inputs, tiles=7)
+    assert tiled.num_tiles == 4
+
+
+def refused(function, *args, external=()):
+    assert tile(region(function, *args, external=external), TILES) is None
+
+
+def test_nothing_is_tiled_where_nothing_would_be_saved(head_inputs):
+    x, weight, _ = head_inputs
+    refused(lambda x, weight: ((x @ weight.t()),), x, weight)
+    refused(lambda x, weight: ((x @ weight.t()),), x, weight, external=(0,))
+    refused(lambda x: (x.cumsum(1).cumsum(1) * 2,), torch.randn(1, TOKENS, WIDTH))
+    refused(lambda x: (x.exp().softmax(0),), torch.randn(TOKENS, WIDTH))
+    refused(lambda x: (x + 1,), x)
+    assert tile(region(head, *head_inputs), 1) is None
+
+
+def test_a_region_that_writes_into_its_inputs_is_left_alone(head_inputs):
+    def program(x, weight, labels):
+        loss, norm, _ = head(x, weight, labels)
+        torch.ops.aten.copy_.default(x, x + 1)
+        return loss, norm
+
+    gm = make_fx(program, tracing_mode="fake")(*head_inputs)
+    whole = region(head, *head_inputs)
+    assert tile(whole, TILES) is not None
+    written = RegionGraph(
+        name="part",
+        gm=gm,
+        external_outputs=frozenset(),
+        static_inputs=(),
+        is_backward=False,
+        device=torch.device("cpu"),
+    )
+    assert tile(written, TILES) is None
+
+
+def test_transient_bytes_counts_storages_once_and_outputs_never():
+    graph = fx.Graph()
+    value = torch.empty(4, 8, device="meta")
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.ops.aten.exp.default, (x,))
+    seen = graph.call_function(torch.ops.aten.view.default, (y, [32]))
+    z = graph.call_function(torch.ops.aten.sin.default, (seen,))
+    out = graph.call_function(torch.ops.aten.cos.default, (z,))
+    graph.output((out,))
+    for node in (x, y):
+        node.meta["val"] = value
+    for node in (seen, z, out):
+        node.meta["val"] = value.view(32)
+    gm = fx.GraphModule({}, graph)
+    assert transient_bytes(gm) == 2 * 32 * 4
