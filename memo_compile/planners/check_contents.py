@@ -103,7 +103,9 @@ class StepContents:
         self.problem = problem
         self.complain = complain
         self.made_again = made_again
-        self.storage_of: dict[str, str] = dict(zip(problem.inputs, problem.inputs, strict=True))
+        made = {value for call in problem.calls for value in call.outputs}
+        given = [value for value in problem.inputs if value not in made]
+        self.storage_of: dict[str, str] = dict(zip(given, given, strict=True))
         """Value -> its storage: ``call/buffer``, or the value itself in ordinary memory."""
         self.held: dict[str, ByteMap[str]] = {}
         self.size_of: dict[str, int] = {}
@@ -119,8 +121,9 @@ class StepContents:
         self._written: dict[str, list[tuple[int, int, str]]] = {}
         self._reader: dict[str, str] = {}
         self._in_arena: set[str] = set()
+        self._inputs = frozenset(problem.inputs)
         self._in_backward = False
-        for value in problem.inputs:
+        for value in given:
             self._fill(value, UNKNOWN_BYTES, [(0, UNKNOWN_BYTES, value)])
 
     def replay(self, call: StepCall) -> None:
@@ -351,6 +354,9 @@ class StepContents:
     def _make(self, call: StepCall, region: RegionProfile, slot: OutputSlot, value: str) -> None:
         if value in self.storage_of:
             self.complain(f"{call.name} makes {value}, which exists already")
+        if slot.storage is Storage.ARENA and value in self._inputs:
+            # autograd hands outputs of the forward to the backward; they are in ordinary memory
+            self.complain(f"{call.name} makes {value} in the arena, but the step is given it")
         storage = value
         if slot.storage is Storage.INPUT:
             assert slot.index is not None, f"{call.name}: INPUT output without an input"

@@ -576,8 +576,23 @@ def test_two_calls_have_one_name(name, index):
 def test_two_values_have_one_name(name, index):
     moved = shape_of(name).moved
     call = moved.calls[index]
-    taken = replaced(moved, index, outputs=("y0", *call.outputs[1:]))
-    expect(faults(shape_of(name), taken), f"{call.name} makes y0, which exists already")
+    for taken in ("y0", moved.calls[0].outputs[0]):
+        if taken in call.outputs:
+            continue
+        found = faults(shape_of(name), replaced(moved, index, outputs=(taken, *call.outputs[1:])))
+        expect(
+            found,
+            f"{call.name} makes {taken}, which exists already",
+            f"{call.name} makes y0 in the arena, but the step is given it",
+            f"{moved.calls[0].name} reads y0 before it is made",
+        )
+
+
+def test_an_output_of_the_forward_is_handed_to_the_backward():
+    """Autograd passes it as an argument: the step is given what it made, in ordinary memory."""
+    shape = shape_of("offload only")
+    inputs = (*shape.moved.inputs, "loss")
+    assert check(dataclasses.replace(shape.moved, inputs=inputs), plan_of("offload only")).ok
 
 
 @pytest.mark.parametrize(("name", "index"), calls_of(*CallKind))
