@@ -99,6 +99,10 @@ WAIT_RELOAD = WaitCopy(number=RELOAD)
 TIMES_A = call(multiply_outside, 5, (4, 3), (5,))
 BACKWARD = (START_RELOAD, TIMES_B, WAIT_RELOAD, TIMES_A)
 
+RELOAD_OVER_B = StartReload(copy=moved(RELOAD, NUM_BYTES), table=1, output=3)
+BACKWARD_OVER_B = (TIMES_B, RELOAD_OVER_B, WAIT_RELOAD, TIMES_A)
+"""The same step, but ``a`` comes back where the saved ``b`` was."""
+
 
 def step(forward: tuple = FORWARD, backward: tuple = BACKWARD, **options: Any) -> StepPlan:
     """The step of the picture, or one with other instructions."""

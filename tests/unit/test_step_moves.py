@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import threading
+import time
 from typing import get_args
 
 import pytest
@@ -27,6 +28,7 @@ from memo_runtime.step import (
 
 from tests.unit.moving_step import (
     BACKWARD,
+    BACKWARD_OVER_B,
     CPU,
     DOUBLE,
     FORWARD,
@@ -113,8 +115,8 @@ def test_missing_bytes_show_as_nan_in_poison_mode():
     plan = step(
         (DOUBLE, StartOffload(copy=moved(0, 0, 0, half)), SHIFT, WAIT_OFFLOAD, TOTAL),
         (
-            StartReload(copy=moved(RELOAD, 2 * NUM_BYTES, 0, half), table=3, output=3),
             TIMES_B,
+            StartReload(copy=moved(RELOAD, NUM_BYTES, 0, half), table=1, output=3),
             WAIT_RELOAD,
             TIMES_A,
         ),
@@ -433,6 +435,35 @@ def test_a_retained_graph_runs_again(make, schedule):
     assert torch.equal(backward(plan, handle, g), gradient_of(x, g))
     with pytest.raises(StepError, match="backward ran before without"):
         backward(plan, handle, g)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_retained_graph_gets_its_saved_values_back(schedule):
+    plan = step(backward=BACKWARD_OVER_B, schedule=schedule, poison=True)
+    x, g = values(0), values(1)
+    _, handle = forward(plan, x)
+    for keep_graph in (True, True, False):
+        assert torch.equal(backward(plan, handle, g, keep_graph=keep_graph), gradient_of(x, g))
+
+
+def test_saved_values_come_back_after_the_copies_of_a_failed_backward(monkeypatch):
+    """A reload that is still in flight must not land on what has been restored."""
+    original = copies.move_bytes
+
+    def slow(destination, source, bytes_per_s):
+        time.sleep(0.05)
+        original(destination, source, bytes_per_s)
+
+    monkeypatch.setattr(copies, "move_bytes", slow)
+    plan = step(backward=BACKWARD_OVER_B)
+    x, g = values(0), values(1)
+    _, handle = forward(plan, x)
+    with monkeypatch.context() as patched:
+        fails_at(patched, 1, ValueError)
+        with pytest.raises(ValueError, match="injected after instruction 1"):
+            backward(plan, handle, g, keep_graph=True)
+    leases.find(handle).engine.drain()
+    assert torch.equal(backward(plan, handle, g), gradient_of(x, g))
 
 
 def test_threads_step_beside_each_other():
