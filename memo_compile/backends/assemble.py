@@ -135,7 +135,8 @@ def assemble(
     planner = StepPlanner(forward, backward, units, facts, config, name)
     assembly = Assembly(planner=planner, forward_cut=forward, backward_cut=backward)
     if assembly.problem.host_bytes:
-        assembly.step.reserve()
+        with shim.real_tensors():
+            assembly.step.reserve()
     return assembly
 
 

@@ -40,6 +40,7 @@ from torch._inductor.compile_fx import compile_fx as _compile_fx
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 __all__ = [
     "AllocateLine",
@@ -245,6 +246,11 @@ def fresh_static_tracing() -> Iterator[None]:
     mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
     with tracing(TracingContext(mode)):
         yield
+
+
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Inside, tensors are real, although a compilation on fakes is going on."""
+    return unset_fake_temporarily()
 
 
 def allow_second_backward() -> None:

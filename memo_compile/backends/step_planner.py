@@ -9,6 +9,7 @@ from memo_runtime.pages import gives_pages_back
 
 from memo_compile.analysis.costs import graph_seconds
 from memo_compile.analysis.units import JointUnits
+from memo_compile.backends import shim
 from memo_compile.backends.bandwidth import copy_bandwidth
 from memo_compile.backends.decide import RecomputeLibrary, decide
 from memo_compile.backends.decisions import moved_rows, saved_rows
@@ -185,7 +186,8 @@ class StepPlanner:
             link = self.hardware
             d2h, h2d, latency = link.d2h_bytes_per_s, link.h2d_bytes_per_s, 0.0
         else:
-            measured = copy_bandwidth(self.facts.device)
+            with shim.real_tensors():
+                measured = copy_bandwidth(self.facts.device)
             d2h, h2d = measured.d2h_bytes_per_s, measured.h2d_bytes_per_s
             latency = measured.latency_s
         return StepCosts(
@@ -204,7 +206,8 @@ class StepPlanner:
     ) -> Mapping[str, float]:
         if self._measures():
             try:
-                return measure_all(lowered, graphs)
+                with shim.real_tensors():
+                    return measure_all(lowered, graphs)
             except UnsupportedGraph as error:
                 if state.add_note(f"costs are computed, not measured: {error}"):
                     log.warning("memo: costs are computed, not measured: %s", error)
