@@ -26,15 +26,15 @@ TIGHT = Schedule(offload_lag=0, reload_lead=0)
 """Every copy ends before the next layer begins: slow, and the fewest bytes in flight."""
 
 GRIDS = {
-    ROTATING: (0.001, 0.04, 0.1, 0.18, 0.28, 0.45, 0.7),
-    WIDE: (0.1, 0.28),
+    ROTATING: (0.001, 0.05, 0.12, 0.3),
+    WIDE: (0.05, 0.12, 0.22, 0.45),
     TIGHT: (0.001,),
 }
 """Per schedule the bounds at which the program is solved, from its floor (0) to save-all (1).
 Denser near the floor, where plans are slow and a byte is worth most."""
 
-MAX_GREEDY = 24
-"""Plans of the greedy sequence that are simulated, evenly spread."""
+MAX_GREEDY = 14
+"""Plans of each greedy sequence that are simulated, evenly spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +105,15 @@ class CandidateSource:
     host_budget_bytes: int | None = None
     exact: bool = False
     solver: bool = True
-    time_limit_s: float = 10.0
+    time_limit_s: float = 20.0
 
     def auto(self) -> list[Candidate]:
         """All that policy ``auto`` chooses from: greedy's, the program's and the named plans."""
         modes = layer_modes(self.step, self.recompute, exact=self.exact)
         models = {one: build_model(self.step, modes, one) for one in (ROTATING, WIDE, TIGHT)}
         found: dict[Moves, None] = {}
-        found.update(dict.fromkeys(self._greedy_moves(models[ROTATING])))
+        for schedule in (ROTATING, WIDE):
+            found.update(dict.fromkeys(self._greedy_moves(models[schedule])))
         if self.solver:
             found.update(dict.fromkeys(self._milp_moves(models)))
         candidates = [self._evaluated(moves) for moves in found]
@@ -120,10 +121,9 @@ class CandidateSource:
 
     def greedy(self) -> list[Candidate]:
         """What policy ``greedy`` chooses from."""
-        model = build_model(
-            self.step, layer_modes(self.step, self.recompute, exact=self.exact), ROTATING
-        )
-        return [self._evaluated(moves) for moves in self._greedy_moves(model)]
+        modes = layer_modes(self.step, self.recompute, exact=self.exact)
+        models = (build_model(self.step, modes, one) for one in (ROTATING, WIDE))
+        return [self._evaluated(moves) for one in models for moves in self._greedy_moves(one)]
 
     def named(self, policy: str, alphas: Sequence[float | None] = (None,)) -> list[Candidate]:
         """The plan of a named policy, for each of ``alphas``."""

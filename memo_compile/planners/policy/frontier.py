@@ -63,7 +63,7 @@ def choose(
     alpha: float | None = None,
     exact: bool = False,
     solver: bool = True,
-    time_limit_s: float = 10.0,
+    time_limit_s: float = 20.0,
 ) -> Choice[PlacedT]:
     """The fastest plan of ``policy`` whose placed peak is at most ``budget_bytes``.
 

@@ -1,0 +1,60 @@
+"""Whatever the step and the budget: a smaller budget never gives a larger peak or a faster step."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memo_compile.errors import Infeasible
+from memo_compile.planners.policy import choose
+from memo_compile.planners.step import plan_step
+from memo_compile.plans import Plan
+from memo_compile.problem import Problem
+from memo_compile.simulate import peak_live_bytes
+from tests.unit.movable_steps import KIB, movable_step, recomputer
+
+
+def place(problem: Problem) -> Plan:
+    """A checked plan: InvalidPlan fails the test."""
+    return plan_step(problem, solver="greedy")
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    num_layers=st.integers(1, 5),
+    bytes_per_s=st.sampled_from((4 * KIB, 24 * KIB, 90 * KIB, 400 * KIB)),
+    transient_bytes=st.sampled_from((2 * KIB, 40 * KIB)),
+    host_budget_bytes=st.sampled_from((None, 100 * KIB)),
+    exact=st.booleans(),
+    solver=st.booleans(),
+    shares=st.lists(st.floats(0.3, 1.0), min_size=2, max_size=3),
+)
+def test_smaller_budgets_never_give_larger_peaks(
+    num_layers, bytes_per_s, transient_bytes, host_budget_bytes, exact, solver, shares
+):
+    step = movable_step(num_layers, bytes_per_s=bytes_per_s, transient_bytes=transient_bytes)
+    recompute = recomputer(step)
+    top = peak_live_bytes(step.problem)
+    before = floor_bytes = None
+    for share in sorted(shares, reverse=True):
+        budget_bytes = int(top * share)
+        try:
+            choice = choose(
+                step,
+                budget_bytes=budget_bytes,
+                host_budget_bytes=host_budget_bytes,
+                policy="auto",
+                recompute=recompute,
+                place=place,
+                exact=exact,
+                solver=solver,
+            )
+        except Infeasible as error:
+            floor_bytes = error.floor_bytes
+            break
+        assert choice.plan.peak_bytes <= budget_bytes
+        assert host_budget_bytes is None or choice.problem.host_bytes <= host_budget_bytes
+        assert not exact or all(mode.recompute_rows is None for mode in choice.moves.modes)
+        if before is not None:
+            assert choice.plan.peak_bytes <= before.plan.peak_bytes
+            assert choice.timeline.step_s >= before.timeline.step_s * (1 - 1e-3)
+        before = choice
+    assert floor_bytes is None or floor_bytes > budget_bytes

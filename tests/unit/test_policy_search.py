@@ -1,0 +1,246 @@
+"""Modes of a layer, the arithmetic of a step, greedy, and the program against brute force."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.layer_steps import Setting, gpt_step, recompute_of
+from memo_compile.hardware import find_hardware
+from memo_compile.models import find_model
+from memo_compile.movable import Action, Moves, Schedule
+from memo_compile.planners import solver
+from memo_compile.planners.policy import choose
+from memo_compile.planners.policy.candidates import CandidateSource, evaluate
+from memo_compile.planners.policy.greedy import MAX_KEYS, greedy_sequence
+from memo_compile.planners.policy.milp import lowest_peak, make_segments, solve_modes
+from memo_compile.planners.policy.model import StepModel, build_model
+from memo_compile.planners.policy.modes import (
+    MAX_MODES,
+    can_split,
+    class_modes,
+    layer_modes,
+    make_mode,
+    mode_cost,
+)
+from memo_compile.planners.policy.subsets import MAX_GROUPS, recompute_sets, slot_groups
+from memo_compile.planners.solver import SolveStatus
+from memo_compile.simulate import peak_live_bytes
+from tests.unit.movable_steps import KIB, movable_step, recomputer
+
+ROTATING = Schedule(offload_lag=1, reload_lead=1)
+
+
+def model_of(num_layers: int = 3, schedule: Schedule = ROTATING, **options: float) -> StepModel:
+    step = movable_step(num_layers, **options)  # type: ignore[arg-type]
+    return build_model(step, layer_modes(step, recomputer(step)), schedule)
+
+
+def test_recompute_sets_are_the_lower_hull():
+    cls = movable_step(2).classes["L"]
+    # b: 8 KiB, 0.05 s; c: 32 KiB, 0.3 s; d: 32 KiB, 0.05 s. Together 72 KiB in 0.4 s.
+    assert [sorted(one) for one in recompute_sets(cls)] == [[], [4], [2, 4], [2, 3, 4]]
+
+
+def test_a_class_without_recomputable_slots_has_the_empty_set_only():
+    cls = movable_step(2).classes["L"]
+    slots = tuple(replace(slot, can_recompute=False) for slot in cls.slots)
+    assert recompute_sets(replace(cls, slots=slots)) == (frozenset(),)
+
+
+def test_many_slots_are_merged_into_groups():
+    cls = movable_step(2).classes["L"]
+    more = tuple(replace(cls.slots[4], name=f"e{i}") for i in range(20))
+    ops = tuple(
+        replace(cls.ops[4], name=f"op_e{i}", slot=5 + i, seconds=0.01 * i) for i in range(20)
+    )
+    wide = replace(cls, slots=(*cls.slots, *more), ops=(*cls.ops, *ops))
+    groups = slot_groups(wide)
+    assert len(groups) == MAX_GROUPS
+    assert sorted(slot for group in groups for slot in group) == list(range(2, 25))
+    assert max(recompute_sets(wide), key=len) == frozenset(range(2, 25))
+
+
+def test_costs_of_a_mode():
+    step = movable_step(2, bytes_per_s=16 * KIB, copy_latency_s=0.25)
+    cls = step.classes["L"]
+    mode = make_mode(cls, offload=(0, 1), recompute=(3, 4), rows=6)
+    cost = mode_cost(cls, mode, recomputer(step))
+    # x and a whole, two of eight rows of c and d: 8 + 8 + 8 + 8 KiB in four copies.
+    assert (cost.host_bytes, cost.num_copies, cost.kept_bytes) == (32 * KIB, 4, 8 * KIB)
+    assert cost.d2h_s(step.costs) == cost.h2d_s(step.costs) == pytest.approx(3.0)
+    assert cost.recompute_s == pytest.approx(0.35 * 6 / 8)
+    assert cost.recompute_peak_bytes == 512  # its results lie in the reloaded buffers
+    whole = mode_cost(cls, make_mode(cls, recompute=(3, 4)), recomputer(step))
+    assert whole.recompute_peak_bytes == 64 * KIB + 512
+
+
+def test_modes_start_with_save_and_hold_the_extremes():
+    step = movable_step(4)
+    modes = class_modes(step, "L", recomputer(step))
+    assert modes[0].mode.actions == (Action.SAVE,) * 5
+    assert len(modes) <= MAX_MODES
+    assert min(one.kept_bytes for one in modes) == 0
+    assert any(one.mode.recompute_rows for one in modes)
+    exact = class_modes(step, "L", recomputer(step), exact=True)
+    assert not any(one.mode.recompute_rows for one in exact)
+
+
+def test_a_chain_through_attention_is_not_split():
+    cls = movable_step(2).classes["L"]
+    assert can_split(cls, (2, 3, 4))
+    ops = (*cls.ops[:2], replace(cls.ops[2], row_wise=False), *cls.ops[3:])
+    assert not can_split(replace(cls, ops=ops), (2, 3, 4))
+    assert can_split(replace(cls, ops=ops), (3, 4))
+
+
+@pytest.mark.parametrize("schedule", [ROTATING, Schedule(offload_lag=2, reload_lead=2)])
+@pytest.mark.parametrize("bytes_per_s", [8 * KIB, 64 * KIB, 512 * KIB])
+def test_the_model_is_the_simulated_step(schedule, bytes_per_s):
+    step = movable_step(4, bytes_per_s=bytes_per_s)
+    recompute = recomputer(step)
+    modes = layer_modes(step, recompute)
+    model = build_model(step, modes, schedule)
+    for number in range(len(modes[0])):
+        chosen = (number, 0, number, 0)
+        moves = Moves(modes=model.chosen_modes(chosen), schedule=schedule)
+        real = evaluate(step, moves, recompute)
+        # The model lets a layer's copies begin when its forward ends and its recomputation wait
+        # for all of them: never faster than the program; it never has fewer bytes.
+        assert model.step_s(chosen) >= real.timeline.step_s * (1 - 1e-9)
+        assert model.step_s(chosen) <= real.timeline.step_s * 1.25
+        assert real.live_bytes <= model.peak_bytes(chosen)
+    save_all = (0,) * 4
+    assert model.peak_bytes(save_all) == peak_live_bytes(step.problem)
+    assert model.step_s(save_all) == pytest.approx(sum(model.seconds))
+
+
+def cheapest(model: StepModel, bound_bytes: int) -> float | None:
+    """The least cost of all combinations of modes within the bound."""
+    costs = [
+        model.cost_s(chosen)
+        for chosen in itertools.product(*(range(len(modes)) for modes in model.modes))
+        if model.peak_bytes(chosen) <= bound_bytes and num_keys(model, chosen) <= MAX_KEYS
+    ]
+    return min(costs, default=None)
+
+
+def num_keys(model: StepModel, chosen: tuple[int, ...]) -> int:
+    keys = {modes[mode].key for modes, mode in zip(model.modes, chosen, strict=True)}
+    return len(keys - {None})
+
+
+@pytest.mark.parametrize("bytes_per_s", [8 * KIB, 80 * KIB])
+def test_the_program_finds_what_brute_force_finds(bytes_per_s):
+    model = model_of(3, bytes_per_s=bytes_per_s)
+    top, lowest = model.peak_bytes((0, 0, 0)), lowest_peak(model)
+    assert lowest.status is SolveStatus.OPTIMAL
+    floor = model.peak_bytes(lowest.chosen)
+    assert cheapest(model, floor) is not None
+    assert cheapest(model, floor - 512) is None
+    for share in (0.0, 0.3, 0.6, 0.9):
+        bound_bytes = int(floor + share * (top - floor))
+        found = solve_modes(model, bound_bytes=bound_bytes, gap=0.0)
+        assert found.status is SolveStatus.OPTIMAL
+        assert model.peak_bytes(found.chosen) <= bound_bytes
+        assert num_keys(model, found.chosen) <= MAX_KEYS
+        # TIE may cost a millionth of the step.
+        assert model.cost_s(found.chosen) == pytest.approx(cheapest(model, bound_bytes), rel=1e-5)
+
+
+def test_a_bound_below_the_floor_is_infeasible():
+    model = model_of(3)
+    assert solve_modes(model, bound_bytes=1024).status is SolveStatus.INFEASIBLE
+    floor = model.peak_bytes(lowest_peak(model).chosen)
+    assert solve_modes(model, bound_bytes=floor - 512).status is SolveStatus.INFEASIBLE
+
+
+def test_the_program_obeys_the_host_budget():
+    model = model_of(4, bytes_per_s=1024 * KIB)
+    bound_bytes = int(model.peak_bytes((0,) * 4) * 0.8)
+    free = solve_modes(model, bound_bytes=bound_bytes)
+    assert model.host_bytes(free.chosen) > 0
+    none = solve_modes(model, bound_bytes=bound_bytes, host_budget_bytes=0)
+    assert none.status is SolveStatus.OPTIMAL
+    assert model.host_bytes(none.chosen) == 0
+    assert model.cost_s(none.chosen) > model.cost_s(free.chosen)
+
+
+def test_the_program_is_not_slower_than_greedy():
+    model = model_of(6, bytes_per_s=40 * KIB)
+    for chosen in greedy_sequence(model):
+        found = solve_modes(model, bound_bytes=model.peak_bytes(chosen), gap=0.0)
+        assert model.cost_s(found.chosen) <= model.cost_s(chosen) * (1 + 1e-5)
+
+
+def test_greedy_goes_from_save_all_down():
+    model = model_of(6, bytes_per_s=40 * KIB)
+    sequence = greedy_sequence(model)
+    assert sequence[0] == (0,) * 6
+    assert sequence[1][0] != 0  # the first layers move first
+    assert sequence[1][1:] == (0,) * 5
+    assert model.peak_bytes(sequence[-1]) < 0.75 * model.peak_bytes(sequence[0])
+    assert all(num_keys(model, chosen) <= MAX_KEYS for chosen in sequence)
+    limited = greedy_sequence(model, host_budget_bytes=100 * KIB)
+    assert max(model.host_bytes(chosen) for chosen in limited) <= 100 * KIB
+
+
+def test_segments_are_single_layers_or_equal_parts():
+    assert make_segments(model_of(4)) == [(0,), (1,), (2,), (3,)]
+    parts = make_segments(model_of(12), num_segments=7)
+    assert [layer for part in parts for layer in part] == list(range(12))
+    assert [len(part) for part in parts] == [2, 2, 2, 2, 2, 1, 1]
+
+
+def test_without_an_engine_the_choice_is_greedys(monkeypatch):
+    step = movable_step(4)
+    budget_bytes = int(peak_live_bytes(step.problem) * 0.75)
+    monkeypatch.setattr(solver, "available_engines", lambda: ())
+    assert solve_modes(model_of(3), bound_bytes=1 << 40).status is SolveStatus.ERROR
+    assert lowest_peak(model_of(3)).status is SolveStatus.ERROR
+    choice = choose(
+        step,
+        budget_bytes=budget_bytes,
+        host_budget_bytes=None,
+        policy="auto",
+        recompute=recomputer(step),
+        place=Live,
+    )
+    assert choice.plan.peak_bytes <= budget_bytes
+
+
+def test_without_time_the_choice_is_greedys():
+    step = movable_step(4)
+    source = CandidateSource(step=step, recompute=recomputer(step), time_limit_s=0.0)
+    assert {one.moves.policy for one in source.auto()}.isdisjoint({"auto"})
+    assert solve_modes(model_of(3), bound_bytes=1 << 40, time_limit_s=0.0).status is (
+        SolveStatus.TIME_LIMIT
+    )
+
+
+class Live:
+    """A placement without loss."""
+
+    def __init__(self, problem):
+        self.peak_bytes = peak_live_bytes(problem)
+
+
+def test_a_gpt_at_64k_tokens_recomputes_the_cheap_and_offloads_attention():
+    shape = replace(find_model("gpt-7b"), num_layers=6)
+    setting = Setting(
+        shape=shape, seq=64 * 1024, tp=8, hardware=find_hardware("h100"), copy_bytes_per_s=12e9
+    )
+    step = gpt_step(setting)
+    peak_bytes = peak_live_bytes(step.problem)
+    choice = choose(
+        step,
+        budget_bytes=int(peak_bytes * 0.85),
+        host_budget_bytes=None,
+        policy="auto",
+        recompute=recompute_of(step),
+        place=Live,
+    )
+    names = [slot.name for slot in step.classes["layer"].slots]
+    again = {names[slot] for mode in choice.moves.modes for slot in mode.slots(Action.RECOMPUTE)}
+    assert {"n1", "n2", "gelu"} <= again
+    assert not again & {"o", "lse"}
