@@ -5,7 +5,7 @@ is not kept in memory can be made again from the slots that are, by a part of th
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,15 +145,17 @@ def _outputs(region: RegionGraph) -> Sequence[Any]:
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
     """The makers of all storages that an operator of ``graph`` writes into."""
-    found = set()
-    for node in graph.nodes:
-        if is_write(node):
-            for given, declared in zip(node.args, node.target._schema.arguments, strict=False):
-                written = declared.alias_info is not None and declared.alias_info.is_write
-                for one in given if isinstance(given, list | tuple) else (given,):
-                    if written and isinstance(one, fx.Node):
-                        found.add(storage_of(one))
-    return found
+    return {storage_of(one) for node in graph.nodes if is_write(node) for one in _targets(node)}
+
+
+def _targets(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments that the writing operator ``node`` writes into."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, declared in enumerate(node.target._schema.arguments):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(declared.name)
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            several = given if isinstance(given, list | tuple) else (given,)
+            yield from (one for one in several if isinstance(one, fx.Node))
 
 
 def _why_not_again(node: fx.Node, written: Iterable[fx.Node]) -> str | None:

@@ -250,6 +250,12 @@ def write(x):
     return b, b.exp()
 
 
+def write_by_keyword(x):
+    a = x.sin()
+    torch.add(x, 1.0, out=a)
+    return a, a.exp()
+
+
 @pytest.fixture
 def custom():
     with torch.library._scoped_library("recompute_test", "DEF") as library:
@@ -261,6 +267,7 @@ def custom():
 REFUSALS = {
     dropout: r"native_dropout.* may not run again: it draws random numbers",
     collective: r"all_reduce.* may not run again: it communicates with other ranks",
+    write_by_keyword: r"may not run again: .* is overwritten in the forward",
     write: r"may not run again: x_1 is overwritten in the forward",
 }
 
