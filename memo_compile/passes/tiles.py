@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile.analysis.rows import row_layout, slice_rows
+from memo_compile.analysis.rows import is_row_wise, row_layout, slice_rows
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import base_of, is_view, storage_of
 from memo_compile.passes.purity import is_constant, is_write
@@ -238,9 +238,11 @@ class _Splitter:
 
     def _ends_tile(self, node: fx.Node) -> bool:
         """True for what the tile is given; constants and views without rows it makes itself."""
-        if node in self.inside or node.op == "get_attr" or is_constant(node):
+        if node in self.inside or node.op == "get_attr":
             return False
-        return not (is_view(node) and self.dims[node] is None)
+        if is_constant(node):  # positions differ from row to row
+            return not is_row_wise(node, self.dims, self.chain.num_rows)
+        return not is_view(node) or self.dims[node] is not None
 
     def _value_of(self, node: fx.Node) -> fx.Node:
         """The value that a tile's input is read from: its whole storage, where it shows all of it.
