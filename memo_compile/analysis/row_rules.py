@@ -269,6 +269,20 @@ def _matmul(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
     return Carried(out=joined.out, needs=tuple(needs))
 
 
+def contracted_partner(node: fx.Node, rows: Rows) -> tuple[fx.Node, RowDim] | None:
+    """Of a product that sums over the rows of one operand: the other, and where its rows are."""
+    if op_name(node) not in ("mm", "bmm"):
+        return None
+    left, right = node.args[:2]
+    assert isinstance(left, fx.Node)
+    assert isinstance(right, fx.Node)
+    ndim = len(shape_of(left))
+    for source, dim, other, at in ((left, ndim - 1, right, ndim - 2), (right, ndim - 2, left, -1)):
+        if source in rows and rows[source].dim == dim and other not in rows:
+            return other, RowDim(dim=at % ndim, factor=rows[source].factor)
+    return None
+
+
 def _embedding(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
     del num_rows
     indices = node.args[1]

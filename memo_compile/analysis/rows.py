@@ -22,6 +22,7 @@ from memo_compile.analysis.row_rules import (
     Carried,
     RowDim,
     argument,
+    contracted_partner,
     is_repeatable,
     rule_of,
     shape_of,
@@ -187,6 +188,10 @@ class _Pass:
         carried = self._carried(node, rows)
         if carried is not None and self._all_carry(carried):
             self.dims[node] = carried.out
+        elif self.any_source:  # a sum of products over the rows is one row by row
+            partner = contracted_partner(node, rows)
+            if partner is not None:
+                self.can_carry(*partner)
 
     def _carried(self, node: fx.Node, rows: Mapping[fx.Node, RowDim]) -> Carried | None:
         rule = rule_of(node)

@@ -166,7 +166,7 @@ class _Splitter:
         ]
         sums = [node for node in self.nodes if node in self.chain.sums]
         outputs = [self._row_output(node) for node in row_outputs]
-        if None in outputs:
+        if None in outputs or not (row_outputs or sums):
             return None
         part = _extract(self.region.gm, [*row_outputs, *_inputs_of(sums)], self._ends_tile)
         early = self._early([*after.inputs, *map(self._value_of, part.inputs)])
