@@ -180,6 +180,7 @@ def memory_curve(view: StepView, plan: Plan) -> dict[str, Any]:
         shapes.append(Shape(x=index * width, y=0, width=width, height=HEIGHT, css="", tip=tip))
     return {
         "areas": areas,
+        "outside": any(one.outside_bytes for one in columns),
         "ticks": _ticks(svg.nice_ticks(most / ROOM, base=2), 0, most, _short_bytes),
         "budget": round(100 * budget / most, 2) if budget else None,
         "budget_text": f"budget {format_bytes(budget)}",

@@ -99,7 +99,7 @@ def _cards(plan: Plan, view: StepView) -> list[tuple[str, str, str]]:
         cards.append(("moved to the host", "nothing", "all tensors stay on the device"))
     kinds = Counter(one.decision for one in plan.decisions)
     words = ", ".join(f"{kinds[key]} {key.lower()}" for key in sorted(kinds))
-    cards.append(("tensors per layer", str(len(plan.decisions)), words or "none is kept"))
+    cards.append(("decisions", str(len(plan.decisions)), words or "no tensor is kept"))
     most = max(view.moments, key=lambda one: one.live_bytes, default=None)
     if most is not None:
         where = view.labels[view.call_at(most.line)]

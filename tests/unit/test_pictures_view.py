@@ -1,0 +1,175 @@
+"""What the pictures are drawn from: roles and names of buffers, memory, merging under a pixel."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memo_compile.errors import InputError
+from memo_compile.planners.step import plan_step
+from memo_compile.plans import Decision
+from memo_compile.problem import arena_buffers
+from memo_compile.reporting.svg import Shape, merge_along, merge_small, nice_ticks, path_of
+from memo_compile.reporting.view import Role, view_step
+from tests.unit.picture_steps import ATTN, MIB, layered, layered_problem
+from tests.unit.small_steps import KIB, planned, two_layers
+
+
+def test_roles_names_reasons_and_sources_of_moved_tensors():
+    view = view_step(*layered(6))
+    boxes = {one.id: one for one in view.boxes}
+    roles = {one: boxes[one].role for one in ("fwd@0/attn", "fwd@0/up", "fwd@0/mlp", "fwd@5/attn")}
+    assert roles == {
+        "fwd@0/attn": Role.OFFLOADED,
+        "fwd@0/up": Role.SAVED,
+        "fwd@0/mlp": Role.SCRATCH,
+        "fwd@5/attn": Role.SAVED,
+    }
+    back, again = boxes["h2d@2/data"], boxes["again@2/mlp"]
+    assert (back.role, back.name) == (Role.RELOADED, "attn.2")
+    assert back.reason == "12 ms of copy hide behind 31 ms of compute"
+    assert (again.role, again.name) == (Role.RECOMPUTED, "mlp.2")
+    assert again.reason == "4.0 ms again free 48 MiB"
+    assert boxes["fwd@0/attn"].source == "train/model.py:76"
+    assert "aten.scaled_dot_product_attention" in boxes["fwd@0/attn"].about
+
+
+def test_labels_count_layers_in_the_order_of_the_forward():
+    view = view_step(*layered(4))
+    assert view.labels[0] == "layer 0 forward"
+    assert "head forward" in view.labels
+    assert view.labels[-1] == "layer 0 backward"
+    assert view.labels[view.call_at(view.turn)] == "head backward"
+    assert {"layer 0 copy to host", "layer 0 copy from host", "layer 1 recompute"} <= {*view.labels}
+
+
+def test_decisions_of_a_range_of_layers_hold_there_only():
+    problem, plan = layered(6)
+    halves = tuple(
+        Decision(
+            tensor="up.0 [1]",
+            layer_class=f"model.layers [{first}:{last}]",
+            bytes=1,
+            decision="SAVE",
+            token_fraction=1.0,
+            reason=f"from {first}",
+            source=None,
+        )
+        for first, last in ((0, 4), (4, 6))
+    )
+    view = view_step(problem, dataclasses.replace(plan, decisions=halves))
+    reasons = {one.id: one.reason for one in view.boxes if one.id.endswith("/up")}
+    assert reasons["fwd@3/up"] == "from 0"
+    assert reasons["fwd@4/up"] == "from 4"
+
+
+def test_the_memory_curve_peaks_at_the_plans_peak():
+    for problem, plan in (layered(6), (two_layers(), planned(two_layers()))):
+        view = view_step(problem, plan)
+        assert view.peak.held_bytes == plan.peak_bytes
+        assert max(one.live_bytes for one in view.moments) == plan.lower_bound_bytes
+        columns = view.columns(50)
+        assert max(one.held_bytes for one in columns) == plan.peak_bytes
+        assert len(columns) <= 50
+
+
+def test_the_curve_falls_where_pages_are_given_back():
+    problem = layered_problem(6)
+    plan = plan_step(problem, solver="greedy", releases_pages=True)
+    view = view_step(problem, plan)
+    assert view.peak.held_bytes == plan.peak_bytes
+    assert plan.peak_bytes < planned(problem).peak_bytes
+
+
+def test_a_plan_of_another_step_is_refused():
+    problem, plan = layered(4)
+    with pytest.raises(InputError, match=r"no offset for buffer .*the problem is another step's"):
+        view_step(layered(6)[0], plan)
+    cut = dataclasses.replace(plan, resident_bytes=plan.resident_bytes[:-1])
+    with pytest.raises(InputError, match=r"resident sizes for \d+ calls"):
+        view_step(problem, cut)
+
+
+def shape(x, y, width, height, css="a", tip=("one", "where")):
+    return Shape(x=x, y=y, width=width, height=height, css=css, tip=tip)
+
+
+def test_small_neighbours_unite_and_others_stay():
+    merged = merge_small(
+        [
+            shape(10.1, 100, 0.2, 50),
+            shape(10.5, 150, 0.2, 50),
+            shape(10.4, 300, 0.2, 20),
+            shape(10.4, 150, 0.2, 50, css="b"),
+            shape(20, 0, 30, 40),
+        ],
+        noun="small buffers",
+    )
+    assert sorted((one.x, one.y, one.height, one.count) for one in merged) == [
+        (10.0, 100, 100, 2),
+        (10.0, 150, 50, 1),
+        (10.0, 300, 20, 1),
+        (20, 0, 40, 1),
+    ]
+    united = next(one for one in merged if one.count == 2)
+    assert united.tip == ("2 small buffers", "where")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 990), st.floats(0, 390), st.floats(0.01, 9), st.floats(0.01, 9)),
+        max_size=40,
+    )
+)
+def test_merging_keeps_every_shape_covered_to_a_pixel(sides):
+    shapes = [shape(*one) for one in sides]
+    merged = merge_small(shapes, noun="shapes")
+    assert sum(one.count for one in merged) == len(shapes)
+    for one in shapes:
+        assert any(
+            other.x - 1 <= one.x
+            and one.right <= other.right + 1
+            and other.y - 1 <= one.y
+            and one.bottom <= other.bottom + 1
+            for other in merged
+        )
+
+
+def test_spans_of_a_lane_merge_only_when_small_and_touching():
+    spans = [shape(i * 0.3, 0, 0.3, 400) for i in range(10)] + [shape(50, 0, 5, 400)]
+    merged = merge_along(spans, noun="calls")
+    assert [one.count for one in merged] == [10, 1]
+    assert merged[0].width == pytest.approx(3.0)
+    wide = merge_along([shape(0, 0, 5, 400), shape(5, 0, 5, 400)], noun="calls")
+    assert len(wide) == 2
+
+
+@pytest.mark.parametrize(
+    ("most", "base", "low", "ticks"),
+    [
+        (10, 10, 0, [0, 2, 4, 6, 8, 10]),
+        (0.43, 10, 0, [0, 0.1, 0.2, 0.3, 0.4]),
+        (5 * 1024**3, 2, 0, [i * 1024**3 for i in range(6)]),
+        (3.6, 10, 2.4, [2.5, 3.0, 3.5]),
+        (0, 10, 0, [0]),
+    ],
+)
+def test_ticks_are_round(most, base, low, ticks):
+    found = nice_ticks(most, base=base, low=low)
+    assert len(found) <= 6
+    assert found == pytest.approx(ticks)
+
+
+def test_a_path_has_one_decimal():
+    assert path_of([shape(1.04, 2.06, 3.0, 0.01)]) == "M1 2.1h3v0.1h-3z"
+
+
+def test_every_buffer_has_a_box():
+    problem, plan = layered(4)
+    view = view_step(problem, plan)
+    assert [one.id for one in view.boxes] == [one.id for one in arena_buffers(problem)]
+    assert sum(one.size_bytes for one in view.boxes if one.role is Role.RELOADED) == 2 * ATTN
+    assert view.constant_bytes == 4 * 60 * MIB + 16 * MIB
+    assert KIB * 1024 == MIB
