@@ -1,14 +1,30 @@
 """Every way to break a small valid plan is caught by the checker, and named."""
 
 import dataclasses
+import time
 
 import pytest
 
 from memo_compile.errors import InvalidPlan
 from memo_compile.planners.check import check, require_valid
 from memo_compile.plans import Plan
-from memo_compile.problem import Problem, Storage
-from tests.unit.small_steps import KIB, LAYER, moved, planned, two_layers
+from memo_compile.problem import (
+    COPY_REGION,
+    CallKind,
+    Copy,
+    OutputSlot,
+    OutsideBuffer,
+    Phase,
+    Problem,
+    RegionBuffer,
+    RegionProfile,
+    StepCall,
+    Storage,
+    copy_regions,
+    reload_region,
+)
+from tests.unit.byte_machine import roomy
+from tests.unit.small_steps import KIB, LAYER, call, moved, planned, two_layers
 
 
 @pytest.fixture
@@ -169,3 +185,70 @@ def test_an_invalid_plan_is_refused_with_its_name(problem, plan):
     broken = dataclasses.replace(moved(plan, L_1__y=1), name="graph7")
     with pytest.raises(InvalidPlan, match=r"plan graph7: .*L@1/y at 1 is not aligned"):
         require_valid(problem, broken)
+
+
+def test_memory_outside_the_arena_is_summed_line_by_line(problem):
+    """Two kernels' own memory at one time, beside a value that a kernel left outside."""
+    outside = tuple(
+        OutsideBuffer(kind="aten.convolution", size_bytes=8 * KIB, start=start, end=start + 2)
+        for start in (0, 1, 3)
+    )
+    layer = dataclasses.replace(
+        LAYER,
+        outside=outside,
+        outputs=(OutputSlot(storage=Storage.OUTSIDE, size_bytes=4 * KIB),),
+    )
+    heavy = dataclasses.replace(problem, regions={**problem.regions, "L": layer})
+    plan = planned(heavy)
+    at_once = 2 * 8 * KIB + 2 * 4 * KIB
+    assert plan.peak_bytes == plan.arena_bytes + at_once + KIB
+    for less in (1, 4 * KIB, 8 * KIB):
+        broken = dataclasses.replace(plan, peak_bytes=plan.peak_bytes - less)
+        assert "L@1 needs" in complaints(heavy, broken)
+
+
+def test_eighty_layers_with_forty_copies_each_are_checked_within_its_time():
+    names = [f"{one}{i}" for i in range(80) for one in "abcdefghij"]
+    data = {name: RegionBuffer(name=name, size_bytes=512, start=0, end=1) for name in names}
+    regions = dict(copy_regions([512]))
+    calls: list[StepCall] = []
+    back: list[StepCall] = []
+    for i in range(80):
+        mine = tuple(name for name in names if name[1:] == str(i))
+        regions[f"F{i}"] = RegionProfile(
+            name=f"F{i}",
+            num_lines=1,
+            buffers=tuple(data[name] for name in mine),
+            input_ends=(),
+            outputs=tuple(OutputSlot(storage=Storage.ARENA, index=at) for at in range(10)),
+        )
+        regions[f"B{i}"] = RegionProfile(
+            name=f"B{i}", num_lines=1, buffers=(), input_ends=(1,) * 10, outputs=()
+        )
+        calls.append(call(f"F{i}", f"F{i}", Phase.FORWARD, (), mine))
+        calls += [one for name in mine for one in _out(name, names.index(name))]
+        back += [
+            *(one for name in mine for one in _back(name, names.index(name))),
+            call(f"B{i}", f"B{i}", Phase.BACKWARD, tuple(f"new.{name}" for name in mine), ()),
+        ]
+    large = Problem(regions=regions, calls=(*calls, *back), host_bytes=512 * len(names))
+    plan = roomy(large)
+    start = time.perf_counter()
+    assert check(large, plan).ok
+    assert time.perf_counter() - start < 1.5
+
+
+def _out(name: str, at: int) -> tuple[StepCall, StepCall]:
+    copy = Copy(start_bytes=0, end_bytes=512, host_offset=512 * at)
+    one = call(f"out.{name}", COPY_REGION, Phase.FORWARD, (name,), ())
+    one = dataclasses.replace(one, kind=CallKind.OFFLOAD, copy=copy)
+    end = call(f"wait.{one.name}", COPY_REGION, Phase.FORWARD, (name,), ())
+    return one, dataclasses.replace(end, kind=CallKind.WAIT, waits_for=one.name)
+
+
+def _back(name: str, at: int) -> tuple[StepCall, StepCall]:
+    copy = Copy(start_bytes=0, end_bytes=512, host_offset=512 * at)
+    one = call(f"back.{name}", reload_region(512), Phase.BACKWARD, (), (f"new.{name}",))
+    one = dataclasses.replace(one, kind=CallKind.RELOAD, copy=copy)
+    end = call(f"wait.{one.name}", COPY_REGION, Phase.BACKWARD, (f"new.{name}",), ())
+    return one, dataclasses.replace(end, kind=CallKind.WAIT, waits_for=one.name)

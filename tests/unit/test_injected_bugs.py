@@ -642,3 +642,43 @@ def test_the_gradient_of_one_layer_is_read_by_another():
     moved = replaced(shape.moved, index, inputs=("gy3", *shape.moved.calls[index].inputs[1:]))
     expect(faults(shape, moved), "B1 reads gy3, which is gy3, where it must read gy2")
     assert not works(shape, moved)
+
+
+def test_a_copy_of_what_is_not_in_the_arena():
+    shape = shape_of("offload only")
+    moved = replaced(shape.moved, named(shape.moved, "offload.s0"), inputs=("y0",))
+    expect(faults(shape, moved), "offload.s0 copies y0, which is not in the arena")
+
+
+def test_a_reload_over_the_bytes_of_two_values():
+    """``a0`` lies behind ``s0`` on the host; its place in the value is wrong as well."""
+    shape = shape_of("offload only")
+    index = named(shape.moved, "reload.s0")
+    copy = dataclasses.replace(shape.moved.calls[index].copy, host_offset=512)
+    found = faults(shape, replaced(shape.moved, index, copy=copy))
+    expect(found, "reload.s0 mixes bytes of s0 and a0")
+
+
+def test_a_recomputation_makes_too_few_rows():
+    """The reader would find the rest of the value in what lies behind its bytes."""
+    shape = shape_of("recompute")
+    region = shape.moved.regions["again.a"]
+    short = dataclasses.replace(region.buffers[0], size_bytes=region.buffers[0].size_bytes - 512)
+    regions = {
+        **shape.moved.regions,
+        "again.a": dataclasses.replace(region, buffers=(short, *region.buffers[1:])),
+    }
+    original = dataclasses.replace(shape.original, regions=regions)
+    moved = dataclasses.replace(shape.moved, regions=regions)
+    found = check_moves(original, moved, shape.remakes).problems
+    assert found == (
+        "B1 reads again.a1 for a1: expected bytes [0, 2048) of F1/a, got [0, 1536) of F1/a",
+    )
+
+
+def test_the_step_without_moves_must_be_right_itself():
+    shape = shape_of("offload only")
+    calls = shape.original.calls
+    wrong = with_calls(shape.original, (calls[1], calls[0], *calls[2:]))
+    found = check_moves(wrong, wrong).problems
+    expect(list(found), "unmoved: F1 reads y1 before it is made")
