@@ -244,3 +244,35 @@ def test_a_gpt_at_64k_tokens_recomputes_the_cheap_and_offloads_attention():
     again = {names[slot] for mode in choice.moves.modes for slot in mode.slots(Action.RECOMPUTE)}
     assert {"n1", "n2", "gelu"} <= again
     assert not again & {"o", "lse"}
+
+
+def test_a_step_without_layers_keeps_everything_or_names_its_floor():
+    step = replace(movable_step(2), layers=())
+    source = CandidateSource(step=step, recompute=recomputer(step))
+    assert {one.live_bytes for one in source.auto()} == {peak_live_bytes(step.problem)}
+
+
+def test_a_layer_that_may_not_recompute_a_slot_saves_instead():
+    step = movable_step(3)
+    calls = tuple(
+        replace(call, inputs=(*call.inputs, "d0")) if call.name == "Lb@2" else call
+        for call in step.problem.calls
+    )
+    regions = {**step.problem.regions, "Lb2": replace(step.problem.regions["Lb"], name="Lb2")}
+    regions["Lb2"] = replace(regions["Lb2"], input_ends=(*regions["Lb2"].input_ends, 4))
+    calls = tuple(replace(one, region="Lb2") if one.name == "Lb@2" else one for one in calls)
+    costs = replace(step.costs, region_s={**step.costs.region_s, "Lb2": 2.0})
+    step = replace(step, problem=replace(step.problem, calls=calls, regions=regions), costs=costs)
+    first, second, _ = layer_modes(step, recomputer(step))
+    assert not any(4 in one.mode.slots(Action.RECOMPUTE) for one in first)
+    assert any(4 in one.mode.slots(Action.RECOMPUTE) for one in second)
+    assert len(first) == len(second)
+
+
+def test_a_program_that_cannot_be_is_left_out_with_a_warning(caplog):
+    step = movable_step(3)
+    source = CandidateSource(step=step, recompute=recomputer(step))
+    bad = Moves(modes=step.save_all().modes[:2], policy="auto")
+    with caplog.at_level("WARNING", logger="memo"):
+        assert source._valid([bad]) == []
+    assert "a plan of policy auto is left out: expected a mode for each of 3 layers" in caplog.text

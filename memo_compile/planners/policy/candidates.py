@@ -3,10 +3,12 @@
 The set does not depend on the budget. That is what makes the choice monotone (``frontier.py``).
 """
 
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from memo_compile.errors import InvalidPlan
 from memo_compile.movable import MovableStep, Moves, Schedule, StepCosts
 from memo_compile.planners.alpha import QUANTA
 from memo_compile.planners.moves import apply_moves
@@ -18,6 +20,8 @@ from memo_compile.planners.policy.named import NAMED, ROTATING, named_moves
 from memo_compile.plans import Timeline
 from memo_compile.problem import CallKind, Problem
 from memo_compile.simulate import peak_live_bytes, simulate
+
+log = logging.getLogger("memo")
 
 WIDE = Schedule(offload_lag=2, reload_lead=2)
 """A copy may take two layers: layers with much to copy borrow time from those with little."""
@@ -114,16 +118,15 @@ class CandidateSource:
         found: dict[Moves, None] = {}
         for schedule in (ROTATING, WIDE):
             found.update(dict.fromkeys(self._greedy_moves(models[schedule])))
-        if self.solver:
+        if self.solver and self.step.layers:
             found.update(dict.fromkeys(self._milp_moves(models)))
-        candidates = [self._evaluated(moves) for moves in found]
-        return [*candidates, *self.named_all()]
+        return [*self._valid(found), *self.named_all()]
 
     def greedy(self) -> list[Candidate]:
         """What policy ``greedy`` chooses from."""
         modes = layer_modes(self.step, self.recompute, exact=self.exact)
         models = (build_model(self.step, modes, one) for one in (ROTATING, WIDE))
-        return [self._evaluated(moves) for one in models for moves in self._greedy_moves(one)]
+        return self._valid(moves for one in models for moves in self._greedy_moves(one))
 
     def named(self, policy: str, alphas: Sequence[float | None] = (None,)) -> list[Candidate]:
         """The plan of a named policy, for each of ``alphas``."""
@@ -147,6 +150,16 @@ class CandidateSource:
             for policy in NAMED
             for one in self.named(policy, QUANTA if policy == "memo" else (None,))
         ]
+
+    def _valid(self, found: Iterable[Moves]) -> list[Candidate]:
+        """The candidates of ``found`` that make a program; any other is left out with a warning."""
+        candidates = []
+        for moves in found:
+            try:
+                candidates.append(self._evaluated(moves))
+            except InvalidPlan as error:
+                log.warning("memo: a plan of policy %s is left out: %s", moves.policy, error)
+        return candidates
 
     def _evaluated(self, moves: Moves, notes: tuple[str, ...] = ()) -> Candidate:
         return evaluate(self.step, moves, self.recompute, notes)
