@@ -1,6 +1,7 @@
 """Which lowering runs a region, and what happens to graphs that memo does not plan."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -17,7 +18,15 @@ def lower_regions(regions: Iterable[RegionGraph], config: MemoConfig) -> dict[st
     if config.lowering == "aten":
         return {one.name: aten.lower(one, poison=poison) for one in regions}
     with inductor.session(config.inductor_options):
-        return {one.name: inductor.lower(own_outputs(one), poison=poison) for one in regions}
+        return {
+            one.name: inductor.lower(own_outputs(_copied(one)), poison=poison) for one in regions
+        }
+
+
+def _copied(region: RegionGraph) -> RegionGraph:
+    """``region`` with a graph of its own: lowering rewrites it, and others still read the first."""
+    graph = shim.copy_graph(region.gm.graph)
+    return replace(region, gm=shim.with_graph(region.gm, graph))
 
 
 def plain_inner(

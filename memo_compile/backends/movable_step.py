@@ -5,19 +5,20 @@ stand at the same positions are one class. What a layer may move is what lies in
 name, is read by one forward call at most, and is read by a backward. All else stays.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from memo_compile.analysis.costs import node_seconds
-from memo_compile.analysis.rows import RowDim, row_dims, row_layout
+from memo_compile.analysis.rows import RowDim, attention_rows, row_dims, row_layout
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import storage_of
 from memo_compile.hardware import HardwareProfile
 from memo_compile.movable import Layer, LayerClass, LayerOp, MovableStep, Slot, StepCosts
 from memo_compile.passes.cut import Cut, CutCall
+from memo_compile.passes.purity import is_write
 from memo_compile.passes.recompute import layer_ops
 from memo_compile.problem import CallKind, Phase, Problem, StepCall, Storage
 from memo_compile.regions import RegionGraph
@@ -81,7 +82,7 @@ class _Builder:
         self.forward_readers = _readers(problem, Phase.FORWARD)
         self.backward_readers = _readers(problem, Phase.BACKWARD)
         self.user_values = {value for value in forward.results if value is not None}
-        self.fetched = set(backward.leased)
+        self.written = {*_written(forward), *_written(backward)}
 
     def build(self, token_granule: int) -> Movable:
         keys: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = {}
@@ -148,6 +149,8 @@ class _Builder:
             found = _rows_of(placeholders[position].meta["val"])
             if found is not None and num_rows in (1, found[1]):
                 seeds[placeholders[position]], num_rows = found
+        if seeds and num_rows > 1:
+            seeds.update(attention_rows(region.gm, seeds, num_rows))
         return ClassGraph(
             region=region,
             slot_of_input={position: slot for slot, position in enumerate(inputs)},
@@ -168,7 +171,8 @@ class _Builder:
         )
         nodes = self._slot_nodes(graph)
         dims = row_dims(graph.region.gm, graph.row_seeds, graph.num_rows) if graph.row_seeds else {}
-        able = _can_recompute(ops)
+        unchanged = self.written.isdisjoint(call.inputs)
+        able = _can_recompute(ops) if unchanged else set()
         slots = []
         values = [call.inputs[at] for at in graph.slot_of_input]
         values += [call.outputs[at] for at in graph.slot_of_output]
@@ -221,6 +225,17 @@ def _arena_sizes(problem: Problem) -> dict[str, int]:
                 if len(values) == 1:
                     sizes[values[0]] = region.buffers[index].size_bytes
     return {value: size for value, size in sizes.items() if value not in aliased}
+
+
+def _written(cut: Cut) -> Iterator[str]:
+    """Values that a region of ``cut`` overwrites (a buffer's new state, say)."""
+    for call in cut.calls:
+        placeholders = cut.regions[call.region].gm.graph.find_nodes(op="placeholder")
+        position = {node: at for at, node in enumerate(placeholders)}
+        for node in cut.regions[call.region].gm.graph.nodes:
+            root = storage_of(node.all_input_nodes[0]) if is_write(node) else None
+            if root in position:
+                yield call.inputs[position[root]]
 
 
 def _readers(problem: Problem, phase: Phase) -> dict[str, set[str]]:
