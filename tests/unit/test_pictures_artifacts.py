@@ -1,0 +1,40 @@
+"""Artifacts for tlparse: in torch's structured trace when one is written, else free."""
+
+import json
+import logging
+
+import torch._logging._internal as torch_logging
+
+from memo_compile.backends.artifacts import emit_artifacts
+
+
+class Records(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.DEBUG)
+        self.records = []
+
+    def emit(self, record):
+        self.records.append((record.metadata, record.payload))
+
+
+def test_texts_are_artifacts_with_the_plans_name(monkeypatch):
+    handler = Records()
+    monkeypatch.setattr(torch_logging.trace_log, "handlers", [handler])
+    monkeypatch.setattr(torch_logging.trace_log, "level", logging.DEBUG)
+    torch_logging.trace_log.manager._clear_cache()
+    emit_artifacts("graph0", {"plan.json": '{"a": 1}', "report.html": "<p>", "note": "x"})
+    torch_logging.trace_log.manager._clear_cache()
+    found = {
+        one["artifact"]["name"]: (one["artifact"]["encoding"], text)
+        for one, text in handler.records
+        if "artifact" in one
+    }
+    assert found["memo_graph0_plan"] == ("json", '{"a": 1}')
+    assert json.loads(found["memo_graph0_plan"][1]) == {"a": 1}
+    assert found["memo_graph0_report"] == ("string", "<p>")
+    assert found["memo_graph0_note"][1] == "x"
+
+
+def test_without_a_trace_no_text_is_made(monkeypatch):
+    monkeypatch.setattr(torch_logging.trace_log, "handlers", [])
+    emit_artifacts("graph0", {"plan.json": "{}"})
