@@ -12,6 +12,8 @@ from torch.nn import functional
 from memo_compile.backends.aten import interpret
 from memo_compile.passes.tiles import Ref, Source, TiledRegion, tile, transient_bytes
 from memo_compile.regions import RegionGraph
+from tests import models
+from tests.graph.programs import step_programs
 
 TOKENS, WIDTH, VOCABULARY, INNER = 256, 16, 32768, 2048
 TILES = 8
@@ -235,6 +237,29 @@ def test_several_sequences_split_along_the_flattened_tokens(head_inputs):
 def test_the_number_of_tiles_divides_the_rows(head_inputs):
     tiled = check(region(head, *head_inputs), head_inputs, tiles=7)
     assert tiled.num_tiles == 4
+
+
+def test_the_head_of_a_real_model_sums_its_weight_gradient_over_tiles():
+    def make():
+        model, inputs, loss = models.llama()
+        names = list(inputs)
+
+        def call(*values):
+            return loss(model, **dict(zip(names, values, strict=True)))
+
+        return call, [value[:1] for value in inputs.values()]
+
+    whole = step_programs(make).backward.regions["epilogue_bwd"]
+    torch.manual_seed(0)
+    inputs = [
+        torch.randint(0, 8, one.shape) if one.dtype is torch.int64 else torch.rand(one.shape)
+        for one in whole.example_inputs()
+    ]
+    tiled = check(whole, inputs)
+    sums = {one.whole.size for one in tiled.tile_outputs if one.accumulator is not None}
+    assert sums == {(models.VOCABULARY, models.HIDDEN), (1, 1, models.HIDDEN)}
+    assert tiled.before is not None
+    assert len(tiled.before.external_outputs) == len(whole.external_outputs)
 
 
 def refused(function, *args, external=()):
