@@ -37,7 +37,7 @@ GRIDS = {
 """Per schedule the bounds at which the program is solved, from its floor (0) to save-all (1).
 Denser near the floor, where plans are slow and a byte is worth most."""
 
-MAX_GREEDY = 14
+MAX_GREEDY = 20
 """Plans of each greedy sequence that are simulated, evenly spread."""
 
 

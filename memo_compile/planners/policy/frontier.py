@@ -23,6 +23,9 @@ from memo_compile.problem import Problem
 from memo_compile.simulate import simulate
 from memo_compile.units import format_bytes
 
+MAX_FLOOR_PLACEMENTS = 6
+"""Placements made only to name the floor; a large step takes seconds for each."""
+
 
 class Placed(Protocol):
     """What ``place`` returns: a Plan, or anything that knows its peak."""
@@ -170,6 +173,9 @@ class _Chooser(Generic[PlacedT]):
             self._placed[key] = self._place(one.problem)
         return self._placed[key]
 
+    def _is_placed(self, one: Candidate) -> bool:
+        return (one.moves.modes, one.moves.schedule) in self._placed
+
     def _peak_of(self, one: Candidate) -> int:
         """The placed peak where it is known, else the bytes alive."""
         plan = self._placed.get((one.moves.modes, one.moves.schedule))
@@ -222,11 +228,19 @@ class _Chooser(Generic[PlacedT]):
         )
 
     def _smallest_peak(self, candidates: Sequence[Candidate]) -> int | None:
-        """The smallest placed peak: placed in the order of bytes alive until none can be lower."""
+        """The smallest placed peak of what is placed already and of the next few.
+
+        They are tried in the order of bytes alive, until none can be lower.
+        """
         best: int | None = None
+        left = MAX_FLOOR_PLACEMENTS
         for one in sorted(candidates, key=lambda one: (one.live_bytes, one.cost_s)):
             if best is not None and one.live_bytes >= best:
                 break
+            if not self._is_placed(one):
+                if not left:
+                    continue
+                left -= 1
             peak = self._plan_of(one).peak_bytes
             best = peak if best is None else min(best, peak)
         return best
