@@ -44,6 +44,18 @@ LANE_WORDS = {
 }
 
 
+LANE_KINDS = (
+    ("forward", "forward"),
+    ("backward", "backward"),
+    ("recomputed", "computed again"),
+    ("stall", "stall: compute waits"),
+    ("d2h", "copy to the host"),
+    ("h2d", "copy back"),
+    ("communication", "network"),
+)
+"""CSS class of a span and its words in the legend, in the legend's order."""
+
+
 def program_axis(view: StepView) -> dict[str, Any]:
     """The x axis shared by memory and arena: the two phases, and layers as ticks."""
     end = max(view.starts[-1], 1)
@@ -65,7 +77,7 @@ def _layer_ticks(view: StepView, start: int, end: int, percent: float) -> list[d
             longest[layer] = max(before, (first, last), key=lambda one: one[1] - one[0])
     room = max(1, int(percent / 13))
     stride = max(1, -(-len(longest) // room))
-    chosen = list(longest.items())[stride // 2 :: stride]
+    chosen = sorted(longest.items(), key=lambda one: one[1])[stride // 2 :: stride]
     total = max(view.starts[-1], 1)
     return [
         {"at": round(100 * (first + last) / 2 / total, 2), "text": f"L{layer}"}
@@ -217,6 +229,7 @@ def lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None
             for lane, group in rows.items()
         ],
         "dense": max(map(len, rows.values())) > DENSE_LANE,
+        "kinds": {one.css for group in rows.values() for one in group},
         "ticks": _ticks(svg.nice_ticks(end), 0, end, _short_seconds),
         "data": {lane: _hover(group) for lane, group in rows.items()},
     }

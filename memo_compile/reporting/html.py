@@ -41,6 +41,7 @@ def render_html(problem: Problem, plan: Plan) -> str:
         lanes=lanes,
         frontier=frontier,
         decisions=[_decision_row(one, plan) for one in plan.decisions],
+        lane_kinds=charts.LANE_KINDS,
         roles=[(role.value, words) for role, words in charts.ROLE_WORDS.items()],
         data=json.dumps(hover, separators=(",", ":")).replace("<", "\\u003c"),
         bytes=format_bytes,
@@ -91,7 +92,7 @@ def _cards(plan: Plan, view: StepView) -> list[tuple[str, str, str]]:
     ]
     if plan.timeline is not None:
         step, stall = plan.timeline.step_s, plan.timeline.stall_s
-        share = f"{100 * stall / step:.1f} % waits for copies" if step else "nothing runs"
+        share = f"{100 * stall / step:.1f} % waits for copies" if stall else "no stalls"
         cards.append(("simulated step", format_seconds(step), share))
     if plan.host_bytes:
         cards.append(("moved to the host", format_bytes(plan.host_bytes), "in pinned memory"))

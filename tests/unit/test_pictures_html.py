@@ -115,6 +115,32 @@ def test_what_is_missing_is_said_and_not_drawn():
     assert 'data-chart="lanes"' not in html
 
 
+def test_a_legend_names_only_what_is_drawn():
+    problem, plan = layered(4)
+    text = words(render_html(problem, plan))
+    assert "stall: compute waits" in text
+    assert "allocated by kernels" not in text
+    spans = tuple(one for one in plan.timeline.spans if one.lane == "compute")
+    calm = dataclasses.replace(plan.timeline, spans=spans, stall_s=0.0)
+    text = words(render_html(problem, dataclasses.replace(plan, timeline=calm)))
+    assert "Compute never waits for a copy" in text
+    assert "stall: compute waits" not in text
+
+
+def test_layers_on_the_axis_follow_the_program():
+    html = render_html(*layered(40))
+    axis = re.search(r'class="x program">.*?class="ticks">(.*?)</div>', html, re.DOTALL).group(1)
+    marks = [
+        (float(at), int(layer)) for at, layer in re.findall(r"left:([0-9.]+)%\">L(\d+)<", axis)
+    ]
+    assert marks == sorted(marks)
+    layers = [layer for _, layer in marks]
+    turn = layers.index(max(layers))
+    assert layers[:turn] == sorted(layers[:turn])
+    assert layers[turn:] == sorted(layers[turn:], reverse=True)
+    assert len(marks) >= 4
+
+
 def test_one_considered_plan_is_no_frontier():
     problem, plan = layered(4)
     alone = dataclasses.replace(plan, frontier=plan.frontier[:1])
