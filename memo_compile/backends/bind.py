@@ -42,7 +42,7 @@ class Binder:
         calls = self.planned.problem.calls
         copies = [one.name for one in calls if one.copy is not None]
         self.numbers = {name: number for number, name in enumerate(copies)}
-        self.places = dict(_places(self.planned))
+        self.places = dict(_places(self.planned, self.forward))
         self.leased = tuple(_leased(self.planned.problem, self.backward))
 
     def table(self) -> list[list[FrameView]]:
@@ -206,16 +206,22 @@ def _num_bytes(spec: ViewSpec) -> int:
     return total
 
 
-def _places(planned: PlannedStep) -> Iterator[tuple[str, tuple[int, ViewSpec]]]:
-    """(value, (offset, view)) of every value whose storage lies in the arena, aliases included."""
+def _places(planned: PlannedStep, forward: Cut) -> Iterator[tuple[str, tuple[int, ViewSpec]]]:
+    """(value, (offset, view)) of every value whose storage lies in the arena, aliases included.
+
+    A reloaded value is read as its original was traced, which its buffer's own view need not be.
+    """
     found: dict[str, tuple[int, ViewSpec]] = {}
     offloaded: dict[int, str] = {}
     for call in planned.problem.calls:
         if call.kind is CallKind.OFFLOAD and call.copy is not None:
             offloaded[call.copy.host_offset] = call.inputs[0]
         if call.kind is CallKind.RELOAD and call.copy is not None:
-            source = found[offloaded[call.copy.host_offset]]
-            found[call.outputs[0]] = (planned.plan.offsets[f"{call.name}/data"], source[1])
+            traced = forward.nodes[offloaded[call.copy.host_offset]].meta["val"]
+            spec = ViewSpec(
+                dtype=traced.dtype, size=tuple(traced.shape), stride=tuple(traced.stride())
+            )
+            found[call.outputs[0]] = (planned.plan.offsets[f"{call.name}/data"], spec)
         if call.kind not in (CallKind.RUN, CallKind.RECOMPUTE):
             continue
         lowered = planned.lowered[call.region]
