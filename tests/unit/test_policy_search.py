@@ -8,7 +8,7 @@ import pytest
 from benchmarks.layer_steps import Setting, gpt_step, recompute_of
 from memo_compile.hardware import find_hardware
 from memo_compile.models import find_model
-from memo_compile.movable import Action, Moves, Schedule
+from memo_compile.movable import Action, Moves, RecomputeKey, Schedule
 from memo_compile.planners import solver
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import CandidateSource, evaluate
@@ -16,12 +16,14 @@ from memo_compile.planners.policy.greedy import MAX_KEYS, greedy_sequence
 from memo_compile.planners.policy.milp import lowest_peak, make_segments, solve_modes
 from memo_compile.planners.policy.model import StepModel, build_model
 from memo_compile.planners.policy.modes import (
+    LAUNCH_S,
     MAX_MODES,
     can_split,
     class_modes,
     layer_modes,
     make_mode,
     mode_cost,
+    with_launches,
 )
 from memo_compile.planners.policy.subsets import MAX_GROUPS, recompute_sets, slot_groups
 from memo_compile.planners.solver import SolveStatus
@@ -276,3 +278,12 @@ def test_a_program_that_cannot_be_is_left_out_with_a_warning(caplog):
     with caplog.at_level("WARNING", logger="memo"):
         assert source._valid([bad]) == []
     assert "a plan of policy auto is left out: expected a mode for each of 3 layers" in caplog.text
+
+
+def test_estimates_count_launches_and_measurements_do_not():
+    known = recomputer(movable_step(2))
+    key = RecomputeKey(class_key="L", slots=(2, 3, 4))
+    exact = known(key)
+    assert with_launches(known)(key) is exact
+    estimate = with_launches(lambda key: replace(known(key), exact=False))(key)
+    assert estimate.seconds == pytest.approx(exact.seconds + 3 * LAUNCH_S)

@@ -5,7 +5,8 @@ do not depend on the budget, and placing a candidate always gives the same peak.
 let ci with peak pi be the first candidate in order whose placed peak is within Bi. If p2 <= B1,
 then c2 fits B1, and no earlier one does (it would have fitted B2), so that c1 = c2 and p1 = p2.
 Else p1 <= B1 < p2. Candidates whose bytes alive exceed the budget are skipped unplaced: a placed
-peak is never below the bytes alive.
+peak is never below the bytes alive. It may be far above, so that a plan with more bytes alive can
+have the smaller peak: after the plans that none beats come some more (``in_order``).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.movable import Layer, Mode, MovableStep, Moves, Schedule
 from memo_compile.planners.alpha import QUANTA
 from memo_compile.planners.policy.candidates import Candidate, CandidateSource, costs_with
-from memo_compile.planners.policy.modes import RecomputeOf
+from memo_compile.planners.policy.modes import RecomputeOf, with_launches
 from memo_compile.planners.policy.named import NAMED
 from memo_compile.plans import FrontierPoint, Timeline
 from memo_compile.problem import Problem
@@ -25,6 +26,10 @@ from memo_compile.units import format_bytes
 
 MAX_FLOOR_PLACEMENTS = 6
 """Placements made only to name the floor; a large step takes seconds for each."""
+
+MAX_MORE = 6
+"""Plans beside the named ones that are tried when none of the best fits; they are nearly never
+needed, and each placement of a large step takes seconds."""
 
 
 class Placed(Protocol):
@@ -80,6 +85,7 @@ def choose(
         Infeasible: no plan fits the budget and the host budget; the message names the floor.
         ConfigError: the policy is unknown.
     """
+    recompute = with_launches(recompute)
     source = CandidateSource(
         step=step,
         recompute=recompute,
@@ -114,7 +120,8 @@ def _search(
         if found is not None:
             return saved, found
         considered = source.auto() if policy == "auto" else [*saved, *source.greedy()]
-        return considered, chooser.pick(pareto(considered, chooser.host_budget_bytes))
+        ordered = in_order(considered, chooser.host_budget_bytes)
+        return ordered, chooser.pick(ordered)
     if policy not in NAMED:
         raise ConfigError(f"policy: expected auto, greedy, {', '.join(NAMED)}, got {policy!r}")
     considered = source.named(policy, (alpha,))
@@ -136,6 +143,23 @@ def pareto(candidates: Iterable[Candidate], host_budget_bytes: int | None) -> li
         if not kept or one.live_bytes < kept[-1].live_bytes:
             kept.append(one)
     return kept
+
+
+def in_order(candidates: Sequence[Candidate], host_budget_bytes: int | None) -> list[Candidate]:
+    """The candidates to try: what no other beats, the named plans, those with fewest bytes alive.
+
+    The named plans are among them so that no choice needs more than full recomputation does.
+    """
+    best = pareto(candidates, host_budget_bytes)
+    known = {id(one) for one in best}
+    left = sorted((one for one in candidates if id(one) not in known), key=_bytes_first)
+    named = [one for one in left if one.moves.policy in NAMED]
+    others = [one for one in left if one.moves.policy not in NAMED]
+    return [*best, *named, *others[:MAX_MORE]]
+
+
+def _bytes_first(one: Candidate) -> tuple[int, float]:
+    return one.live_bytes, one.cost_s
 
 
 class _Chooser(Generic[PlacedT]):
@@ -230,11 +254,13 @@ class _Chooser(Generic[PlacedT]):
     def _smallest_peak(self, candidates: Sequence[Candidate]) -> int | None:
         """The smallest placed peak of what is placed already and of the next few.
 
-        They are tried in the order of bytes alive, until none can be lower.
+        They are tried in the order of bytes alive, full recomputation first, until none can be
+        lower.
         """
         best: int | None = None
         left = MAX_FLOOR_PLACEMENTS
-        for one in sorted(candidates, key=lambda one: (one.live_bytes, one.cost_s)):
+        again = [one for one in candidates if one.moves.policy == "full-recompute"]
+        for one in [*again, *sorted(candidates, key=_bytes_first)]:
             if best is not None and one.live_bytes >= best:
                 break
             if not self._is_placed(one):

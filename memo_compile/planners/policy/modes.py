@@ -7,7 +7,7 @@ and the token-wise mixes whose copy just hides behind one layer's forward.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.movable import (
@@ -38,6 +38,27 @@ units of its seconds on both lanes."""
 
 RecomputeOf = Callable[[RecomputeKey], RecomputeRegion]
 """Gives the region of a key; UnsupportedGraph: there is none, so that the mode is dropped."""
+
+
+LAUNCH_S = 5e-6
+"""For each line of an estimated region: its operators' seconds count no launches, and without them
+tiny tensors would be recomputed on paper, until the region is measured."""
+
+
+def with_launches(recompute: RecomputeOf) -> RecomputeOf:
+    """``recompute`` with the launches of estimated regions counted; each key is asked for once."""
+    known: dict[RecomputeKey, RecomputeRegion] = {}
+
+    def counted(key: RecomputeKey) -> RecomputeRegion:
+        if key not in known:
+            region = recompute(key)
+            if not region.exact:
+                more_s = LAUNCH_S * region.profile.num_lines
+                region = replace(region, seconds=region.seconds + more_s)
+            known[key] = region
+        return known[key]
+
+    return counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
