@@ -17,10 +17,14 @@ from memo_compile.reporting.state import Report, report
 
 if TYPE_CHECKING:
     from memo_compile.backends.entry import memo as backend
+    from memo_compile.backends.offline import plan
 
-__all__ = ["MemoConfig", "Report", "backend", "configure", "errors", "report"]
+__all__ = ["MemoConfig", "Report", "backend", "configure", "errors", "plan", "report"]
 
-_LAZY = {"backend": ("memo_compile.backends.entry", "memo")}
+_LAZY = {
+    "backend": ("memo_compile.backends.entry", "memo"),
+    "plan": ("memo_compile.backends.offline", "plan"),
+}
 
 
 def __getattr__(name: str) -> Any:

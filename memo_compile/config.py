@@ -52,8 +52,9 @@ class MemoConfig:
     """Forbid recomputation of a slice of tokens, whose result may differ in its last bits."""
     costs: str = "auto"
     """``measured`` runs each region once, ``roofline`` computes; ``auto`` measures."""
-    copy_bytes_per_s: float | None = None
-    """Slows copies down to this speed, for tests and what-if measurements."""
+    copy_bytes_per_s: float | tuple[float, float] | None = None
+    """Slows copies down to this speed, or to one for each direction (to the host, back), for
+    tests and what-if measurements."""
     lowering: str = "inductor"
     """``inductor``, or ``aten``: slow and simple, the reference."""
     mode: str = "default"
@@ -93,10 +94,15 @@ class MemoConfig:
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
         if self.token_tiles is not None and not self.token_tiles >= 1:
             raise ConfigError(f"token_tiles: expected at least 1, got {self.token_tiles!r}")
-        for name in ("optimizer_state_bytes_per_parameter", "copy_bytes_per_s"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"{name}: expected at least 0, got {value!r}")
+        state_bytes = self.optimizer_state_bytes_per_parameter
+        if state_bytes is not None and not state_bytes >= 0:
+            raise ConfigError(
+                f"optimizer_state_bytes_per_parameter: expected at least 0, got {state_bytes!r}"
+            )
+        if not all(speed is None or speed > 0 for speed in self.copy_speeds()):
+            raise ConfigError(
+                f"copy_bytes_per_s: expected speeds above 0, got {self.copy_bytes_per_s!r}"
+            )
         if not self.placement_time_limit_s > 0:
             raise ConfigError(
                 f"placement_time_limit_s: expected seconds above 0, got "
@@ -114,6 +120,21 @@ class MemoConfig:
         if self.host_budget is None:
             return None
         return parse_size(self.host_budget, total_bytes=total_bytes, what="host_budget")
+
+    def copy_speeds(self) -> tuple[float | None, float | None]:
+        """What ``copy_bytes_per_s`` bounds: the speed to the host, and back.
+
+        Raises:
+            ConfigError: there are neither one nor two speeds.
+        """
+        speeds = self.copy_bytes_per_s
+        if speeds is None or isinstance(speeds, int | float):
+            return speeds, speeds
+        if not isinstance(speeds, tuple | list) or len(speeds) != 2:
+            raise ConfigError(
+                f"copy_bytes_per_s: expected one speed, or (to the host, back), got {speeds!r}"
+            )
+        return speeds[0], speeds[1]
 
     def copy_schedule(self) -> str:
         """When copies happen: ``normal``, or one of the debugging schedules."""
@@ -183,6 +204,8 @@ def _parsed(name: str, kind: Any, text: str) -> Any:
     """``text`` of an environment variable as the type of option ``name``."""
     if name == "debug":
         return _flags(text)
+    if name == "copy_bytes_per_s" and "," in text:
+        return tuple(_parsed(name, "float", part) for part in text.split(","))
     kind = str(kind)
     try:
         if "bool" in kind:

@@ -102,6 +102,8 @@ class OutputSlot:
     """ARENA: the index in ``buffers``; INPUT: the index of the input; else None."""
     size_bytes: int = 0
     """EXTERNAL and OUTSIDE: bytes of ordinary memory."""
+    start: int = 0
+    """EXTERNAL: the line that allocates it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,6 +374,15 @@ def live_bytes(buffers: Iterator[ArenaBuffer] | tuple[ArenaBuffer, ...]) -> dict
         alive += change[line]
         curve[line] = alive
     return curve
+
+
+def ordinary_births(problem: Problem) -> Iterator[tuple[int, int, int]]:
+    """(line, bytes, call) of all ordinary memory that is made for the user and stays."""
+    starts = call_starts(problem)
+    for index, call in enumerate(problem.calls):
+        for slot in problem.regions[call.region].outputs:
+            if slot.storage is Storage.EXTERNAL and slot.size_bytes:
+                yield starts[index] + slot.start, slot.size_bytes, index
 
 
 def outside_peak(problem: Problem) -> dict[str, int]:

@@ -24,6 +24,7 @@ from memo_compile.problem import (
     call_starts,
     last_reads,
     live_bytes,
+    ordinary_births,
     outside_events,
 )
 
@@ -104,9 +105,8 @@ def memory_curve(problem: Problem, placed: Plan | None = None) -> list[tuple[int
     for line, size_bytes, _ in outside_events(problem):
         change[line] = change.get(line, 0) + size_bytes
     starts = call_starts(problem)
-    for call, start in zip(problem.calls, starts, strict=False):
-        made = _made_bytes(problem.regions[call.region])
-        change[start] = change.get(start, 0) + made
+    for line, size_bytes, _ in ordinary_births(problem):
+        change[line] = change.get(line, 0) + size_bytes
     arena = (
         live_bytes(arena_buffers(problem))
         if placed is None
@@ -123,16 +123,11 @@ def memory_curve(problem: Problem, placed: Plan | None = None) -> list[tuple[int
     return curve
 
 
-def _made_bytes(region: RegionProfile) -> int:
-    """Ordinary memory that a call of the region makes for the user."""
-    return sum(slot.size_bytes for slot in region.outputs if slot.storage is Storage.EXTERNAL)
-
-
 def peak_live_bytes(problem: Problem) -> int:
     """The peak of a perfect placement: no placed step of this program has a smaller one.
 
-    Per call the most bytes alive in the arena, the ordinary outputs made so far and the most
-    memory of kernels, as ``planners.residency`` adds them; the largest sum, and the constant.
+    Per call the most bytes alive in the arena and the most ordinary memory, as
+    ``planners.residency`` adds them; the largest sum, and the constant.
     """
     import numpy as np
 
@@ -140,12 +135,11 @@ def peak_live_bytes(problem: Problem) -> int:
         return step_constant_bytes(problem)
     starts = call_starts(problem)
     outside = [(line, change) for line, change, _ in _outside_events(problem)]
+    outside += [(line, size_bytes) for line, size_bytes, _ in ordinary_births(problem)]
     most = _most_per_call(_arena_events(problem, starts), starts)
     if outside:
         most += _most_per_call(np.array(outside, dtype=np.int64), starts)
-    of_region = {name: _made_bytes(region) for name, region in problem.regions.items()}
-    made = np.cumsum([of_region[call.region] for call in problem.calls])
-    return step_constant_bytes(problem) + int((most + made).max())
+    return step_constant_bytes(problem) + int(most.max())
 
 
 def _outside_events(problem: Problem) -> Iterable[tuple[int, int, str]]:

@@ -54,7 +54,7 @@ class Assembly:
             host_bytes=planned.problem.host_bytes,
             host_store=_host_store(config, device.type),
             schedule=config.copy_schedule(),
-            throttle_bytes_per_s=config.copy_bytes_per_s,
+            throttle_bytes_per_s=config.copy_speeds(),
             on_step_end=self._count,
         )
 

@@ -167,8 +167,10 @@ class _AtenRegion:
             return OutputSlot(storage=Storage.INPUT, index=source)
         value = root.meta.get("val")
         size = align(_storage_bytes(value)) if isinstance(value, torch.Tensor) else 0
-        user = index in self.region.external_outputs
-        return OutputSlot(storage=Storage.EXTERNAL if user else Storage.OUTSIDE, size_bytes=size)
+        if index in self.region.external_outputs:
+            start = self.line[_maker(root)] if root in self.line else 0
+            return OutputSlot(storage=Storage.EXTERNAL, size_bytes=size, start=start)
+        return OutputSlot(storage=Storage.OUTSIDE, size_bytes=size)
 
     def _writes_out(self, node: fx.Node) -> bool:
         """True when the operator's ``out=`` overload takes these arguments, tried on fakes."""

@@ -1,7 +1,7 @@
 """Binds a planned step to the runtime: values become slots, buffers become views of the frame."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from memo_runtime.arena import FrameView
@@ -63,12 +63,13 @@ class Binder:
             for index, (buffer, spec) in enumerate(
                 zip(lowered.profile.buffers, lowered.views, strict=True)
             ):
-                if index in inside:
-                    place = self.places.get(inside[index].value)
-                    offset = 0 if place is None else place[0] + inside[index].offset_bytes
+                place = self.places.get(inside[index].value) if index in inside else None
+                if index not in inside:
+                    row.append(_view(offsets[f"{call.name}/{buffer.name}"], spec))
+                elif place is not None:
+                    row.append(_view(place[0] + inside[index].offset_bytes, spec))
                 else:
-                    offset = offsets[f"{call.name}/{buffer.name}"]
-                row.append(_view(offset, spec))
+                    row.append(replace(_view(0, spec), in_frame=False))
             rows.append(row)
         return rows
 
@@ -156,7 +157,7 @@ class _Half:
         recomputes = call.kind is CallKind.RECOMPUTE
         return RunCall(
             run=lowered.run,
-            views=tuple((at, *view, 0) for at, view in sorted(self._views(call).items())),
+            views=tuple((at, *view) for at, view in sorted(self._views(call).items())),
             resident_bytes=self.plan.resident_bytes[index],
             table=index,
             inputs=tuple(slots[value] for value in call.inputs),
@@ -178,7 +179,7 @@ class _Half:
         found = {}
         for position, value in enumerate(graph.example_inputs()):
             if position not in graph.static_inputs and isinstance(value, torch.Tensor):
-                found[position] = (tuple(value.shape), tuple(value.stride()))
+                found[position] = (tuple(value.shape), tuple(value.stride()), 0)
         return found
 
     def _unsafe_outputs(self, call: StepCall) -> Iterable[int]:

@@ -32,6 +32,7 @@ from memo_compile.passes.cut import Cut, CutRequest, cut
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import Halves, lease_saved
 from memo_compile.passes.pipeline import PassRunner, graph_text
+from memo_compile.passes.tile_cut import tile_cut
 from memo_compile.problem import Phase
 from memo_compile.serialise import to_json
 
@@ -140,9 +141,7 @@ class StepCompiler:
         assert self._units is not None, "the partitioner runs before the inner compiler"
         static = self.facts.static_names
         backward = self._cut(gm, Phase.BACKWARD, static)
-        assembly = assemble(
-            self._forward, backward, self._units, self.facts, self.config, self.name
-        )
+        assembly = self.assemble(self._forward, backward, self._units)
         self.assembly = assembly
         self._dump_plan(assembly, backward)
 
@@ -152,6 +151,10 @@ class StepCompiler:
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+    def assemble(self, forward: Cut, backward: Cut, units: JointUnits) -> Assembly:
+        """The step, planned and bound to the runtime."""
+        return assemble(forward, backward, units, self.facts, self.config, self.name)
 
     def _dump_plan(self, assembly: Assembly, backward: Cut) -> None:
         if self.dump is None:
@@ -169,7 +172,7 @@ class StepCompiler:
             positions = forward_positions(gm.graph)
         else:
             positions = backward_positions(gm.graph, num_units)
-        return cut(
+        whole = cut(
             CutRequest(
                 gm=gm,
                 positions=positions,
@@ -179,6 +182,7 @@ class StepCompiler:
                 names=_region_names(self._units, phase),
             )
         )
+        return tile_cut(whole, self.config.token_tiles or 1)
 
 
 def _region_names(units: JointUnits, phase: Phase) -> dict[int, str]:

@@ -71,30 +71,41 @@ def compile_static(
     return compiler
 
 
+MakeCompiler = Callable[[MemoConfig, GraphFacts, str], StepCompiler]
+"""The compiler of a graph from its options, its facts and its name."""
+
+
 def plan_graph(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: MemoConfig,
+    make: MakeCompiler = StepCompiler,
 ) -> Callable[..., Any]:
     """``gm`` compiled by memo; every failure is raised.
 
     Where the budget is below what the step needs, its wide chains are run in tiles of tokens.
     """
     if config.token_tiles is not None or config.memory_budget is None:
-        return _plan_once(gm, example_inputs, config)
+        return _plan_once(gm, example_inputs, config, make)
     untouched = shim.with_graph(gm, shim.copy_graph(gm.graph))
     try:
-        return _plan_once(gm, example_inputs, config)
+        return _plan_once(gm, example_inputs, config, make)
     except Infeasible as error:
         log.info("memo: %s; trying tiles of tokens", error)
         tiled = dataclasses.replace(config, token_tiles=TOKEN_TILES)
-        return _plan_tiled(untouched, example_inputs, tiled, error)
+        return _plan_tiled(untouched, example_inputs, tiled, error, make)
 
 
 def _plan_tiled(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig, before: Infeasible
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: MemoConfig,
+    before: Infeasible,
+    make: MakeCompiler,
 ) -> Callable[..., Any]:
     """``gm`` in tiles of tokens; if that does not fit either, the error has the lower floor."""
     try:
-        return _plan_once(gm, example_inputs, config)
+        return _plan_once(gm, example_inputs, config, make)
     except Infeasible as error:
         floors = before.floor_bytes, error.floor_bytes
         if floors[1] is None or (floors[0] is not None and floors[0] < floors[1]):
@@ -103,10 +114,10 @@ def _plan_tiled(
 
 
 def _plan_once(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig, make: MakeCompiler
 ) -> Callable[..., Any]:
     name = f"graph{next(_graph_numbers)}"
-    compiler = StepCompiler(config, GraphFacts(example_inputs), name)
+    compiler = make(config, GraphFacts(example_inputs), name)
     with shim.functorch_patch(
         force_non_lazy_backward_lowering=True,
         enable_autograd_cache=False,

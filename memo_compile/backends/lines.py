@@ -234,7 +234,8 @@ class LineScan:
                 counted.add(root)
                 user = index in self._region.external_outputs
                 storage = Storage.EXTERNAL if user else Storage.OUTSIDE
-                yield OutputSlot(storage=storage, size_bytes=size)
+                start = self._births[root][0] if root in self._births else self._outside[root][0]
+                yield OutputSlot(storage=storage, size_bytes=size, start=start if user else 0)
             else:
                 yield OutputSlot(storage=Storage.NONE)
 

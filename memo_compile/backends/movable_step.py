@@ -74,7 +74,10 @@ class _Builder:
         self.problem = problem
         self.costs = costs
         self.profile = profile
-        self.backward_of = {num_units - 1 - call.position: call.name for call in backward.calls}
+        self.backward_of = {  # the first of several at one position
+            num_units - 1 - call.position: call.name for call in reversed(backward.calls)
+        }
+        self.position = {call.name: call.position for call in forward.calls}
         self.regions = forward.regions
         calls = {call.name: call for call in problem.calls}
         self.steps = [calls[call.name] for call in forward.calls]
@@ -82,6 +85,7 @@ class _Builder:
         self.forward_readers = _readers(problem, Phase.FORWARD)
         self.backward_readers = _readers(problem, Phase.BACKWARD)
         self.user_values = {value for value in forward.results if value is not None}
+        self.made_at = {value: call.position for call in forward.calls for value in call.outputs}
         self.written = {*_written(forward), *_written(backward)}
 
     def build(self, token_granule: int) -> Movable:
@@ -122,9 +126,17 @@ class _Builder:
         """Positions of inputs that another call made, that only this call reads in the forward."""
         found: dict[str, int] = {}
         for position, value in enumerate(call.inputs):
-            if self._may_move(value) and self.forward_readers.get(value) == {call.name}:
+            if self._may_move(value) and self._reading_layers(value) == {self._layer(call)}:
                 found.setdefault(value, position)
         return tuple(found.values())
+
+    def _layer(self, call: StepCall) -> int:
+        return self.position[call.name]
+
+    def _reading_layers(self, value: str) -> set[int]:
+        """Positions of the forward calls that read ``value``, but for its maker's own."""
+        readers = {self.position[name] for name in self.forward_readers.get(value, ())}
+        return readers - {self.made_at.get(value, -1)}
 
     def _output_slots(self, call: StepCall) -> tuple[int, ...]:
         """Positions of outputs that are left for the backward and that no later call reads."""
@@ -132,7 +144,7 @@ class _Builder:
             position
             for position, value in enumerate(call.outputs)
             if self._may_move(value)
-            and not self.forward_readers.get(value)
+            and not self._reading_layers(value)
             and value in self.backward_readers
         )
 

@@ -4,7 +4,8 @@ Read in torch 2.11.0 and 2.13.0. What differs between them is settled here and n
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 from unittest import mock
 
@@ -116,6 +117,27 @@ def kernels_in_background() -> Iterator[None]:
         yield
     for compiler, scope in waiting:
         compiler.wait(scope)
+
+
+_COMPILERS = ("cpp", "cpp_pybinding", "halide", "triton", "multi_kernel", "pallas", "cuda", "rocm")
+"""AsyncCompile's methods that turn a kernel's source into something that runs; 2.11, 2.13."""
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Graphs are lowered to wrapper code inside, and none of their kernels is compiled.
+
+    What is lowered cannot run.
+    """
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    with contextlib.ExitStack() as stack:
+        for name in (*_COMPILERS, "wait"):
+            if hasattr(AsyncCompile, name):
+                stack.enter_context(mock.patch.object(AsyncCompile, name, nothing))
+        yield
 
 
 def inductor_patch(settings: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
@@ -269,3 +291,31 @@ def ddp_splits_graphs() -> bool:
 
     active = DistributedDataParallel._get_active_ddp_module() is not None
     return active and torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
+
+
+def trace_whole(
+    function: Callable[..., Any],
+    backend: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """``backend`` is called with the graph of ``function``, all of it, and what it raises comes out.
+
+    Raises:
+        BaseException: a graph break (``graph_break`` names it), or what ``backend`` raised, inside
+            Dynamo's BackendCompilerFailed.
+    """
+    with torch._dynamo.config.patch(suppress_errors=False):
+        torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+
+
+def graph_break(error: BaseException) -> str | None:
+    """What Dynamo could not trace, in one line with the user's line; None for another error."""
+    if not isinstance(error, torch._dynamo.exc.Unsupported):
+        return None
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    what = next((line for line in lines if line), "graph break")
+    hint = next((line for line in lines if line.startswith("Explanation:")), "")
+    where = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+    place = f" at {where[-1][0]}:{where[-1][1]}" if where else ""
+    return f"{what}{place}" + (f" ({hint.removeprefix('Explanation:').strip()})" if hint else "")

@@ -141,7 +141,7 @@ class StepPlanner:
             solver=self.config.placement_solver,
             time_limit_s=self.config.placement_time_limit_s,
             lowering_s=self.lowering_s,
-            releases_pages=self.hardware is None and gives_pages_back(self.facts.device),
+            releases_pages=self.runs_here() and gives_pages_back(self.facts.device),
         )
 
     def _planned(self, problem: Problem, plan: Plan) -> PlannedStep:
@@ -161,7 +161,7 @@ class StepPlanner:
                 self.forward,
                 self.backward,
                 self.problem,
-                self._costs(),
+                self.costs(),
                 num_units=self.units.num_units,
                 profile=self._profile(),
                 token_granule=self.config.token_granule,
@@ -180,10 +180,11 @@ class StepPlanner:
             )
         return self._library
 
-    def _costs(self) -> StepCosts:
-        throttle = self.config.copy_bytes_per_s
-        if self.hardware is not None:
-            link = self.hardware
+    def costs(self) -> StepCosts:
+        """Seconds of the regions and speed of the copies, measured or by roofline."""
+        slowest = self.config.copy_speeds()
+        if not self._measures():
+            link = self._profile()
             d2h, h2d, latency = link.d2h_bytes_per_s, link.h2d_bytes_per_s, 0.0
         else:
             with shim.real_tensors():
@@ -192,11 +193,15 @@ class StepPlanner:
             latency = measured.latency_s
         return StepCosts(
             region_s=dict(self._seconds(self.lowered, self.graphs)),
-            d2h_bytes_per_s=min(d2h, throttle or d2h),
-            h2d_bytes_per_s=min(h2d, throttle or h2d),
+            d2h_bytes_per_s=min(d2h, slowest[0] or d2h),
+            h2d_bytes_per_s=min(h2d, slowest[1] or h2d),
             copy_latency_s=latency,
             source="measured" if self._measures() else f"roofline: {self._profile().name}",
         )
+
+    def runs_here(self) -> bool:
+        """False for a step that is planned for another kind of device than its tensors lie on."""
+        return self.hardware is None or self.hardware.name == self.facts.device.type
 
     def _measures(self) -> bool:
         return self.hardware is None and self.config.costs != "roofline"

@@ -7,8 +7,17 @@ from torch import fx
 from memo_compile.analysis.units import JointUnits, source_line
 from memo_compile.backends.facts import GraphFacts
 from memo_compile.config import MemoConfig
-from memo_compile.passes.cut import Cut, CutCall
-from memo_compile.problem import LayerClassInfo, Phase, Problem, StepCall, Storage, TensorInfo
+from memo_compile.errors import UnsupportedGraph
+from memo_compile.passes.cut import Cut, CutCall, CutInto
+from memo_compile.problem import (
+    Into,
+    LayerClassInfo,
+    Phase,
+    Problem,
+    StepCall,
+    Storage,
+    TensorInfo,
+)
 from memo_compile.regions import LoweredRegion
 
 
@@ -22,8 +31,8 @@ def step_problem(
 ) -> Problem:
     """The step that keeps everything: its calls in order, its regions, its fixed memory."""
     calls = [
-        *(_step_call(call, Phase.FORWARD, units) for call in forward.calls),
-        *(_step_call(call, Phase.BACKWARD, units) for call in backward.calls),
+        *(_step_call(call, Phase.FORWARD, units, lowered) for call in forward.calls),
+        *(_step_call(call, Phase.BACKWARD, units, lowered) for call in backward.calls),
     ]
     outputs_bytes = sum(
         slot.size_bytes
@@ -42,7 +51,9 @@ def step_problem(
     )
 
 
-def _step_call(call: CutCall, phase: Phase, units: JointUnits) -> StepCall:
+def _step_call(
+    call: CutCall, phase: Phase, units: JointUnits, lowered: Mapping[str, LoweredRegion]
+) -> StepCall:
     index = call.position if phase is Phase.FORWARD else units.num_units - 1 - call.position
     unit = units.structure.units[index]
     return StepCall(
@@ -53,7 +64,19 @@ def _step_call(call: CutCall, phase: Phase, units: JointUnits) -> StepCall:
         outputs=call.outputs,
         layer_class=unit.class_key,
         instance=unit.instance,
+        into=tuple(_into(one, lowered[call.region]) for one in call.into),
     )
+
+
+def _into(one: CutInto, region: LoweredRegion) -> Into:
+    """Where an output goes, by the buffer that lowering gave it."""
+    slot = region.profile.outputs[one.output]
+    if slot.storage is not Storage.ARENA or slot.index is None:
+        raise UnsupportedGraph(
+            f"region {region.profile.name}: output {one.output} of a tile is no buffer of its own; "
+            "set token_tiles=1"
+        )
+    return Into(buffer=slot.index, value=one.value, offset_bytes=one.offset_bytes)
 
 
 def _layer_classes(units: JointUnits, calls: Iterable[StepCall]) -> tuple[LayerClassInfo, ...]:

@@ -30,8 +30,17 @@ from memo_compile.passes.purity import is_constant, is_write
 from memo_compile.problem import Phase
 from memo_compile.regions import RegionGraph
 
-InputView = tuple[tuple[int, ...], tuple[int, ...]]
-"""Size and stride, in elements, from where the value starts."""
+InputView = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Size, stride and offset, in elements, from where the value starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutInto:
+    """An output that is written into a value that exists: from byte ``offset_bytes`` of it."""
+
+    output: int
+    value: str
+    offset_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +54,7 @@ class CutCall:
     outputs: tuple[str, ...]
     views: Mapping[int, InputView] = field(default_factory=dict)
     """Inputs that are read as a view of their value, by position."""
+    into: tuple[CutInto, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +302,7 @@ def _views(inputs: Sequence[fx.Node]) -> dict[int, InputView]:
     for position, node in enumerate(inputs):
         if base_of(node) is not node:
             value = node.meta["val"]
-            found[position] = (tuple(value.shape), tuple(value.stride()))
+            found[position] = (tuple(value.shape), tuple(value.stride()), 0)
     return found
 
 

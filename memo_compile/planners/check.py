@@ -76,7 +76,6 @@ class _Replay:
         self.num_reads = 0
         self.highest = 0
         """The highest address that the call being replayed uses."""
-        self.made_bytes = 0
         self.outside_bytes = 0
         """What kernels hold now in memory of their own."""
         self.most_outside_bytes = 0
@@ -95,7 +94,7 @@ class _Replay:
         self.place_of.update(dict.fromkeys(self.problem.inputs))
         for index, call in enumerate(self.problem.calls):
             self._replay(call, self.problem.regions[call.region])
-            self._check_memory(index, call, self.problem.regions[call.region])
+            self._check_memory(index, call)
             if len(self.problems) >= MAX_PROBLEMS:
                 break
         else:
@@ -144,10 +143,8 @@ class _Replay:
         for value in (*_uses(call), *call.outputs):
             self._free_if_unread(value)
 
-    def _check_memory(self, index: int, call: StepCall, region: RegionProfile) -> None:
+    def _check_memory(self, index: int, call: StepCall) -> None:
         """What is alive in the call lies in the pages that stay, and the sum is in the peak."""
-        external = (s.size_bytes for s in region.outputs if s.storage is Storage.EXTERNAL)
-        self.made_bytes += sum(external)
         if len(self.plan.resident_bytes) != len(self.problem.calls):
             if index == 0:
                 self._complain("resident_bytes: expected one number per call")
@@ -158,7 +155,7 @@ class _Replay:
             self._complain(f"{call.name}: {resident} B of the arena in memory after {before} B")
         if self.highest > resident:
             self._complain(f"{call.name} uses the arena up to {self.highest}, {resident} B stay")
-        need = self.constant_bytes + resident + self.made_bytes + self.most_outside_bytes
+        need = self.constant_bytes + resident + self.most_outside_bytes
         if need > self.plan.peak_bytes:
             self._complain(f"{call.name} needs {need} B, the peak says {self.plan.peak_bytes}")
 
@@ -182,6 +179,8 @@ class _Replay:
         for slot, value in zip(region.outputs, call.outputs, strict=True):
             if slot.storage is Storage.OUTSIDE:
                 yield 0, True, _outside_owner(value), slot.size_bytes, False
+            elif slot.storage is Storage.EXTERNAL:
+                yield slot.start, True, f"{value} for the user", slot.size_bytes, False
         yield from self._last_uses(call, region)
 
     def _last_uses(

@@ -5,10 +5,10 @@ activations whose place they take are dead. Where the device can give single pag
 dead tail of the arena is given back just as fast as the gradients grow, so that the step's peak is
 that of what is alive. Elsewhere the whole arena stays.
 
-Symbols: for call c, tail(c) = highest end of a buffer alive in c or later; made(c) = bytes of
-outputs made in calls up to c; out(c) = memory that kernels of c allocate themselves.
-    peak        = fixed + max_c (tail(c) + made(c) + out(c))
-    resident(c) = min(resident(c-1), peak - fixed - made(c) - out(c))       >= tail(c)
+Symbols: for call c, tail(c) = highest end of a buffer alive in c or later; beside(c) = the largest
+sum, at one line of c, of outputs made so far and memory that kernels allocate themselves.
+    peak        = fixed + max_c (tail(c) + beside(c))
+    resident(c) = min(resident(c-1), peak - fixed - beside(c))       >= tail(c)
 so that no more pages are given back (and faulted in again in the next step) than the peak needs.
 """
 
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from memo_compile.problem import (
     Problem,
-    Storage,
     arena_buffers,
     call_starts,
+    ordinary_births,
     outside_events,
 )
 
@@ -38,7 +38,7 @@ def residency(
 ) -> Residency:
     """The residency of a placed step. Cost: buffers x log calls."""
     fixed = step_constant_bytes(problem)
-    beside = [made + out for made, out in zip(_made(problem), _outside(problem), strict=True)]
+    beside = beside_bytes(problem)
     tails = _tails(problem, offsets) if releases_pages else [arena_bytes] * len(beside)
     most = max((tail + more for tail, more in zip(tails, beside, strict=True)), default=0)
     resident, current = [], arena_bytes
@@ -55,20 +55,12 @@ def step_constant_bytes(problem: Problem) -> int:
     return fixed.parameters + fixed.buffers + fixed.optimizer_state + fixed.inputs + old_gradients
 
 
-def _made(problem: Problem) -> list[int]:
-    """Per call the bytes of ordinary memory that calls up to it have made for the user."""
-    total, made = 0, []
-    for call in problem.calls:
-        slots = problem.regions[call.region].outputs
-        total += sum(slot.size_bytes for slot in slots if slot.storage is Storage.EXTERNAL)
-        made.append(total)
-    return made
-
-
-def _outside(problem: Problem) -> list[int]:
-    """Per call the most memory that kernels hold outside the arena at one of its lines."""
+def beside_bytes(problem: Problem) -> list[int]:
+    """Per call the most ordinary memory at one of its lines: what kernels hold, what was made."""
     starts = call_starts(problem)
-    events = sorted((line, change) for line, change, _ in outside_events(problem))
+    events = [(line, change) for line, change, _ in outside_events(problem)]
+    events += [(line, size_bytes) for line, size_bytes, _ in ordinary_births(problem)]
+    events.sort()
     most, alive, position = [], 0, 0
     for end in starts[1:]:
         best = alive
@@ -86,7 +78,7 @@ def _tails(problem: Problem, offsets: Mapping[str, int]) -> list[int]:
     ends = sorted((one.end, offsets[one.id] + one.size_bytes) for one in arena_buffers(problem))
     tails, highest = [], 0
     for start in reversed(starts[:-1]):
-        while ends and ends[-1][0] > start:
+        while ends and ends[-1][0] >= start:  # an unused input dies on the first line
             highest = max(highest, ends.pop()[1])
         tails.append(highest)
     return tails[::-1]

@@ -197,7 +197,7 @@ def _made(
             frames = (_frame(value), _frame(call.name, f"{FRAME_FILE} {view.labels[index]}"))
             lives.append(
                 _Life(
-                    start=view.starts[index],
+                    start=view.starts[index] + slot.start,
                     end=None,
                     address=at,
                     size_bytes=slot.size_bytes,

@@ -22,6 +22,7 @@ from memo_compile.problem import (
     Storage,
     arena_buffers,
     call_starts,
+    ordinary_births,
     outside_events,
 )
 
@@ -146,7 +147,7 @@ def view_step(problem: Problem, plan: Plan) -> StepView:
         starts=starts,
         turn=turn,
         boxes=_boxes(problem, plan, buffers, layers, turn),
-        moments=_moments(problem, plan, buffers, made),
+        moments=_moments(problem, plan, buffers),
         made=made,
         constant_bytes=step_constant_bytes(problem),
     )
@@ -322,12 +323,12 @@ def _made(problem: Problem) -> Iterator[int]:
         yield sum(one.size_bytes for one in slots if one.storage is Storage.EXTERNAL)
 
 
-def _moments(
-    problem: Problem, plan: Plan, buffers: tuple[ArenaBuffer, ...], made: tuple[int, ...]
-) -> tuple[Moment, ...]:
+def _moments(problem: Problem, plan: Plan, buffers: tuple[ArenaBuffer, ...]) -> tuple[Moment, ...]:
     starts = call_starts(problem)
     live, outside = _changes(problem, buffers)
-    given_at = dict(zip(starts, made, strict=False))
+    given_at: dict[int, int] = {}
+    for line, size_bytes, _ in ordinary_births(problem):
+        given_at[line] = given_at.get(line, 0) + size_bytes
     resident = plan.resident_bytes or (plan.arena_bytes,) * len(problem.calls)
     if len(resident) != len(problem.calls):
         raise InputError(
@@ -336,7 +337,7 @@ def _moments(
         )
     constant, found = step_constant_bytes(problem), []
     alive = beside = given = 0
-    lines = sorted({*live, *outside, *starts[:-1]})
+    lines = sorted({*live, *outside, *given_at, *starts[:-1]})
     for line in (one for one in lines if one < starts[-1]):
         alive += live.get(line, 0)
         beside += outside.get(line, 0)

@@ -25,6 +25,8 @@ class FrameView:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    in_frame: bool = True
+    """False for a buffer whose call puts it into a tensor of ordinary memory (``RunCall.into``)."""
 
 
 FrameTable = Sequence[Sequence[FrameView]]
@@ -79,6 +81,8 @@ class Slab:
         self._tables.pop(key, None)
 
     def _view(self, view: FrameView) -> torch.Tensor:
+        if not view.in_frame:
+            return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device="meta")
         if view.offset_bytes % view.dtype.itemsize:
             raise AssertionError(f"offset {view.offset_bytes} is not aligned for {view.dtype}")
         empty = torch.empty(0, dtype=view.dtype, device=self.device)

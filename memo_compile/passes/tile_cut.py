@@ -1,0 +1,224 @@
+"""Replaces regions of a cut by their tiled form: before, one tile called again and again, after.
+
+Rewrite, region R in 4 tiles:
+    y = R(x, w)    ->    whole, acc = R.before(x)
+                         R.tile(x[0:r], w, acc)      # rows [0, r) of whole, acc in place
+                         R.tile(x[r:2r], w, acc)     # and so on
+                         y = R.after(whole, acc)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from memo_compile.passes.cut import Cut, CutCall, CutInto, InputView
+from memo_compile.passes.tiles import Ref, Source, TiledRegion, TileInput, tile
+from memo_compile.regions import RegionGraph, ViewSpec
+
+
+def tile_cut(cut: Cut, tiles: int) -> Cut:
+    """``cut`` with every region whose widest chain pays in ``tiles`` tiles, in three parts.
+
+    A region that saves too little, writes into its inputs, or returns one value twice stays.
+    """
+    if tiles < 2:
+        return cut
+    split = {}
+    for name, region in cut.regions.items():
+        found = tile(region, tiles)
+        if found is not None and _is_plain(found):
+            split[name] = _Split.of(name, region, found)
+    regions: dict[str, RegionGraph] = {}
+    for name, region in cut.regions.items():
+        parts = split[name].parts() if name in split else [(name, region)]
+        regions.update((key, replace(part, name=key)) for key, part in parts)
+    calls: list[CutCall] = []
+    for call in cut.calls:
+        calls.extend(split[call.region].calls(call) if call.region in split else (call,))
+    return replace(cut, regions=regions, calls=tuple(calls))
+
+
+def _is_plain(tiled: TiledRegion) -> bool:
+    """True when every output of the region is a value of its own that one of the parts makes."""
+    refs = [one for one in tiled.outputs if one is not None]
+    made = all(one.source is not Source.REGION_INPUT for one in refs)
+    made = made and all(_is_contiguous(one.whole) for one in tiled.tile_outputs)
+    return made and len(set(refs)) == len(refs) and len(refs) == len(tiled.outputs)
+
+
+def _is_contiguous(spec: ViewSpec) -> bool:
+    """True when zeros of that size have these strides."""
+    step = 1
+    for size, stride in zip(reversed(spec.size), reversed(spec.stride), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Split:
+    """A tiled region whose ``before`` also makes the whole tensors that the tiles fill."""
+
+    name: str
+    tiled: TiledRegion
+    before: RegionGraph
+    wholes: dict[int, int] = field(default_factory=dict)
+    """Output of the tile -> output of ``before`` that it fills."""
+
+    @staticmethod
+    def of(name: str, region: RegionGraph, tiled: TiledRegion) -> "_Split":
+        before = tiled.before or _empty_region(region)
+        rows = {
+            at: one.whole for at, one in enumerate(tiled.tile_outputs) if one.step_bytes is not None
+        }
+        like = region.gm.graph.find_nodes(op="placeholder")[0].meta["val"]
+        graph, first = _with_zeros(before, list(rows.values()), like)
+        wholes = {at: first + number for number, at in enumerate(rows)}
+        for one in tiled.tile_inputs:
+            if one.accumulator is not None:
+                wholes[one.accumulator] = one.value.index
+        return _Split(name=name, tiled=tiled, before=graph, wholes=wholes)
+
+    def parts(self) -> Iterator[tuple[str, RegionGraph]]:
+        """The regions by name."""
+        yield f"{self.name}.before", self.before
+        yield f"{self.name}.tile", self.tiled.tile
+        if self.tiled.after is not None:
+            yield f"{self.name}.after", self.tiled.after
+
+    def calls(self, call: CutCall) -> Iterator[CutCall]:
+        """The calls that do what ``call`` did, with the same values where it had any."""
+        names = _Names(self, call)
+        yield CutCall(
+            name=f"{call.name}.before",
+            region=f"{self.name}.before",
+            position=call.position,
+            inputs=tuple(call.inputs[at] for at in self.tiled.before_inputs),
+            outputs=tuple(names.before(at) for at in range(_num_outputs(self.before))),
+            views=_picked(call, list(self.tiled.before_inputs)),
+        )
+        for number in range(self.tiled.num_tiles):
+            yield self._tile_call(call, names, number)
+        if self.tiled.after is not None:
+            refs = self.tiled.after_inputs
+            yield CutCall(
+                name=f"{call.name}.after",
+                region=f"{self.name}.after",
+                position=call.position,
+                inputs=tuple(names.value(ref) for ref in refs),
+                outputs=tuple(names.after(at) for at in range(_num_outputs(self.tiled.after))),
+                views=_picked(
+                    call,
+                    [ref.index if ref.source is Source.REGION_INPUT else None for ref in refs],
+                ),
+            )
+
+    def _tile_call(self, call: CutCall, names: "_Names", number: int) -> CutCall:
+        outputs = self.tiled.tile_outputs
+        return CutCall(
+            name=f"{call.name}.tile{number}",
+            region=f"{self.name}.tile",
+            position=call.position,
+            inputs=tuple(names.value(one.value) for one in self.tiled.tile_inputs),
+            outputs=tuple(f"{call.name}.tile{number}:{at}" for at in range(len(outputs))),
+            views={at: _slice(one, number) for at, one in enumerate(self.tiled.tile_inputs)},
+            into=tuple(
+                CutInto(
+                    output=at,
+                    value=names.before(self.wholes[at]),
+                    offset_bytes=number * (one.step_bytes or 0),
+                )
+                for at, one in enumerate(outputs)
+            ),
+        )
+
+
+class _Names:
+    """The values of one call's parts: the call's own names where its outputs are meant."""
+
+    def __init__(self, split: _Split, call: CutCall) -> None:
+        self.split = split
+        self.call = call
+        self.known: dict[Ref, str] = {}
+        for ref, value in zip(split.tiled.outputs, call.outputs, strict=True):
+            if ref is None:
+                continue
+            if ref.source is Source.TILE:
+                ref = Ref(source=Source.BEFORE, index=split.wholes[ref.index])
+            self.known[ref] = value
+
+    def before(self, index: int) -> str:
+        """Output ``index`` of the part before the tiles."""
+        ref = Ref(source=Source.BEFORE, index=index)
+        return self.known.get(ref, f"{self.call.name}.before:{index}")
+
+    def after(self, index: int) -> str:
+        """Output ``index`` of the part after the tiles."""
+        ref = Ref(source=Source.AFTER, index=index)
+        return self.known.get(ref, f"{self.call.name}.after:{index}")
+
+    def value(self, ref: Ref) -> str:
+        """What ``ref`` stands for, an output of the tiles being the whole that they fill."""
+        if ref.source is Source.REGION_INPUT:
+            return self.call.inputs[ref.index]
+        if ref.source is Source.TILE:
+            return self.before(self.split.wholes[ref.index])
+        return self.before(ref.index) if ref.source is Source.BEFORE else self.after(ref.index)
+
+
+def _slice(one: TileInput, number: int) -> InputView:
+    """What tile ``number`` reads of an input's value."""
+    offset = number * (one.step_bytes or 0) // one.view.dtype.itemsize
+    return one.view.size, one.view.stride, offset
+
+
+def _picked(call: CutCall, positions: list[int | None]) -> dict[int, InputView]:
+    """The views of ``call``'s inputs for a part that takes the inputs at ``positions``."""
+    return {
+        at: call.views[position]
+        for at, position in enumerate(positions)
+        if position is not None and position in call.views
+    }
+
+
+def _num_outputs(region: RegionGraph) -> int:
+    results = region.gm.graph.output_node().args[0]
+    assert isinstance(results, list | tuple)
+    return len(results)
+
+
+def _empty_region(region: RegionGraph) -> RegionGraph:
+    """A region that makes nothing yet."""
+    graph = fx.Graph()
+    graph.output(())
+    gm = fx.GraphModule(region.gm, graph)
+    return replace(region, gm=gm, external_outputs=frozenset(), static_inputs=())
+
+
+def _with_zeros(
+    region: RegionGraph, specs: list[ViewSpec], like: torch.Tensor
+) -> tuple[RegionGraph, int]:
+    """``region``, which now returns zeros for each of ``specs`` too; the first one's position.
+
+    ``like`` is a fake tensor of the same device; what is made is fake as it is.
+    """
+    graph = region.gm.graph
+    end = graph.output_node()
+    results = end.args[0]
+    assert isinstance(results, list | tuple)
+    made = []
+    for spec in specs:
+        with graph.inserting_before(end):
+            node = graph.call_function(
+                torch.ops.aten.full.default,
+                (list(spec.size), 0),
+                {"dtype": spec.dtype, "device": like.device, "pin_memory": False},
+            )
+        node.meta["val"] = like.new_empty(spec.size, dtype=spec.dtype)
+        made.append(node)
+    end.args = ((*results, *made),)
+    region.gm.recompile()
+    return region, len(results)
