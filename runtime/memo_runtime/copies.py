@@ -26,6 +26,10 @@ _THROTTLED_PIECE_S = 0.02
 Python thread may keep the interpreter's lock between two pieces."""
 
 
+Throttle = float | tuple[float | None, float | None] | None
+"""No copy is faster, in bytes per second: one speed, or one to the host and one back."""
+
+
 class CopyError(RuntimeError):
     """A copy between device and host failed; the step that issued it is lost, the next is not."""
 
@@ -89,16 +93,17 @@ class CopyEngine:
         device: torch.device,
         schedule: Schedule = Schedule.NORMAL,
         *,
-        bytes_per_s: float | None = None,
+        bytes_per_s: Throttle = None,
         measure_stall: bool = False,
     ) -> None:
-        if device.type == "cuda" and bytes_per_s is not None:
+        speeds = bytes_per_s if isinstance(bytes_per_s, tuple) else (bytes_per_s, bytes_per_s)
+        if device.type == "cuda" and speeds != (None, None):
             raise CopyError("memo: expected no throttle on a CUDA device; it is for the CPU only")
         self.schedule = schedule
         self._lanes: _CpuLanes | _CudaLanes = (
             _CudaLanes(device, measure_stall=measure_stall)
             if device.type == "cuda"
-            else _CpuLanes(bytes_per_s)
+            else _CpuLanes(dict(zip(Lane, speeds, strict=True)))
         )
 
     def issue(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> Ticket:
@@ -175,7 +180,7 @@ class CopyEngine:
 class _CpuLanes:
     """A thread for each lane."""
 
-    def __init__(self, bytes_per_s: float | None) -> None:
+    def __init__(self, bytes_per_s: dict[Lane, float | None]) -> None:
         self.bytes_per_s = bytes_per_s
         self.workers = {lane: _Worker(f"memo-{lane.value}") for lane in Lane}
 
@@ -184,7 +189,7 @@ class _CpuLanes:
 
     def copy_now(self, ticket: Ticket) -> None:
         try:
-            move_bytes(ticket.destination, ticket.source, self.bytes_per_s)
+            move_bytes(ticket.destination, ticket.source, self.bytes_per_s[ticket.lane])
         except Exception as error:  # raised again where the copy is waited for
             ticket.error = error
         finally:
@@ -334,7 +339,7 @@ def move_bytes(
 def engine_of(
     device: torch.device,
     schedule: Schedule = Schedule.NORMAL,
-    bytes_per_s: float | None = None,
+    bytes_per_s: Throttle = None,
     measure_stall: bool = False,
 ) -> CopyEngine:
     """The one engine of ``device`` with these properties in this process."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memo_runtime.arena import FrameTable, arena_of
-from memo_runtime.copies import Schedule, engine_of
+from memo_runtime.copies import Schedule, Throttle, engine_of
 from memo_runtime.current import current
 from memo_runtime.instructions import (
     CopyRange,
@@ -81,7 +81,7 @@ class StepPlan:
     """Kind of host memory: ``shm``, ``pinned`` or ``file:DIR``."""
     schedule: str = "normal"
     """When copies run between issue and wait; a ``copies.Schedule``."""
-    throttle_bytes_per_s: float | None = None
+    throttle_bytes_per_s: Throttle = None
     """CPU: no copy is faster."""
     measure_stall: bool = False
     """CUDA: ``last.stall_s`` is measured, at the price of a host that waits with the device."""

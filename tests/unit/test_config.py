@@ -75,6 +75,8 @@ def test_an_option_like_no_other_lists_all():
         ("PLACEMENT_TIME_LIMIT_S", "2.5", 2.5),
         ("DEBUG", "poison", ("poison",)),
         ("MEMORY_BUDGET", "6GiB", "6GiB"),
+        ("COPY_BYTES_PER_S", "2e9", 2e9),
+        ("COPY_BYTES_PER_S", "2e9,1e9", (2e9, 1e9)),
         ("INDUCTOR_OPTIONS", '{"max_autotune": true}', {"max_autotune": True}),
     ],
 )
@@ -98,15 +100,24 @@ def test_environment_that_cannot_be_used(monkeypatch, name, text):
     [
         ({"lowering": "atem"}, "lowering: expected one of inductor, aten, got 'atem'.*'aten'"),
         ({"mode": "fast"}, "mode: expected one of"),
-        ({"debug": "poisson"}, "debug: expected one of poison, got 'poisson'"),
+        ({"debug": "poisson"}, "debug: expected one of poison, .*, got 'poisson'"),
         ({"max_inflight": 0}, "max_inflight: expected an integer of at least 1, got 0"),
         ({"max_plans": True}, "max_plans: expected an integer"),
+        ({"copy_bytes_per_s": 0}, "copy_bytes_per_s: expected speeds above 0, got 0"),
+        ({"copy_bytes_per_s": (1e9, -1)}, r"copy_bytes_per_s: expected speeds above 0, got \(1"),
+        ({"copy_bytes_per_s": (1e9,)}, r"expected one speed, or \(to the host, back\), got"),
         ({"placement_time_limit_s": 0}, "placement_time_limit_s: expected seconds above 0"),
     ],
 )
 def test_values_that_cannot_be_used(options, message):
     with pytest.raises(ConfigError, match=message):
         resolve(options, None)
+
+
+def test_one_copy_speed_bounds_both_directions():
+    assert MemoConfig().copy_speeds() == (None, None)
+    assert MemoConfig(copy_bytes_per_s=1e9).copy_speeds() == (1e9, 1e9)
+    assert MemoConfig(copy_bytes_per_s=(2e9, 1e9)).copy_speeds() == (2e9, 1e9)
 
 
 def test_files_that_cannot_be_read(config_file, monkeypatch):

@@ -136,6 +136,18 @@ def test_a_throttled_copy_is_no_faster_and_whole(schedule):
     engine.close()
 
 
+def test_each_direction_has_its_own_throttle():
+    engine = CopyEngine(CPU, bytes_per_s=(10e6, None))
+    seconds = {}
+    for lane in Lane:
+        start_s = time.perf_counter()
+        engine.wait(engine.issue(lane, zeros(3_000_000), ones(3_000_000)))
+        seconds[lane] = time.perf_counter() - start_s
+    assert seconds[Lane.D2H] >= 0.3
+    assert seconds[Lane.H2D] < seconds[Lane.D2H]
+    engine.close()
+
+
 def test_a_throttle_below_a_byte_a_piece_still_moves():
     source, destination = ones(3), zeros(3)
     move_bytes(destination, source, 30.0)
