@@ -299,7 +299,7 @@ def trace_whole(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """``backend`` is called with the graph of ``function``, all of it, and what it raises comes out.
+    """``backend`` is called with the whole graph of ``function``; what it raises comes out.
 
     Raises:
         BaseException: a graph break (``graph_break`` names it), or what ``backend`` raised, inside

@@ -1,0 +1,175 @@
+"""What Megatron's tensor, sequence and context parallelism does on one device, as operators.
+
+The operators know shapes and nothing else: they exist to be traced on fake tensors and never run.
+Activations are ``(batch, tokens, width)``; between layers a device has ``seq / (tp * cp)`` tokens.
+"""
+
+from typing import Any, Never
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import (
+    register_flop_formula,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from memo_compile.errors import RuntimeMisuse
+
+
+def _refuse(name: str) -> Never:
+    raise RuntimeMisuse(f"{name}: exists for planning and moves nothing; trace it on fake tensors")
+
+
+@torch.library.custom_op("memo_shapes::all_gather", mutates_args=())
+def all_gather(shard: Tensor, dim: int, world: int) -> Tensor:
+    """The shards of all ``world`` devices, one after the other along ``dim``."""
+    _refuse("all_gather")
+
+
+@all_gather.register_fake
+def _(shard: Tensor, dim: int, world: int) -> Tensor:
+    size = list(shard.shape)
+    size[dim] *= world
+    return shard.new_empty(size)
+
+
+@torch.library.custom_op("memo_shapes::reduce_scatter", mutates_args=())
+def reduce_scatter(whole: Tensor, dim: int, world: int) -> Tensor:
+    """This device's part, along ``dim``, of the sum of all devices' ``whole``."""
+    _refuse("reduce_scatter")
+
+
+@reduce_scatter.register_fake
+def _(whole: Tensor, dim: int, world: int) -> Tensor:
+    size = list(whole.shape)
+    size[dim] //= world
+    return whole.new_empty(size)
+
+
+@torch.library.custom_op("memo_shapes::ring_attention", mutates_args=())
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, world: int, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of the local queries to the keys of all ``world`` devices, and its log-sum-exp."""
+    _refuse("ring_attention")
+
+
+@ring_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, world: int, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("memo_shapes::ring_attention_backward", mutates_args=())
+def ring_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    world: int,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the local queries, keys and values."""
+    _refuse("ring_attention_backward")
+
+
+@ring_attention_backward.register_fake
+def _(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    world: int,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _save_ring(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ctx.world, ctx.is_causal = inputs
+    ctx.save_for_backward(query, key, value, *output)
+
+
+def _ring_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    grads = ring_attention_backward(grad, *ctx.saved_tensors, ctx.world, ctx.is_causal)
+    return (*grads, None, None)
+
+
+ring_attention.register_autograd(_ring_gradients, setup_context=_save_ring)
+
+
+@register_flop_formula(torch.ops.memo_shapes.ring_attention)
+def _ring_flops(
+    query: Any, key: Any, value: Any, world: int, *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    return world * int(sdpa_flop_count(query, key, value))
+
+
+@register_flop_formula(torch.ops.memo_shapes.ring_attention_backward)
+def _ring_backward_flops(
+    grad: Any, query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **__: Any
+) -> int:
+    world = int(rest[2])
+    return world * int(sdpa_backward_flop_count(grad, query, key, value))
+
+
+class ColumnParallel(torch.autograd.Function):
+    """``x`` gathered along the tokens, times each weight shard; the gathered ``x`` is not kept.
+
+    As in Megatron, the backward gathers ``x`` again for the weights' gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: int, *weights: Tensor) -> tuple[Tensor, ...]:
+        """``gather(x) @ w.T`` for each weight."""
+        ctx.save_for_backward(x, *weights)
+        ctx.world = world
+        whole = all_gather(x, 1, world)
+        return tuple(torch.nn.functional.linear(whole, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of ``x`` and of the weights."""
+        x, *weights = ctx.saved_tensors
+        whole = all_gather(x, 1, ctx.world).flatten(0, 1)
+        grad_x = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            grad_x = grad_x + grad @ weight
+        grad_weights = [grad.flatten(0, 1).t() @ whole for grad in grads]
+        return (reduce_scatter(grad_x, 1, ctx.world), None, *grad_weights)
+
+
+class ReduceScatter(torch.autograd.Function):
+    """Partial sums to this device's tokens; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: int) -> Tensor:
+        """``reduce_scatter`` along the tokens."""
+        ctx.world = world
+        return reduce_scatter(x, 1, world)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The gathered gradient."""
+        return all_gather(grads[0], 1, ctx.world), None
+
+
+class GatherWeight(torch.autograd.Function):
+    """A weight that is sharded along its first dimension, whole for the time of its use."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, world: int) -> Tensor:
+        """``all_gather`` along dimension 0."""
+        ctx.world = world
+        return all_gather(shard, 0, world)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The shard's gradient, summed over the devices."""
+        return reduce_scatter(grads[0], 0, ctx.world), None
