@@ -77,9 +77,10 @@ class _Split:
         like = region.gm.graph.find_nodes(op="placeholder")[0].meta["val"]
         graph, first = _with_zeros(before, list(rows.values()), like)
         wholes = {at: first + number for number, at in enumerate(rows)}
-        for one in tiled.tile_inputs:
+        sums = {one.accumulator: one.value.index for one in tiled.tile_inputs}
+        for at, one in enumerate(tiled.tile_outputs):
             if one.accumulator is not None:
-                wholes[one.accumulator] = one.value.index
+                wholes[at] = sums[one.accumulator]
         return _Split(name=name, tiled=tiled, before=graph, wholes=wholes)
 
     def parts(self) -> Iterator[tuple[str, RegionGraph]]:

@@ -8,7 +8,7 @@ from memo_compile.movable import Action, Mode, Moves, RecomputeKey, Schedule
 from memo_compile.planners.check_moves import check_moves, remakes_of
 from memo_compile.planners.copy_times import CopyBack, CopyOut, issues_of, waits_of
 from memo_compile.planners.moves import apply_moves
-from memo_compile.planners.residency import _made, _outside, step_constant_bytes
+from memo_compile.planners.residency import beside_bytes, step_constant_bytes
 from memo_compile.planners.step import plan_step
 from memo_compile.problem import CallKind, Problem, arena_buffers, call_starts, live_bytes
 from memo_compile.program_text import program_text
@@ -123,7 +123,7 @@ def test_the_live_peak_is_that_of_the_buffers(drawn):
     starts = call_starts(problem)
     curve = live_bytes(arena_buffers(problem))
     most = 0
-    beside = [a + b for a, b in zip(_made(problem), _outside(problem), strict=True)]
+    beside = beside_bytes(problem)
     alive = 0
     for index, more in enumerate(beside):
         best = 0
