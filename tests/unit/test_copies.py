@@ -90,10 +90,10 @@ def test_a_lane_is_first_in_first_out_and_lanes_are_independent(normal, monkeypa
     gate = threading.Event()
     original = copies.move_bytes
 
-    def held(destination, source, bytes_per_s):
+    def held(destination, source, *link):
         if destination.numel() == 8:
             assert gate.wait(WAIT_S)
-        original(destination, source, bytes_per_s)
+        original(destination, source, *link)
 
     monkeypatch.setattr(copies, "move_bytes", held)
     first = normal.issue(Lane.D2H, zeros(8), ones(8))
@@ -110,9 +110,9 @@ def test_a_lane_is_first_in_first_out_and_lanes_are_independent(normal, monkeypa
 def held_by(gate: threading.Event):
     original = move_bytes
 
-    def held(destination, source, bytes_per_s):
+    def held(destination, source, *link):
         assert gate.wait(WAIT_S)
-        original(destination, source, bytes_per_s)
+        original(destination, source, *link)
 
     return held
 
@@ -148,6 +148,21 @@ def test_each_direction_has_its_own_throttle():
     engine.close()
 
 
+def test_a_throttled_lane_that_comes_late_catches_up(monkeypatch):
+    engine = CopyEngine(CPU, bytes_per_s=10e6)
+    gate = threading.Event()
+    engine.issue(Lane.D2H, zeros(1), ones(1))
+    engine._lanes.workers[Lane.D2H].put(gate.wait)  # the thread is held, the link is not
+    start_s = time.perf_counter()
+    tickets = [engine.issue(Lane.D2H, zeros(1_000_000), ones(1_000_000)) for _ in range(3)]
+    time.sleep(0.25)
+    gate.set()
+    for ticket in tickets:
+        engine.wait(ticket)
+    assert 0.3 <= time.perf_counter() - start_s < 0.25 + 0.3
+    engine.close()
+
+
 def test_a_throttle_below_a_byte_a_piece_still_moves():
     source, destination = ones(3), zeros(3)
     move_bytes(destination, source, 30.0)
@@ -163,7 +178,7 @@ def test_drain_waits_for_every_copy(normal, monkeypatch):
     assert all(ticket.copied.is_set() for ticket in tickets)
 
 
-def fail(destination, source, bytes_per_s):
+def fail(destination, source, *link):
     raise ValueError("the link is down")
 
 
@@ -206,7 +221,7 @@ def test_settling_a_ticket_that_never_got_to_the_lane(normal):
 
 
 def test_an_interrupt_in_the_callers_thread_passes(monkeypatch):
-    def interrupt(destination, source, bytes_per_s):
+    def interrupt(destination, source, *link):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(copies, "move_bytes", interrupt)

@@ -204,9 +204,9 @@ def test_copies_run_while_a_region_runs(monkeypatch):
     events, begun, copied = [], threading.Event(), threading.Event()
     original = copies.move_bytes
 
-    def move(destination, source, bytes_per_s):
+    def move(destination, source, *link):
         assert begun.wait(WAIT_S)
-        original(destination, source, bytes_per_s)
+        original(destination, source, *link)
         events.append("copied")
         copied.set()
 
@@ -236,8 +236,8 @@ def test_serial_copies_end_before_the_next_region(monkeypatch):
     events = []
     original = copies.move_bytes
 
-    def move(destination, source, bytes_per_s):
-        original(destination, source, bytes_per_s)
+    def move(destination, source, *link):
+        original(destination, source, *link)
         events.append("copied")
 
     def seen(run):
@@ -301,11 +301,11 @@ def test_the_step_after_a_failed_copy_is_right(fails, schedule, monkeypatch):
     plan = step(schedule=schedule)
     host = arena_of(CPU).host
 
-    def fail(destination, source, bytes_per_s):
+    def fail(destination, source, *link):
         to_host = destination.data_ptr() == host.stores[-1].bytes(1).data_ptr()
         if to_host == (fails == "d2h"):
             raise OSError("the link is down")
-        original(destination, source, bytes_per_s)
+        original(destination, source, *link)
 
     original = copies.move_bytes
     host.stores.clear()
@@ -324,7 +324,7 @@ def test_an_interrupt_while_a_copy_is_issued_leaves_nothing_in_flight(monkeypatc
     ended = threading.Event()
     original = copies.CopyEngine.begin
 
-    def slow_move(destination, source, bytes_per_s):
+    def slow_move(destination, source, *link):
         ended.wait(0.1)
         ended.set()
 
@@ -346,10 +346,10 @@ def test_a_dropped_forward_gives_its_frames_back_after_its_copies(monkeypatch):
     gate, waiting = threading.Event(), threading.Event()
     original = copies.move_bytes
 
-    def held(destination, source, bytes_per_s):
+    def held(destination, source, *link):
         waiting.set()
         assert gate.wait(WAIT_S)
-        original(destination, source, bytes_per_s)
+        original(destination, source, *link)
 
     monkeypatch.setattr(copies, "move_bytes", held)
     plan = waited_in_backward()
@@ -376,8 +376,8 @@ def test_a_forward_dropped_on_a_copying_thread_does_not_wait_for_itself(monkeypa
     ready = threading.Event()
     original = copies.move_bytes
 
-    def move(destination, source, bytes_per_s):
-        original(destination, source, bytes_per_s)
+    def move(destination, source, *link):
+        original(destination, source, *link)
         assert ready.wait(WAIT_S)
         results.clear()
 
@@ -450,9 +450,9 @@ def test_saved_values_come_back_after_the_copies_of_a_failed_backward(monkeypatc
     """A reload that is still in flight must not land on what has been restored."""
     original = copies.move_bytes
 
-    def slow(destination, source, bytes_per_s):
+    def slow(destination, source, *link):
         time.sleep(0.05)
-        original(destination, source, bytes_per_s)
+        original(destination, source, *link)
 
     monkeypatch.setattr(copies, "move_bytes", slow)
     plan = step(backward=BACKWARD_OVER_B)
