@@ -1,0 +1,217 @@
+"""Steps under a bound in bytes: small models, what a case asks for, and runs that cases share."""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import memo_compile
+from memo_compile.errors import Infeasible
+from memo_compile.plans import Plan
+from memo_compile.reporting import state
+from tests import models
+from tests.models import ModelCase
+from tests.numerics.training import (
+    ATEN,
+    FLOOR,
+    Run,
+    adamw,
+    assert_planned,
+    error,
+    train,
+    without_dropout,
+)
+
+STEPS = 2
+TOKENS = 32
+GRANULE = 4
+"""Eight groups of tokens, so that every alpha of MEMO's splits them in another place."""
+
+MODELS: Mapping[str, Callable[[], ModelCase]] = {
+    "llama": functools.partial(models.llama, num_layers=4, seq=TOKENS),
+    "gpt2": functools.partial(models.gpt2, num_layers=4, seq=TOKENS, dropout=0.0),
+    "gemma": functools.partial(models.gemma2, num_layers=4, seq=TOKENS),
+    "mixtral": functools.partial(models.mixtral, num_layers=4, seq=TOKENS),
+    "t5": functools.partial(models.t5, num_layers=3, seq=TOKENS, dropout=0.0),
+}
+
+DECISIONS = (
+    "save",
+    "full-recompute",
+    "full-offload",
+    "greedy",
+    "auto",
+    "memo",
+    "memo-0",
+    "memo-0.125",
+    "memo-0.25",
+    "memo-0.5",
+    "memo-1",
+)
+"""Policies; behind ``memo-`` stands the part of the tokens that is offloaded."""
+
+BUDGETS = ("floor", "half", "none")
+"""The least that the decision can do with, half-way from there to keeping all, no bound."""
+
+SCHEDULES = ("poison", "poison,copies-early", "poison,copies-late", "copies-late")
+
+MOVES_ONLY = ("full-offload", "memo-1")
+"""What they compute is what policy ``save`` computes, bit for bit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One training run under memo."""
+
+    model: str
+    decision: str
+    budget: str = "none"
+    schedule: str = "poison"
+    lowering: str = "aten"
+
+    @property
+    def policy(self) -> str:
+        return "memo" if self.decision.startswith("memo") else self.decision
+
+    def options(self) -> dict[str, object]:
+        """Without the budget."""
+        alpha = self.decision.removeprefix("memo-")
+        return {
+            **ATEN,
+            "lowering": self.lowering,
+            "policy": self.policy,
+            "alpha": None if alpha == self.decision else float(alpha),
+            "debug": self.schedule,
+            "costs": "roofline",
+            "token_granule": GRANULE,
+            "token_tiles": 1,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.decision}-{self.budget}-{self.schedule.replace(',', '+')}"
+
+
+def covering(factors: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+    """Few combinations in which every pair of values of two factors occurs; always the same ones.
+
+    Each combination takes the first pair still missing and fills up with what adds most pairs.
+    """
+    names = list(factors)
+    missing = {
+        ((one, first), (other, second))
+        for one, other in itertools.combinations(names, 2)
+        for first in factors[one]
+        for second in factors[other]
+    }
+    ordered = sorted(missing)
+    found = []
+    while missing:
+        row = dict(next(pair for pair in ordered if pair in missing))
+        for name in names:
+            if name not in row:
+                row[name] = max(factors[name], key=functools.partial(_gain, row, name, missing))
+        found.append({name: row[name] for name in names})
+        missing -= _pairs(found[-1])
+    return found
+
+
+def _gain(row: Mapping[str, str], name: str, missing: set[object], value: str) -> int:
+    return sum(pair in missing for pair in _pairs({**row, name: value}))
+
+
+def _pairs(row: Mapping[str, str]) -> set[object]:
+    """All pairs of ``row``, both ways round."""
+    return set(itertools.permutations(row.items(), 2))
+
+
+@functools.cache
+def model_case(name: str) -> ModelCase:
+    """Four layers and one sequence, whose rows are then tokens."""
+    torch.manual_seed(0)
+    model, inputs, loss = MODELS[name]()
+    return without_dropout(model), {key: value[:1] for key, value in inputs.items()}, loss
+
+
+@functools.cache
+def eager_run(name: str) -> Run:
+    return train(model_case(name), lambda model: model, [adamw], STEPS)
+
+
+@functools.cache
+def torchs_error(name: str) -> float:
+    """What torch's own decompositions miss eager by."""
+    torch._dynamo.reset()
+    compiled = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    return error(train(model_case(name), compiled, [adamw], STEPS), eager_run(name))
+
+
+@functools.cache
+def save_run(name: str, lowering: str = "aten") -> tuple[Run, Plan]:
+    return run(Case(model=name, decision="save", lowering=lowering))
+
+
+@functools.cache
+def floor_bytes(name: str, decision: str, lowering: str = "aten") -> int:
+    """What the error names; nothing has run."""
+    case = Case(model=name, decision=decision, lowering=lowering)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+        run(case, memory_budget=1)
+    error = raised.value.inner_exception
+    assert isinstance(error, Infeasible)
+    assert error.floor_bytes is not None
+    return error.floor_bytes
+
+
+def budget_of(case: Case) -> int | None:
+    if case.budget == "none":
+        return None
+    floor = floor_bytes(case.model, case.decision, case.lowering)
+    top = save_run(case.model, case.lowering)[1].peak_bytes
+    return floor if case.budget == "floor" else (floor + top) // 2
+
+
+def run(case: Case, **more: object) -> tuple[Run, Plan]:
+    """The case's training run and its plan, which nothing is said against."""
+    torch._dynamo.reset()
+    state.reset()
+    options = {**case.options(), **more}
+    compiled = functools.partial(torch.compile, backend="memo", options=options)
+    done = train(model_case(case.model), compiled, [adamw], STEPS)
+    assert_planned(1)
+    return done, memo_compile.report().plans[-1]
+
+
+def assert_close(ours: Run, name: str) -> None:
+    """Losses and gradients are eager's, or miss them by no more than twice what torch's own do."""
+    found = error(ours, eager_run(name))
+    assert found <= FLOOR or found <= 2 * torchs_error(name), found
+
+
+def assert_bitwise(ours: Run, theirs: Run) -> None:
+    for mine, other in zip(ours.losses, theirs.losses, strict=True):
+        assert torch.equal(mine, other)
+    for mine, other in zip(ours.gradients, theirs.gradients, strict=True):
+        assert mine.keys() == other.keys()
+        assert [name for name in other if not torch.equal(mine[name], other[name])] == []
+
+
+def assert_moved(case: Case, plan: Plan, budget_bytes: int | None) -> None:
+    """Bytes moved and were made again as the policy says, counted while the last step ran."""
+    offloads, again = plan.offloaded_bytes > 0, plan.recomputed_bytes > 0
+    if case.decision == "save":
+        assert (offloads, again) == (False, False)
+    elif case.decision == "full-recompute":
+        assert (offloads, again) == (False, True)
+    elif case.decision in MOVES_ONLY:
+        assert (offloads, again) == (True, False)
+    elif case.decision == "memo":  # alpha is the program's, or what the budget leaves
+        assert offloads
+    elif case.policy == "memo":
+        assert (offloads, again) == (True, True)
+    else:
+        must = budget_bytes is not None and budget_bytes < save_run(case.model)[1].peak_bytes
+        assert (offloads or again) == must
+    assert plan.policy in (case.policy, "save" if not (offloads or again) else case.policy)

@@ -1,0 +1,68 @@
+"""Moving activations never changes a gradient: models x policies x budgets x copy schedules."""
+
+import itertools
+
+import pytest
+
+from tests.numerics.budget_cases import (
+    BUDGETS,
+    DECISIONS,
+    MODELS,
+    SCHEDULES,
+    Case,
+    assert_bitwise,
+    assert_close,
+    assert_moved,
+    budget_of,
+    covering,
+    run,
+    save_run,
+)
+
+FACTORS = {
+    "model": tuple(MODELS),
+    "decision": DECISIONS,
+    "budget": BUDGETS,
+    "schedule": SCHEDULES,
+}
+
+PAIRWISE = [Case(**row) for row in covering(FACTORS)]
+PRODUCT = [
+    Case(**dict(zip(FACTORS, row, strict=True))) for row in itertools.product(*FACTORS.values())
+]
+
+
+def check(case: Case) -> None:
+    budget = budget_of(case)
+    ours, plan = run(case, memory_budget=budget)
+    assert_close(ours, case.model)
+    assert_moved(case, plan, budget)
+    if budget is not None:
+        assert plan.peak_bytes <= budget
+    if not plan.recomputed_bytes:
+        assert_bitwise(ours, save_run(case.model)[0])
+
+
+def test_every_pair_is_covered():
+    """Two factors at a time, and far from the whole product."""
+    seen = {
+        pair
+        for case in PAIRWISE
+        for pair in itertools.combinations([(name, getattr(case, name)) for name in FACTORS], 2)
+    }
+    for one, other in itertools.combinations(FACTORS, 2):
+        for first, second in itertools.product(FACTORS[one], FACTORS[other]):
+            assert ((one, first), (other, second)) in seen
+    assert len(PAIRWISE) < 70 < len(PRODUCT)
+    assert PAIRWISE == [Case(**row) for row in covering(FACTORS)]
+
+
+@pytest.mark.parametrize("case", PAIRWISE, ids=str)
+def test_steps_equal_eager(case):
+    check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", PRODUCT, ids=str)
+def test_steps_equal_eager_in_every_combination(case):
+    check(case)
