@@ -56,19 +56,18 @@ def equal_cut(
 
 
 def _wide(units: JointUnits) -> set[fx.Node]:
-    """Tensors at least TILE_FACTOR times as large as the largest input of their unit.
+    """Tensors at least TILE_FACTOR times as large as what their unit gets from the one before.
 
     Attention kernels do not come in tiles, so that what one reads or makes is not among them.
     """
     found = set()
-    for unit in units.structure.units:
+    for index, unit in enumerate(units.structure.units):
         own = units.forward[unit.start : unit.end]
-        inside = set(own)
         inputs = [
             _bytes(source)
             for node in own
             for source in node.all_input_nodes
-            if source not in inside and source.op == "call_function"
+            if source.meta.get(UNIT) == index - 1
         ]
         limit = TILE_FACTOR * max(inputs, default=0)
         if limit == 0:
