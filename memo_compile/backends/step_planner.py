@@ -18,6 +18,7 @@ from memo_compile.backends.lowering import lower_regions
 from memo_compile.backends.measure_regions import measure_all
 from memo_compile.backends.movable_step import Movable, movable_step
 from memo_compile.backends.step_problem import step_problem
+from memo_compile.backends.workspace import with_workspaces
 from memo_compile.config import MemoConfig, local_world_size
 from memo_compile.errors import ConfigError, Infeasible, UnsupportedGraph
 from memo_compile.hardware import HARDWARE, HardwareProfile
@@ -67,6 +68,8 @@ class StepPlanner:
         self.graphs: dict[str, RegionGraph] = {**forward.regions, **backward.regions}
         start = time.perf_counter()
         self.lowered = lower_regions(self.graphs.values(), config)
+        if self._is_for_cuda():
+            self.lowered = with_workspaces(self.lowered, self.graphs)
         self.lowering_s = time.perf_counter() - start
         self.problem = step_problem(forward, backward, self.lowered, units, facts, config)
         self._movable: Movable | None = None
@@ -198,6 +201,9 @@ class StepPlanner:
             copy_latency_s=latency,
             source="measured" if self._measures() else f"roofline: {self._profile().name}",
         )
+
+    def _is_for_cuda(self) -> bool:
+        return self.facts.device.type == "cuda" or not self.runs_here()
 
     def runs_here(self) -> bool:
         """False for a step that is planned for another kind of device than its tensors lie on."""

@@ -32,6 +32,7 @@ _COMMAND_MODULES: tuple[str, ...] = (
     "compare",
     "diff",
     "replay",
+    "plan",
 )
 """Modules of memo_compile.cli; each has ``register(app)`` that attaches its commands."""
 

@@ -22,13 +22,17 @@ def _refuse(name: str) -> Never:
 
 
 @torch.library.custom_op("memo_shapes::all_gather", mutates_args=())
-def all_gather(shard: Tensor, dim: int, world: int) -> Tensor:
-    """The shards of all ``world`` devices, one after the other along ``dim``."""
+def all_gather(shard: Tensor, dim: int, world: int, after: Tensor | None = None) -> Tensor:
+    """The shards of all ``world`` devices, one after the other along ``dim``.
+
+    ``after`` is not read: a gather after an incoming gradient belongs to the backward, and cannot
+    be moved into the forward and saved.
+    """
     _refuse("all_gather")
 
 
 @all_gather.register_fake
-def _(shard: Tensor, dim: int, world: int) -> Tensor:
+def _(shard: Tensor, dim: int, world: int, after: Tensor | None = None) -> Tensor:
     size = list(shard.shape)
     size[dim] *= world
     return shard.new_empty(size)
@@ -137,7 +141,7 @@ class ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of ``x`` and of the weights."""
         x, *weights = ctx.saved_tensors
-        whole = all_gather(x, 1, ctx.world).flatten(0, 1)
+        whole = all_gather(x, 1, ctx.world, grads[0]).flatten(0, 1)
         grad_x = grads[0] @ weights[0]
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             grad_x = grad_x + grad @ weight

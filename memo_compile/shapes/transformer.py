@@ -239,20 +239,22 @@ class Transformer(nn.Module):
     it returns the residual stream.
     """
 
+    frequencies: Tensor | None
+    """Of the rotary embedding; None for a model with learned positions."""
+
     def __init__(self, share: Share) -> None:
         super().__init__()
         shape = share.shape
         self.share = share
         self.embedding = _weight(share.vocab, shape.hidden)
         self.layers = nn.ModuleList(Layer(share) for _ in range(share.num_layers))
-        self.frequencies: Tensor | None = None
         self.is_whole = share.degrees.pp == 1
         if self.is_whole:
             self.norm = Norm(shape.hidden, rms=shape.gated)
             self.head = _weight(share.vocab, shape.hidden)
-        if shape.gated:
-            half = torch.arange(0, share.head_dim, 2, dtype=torch.float32) / share.head_dim
-            self.frequencies = nn.Buffer(ROPE_BASE**-half, persistent=False)
+        half = torch.arange(0, share.head_dim, 2, dtype=torch.float32) / share.head_dim
+        frequencies = ROPE_BASE**-half if shape.gated else None
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """The mean loss of the device's own tokens, ``(batch, seq / (tp * cp))``."""

@@ -1,0 +1,287 @@
+"""``memo plan``: will it fit? A training step planned without its memory and without the device."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memo_compile.cli.pipeline import AsJson, Hardware, parse_count
+from memo_compile.errors import Infeasible, InputError
+from memo_compile.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from memo_compile.backends.forecast import Forecast, Question
+
+
+def register(app: typer.Typer) -> None:
+    """Attach the command to ``app``."""
+    app.command(name="plan")(plan_command)
+
+
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(help="A named shape, a config.json, or package.module:function."),
+    ],
+    seq: Annotated[
+        int | None, typer.Option(parser=parse_count, metavar="N", help="Tokens of one sequence.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Of parameters and activations.")] = "bfloat16",
+    hardware: Hardware = "h200",
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Device memory of the step: 60GiB, 80%. Default: all but 1 GiB."),
+    ] = None,
+    host_budget: Annotated[
+        str | None, typer.Option(help="Host memory for offloaded activations. Default: no bound.")
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Tensor and sequence parallel devices.")] = 1,
+    cp: Annotated[int, typer.Option(help="Context parallel devices.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    dp: Annotated[int, typer.Option(help="Data parallel replicas; ZeRO-1 over dp x cp.")] = 1,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adamw-fp32 (float32 master weights), sgd, none.")
+    ] = "adamw",
+    policy: Annotated[str, typer.Option(help="auto, or a named one for ablation.")] = "auto",
+    max_seq: Annotated[bool, typer.Option(help="Search the longest sequence that fits.")] = False,
+    emit: Annotated[
+        str | None, typer.Option(help="Settings of hf, torchtitan or megatron on stdout.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan one training step on any machine: does it fit, how fast is it, what sets the peak."""
+    from rich.console import Console
+
+    from memo_compile.backends.forecast import Question, forecast, longest
+    from memo_compile.emit import EMITTERS
+    from memo_compile.hardware import find_hardware
+    from memo_compile.shapes.load import parse_dtype
+    from memo_compile.shapes.transformer import Degrees
+
+    if emit is not None and emit not in EMITTERS:
+        raise InputError(f"emit: expected one of {', '.join(EMITTERS)}, got {emit!r}")
+    if emit is not None and as_json:
+        raise InputError("emit: prints settings, --json prints JSON; give one of the two")
+    question = Question(
+        model=model,
+        hardware=find_hardware(hardware),
+        seq=seq,
+        batch=batch,
+        dtype=parse_dtype(dtype),
+        degrees=Degrees(tp=tp, cp=cp, pp=pp, dp=dp),
+        budget=budget,
+        host_budget=host_budget,
+        optimizer=optimizer,
+        policy=policy,
+    )
+    console = Console(stderr=True, highlight=False)
+    found: dict[str, Any] = {}
+    if max_seq:
+        with _busy(console, "searching the longest sequence"):
+            answer_seq = longest(question, lambda n, fits: _tried(console, n, fits))
+        found["max_seq"] = answer_seq
+        if answer_seq == 0:
+            raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget or --tp")
+        question = _with_seq(question, answer_seq)
+    with _busy(console, "planning"):
+        answer = forecast(question)
+    _write_files(answer, report, out)
+    if emit is not None:
+        print(_settings_text(emit, answer), end="")
+    elif as_json:
+        print(json.dumps(_as_dict(answer) | found))
+    else:
+        _print(answer, found.get("max_seq"))
+    if not answer.fits:
+        over = format_bytes(answer.peak_bytes - answer.budget_bytes)
+        print(f"memo: does not fit: {over} over the budget", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _with_seq(question: "Question", seq: int) -> "Question":
+    import dataclasses
+
+    return dataclasses.replace(question, seq=seq)
+
+
+@contextmanager
+def _busy(console: "Console", what: str) -> Iterator[None]:
+    """A spinner on stderr, where that is a terminal."""
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+def _tried(console: "Console", seq: int, fits: bool) -> None:
+    console.print(f"{seq} tokens: {'fits' if fits else 'does not fit'}")
+
+
+def _write_files(answer: "Forecast", report: Path | None, out: Path | None) -> None:
+    from memo_compile.reporting.write import write_report
+    from memo_compile.serialise import to_json
+
+    if report is not None:
+        write_report(report, answer.step.problem, answer.step.plan)
+    if out is not None:
+        try:
+            out.write_text(to_json(answer.step.plan))
+        except OSError as error:
+            raise InputError(f"{out}: cannot be written: {error.strerror or error}") from error
+
+
+def _settings_text(tool: str, answer: "Forecast") -> str:
+    from memo_compile.emit import Settings, emit
+
+    question, plan = answer.question, answer.step.plan
+    return emit(
+        tool,
+        Settings(
+            model=answer.name,
+            num_layers=sum(one.num_layers for one in plan.layer_classes),
+            seq=question.seq,
+            batch=question.batch,
+            tp=question.degrees.tp,
+            cp=question.degrees.cp,
+            pp=question.degrees.pp,
+            decisions=plan.decisions,
+        ),
+    )
+
+
+def _as_dict(answer: "Forecast") -> dict[str, Any]:
+    plan, question = answer.step.plan, answer.question
+    peak = answer.peak_at
+    return {
+        "model": answer.name,
+        "hardware": question.hardware.name,
+        "seq": question.seq,
+        "batch": question.batch,
+        "fits": answer.fits,
+        "peak_bytes": answer.peak_bytes,
+        "budget_bytes": answer.budget_bytes,
+        "headroom_bytes": answer.budget_bytes - answer.peak_bytes,
+        "arena_bytes": plan.arena_bytes,
+        "lower_bound_bytes": plan.lower_bound_bytes,
+        "outside_bytes": answer.outside_bytes,
+        "host_bytes": answer.host_bytes,
+        "step_s": answer.step_s,
+        "mfu": answer.mfu,
+        "tokens_per_s": answer.tokens_per_s,
+        "peak_at": None
+        if peak is None
+        else {
+            "call": peak.call,
+            "region": peak.region,
+            "phase": peak.phase,
+            "tensors": [
+                {"tensor": one.name, "bytes": one.size_bytes, "source": one.source}
+                for one in peak.tensors
+            ],
+        },
+        "buffers": "exact" if answer.step.exact else "estimated",
+        "layer_classes": [
+            {
+                "num_layers": one.num_layers,
+                "module_path": one.module_path,
+                "period": one.period,
+                "num_regions": one.num_regions,
+            }
+            for one in plan.layer_classes
+        ],
+        "decisions": [
+            {
+                "tensor": one.tensor,
+                "layer_class": one.layer_class,
+                "bytes": one.bytes,
+                "decision": one.decision,
+                "token_fraction": one.token_fraction,
+                "reason": one.reason,
+                "source": one.source,
+            }
+            for one in plan.decisions
+        ],
+        "fixed_bytes": {
+            "parameters": plan.fixed.parameters,
+            "buffers": plan.fixed.buffers,
+            "gradients": plan.fixed.gradients,
+            "optimizer_state": plan.fixed.optimizer_state,
+            "inputs": plan.fixed.inputs,
+            "outputs": plan.fixed.outputs,
+        },
+        "policy": plan.policy,
+        "micro_batches_in_flight": answer.in_flight,
+        "check": str(plan.check),
+        "notes": list(answer.notes),
+    }
+
+
+def _print(answer: "Forecast", max_seq: int | None) -> None:
+    """The answer as tables."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    question, plan = answer.question, answer.step.plan
+    room = format_bytes(abs(answer.budget_bytes - answer.peak_bytes))
+    verdict = f"fits, {room} to spare" if answer.fits else f"does not fit: {room} too much"
+    seq = "" if question.seq is None else f", {question.batch} x {question.seq} tokens"
+    console.print(f"[bold]{escape(answer.name)}{seq} on {question.hardware.name}: {verdict}[/bold]")
+    numbers = Table(show_header=False, box=None)
+    for name, text in _numbers(answer, max_seq):
+        numbers.add_row(name, text)
+    console.print(numbers)
+    table = Table("tensor", "layers", "size", "decision", "tokens", "reason", "source")
+    for row in plan.decisions:
+        table.add_row(
+            escape(row.tensor),
+            escape(row.layer_class),
+            format_bytes(row.bytes),
+            row.decision,
+            f"{row.token_fraction:.0%}",
+            escape(row.reason),
+            escape(_short(row.source)),
+        )
+    if plan.decisions:
+        console.print(table)
+    for note in answer.notes:
+        console.print(f"note: {escape(note)}")
+
+
+def _short(source: str | None) -> str:
+    """The last two parts of a path with its line."""
+    return "" if source is None else "/".join(source.split("/")[-2:])
+
+
+def _numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str]]:
+    plan, fixed, peak = answer.step.plan, answer.step.plan.fixed, answer.peak_at
+    kind = "exact" if answer.step.exact else "estimated, an upper bound"
+    if max_seq is not None:
+        yield "longest sequence", str(max_seq)
+    yield "peak", f"{format_bytes(answer.peak_bytes)} of {format_bytes(answer.budget_bytes)}"
+    yield "activations", f"{format_bytes(plan.arena_bytes)} arena ({kind}), policy {plan.policy}"
+    yield (
+        "model",
+        f"{format_bytes(fixed.parameters)} parameters, {format_bytes(fixed.gradients)} gradients, "
+        f"{format_bytes(fixed.optimizer_state)} optimizer state ({answer.question.optimizer})",
+    )
+    yield "outside", f"{format_bytes(answer.outside_bytes)} of libraries"
+    yield "host", f"{format_bytes(answer.host_bytes)} of pinned memory"
+    if peak is not None:
+        largest = ", ".join(f"{one.name} {format_bytes(one.size_bytes)}" for one in peak.tensors)
+        yield "set by", f"{peak.call} ({peak.phase}): {largest}"
+    speed = "" if answer.tokens_per_s is None else f", {answer.tokens_per_s:.0f} tokens/s"
+    yield "step", f"{format_seconds(answer.step_s)}, MFU {answer.mfu:.1%}{speed} (roofline)"
+    if plan.timeline is not None:
+        yield "stalls", format_seconds(plan.timeline.stall_s)
