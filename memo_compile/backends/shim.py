@@ -319,3 +319,8 @@ def graph_break(error: BaseException) -> str | None:
     where = re.findall(r'File "([^"]+)", line (\d+)', str(error))
     place = f" at {where[-1][0]}:{where[-1][1]}" if where else ""
     return f"{what}{place}" + (f" ({hint.removeprefix('Explanation:').strip()})" if hint else "")
+
+
+def register_backend(name: str, backend: Callable[..., Any]) -> None:
+    """``torch.compile(backend=name)`` calls ``backend``; a registered entry point is not loaded."""
+    torch._dynamo.register_backend(backend, name=name)

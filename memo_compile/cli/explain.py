@@ -16,7 +16,7 @@ from memo_compile.errors import InputError
 _INTERRUPTED = 130
 """Exit code of a process that ctrl-C ended: 128 + SIGINT."""
 
-_RAW_ARGUMENTS = {
+RAW_ARGUMENTS = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
     "allow_interspersed_args": False,
@@ -26,7 +26,7 @@ _RAW_ARGUMENTS = {
 
 def register(app: typer.Typer) -> None:
     """Attach the command to ``app``."""
-    app.command(name="explain", context_settings=_RAW_ARGUMENTS)(explain)
+    app.command(name="explain", context_settings=RAW_ARGUMENTS)(explain)
 
 
 def explain(
@@ -67,15 +67,20 @@ def _print_report(process: int, json_descriptor: int | None) -> None:
         stream.write("\n")
 
 
-def run_script(script: Path, arguments: list[str]) -> int:
+def run_script(
+    script: Path, arguments: list[str], *, passes: tuple[type[BaseException], ...] = ()
+) -> int:
     """Run ``script`` as ``__main__`` and return the exit code that Python would leave with.
 
-    ``sys.argv`` and ``sys.path`` stay as the script saw them, for its exit handlers.
+    ``sys.argv`` and ``sys.path`` stay as the script saw them, for its exit handlers. An exception
+    of a type in ``passes`` ends it with code 0 and is not shown.
     """
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
+        code = 0
+    except passes:
         code = 0
     except SystemExit as error:
         code = _exit_code(error)

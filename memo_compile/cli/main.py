@@ -33,6 +33,7 @@ _COMMAND_MODULES: tuple[str, ...] = (
     "diff",
     "replay",
     "plan",
+    "verify",
 )
 """Modules of memo_compile.cli; each has ``register(app)`` that attaches its commands."""
 

@@ -51,6 +51,9 @@ def _allocates(target: Any) -> bool:
         return False
     if any(part in target._schema.name for part in _ALLOCATING):
         return True
+    if target.namespace not in ("aten", "prims", "memo"):
+        # A custom operator becomes a fallback when it is first lowered: too late for its region.
+        return target in lowering.fallbacks or target not in lowering.lowerings
     return target in lowering.fallbacks and target.overloadpacket not in (_aten.empty_strided,)
 
 
