@@ -255,8 +255,9 @@ def _mixes(
     """Token-wise mixes, the rest offloaded: first those whose copy just hides, then a half."""
     found: dict[Mode, None] = {}
     halves: dict[Mode, None] = {}
-    for again in reversed(sets):
-        if not again or not can_split(cls, again):
+    for whole in reversed(sets):
+        again = splittable(cls, whole)
+        if not again:
             continue
         num_rows = cls.slots[min(again)].num_rows
         rest = frozenset(slot for slot in offload_order(cls) if slot not in again)
@@ -306,6 +307,16 @@ def can_split(cls: LayerClass, again: Iterable[int]) -> bool:
         return False
     available = [slot for slot in range(len(cls.slots)) if slot not in slots]
     return all(cls.ops[op].row_wise for op in recompute_closure(cls, slots, available))
+
+
+def splittable(cls: LayerClass, again: Iterable[int]) -> frozenset[int]:
+    """The slots among ``again`` that can be recomputed for a part of their rows, all else at hand.
+
+    Empty when they have different numbers of rows. Keys and values of grouped heads, say, lie in
+    memory head by head: their rows cannot be copied as one range.
+    """
+    part = frozenset(slot for slot in again if can_split(cls, (slot,)))
+    return part if can_split(cls, part) else frozenset()
 
 
 def offload_order(cls: LayerClass) -> list[int]:

@@ -21,10 +21,10 @@ from memo_compile.planners.alpha import QUANTA
 from memo_compile.planners.policy.modes import (
     RecomputeOf,
     Rights,
-    can_split,
     layer_rights,
     make_mode,
     recompute_key,
+    splittable,
 )
 from memo_compile.problem import align
 
@@ -104,12 +104,21 @@ def _per_layer(
             continue
         mode = _with_region(cls, mode_of(cls, rights), recompute, notes)
         modes.append(mode)
+        for slot in _copied_whole(cls, rights, mode):
+            notes[f"{cls.key}: {cls.slots[slot].name} is copied whole, its rows lie apart"] = None
         left = mode.slots(Action.SAVE)
         movable = [slot for slot in left if not _stays_by_policy(cls, policy, slot)]
         for slot in movable:
             notes[f"{cls.key}: {cls.slots[slot].name} is kept, it cannot be moved"] = None
     moves = Moves(modes=tuple(modes), schedule=schedule, policy=policy)
     return NamedPlan(moves=moves, notes=tuple(notes))
+
+
+def _copied_whole(cls: LayerClass, rights: Rights, mode: Mode) -> tuple[int, ...]:
+    """Slots that a token-wise mix copies although the policy would recompute some of their rows."""
+    if mode.recompute_rows is None:
+        return ()
+    return tuple(sorted(_others(cls, rights).intersection(mode.slots(Action.OFFLOAD))))
 
 
 def _stays_by_policy(cls: LayerClass, policy: str, slot: int) -> bool:
@@ -156,11 +165,14 @@ def _memo(cls: LayerClass, rights: Rights, alpha: float, granule: int) -> Mode:
     moved = rights.offload - others
     if alpha == 1 or not others:
         return make_mode(cls, offload=rights.offload)
-    if alpha == 0 or not can_split(cls, others) or not others <= rights.offload:
+    split = splittable(cls, others & rights.offload)
+    if alpha == 0 or not split:
         return make_mode(cls, offload=moved, recompute=others)
-    num_rows = cls.slots[min(others)].num_rows
+    num_rows = cls.slots[min(split)].num_rows
     rows = math.ceil(num_rows * (1 - alpha) / granule) * granule
-    return make_mode(cls, offload=moved, recompute=others, rows=rows if rows < num_rows else None)
+    if rows >= num_rows:
+        return make_mode(cls, offload=moved, recompute=others)
+    return make_mode(cls, offload=rights.offload - split, recompute=split, rows=rows)
 
 
 def _others(cls: LayerClass, rights: Rights) -> frozenset[int]:
