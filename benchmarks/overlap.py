@@ -1,0 +1,160 @@
+"""Copies hide behind computation: ``python -m benchmarks.overlap``.
+
+A Llama of equal layers on the CPU engine, policy full-offload: all that its layers save goes to
+the host and comes back. Copies are throttled so that a layer's copy to the host takes 0.8 x its
+forward, and its copy back 0.8 x its backward. Three steps run in turn in one process: without
+copies (policy save), with copies, and with copies while overlap is switched off.
+
+With overlap the step takes at most 1.1 x the step without copies; without overlap over 1.5 x.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+from benchmarks import harness, side_by_side
+from memo_compile.units import format_bytes
+
+MODULE = "benchmarks.overlap"
+COPY_PART = 0.8
+"""A layer's copy over the layer's own time in the same half of the step."""
+MAX_OVERLAPPED = 1.1
+MIN_SERIAL = 1.5
+MIN_LAYER_S = 0.05
+UNTHROTTLED = "unthrottled"
+ARMS = ("save", "overlapped", "serial")
+
+
+def main() -> int:
+    """Run the three steps in a child, print the ratios, write the results, judge."""
+    options = arguments()
+    if options.child:
+        harness.send_result(run_child(options))
+        return 0
+    names = ("layers", "hidden", "tokens", "samples", "time-limit")
+    shared = tuple(f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names)
+    hardware = harness.hardware()
+    arm = harness.Arm(name="overlap", arguments=("--child", *shared))
+    result = harness.run_arm(MODULE, arm, timeout_s=2 * harness.CHILD_TIMEOUT_S)
+    failures = judge(result)
+    show(result)
+    payload = {"hardware": hardware, **result, "failures": failures}
+    if not options.no_save:
+        print(f"written: {harness.write_results('overlap', payload)}", file=sys.stderr)
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; the defaults take about five minutes on two quiet cores."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--samples", type=int, default=7, help="quiet samples of each step")
+    parser.add_argument("--time-limit", type=float, default=180.0, help="seconds of sampling")
+    parser.add_argument("--no-save", action="store_true")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_child(options: argparse.Namespace) -> dict[str, Any]:
+    """The three steps, side by side in this process."""
+    model, ids = side_by_side.llama(
+        layers=options.layers, hidden=options.hidden, tokens=options.tokens, vocab=1024
+    )
+
+    def compiled(name: str, **more: Any) -> side_by_side.CompiledStep:
+        return side_by_side.compiled_step(name, model, ids, more)
+
+    save = compiled("save", policy="save")
+    free = compiled(UNTHROTTLED, policy="full-offload")
+    first = side_by_side.timed_in_turn([save], num_samples=5, time_limit_s=options.time_limit / 6)
+    layer = layer_costs(free.plan, options.layers, first["save"].median_s)
+    speeds = tuple(layer["bytes"] / (COPY_PART * layer[f"{half}_s"]) for half in ("fwd", "bwd"))
+    throttled = {"policy": "full-offload", "copy_bytes_per_s": speeds}
+    overlapped = compiled("overlapped", **throttled)
+    serial = compiled("serial", **throttled, debug="copies-serial")
+    timed = side_by_side.timed_in_turn(
+        [save, overlapped, serial],
+        num_samples=options.samples,
+        time_limit_s=options.time_limit,
+    )
+    return {
+        "settings": {key: getattr(options, key) for key in ("layers", "hidden", "tokens")},
+        "layer": layer,
+        "copy_bytes_per_s": speeds,
+        "offloaded_bytes": overlapped.plan.offloaded_bytes,
+        "simulated_s": overlapped.plan.timeline.step_s,
+        "stall_s": {one.name: one.plan.stall_s for one in (overlapped, serial)},
+        "steps": {name: one.as_dict() for name, one in timed.items()},
+    }
+
+
+def layer_costs(plan: Any, num_layers: int, step_s: float) -> dict[str, float]:
+    """Seconds of a layer's forward and backward, and the bytes that it offloads.
+
+    The seconds are those of the plan's regions, scaled so that all of them take ``step_s``: the
+    machine may have been busier when regions were measured.
+    """
+    spans = [one for one in plan.timeline.spans if one.lane == "compute"]
+    scale = step_s / sum(one.end_s - one.start_s for one in spans)
+    found: dict[str, float] = {"bytes": plan.offloaded_bytes / num_layers}
+    for half in ("fwd", "bwd"):
+        layers = [one for one in spans if one.name.startswith(f"layer0_{half}")]
+        if len(layers) != num_layers:
+            raise RuntimeError(f"expected {num_layers} calls of layer0_{half}, got {len(layers)}")
+        seconds = sum(one.end_s - one.start_s for one in layers)
+        found[f"{half}_s"] = scale * seconds / num_layers
+    return found
+
+
+def judge(result: dict[str, Any]) -> list[str]:
+    """The promises that do not hold, as sentences."""
+    failures = []
+    if result["layer"]["fwd_s"] < MIN_LAYER_S:
+        failures.append(f"a layer takes {result['layer']['fwd_s']:.3f} s; make the model larger")
+    if not result["offloaded_bytes"]:
+        failures.append("nothing was offloaded")
+    if ratio(result, "overlapped") > MAX_OVERLAPPED:
+        failures.append(
+            f"with copies {ratio(result, 'overlapped'):.3f} x, at most {MAX_OVERLAPPED}"
+        )
+    if ratio(result, "serial") <= MIN_SERIAL:
+        failures.append(f"without overlap {ratio(result, 'serial'):.3f} x, over {MIN_SERIAL}")
+    return failures
+
+
+def ratio(result: dict[str, Any], name: str) -> float:
+    """The median step ``name`` over the one without copies."""
+    steps = result["steps"]
+    return float(steps[name]["median_s"] / steps["save"]["median_s"])
+
+
+def show(result: dict[str, Any]) -> None:
+    """The layer, and the table of steps."""
+    layer, speeds = result["layer"], result["copy_bytes_per_s"]
+    print(
+        f"a layer: forward {layer['fwd_s']:.3f} s, backward {layer['bwd_s']:.3f} s, offloads "
+        f"{format_bytes(int(layer['bytes']))}; copies at {format_bytes(int(speeds[0]))}/s, back "
+        f"at {format_bytes(int(speeds[1]))}/s"
+    )
+    rows = []
+    for name in ARMS:
+        one = result["steps"][name]
+        rows.append(
+            (
+                name,
+                f"{one['median_s']:.3f} s",
+                f"{ratio(result, name):.3f}",
+                f"{result['stall_s'].get(name, 0.0):.3f} s",
+                f"{one['num_quiet']} / {len(one['seconds'])}",
+            )
+        )
+    columns = ("step", "median", "/ save", "stall", "quiet samples")
+    harness.print_table("copies of 0.8 x a layer's time, each way", columns, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

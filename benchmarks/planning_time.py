@@ -1,0 +1,197 @@
+"""How long planning takes: ``python -m benchmarks.planning_time``.
+
+A 32-layer and an 80-layer model (Llama-3-8B and 70B) on fake tensors, so that only planning
+counts: deciding what moves, placing and checking, solver included; not tracing and lowering. The
+budget is halfway between the floor and what policy save needs, where there is most to decide.
+
+Passes when the 32-layer model takes under 10 s and the 80-layer one under 15 s, on two cores. Each
+model is planned again under a profiler, which tells where the time goes.
+"""
+
+import argparse
+import cProfile
+import pstats
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from memo_compile.units import format_bytes
+
+MODULE = "benchmarks.planning_time"
+MAX_PLANNING_S = {32: 10.0, 80: 15.0}
+"""By the number of layers."""
+MODELS = ("llama3-8b", "llama3-70b")
+STAGES = (
+    ("lowering", "lowering.py", "lower_regions"),
+    ("choosing", "decide.py", "decide"),
+    ("simulating", "simulate.py", "simulate"),
+    ("peaks of candidates", "simulate.py", "peak_live_bytes"),
+    ("step programs of candidates", "moves.py", "apply_moves"),
+    ("solver", "solver.py", "solve"),
+    ("placing and checking", "step.py", "plan_step"),
+    ("checking", "check.py", "check_plan"),
+)
+"""(what, file, function) of the profile's lines; a later stage may be inside an earlier one."""
+NUM_HOT = 12
+"""Functions of the profile that are printed, by their own time."""
+
+
+def main() -> int:
+    """Plan every model in a process of its own, print where the time goes, judge."""
+    options = arguments()
+    if options.child:
+        harness.send_result(run_child(options.child, options))
+        return 0
+    hardware = harness.hardware()
+    rows = []
+    for name in options.models.split(","):
+        arguments_ = (f"--child={name}", f"--tokens={options.tokens}", f"--policy={options.policy}")
+        arguments_ += (f"--repeats={options.repeats}",)
+        rows.append(harness.run_arm(MODULE, harness.Arm(name=name, arguments=arguments_)))
+        show(rows[-1])
+    failures = [failure for row in rows for failure in judge(row)]
+    payload = {"hardware": hardware, "rows": rows, "failures": failures}
+    if not options.no_save:
+        print(f"written: {harness.write_results('planning_time', payload)}", file=sys.stderr)
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; the defaults take about three minutes on two cores."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated names")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--policy", default="auto")
+    parser.add_argument("--repeats", type=int, default=3, help="plans; the median counts")
+    parser.add_argument("--no-save", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_child(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Plan one model: seconds, and the profile's lines."""
+    import statistics
+
+    from memo_compile.errors import Infeasible
+
+    planner = Planner(name, options.tokens)
+    try:
+        planner(memory_budget=1)
+        raise RuntimeError("a budget of one byte was accepted")
+    except Infeasible as error:
+        if error.floor_bytes is None:
+            raise
+        floor = error.floor_bytes
+    save = planner(policy="save").peak_bytes
+    under = {"memory_budget": (floor + save) // 2, "policy": options.policy}
+    plans = [planner(**under) for _ in range(options.repeats)]
+    profile = cProfile.Profile()
+    profile.enable()
+    planner(**under)
+    profile.disable()
+    stats = pstats.Stats(profile)
+    return {
+        "model": name,
+        "layers": planner.shape.num_layers,
+        "tokens": options.tokens,
+        "floor_bytes": floor,
+        "save_bytes": save,
+        "budget_bytes": under["memory_budget"],
+        "peak_bytes": plans[-1].peak_bytes,
+        "policy": plans[-1].policy,
+        "planning_s": statistics.median(one.planning_s for one in plans),
+        "all_planning_s": [one.planning_s for one in plans],
+        "lowering_s": plans[-1].lowering_s,
+        "stages": stages(stats),
+        "hot": hot(stats),
+    }
+
+
+class Planner:
+    """Plans one named model again and again, as on an H200."""
+
+    def __init__(self, name: str, tokens: int) -> None:
+        from memo_compile.models import find_model
+
+        self.shape = find_model(name)
+        self.tokens = tokens
+
+    def __call__(self, **options: Any) -> Any:
+        """The plan under ``options``."""
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        import memo_compile
+        from memo_compile.shapes.transformer import Degrees, first_stage
+
+        torch._dynamo.reset()
+        with FakeTensorMode():
+            model, (ids, labels) = first_stage(
+                self.shape, Degrees(), seq=self.tokens, batch=1, dtype=torch.bfloat16
+            )
+        options = {"lowering": "aten", "host_budget": 2**42, **options}
+        return memo_compile.plan(model, ids, labels, options=options, hardware="h200")
+
+
+def stages(stats: pstats.Stats) -> dict[str, dict[str, float]]:
+    """Calls and seconds, what they call included, of each of STAGES."""
+    found: dict[str, dict[str, float]] = {}
+    for (path, _line, function), row in stats.stats.items():  # type: ignore[attr-defined]
+        for what, file, wanted in STAGES:
+            if Path(path).name == file and function == wanted and "memo_compile" in path:
+                before = found.get(what, {"calls": 0, "seconds": 0.0})
+                calls, seconds = before["calls"] + row[1], before["seconds"] + row[3]
+                found[what] = {"calls": calls, "seconds": seconds}
+    return found
+
+
+def hot(stats: pstats.Stats) -> list[dict[str, Any]]:
+    """The functions with the most seconds of their own."""
+    rows = sorted(
+        stats.stats.items(),  # type: ignore[attr-defined]
+        key=lambda item: -item[1][2],
+    )
+    return [
+        {"function": f"{Path(path).name}:{line} {name}", "calls": row[1], "own_s": row[2]}
+        for (path, line, name), row in rows[:NUM_HOT]
+    ]
+
+
+def judge(row: dict[str, Any]) -> list[str]:
+    """What takes too long, or was not planned under its budget, in words."""
+    failures = []
+    limit = MAX_PLANNING_S.get(row["layers"])
+    if limit is not None and row["planning_s"] >= limit:
+        failures.append(
+            f"{row['model']}, {row['layers']} layers: planning takes {row['planning_s']:.1f} s, "
+            f"expected under {limit:.0f} s"
+        )
+    if row["peak_bytes"] > row["budget_bytes"]:
+        failures.append(f"{row['model']}: peak {row['peak_bytes']} over {row['budget_bytes']}")
+    return failures
+
+
+def show(row: dict[str, Any]) -> None:
+    """One model's seconds, stages and hottest functions."""
+    print(
+        f"{row['model']}, {row['layers']} layers, {row['tokens']} tokens, budget "
+        f"{format_bytes(row['budget_bytes'])} between {format_bytes(row['floor_bytes'])} and "
+        f"{format_bytes(row['save_bytes'])}: planning {row['planning_s']:.2f} s, lowering "
+        f"{row['lowering_s']:.2f} s (aten); chosen: {row['policy']}"
+    )
+    table = [
+        (what, f"{one['calls']:.0f}", f"{one['seconds']:.2f} s")
+        for what, one in row["stages"].items()
+    ]
+    harness.print_table(
+        "under a profiler, about twice as slow", ("stage", "calls", "with what it calls"), table
+    )
+    table = [(one["function"], str(one["calls"]), f"{one['own_s']:.2f} s") for one in row["hot"]]
+    harness.print_table("functions", ("function", "calls", "own time"), table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Several compiled steps of one model in one process, timed in turn on a machine that others use.
+
+Each sample notes which part of the cores other processes took meanwhile. Samples of a quiet
+machine count; where there are too few of them, all count, and the result says so.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_OTHERS = 0.1
+"""Of all cores' time, taken by other processes: more, and a sample is not quiet."""
+MIN_QUIET = 3
+"""Quiet samples of a step; with fewer, all samples count."""
+_STAT = Path("/proc/stat")
+_IDLE_COLUMNS = (3, 4)
+"""idle and iowait among the numbers of the first line of /proc/stat; 8 and 9, the guests', are
+counted in the first two already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledStep:
+    """One way to run the model's forward and backward."""
+
+    name: str
+    run: Callable[[], None]
+    number: int
+    """Of its plan in memo's report."""
+
+    @property
+    def plan(self) -> Any:
+        """Its plan, with what the last step counted."""
+        import memo_compile
+
+        return memo_compile.report().plans[self.number]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One timed step."""
+
+    seconds: float
+    others: float
+    """The part of all cores' time that other processes took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """The samples of one step."""
+
+    samples: tuple[Sample, ...]
+
+    @property
+    def quiet(self) -> tuple[Sample, ...]:
+        """Those during which the machine was this process's."""
+        return tuple(one for one in self.samples if one.others <= MAX_OTHERS)
+
+    @property
+    def is_quiet(self) -> bool:
+        """True when there are enough quiet samples."""
+        return len(self.quiet) >= MIN_QUIET
+
+    @property
+    def median_s(self) -> float:
+        """Of the quiet samples, or of all where they are too few."""
+        counted = self.quiet if self.is_quiet else self.samples
+        return statistics.median(one.seconds for one in counted)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the results' JSON."""
+        return {
+            "median_s": self.median_s,
+            "num_quiet": len(self.quiet),
+            "seconds": [round(one.seconds, 4) for one in self.samples],
+            "others": [round(one.others, 3) for one in self.samples],
+        }
+
+
+def llama(*, layers: int, hidden: int, tokens: int, vocab: int) -> tuple[Any, Any]:
+    """An unmodified Llama from a config, no download, and its token ids."""
+    import argparse
+
+    from benchmarks import budget
+
+    sizes = argparse.Namespace(layers=layers, hidden=hidden, tokens=tokens, vocab=vocab)
+    return budget.make_model(sizes)
+
+
+def compiled_step(name: str, model: Any, ids: Any, options: Mapping[str, Any]) -> CompiledStep:
+    """``model`` compiled by memo with ``options``, which differ between the steps of a process.
+
+    Nothing is reset in between: torch keeps one entry of its cache per set of options.
+    """
+    import torch
+
+    import memo_compile
+
+    torch._dynamo.config.recompile_limit = 64
+    step = torch.compile(model, backend="memo", options={"strict": True, **options})
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        step(input_ids=ids, labels=ids).loss.backward()
+
+    before = len(memo_compile.report().plans)
+    run()
+    report = memo_compile.report()
+    if len(report.plans) != before + 1 or not report.active:
+        raise RuntimeError(f"{name}: expected one plan more than {before}, got\n{report}")
+    return CompiledStep(name=name, run=run, number=before)
+
+
+def timed_in_turn(
+    steps: Sequence[CompiledStep], *, num_samples: int, time_limit_s: float
+) -> dict[str, Timed]:
+    """Times every step, one after the other, again and again.
+
+    Ends when each has ``num_samples`` quiet samples, or at the time limit with at least that many
+    of any kind.
+    """
+    samples: dict[str, list[Sample]] = {one.name: [] for one in steps}
+    for one in steps:
+        one.run()
+    begin = time.monotonic()
+    while True:
+        for one in steps:
+            samples[one.name].append(sample(one.run))
+        found = {name: Timed(samples=tuple(values)) for name, values in samples.items()}
+        if all(len(one.quiet) >= num_samples for one in found.values()):
+            return found
+        enough = len(samples[steps[0].name]) >= num_samples
+        if enough and time.monotonic() - begin > time_limit_s:
+            return found
+
+
+def sample(run: Callable[[], None]) -> Sample:
+    """One call, timed; and what other processes took of the cores meanwhile."""
+    busy_s, own_s, begin = _busy_s(), time.process_time(), time.perf_counter()
+    run()
+    seconds = time.perf_counter() - begin
+    others_s = (_busy_s() - busy_s) - (time.process_time() - own_s)
+    return Sample(seconds=seconds, others=max(0.0, others_s) / (seconds * (os.cpu_count() or 1)))
+
+
+def _busy_s() -> float:
+    """Core seconds since boot that were not idle; 0 where the system does not say."""
+    if not _STAT.exists():
+        return 0.0
+    columns = [int(one) for one in _STAT.read_text().partition("\n")[0].split()[1:9]]
+    busy = sum(value for index, value in enumerate(columns) if index not in _IDLE_COLUMNS)
+    return busy / os.sysconf("SC_CLK_TCK")
