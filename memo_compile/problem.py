@@ -273,6 +273,12 @@ class Problem:
     """Facts about values that live in the arena across calls, by value name."""
     host_bytes: int = 0
     """Size of the step's host frame, into which OFFLOADs copy."""
+    tangents: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the incoming gradients by value: there from the backward's first call to their last
+    read."""
+    keeps_outputs: bool = False
+    """True when the user holds what the forward returned until the step has ended. Else it goes
+    when the forward ends, or where the backward last reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,13 +382,25 @@ def live_bytes(buffers: Iterator[ArenaBuffer] | tuple[ArenaBuffer, ...]) -> dict
     return curve
 
 
-def ordinary_births(problem: Problem) -> Iterator[tuple[int, int, int]]:
-    """(line, bytes, call) of all ordinary memory that is made for the user and stays."""
+def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
+    """(line, bytes born or minus bytes gone) of ordinary memory: outputs, incoming gradients.
+
+    What the backward makes for the user stays.
+    """
     starts = call_starts(problem)
+    backward = (at for at, call in enumerate(problem.calls) if call.phase is Phase.BACKWARD)
+    turn = starts[next(backward, len(problem.calls))]
+    last_read = last_reads(problem, starts)
+    for value, size_bytes in problem.tangents.items():
+        yield turn, size_bytes
+        yield max(turn + 1, last_read.get(value, 0)), -size_bytes
     for index, call in enumerate(problem.calls):
-        for slot in problem.regions[call.region].outputs:
-            if slot.storage is Storage.EXTERNAL and slot.size_bytes:
-                yield starts[index] + slot.start, slot.size_bytes, index
+        for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
+            if slot.storage is not Storage.EXTERNAL or not slot.size_bytes:
+                continue
+            yield starts[index] + slot.start, slot.size_bytes
+            if call.phase is Phase.FORWARD and not problem.keeps_outputs:
+                yield max(turn, last_read.get(value, 0)), -slot.size_bytes
 
 
 def outside_peak(problem: Problem) -> dict[str, int]:

@@ -24,7 +24,7 @@ from memo_compile.problem import (
     call_starts,
     last_reads,
     live_bytes,
-    ordinary_births,
+    ordinary_events,
     outside_events,
 )
 
@@ -105,7 +105,7 @@ def memory_curve(problem: Problem, placed: Plan | None = None) -> list[tuple[int
     for line, size_bytes, _ in outside_events(problem):
         change[line] = change.get(line, 0) + size_bytes
     starts = call_starts(problem)
-    for line, size_bytes, _ in ordinary_births(problem):
+    for line, size_bytes in ordinary_events(problem):
         change[line] = change.get(line, 0) + size_bytes
     arena = (
         live_bytes(arena_buffers(problem))
@@ -135,7 +135,7 @@ def peak_live_bytes(problem: Problem) -> int:
         return step_constant_bytes(problem)
     starts = call_starts(problem)
     outside = [(line, change) for line, change, _ in _outside_events(problem)]
-    outside += [(line, size_bytes) for line, size_bytes, _ in ordinary_births(problem)]
+    outside += ordinary_events(problem)
     most = _most_per_call(_arena_events(problem, starts), starts)
     if outside:
         most += _most_per_call(np.array(outside, dtype=np.int64), starts)

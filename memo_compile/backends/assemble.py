@@ -7,6 +7,7 @@ from typing import Any
 
 from memo_runtime.arena import arena_of
 from memo_runtime.leases import StepCounters
+from memo_runtime.pages import gives_pages_back
 from memo_runtime.step import StepPlan, run_backward, run_forward
 
 from memo_compile.analysis.units import JointUnits
@@ -17,10 +18,13 @@ from memo_compile.backends.step_planner import PlannedStep, StepPlanner
 from memo_compile.config import MemoConfig
 from memo_compile.passes.cut import Cut
 from memo_compile.plans import Plan
-from memo_compile.problem import Problem
+from memo_compile.problem import Problem, Storage
 from memo_compile.reporting import state
 
 _keys = itertools.count(1)
+
+MIN_KEPT_BYTES = 2**20
+"""Results that matter to a plan; losses and small statistics are always held."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,14 +38,24 @@ class Assembly:
     problem: Problem = field(init=False)
     step: StepPlan = field(init=False)
 
+    _returned: list[tuple[Any, int]] = field(default_factory=list)
+    """Weak references to the storages of the last forward's results, and their bytes."""
+    _made: tuple[int, ...] = ()
+    """Positions among the forward's results of what it made in ordinary memory."""
+    _kept_bytes: int = 0
+    """Of those that were still held when their backward had ended."""
+
     def __post_init__(self) -> None:
         self._bind(self.planner.plan())
 
     def _bind(self, planned: PlannedStep) -> None:
         config, device = self.planner.config, self.planner.facts.device
         poison = "poison" in config.debug
-        binder = Binder(planned, self.forward_cut, self.backward_cut, poison)
+        binder = Binder(
+            planned, self.forward_cut, self.backward_cut, poison, gives_pages_back(device)
+        )
         self.problem, self.plan = planned.problem, planned.plan
+        self._made = _made_for_user(self.forward_cut, planned.problem)
         self.step = StepPlan(
             key=next(_keys),
             device=device,
@@ -61,11 +75,19 @@ class Assembly:
     def forward(self, args: list[Any]) -> list[Any]:
         """The forward's results; empties ``args``."""
         self._count_existing_gradients()
-        return run_forward(self.step, args)
+        self._count_kept_outputs()
+        results = run_forward(self.step, args)
+        self._returned = shim.storages_of([results[position] for position in self._made])
+        return results
 
     def backward(self, args: list[Any]) -> list[Any]:
         """The backward's results; empties ``args``."""
-        return run_backward(self.step, args, keep_graph=shim.keep_graph())
+        results = run_backward(self.step, args, keep_graph=shim.keep_graph())
+        if not self.problem.keeps_outputs:
+            self._kept_bytes = sum(
+                size for storage, size in self._returned if not storage.expired()
+            )
+        return results
 
     def on_unplanned(self, call: Callable[[], None]) -> None:
         """``call`` is told of every step that runs in ordinary memory."""
@@ -97,13 +119,30 @@ class Assembly:
         )
         budget = before.budget_bytes
         if budget is not None and raised.peak_bytes > budget and self.step.live == 0:
-            old = self.step
-            self._bind(self.planner.plan(existing))
-            self.on_unplanned(old.on_unplanned)
-            arena_of(old.device).forget(old.key)
+            self._bind_again(self.planner.plan(existing))
         else:
             self.plan = raised
         state.replace_plan(before, self.plan)
+
+    def _count_kept_outputs(self) -> None:
+        """Plan again once it turns out that the user holds what the forward returned.
+
+        Large results (logits) mostly go before the backward, and the plan counts on it. In the
+        first step nobody knows; a budget may be exceeded by them in that step only.
+        """
+        if self._kept_bytes < MIN_KEPT_BYTES or self.step.live:
+            return
+        self._kept_bytes = 0
+        before = self.plan
+        self.planner.keep_outputs()
+        self._bind_again(self.planner.plan(self.planner.facts.existing_gradient_bytes()))
+        state.replace_plan(before, self.plan)
+
+    def _bind_again(self, planned: PlannedStep) -> None:
+        old = self.step
+        self._bind(planned)
+        self.on_unplanned(old.on_unplanned)
+        arena_of(old.device).forget(old.key)
 
     def _count(self, counted: StepCounters) -> None:
         """Keep what the step that just ended moved, for the report."""
@@ -138,6 +177,16 @@ def assemble(
         with shim.real_tensors():
             assembly.step.reserve()
     return assembly
+
+
+def _made_for_user(forward: Cut, problem: Problem) -> tuple[int, ...]:
+    made = {
+        value
+        for call in problem.calls
+        for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True)
+        if slot.storage is Storage.EXTERNAL
+    }
+    return tuple(at for at, value in enumerate(forward.results) if value in made)
 
 
 def _host_store(config: MemoConfig, device_type: str) -> str:

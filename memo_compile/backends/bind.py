@@ -23,6 +23,10 @@ from memo_compile.problem import (
 from memo_compile.regions import ViewSpec
 
 
+MIN_TRIM_BYTES = 2**20
+"""Of a kernel's own memory: giving the heap back costs some 100 us and new pages afterwards."""
+
+
 @dataclass(slots=True)
 class Binder:
     """One planned step, and what both of its halves need to know of it."""
@@ -31,6 +35,8 @@ class Binder:
     forward: Cut
     backward: Cut
     poison: bool
+    returns_pages: bool
+    """True where memory that is given up goes back to the system (``memo_runtime.pages``)."""
     numbers: dict[str, int] = field(init=False)
     """Copies of the step by the name of their call."""
     places: dict[str, tuple[int, ViewSpec]] = field(init=False)
@@ -167,8 +173,16 @@ class _Half:
             copies=tuple(self._unsafe_outputs(call)),
             dying=tuple(self.dying.get(index, ())),
             into=tuple((one.buffer, slots[one.value], one.offset_bytes) for one in ordinary),
+            trims=self._trims(call),
             recomputed_bytes=_output_bytes(lowered.views, call, self.problem) if recomputes else 0,
         )
+
+    def _trims(self, call: StepCall) -> bool:
+        """True where the heap keeps more of what kernels allocated themselves than is worth it."""
+        if not self.binder.returns_pages:
+            return False
+        outside = self.problem.regions[call.region].outside
+        return sum(one.size_bytes for one in outside) >= MIN_TRIM_BYTES
 
     def _views(self, call: StepCall) -> Mapping[int, InputView]:
         """Inputs that the region reads as another view than their value's own."""

@@ -34,6 +34,8 @@ from memo_compile.passes.lease import Halves, lease_saved
 from memo_compile.passes.pipeline import PassRunner, graph_text
 from memo_compile.passes.tile_cut import tile_cut
 from memo_compile.problem import Phase
+from memo_compile.program_text import program_text
+from memo_compile.reporting import state
 from memo_compile.serialise import to_json
 
 log = logging.getLogger("memo")
@@ -43,6 +45,12 @@ JOINT_PASSES = (
     HoistInvariants(),
 )
 """What happens to the joint graph before it is cut in two."""
+
+
+OTHER_OFFLOADER = (
+    "two offloaders: saved_tensors_hooks are active around a forward that memo planned; they move "
+    "only memo's handle. Switch the other offloader off"
+)
 
 
 class StepCompiler:
@@ -76,6 +84,7 @@ class StepCompiler:
         """
         self.saw_training = True
         _require_static(joint)
+        _note_users_checkpoints(joint)
         joint = self.runner.run(joint, JOINT_PASSES, stage="joint")
         units = tag_units(joint)
         names = shim.min_cut_saved_names(
@@ -129,6 +138,7 @@ class StepCompiler:
         def forward(args: list[Any]) -> Any:
             if self.assembly is None:
                 raise UnsupportedGraph("the backward of this graph was never compiled")
+            _note_other_offloader()
             return self.assembly.forward(args)
 
         forward._boxed_call = True  # type: ignore[attr-defined]
@@ -153,8 +163,12 @@ class StepCompiler:
         return run
 
     def assemble(self, forward: Cut, backward: Cut, units: JointUnits) -> Assembly:
-        """The step, planned and bound to the runtime."""
-        return assemble(forward, backward, units, self.facts, self.config, self.name)
+        """The step, planned and bound to the runtime; under a budget its memory is taken now."""
+        assembly = assemble(forward, backward, units, self.facts, self.config, self.name)
+        if self.config.memory_budget is not None:
+            with shim.real_tensors():
+                assembly.step.reserve()
+        return assembly
 
     def _dump_plan(self, assembly: Assembly, backward: Cut) -> None:
         if self.dump is None:
@@ -162,6 +176,7 @@ class StepCompiler:
         assert self._forward is not None
         self.runner.write("step-forward.txt", graph_text(self._forward.program))
         self.runner.write("step-backward.txt", graph_text(backward.program))
+        self.runner.write("step-program.txt", program_text(assembly.problem))
         (self.dump / "problem.json").write_text(to_json(assembly.problem))
         (self.dump / "plan.json").write_text(to_json(assembly.plan))
 
@@ -205,6 +220,23 @@ def _region_names(units: JointUnits, phase: Phase) -> dict[int, str]:
             stem = "middle"
         names[position] = f"{stem}_{suffix}"
     return names
+
+
+def _note_other_offloader() -> None:
+    """Say once that another tool moves saved tensors too: it gets memo's handles, nothing else."""
+    if shim.saved_tensors_hooks_active() and state.add_note(OTHER_OFFLOADER):
+        log.warning("memo: %s", OTHER_OFFLOADER)
+
+
+def _note_users_checkpoints(joint: fx.GraphModule) -> None:
+    """Say what becomes of the tags of checkpoint() and of selective checkpointing."""
+    tags = [node.meta["recompute"].name for node in joint.graph.nodes if "recompute" in node.meta]
+    prefers = sum(tag.startswith("PREFER_") for tag in tags)
+    if tags:
+        state.add_note(
+            f"the model's own checkpoint(): {len(tags) - prefers} MUST_* tags are obeyed, "
+            f"{prefers} PREFER_* tags give way to the plan"
+        )
 
 
 def _require_static(joint: fx.GraphModule) -> None:

@@ -59,13 +59,6 @@ class GraphFacts:
                 else:
                     self._input_bytes += size
 
-    def read_backward(self, placeholders: Sequence[fx.Node]) -> None:
-        """Add the bytes of the incoming gradients; autograd makes zeros for unused outputs."""
-        for node in placeholders:
-            value = node.meta.get("val")
-            if is_tangent(node) and isinstance(value, torch.Tensor):
-                self._input_bytes += value.numel() * value.element_size()
-
     def existing_gradient_bytes(self) -> int:
         """Bytes of the gradients that exist now; a backward makes its own beside them."""
         alive = (ref() for ref in self._trainable)
@@ -98,6 +91,15 @@ class GraphFacts:
             inputs=self._input_bytes,
             outputs=outputs_bytes,
         )
+
+
+def tangents(placeholders: Sequence[fx.Node]) -> dict[str, int]:
+    """Bytes of a backward's incoming gradients; autograd makes zeros for unused outputs."""
+    return {
+        node.name: _bytes(node.meta["val"])
+        for node in placeholders
+        if is_tangent(node) and isinstance(node.meta.get("val"), torch.Tensor)
+    }
 
 
 def device_name(device: torch.device) -> str:

@@ -75,6 +75,7 @@ class LineScan:
         self._frees: dict[str, int] = {}
         self._handed_over: set[str] = set()
         self._outside: dict[str, tuple[int, int, str]] = {}
+        self._copied: list[OutsideBuffer] = []
         self.views: list[ViewSpec] = []
         self._arena: dict[str, int] = {}
         self._read_lines()
@@ -99,12 +100,23 @@ class LineScan:
                 self._read_multi_output(number, line)
 
     def _read_extern(self, number: int, node: Any) -> None:
+        if shim.copies_results(node):
+            self._read_copied(number, node)
+            return
         name = node.get_name()
         aliased = node.get_inputs_that_alias_output()
         for source in aliased:
             self._groups.join(name, source)
         if not aliased and not shim.has_multi_output_layout(node):
             self._outside[name] = (number, self._size_bytes(node), _kernel_name(node))
+
+    def _read_copied(self, number: int, node: Any) -> None:
+        """A kernel whose own results exist beside the buffers that they are copied to."""
+        size = sum(self._size_bytes(self._graph.get_buffer(n)) for n in node.get_mutation_names())
+        kind = _kernel_name(node)
+        self._copied.append(
+            OutsideBuffer(kind=kind, size_bytes=size, start=number, end=number + 1)
+        )
 
     def _read_multi_output(self, number: int, line: Any) -> None:
         node = self._graph.name_to_buffer.get(line.result_name)
@@ -240,6 +252,7 @@ class LineScan:
                 yield OutputSlot(storage=Storage.NONE)
 
     def _outside_buffers(self, ends: dict[str, int], outputs: set[str]) -> Iterator[OutsideBuffer]:
+        yield from self._copied
         for name, (start, size_bytes, kind) in self._outside.items():
             root = self._groups.root(name)
             if root not in outputs and size_bytes:

@@ -42,6 +42,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "AllocateLine",
@@ -80,6 +81,12 @@ def current_graph() -> Any:
 def has_multi_output_layout(node: Any) -> bool:
     """True for an extern kernel that returns several tensors, picked out by MultiOutputLines."""
     return isinstance(node.layout, ir.MultiOutputLayout | ir.NoneLayout)
+
+
+def copies_results(node: Any) -> bool:
+    """True for a kernel of ``memo_runtime.ops.into``: it copies its results into given buffers."""
+    target = getattr(node, "op_overload", None)
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "memo"
 
 
 def is_tensor_buffer(node: Any) -> bool:
@@ -220,6 +227,11 @@ def keep_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def saved_tensors_hooks_active() -> bool:
+    """True inside ``saved_tensors_hooks``: another tool handles what autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def compile_fx(
     gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
 ) -> Callable[..., Any]:
@@ -273,6 +285,19 @@ def fresh_static_tracing() -> Iterator[None]:
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
     """Inside, tensors are real, although a compilation on fakes is going on."""
     return unset_fake_temporarily()
+
+
+def storages_of(values: Sequence[Any]) -> list[tuple[Any, int]]:
+    """(weak reference, bytes) of the storages of the tensors among ``values``.
+
+    ``expired()`` of the reference says that the storage is gone (2.11, 2.13).
+    """
+    found = {}
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+    return list(found.values())
 
 
 def allow_second_backward() -> None:

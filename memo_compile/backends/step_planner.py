@@ -95,6 +95,11 @@ class StepPlanner:
             self.problem = replace(self.problem, fixed=fixed)
             self._movable = self._library = None
 
+    def keep_outputs(self) -> None:
+        """Count the forward's results to the end of the step from now on: the user holds them."""
+        self.problem = replace(self.problem, keeps_outputs=True)
+        self._movable = self._library = None
+
     def _decide(self, budget_bytes: int | None) -> PlannedStep:
         if self.config.policy in ("auto", "save"):
             saved = self._place(self.problem)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from memo_compile.analysis.units import JointUnits, source_line
-from memo_compile.backends.facts import GraphFacts
+from memo_compile.backends.facts import GraphFacts, tangents
 from memo_compile.config import MemoConfig
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.cut import Cut, CutCall, CutInto
@@ -40,12 +40,12 @@ def step_problem(
         for slot in lowered[call.region].profile.outputs
         if slot.storage is Storage.EXTERNAL
     )
-    facts.read_backward(backward.program.graph.find_nodes(op="placeholder"))
     return Problem(
         regions={key: region.profile for key, region in lowered.items()},
         calls=tuple(calls),
         inputs=(*forward.constants, *forward.arguments, *backward.constants, *backward.arguments),
         fixed=facts.fixed_bytes(outputs_bytes, config.optimizer_state_bytes_per_parameter),
+        tangents=tangents(backward.program.graph.find_nodes(op="placeholder")),
         layer_classes=_layer_classes(units, calls),
         tensors={value: _tensor_info(forward.nodes[value]) for value in forward.leased},
     )

@@ -128,10 +128,11 @@ def _tried(console: "Console", seq: int, fits: bool) -> None:
 
 
 def _write_files(answer: "Forecast", report: Path | None, out: Path | None) -> None:
-    from memo_compile.reporting.write import write_report
     from memo_compile.serialise import to_json
 
     if report is not None:
+        from memo_compile.reporting.write import write_report
+
         write_report(report, answer.step.problem, answer.step.plan)
     if out is not None:
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from memo_compile.analysis.row_rules import is_repeatable
 from memo_compile.analysis.rows import RowDim, row_dims, slice_rows
@@ -162,6 +163,8 @@ def _why_not_again(node: fx.Node, written: Iterable[fx.Node]) -> str | None:
     """What forbids to run ``node`` a second time, in the backward; None when it may run."""
     if _is_item(node):
         node = node.all_input_nodes[0]
+    if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
+        return "the model's own checkpoint() says MUST_SAVE"
     for one in (node, *node.all_input_nodes):
         if storage_of(one) in written:
             return f"{storage_of(one).name} is overwritten in the forward"

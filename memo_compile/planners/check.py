@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from memo_compile.errors import InvalidPlan
 from memo_compile.planners.check_contents import StepContents, misshapen_calls
 from memo_compile.plans import CheckVerdict, Plan
-from memo_compile.problem import ALIGNMENT_BYTES, Problem, RegionProfile, StepCall, Storage
+from memo_compile.problem import ALIGNMENT_BYTES, Phase, Problem, RegionProfile, StepCall, Storage
 
 MAX_PROBLEMS = 20
 """More of the same helps nobody; the verdict stops there."""
@@ -79,6 +79,9 @@ class _Replay:
         self.outside_bytes = 0
         """What kernels hold now in memory of their own."""
         self.most_outside_bytes = 0
+        self.turned = False
+        self.results: set[str] = set()
+        """What the forward made for the user."""
         """The most of it during the call being replayed."""
         fixed = problem.fixed
         self.constant_bytes = (
@@ -123,6 +126,8 @@ class _Replay:
     def _replay(self, call: StepCall, region: RegionProfile) -> None:
         ends = (one.offset + one.size_bytes for one in self.storages.values() if one.in_arena)
         self.highest = max(ends, default=0)
+        if call.phase is Phase.BACKWARD and not self.turned:
+            self._turn()
         self.most_outside_bytes = self.outside_bytes
         self.contents.replay(call)
         for value in call.inputs:
@@ -142,6 +147,22 @@ class _Replay:
             self.reads_left[into.value] -= 1
         for value in (*_uses(call), *call.outputs):
             self._free_if_unread(value)
+
+    def _turn(self) -> None:
+        """The forward has ended: gradients come in, results that nothing reads may be dropped."""
+        self.turned = True
+        for value, size_bytes in self.problem.tangents.items():
+            owner = f"{value} given"
+            self._bear_outside(owner, size_bytes)
+            self.storages[owner].values.add(value)
+            self.place_of[value] = owner
+        if not self.problem.keeps_outputs:
+            for owner in [one for one in self.storages if self._is_result(one)]:
+                if self._is_unread(owner):
+                    self._die(owner)
+
+    def _is_result(self, owner: str) -> bool:
+        return owner.endswith(_FOR_USER) and owner.removesuffix(_FOR_USER) in self.results
 
     def _check_memory(self, index: int, call: StepCall) -> None:
         """What is alive in the call lies in the pages that stay, and the sum is in the peak."""
@@ -180,7 +201,7 @@ class _Replay:
             if slot.storage is Storage.OUTSIDE:
                 yield 0, True, _outside_owner(value), slot.size_bytes, False
             elif slot.storage is Storage.EXTERNAL:
-                yield slot.start, True, f"{value} for the user", slot.size_bytes, False
+                yield slot.start, True, f"{value}{_FOR_USER}", slot.size_bytes, False
         yield from self._last_uses(call, region)
 
     def _last_uses(
@@ -277,6 +298,10 @@ class _Replay:
             owner = self.place_of.get(call.inputs[slot.index])
         elif slot.storage is Storage.OUTSIDE:
             owner = _outside_owner(value)
+        elif slot.storage is Storage.EXTERNAL and call.phase is Phase.FORWARD:
+            self.results.add(value)
+            if not self.problem.keeps_outputs and self.reads_left.get(value, 0):
+                owner = f"{value}{_FOR_USER}"
         self.place_of[value] = owner
         if owner is not None and owner in self.storages:
             self.storages[owner].values.add(value)
@@ -288,6 +313,9 @@ class _Replay:
 
     def _complain(self, problem: str) -> None:
         self.problems.append(problem)
+
+
+_FOR_USER = " for the user"
 
 
 def _uses(call: StepCall) -> tuple[str, ...]:

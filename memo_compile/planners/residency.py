@@ -19,7 +19,7 @@ from memo_compile.problem import (
     Problem,
     arena_buffers,
     call_starts,
-    ordinary_births,
+    ordinary_events,
     outside_events,
 )
 
@@ -59,7 +59,7 @@ def beside_bytes(problem: Problem) -> list[int]:
     """Per call the most ordinary memory at one of its lines: what kernels hold, what was made."""
     starts = call_starts(problem)
     events = [(line, change) for line, change, _ in outside_events(problem)]
-    events += [(line, size_bytes) for line, size_bytes, _ in ordinary_births(problem)]
+    events += ordinary_events(problem)
     events.sort()
     most, alive, position = [], 0, 0
     for end in starts[1:]:

@@ -22,7 +22,7 @@ from memo_compile.problem import (
     Storage,
     arena_buffers,
     call_starts,
-    ordinary_births,
+    ordinary_events,
     outside_events,
 )
 
@@ -327,7 +327,7 @@ def _moments(problem: Problem, plan: Plan, buffers: tuple[ArenaBuffer, ...]) -> 
     starts = call_starts(problem)
     live, outside = _changes(problem, buffers)
     given_at: dict[int, int] = {}
-    for line, size_bytes, _ in ordinary_births(problem):
+    for line, size_bytes in ordinary_events(problem):
         given_at[line] = given_at.get(line, 0) + size_bytes
     resident = plan.resident_bytes or (plan.arena_bytes,) * len(problem.calls)
     if len(resident) != len(problem.calls):

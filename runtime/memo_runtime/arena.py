@@ -33,13 +33,22 @@ FrameTable = Sequence[Sequence[FrameView]]
 """Per call of the step, the views of its buffers, in the region's order."""
 
 
+class ArenaError(torch.OutOfMemoryError):
+    """The device refused the memory for a frame; what was planned is sound but has no room."""
+
+
 class Slab:
-    """One piece of device memory that holds one frame at a time."""
+    """One piece of device memory that holds one frame at a time.
+
+    Raises:
+        ArenaError: the device has not got ``size_bytes``.
+    """
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         self.device = device
         self.leased = False
-        self._storage = torch.UntypedStorage(size_bytes, device=device)
+        self._storage = torch.UntypedStorage(0, device=device)
+        self._resize(size_bytes)
         self._tables: dict[int, list[list[torch.Tensor]]] = {}
 
     @property
@@ -53,7 +62,17 @@ class Slab:
             raise AssertionError("a leased slab must not move")
         if size_bytes > self.size_bytes:
             self._storage.resize_(0)
+            self._resize(size_bytes)
+
+    def _resize(self, size_bytes: int) -> None:
+        try:
             self._storage.resize_(size_bytes)
+        except RuntimeError as error:
+            raise ArenaError(
+                f"memo: {self.device} refused {size_bytes} B for the arena of a step "
+                f"({str(error).splitlines()[0]}). Lower memory_budget by what is missing, or free "
+                "memory of this device"
+            ) from error
 
     def bytes(self, num_bytes: int, offset_bytes: int = 0) -> torch.Tensor:
         """``num_bytes`` of the slab from ``offset_bytes`` as a uint8 tensor."""

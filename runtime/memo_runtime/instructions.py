@@ -14,6 +14,7 @@ import torch
 from memo_runtime.copies import Lane
 from memo_runtime.current import current, poison
 from memo_runtime.leases import Lease, StepCounters
+from memo_runtime.pages import trim_heap
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,6 +66,8 @@ class RunCall:
     memory; in the arena the table says it."""
     recomputed_bytes: int = 0
     """Of saved activations that this call makes again."""
+    trims: bool = False
+    """CPU: the call's kernels leave free heap behind, which goes back to the system."""
 
     def execute(self, running: Running) -> None:
         """The outputs are in the environment; inputs read for the last time are not."""
@@ -95,6 +98,8 @@ class RunCall:
             env[slot] = env[slot].clone()
         for slot in self.unread:
             env[slot] = None
+        if self.trims:
+            trim_heap()
         if self.recomputed_bytes:
             running.count(recomputed_bytes=self.recomputed_bytes)
 
