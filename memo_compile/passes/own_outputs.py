@@ -1,6 +1,7 @@
 """Gives kernels that allocate their own results a planned buffer to copy them into."""
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ def own_outputs(region: RegionGraph) -> RegionGraph:
         if node.op != "call_function" or not _allocates(node.target):
             continue
         results = _results(node)
-        if results and any(one in leaving for one in results.values()):
+        made = results.values()
+        if any(one in leaving for one in made) or _may_become(node.target, made, leaving):
             changed |= _rewrite(node, results)
     if changed:
         graph.lint()
@@ -51,10 +53,30 @@ def _allocates(target: Any) -> bool:
         return False
     if any(part in target._schema.name for part in _ALLOCATING):
         return True
-    if target.namespace not in ("aten", "prims", "memo"):
+    if _is_custom(target):
         # A custom operator becomes a fallback when it is first lowered: too late for its region.
         return target in lowering.fallbacks or target not in lowering.lowerings
     return target in lowering.fallbacks and target.overloadpacket not in (_aten.empty_strided,)
+
+
+def _is_custom(target: torch._ops.OpOverload) -> bool:
+    return target.namespace not in ("aten", "prims", "memo")
+
+
+def _may_become(target: Any, made: Iterable[fx.Node], leaving: Iterable[fx.Node]) -> bool:
+    """True for a custom operator's result that Inductor may turn into an output in place.
+
+    A sum that is the result's last reader is written over it when both are of one size; the output
+    would then lie in the operator's own memory. Torch's own kernels are left alone: a copy costs
+    more often than it helps.
+    """
+    sizes = {_num_bytes(one) for one in leaving}
+    return _is_custom(target) and any(_num_bytes(one) in sizes for one in made)
+
+
+def _num_bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else -1
 
 
 def _results(node: fx.Node) -> dict[int, fx.Node]:
