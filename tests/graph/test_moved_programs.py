@@ -1,0 +1,96 @@
+"""Step programs of unmodified models whose activations move, on fakes; the text is the golden.
+
+Deterministic: seconds are those of a declared device, and nothing runs.
+"""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from memo_compile.backends.offline import OfflineStep, plan_step_offline
+from memo_compile.config import resolve
+from memo_compile.problem import CallKind
+from memo_compile.program_text import program_text
+from memo_compile.reporting import state
+from tests import models
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TOKENS = 32
+LAYERS = 4
+
+BUILDERS = {"llama": models.llama, "gpt2": functools.partial(models.gpt2, dropout=0.0)}
+
+DECISIONS = {
+    "offload": {"policy": "full-offload"},
+    "recompute": {"policy": "full-recompute"},
+    "mix": {"policy": "memo", "alpha": 0.5},
+}
+
+OPTIONS = {"lowering": "aten", "token_granule": 4, "token_tiles": 1}
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    torch._dynamo.reset()
+    state.reset()
+    yield
+    torch._dynamo.reset()
+    state.reset()
+
+
+@functools.cache
+def moved_step(name: str, decision: str) -> OfflineStep:
+    with FakeTensorMode():
+        torch.manual_seed(0)
+        model, *_ = BUILDERS[name](num_layers=LAYERS, seq=TOKENS)
+        ids = torch.zeros(1, TOKENS, dtype=torch.int64)
+    config = resolve({**OPTIONS, **DECISIONS[decision]}, None)
+    return plan_step_offline(
+        model, (), {"input_ids": ids, "labels": ids}, config=config, loss=lambda out: out.loss
+    )
+
+
+def bytes_of(step: OfflineStep, kind: CallKind) -> int:
+    return sum(one.copy.num_bytes for one in step.problem.calls if one.kind is kind and one.copy)
+
+
+@pytest.mark.parametrize("decision", DECISIONS)
+@pytest.mark.parametrize("name", BUILDERS)
+def test_program(request, name, decision):
+    step = moved_step(name, decision)
+    assert step.plan.check.ok
+    text = program_text(step.problem)
+    path = GOLDEN / f"moved_{name}_{decision}.txt"
+    if request.config.getoption("--update-golden"):
+        path.write_text(text)
+    assert path.exists(), f"{path.name} is missing; run pytest with --update-golden"
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_what_goes_out_comes_back(name):
+    """Every byte that is offloaded is reloaded, once, and every copy is waited for."""
+    for decision in DECISIONS:
+        calls = moved_step(name, decision).problem.calls
+        out = bytes_of(moved_step(name, decision), CallKind.OFFLOAD)
+        assert out == bytes_of(moved_step(name, decision), CallKind.RELOAD)
+        assert (out > 0) == (decision != "recompute")
+        copies = {one.name for one in calls if one.copy is not None}
+        assert copies == {one.waits_for for one in calls if one.kind is CallKind.WAIT}
+        again = any(one.kind is CallKind.RECOMPUTE for one in calls)
+        assert again == (decision != "offload")
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_mix_moves_part_of_the_tokens(name):
+    """Half of a tensor's tokens lie in the host frame; the others are written beside them."""
+    calls = moved_step(name, "mix").problem.calls
+    parts = [one.copy for one in calls if one.kind is CallKind.RELOAD and one.copy.start_bytes]
+    assert parts
+    assert all(part.start_bytes == part.num_bytes for part in parts)
+    into = [one for call in calls if call.kind is CallKind.RECOMPUTE for one in call.into]
+    assert len(into) == len(parts)
+    assert all(one.offset_bytes == 0 for one in into)
