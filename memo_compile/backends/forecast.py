@@ -68,11 +68,11 @@ class Question:
             return parse_size(self.budget, total_bytes=total, what="budget")
         return total if self.hardware.name == "cpu" else total - CONTEXT_BYTES
 
-    def state_bytes_per_parameter(self) -> float:
-        """Optimizer state on one device, sharded over dp x cp (ZeRO-1)."""
+    def state_bytes_per_parameter(self, parameter_bytes: float) -> float:
+        """Optimizer state of a parameter of that size, sharded over dp x cp (ZeRO-1)."""
         tensors = OPTIMIZERS[self.optimizer]
-        size = ADAMW_FP32_BYTES if tensors is None else tensors * self.dtype.itemsize
-        return size / (self.degrees.dp * self.degrees.cp)
+        size_bytes = ADAMW_FP32_BYTES if tensors is None else tensors * parameter_bytes
+        return size_bytes / (self.degrees.dp * self.degrees.cp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +218,9 @@ def _plan(question: Question, loaded: Loaded, budget_bytes: int) -> OfflineStep:
     options: dict[str, Any] = {
         "memory_budget": budget_bytes,
         "policy": question.policy,
-        "optimizer_state_bytes_per_parameter": question.state_bytes_per_parameter(),
+        "optimizer_state_bytes_per_parameter": question.state_bytes_per_parameter(
+            _parameter_bytes(loaded, question.dtype)
+        ),
     }
     if question.host_budget is not None:
         options["host_budget"] = question.host_budget
@@ -230,6 +232,15 @@ def _plan(question: Question, loaded: Loaded, budget_bytes: int) -> OfflineStep:
         hardware=question.hardware,
         loss=loaded.loss,
     )
+
+
+def _parameter_bytes(loaded: Loaded, dtype: torch.dtype) -> float:
+    """Of one trainable number, on average over the model; of ``dtype`` where there is no module."""
+    if not isinstance(loaded.model, torch.nn.Module):
+        return dtype.itemsize
+    trainable = [one for one in loaded.model.parameters() if one.requires_grad]
+    numbers = sum(one.numel() for one in trainable)
+    return sum(one.nbytes for one in trainable) / numbers if numbers else dtype.itemsize
 
 
 def _answer(question: Question, loaded: Loaded, step: OfflineStep) -> Forecast:

@@ -112,7 +112,8 @@ class LineScan:
 
     def _read_copied(self, number: int, node: Any) -> None:
         """A kernel whose own results exist beside the buffers that they are copied to."""
-        size = sum(self._size_bytes(self._graph.get_buffer(n)) for n in node.get_mutation_names())
+        names = shim.written_buffers(node)
+        size = sum(self._size_bytes(self._graph.get_buffer(name)) for name in names)
         kind = _kernel_name(node)
         self._copied.append(
             OutsideBuffer(kind=kind, size_bytes=size, start=number, end=number + 1)

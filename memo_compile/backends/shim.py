@@ -89,6 +89,11 @@ def copies_results(node: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target.namespace == "memo"
 
 
+def written_buffers(node: Any) -> list[str]:
+    """Names of the buffers that an extern kernel without results of its own writes into."""
+    return [name for one in node.mutation_outputs for name in one.get_mutation_names()]
+
+
 def is_tensor_buffer(node: Any) -> bool:
     """True for a buffer with a dtype and a size."""
     return isinstance(getattr(node, "layout", None), ir.Layout)

@@ -1,5 +1,6 @@
 """``memo plan``: will it fit? A training step planned without its memory and without the device."""
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,11 @@ from memo_compile.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from memo_compile.backends.forecast import Forecast, Question
+    from memo_compile.backends.forecast import Forecast
+
+
+PLAIN_WIDTH = 140
+"""Characters of a line where stdout is a file or a pipe."""
 
 
 def register(app: typer.Typer) -> None:
@@ -85,15 +90,20 @@ def plan_command(
     )
     console = Console(stderr=True, highlight=False)
     found: dict[str, Any] = {}
-    if max_seq:
-        with _busy(console, "searching the longest sequence"):
-            answer_seq = longest(question, lambda n, fits: _tried(console, n, fits))
-        found["max_seq"] = answer_seq
-        if answer_seq == 0:
-            raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget or --tp")
-        question = _with_seq(question, answer_seq)
-    with _busy(console, "planning"):
-        answer = forecast(question)
+    try:
+        if max_seq:
+            with _busy(console, "searching the longest sequence"):
+                longest_seq = longest(question, lambda n, fits: _tried(console, n, fits))
+            found["max_seq"] = longest_seq
+            if longest_seq == 0:
+                raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget")
+            question = dataclasses.replace(question, seq=longest_seq)
+        with _busy(console, "planning"):
+            answer = forecast(question)
+    except Infeasible as error:
+        if as_json:
+            print(json.dumps({"fits": False, "conflict": str(error)} | found))
+        raise
     _write_files(answer, report, out)
     if emit is not None:
         print(_settings_text(emit, answer), end="")
@@ -105,12 +115,6 @@ def plan_command(
         over = format_bytes(answer.peak_bytes - answer.budget_bytes)
         print(f"memo: does not fit: {over} over the budget", file=sys.stderr)
         raise typer.Exit(1)
-
-
-def _with_seq(question: "Question", seq: int) -> "Question":
-    import dataclasses
-
-    return dataclasses.replace(question, seq=seq)
 
 
 @contextmanager
@@ -234,6 +238,8 @@ def _print(answer: "Forecast", max_seq: int | None) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PLAIN_WIDTH)
     question, plan = answer.question, answer.step.plan
     room = format_bytes(abs(answer.budget_bytes - answer.peak_bytes))
     verdict = f"fits, {room} to spare" if answer.fits else f"does not fit: {room} too much"

@@ -19,10 +19,10 @@ from memo_compile.planners.residency import step_constant_bytes
 from memo_compile.problem import (
     Phase,
     Problem,
-    Storage,
     arena_buffers,
     call_starts,
     live_bytes,
+    ordinary_events,
     outside_events,
 )
 
@@ -282,15 +282,13 @@ def call_bytes(problem: Problem) -> tuple[list[int], list[int]]:
     outside = np.zeros(num_lines, dtype=np.int64)
     for line, size_bytes, _ in outside_events(problem):
         outside[line] += size_bytes
-    alive = arena + np.cumsum(outside)
+    for line, size_bytes in ordinary_events(problem):
+        outside[line] += size_bytes
+    beside = np.cumsum(outside)
     during, border = [], []
-    made = step_constant_bytes(problem)
-    for at, call in enumerate(problem.calls):
-        border.append(int(alive[starts[at] - 1]) + made if at else made)
-        made += sum(
-            slot.size_bytes
-            for slot in problem.regions[call.region].outputs
-            if slot.storage is Storage.EXTERNAL
-        )
-        during.append(int(alive[starts[at] : starts[at + 1]].max()) + made)
+    constant = step_constant_bytes(problem)
+    for at in range(len(problem.calls)):
+        before, lines = starts[at] - 1, slice(starts[at], starts[at + 1])
+        border.append(int(arena[before] + beside[before]) + constant if at else constant)
+        during.append(int(arena[lines].max() + beside[lines].max()) + constant)
     return during, border
