@@ -10,6 +10,7 @@ With overlap the step takes at most 1.1 x the step without copies; without overl
 
 import argparse
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import harness, side_by_side
@@ -72,7 +73,7 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     free = compiled(UNTHROTTLED, policy="full-offload")
     first = side_by_side.timed_in_turn([save], num_samples=5, time_limit_s=options.time_limit / 6)
     layer = layer_costs(free.plan, options.layers, first["save"].median_s)
-    speeds = tuple(layer["bytes"] / (COPY_PART * layer[f"{half}_s"]) for half in ("fwd", "bwd"))
+    speeds = copy_speeds(layer, COPY_PART)
     throttled = {"policy": "full-offload", "copy_bytes_per_s": speeds}
     overlapped = compiled("overlapped", **throttled)
     serial = compiled("serial", **throttled, debug="copies-serial")
@@ -108,6 +109,11 @@ def layer_costs(plan: Any, num_layers: int, step_s: float) -> dict[str, float]:
         seconds = sum(one.end_s - one.start_s for one in layers)
         found[f"{half}_s"] = scale * seconds / num_layers
     return found
+
+
+def copy_speeds(layer: Mapping[str, float], part: float) -> tuple[float, float]:
+    """Bytes per second at which a layer's copy takes ``part`` of its forward, or backward."""
+    return layer["bytes"] / (part * layer["fwd_s"]), layer["bytes"] / (part * layer["bwd_s"])
 
 
 def judge(result: dict[str, Any]) -> list[str]:

@@ -4,10 +4,11 @@ Each sample notes which part of the cores other processes took meanwhile. Sample
 machine count; where there are too few of them, all count, and the result says so.
 """
 
+import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class CompiledStep:
     run: Callable[[], None]
     number: int
     """Of its plan in memo's report."""
+    assembly: Any
+    """What memo assembled: the planner, its lowered regions and the step program."""
 
     @property
     def plan(self) -> Any:
@@ -107,26 +110,51 @@ def compiled_step(name: str, model: Any, ids: Any, options: Mapping[str, Any]) -
         step(input_ids=ids, labels=ids).loss.backward()
 
     before = len(memo_compile.report().plans)
-    run()
+    with _assemblies() as assembled:
+        run()
     report = memo_compile.report()
     if len(report.plans) != before + 1 or not report.active:
         raise RuntimeError(f"{name}: expected one plan more than {before}, got\n{report}")
-    return CompiledStep(name=name, run=run, number=before)
+    return CompiledStep(name=name, run=run, number=before, assembly=assembled[-1])
+
+
+@contextlib.contextmanager
+def _assemblies() -> Iterator[list[Any]]:
+    """Collects what memo assembles while the block runs."""
+    from memo_compile.backends.capture import StepCompiler
+
+    found: list[Any] = []
+    original = StepCompiler.assemble
+
+    def assemble(self: Any, *arguments: Any) -> Any:
+        found.append(original(self, *arguments))
+        return found[-1]
+
+    StepCompiler.assemble = assemble  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        StepCompiler.assemble = original  # type: ignore[method-assign]
 
 
 def timed_in_turn(
-    steps: Sequence[CompiledStep], *, num_samples: int, time_limit_s: float
+    steps: Sequence[CompiledStep],
+    *,
+    num_samples: int,
+    time_limit_s: float,
+    each_round: Callable[[], None] = lambda: None,
 ) -> dict[str, Timed]:
     """Times every step, one after the other, again and again.
 
     Ends when each has ``num_samples`` quiet samples, or at the time limit with at least that many
-    of any kind.
+    of any kind. ``each_round`` is called before each round of samples.
     """
     samples: dict[str, list[Sample]] = {one.name: [] for one in steps}
     for one in steps:
         one.run()
     begin = time.monotonic()
     while True:
+        each_round()
         for one in steps:
             samples[one.name].append(sample(one.run))
         found = {name: Timed(samples=tuple(values)) for name, values in samples.items()}

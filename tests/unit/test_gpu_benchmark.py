@@ -1,0 +1,139 @@
+"""The GPU benchmark's way through memory: on the CPU with a tiny model, and made-up results."""
+
+import pytest
+import torch
+
+from benchmarks import gpu, harness
+
+
+def options(*flags: str):
+    return gpu.arguments(["--dry-run", "--steps=1", "--max-lengths=2", *flags])
+
+
+@pytest.mark.parametrize(
+    ("arm", "tokens"),
+    [
+        pytest.param("memo", [128], marks=pytest.mark.slow),  # compiles
+        ("offloaded-checkpointing", [128, 256]),
+    ],
+)
+def test_a_tiny_model_trains_at_growing_lengths(arm, tokens):
+    flags = (f"--child={arm}", "--models=tiny", f"--max-lengths={len(tokens)}")
+    found = gpu.run_child(options(*flags))
+    assert [one["tokens"] for one in found["lengths"]] == tokens
+    assert found["ended"] == "as many lengths as were asked for"
+    for one in found["lengths"]:
+        assert one["peak_bytes"] > 0
+        assert one["tokens_per_s"] == pytest.approx(one["tokens"] / one["step_s"])
+        assert ("planned_bytes" in one) == (arm == "memo")
+
+
+class FakeTrainer:
+    """Has memory for ``most`` tokens."""
+
+    most = 0
+
+    def __init__(self, _arm, shape, _options):
+        self.shape = shape
+
+    def try_length(self, tokens, rows):
+        if tokens > self.most:
+            return f"{tokens} tokens: out of memory"
+        rows.append({"tokens": tokens})
+        return None
+
+
+@pytest.mark.parametrize(
+    ("most", "lengths", "ended"),
+    [
+        (100, [], "128 tokens: out of memory"),
+        (128, [128], "192 tokens: out of memory"),
+        (600, [128, 256, 512], "768 tokens: out of memory"),
+        (800, [128, 256, 512, 768], "1024 tokens: out of memory"),
+    ],
+)
+def test_lengths_double_until_memory_ends_and_then_one_between_is_tried(
+    monkeypatch, most, lengths, ended
+):
+    monkeypatch.setattr(gpu, "Trainer", FakeTrainer)
+    monkeypatch.setattr(FakeTrainer, "most", most)
+    found = gpu.run_child(options("--child=memo", "--models=tiny", "--max-lengths=9"))
+    assert [one["tokens"] for one in found["lengths"]] == lengths
+    assert found["ended"] == ended
+
+
+def test_no_length_begins_that_would_end_too_late(monkeypatch):
+    monkeypatch.setattr(gpu, "Trainer", FakeTrainer)
+    monkeypatch.setattr(FakeTrainer, "most", 10**9)
+    found = gpu.run_child(options("--child=memo", "--models=tiny", "--time-limit=0"))
+    assert ([one["tokens"] for one in found["lengths"]], found["ended"]) == ([128], "out of time")
+
+
+def test_memory_that_ends_is_an_answer_and_other_failures_are_not(monkeypatch):
+    trainer = gpu.Trainer("checkpointing", gpu.SHAPES["tiny"], options())
+
+    def fail(error):
+        def length(_tokens):
+            raise error
+
+        monkeypatch.setattr(trainer, "_length", length)
+
+    rows = []
+    fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    assert trainer.try_length(64, rows) == "64 tokens: CUDA out of memory. Tried to allocate"
+    fail(RuntimeError("a kernel failed"))
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        trainer.try_length(64, rows)
+    assert rows == []
+
+
+def test_arms_share_the_time_and_a_dead_one_is_a_row(monkeypatch):
+    asked = []
+
+    def run_arm(_module, arm, *, timeout_s):
+        asked.append((arm.name, timeout_s))
+        if arm.name == "inductor":
+            raise harness.ChildFailed("arm inductor: exit code 1\nlast line")
+        return {"lengths": [length()], "ended": "out of time"}
+
+    monkeypatch.setattr(harness, "run_arm", run_arm)
+    chosen = gpu.arguments(["--models=1b", "--arms=memo,inductor", "--time-limit=100"])
+    rows = gpu.run_arms(chosen, gpu.time.monotonic() + 100)
+    assert [one[0] for one in asked] == ["memo", "inductor"]
+    assert rows[0]["lengths"] == [length()]
+    assert rows[1]["failure"] == "last line"
+    late = gpu.run_arms(chosen, gpu.time.monotonic() + 10)
+    assert [one["failure"] for one in late] == ["out of time"] * 2
+    gpu.show([*rows, *late])
+
+
+def length(peak: int = 1000, budget: int = 1100) -> dict:
+    return {
+        "tokens": 8192,
+        "peak_bytes": peak,
+        "planned_bytes": 1000,
+        "budget_bytes": budget,
+        "tokens_per_s": 5.0,
+        "first_step_s": 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("peak", "budget", "said"),
+    [
+        (1000, 1100, []),
+        (1005, 1001, ["1b memo, 8192 tokens: 1005 over budget 1001"]),
+        (1020, 1100, ["1b memo, 8192 tokens: 1020, planned 1000"]),
+        (900, 1100, ["1b memo, 8192 tokens: 900, planned 1000"]),
+    ],
+)
+def test_memo_is_held_to_its_budget_and_its_plan(peak, budget, said):
+    row = {"model": "1b", "arm": "memo", "lengths": [length(peak, budget)]}
+    assert gpu.judge([row]) == said
+    assert gpu.judge([{**row, "arm": "inductor"}]) == []
+
+
+def test_an_arm_or_model_that_does_not_exist(capsys):
+    with pytest.raises(SystemExit):
+        gpu.arguments(["--arms=eager"])
+    assert "--arms: unknown 'eager'; known: memo, checkpointing" in capsys.readouterr().err
