@@ -143,7 +143,8 @@ def forecast(question: Question) -> Forecast:
     try:
         return _within(question, loaded, question.budget_bytes)
     except Infeasible as error:
-        if error.floor_bytes is None or error.floor_bytes <= question.budget_bytes:
+        available = _without_margin(question, question.budget_bytes)
+        if error.floor_bytes is None or error.floor_bytes <= available:
             raise
         return _answer(question, loaded, _plan(question, loaded, error.floor_bytes))
 

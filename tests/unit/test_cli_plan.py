@@ -1,0 +1,359 @@
+"""``memo plan``: what it prints, how shapes are cut over devices, what it refuses."""
+
+import json
+import math
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from memo_compile import models
+from memo_compile.backends import forecast as forecasting
+from memo_compile.backends.forecast import Question, forecast, longest
+from memo_compile.cli.main import main
+from memo_compile.emit import Settings, emit
+from memo_compile.errors import InputError, RuntimeMisuse
+from memo_compile.hardware import find_hardware
+from memo_compile.models import ModelShape
+from memo_compile.plans import Decision, Plan
+from memo_compile.serialise import from_json
+from memo_compile.shapes.parallel import all_gather
+from memo_compile.shapes.transformer import Degrees, first_stage
+
+GPT = ModelShape(
+    name="tiny-gpt",
+    hidden=64,
+    num_layers=4,
+    ffn=256,
+    num_heads=4,
+    num_kv_heads=4,
+    vocab=512,
+    gated=False,
+)
+LLAMA = ModelShape(
+    name="tiny-llama",
+    hidden=64,
+    num_layers=4,
+    ffn=128,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab=512,
+    gated=True,
+)
+
+FIELDS = {
+    "fits",
+    "peak_bytes",
+    "budget_bytes",
+    "headroom_bytes",
+    "arena_bytes",
+    "lower_bound_bytes",
+    "outside_bytes",
+    "host_bytes",
+    "step_s",
+    "mfu",
+    "tokens_per_s",
+    "peak_at",
+    "buffers",
+    "layer_classes",
+    "decisions",
+}
+"""What ``--json`` promises."""
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch):
+    monkeypatch.setitem(models.MODELS, GPT.name, GPT)
+    monkeypatch.setitem(models.MODELS, LLAMA.name, LLAMA)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def plan(capsys, *arguments):
+    """(exit code, stdout, stderr) of ``memo plan ARGUMENTS``."""
+    with pytest.raises(SystemExit) as left:
+        main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    return left.value.code, out, err
+
+
+def question(model="tiny-gpt", seq=1024, **more):
+    degrees = Degrees(**{key: more.pop(key) for key in ("tp", "cp", "pp", "dp") if key in more})
+    return Question(model=model, seq=seq, hardware=find_hardware("a100"), degrees=degrees, **more)
+
+
+def test_what_fits_has_all_fields_and_exit_code_0(capsys):
+    code, out, _ = plan(capsys, "tiny-llama", "--seq", "1024", "--hardware", "h200", "--json")
+    body = json.loads(out)
+    assert code == 0
+    assert set(body) >= FIELDS
+    assert body["fits"] is True
+    assert body["buffers"] == "estimated"
+    assert body["headroom_bytes"] == body["budget_bytes"] - body["peak_bytes"] > 0
+    assert body["budget_bytes"] == 141 * 10**9 - 2**30
+    assert body["peak_bytes"] >= body["arena_bytes"] >= body["lower_bound_bytes"] > 0
+    assert 0 < body["mfu"] < 1
+    assert body["tokens_per_s"] == pytest.approx(1024 / body["step_s"])
+    assert [one["num_layers"] for one in body["layer_classes"]] == [4]
+    assert {one["decision"] for one in body["decisions"]} == {"SAVE"}
+    largest = body["peak_at"]["tensors"]
+    assert [one["bytes"] for one in largest] == sorted((o["bytes"] for o in largest), reverse=True)
+
+
+def test_what_does_not_fit_has_exit_code_1_and_the_smallest_peak(capsys):
+    code, out, err = plan(
+        capsys, "tiny-gpt", "--seq", "1024", "--budget", "33MiB", "--hardware", "a100", "--json"
+    )
+    body = json.loads(out)
+    assert code == 1
+    assert body["fits"] is False
+    assert body["headroom_bytes"] == body["budget_bytes"] - body["peak_bytes"] < 0
+    assert body["budget_bytes"] == 33 * 2**20
+    assert "does not fit" in err
+
+
+def test_a_budget_between_floor_and_saving_moves_tensors(capsys):
+    full = forecast(question(seq=4096))
+    budget = str(full.peak_bytes - full.step.plan.arena_bytes // 5)
+    code, out, _ = plan(
+        capsys, "tiny-gpt", "--seq", "4096", "--budget", budget, "--hardware", "a100", "--json"
+    )
+    body = json.loads(out)
+    assert code == 0
+    assert body["peak_bytes"] <= int(budget)
+    assert {one["decision"] for one in body["decisions"]} > {"SAVE"}
+
+
+def test_tables_say_what_fits_and_what_sets_the_peak(capsys, tmp_path):
+    report, saved = tmp_path / "out.html", tmp_path / "plan.json"
+    arguments = ("--seq", "1024", "--report", str(report), "--out", str(saved))
+    code, out, _ = plan(capsys, "tiny-gpt", *arguments)
+    assert code == 0
+    assert "tiny-gpt, 1 x 1024 tokens on h200: fits" in out
+    assert "set by" in out
+    assert "epilogue_bwd@0 (backward)" in out
+    assert "MFU" in out
+    assert report.read_text().startswith("<!")
+    restored = from_json(saved.read_text(), Plan, where="plan.json")
+    assert restored.check.ok
+    assert restored.timeline is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gpt-7c", "--seq", "1024"), "model: unknown 'gpt-7c'; did you mean gpt-7b?"),
+        (("tiny-gpt",), "seq: missing"),
+        (
+            ("tiny-gpt", "--seq", "1024", "--tp", "3"),
+            "tp: 3 does not divide the attention heads (4)",
+        ),
+        (("tiny-gpt", "--seq", "1023", "--cp", "2"), "cp: 2 does not divide the sequence (1023)"),
+        (("tiny-gpt", "--seq", "1024", "--pp", "3"), "pp: 3 does not divide the layers (4)"),
+        (("tiny-gpt", "--seq", "1024", "--dp", "0"), "dp: expected at least 1, got 0"),
+        (("tiny-gpt", "--seq", "1024", "--batch", "0"), "batch: expected at least 1"),
+        (("tiny-gpt", "--seq", "0"), "seq: expected at least 1"),
+        (("tiny-gpt", "--seq", "1024", "--dtype", "int3"), "dtype: expected one of"),
+        (("tiny-gpt", "--seq", "1024", "--hardware", "h20000"), "hardware"),
+        (("tiny-gpt", "--seq", "1024", "--optimizer", "lion"), "optimizer: expected one of"),
+        (("tiny-gpt", "--seq", "1024", "--policy", "luck"), "policy: expected one of"),
+        (("tiny-gpt", "--seq", "1024", "--budget", "lots"), "budget: expected bytes"),
+        (("tiny-gpt", "--seq", "1024", "--emit", "jax"), "emit: expected one of"),
+        (("tiny-gpt", "--seq", "1024", "--emit", "hf", "--json"), "give one of the two"),
+        (("no_such_module:f",), "cannot import no_such_module"),
+        (("json:no_function",), "json has no function 'no_function'"),
+        (("nowhere/config.json", "--seq", "128"), "nowhere/config.json: cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
+    code, out, err = plan(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"config.json:1: not JSON"),
+        ("{}", r"field 'model_type' is missing"),
+        ('{"model_type": "llama", "hidden_size": 64}', r"field 'num_hidden_layers' is missing"),
+        ('{"model_type": "nothing-known"}', r"transformers refuses it"),
+    ],
+)
+def test_a_config_that_lacks_something_is_refused(capsys, tmp_path, text, message):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    code, out, err = plan(capsys, str(path), "--seq", "128")
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_config_json_is_planned(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
+    path.write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    code, out, _ = plan(capsys, str(path), "--seq", "256", "--hardware", "a100", "--json")
+    body = json.loads(out)
+    assert code == 0
+    assert [one["num_layers"] for one in body["layer_classes"]] == [3]
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+    assert body["fixed_bytes"]["parameters"] == 2 * (3 * layer + 2 * 256 * 64 + 64)
+    assert body["fixed_bytes"]["outputs"] >= 256 * 256 * 2  # the logits
+    assert any("logits" in note for note in body["notes"])
+
+
+def test_a_function_of_the_user_is_planned_on_fakes(capsys, tmp_path, monkeypatch):
+    (tmp_path / "my_models.py").write_text(
+        textwrap.dedent("""
+            import torch
+
+            def build(seq):
+                huge = torch.nn.Linear(2**17, 2**17)
+                return huge, (torch.randn(seq, 2**17),)
+        """)
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, out, _ = plan(capsys, "my_models:build", "--seq", "64", "--hardware", "h200", "--json")
+    sys.modules.pop("my_models")
+    body = json.loads(out)
+    assert code == 1  # 64 GiB of weights, twice with the gradient, four times with AdamW's state
+    assert body["fixed_bytes"]["parameters"] == 4 * (2**34 + 2**17)
+    assert body["fixed_bytes"]["optimizer_state"] == 8 * (2**34 + 2**17)
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}], ids=str)
+def test_flops_of_the_trace_are_those_of_the_closed_form(shape, degrees):
+    """However the step is cut, its devices' FLOPs add up to 6 per weight and 6 h s for attention."""
+    seq = 1024
+    answer = forecast(question(shape.name, seq, **degrees))
+    devices = math.prod(degrees.values())
+    expected = shape.flops_per_token(seq) * seq / devices
+    assert answer.step.model_flops == pytest.approx(expected, rel=1e-3)
+
+
+def test_tensor_parallel_cuts_parameters_as_megatron_does():
+    h, f, v, layers = LLAMA.hidden, LLAMA.ffn, LLAMA.vocab, LLAMA.num_layers
+    kv = h * LLAMA.num_kv_heads // LLAMA.num_heads
+    for tp in (1, 2):
+        with FakeTensorMode():
+            model, (ids, _) = first_stage(
+                LLAMA, Degrees(tp=tp), seq=1024, batch=1, dtype=torch.bfloat16
+            )
+        cut = (2 * h * h + 2 * h * kv + 3 * h * f) // tp
+        expected = layers * (cut + 2 * h) + 2 * v * h // tp + h
+        assert sum(p.numel() for p in model.parameters()) == expected
+        assert ids.shape == (1, 1024 // tp)
+
+
+def test_key_value_heads_are_replicated_when_tp_exceeds_them():
+    with FakeTensorMode():
+        model, _ = first_stage(LLAMA, Degrees(tp=4), seq=1024, batch=1, dtype=torch.bfloat16)
+    sizes = [tuple(one.shape) for one in model.layers[0].attention.qkv.weights]
+    assert sizes == [(16, 64), (16, 64), (16, 64)]
+
+
+def test_optimizer_state_is_sharded_over_dp_and_cp():
+    alone = forecast(question()).step.plan.fixed
+    sharded = forecast(question(dp=4)).step.plan.fixed
+    both = forecast(question(dp=4, cp=2, optimizer="adamw-fp32")).step.plan.fixed
+    assert alone.optimizer_state == 2 * alone.parameters
+    assert sharded.optimizer_state == alone.optimizer_state // 4
+    assert sharded.parameters == alone.parameters
+    assert both.optimizer_state == both.parameters // 2 * 12 // 8
+
+
+def test_a_pipeline_stage_holds_a_frame_for_each_micro_batch_in_flight():
+    answer = forecast(question(seq=4096, pp=2))
+    plan = answer.step.plan
+    assert answer.in_flight == 2
+    assert answer.peak_bytes > plan.peak_bytes + plan.arena_bytes
+    assert any("1F1B" in note for note in answer.notes)
+    tight = forecast(question(seq=4096, pp=2, budget=answer.peak_bytes - plan.arena_bytes // 2))
+    assert tight.fits
+    assert tight.peak_bytes <= tight.budget_bytes < answer.peak_bytes
+
+
+def test_gathers_belong_to_the_backward_and_are_not_saved():
+    answer = forecast(question("tiny-llama", 4096, tp=2))
+    gathered = 4096 * LLAMA.hidden * 2
+    widest = max(one.bytes for one in answer.step.plan.decisions)
+    assert widest < gathered
+    kinds = answer.step.plan.outside_bytes_by_kind
+    assert kinds["memo_shapes.all_gather.default"] >= gathered
+
+
+def test_the_operators_of_shapes_do_not_run():
+    with pytest.raises(RuntimeMisuse, match="all_gather: exists for planning"):
+        all_gather(torch.zeros(1, 4, 2), 1, 2)
+
+
+@pytest.mark.parametrize(("limit", "start"), [(7, 1), (8, 1), (1, 1), (23, 4), (3, 100), (0, 1)])
+def test_the_longest_sequence_fits_and_the_next_does_not(monkeypatch, limit, start):
+    granule = 1024 * 4
+    monkeypatch.setattr(forecasting, "fits", lambda one: one.seq <= limit * granule)
+    tried = {}
+    found = longest(question(seq=start * granule, tp=2, cp=2), tried.__setitem__)
+    assert found == limit * granule
+    assert all(fits is (seq <= limit * granule) for seq, fits in tried.items())
+    assert found == 0 or tried[found]
+    assert not tried[found + granule]
+
+
+def test_max_seq_is_in_the_answer(capsys, monkeypatch):
+    monkeypatch.setattr(forecasting, "fits", lambda one: one.seq <= 3 * 1024)
+    code, out, err = plan(capsys, "tiny-gpt", "--max-seq", "--hardware", "a100", "--json")
+    body = json.loads(out)
+    assert (code, body["max_seq"], body["seq"]) == (0, 3072, 3072)
+    assert "4096 tokens: does not fit" in err
+
+
+def _settings(*decisions, **more):
+    rows = tuple(
+        Decision(
+            tensor="t",
+            layer_class="layers",
+            bytes=2**20,
+            decision=kind,
+            token_fraction=1.0,
+            reason="",
+            source=None,
+        )
+        for kind in decisions
+    )
+    sizes = {"num_layers": 32, "seq": 4096, "batch": 1, "tp": 1, "cp": 1, "pp": 1} | more
+    return Settings(model="m", decisions=rows, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("tool", "decisions", "expected"),
+    [
+        ("hf", ("SAVE",), "gradient_checkpointing=False"),
+        ("hf", ("RECOMPUTE",), "gradient_checkpointing=True"),
+        ("hf", ("OFFLOAD",), "save_on_cpu(pin_memory=True)"),
+        ("torchtitan", ("SAVE",), 'mode = "none"'),
+        ("torchtitan", ("SAVE", "SAVE", "RECOMPUTE"), 'mode = "selective"'),
+        ("torchtitan", ("SAVE", "RECOMPUTE", "RECOMPUTE"), 'mode = "full"'),
+        ("megatron", ("SAVE",), "no --recompute-*"),
+        ("megatron", ("SAVE", "SAVE", "RECOMPUTE"), "--recompute-granularity selective"),
+        ("megatron", ("RECOMPUTE",), "--recompute-granularity full"),
+        ("megatron", ("OFFLOAD",), "--cpu-offloading-num-layers 30"),
+    ],
+)
+def test_settings_of_other_tools(tool, decisions, expected):
+    assert expected in emit(tool, _settings(*decisions))
+
+
+def test_settings_name_the_degrees():
+    text = emit("megatron", _settings("SAVE", tp=8, cp=2, pp=4))
+    assert "--tensor-model-parallel-size 8" in text
+    assert "--sequence-parallel" in text
+    with pytest.raises(InputError, match="emit: expected one of hf, torchtitan, megatron"):
+        emit("jax", _settings())
