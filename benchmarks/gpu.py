@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,12 +181,7 @@ class Trainer:
         import torch
 
         if "checkpointing" in self.arm:
-            # Only a reentrant checkpoint hands its input to the hooks that move it to the host.
-            reentrant = self.arm == "offloaded-checkpointing"
-            newer = getattr(self.model, "activation_checkpointing_enable", None)  # transformers 5
-            enable = newer or self.model.gradient_checkpointing_enable
-            enable({"use_reentrant": reentrant})
-            self.model.enable_input_require_grads()
+            self.model._set_gradient_checkpointing(gradient_checkpointing_func=self._checkpoint)
             return loss
         if self.arm == "memo":
             more = {"lowering": "aten"} if self.options.dry_run else {}
@@ -256,20 +251,20 @@ class Trainer:
         float(loss)  # waits for the device
 
     def _forward_backward(self, ids: Any) -> Any:
-        with self._hooks():
-            loss = self.loss(ids)
+        loss = self.loss(ids)
         loss.backward()
         return loss.detach()
 
-    @contextlib.contextmanager
-    def _hooks(self) -> Iterator[None]:
+    def _checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """One layer, checkpointed; its input goes to the host where the arm says so."""
         import torch
+        from torch.utils.checkpoint import checkpoint
 
-        if self.arm != "offloaded-checkpointing":
-            yield
-            return
-        with torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda"):
-            yield
+        hooks: Any = contextlib.nullcontext()
+        if self.arm == "offloaded-checkpointing":  # as transformers 5 does it with offload=True
+            hooks = torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
+        with hooks:
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 def make_model(shape: Shape, device: Any) -> Any:

@@ -1,11 +1,13 @@
 """A planned step that runs: the plan bound to the runtime, planned again when it must be."""
 
 import itertools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memo_runtime.arena import arena_of
+from memo_runtime.host_store import HostStoreError
 from memo_runtime.leases import StepCounters
 from memo_runtime.pages import gives_pages_back
 from memo_runtime.step import StepPlan, run_backward, run_forward
@@ -20,6 +22,8 @@ from memo_compile.passes.cut import Cut
 from memo_compile.plans import Plan
 from memo_compile.problem import Problem, Storage
 from memo_compile.reporting import state
+
+log = logging.getLogger("memo")
 
 _keys = itertools.count(1)
 
@@ -88,6 +92,26 @@ class Assembly:
                 size for storage, size in self._returned if not storage.expired()
             )
         return results
+
+    def reserve(self) -> None:
+        """The step's frames are there: a refusal comes now and not in the first step.
+
+        Where pinned memory is refused and was not asked for by name, pageable memory is taken.
+
+        Raises:
+            HostStoreError: the host refused that too.
+        """
+        with shim.real_tensors():
+            try:
+                self.step.reserve()
+            except HostStoreError as error:
+                if self.step.host_store != "pinned":
+                    raise
+                note = f"copies go through pageable memory and may block: {error}"
+                if state.add_note(note):
+                    log.warning("memo: %s", note)
+                self.step.host_store = "shm"
+                self.step.reserve()
 
     def on_unplanned(self, call: Callable[[], None]) -> None:
         """``call`` is told of every step that runs in ordinary memory."""
@@ -174,8 +198,7 @@ def assemble(
     planner = StepPlanner(forward, backward, units, facts, config, name)
     assembly = Assembly(planner=planner, forward_cut=forward, backward_cut=backward)
     if assembly.problem.host_bytes:
-        with shim.real_tensors():
-            assembly.step.reserve()
+        assembly.reserve()
     return assembly
 
 

@@ -22,7 +22,6 @@ from memo_compile.problem import (
 )
 from memo_compile.regions import ViewSpec
 
-
 MIN_TRIM_BYTES = 2**20
 """Of a kernel's own memory: giving the heap back costs some 100 us and new pages afterwards."""
 

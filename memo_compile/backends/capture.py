@@ -22,6 +22,7 @@ from memo_compile.analysis.units import (
     tag_units,
 )
 from memo_compile.backends import shim
+from memo_compile.backends.artifacts import emit_artifacts
 from memo_compile.backends.assemble import Assembly, assemble
 from memo_compile.backends.facts import GraphFacts
 from memo_compile.backends.lowering import plain_inner
@@ -36,6 +37,7 @@ from memo_compile.passes.tile_cut import tile_cut
 from memo_compile.problem import Phase
 from memo_compile.program_text import program_text
 from memo_compile.reporting import state
+from memo_compile.reporting.write import write_pictures
 from memo_compile.serialise import to_json
 
 log = logging.getLogger("memo")
@@ -177,8 +179,8 @@ class StepCompiler:
         self.runner.write("step-forward.txt", graph_text(self._forward.program))
         self.runner.write("step-backward.txt", graph_text(backward.program))
         self.runner.write("step-program.txt", program_text(assembly.problem))
-        (self.dump / "problem.json").write_text(to_json(assembly.problem))
-        (self.dump / "plan.json").write_text(to_json(assembly.plan))
+        write_pictures(self.dump, assembly.problem, assembly.plan, assembly.planner.known_costs())
+        emit_artifacts(self.name, {"plan.json": to_json(assembly.plan)})
 
     def _cut(self, gm: fx.GraphModule, phase: Phase, static: frozenset[str]) -> Cut:
         assert self._units is not None

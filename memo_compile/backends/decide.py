@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from memo_compile.backends.lowering import lower_regions
 from memo_compile.backends.movable_step import ClassGraph, Movable
 from memo_compile.config import MemoConfig
+from memo_compile.errors import InvalidPlan, UnsupportedGraph
 from memo_compile.movable import MovableStep, RecomputeKey, RecomputeRegion
 from memo_compile.passes.recompute import estimate, recompute_graph
+from memo_compile.planners.check_moves import check_moves, remakes_of
 from memo_compile.planners.moves import recompute_seconds
 from memo_compile.planners.policy import Choice, choose
 from memo_compile.plans import Plan
@@ -47,6 +49,28 @@ class RecomputeLibrary:
         if key not in self.regions:
             self.regions[key] = self._estimated(key)
         return self.regions[key]
+
+    def known(self, key: RecomputeKey) -> RecomputeRegion:
+        """The region of ``key`` if it is lowered.
+
+        Raises:
+            UnsupportedGraph: it is not.
+        """
+        if key.region not in self.lowered:
+            raise UnsupportedGraph(f"{key.region} is not lowered yet")
+        return self.regions[key]
+
+    def proved(self, choice: Choice[Plan]) -> Choice[Plan]:
+        """``choice``, whose program computes what the step under policy SAVE does.
+
+        Raises:
+            InvalidPlan: it does not; the message says where.
+        """
+        made = remakes_of(self.step, choice.problem, self.regions.values())
+        verdict = check_moves(self.step.problem, choice.problem, made)
+        if not verdict.ok:
+            raise InvalidPlan(f"moves of policy {choice.moves.policy}: {verdict}")
+        return choice
 
     def _estimated(self, key: RecomputeKey) -> RecomputeRegion:
         graph = self.graphs[key.class_key]
@@ -111,7 +135,8 @@ def decide(
     Raises:
         Infeasible: nothing fits; the message names the floor and what makes it.
     """
-    for _ in range(MAX_ROUNDS):
+    for number in range(MAX_ROUNDS):
+        last = number == MAX_ROUNDS - 1
         choice = choose(
             movable.step,
             budget_bytes=budget_bytes,
@@ -119,9 +144,9 @@ def decide(
             policy=config.policy,
             alpha=config.alpha,
             exact=config.exact,
-            recompute=library,
+            recompute=library.known if last else library,
             place=place,
         )
         if not library.lower(choice.problem):
-            return choice
-    raise AssertionError(f"no choice settled in {MAX_ROUNDS} rounds of lowering")
+            return library.proved(choice)
+    raise AssertionError("the last round chose a region that is not lowered")

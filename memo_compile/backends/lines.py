@@ -115,9 +115,7 @@ class LineScan:
         names = shim.written_buffers(node)
         size = sum(self._size_bytes(self._graph.get_buffer(name)) for name in names)
         kind = _kernel_name(node)
-        self._copied.append(
-            OutsideBuffer(kind=kind, size_bytes=size, start=number, end=number + 1)
-        )
+        self._copied.append(OutsideBuffer(kind=kind, size_bytes=size, start=number, end=number + 1))
 
     def _read_multi_output(self, number: int, line: Any) -> None:
         node = self._graph.name_to_buffer.get(line.result_name)

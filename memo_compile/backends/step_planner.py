@@ -176,6 +176,15 @@ class StepPlanner:
             )
         return self._movable
 
+    def known_costs(self) -> StepCosts | None:
+        """The seconds of regions and copies, where a decision needed them."""
+        if self._movable is None:
+            return None
+        lowered = self._library.regions.values() if self._library else ()
+        more = {one.key.region: one.seconds for one in lowered if one.exact}
+        costs = self._movable.step.costs
+        return replace(costs, region_s={**costs.region_s, **more})
+
     def library(self) -> RecomputeLibrary:
         """The step's recompute regions."""
         if self._library is None:

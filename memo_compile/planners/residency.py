@@ -23,7 +23,6 @@ from memo_compile.problem import (
     outside_events,
 )
 
-
 HEAP_SLACK = 0.015
 """CPU: what kernels' work space and the C allocator's fragments add to a step's own memory, of that
 memory; 0.5 to 1.3 % were measured on Llama steps of 240 to 390 MiB. CUDA's allocator is exact."""

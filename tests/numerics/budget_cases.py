@@ -171,14 +171,18 @@ def save_run(name: str, lowering: str = "aten") -> tuple[Run, Plan]:
     return _saved(name, lowering)[:2]
 
 
+def planned_again(case: Case, memory_budget: int | None) -> Plan:
+    """The case's plan for another budget; its step was traced and lowered once, for all."""
+    planner = _saved(case.model, case.lowering)[2]
+    planner.config = resolve({**case.options(), "memory_budget": memory_budget}, None)
+    return planner.plan().plan
+
+
 @functools.cache
 def floor_bytes(name: str, decision: str, lowering: str = "aten") -> int:
     """What the error of a budget of one byte names."""
-    planner = _saved(name, lowering)[2]  # the step is traced and lowered already
-    case = Case(model=name, decision=decision, lowering=lowering)
-    planner.config = resolve({**case.options(), "memory_budget": 1}, None)
     with pytest.raises(Infeasible) as raised:
-        planner.plan()
+        planned_again(Case(model=name, decision=decision, lowering=lowering), 1)
     assert raised.value.floor_bytes is not None
     return raised.value.floor_bytes
 
