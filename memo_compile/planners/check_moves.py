@@ -35,22 +35,25 @@ def remakes_of(
 ) -> dict[str, Remake]:
     """What each RECOMPUTE call of ``moved`` must make, by the call's name.
 
-    The layer is that of the next backward call: not the names of values, but the region's key and
+    The layer is one of the next backward call's, of the key's class: not the names of values, but the region's key and
     the place of the call say what is made. A call for which they say nothing is left out; what it
     makes then equals nothing.
     """
     by_name = {one.key.region: one for one in regions}
-    layer_of = {layer.backward: layer for layer in step.layers}
+    layers_of: dict[tuple[str, str], Layer] = {
+        (layer.backward, layer.class_key): layer for layer in step.layers
+    }
     calls = {call.name: call for call in step.problem.calls}
     found: dict[str, Remake] = {}
-    layer: Layer | None = None
+    reader = ""
     for call in reversed(moved.calls):
         if call.kind is CallKind.RUN:
-            layer = layer_of.get(call.name)
+            reader = call.name
         region = by_name.get(call.region)
-        if call.kind is not CallKind.RECOMPUTE or region is None or layer is None:
+        if call.kind is not CallKind.RECOMPUTE or region is None:
             continue
-        if region.key.class_key == layer.class_key:
+        layer = layers_of.get((reader, region.key.class_key))
+        if layer is not None:
             found[call.name] = _remake(calls[layer.forward], layer, region)
     return found
 
