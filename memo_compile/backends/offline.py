@@ -31,6 +31,10 @@ from memo_compile.simulate import simulate
 
 log = logging.getLogger("memo")
 
+_PLAIN_LOOPS = {"cpp.simdlen": 1}
+"""For another device than the CPU, whose kernels nobody will read: the same buffers, and a fifth
+less time than vectorised loops; no C++ compiler is asked what the machine can do."""
+
 FORWARD_AND_BACKWARD = 3
 """A training step's useful FLOPs over those of its forward: two products for each of one."""
 
@@ -90,6 +94,8 @@ def plan_step_offline(
         MemoError: as ``plan``.
     """
     config = replace(config, costs="roofline")
+    if hardware is not None and hardware.name != "cpu":
+        config = replace(config, inductor_options={**config.inductor_options, **_PLAIN_LOOPS})
     seen: list[_PlannedSignal] = []
 
     def make(options: MemoConfig, facts: GraphFacts, name: str) -> StepCompiler:

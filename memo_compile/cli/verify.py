@@ -32,6 +32,10 @@ PEAK_SLACK_BYTES = 8 * 2**20
 """And at least this: code and stacks of a first use."""
 
 
+_STDERR = 2
+"""The descriptor: sys.stderr may be no file."""
+
+
 def register(app: typer.Typer) -> None:
     """Attach the command to ``app``."""
     app.command(name="verify", context_settings=RAW_ARGUMENTS)(verify)
@@ -107,7 +111,7 @@ def _run(
     """What one run recorded; None when it left nothing. Its stdout goes to stderr."""
     out = folder / f"{arm}.json"
     command = [sys.executable, "-m", "memo_compile.backends.record", arm, str(out), str(steps)]
-    done = subprocess.run([*command, str(script), *arguments], stdout=sys.stderr, check=False)
+    done = subprocess.run([*command, str(script), *arguments], stdout=_STDERR, check=False)
     if not out.exists():
         return None
     found: dict[str, Any] = json.loads(out.read_text())

@@ -231,7 +231,7 @@ def test_a_function_of_the_user_is_planned_on_fakes(capsys, tmp_path, monkeypatc
 @pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}], ids=str)
 def test_flops_of_the_trace_are_those_of_the_closed_form(shape, degrees):
-    """However the step is cut, its devices' FLOPs add up to 6 per weight and 6 h s for attention."""
+    """However the step is cut, its FLOPs add up to 6 per weight and 6 h s for attention."""
     seq = 1024
     answer = forecast(question(shape.name, seq, **degrees))
     devices = math.prod(degrees.values())
@@ -284,8 +284,9 @@ def test_a_pipeline_stage_holds_a_frame_for_each_micro_batch_in_flight():
 def test_gathers_belong_to_the_backward_and_are_not_saved():
     answer = forecast(question("tiny-llama", 4096, tp=2))
     gathered = 4096 * LLAMA.hidden * 2
-    widest = max(one.bytes for one in answer.step.plan.decisions)
-    assert widest < gathered
+    saved = [one.tensor for one in answer.step.plan.decisions if one.layer_class == "layers"]
+    assert saved
+    assert not any("all_gather" in tensor for tensor in saved)
     kinds = answer.step.plan.outside_bytes_by_kind
     assert kinds["memo_shapes.all_gather.default"] >= gathered
 

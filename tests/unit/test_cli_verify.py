@@ -1,0 +1,173 @@
+"""``memo verify``: what two recorded runs say, and one script in child processes."""
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from memo_compile.cli.main import main
+from memo_compile.cli.verify import judge
+
+STEP = {"losses": [2.0], "gradients": [(1.0, 0.5), (4.0, -1.0), None], "half": False}
+
+RUN = {
+    "steps": [STEP, STEP],
+    "active": True,
+    "unplanned_steps": 0,
+    "notes": [],
+    "measured_peak_bytes": 900 * 2**20,
+    "planned_peak_bytes": 1000 * 2**20,
+    "check": [],
+    "failed": False,
+}
+
+EAGER = {**RUN, "active": False, "measured_peak_bytes": None, "planned_peak_bytes": None}
+
+
+def run_with(path, value):
+    """RUN with one entry, at ``path``, replaced."""
+    changed = copy.deepcopy(RUN)
+    *inner, last = path
+    place = changed
+    for key in inner:
+        place = place[key]
+    place[last] = value
+    return changed
+
+
+def test_equal_runs_keep_the_promise():
+    verdict = judge(EAGER, RUN)
+    assert verdict.holds
+    assert (verdict.loss_difference, verdict.gradient_difference) == (0.0, 0.0)
+    assert "2 steps" in str(verdict)
+    assert "peak 900.00 MiB, planned 1000.00 MiB" in str(verdict)
+
+
+def test_rounding_is_allowed_and_reported():
+    verdict = judge(EAGER, run_with(("steps", 1, "losses"), [2.0 + 1e-6]))
+    assert verdict.holds
+    assert verdict.loss_difference == pytest.approx(5e-7)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "fault"),
+    [
+        (("steps", 1, "losses"), [2.01], "step 2: losses differ by 5.0e-03, more than 0.001"),
+        (("steps", 0, "losses"), [math.nan], "step 1: losses differ by inf"),
+        (("steps", 0, "losses"), [], "step 1: losses differ by inf"),
+        (("steps", 0, "gradients", 1), (4.1, -1.0), "step 1: gradients differ by 2.5e-02"),
+        (("steps", 0, "gradients", 1), (4.0, 1.0), "step 1: gradients differ by 5.0e-01"),
+        (("steps", 0, "gradients", 2), (1.0, 1.0), "step 1: gradients differ by inf"),
+        (("steps", 0, "gradients", 0), None, "step 1: gradients differ by inf"),
+        (("steps",), [STEP], "2 steps without memo, 1 with it"),
+        (("active",), False, "memo is not active"),
+        (("unplanned_steps",), 3, "3 steps ran without their plan"),
+        (("check",), ["bytes overlap"], "the checker: bytes overlap"),
+        (("failed",), True, "the script failed with memo after 2 steps"),
+        (("measured_peak_bytes",), 1100 * 2**20, "peak is 1.07 GiB, planned were 1000.00 MiB"),
+    ],
+)
+def test_every_broken_promise_is_named(path, value, fault):
+    verdict = judge(EAGER, run_with(path, value))
+    assert not verdict.holds
+    assert fault in str(verdict)
+
+
+def test_a_process_that_died_breaks_the_promise():
+    assert "the process with memo died" in str(judge(EAGER, None))
+
+
+def test_half_precision_may_differ_by_more():
+    half = {**STEP, "half": True}
+    near = {**half, "losses": [2.05]}
+    assert judge({**EAGER, "steps": [half]}, {**RUN, "steps": [near]}).holds
+    assert not judge(
+        {**EAGER, "steps": [STEP]}, {**RUN, "steps": [{**STEP, "losses": [2.05]}]}
+    ).holds
+
+
+def test_a_gradient_that_is_all_rounding_is_not_judged():
+    tiny = {**STEP, "gradients": [(1.0, 0.0), (1e-9, 1e-9)]}
+    other = {**STEP, "gradients": [(1.0, 0.0), (3e-9, -2e-9)]}
+    assert judge({**EAGER, "steps": [tiny]}, {**RUN, "steps": [other]}).holds
+
+
+def verify(tmp_path, source, *options):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(source))
+    return subprocess.run(
+        [sys.executable, "-m", "memo_compile.cli.main", "verify", *options, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )
+
+
+TRAINING = """
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 8))
+    step = torch.compile(model, backend="memo", options={"lowering": "aten"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for number in range(1000):
+        loss = (step(torch.randn(256, 64)) * SCALE).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print("step", number)
+"""
+
+
+def test_a_script_is_compared_and_its_peak_measured(tmp_path):
+    source = TRAINING.replace("SCALE", "1.0")
+    done = verify(tmp_path, source, "--steps", "4", "--json")
+    body = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert body["holds"] is True
+    assert body["num_steps"] == 4
+    assert 0 <= body["gradient_difference"] < 1e-4
+    assert body["measured_peak_bytes"] > 0
+    assert "step 2" in done.stderr
+    assert "step 4" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_script_that_computes_something_else_with_memo_is_caught(tmp_path):
+    scale = "(1.1 if 'memo' in sys.argv[0] or 'memo' in sys.orig_argv else 1.0)"
+    source = "import sys\n" + textwrap.dedent(TRAINING).replace("SCALE", scale)
+    done = verify(tmp_path, source, "--steps", "2")
+    assert done.returncode == 1
+    assert "memo does not keep its promise: step 1: losses differ by 2.1e-01" in done.stdout
+
+
+def refused(capsys, *arguments):
+    with pytest.raises(SystemExit) as left:
+        main(["verify", *arguments])
+    assert left.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_missing_script_is_refused(capsys, tmp_path):
+    assert "no such file" in refused(capsys, str(tmp_path / "none.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("print('hello')", "no training step went through torch.compile"),
+        ("raise ValueError('boom')", "fails without memo too"),
+    ],
+)
+def test_scripts_that_train_nothing_are_refused(capsys, tmp_path, source, message):
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    assert message in refused(capsys, str(script))
