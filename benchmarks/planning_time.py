@@ -49,7 +49,8 @@ def main() -> int:
     for name in options.models.split(","):
         arguments_ = (f"--child={name}", f"--tokens={options.tokens}", f"--policy={options.policy}")
         arguments_ += (f"--repeats={options.repeats}",)
-        rows.append(harness.run_arm(MODULE, harness.Arm(name=name, arguments=arguments_)))
+        arm = harness.Arm(name=name, arguments=arguments_)
+        rows.append(harness.run_arm(MODULE, arm, timeout_s=2 * harness.CHILD_TIMEOUT_S))
         show(rows[-1])
     failures = [failure for row in rows for failure in judge(row)]
     payload = {"hardware": hardware, "rows": rows, "failures": failures}

@@ -165,6 +165,14 @@ def timed_in_turn(
             return found
 
 
+def busy_note(steps: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Which steps (``Timed.as_dict``, by name) have too few quiet samples to be judged by."""
+    busy = [name for name, one in steps.items() if one["num_quiet"] < MIN_QUIET]
+    if not busy:
+        return None
+    return f"other processes used the cores; run again on a quiet machine: {', '.join(busy)}"
+
+
 def sample(run: Callable[[], None]) -> Sample:
     """One call, timed; and what other processes took of the cores meanwhile."""
     busy_s, own_s, begin = _busy_s(), time.process_time(), time.perf_counter()
