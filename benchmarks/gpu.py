@@ -95,7 +95,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", default=",".join(ARMS), help="comma-separated")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each length")
     parser.add_argument("--max-lengths", type=int, default=8)
-    parser.add_argument("--memory-budget", default=None, help=f"memo's; {MEMO_BUDGET} by default")
+    parser.add_argument("--memory-budget", default=None, help=f"memo's; {MEMO_BUDGET}% by default")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="in seconds")
     parser.add_argument("--no-tests", action="store_true", help="without tests/gpu")
     parser.add_argument("--no-save", action="store_true")

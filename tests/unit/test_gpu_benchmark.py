@@ -137,3 +137,9 @@ def test_an_arm_or_model_that_does_not_exist(capsys):
     with pytest.raises(SystemExit):
         gpu.arguments(["--arms=eager"])
     assert "--arms: unknown 'eager'; known: memo, checkpointing" in capsys.readouterr().err
+
+
+def test_help_names_the_budget(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        gpu.arguments(["--help"])
+    assert "memo's; 92% by default" in capsys.readouterr().out
