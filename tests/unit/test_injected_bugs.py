@@ -499,7 +499,8 @@ def test_the_numbers_of_the_plan(name):
         return list(check(moved, dataclasses.replace(plan, **changes)).problems)
 
     expect(of(budget_bytes=plan.peak_bytes - 1), "> budget")
-    expect(of(peak_bytes=plan.peak_bytes - 1), "the peak says")
+    below_slack = plan.peak_bytes - plan.peak_bytes // 50  # a plan for CPU has some to spare
+    expect(of(peak_bytes=below_slack), "the peak says")
     expect(of(lower_bound_bytes=plan.arena_bytes + 1), "lower bound")
     expect(of(arena_bytes=plan.arena_bytes - 512), "outside the arena")
     expect(of(resident_bytes=plan.resident_bytes[1:]), "one number per call")
