@@ -112,7 +112,7 @@ class StepPlanner:
         for note in choice.notes:
             state.add_note(note)
         plan = replace(
-            choice.plan,
+            self._placed(choice),
             decisions=moved_rows(self.movable().step, choice, self.units),
             policy=choice.moves.policy,
             timeline=choice.timeline,
@@ -139,14 +139,19 @@ class StepPlanner:
             self.config,
             budget_bytes=budget_bytes,
             host_budget_bytes=self._host_budget_bytes(),
-            place=self._place,
+            place=lambda problem: self._place(problem, solver="greedy"),
         )
 
-    def _place(self, problem: Problem) -> Plan:
+    def _placed(self, choice: Choice[Plan]) -> Plan:
+        """The chosen step placed with all effort; candidates were placed quickly."""
+        best = self._place(choice.problem)
+        return best if best.peak_bytes < choice.plan.peak_bytes else choice.plan
+
+    def _place(self, problem: Problem, solver: str | None = None) -> Plan:
         return plan_step(
             problem,
             name=self.name,
-            solver=self.config.placement_solver,
+            solver=solver or self.config.placement_solver,
             time_limit_s=self.config.placement_time_limit_s,
             lowering_s=self.lowering_s,
             releases_pages=self.runs_here() and gives_pages_back(self.facts.device),
