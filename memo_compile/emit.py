@@ -41,13 +41,6 @@ class Settings:
         """True when something goes to the host."""
         return self.bytes_of("OFFLOAD") > 0
 
-    def recomputes_attention(self) -> bool:
-        """True when an attention kernel's output is made again."""
-        return any(
-            "RECOMPUTE" == one.decision and "attention" in one.reason.lower()
-            for one in self.decisions
-        )
-
     def mostly_recomputes(self) -> bool:
         """True when more of what moves is made again than copied or kept."""
         again = self.bytes_of("RECOMPUTE")

@@ -17,7 +17,7 @@ from memo_compile.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from memo_compile.backends.forecast import Forecast
+    from memo_compile.backends.forecast import Forecast, Question
 
 
 PLAIN_WIDTH = 140
@@ -64,9 +64,7 @@ def plan_command(
     as_json: AsJson = False,
 ) -> None:
     """Plan one training step on any machine: does it fit, how fast is it, what sets the peak."""
-    from rich.console import Console
-
-    from memo_compile.backends.forecast import Question, forecast, longest
+    from memo_compile.backends.forecast import Question
     from memo_compile.emit import EMITTERS
     from memo_compile.hardware import find_hardware
     from memo_compile.shapes.load import parse_dtype
@@ -88,33 +86,43 @@ def plan_command(
         optimizer=optimizer,
         policy=policy,
     )
-    console = Console(stderr=True, highlight=False)
-    found: dict[str, Any] = {}
-    try:
-        if max_seq:
-            with _busy(console, "searching the longest sequence"):
-                longest_seq = longest(question, lambda n, fits: _tried(console, n, fits))
-            found["max_seq"] = longest_seq
-            if longest_seq == 0:
-                raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget")
-            question = dataclasses.replace(question, seq=longest_seq)
-        with _busy(console, "planning"):
-            answer = forecast(question)
-    except Infeasible as error:
-        if as_json:
-            print(json.dumps({"fits": False, "conflict": str(error)} | found))
-        raise
+    answer, longest_seq = _answer(question, max_seq=max_seq, as_json=as_json)
     _write_files(answer, report, out)
     if emit is not None:
         print(_settings_text(emit, answer), end="")
     elif as_json:
-        print(json.dumps(_as_dict(answer) | found))
+        more = {} if longest_seq is None else {"max_seq": longest_seq}
+        print(json.dumps(_as_dict(answer) | more))
     else:
-        _print(answer, found.get("max_seq"))
+        _print(answer, longest_seq)
     if not answer.fits:
         over = format_bytes(answer.peak_bytes - answer.budget_bytes)
         print(f"memo: does not fit: {over} over the budget", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[Forecast, int | None]":
+    """The forecast, and with ``max_seq`` the longest sequence that it is for."""
+    from rich.console import Console
+
+    from memo_compile.backends.forecast import forecast, longest
+
+    console = Console(stderr=True, highlight=False)
+    found: int | None = None
+    try:
+        if max_seq:
+            with _busy(console, "searching the longest sequence"):
+                found = longest(question, lambda seq, fits: _tried(console, seq, fits))
+            if found == 0:
+                raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget")
+            question = dataclasses.replace(question, seq=found)
+        with _busy(console, "planning"):
+            return forecast(question), found
+    except Infeasible as error:
+        if as_json:
+            more = {} if found is None else {"max_seq": found}
+            print(json.dumps({"fits": False, "conflict": str(error)} | more))
+        raise
 
 
 @contextmanager
