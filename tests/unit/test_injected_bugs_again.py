@@ -1,0 +1,300 @@
+"""Injected bugs, continued: recomputation, numbers of the plan, tiles, other forms of a step."""
+
+import dataclasses
+
+import pytest
+
+from memo_compile.planners.check import check
+from memo_compile.planners.check_moves import Remake, check_moves
+from memo_compile.problem import CallKind, arena_buffers, call_starts
+from tests.unit.bug_cases import (
+    RECOMPUTE,
+    RELOAD,
+    RUN,
+    WAIT,
+    calls_of,
+    dropped,
+    expect,
+    faults,
+    named,
+    plan_of,
+    replaced,
+    shape_of,
+    with_calls,
+    works,
+)
+from tests.unit.byte_machine import roomy
+from tests.unit.moved_steps import SHAPES
+
+
+@pytest.mark.parametrize(("name", "index"), calls_of(RECOMPUTE))
+def test_a_recomputation_is_dropped(name, index):
+    shape = shape_of(name)
+    call = shape.moved.calls[index]
+    found = faults(shape, dropped(shape.moved, index))
+    expect(found, "nothing fills bytes" if call.into else f"reads {call.outputs[0]} before it is")
+
+
+@pytest.mark.parametrize(("name", "index"), calls_of(RECOMPUTE))
+def test_a_recomputation_reads_another_value(name, index):
+    """The right shapes, but of another layer: only what the call stands for tells."""
+    shape = shape_of(name)
+    call = shape.moved.calls[index]
+    expected = shape.remakes[call.name].inputs[0]
+    wrong = "y1" if expected == "y0" else "y0"
+    moved = replaced(shape.moved, index, inputs=(wrong, *call.inputs[1:]))
+    expect(faults(shape, moved), f"reads {wrong}, which is {wrong}, where it must read {expected}")
+    assert not works(shape, moved)
+
+
+def test_recomputed_outputs_change_places():
+    shape = shape_of("recompute")
+    index = named(shape.moved, "again0")
+    moved = replaced(shape.moved, index, outputs=("again.a0", "again.s0"))
+    expect(faults(shape, moved), "B0 reads again.a0, which is s0, where it must read a0")
+    index = named(shape.moved, "B0")
+    moved = replaced(shape.moved, index, inputs=("gy1", "y0", "again.a0", "again.s0"))
+    expect(faults(shape, moved), "B0 reads again.s0, which is s0, where it must read a0")
+    assert not works(shape, moved)
+
+
+def test_recomputed_outputs_of_two_layers_change_places():
+    """Equal regions, equal sizes: the values of layer 0 and of layer 1."""
+    shape = shape_of("token mix")
+    one, other = (named(shape.moved, f"B{i}") for i in range(2))
+    for index, i in ((one, 1), (other, 0)):
+        inputs = shape.moved.calls[index].inputs
+        moved = replaced(shape.moved, index, inputs=(*inputs[:2], f"reloaded.s{i}", inputs[3]))
+        expect(faults(shape, moved), f"reads reloaded.s{i}")
+        assert not works(shape, moved)
+
+
+def test_recomputed_rows_of_two_layers_change_places():
+    shape = shape_of("token mix")
+    into = [shape.moved.calls[named(shape.moved, f"again{i}")].into for i in range(2)]
+    moved = replaced(shape.moved, named(shape.moved, "again0"), into=into[1])
+    moved = replaced(moved, named(shape.moved, "again1"), into=into[0])
+    expect(faults(shape, moved), "again1 writes into reloaded.s0 before it is made")
+
+
+def test_what_recomputation_stands_for_must_be_known():
+    shape = shape_of("recompute")
+    found = check_moves(shape.original, shape.moved).problems
+    expect(list(found), "B0 reads again.s0, which is again.s0, where it must read s0")
+    swapped = {**shape.remakes, "again0": Remake(inputs=("y0",), outputs=("a0", "s0"))}
+    found = check_moves(shape.original, shape.moved, swapped).problems
+    expect(list(found), "B0 reads again.s0, which is a0, where it must read s0")
+    short = {**shape.remakes, "again0": Remake(inputs=("y0",), outputs=("s0",))}
+    found = check_moves(shape.original, shape.moved, short).problems
+    expect(list(found), "again0: expected (inputs, outputs) (1, 1)")
+
+
+@pytest.mark.parametrize(("name", "index"), calls_of(*CallKind))
+def test_fewer_bytes_of_the_arena_stay(name, index):
+    """Caught exactly when a buffer that lives in this call or later needs them."""
+    moved, plan = shape_of(name).moved, plan_of(name)
+    start = call_starts(moved)[index]
+    ends = [
+        plan.offsets[one.id] + one.size_bytes for one in arena_buffers(moved) if one.end > start
+    ]
+    resident = list(plan.resident_bytes)
+    resident[index] -= 512
+    broken = dataclasses.replace(plan, resident_bytes=tuple(resident))
+    is_caught = not check(moved, broken).ok
+    follows = index + 1 < len(resident) and resident[index + 1] > resident[index]
+    assert is_caught == (resident[index] < max(ends, default=0) or follows)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_numbers_of_the_plan(name):
+    moved, plan = shape_of(name).moved, plan_of(name)
+    assert check(moved, dataclasses.replace(plan, budget_bytes=plan.peak_bytes)).ok
+
+    def of(**changes) -> list[str]:
+        return list(check(moved, dataclasses.replace(plan, **changes)).problems)
+
+    expect(of(budget_bytes=plan.peak_bytes - 1), "> budget")
+    below_slack = plan.peak_bytes - plan.peak_bytes // 30  # a plan for CPU has some to spare
+    expect(of(peak_bytes=below_slack), "the peak says")
+    expect(of(lower_bound_bytes=plan.arena_bytes + 1), "lower bound")
+    expect(of(arena_bytes=plan.arena_bytes - 512), "outside the arena")
+    expect(of(resident_bytes=plan.resident_bytes[1:]), "one number per call")
+    expect(of(resident_bytes=(0,) * len(moved.calls)), "uses the arena up to")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_host_frame_is_too_small(name):
+    moved = shape_of(name).moved
+    small = dataclasses.replace(moved, host_bytes=moved.host_bytes - 1)
+    expect(faults(shape_of(name), small), "uses host bytes")
+
+
+INTO = [
+    pytest.param(shape, index, at, shift, id=f"{shape}: {call.name} into {into.value} {shift:+}")
+    for shape in SHAPES
+    for index, call in enumerate(shape_of(shape).moved.calls)
+    for at, into in enumerate(call.into)
+    for shift in (512, -512)
+]
+
+
+@pytest.mark.parametrize(("name", "index", "at", "shift"), INTO)
+def test_a_call_writes_into_other_bytes(name, index, at, shift):
+    shape = shape_of(name)
+    call = shape.moved.calls[index]
+    into = list(call.into)
+    into[at] = dataclasses.replace(into[at], offset_bytes=into[at].offset_bytes + shift)
+    moved = replaced(shape.moved, index, into=tuple(into))
+    phrases = ("write the same bytes of", "writes bytes", "writes into", "nothing fills")
+    found = check(moved, roomy(moved)).problems
+    expect(list(found), *phrases)
+
+
+@pytest.mark.parametrize(("name", "index"), calls_of(RUN, shapes=("tiles",)))
+def test_a_value_leaves_before_all_tiles_have_written_it(name, index):
+    """The copy that comes back is older than the value."""
+    shape = shape_of(name)
+    calls = shape.moved.calls
+    if not calls[index].name.startswith("tile"):
+        assert calls[index].name in ("before", "after", "other", "use")
+        return
+    out = calls[named(shape.moved, "offload.s")]
+    rest = tuple(call for call in calls if call is not out)
+    found = faults(shape, with_calls(shape.moved, (*rest[:index], out, *rest[index:])))
+    expect(found, "while offload.s copies it")
+    expect(found, "reloads s as it was before a call wrote into it")
+
+
+def test_a_tile_writes_what_was_read():
+    shape = shape_of("tiles")
+    calls = list(shape.moved.calls)
+    after = calls.pop(named(shape.moved, "after"))
+    calls.insert(named(shape.moved, "tile2"), after)
+    found = faults(shape, with_calls(shape.moved, tuple(calls)))
+    expect(found, "tile2 writes into s after after has read it")
+
+
+def test_an_update_that_does_not_read_what_it_replaces():
+    shape = shape_of("tiles")
+    index = named(shape.moved, "tile1")
+    moved = replaced(shape.moved, index, inputs=("y0", "y0"))
+    expect(faults(shape, moved), "tile1 and tile0 write the same bytes of acc")
+
+
+@pytest.mark.parametrize(("name", "index"), calls_of(*CallKind))
+def test_two_calls_have_one_name(name, index):
+    moved = shape_of(name).moved
+    twin = moved.calls[index - 1].name
+    expect(faults(shape_of(name), replaced(moved, index, name=twin)), f"two calls are named {twin}")
+
+
+@pytest.mark.parametrize(("name", "index"), calls_of(RUN, RECOMPUTE, RELOAD))
+def test_two_values_have_one_name(name, index):
+    moved = shape_of(name).moved
+    call = moved.calls[index]
+    for taken in ("y0", moved.calls[0].outputs[0]):
+        if taken in call.outputs:
+            continue
+        found = faults(shape_of(name), replaced(moved, index, outputs=(taken, *call.outputs[1:])))
+        expect(
+            found,
+            f"{call.name} makes {taken}, which exists already",
+            f"{call.name} makes y0 in the arena, but the step is given it",
+            f"{moved.calls[0].name} reads y0 before it is made",
+        )
+
+
+def test_an_output_of_the_forward_is_handed_to_the_backward():
+    """Autograd passes it as an argument: the step is given what it made, in ordinary memory."""
+    shape = shape_of("offload only")
+    inputs = (*shape.moved.inputs, "loss")
+    assert check(dataclasses.replace(shape.moved, inputs=inputs), plan_of("offload only")).ok
+
+
+@pytest.mark.parametrize(("name", "index"), calls_of(*CallKind))
+def test_a_call_of_another_form(name, index):
+    moved = shape_of(name).moved
+    call = moved.calls[index]
+    wrong = replaced(moved, index, waits_for=None if call.kind is WAIT else "F0")
+    expect(faults(shape_of(name), wrong), f"{call.name}: expected (inputs, outputs, has a copy")
+    wrong = replaced(moved, index, inputs=(*call.inputs, "y0"))
+    expect(faults(shape_of(name), wrong), f"{call.name}: {call.region} has (inputs, outputs)")
+    wrong = replaced(moved, index, region="nowhere")
+    found = faults(shape_of(name), wrong, plan_of(name))
+    expect(found, f"{call.name} runs nowhere, which is no region")
+
+
+@pytest.mark.parametrize(("name", "index"), calls_of(RUN))
+def test_a_region_of_the_step_is_left_out(name, index):
+    shape = shape_of(name)
+    call = shape.moved.calls[index]
+    is_last = call.name == shape.original.calls[-1].name
+    phrase = f"{call.name} is missing" if is_last else f"the step without moves runs {call.name}"
+    expect(faults(shape, dropped(shape.moved, index)), phrase)
+
+
+def test_a_region_runs_twice():
+    shape = shape_of("offload only")
+    again = dataclasses.replace(shape.moved.calls[-1], name="B0 again", outputs=("gy", "w"))
+    moved = with_calls(shape.moved, (*shape.moved.calls, again))
+    expect(faults(shape, moved), "B0 again runs where the step without moves runs nothing")
+
+
+def test_another_frame_and_other_regions():
+    shape = shape_of("offload only")
+    fewer = dataclasses.replace(shape.moved, fixed=dataclasses.replace(shape.moved.fixed, inputs=1))
+    expect(faults(shape, fewer), "the moved step has other fixed")
+    wider = dataclasses.replace(shape.moved.regions["B"], num_lines=5)
+    regions = {**shape.moved.regions, "B": wider}
+    expect(
+        faults(shape, dataclasses.replace(shape.moved, regions=regions)),
+        "region B is not the same in the moved step",
+    )
+
+
+def test_the_gradient_of_one_layer_is_read_by_another():
+    shape = shape_of("rotating")
+    index = named(shape.moved, "B1")
+    moved = replaced(shape.moved, index, inputs=("gy3", *shape.moved.calls[index].inputs[1:]))
+    expect(faults(shape, moved), "B1 reads gy3, which is gy3, where it must read gy2")
+    assert not works(shape, moved)
+
+
+def test_a_copy_of_what_is_not_in_the_arena():
+    shape = shape_of("offload only")
+    moved = replaced(shape.moved, named(shape.moved, "offload.s0"), inputs=("y0",))
+    expect(faults(shape, moved), "offload.s0 copies y0, which is not in the arena")
+
+
+def test_a_reload_over_the_bytes_of_two_values():
+    """``a0`` lies behind ``s0`` on the host; its place in the value is wrong as well."""
+    shape = shape_of("offload only")
+    index = named(shape.moved, "reload.s0")
+    copy = dataclasses.replace(shape.moved.calls[index].copy, host_offset=512)
+    found = faults(shape, replaced(shape.moved, index, copy=copy))
+    expect(found, "reload.s0 mixes bytes of s0 and a0")
+
+
+def test_a_recomputation_makes_too_few_rows():
+    """The reader would find the rest of the value in what lies behind its bytes."""
+    shape = shape_of("recompute")
+    region = shape.moved.regions["again.a"]
+    short = dataclasses.replace(region.buffers[0], size_bytes=region.buffers[0].size_bytes - 512)
+    regions = {
+        **shape.moved.regions,
+        "again.a": dataclasses.replace(region, buffers=(short, *region.buffers[1:])),
+    }
+    original = dataclasses.replace(shape.original, regions=regions)
+    moved = dataclasses.replace(shape.moved, regions=regions)
+    found = check_moves(original, moved, shape.remakes).problems
+    assert found == (
+        "B1 reads again.a1 for a1: expected bytes [0, 2048) of F1/a, got [0, 1536) of F1/a",
+    )
+
+
+def test_the_step_without_moves_must_be_right_itself():
+    shape = shape_of("offload only")
+    calls = shape.original.calls
+    wrong = with_calls(shape.original, (calls[1], calls[0], *calls[2:]))
+    found = check_moves(wrong, wrong).problems
+    expect(list(found), "unmoved: F1 reads y1 before it is made")
