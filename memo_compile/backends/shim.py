@@ -86,7 +86,8 @@ def has_multi_output_layout(node: Any) -> bool:
 def copies_results(node: Any) -> bool:
     """True for a kernel of ``memo_runtime.ops.into``: it copies its results into given buffers."""
     target = getattr(node, "op_overload", None)
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "memo"
+    known = isinstance(target, torch._ops.OpOverload) and target.namespace == "memo"
+    return known and target is not torch.ops.memo.copy_into.default
 
 
 def written_buffers(node: Any) -> list[str]:

@@ -24,8 +24,9 @@ def own_outputs(region: RegionGraph) -> RegionGraph:
         out = t[0]; lse = t[1]       ->   attention_into(out, lse, q, k, v)
         return out, lse                   return out, lse
 
-    Results that stay inside are left alone: a copy would cost time and save nothing. Results that
-    the user keeps are left alone too: they are not in the arena.
+    A result that holds more than tensors is copied: ``copy_into(out, t[0])``. Results that stay inside
+    are left alone: a copy would cost time and save nothing. Results that the user keeps are left
+    alone too: they are not in the arena.
     """
     graph = region.gm.graph
     outputs = list(graph.find_nodes(op="output")[0].args[0])
@@ -39,6 +40,8 @@ def own_outputs(region: RegionGraph) -> RegionGraph:
         made = results.values()
         if any(one in leaving for one in made) or _may_become(node.target, made, leaving):
             changed |= _rewrite(node, results)
+        elif not results:
+            changed |= _copy_leaving(node, leaving)
     if changed:
         graph.lint()
         region.gm.recompile()
@@ -115,6 +118,22 @@ def _rewrite(node: fx.Node, results: dict[int, fx.Node]) -> bool:
             graph.erase_node(old)
     graph.erase_node(node)
     return True
+
+
+def _copy_leaving(node: fx.Node, leaving: set[fx.Node]) -> bool:
+    """Copy the tensors that leave the region out of a result that holds other things too.
+
+    CUDA's attention kernels return sizes and random states beside their tensors, so that they
+    cannot be called as one operator that fills buffers.
+    """
+    items = [user for user in node.users if user.target is operator.getitem and user in leaving]
+    for item in items:
+        with node.graph.inserting_before(item.next):
+            buffer = _empty(node.graph, item.meta["val"])
+            item.replace_all_uses_with(buffer)
+            call = node.graph.call_function(torch.ops.memo.copy_into.default, (buffer, item))
+            call.meta["val"] = None
+    return bool(items)
 
 
 def _empty(graph: fx.Graph, value: torch.Tensor) -> fx.Node:

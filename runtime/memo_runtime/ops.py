@@ -23,6 +23,15 @@ def fetch(handle: Any, index: int) -> Any:
 _library = torch.library.Library("memo", "FRAGMENT")
 
 
+_library.define("copy_into(Tensor(a!) out, Tensor value) -> ()")
+_library.impl("copy_into", lambda out, value: _copy(out, value), "CompositeExplicitAutograd")
+torch.library.register_fake("memo::copy_into", lambda out, value: None, lib=_library)
+
+
+def _copy(out: torch.Tensor, value: torch.Tensor) -> None:
+    out.copy_(value)
+
+
 @functools.cache
 def into(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     """``op`` with its results copied into buffers given first: ``(Tensor(a!) o0, ...) -> ()``.

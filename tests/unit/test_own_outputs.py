@@ -1,0 +1,64 @@
+"""Kernels that allocate their own results, numbers among them, as CUDA's attention does."""
+
+import operator
+
+import torch
+from memo_runtime.current import current
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from memo_compile.backends.lowering import lower_regions
+from memo_compile.config import MemoConfig
+from memo_compile.problem import Storage
+from memo_compile.regions import RegionGraph
+
+_library = torch.library.Library("memo_test_mixed", "DEF")
+_library.define("product(Tensor x, Tensor w) -> (Tensor, int, Tensor)")
+_library.impl("product", lambda x, w: (torch.mm(x, w), 3, x.sum(1)), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "memo_test_mixed::product",
+    lambda x, w: (x.new_empty(x.shape[0], w.shape[1]), 3, x.new_empty(x.shape[0])),
+    lib=_library,
+)
+
+
+def region_of_mixed_results() -> RegionGraph:
+    """``t = product(x, w); return t[0], relu(t[0])``."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    with mode:
+        x.meta["val"], w.meta["val"] = torch.empty(8, 16), torch.empty(16, 4)
+        product = torch.ops.memo_test_mixed.product
+        results = product(x.meta["val"], w.meta["val"])
+        relu_value = torch.relu(results[0])
+    both = graph.call_function(product.default, (x, w))
+    both.meta["val"] = results
+    first = graph.call_function(operator.getitem, (both, 0))
+    first.meta["val"] = results[0]
+    relu = graph.call_function(torch.ops.aten.relu.default, (first,))
+    relu.meta["val"] = relu_value
+    graph.output((first, relu))
+    return RegionGraph(
+        name="mixed",
+        gm=fx.GraphModule({}, graph),
+        external_outputs=frozenset(),
+        static_inputs=(),
+        is_backward=False,
+        device=torch.device("cpu"),
+    )
+
+
+def test_a_tensor_among_numbers_gets_a_planned_buffer():
+    lowered = lower_regions([region_of_mixed_results()], MemoConfig())["mixed"]
+    assert [slot.storage for slot in lowered.profile.outputs] == [Storage.ARENA, Storage.ARENA]
+    assert [one.size_bytes for one in lowered.profile.outside] == [512]  # the kernel's own result
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(8, 16, generator=generator), torch.randn(16, 4, generator=generator)
+    current.views = [torch.empty_strided(v.size, v.stride, dtype=v.dtype) for v in lowered.views]
+    try:
+        first, relu = lowered.run([x, w])
+    finally:
+        current.views = ()
+    assert torch.equal(first, x @ w)
+    assert torch.equal(relu, torch.relu(x @ w))
+    assert first.data_ptr() != relu.data_ptr()
