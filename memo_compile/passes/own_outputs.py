@@ -24,9 +24,9 @@ def own_outputs(region: RegionGraph) -> RegionGraph:
         out = t[0]; lse = t[1]       ->   attention_into(out, lse, q, k, v)
         return out, lse                   return out, lse
 
-    A result that holds more than tensors is copied: ``copy_into(out, t[0])``. Results that stay inside
-    are left alone: a copy would cost time and save nothing. Results that the user keeps are left
-    alone too: they are not in the arena.
+    Where ``t`` holds more than tensors, ``copy_into(out, t[0])`` follows it. Results that stay
+    inside are left alone: a copy would cost time and save nothing. Results that the user keeps are
+    left alone too: they are not in the arena.
     """
     graph = region.gm.graph
     outputs = list(graph.find_nodes(op="output")[0].args[0])

@@ -35,9 +35,9 @@ def remakes_of(
 ) -> dict[str, Remake]:
     """What each RECOMPUTE call of ``moved`` must make, by the call's name.
 
-    The layer is one of the next backward call's, of the key's class: not the names of values, but the region's key and
-    the place of the call say what is made. A call for which they say nothing is left out; what it
-    makes then equals nothing.
+    The layer is one of the next backward call's, of the key's class: not the names of values, but
+    the region's key and the place of the call say what is made. A call for which they say nothing
+    is left out; what it makes then equals nothing.
     """
     by_name = {one.key.region: one for one in regions}
     layers_of: dict[tuple[str, str], Layer] = {
