@@ -40,6 +40,8 @@ class Binder:
     """Copies of the step by the name of their call."""
     places: dict[str, tuple[int, ViewSpec]] = field(init=False)
     """Value in the arena -> offset of its buffer, and how it is read."""
+    offload_of: dict[str, str] = field(init=False)
+    """Name of a reload -> of the offload that wrote its bytes."""
     leased: tuple[str, ...] = field(init=False)
     """What the forward leaves for the backward beside what autograd hands over."""
 
@@ -47,7 +49,8 @@ class Binder:
         calls = self.planned.problem.calls
         copies = [one.name for one in calls if one.copy is not None]
         self.numbers = {name: number for number, name in enumerate(copies)}
-        self.places = dict(_places(self.planned, self.forward))
+        self.offload_of = dict(_offloads_of(self.planned.problem))
+        self.places = dict(_places(self.planned))
         self.leased = tuple(_leased(self.planned.problem, self.backward))
 
     def table(self) -> list[list[FrameView]]:
@@ -56,8 +59,7 @@ class Binder:
         rows = []
         for call in problem.calls:
             if call.kind is CallKind.RELOAD:
-                offset, spec = self.places[call.outputs[0]]
-                rows.append([_view(offset, spec)])
+                rows.append([_view(*self.places[call.outputs[0]])])
                 continue
             if call.kind in (CallKind.OFFLOAD, CallKind.WAIT):
                 rows.append([])
@@ -133,10 +135,16 @@ class _Half:
     def instruction(self, index: int, call: StepCall) -> Instruction:
         """What the runtime executes for ``call``."""
         if call.kind is CallKind.OFFLOAD:
-            return StartOffload(copy=self._range(call, call.inputs[0]))
+            value = call.inputs[0]
+            return StartOffload(copy=self._range(call, value), input=self.slots[value])
         if call.kind is CallKind.RELOAD:
             value = call.outputs[0]
-            return StartReload(copy=self._range(call, value), table=index, output=self.slots[value])
+            return StartReload(
+                copy=self._range(call, value),
+                table=index,
+                output=self.slots[value],
+                of=self.binder.numbers[self.binder.offload_of[call.name]],
+            )
         if call.kind is CallKind.WAIT:
             assert call.waits_for is not None, f"{call.name} waits for nothing"
             dying = tuple((offset, size) for _, offset, size in self.dying.get(index, ()))
@@ -220,21 +228,27 @@ def _num_bytes(spec: ViewSpec) -> int:
     return total
 
 
-def _places(planned: PlannedStep, forward: Cut) -> Iterator[tuple[str, tuple[int, ViewSpec]]]:
+def _offloads_of(problem: Problem) -> Iterator[tuple[str, str]]:
+    """(reload, the offload that wrote its bytes) of every reload."""
+    wrote: dict[int, str] = {}
+    for call in problem.calls:
+        if call.copy is not None and call.kind is CallKind.OFFLOAD:
+            wrote[call.copy.host_offset] = call.name
+        if call.copy is not None and call.kind is CallKind.RELOAD:
+            yield call.name, wrote[call.copy.host_offset]
+
+
+def _places(planned: PlannedStep) -> Iterator[tuple[str, tuple[int, ViewSpec]]]:
     """(value, (offset, view)) of every value whose storage lies in the arena, aliases included.
 
-    A reloaded value is read as its original was traced, which its buffer's own view need not be.
+    The view of a reloaded value is that of its buffer's bytes; how they are read the runtime takes
+    from the value that was offloaded.
     """
     found: dict[str, tuple[int, ViewSpec]] = {}
-    offloaded: dict[int, str] = {}
     for call in planned.problem.calls:
-        if call.kind is CallKind.OFFLOAD and call.copy is not None:
-            offloaded[call.copy.host_offset] = call.inputs[0]
-        if call.kind is CallKind.RELOAD and call.copy is not None:
-            traced = forward.nodes[offloaded[call.copy.host_offset]].meta["val"]
-            spec = ViewSpec(
-                dtype=traced.dtype, size=tuple(traced.shape), stride=tuple(traced.stride())
-            )
+        if call.kind is CallKind.RELOAD:
+            size_bytes = planned.problem.regions[call.region].buffers[0].size_bytes
+            spec = ViewSpec(dtype=torch.uint8, size=(size_bytes,), stride=(1,))
             found[call.outputs[0]] = (planned.plan.offsets[f"{call.name}/data"], spec)
         if call.kind not in (CallKind.RUN, CallKind.RECOMPUTE):
             continue

@@ -141,9 +141,16 @@ class StartOffload:
     """A copy from the frame to the host frame begins."""
 
     copy: CopyRange
+    input: int | None = None
+    """The value's slot, if a reload is to show its bytes as they are shown now."""
 
     def execute(self, running: Running) -> None:
         """The copy is in flight."""
+        if self.input is not None:
+            value = running.env[self.input]
+            start_bytes = value.storage_offset() * value.element_size()
+            start_bytes -= self.copy.frame_offset_bytes
+            running.lease.shown[self.copy.number] = (value, start_bytes)
         self.copy.issue(Lane.D2H, running.lease)
         running.count(offloaded_bytes=self.copy.num_bytes)
 
@@ -154,14 +161,20 @@ class StartReload:
 
     copy: CopyRange
     table: int
-    """Index of the call in the frame's tables; the table's one view is the value."""
+    """Index of the call in the frame's tables; the table's one view is the value's buffer."""
     output: int
+    of: int | None = None
+    """The offload whose value this is: a slice of its buffer, say, or transposed in it. None: the
+    value is the table's view."""
 
     def execute(self, running: Running) -> None:
         """The value is in the environment; its bytes are there after the copy's wait."""
         (value,) = running.tables[self.table]
         if running.poison:
             poison(value)
+        if self.of is not None:
+            like, start_bytes = running.lease.shown[self.of]
+            value = view_inside(value, like, self.copy.frame_offset_bytes + start_bytes)
         running.env[self.output] = value
         self.copy.issue(Lane.H2D, running.lease)
         running.count(reloaded_bytes=self.copy.num_bytes)

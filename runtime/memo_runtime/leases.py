@@ -62,6 +62,8 @@ class Lease:
         self.engine: CopyEngine | None = None
         self.tickets: dict[int, Ticket] = {}
         """Every copy of the step by its number; one issued in the forward may end later."""
+        self.shown: dict[int, tuple[torch.Tensor, int]] = {}
+        """Offload -> the value as its region returned it, and where in its buffer it starts (B)."""
         self.counted = StepCounters()
         self._give_back = give_back
 
@@ -96,6 +98,7 @@ class Lease:
         if self.active:
             self.active = False
             self.saved = []
+            self.shown = {}
             if self.tickets and on_worker():  # the collector ran there; it cannot wait for itself
                 threading.Thread(target=self._end, daemon=True).start()
             else:
