@@ -161,7 +161,7 @@ class Adapted(nn.Module):
 @pytest.mark.parametrize("policy", ["mix", "again"])
 def test_adapters_on_frozen_layers(policy):
     """Only what the adapters' gradients need is saved, and that moves."""
-    model, inputs, loss = models.llama(num_layers=3, seq=32)
+    model, inputs, loss = models.llama(num_layers=4, seq=32)
     model.requires_grad_(False)
     for layer in model.model.layers:
         layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
