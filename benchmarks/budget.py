@@ -188,7 +188,7 @@ def run_pair(options: argparse.Namespace) -> dict[str, Any]:
     """Run memo and one peer in one process, one step each in turn; the median of the ratios."""
     import copy
 
-    import torch
+    import torch._functorch.config as functorch_config
 
     import memo_compile
 
@@ -197,10 +197,7 @@ def run_pair(options: argparse.Namespace) -> dict[str, Any]:
     theirs = make_step(twin, compiled(twin, options.name), ids)
     for _ in range(2):
         theirs()
-    torch._dynamo.reset()
-    import torch._functorch.config as functorch_config
-
-    functorch_config.activation_memory_budget = 1.0
+    functorch_config.activation_memory_budget = 1.0  # the peer is compiled; memo has its own
     ours = make_step(model, memo(model, options.budget), ids)
     for _ in range(2):
         ours()
