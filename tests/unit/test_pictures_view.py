@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memo_compile.errors import InputError
+from memo_compile.planners.residency import MAX_HEAP_SLACK_BYTES
 from memo_compile.planners.step import plan_step
 from memo_compile.plans import Decision
 from memo_compile.problem import arena_buffers
@@ -78,7 +79,7 @@ def test_the_curve_falls_where_pages_are_given_back():
     problem = layered_problem(6)
     plan = plan_step(problem, solver="greedy", releases_pages=True)
     view = view_step(problem, plan)
-    assert view.peak.held_bytes == plan.peak_bytes
+    assert 0 <= plan.peak_bytes - view.peak.held_bytes <= MAX_HEAP_SLACK_BYTES
     assert plan.peak_bytes < planned(problem).peak_bytes
 
 
