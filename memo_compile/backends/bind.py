@@ -23,7 +23,10 @@ from memo_compile.problem import (
 from memo_compile.regions import ViewSpec
 
 MIN_TRIM_BYTES = 2**20
-"""Of a kernel's own memory: giving the heap back costs some 100 us and new pages afterwards."""
+"""Of kernels' own memory: giving the heap back costs a millisecond and new pages afterwards."""
+
+TRIM_FRACTION = 0.01
+"""Of the step's peak: by so much the heap may drift above the plan before it is given back."""
 
 
 @dataclass(slots=True)
@@ -125,6 +128,8 @@ class _Half:
         if cut.phase is Phase.FORWARD:
             kept |= set(binder.leased)
         self.kept = kept
+        self.untrimmed_bytes = 0
+        """Of kernels' own memory since the heap was last given back."""
         self.last = {
             value: index
             for index, call in steps
@@ -189,7 +194,11 @@ class _Half:
         if not self.binder.returns_pages:
             return False
         outside = self.problem.regions[call.region].outside
-        return sum(one.size_bytes for one in outside) >= MIN_TRIM_BYTES
+        self.untrimmed_bytes += sum(one.size_bytes for one in outside)
+        if self.untrimmed_bytes < max(MIN_TRIM_BYTES, int(self.plan.peak_bytes * TRIM_FRACTION)):
+            return False
+        self.untrimmed_bytes = 0
+        return True
 
     def _views(self, call: StepCall) -> Mapping[int, InputView]:
         """Inputs that the region reads as another view than their value's own."""
