@@ -88,9 +88,9 @@ class Assembly:
         """The backward's results; empties ``args``."""
         results = run_backward(self.step, args, keep_graph=shim.keep_graph())
         if not self.problem.keeps_outputs:
-            self._kept_bytes = sum(
-                size for storage, size in self._returned if not storage.expired()
-            )
+            held = (size for storage, size in self._returned if not storage.expired())
+            self._kept_bytes = sum(held)
+        self._returned = []  # weak references must not outlive torch when the process ends
         return results
 
     def reserve(self) -> None:
