@@ -27,7 +27,7 @@ demo: $(STAMP)   ## train a small model, memo beside eager, and print the report
 test: $(STAMP)   ## run the tests
 	$(PYTEST) -m "not full" $(ARGS)
 
-numerics-full: $(STAMP) ## every model through Inductor against eager (ten minutes)
+numerics-full: $(STAMP) ## every model through Inductor, every budget case against eager (hours)
 	$(PYTEST) -m full tests/numerics $(ARGS)
 
 check: lint types layers sizes test  ## everything that CI runs

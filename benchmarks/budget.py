@@ -10,7 +10,8 @@
 
 Peaks are what a step holds on the device: parameters, inputs, and the growth of anonymous resident
 memory. Gradients are new in every step. The host store of offloaded activations is shared memory,
-which the kernel counts apart. Copy threads and intra-op threads together are as many as the peers'.
+which the kernel counts apart. memo's two copy threads come on top of the intra-op threads that all
+arms have.
 """
 
 import argparse
@@ -80,7 +81,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line; the defaults take about forty minutes on two cores."""
+    """The command line; the defaults start 40 processes, each for minutes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)

@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in under eight minutes: ``python -m benchmarks.gpu``.
+"""Everything that needs a GPU, stopped after eight minutes: ``python -m benchmarks.gpu``.
 
 Runs ``tests/gpu``, then trains a 1B-shaped and a Llama-3-8B-shaped model in bf16 with AdamW at
 growing lengths until memory ends: memo under a budget, eager with checkpointing, the same with the

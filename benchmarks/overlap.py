@@ -5,7 +5,8 @@ the host and comes back. Copies are throttled so that a layer's copy to the host
 forward, and its copy back 0.8 x its backward. Three steps run in turn in one process: without
 copies (policy save), with copies, and with copies while overlap is switched off.
 
-With overlap the step takes at most 1.1 x the step without copies; without overlap over 1.5 x.
+It passes when the step with overlap takes at most 1.1 x the step without copies, and the one
+without overlap over 1.5 x.
 """
 
 import argparse
@@ -51,7 +52,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line; the defaults take about five minutes on two quiet cores."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=512)

@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line; the defaults take about three minutes on two cores."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated names")
     parser.add_argument("--tokens", type=int, default=16384)

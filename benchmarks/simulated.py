@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line; the defaults take about six minutes on two quiet cores."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)

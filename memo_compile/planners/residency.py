@@ -25,7 +25,7 @@ from memo_compile.problem import (
 
 HEAP_SLACK = 0.03
 """CPU: what kernels' work space and the C allocator's fragments add to a step's own memory, of that
-memory, up to MAX_HEAP_SLACK_BYTES. CUDA's allocator is exact."""
+memory, up to MAX_HEAP_SLACK_BYTES. On CUDA nothing is added; that was not measured yet."""
 
 MAX_HEAP_SLACK_BYTES = 5 * 2**20
 """2.0, 3.1 and 4.1 MiB were measured on Llama steps of 381, 240 and 173 MiB."""

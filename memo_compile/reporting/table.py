@@ -1,6 +1,7 @@
 """The report as text: a table a plan, then what was left out."""
 
 import io
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -104,26 +105,7 @@ def _plan_dict(plan: Plan) -> dict[str, Any]:
         "peak_bytes": plan.peak_bytes,
         "budget_bytes": plan.budget_bytes,
         "num_regions": plan.num_regions,
-        "layer_classes": [
-            {
-                "num_layers": one.num_layers,
-                "module_path": one.module_path,
-                "period": one.period,
-                "num_regions": one.num_regions,
-            }
-            for one in plan.layer_classes
-        ],
-        "decisions": [
-            {
-                "tensor": one.tensor,
-                "layer_class": one.layer_class,
-                "bytes": one.bytes,
-                "decision": one.decision,
-                "token_fraction": one.token_fraction,
-                "reason": one.reason,
-                "source": one.source,
-            }
-            for one in plan.decisions
-        ],
+        "layer_classes": [asdict(one) for one in plan.layer_classes],
+        "decisions": [asdict(one) for one in plan.decisions],
         "check": str(plan.check),
     }

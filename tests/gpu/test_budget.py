@@ -1,4 +1,4 @@
-"""A bound in bytes on a CUDA device: measured peaks, gradients, copies under the compute."""
+"""A bound in bytes on a CUDA device: measured peaks, gradients, copies both ways."""
 
 import copy
 
@@ -124,8 +124,8 @@ def test_a_share_of_the_device_is_a_budget(case):
     assert plan.budget_bytes == pytest.approx(total / 2, rel=0.01)
 
 
-def test_copies_run_beside_kernels(case, tmp_path):
-    """In a trace of a step, copies with the host overlap kernels of the compute stream."""
+def test_copies_go_both_ways_through_pinned_memory(case, tmp_path):
+    """As a trace of a step shows; that they overlap kernels is for the benchmark to measure."""
     model, compiled = case
     run = compiled(policy="full-offload")
     gradients(model, run)
