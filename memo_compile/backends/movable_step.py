@@ -6,7 +6,7 @@ name, is read by one forward call at most, and is read by a backward. All else s
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -295,8 +295,3 @@ def _can_recompute(ops: tuple[LayerOp, ...]) -> set[int]:
             found.add(op.slot)
         available.append(from_inputs or op.slot is not None)
     return found
-
-
-def scaled_costs(costs: StepCosts, more: Mapping[str, float]) -> StepCosts:
-    """``costs`` with the seconds of more regions."""
-    return replace(costs, region_s={**costs.region_s, **more})
