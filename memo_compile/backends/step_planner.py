@@ -21,7 +21,7 @@ from memo_compile.backends.step_problem import step_problem
 from memo_compile.backends.workspace import with_workspaces
 from memo_compile.config import MemoConfig, local_world_size
 from memo_compile.errors import ConfigError, Infeasible, UnsupportedGraph
-from memo_compile.hardware import HARDWARE, HardwareProfile
+from memo_compile.hardware import HardwareProfile, hardware_of
 from memo_compile.host import default_host_budget_bytes, host_memory
 from memo_compile.movable import StepCosts
 from memo_compile.passes.cut import Cut
@@ -244,7 +244,7 @@ class StepPlanner:
         return {key: graph_seconds(graphs[key].gm, self._profile()) for key in lowered}
 
     def _profile(self) -> HardwareProfile:
-        return self.hardware or known_hardware(device_name(self.facts.device))
+        return self.hardware or hardware_of(device_name(self.facts.device))
 
     def _declared_budget_bytes(self) -> int | None:
         return self.config.budget_bytes(self._device_bytes())
@@ -276,13 +276,3 @@ class StepPlanner:
                 "the host has left for this rank; lower it or free host memory"
             )
         return declared if declared is not None else most
-
-
-def known_hardware(name: str) -> HardwareProfile:
-    """The declared profile whose name is in the device's own; for another GPU that of the A100.
-
-    Rooflines only weigh operators against each other where regions are measured.
-    """
-    words = name.lower().split()
-    found = next((one for key, one in HARDWARE.items() if key in words), None)
-    return found or HARDWARE["a100"]
