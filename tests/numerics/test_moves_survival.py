@@ -10,8 +10,8 @@ import logging
 import pytest
 import torch
 from memo_runtime import host_store
-from memo_runtime.arena import ArenaError, DeviceArena, Slab
-from memo_runtime.host_store import HostStoreError
+from memo_runtime.arena import ArenaError, DeviceArena, Slab, arena_of
+from memo_runtime.host_store import HostPool, HostStoreError
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -19,7 +19,7 @@ import memo_compile
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.planners.policy import candidates
 from memo_compile.planners.solver import SolveStatus
-from tests.numerics.small import Pair, Stack, leased_slabs, rows, watched_calls
+from tests.numerics.small import CPU, Pair, Stack, leased_slabs, rows, watched_calls
 from tests.numerics.training import assert_planned, memo_compiled
 
 NUM_ROWS = 32
@@ -217,6 +217,8 @@ def test_host_memory_is_refused(monkeypatch):
     def refuse(*_):
         raise OSError(12, "Cannot allocate memory")
 
+    # What another test has left in the pool must not serve this one.
+    monkeypatch.setattr(arena_of(CPU), "host", HostPool.empty())
     monkeypatch.setattr(host_store.mmap, "mmap", refuse)
     error = inner_error(Stack(num_layers=4), **OUT, max_inflight=3)
     assert isinstance(error, HostStoreError)
