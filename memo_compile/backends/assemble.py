@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memo_runtime.arena import arena_of
+from memo_runtime.heap import HeapWatch
 from memo_runtime.host_store import HostStoreError
 from memo_runtime.leases import StepCounters
 from memo_runtime.pages import gives_pages_back
@@ -19,6 +20,7 @@ from memo_compile.backends.facts import GraphFacts
 from memo_compile.backends.step_planner import PlannedStep, StepPlanner
 from memo_compile.config import MemoConfig
 from memo_compile.passes.cut import Cut
+from memo_compile.planners.residency import heap_slack, step_constant_bytes
 from memo_compile.plans import Plan
 from memo_compile.problem import Problem, Storage
 from memo_compile.reporting import state
@@ -55,9 +57,7 @@ class Assembly:
     def _bind(self, planned: PlannedStep) -> None:
         config, device = self.planner.config, self.planner.facts.device
         poison = "poison" in config.debug
-        binder = Binder(
-            planned, self.forward_cut, self.backward_cut, poison, gives_pages_back(device)
-        )
+        binder = Binder(planned, self.forward_cut, self.backward_cut, poison)
         self.problem, self.plan = planned.problem, planned.plan
         self._made = _made_for_user(self.forward_cut, planned.problem)
         self.step = StepPlan(
@@ -74,6 +74,7 @@ class Assembly:
             schedule=config.copy_schedule(),
             throttle_bytes_per_s=config.copy_speeds(),
             on_step_end=self._count,
+            heap=_heap_watch(planned) if gives_pages_back(device) and not poison else None,
         )
 
     def forward(self, args: list[Any]) -> list[Any]:
@@ -216,3 +217,9 @@ def _host_store(config: MemoConfig, device_type: str) -> str:
     if config.host_store == "auto":
         return "pinned" if device_type == "cuda" else "shm"
     return config.host_store
+
+
+def _heap_watch(planned: PlannedStep) -> HeapWatch:
+    """Half of what the plan leaves for the heap may be free heap."""
+    step_bytes = planned.plan.peak_bytes - step_constant_bytes(planned.problem)
+    return HeapWatch(allowed_bytes=heap_slack(step_bytes) // 2)

@@ -11,6 +11,7 @@ from memo_runtime.step import RunHalf
 
 from memo_compile.backends.step_planner import PlannedStep
 from memo_compile.passes.cut import Cut, CutCall, InputView
+from memo_compile.planners.residency import beside_bytes
 from memo_compile.problem import (
     CallKind,
     Phase,
@@ -22,12 +23,6 @@ from memo_compile.problem import (
 )
 from memo_compile.regions import ViewSpec
 
-MIN_TRIM_BYTES = 2**20
-"""Of kernels' own memory: giving the heap back costs a millisecond and new pages afterwards."""
-
-TRIM_FRACTION = 0.01
-"""Of the step's peak: by so much the heap may drift above the plan before it is given back."""
-
 
 @dataclass(slots=True)
 class Binder:
@@ -37,8 +32,6 @@ class Binder:
     forward: Cut
     backward: Cut
     poison: bool
-    returns_pages: bool
-    """True where memory that is given up goes back to the system (``memo_runtime.pages``)."""
     numbers: dict[str, int] = field(init=False)
     """Copies of the step by the name of their call."""
     places: dict[str, tuple[int, ViewSpec]] = field(init=False)
@@ -128,8 +121,7 @@ class _Half:
         if cut.phase is Phase.FORWARD:
             kept |= set(binder.leased)
         self.kept = kept
-        self.untrimmed_bytes = 0
-        """Of kernels' own memory since the heap was last given back."""
+        self.beside = beside_bytes(self.problem)
         self.last = {
             value: index
             for index, call in steps
@@ -185,20 +177,9 @@ class _Half:
             copies=tuple(self._unsafe_outputs(call)),
             dying=tuple(self.dying.get(index, ())),
             into=tuple((one.buffer, slots[one.value], one.offset_bytes) for one in ordinary),
-            trims=self._trims(call),
+            planned_bytes=self.plan.resident_bytes[index] + self.beside.after[index],
             recomputed_bytes=_output_bytes(lowered.views, call, self.problem) if recomputes else 0,
         )
-
-    def _trims(self, call: StepCall) -> bool:
-        """True where the heap keeps more of what kernels allocated themselves than is worth it."""
-        if not self.binder.returns_pages:
-            return False
-        outside = self.problem.regions[call.region].outside
-        self.untrimmed_bytes += sum(one.size_bytes for one in outside)
-        if self.untrimmed_bytes < max(MIN_TRIM_BYTES, int(self.plan.peak_bytes * TRIM_FRACTION)):
-            return False
-        self.untrimmed_bytes = 0
-        return True
 
     def _views(self, call: StepCall) -> Mapping[int, InputView]:
         """Inputs that the region reads as another view than their value's own."""

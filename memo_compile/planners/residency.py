@@ -14,6 +14,7 @@ so that no more pages are given back (and faulted in again in the next step) tha
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from memo_compile.problem import (
     Problem,
@@ -45,15 +46,20 @@ def residency(
 ) -> Residency:
     """The residency of a placed step. Cost: buffers x log calls."""
     fixed = step_constant_bytes(problem)
-    beside = beside_bytes(problem)
+    beside = beside_bytes(problem).most
     tails = _tails(problem, offsets) if releases_pages else [arena_bytes] * len(beside)
     most = max((tail + more for tail, more in zip(tails, beside, strict=True)), default=0)
     resident, current = [], arena_bytes
     for tail, more in zip(tails, beside, strict=True):
         current = max(tail, min(current, most - more))
         resident.append(current)
-    slack = min(int(most * HEAP_SLACK), MAX_HEAP_SLACK_BYTES) if releases_pages else 0
+    slack = heap_slack(most) if releases_pages else 0
     return Residency(resident_bytes=tuple(resident), peak_bytes=fixed + most + slack)
+
+
+def heap_slack(step_bytes: int) -> int:
+    """Bytes to plan for on top of the ``step_bytes`` that a step adds to what is constant (CPU)."""
+    return min(int(step_bytes * HEAP_SLACK), MAX_HEAP_SLACK_BYTES)
 
 
 def step_constant_bytes(problem: Problem) -> int:
@@ -63,21 +69,31 @@ def step_constant_bytes(problem: Problem) -> int:
     return fixed.parameters + fixed.buffers + fixed.optimizer_state + fixed.inputs + old_gradients
 
 
-def beside_bytes(problem: Problem) -> list[int]:
-    """Per call the most ordinary memory at one of its lines: what kernels hold, what was made."""
+class Beside(NamedTuple):
+    """Ordinary memory per call: what kernels hold themselves, and outputs made so far."""
+
+    most: list[int]
+    """At one of the call's lines."""
+    after: list[int]
+    """When the call has ended."""
+
+
+def beside_bytes(problem: Problem) -> Beside:
+    """What the step holds beside its arena."""
     starts = call_starts(problem)
     events = [(line, change) for line, change, _ in outside_events(problem)]
     events += ordinary_events(problem)
     events.sort()
-    most, alive, position = [], 0, 0
+    found, alive, position = Beside([], []), 0, 0
     for end in starts[1:]:
         best = alive
         while position < len(events) and events[position][0] < end:
             alive += events[position][1]
             best = max(best, alive)
             position += 1
-        most.append(best)
-    return most
+        found.most.append(best)
+        found.after.append(alive)
+    return found
 
 
 def _tails(problem: Problem, offsets: Mapping[str, int]) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from memo_runtime.host_store import HostPool
-from memo_runtime.pages import drop_pages, gives_pages_back
+from memo_runtime.pages import ask_for_large_pages, drop_pages, gives_pages_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,8 @@ class Slab:
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         self.device = device
         self.leased = False
+        self.resident_bytes = 0
+        """From its start, what may be in memory, where pages are given back (CPU)."""
         self._storage = torch.UntypedStorage(0, device=device)
         self._resize(size_bytes)
         self._tables: dict[int, list[list[torch.Tensor]]] = {}
@@ -73,6 +75,9 @@ class Slab:
                 f"({str(error).splitlines()[0]}). Lower memory_budget by what is missing, or free "
                 "memory of this device"
             ) from error
+        self.resident_bytes = 0
+        if gives_pages_back(self.device):
+            ask_for_large_pages(self._storage.data_ptr(), size_bytes)
 
     def bytes(self, num_bytes: int, offset_bytes: int = 0) -> torch.Tensor:
         """``num_bytes`` of the slab from ``offset_bytes`` as a uint8 tensor."""
@@ -88,6 +93,14 @@ class Slab:
             self.bytes(end - start, start).fill_(255)
         elif gives_pages_back(self.device):
             drop_pages(self._storage.data_ptr() + start, end - start)
+            self.resident_bytes = start
+
+    def occupy(self, num_bytes: int) -> int:
+        """A frame of ``num_bytes`` begins: pages above it go back. How many stay from before."""
+        if self.resident_bytes > num_bytes:
+            self.drop_tail(num_bytes, self.resident_bytes, poison=False)
+        before, self.resident_bytes = self.resident_bytes, num_bytes
+        return before
 
     def tables(self, key: int, table: FrameTable) -> list[list[torch.Tensor]]:
         """The ready-made views of plan ``key``, built once per slab."""

@@ -13,8 +13,8 @@ import torch
 
 from memo_runtime.copies import Lane
 from memo_runtime.current import current, poison
+from memo_runtime.heap import HeapWatch
 from memo_runtime.leases import Lease, StepCounters
-from memo_runtime.pages import trim_heap
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,6 +28,7 @@ class Running:
     """Of the frame, from its start, that have not been given back yet."""
     poison: bool
     counted: StepCounters
+    heap: HeapWatch | None = None
 
     def count(self, **more: Any) -> None:
         """Add to the step's counters."""
@@ -66,8 +67,9 @@ class RunCall:
     memory; in the arena the table says it."""
     recomputed_bytes: int = 0
     """Of saved activations that this call makes again."""
-    trims: bool = False
-    """CPU: the call's kernels leave free heap behind, which goes back to the system."""
+    planned_bytes: int | None = None
+    """CPU: what the step holds after this call, its frame and ordinary memory; more is the free
+    heap's, which goes back to the system."""
 
     def execute(self, running: Running) -> None:
         """The outputs are in the environment; inputs read for the last time are not."""
@@ -98,8 +100,8 @@ class RunCall:
             env[slot] = env[slot].clone()
         for slot in self.unread:
             env[slot] = None
-        if self.trims:
-            trim_heap()
+        if running.heap is not None and self.planned_bytes is not None:
+            running.heap.check(self.planned_bytes)
         if self.recomputed_bytes:
             running.count(recomputed_bytes=self.recomputed_bytes)
 

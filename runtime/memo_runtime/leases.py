@@ -121,6 +121,7 @@ class Lease:
     def restore(self, snapshot: torch.Tensor) -> None:
         """Put the bytes of an earlier snapshot back."""
         self.slab.bytes(self.size_bytes).copy_(snapshot)
+        self.slab.resident_bytes = max(self.slab.resident_bytes, self.size_bytes)
 
 
 class LeaseTable:

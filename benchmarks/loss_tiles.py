@@ -1,0 +1,170 @@
+"""The logits never exist at once: ``python -m benchmarks.loss_tiles``.
+
+A Llama with a vocabulary of 131,072 and 2,048 tokens, compiled as a function that returns only the
+loss, so that its logits are no output of the graph. Arms, each in a process of its own: inductor,
+memo without a bound, memo under a budget of parameters, gradients and half of the logits.
+
+It passes when memo's peak under the budget, less parameters and gradients, is below the bytes of
+the logits in 32 bits, and its gradients are as close to eager's as inductor's (at most the larger
+of 1e-5 and twice inductor's error, relative to the largest gradient).
+"""
+
+import argparse
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from memo_compile.units import format_bytes
+
+MODULE = "benchmarks.loss_tiles"
+ARMS = ("eager", "inductor", "memo", "memo-budget")
+MAX_ERROR = 1e-5
+BYTES = 4
+"""Of a logit in 32 bits."""
+
+
+def main() -> int:
+    """Run every arm, print the table, write the results, judge."""
+    options = arguments()
+    if options.child:
+        harness.send_result(run_child(options))
+        return 0
+    hardware = harness.hardware()
+    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "tokens", "vocab")}
+    shared = tuple(f"--{name}={value}" for name, value in sizes.items())
+    with tempfile.TemporaryDirectory(prefix="memo-bench-gradients-") as folder:
+        results = {}
+        for name in ARMS:
+            print(name, file=sys.stderr, flush=True)
+            arm = harness.Arm(
+                name=name, arguments=(f"--child={name}", f"--folder={folder}", *shared)
+            )
+            results[name] = harness.run_arm(MODULE, arm)
+    logits = options.tokens * options.vocab * BYTES
+    failures = judge(results, logits)
+    show(results, logits)
+    payload = {"hardware": hardware, "settings": sizes, "logits_bytes": logits, "arms": results}
+    payload["failures"] = failures
+    if not options.no_save:
+        print(f"written: {harness.write_results('loss_tiles', payload)}", file=sys.stderr)
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--vocab", type=int, default=131072)
+    parser.add_argument("--no-save", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_child(options: argparse.Namespace) -> dict[str, Any]:
+    """One arm: its gradients against eager's, then the physical peak of its step."""
+    import torch
+
+    from benchmarks import budget
+
+    model, ids = budget.make_model(options)
+
+    def loss(token_ids: Any) -> Any:
+        return model(input_ids=token_ids, labels=token_ids).loss
+
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    bound = 2 * parameters + options.tokens * options.vocab * BYTES // 2
+    step = compiled(loss, options.child, bound)
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        step(ids).backward()
+
+    run()
+    eager = Path(options.folder) / "eager.pt"
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    if options.child == "eager":
+        torch.save(gradients, eager)
+        return {"error": 0.0}
+    expected = torch.load(eager, mmap=True)
+    error = worst_error(gradients, expected)
+    del expected, gradients
+    peak = budget.measured_peak(model, ids, run)
+    above = peak["peak_bytes"] - 2 * parameters
+    facts = memo_facts() if options.child.startswith("memo") else {}
+    return {**peak, "above_bytes": above, "error": error, "bound_bytes": bound, **facts}
+
+
+def compiled(loss: Any, arm: str, bound: int) -> Any:
+    """``loss`` as ``arm`` runs it."""
+    import torch
+
+    if arm == "eager":
+        return loss
+    if arm == "inductor":
+        return torch.compile(loss)
+    options: dict[str, Any] = {"strict": True, "optimizer_state_bytes_per_parameter": 0}
+    if arm == "memo-budget":
+        options["memory_budget"] = bound
+    return torch.compile(loss, backend="memo", options=options)
+
+
+def worst_error(gradients: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The largest difference over the largest gradient; infinite for what is not finite."""
+    scale = max(float(one.abs().max()) for one in expected.values())
+    worst = max(float((gradients[name] - one).abs().max()) for name, one in expected.items())
+    return worst / scale if math.isfinite(worst) else math.inf
+
+
+def memo_facts() -> dict[str, Any]:
+    """What memo planned; a step that ran without its plan is an error."""
+    import memo_compile
+
+    report = memo_compile.report()
+    if not report.active or report.unplanned_steps:
+        raise RuntimeError(f"memo stepped aside:\n{report}")
+    plan = report.plans[-1]
+    return {"planned_bytes": plan.peak_bytes, "policy": plan.policy}
+
+
+def judge(results: dict[str, dict[str, Any]], logits: int) -> list[str]:
+    """The promises that do not hold, as sentences."""
+    failures = []
+    allowed = max(MAX_ERROR, 2 * results["inductor"]["error"])
+    for name in ("memo", "memo-budget"):
+        if results[name]["error"] > allowed:
+            failures.append(f"{name}: gradients differ by {results[name]['error']:.2e}")
+    found = results["memo-budget"]
+    if found["above_bytes"] >= logits:
+        failures.append(f"peak {found['above_bytes']} above the model, logits {logits}")
+    if found["peak_bytes"] > found["bound_bytes"]:
+        failures.append(f"peak {found['peak_bytes']}, budget {found['bound_bytes']}")
+    return failures
+
+
+def show(results: dict[str, dict[str, Any]], logits: int) -> None:
+    """The table."""
+    rows = [
+        (
+            name,
+            format_bytes(one["peak_bytes"]),
+            format_bytes(one["above_bytes"]),
+            f"{one['above_bytes'] / logits:.3f}",
+            f"{one['error']:.1e}",
+        )
+        for name, one in results.items()
+        if name != "eager"
+    ]
+    columns = ("arm", "peak", "less parameters and gradients", "/ logits", "gradient error")
+    harness.print_table(f"logits of {format_bytes(logits)} in 32 bits", columns, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

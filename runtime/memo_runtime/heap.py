@@ -1,0 +1,51 @@
+"""Keeps the C allocator's free heap from adding to what a step was planned to hold (CPU).
+
+Gradients and what kernels allocate themselves come from the heap; what is freed there stays in
+memory until ``malloc_trim``. That costs a millisecond and new page faults, so it is done only when
+the process holds more than the plan says.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from memo_runtime.pages import PAGE_BYTES, trim_heap
+
+_STATM = Path("/proc/self/statm")
+_RESIDENT, _SHARED = 1, 2
+"""Fields of /proc/self/statm, in pages; shared are those of files and of shared memory."""
+
+
+@dataclass(slots=True, kw_only=True)
+class HeapWatch:
+    """What the process holds beside a step, as read when the step began.
+
+    What stays above the plan after trimming is not the heap's: it is taken to be someone else's
+    until the next step begins, and not trimmed for again.
+    """
+
+    allowed_bytes: int
+    """By so much memory may be above the plan before the free heap is given back."""
+    base_bytes: int | None = None
+    """Anonymous resident memory without the step's own; None before the first step."""
+
+    def begin(self, resident_bytes: int) -> None:
+        """A step begins; of its frame ``resident_bytes`` may be in memory from the last one."""
+        beside = anonymous_bytes() - resident_bytes
+        if self.base_bytes is None or beside > self.base_bytes + self.allowed_bytes:
+            trim_heap()  # where last step's gradients were
+            beside = anonymous_bytes() - resident_bytes
+        self.base_bytes = beside
+
+    def check(self, planned_bytes: int) -> None:
+        """At most ``planned_bytes`` are the step's now; if there are more, the heap is trimmed."""
+        if self.base_bytes is None:
+            return
+        if anonymous_bytes() - planned_bytes > self.base_bytes + self.allowed_bytes:
+            trim_heap()
+            self.base_bytes = max(self.base_bytes, anonymous_bytes() - planned_bytes)
+
+
+def anonymous_bytes() -> int:
+    """Anonymous resident memory of this process; the kernel may be behind by 128 KiB per core."""
+    fields = _STATM.read_bytes().split()
+    return (int(fields[_RESIDENT]) - int(fields[_SHARED])) * PAGE_BYTES
