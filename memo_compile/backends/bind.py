@@ -101,6 +101,7 @@ class Binder:
                 for position, value in enumerate(self.leased)
                 if value in self.forward.arguments
             ),
+            planned_bytes=half.planned_bytes(steps[0][0]) if steps else 0,
             handle=slots[cut.handle],
         )
 
@@ -147,6 +148,10 @@ class _Half:
             dying = tuple((offset, size) for _, offset, size in self.dying.get(index, ()))
             return Wait(number=self.binder.numbers[call.waits_for], dying=dying)
         return self._run(index, call)
+
+    def planned_bytes(self, index: int) -> int:
+        """What the step holds as call ``index`` begins."""
+        return self.plan.resident_bytes[index] + self.beside.before[index]
 
     def _range(self, call: StepCall, value: str) -> CopyRange:
         assert call.copy is not None, f"{call.name} copies nothing"

@@ -12,6 +12,7 @@ sum, at one line of c, of outputs made so far and memory that kernels allocate t
 so that no more pages are given back (and faulted in again in the next step) than the peak needs.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,6 +73,8 @@ def step_constant_bytes(problem: Problem) -> int:
 class Beside(NamedTuple):
     """Ordinary memory per call: what kernels hold themselves, and outputs made so far."""
 
+    before: list[int]
+    """When the call begins; at the turn with the gradients of the results."""
     most: list[int]
     """At one of the call's lines."""
     after: list[int]
@@ -84,13 +87,15 @@ def beside_bytes(problem: Problem) -> Beside:
     events = [(line, change) for line, change, _ in outside_events(problem)]
     events += ordinary_events(problem)
     events.sort()
-    found, alive, position = Beside([], []), 0, 0
-    for end in starts[1:]:
-        best = alive
+    found, alive, position = Beside([], [], []), 0, 0
+    for start, end in itertools.pairwise(starts):
+        best = before = alive
         while position < len(events) and events[position][0] < end:
             alive += events[position][1]
             best = max(best, alive)
+            before = alive if events[position][0] == start else before
             position += 1
+        found.before.append(before)
         found.most.append(best)
         found.after.append(alive)
     return found

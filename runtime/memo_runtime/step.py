@@ -58,6 +58,8 @@ class RunHalf:
     """FORWARD: slots to keep in the lease; BACKWARD: slots to fill from it."""
     checked: tuple[int, ...] = ()
     """FORWARD: positions in ``leased`` of the step's own inputs, which the user may write into."""
+    planned_bytes: int = 0
+    """What the step holds as the half begins, its frame and ordinary memory."""
     handle: int
     """FORWARD: the slot to return the handle in; BACKWARD: the slot it arrives in."""
 
@@ -229,6 +231,8 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
                 "backward, which recomputes from it. Write into it after the backward, or set "
                 "policy='full-offload', which recomputes nothing."
             )
+    if plan.heap is not None:
+        plan.heap.check(half.planned_bytes)  # results that the user dropped
     snapshot = lease.snapshot() if keep_graph else None
     for slot, value in zip(half.leased, lease.saved, strict=True):
         env[slot] = value
