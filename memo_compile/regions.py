@@ -36,6 +36,9 @@ class RegionGraph:
     static_inputs: tuple[int, ...]
     is_backward: bool
     device: torch.device
+    op_by_op: bool = False
+    """Run operator by operator whatever the lowering: an output may lie over an input, which one
+    operator allows and several kernels need not."""
 
     def example_inputs(self) -> list[Any]:
         """The fake values of the placeholders, in order."""

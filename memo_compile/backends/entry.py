@@ -106,6 +106,9 @@ def _plan_tiled(
     """``gm`` in tiles of tokens; if that does not fit either, the error has the lower floor."""
     try:
         return _plan_once(gm, example_inputs, config, make)
+    except UnsupportedGraph as error:
+        log.info("memo: no tiles of tokens: %s", error)
+        raise before from None
     except Infeasible as error:
         floors = before.floor_bytes, error.floor_bytes
         if floors[1] is None or (floors[0] is not None and floors[0] < floors[1]):

@@ -18,9 +18,13 @@ def lower_regions(regions: Iterable[RegionGraph], config: MemoConfig) -> dict[st
     if config.lowering == "aten":
         return {one.name: aten.lower(one, poison=poison) for one in regions}
     with inductor.session(config.inductor_options):
-        return {
-            one.name: inductor.lower(own_outputs(_copied(one)), poison=poison) for one in regions
-        }
+        return {one.name: _lowered(one, poison) for one in regions}
+
+
+def _lowered(region: RegionGraph, poison: bool) -> LoweredRegion:
+    if region.op_by_op:
+        return aten.lower(region, poison=poison)
+    return inductor.lower(own_outputs(_copied(region)), poison=poison)
 
 
 def _copied(region: RegionGraph) -> RegionGraph:

@@ -77,6 +77,7 @@ class _Builder:
         self.backward_of = {  # the first of several at one position
             num_units - 1 - call.position: call.name for call in reversed(backward.calls)
         }
+        self.index = {call.name: at for at, call in enumerate(problem.calls)}
         self.position = {call.name: call.position for call in forward.calls}
         self.regions = forward.regions
         calls = {call.name: call for call in problem.calls}
@@ -87,6 +88,7 @@ class _Builder:
         self.user_values = {value for value in forward.results if value is not None}
         self.made_at = {value: call.position for call in forward.calls for value in call.outputs}
         self.written = {*_written(forward), *_written(backward)}
+        self.filled = _filled(problem)
 
     def build(self, token_granule: int) -> Movable:
         keys: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = {}
@@ -183,7 +185,9 @@ class _Builder:
         )
         nodes = self._slot_nodes(graph)
         dims = row_dims(graph.region.gm, graph.row_seeds, graph.num_rows) if graph.row_seeds else {}
+        at = self.index[call.name]
         unchanged = self.written.isdisjoint(call.inputs)
+        unchanged = unchanged and all(self.filled.get(value, at) <= at for value in call.inputs)
         able = _can_recompute(ops) if unchanged else set()
         slots = []
         values = [call.inputs[at] for at in graph.slot_of_input]
@@ -196,7 +200,9 @@ class _Builder:
                 Slot(
                     name=value,
                     size_bytes=self.sizes[value],
-                    can_recompute=slot in able and value in self.backward_readers,
+                    can_recompute=slot in able
+                    and value in self.backward_readers
+                    and value not in self.filled,
                     is_input=slot < len(graph.slot_of_input),
                     is_attention=_is_attention(node),
                     num_rows=graph.num_rows if row_bytes else 1,
@@ -248,6 +254,11 @@ def _written(cut: Cut) -> Iterator[str]:
             root = storage_of(node.all_input_nodes[0]) if is_write(node) else None
             if root in position:
                 yield call.inputs[position[root]]
+
+
+def _filled(problem: Problem) -> dict[str, int]:
+    """Value -> the last call that writes into it: its maker alone cannot make it again."""
+    return {into.value: at for at, call in enumerate(problem.calls) for into in call.into}
 
 
 def _readers(problem: Problem, phase: Phase) -> dict[str, set[str]]:

@@ -2,8 +2,9 @@
 
 Rewrite, region R in 4 tiles:
     y = R(x, w)    ->    whole, acc = R.before(x)
-                         R.tile(x[0:r], w, acc)      # rows [0, r) of whole, acc in place
-                         R.tile(x[r:2r], w, acc)     # and so on
+                         t0 = R.tile(x[0:r], w)      # rows [0, r) of whole
+                         R.sum0(acc, t0)             # acc in place
+                         t1 = R.tile(x[r:2r], w)     # and so on
                          y = R.after(whole, acc)
 """
 
@@ -14,12 +15,13 @@ import torch
 from torch import fx
 
 from memo_compile.passes.cut import Cut, CutCall, CutInto, InputView
+from memo_compile.passes.tile_sums import Term, TileSum, take_sums_out
 from memo_compile.passes.tiles import Ref, Source, TiledRegion, TileInput, tile
 from memo_compile.regions import RegionGraph, ViewSpec
 
 
 def tile_cut(cut: Cut, tiles: int) -> Cut:
-    """``cut`` with every region whose widest chain pays in ``tiles`` tiles, in three parts.
+    """``cut`` with every region whose widest chain pays in ``tiles`` tiles, in parts.
 
     A region that saves too little, writes into its inputs, or returns one value twice stays.
     """
@@ -65,6 +67,9 @@ class _Split:
     name: str
     tiled: TiledRegion
     before: RegionGraph
+    tile: RegionGraph
+    """Without its sums."""
+    sums: tuple[TileSum, ...]
     wholes: dict[int, int] = field(default_factory=dict)
     """Output of the tile -> output of ``before`` that it fills."""
 
@@ -81,12 +86,15 @@ class _Split:
         for at, one in enumerate(tiled.tile_outputs):
             if one.accumulator is not None:
                 wholes[at] = sums[one.accumulator]
-        return _Split(name=name, tiled=tiled, before=graph, wholes=wholes)
+        part, totals = take_sums_out(tiled)
+        return _Split(name=name, tiled=tiled, before=graph, tile=part, sums=totals, wholes=wholes)
 
     def parts(self) -> Iterator[tuple[str, RegionGraph]]:
         """The regions by name."""
         yield f"{self.name}.before", self.before
-        yield f"{self.name}.tile", self.tiled.tile
+        yield f"{self.name}.tile", self.tile
+        for number, one in enumerate(self.sums):
+            yield f"{self.name}.sum{number}", one.region
         if self.tiled.after is not None:
             yield f"{self.name}.after", self.tiled.after
 
@@ -103,6 +111,7 @@ class _Split:
         )
         for number in range(self.tiled.num_tiles):
             yield self._tile_call(call, names, number)
+            yield from self._sum_calls(call, names, number)
         if self.tiled.after is not None:
             refs = self.tiled.after_inputs
             yield CutCall(
@@ -118,23 +127,52 @@ class _Split:
             )
 
     def _tile_call(self, call: CutCall, names: "_Names", number: int) -> CutCall:
-        outputs = self.tiled.tile_outputs
+        inputs = [one for one in self.tiled.tile_inputs if one.accumulator is None]
+        rows = [one for one in self.tiled.tile_outputs if one.accumulator is None]
         return CutCall(
             name=f"{call.name}.tile{number}",
             region=f"{self.name}.tile",
             position=call.position,
-            inputs=tuple(names.value(one.value) for one in self.tiled.tile_inputs),
-            outputs=tuple(f"{call.name}.tile{number}:{at}" for at in range(len(outputs))),
-            views={at: _slice(one, number) for at, one in enumerate(self.tiled.tile_inputs)},
+            inputs=tuple(names.value(one.value) for one in inputs),
+            outputs=tuple(names.tile(number, at) for at in range(_num_outputs(self.tile))),
+            views={at: _slice(one, number) for at, one in enumerate(inputs)},
             into=tuple(
                 CutInto(
                     output=at,
                     value=names.before(self.wholes[at]),
                     offset_bytes=number * (one.step_bytes or 0),
                 )
-                for at, one in enumerate(outputs)
+                for at, one in enumerate(rows)
             ),
         )
+
+    def _sum_calls(self, call: CutCall, names: "_Names", number: int) -> Iterator[CutCall]:
+        """What tile ``number`` adds to the running sums."""
+        for at, one in enumerate(self.sums):
+            total = names.before(self.wholes[one.output])
+            values, views = [total], {}
+            for position, term in enumerate(one.terms, start=1):
+                value, view = self._term(term, names, number)
+                values.append(value)
+                if view is not None:
+                    views[position] = view
+            name = f"{call.name}.tile{number}.sum{at}"
+            yield CutCall(
+                name=name,
+                region=f"{self.name}.sum{at}",
+                position=call.position,
+                inputs=tuple(values),
+                outputs=(f"{name}:0",),
+                views=views,
+                into=(CutInto(output=0, value=total, offset_bytes=0),),
+            )
+
+    def _term(self, term: Term, names: "_Names", number: int) -> tuple[str, InputView | None]:
+        """The value that a sum reads, and as which view."""
+        if term.is_input:
+            given = self.tiled.tile_inputs[term.index]
+            return names.value(given.value), _slice(given, number)
+        return names.tile(number, term.index), None
 
 
 class _Names:
@@ -155,6 +193,10 @@ class _Names:
         """Output ``index`` of the part before the tiles."""
         ref = Ref(source=Source.BEFORE, index=index)
         return self.known.get(ref, f"{self.call.name}.before:{index}")
+
+    def tile(self, number: int, index: int) -> str:
+        """Output ``index`` of tile ``number``."""
+        return f"{self.call.name}.tile{number}:{index}"
 
     def after(self, index: int) -> str:
         """Output ``index`` of the part after the tiles."""

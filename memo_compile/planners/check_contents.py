@@ -234,6 +234,11 @@ class StepContents:
         updates = any(self.storage_of.get(value) == storage for value in call.inputs)
         if not updates:
             self._check_first_write(call, into.value, storage, start, end)
+        elif len(region.buffers) > 1 or region.outside:
+            self.complain(
+                f"{call.name} writes over {into.value}, which it reads, in several operations: the "
+                "first may overwrite what a later one reads"
+            )
         self._written.setdefault(storage, []).append((start, end, call.name))
         self._paint(call, into, storage, start, min(end, size))
 

@@ -23,9 +23,11 @@ MAX_PROBLEMS = 20
 class Remake:
     """What a RECOMPUTE call makes of what, in names of the step without moves, by position.
 
-    An output of fewer rows than the value it stands for holds the first ones.
+    An output of fewer rows than the value it stands for holds the first ones. ``maker`` is the call
+    of the forward whose operators run again: what others write into its outputs is not made again.
     """
 
+    maker: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
@@ -67,7 +69,7 @@ def _remake(forward: StepCall, layer: Layer, region: RecomputeRegion) -> Remake:
             assert one.forward_input is not None, f"{region.key.region}: an input from nowhere"
             inputs.append(forward.inputs[one.forward_input])
     outputs = tuple(layer.values[slot] for slot in region.key.slots)
-    return Remake(inputs=tuple(inputs), outputs=outputs)
+    return Remake(maker=forward.name, inputs=tuple(inputs), outputs=outputs)
 
 
 def check_moves(
@@ -161,7 +163,9 @@ class _Comparison:
         slots = self.moved.problem.regions[call.region].outputs
         for slot, value in zip(slots, remake.outputs, strict=True):
             if slot.storage is Storage.ARENA and slot.index == buffer:
-                return self.original.pieces_of(value)
+                pieces = self.original.pieces_of(value)
+                made = all(tag.startswith(f"{remake.maker}/") for _, _, tag in pieces)
+                return pieces if made else None
         return None
 
     def _compare(self, call: StepCall, value: str, stand_in: str) -> None:

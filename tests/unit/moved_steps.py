@@ -236,8 +236,8 @@ def recompute() -> Shape:
         backward(0, 3, s="again.s0", a="again.a0"),
     )
     remakes = {
-        "again0": Remake(inputs=("y0",), outputs=("s0", "a0")),
-        "again1": Remake(inputs=("y1",), outputs=("a1",)),
+        "again0": Remake(maker="F0", inputs=("y0",), outputs=("s0", "a0")),
+        "again1": Remake(maker="F1", inputs=("y1",), outputs=("a1",)),
     }
     return Shape(original=layers(3), moved=step(calls, Y), remakes=remakes)
 
@@ -277,7 +277,10 @@ def token_mix(rows: int = 4) -> Shape:
         wait(back[0], BACKWARD),
         backward(0, 2, s="reloaded.s0"),
     )
-    remakes = {f"again{i}": Remake(inputs=(f"y{i}", f"a{i}"), outputs=(f"s{i}",)) for i in range(2)}
+    remakes = {
+        f"again{i}": Remake(maker=f"F{i}", inputs=(f"y{i}", f"a{i}"), outputs=(f"s{i}",))
+        for i in range(2)
+    }
     return Shape(
         original=layers(2, {profile.name: profile}),
         moved=step(calls, 2 * S - split, {profile.name: profile}),
@@ -321,31 +324,32 @@ TILE_REGIONS = {
         ),
         region(
             "tile",
-            (buffer("t", KIB, 0, 2), buffer("rows", 2 * KIB, 0, 3), buffer("sum", A, 1, 3)),
-            (2, 3),
-            (arena(1), arena(2)),
+            (buffer("t", A, 0, 3), buffer("rows", 2 * KIB, 0, 3)),
+            (2,),
+            (arena(1), arena(0)),
             num_lines=3,
         ),
+        region("sum", (buffer("sum", A, 0, 1),), (1, 1), (arena(0),), num_lines=1),
         region("after", (buffer("t", KIB, 0, 1),), (1, 2), (external(512),), num_lines=2),
         region("use", (buffer("g", Y, 0, 2),), (2, 1, 2), (arena(0), external(512)), num_lines=2),
     )
 }
 
 
-def tile(i: int, s: str, acc: str) -> StepCall:
-    """Writes rows of ``s``, and adds to ``acc`` in its place."""
-    into = (
-        Into(buffer=1, value=s, offset_bytes=2 * KIB * i),
-        Into(buffer=2, value=acc, offset_bytes=0),
+def tile(i: int, s: str, acc: str) -> tuple[StepCall, StepCall]:
+    """Writes rows of ``s``; what it returns beside is added to ``acc`` in its place."""
+    rows = (Into(buffer=1, value=s, offset_bytes=2 * KIB * i),)
+    total = (Into(buffer=0, value=acc, offset_bytes=0),)
+    return (
+        run(f"tile{i}", "tile", FORWARD, ("y0",), (f"rows{i}", f"t{i}"), into=rows),
+        run(f"sum{i}", "sum", FORWARD, (acc, f"t{i}"), (f"acc{i}",), into=total),
     )
-    outputs = (f"rows{i}", f"acc{i}")
-    return run(f"tile{i}", "tile", FORWARD, ("y0", acc), outputs, into=into)
 
 
 def tiles() -> Shape:
     """Three tiles fill ``s`` and add up in ``acc``; both leave and come back."""
     start = run("before", "before", FORWARD, ("y0",), ("s", "acc"))
-    parts = tuple(tile(i, "s", "acc") for i in range(3))
+    parts = tuple(one for i in range(3) for one in tile(i, "s", "acc"))
     after = run("after", "after", FORWARD, ("s", "acc"), ("loss",))
     use = run("use", "use", BACKWARD, ("g", "s", "acc"), ("gy", "w"))
     out, out_acc = offload("s", 0), offload("acc", S)

@@ -6,7 +6,7 @@ import pytest
 
 from memo_compile.planners.check import check
 from memo_compile.planners.check_moves import Remake, check_moves
-from memo_compile.problem import CallKind, arena_buffers, call_starts
+from memo_compile.problem import CallKind, OutsideBuffer, arena_buffers, call_starts
 from tests.unit.bug_cases import (
     RECOMPUTE,
     RELOAD,
@@ -24,7 +24,8 @@ from tests.unit.bug_cases import (
     works,
 )
 from tests.unit.byte_machine import roomy
-from tests.unit.moved_steps import SHAPES
+from tests.unit.moved_steps import BACKWARD, SHAPES
+from tests.unit.moved_steps import run as run_call
 
 
 @pytest.mark.parametrize(("name", "index"), calls_of(RECOMPUTE))
@@ -81,10 +82,10 @@ def test_what_recomputation_stands_for_must_be_known():
     shape = shape_of("recompute")
     found = check_moves(shape.original, shape.moved).problems
     expect(list(found), "B0 reads again.s0, which is again.s0, where it must read s0")
-    swapped = {**shape.remakes, "again0": Remake(inputs=("y0",), outputs=("a0", "s0"))}
+    swapped = {**shape.remakes, "again0": Remake(maker="F0", inputs=("y0",), outputs=("a0", "s0"))}
     found = check_moves(shape.original, shape.moved, swapped).problems
     expect(list(found), "B0 reads again.s0, which is a0, where it must read s0")
-    short = {**shape.remakes, "again0": Remake(inputs=("y0",), outputs=("s0",))}
+    short = {**shape.remakes, "again0": Remake(maker="F0", inputs=("y0",), outputs=("s0",))}
     found = check_moves(shape.original, shape.moved, short).problems
     expect(list(found), "again0: expected (inputs, outputs) (1, 1)")
 
@@ -156,7 +157,7 @@ def test_a_value_leaves_before_all_tiles_have_written_it(name, index):
     shape = shape_of(name)
     calls = shape.moved.calls
     if not calls[index].name.startswith("tile"):
-        assert calls[index].name in ("before", "after", "other", "use")
+        assert calls[index].name.rstrip("012") in ("before", "sum", "after", "other", "use")
         return
     out = calls[named(shape.moved, "offload.s")]
     rest = tuple(call for call in calls if call is not out)
@@ -176,9 +177,37 @@ def test_a_tile_writes_what_was_read():
 
 def test_an_update_that_does_not_read_what_it_replaces():
     shape = shape_of("tiles")
-    index = named(shape.moved, "tile1")
-    moved = replaced(shape.moved, index, inputs=("y0", "y0"))
-    expect(faults(shape, moved), "tile1 and tile0 write the same bytes of acc")
+    index = named(shape.moved, "sum1")
+    moved = replaced(shape.moved, index, inputs=("y0", "t1"))
+    expect(faults(shape, moved), "sum1 and sum0 write the same bytes of acc")
+
+
+def test_a_region_of_several_operations_writes_over_what_it_reads():
+    """The first operation's result would lie over what the second one adds."""
+    shape = shape_of("tiles")
+    total = shape.moved.regions["sum"]
+    partial = dataclasses.replace(total.buffers[0], name="partial")
+    for changed in (
+        dataclasses.replace(total, buffers=(*total.buffers, partial)),
+        dataclasses.replace(
+            total, outside=(OutsideBuffer(kind="k", size_bytes=8, start=0, end=1),)
+        ),
+    ):
+        regions = {**shape.moved.regions, "sum": changed}
+        moved = dataclasses.replace(shape.moved, regions=regions)
+        expect(faults(shape, moved), "sum0 writes over acc, which it reads")
+
+
+def test_what_others_wrote_into_a_value_is_not_made_again():
+    """A recomputed ``before`` makes the zeros that the tiles fill, not what they hold then."""
+    shape = shape_of("tiles")
+    kept = [one for one in shape.moved.calls if one.copy is None and one.kind is not CallKind.WAIT]
+    again = run_call("again", "before", BACKWARD, ("y0",), ("again.s", "again.acc"), kind=RECOMPUTE)
+    use = dataclasses.replace(kept[-1], inputs=("g", "again.s", "again.acc"))
+    moved = with_calls(shape.moved, (*kept[:-1], again, use))
+    remake = Remake(maker="before", inputs=("y0",), outputs=("s", "acc"))
+    found = check_moves(shape.original, moved, {"again": remake}).problems
+    expect(list(found), "use reads again.s for s: expected bytes")
 
 
 @pytest.mark.parametrize(("name", "index"), calls_of(*CallKind))

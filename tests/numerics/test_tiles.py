@@ -1,0 +1,74 @@
+"""Steps whose wide chains run in tiles of tokens compute what eager does, in both lowerings."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import memo_compile
+from tests.models import ModelCase
+from tests.numerics.budget_cases import MODELS, model_case
+from tests.numerics.small import leased_slabs
+from tests.numerics.training import FLOOR, assert_planned, error, sgd, train
+
+
+class LossOnly(nn.Module):
+    """The logits are no output: they need not exist at once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        return self.model(**inputs).loss
+
+
+def loss_only(name: str) -> ModelCase:
+    model, inputs, _ = model_case(name)
+    return LossOnly(model), inputs, lambda model, **inputs: model(**inputs)
+
+
+def assert_equals_eager(name: str, tiles: int, **options: object) -> None:
+    case = loss_only(name)
+    options = {"token_tiles": tiles, "costs": "roofline", "strict": True, **options}
+    compiled = functools.partial(torch.compile, backend="memo", options=options)
+    ours = train(case, compiled, [sgd], 3)
+    assert_planned()
+    calls = {key.split("/")[0] for key in memo_compile.report().plans[-1].offsets}
+    assert any(".tile" in key for key in calls), "nothing runs in tiles"
+    assert error(ours, train(case, lambda model: model, [sgd], 3)) <= FLOOR
+    assert leased_slabs() == 0
+
+
+@pytest.mark.parametrize("tiles", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_op_by_op(name, tiles):
+    assert_equals_eager(name, tiles, lowering="aten", debug="poison")
+
+
+@pytest.mark.parametrize("policy", ["full-recompute", "full-offload"])
+def test_tiles_of_a_step_that_moves(policy):
+    assert_equals_eager("llama", 4, lowering="aten", debug="poison", policy=policy, token_granule=4)
+
+
+INDUCTOR = tuple(name for name in MODELS if name != "mixtral")
+"""Inductor puts two results of mixtral's tiles into one buffer, which memo refuses."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=() if one == "llama" else pytest.mark.full) for one in INDUCTOR],
+)
+def test_inductor(name):
+    """A sum over tiles that Inductor makes of several kernels must not overwrite its own start."""
+    assert_equals_eager(name, 4, lowering="inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_tiles_that_inductor_does_not_keep_apart():
+    """Refused with the option to change, never computed wrong."""
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="token_tiles=1"):
+        assert_equals_eager("mixtral", 4, lowering="inductor")
