@@ -17,6 +17,7 @@ from memo_compile.passes.recompute import estimate, recompute_graph
 from memo_compile.planners.check_moves import check_moves, remakes_of
 from memo_compile.planners.moves import recompute_seconds
 from memo_compile.planners.policy import Choice, choose
+from memo_compile.planners.policy.candidates import SearchedMoves
 from memo_compile.plans import Plan
 from memo_compile.problem import CallKind, Problem
 from memo_compile.regions import LoweredRegion, RegionGraph
@@ -135,6 +136,7 @@ def decide(
     Raises:
         Infeasible: nothing fits; the message names the floor and what makes it.
     """
+    searched = SearchedMoves()
     for number in range(MAX_ROUNDS):
         last = number == MAX_ROUNDS - 1
         choice = choose(
@@ -146,6 +148,7 @@ def decide(
             exact=config.exact,
             recompute=library.known if last else library,
             place=place,
+            searched=None if last else searched,
         )
         if not library.lower(choice.problem):
             return library.proved(choice)

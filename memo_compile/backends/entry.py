@@ -14,14 +14,12 @@ from memo_compile.backends import shim
 from memo_compile.backends.capture import StepCompiler
 from memo_compile.backends.facts import GraphFacts
 from memo_compile.backends.specialise import specialise, symbol_positions
+from memo_compile.backends.tiling import tile_order
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.errors import ConfigError, Infeasible, MemoError, UnsupportedGraph
 from memo_compile.reporting import state
 
 log = logging.getLogger("memo")
-
-TOKEN_TILES = 8
-"""Where tiles are wanted: an eighth of the widest tensors is below a layer's other transients."""
 
 _graph_numbers = itertools.count()
 
@@ -80,36 +78,43 @@ def plan_graph(
     example_inputs: Sequence[Any],
     config: MemoConfig,
     make: MakeCompiler = StepCompiler,
+    device_bytes: int | None = None,
 ) -> Callable[..., Any]:
     """``gm`` compiled by memo; every failure is raised.
 
     Where the budget is below what the step needs, its wide chains are run in tiles of tokens.
+    ``device_bytes`` is the memory of another device than the one that the tensors lie on.
     """
     if config.token_tiles is not None or config.memory_budget is None:
         return _plan_once(gm, example_inputs, config, make)
+    facts = GraphFacts(example_inputs)
+    first, second = tile_order(gm, facts, config, device_bytes or facts.device_bytes())
     untouched = shim.with_graph(gm, shim.copy_graph(gm.graph))
     try:
-        return _plan_once(gm, example_inputs, config, make)
-    except Infeasible as error:
-        log.info("memo: %s; trying tiles of tokens", error)
-        tiled = dataclasses.replace(config, token_tiles=TOKEN_TILES)
-        return _plan_tiled(untouched, example_inputs, tiled, error, make)
+        return _plan_once(gm, example_inputs, dataclasses.replace(config, token_tiles=first), make)
+    except (Infeasible, UnsupportedGraph) as error:
+        if first == 1 and not isinstance(error, Infeasible):
+            raise
+        log.info("memo: in %d tiles of tokens: %s; trying %d", first, error, second)
+        again = dataclasses.replace(config, token_tiles=second)
+        return _plan_again(untouched, example_inputs, again, error, make)
 
 
-def _plan_tiled(
+def _plan_again(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     config: MemoConfig,
-    before: Infeasible,
+    before: MemoError,
     make: MakeCompiler,
 ) -> Callable[..., Any]:
-    """``gm`` in tiles of tokens; if that does not fit either, the error has the lower floor."""
+    """``gm`` with other tiles; if that does not fit either, the error has the lower floor."""
     try:
         return _plan_once(gm, example_inputs, config, make)
-    except UnsupportedGraph as error:
-        log.info("memo: no tiles of tokens: %s", error)
+    except UnsupportedGraph:
         raise before from None
     except Infeasible as error:
+        if not isinstance(before, Infeasible):
+            raise
         floors = before.floor_bytes, error.floor_bytes
         if floors[1] is None or (floors[0] is not None and floors[0] < floors[1]):
             raise before from None

@@ -64,6 +64,16 @@ class GraphFacts:
         alive = (ref() for ref in self._trainable)
         return sum(_bytes(one.grad) for one in alive if one is not None and one.grad is not None)
 
+    def constant_bytes(self, state_bytes_per_parameter: float | None = None) -> int:
+        """Parameters, a gradient for each that is trained, and optimizer state."""
+        unique = _unique(self._parameters)
+        trained = [one for one in unique if one.requires_grad]
+        gradients = sum(_bytes(one) for one in trained)
+        state = OPTIMIZER_TENSORS * gradients
+        if state_bytes_per_parameter is not None:
+            state = int(sum(one.numel() for one in trained) * state_bytes_per_parameter)
+        return sum(_bytes(one) for one in unique) + gradients + state
+
     def fixed_bytes(
         self, outputs_bytes: int, state_bytes_per_parameter: float | None = None
     ) -> FixedBytes:
@@ -77,10 +87,7 @@ class GraphFacts:
         parameters = sum(_bytes(one) for one in unique)
         gradients = sum(_bytes(one) for one in unique if one.requires_grad)
         existing = self.existing_gradient_bytes()
-        state = OPTIMIZER_TENSORS * gradients
-        if state_bytes_per_parameter is not None:
-            numbers = sum(one.numel() for one in unique if one.requires_grad)
-            state = int(numbers * state_bytes_per_parameter)
+        state = self.constant_bytes(state_bytes_per_parameter) - parameters - gradients
         self._parameters = []  # from here on the model alone keeps its parameters alive
         return FixedBytes(
             parameters=parameters,

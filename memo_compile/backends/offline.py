@@ -103,7 +103,8 @@ def plan_step_offline(
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Never:
         try:
-            plan_graph(gm, examples, config, make)
+            memory = hardware.memory_bytes if hardware else None
+            plan_graph(gm, examples, config, make, device_bytes=memory)
         except _PlannedSignal as signal:
             seen.append(signal)
             raise

@@ -273,7 +273,10 @@ def _numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str
         f"{format_bytes(fixed.optimizer_state)} optimizer state ({answer.question.optimizer})",
     )
     yield "outside", f"{format_bytes(answer.outside_bytes)} of libraries"
-    yield "host", f"{format_bytes(answer.host_bytes)} of pinned memory"
+    bound = ""
+    if answer.host_bytes and answer.question.host_budget is None:
+        bound = " on each device's host (no --host-budget was given)"
+    yield "host", f"{format_bytes(answer.host_bytes)} of pinned memory{bound}"
     if peak is not None:
         largest = ", ".join(f"{one.name} {format_bytes(one.size_bytes)}" for one in peak.tensors)
         yield "set by", f"{peak.call} ({peak.phase}): {largest}"

@@ -221,7 +221,7 @@ def _inductor(name: str, tmp_path: object) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(one, marks=() if one == "gpt2" else pytest.mark.full) for one in INDUCTOR],
+    INDUCTOR,
 )
 def test_inductor_with_files(name, tmp_path):
     _inductor(name, tmp_path)

@@ -3,10 +3,12 @@
 The set does not depend on the budget. That is what makes the choice monotone (``frontier.py``).
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
 from memo_compile.errors import InvalidPlan
 from memo_compile.movable import MovableStep, Moves, Schedule, StepCosts
@@ -100,6 +102,14 @@ def copy_seconds(step: MovableStep, problem: Problem) -> float:
     )
 
 
+@dataclass(slots=True, kw_only=True)
+class SearchedMoves:
+    """What was found for one step; a later round weighs it again with better costs."""
+
+    greedy: tuple[Moves, ...] | None = None
+    program: tuple[Moves, ...] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateSource:
     """Makes the candidate sets of one step."""
@@ -110,23 +120,35 @@ class CandidateSource:
     exact: bool = False
     solver: bool = True
     time_limit_s: float = 20.0
+    searched: SearchedMoves = field(default_factory=SearchedMoves)
+    _evaluations: dict[tuple[Moves, tuple[str, ...]], Candidate] = field(default_factory=dict)
 
     def auto(self) -> list[Candidate]:
         """All that policy ``auto`` chooses from: greedy's, the program's and the named plans."""
-        modes = layer_modes(self.step, self.recompute, exact=self.exact)
-        models = {one: build_model(self.step, modes, one) for one in (ROTATING, WIDE, TIGHT)}
-        found: dict[Moves, None] = {}
-        for schedule in (ROTATING, WIDE):
-            found.update(dict.fromkeys(self._greedy_moves(models[schedule])))
+        found = dict.fromkeys(self._greedy())
         if self.solver and self.step.layers:
-            found.update(dict.fromkeys(self._milp_moves(models)))
+            found.update(dict.fromkeys(self._program()))
         return [*self._valid(found), *self.named_all()]
 
     def greedy(self) -> list[Candidate]:
         """What policy ``greedy`` chooses from."""
+        return self._valid(self._greedy())
+
+    def _greedy(self) -> tuple[Moves, ...]:
+        if self.searched.greedy is None:
+            models = self._models((ROTATING, WIDE))
+            found = (self._greedy_moves(one) for one in models.values())
+            self.searched.greedy = tuple(itertools.chain.from_iterable(found))
+        return self.searched.greedy
+
+    def _program(self) -> tuple[Moves, ...]:
+        if self.searched.program is None:
+            self.searched.program = tuple(self._milp_moves(self._models(GRIDS)))
+        return self.searched.program
+
+    def _models(self, schedules: Iterable[Schedule]) -> dict[Schedule, StepModel]:
         modes = layer_modes(self.step, self.recompute, exact=self.exact)
-        models = (build_model(self.step, modes, one) for one in (ROTATING, WIDE))
-        return self._valid(moves for one in models for moves in self._greedy_moves(one))
+        return {one: build_model(self.step, modes, one) for one in schedules}
 
     def named(self, policy: str, alphas: Sequence[float | None] = (None,)) -> list[Candidate]:
         """The plan of a named policy, for each of ``alphas``."""
@@ -162,7 +184,10 @@ class CandidateSource:
         return candidates
 
     def _evaluated(self, moves: Moves, notes: tuple[str, ...] = ()) -> Candidate:
-        return evaluate(self.step, moves, self.recompute, notes)
+        if (moves, notes) not in self._evaluations:
+            candidate = evaluate(self.step, moves, self.recompute, notes)
+            self._evaluations[moves, notes] = candidate
+        return self._evaluations[moves, notes]
 
     def _greedy_moves(self, model: StepModel) -> Iterator[Moves]:
         sequence = greedy_sequence(model, host_budget_bytes=self.host_budget_bytes)
@@ -176,25 +201,40 @@ class CandidateSource:
         yield Moves(modes=modes, schedule=TIGHT, policy="greedy")
 
     def _milp_moves(self, models: dict[Schedule, StepModel]) -> Iterator[Moves]:
-        """The program's answers from each schedule's floor up to save-all."""
+        """The program's answers from each schedule's floor up to save-all.
+
+        The schedules are solved side by side: the engine runs outside of Python's lock.
+        """
         deadline = time.monotonic() + self.time_limit_s
         top = models[ROTATING].peak_bytes([0] * models[ROTATING].num_layers)
-        for schedule, shares in GRIDS.items():
-            model = models[schedule]
-            lowest = lowest_peak(
+        with ThreadPoolExecutor(max_workers=len(GRIDS)) as pool:
+            solved = [
+                pool.submit(self._solved, models[schedule], top, shares, deadline)
+                for schedule, shares in GRIDS.items()
+            ]
+            for one in solved:
+                yield from one.result()
+
+    def _solved(
+        self, model: StepModel, top: int, shares: Sequence[float], deadline: float
+    ) -> list[Moves]:
+        """One schedule's answers at each of ``shares`` between its floor and ``top`` bytes."""
+        lowest = lowest_peak(
+            model,
+            host_budget_bytes=self.host_budget_bytes,
+            time_limit_s=deadline - time.monotonic(),
+        )
+        if not lowest.status.has_solution:
+            return []
+        floor = model.peak_bytes(lowest.chosen)
+        found = []
+        for share in shares:
+            solution = solve_modes(
                 model,
+                bound_bytes=int(floor + share * (top - floor)),
                 host_budget_bytes=self.host_budget_bytes,
                 time_limit_s=deadline - time.monotonic(),
             )
-            if not lowest.status.has_solution:
-                continue
-            floor = model.peak_bytes(lowest.chosen)
-            for share in shares:
-                solution = solve_modes(
-                    model,
-                    bound_bytes=int(floor + share * (top - floor)),
-                    host_budget_bytes=self.host_budget_bytes,
-                    time_limit_s=deadline - time.monotonic(),
-                )
-                chosen = solution.chosen if solution.status.has_solution else lowest.chosen
-                yield Moves(modes=model.chosen_modes(chosen), schedule=schedule)
+            chosen = solution.chosen if solution.status.has_solution else lowest.chosen
+            found.append(Moves(modes=model.chosen_modes(chosen), schedule=model.schedule))
+        return found

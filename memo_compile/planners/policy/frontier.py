@@ -16,7 +16,12 @@ from typing import Generic, Protocol, TypeVar
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.movable import Layer, Mode, MovableStep, Moves, Schedule
 from memo_compile.planners.alpha import QUANTA
-from memo_compile.planners.policy.candidates import Candidate, CandidateSource, costs_with
+from memo_compile.planners.policy.candidates import (
+    Candidate,
+    CandidateSource,
+    SearchedMoves,
+    costs_with,
+)
 from memo_compile.planners.policy.modes import RecomputeOf, with_launches
 from memo_compile.planners.policy.named import NAMED
 from memo_compile.plans import FrontierPoint, Timeline
@@ -78,6 +83,7 @@ def choose(
     exact: bool = False,
     solver: bool = True,
     time_limit_s: float = 20.0,
+    searched: SearchedMoves | None = None,
 ) -> Choice[PlacedT]:
     """The fastest plan of ``policy`` whose placed peak is at most ``budget_bytes``.
 
@@ -85,7 +91,8 @@ def choose(
     when that fits. A named policy is one plan; ``memo`` without ``alpha`` and with a budget may
     take a smaller alpha than its own program's. ``recompute`` raises UnsupportedGraph for a region
     that cannot be; ``exact`` forbids recomputing a slice of rows. The same inputs give the same
-    choice as long as the solver's ``time_limit_s`` (for all solves together) does not bind.
+    choice as long as the solver's ``time_limit_s`` (for all solves together) does not bind. What
+    ``searched`` holds already is not searched again, and what is found is left there.
 
     Raises:
         Infeasible: no plan fits the budget and the host budget; the message names the floor.
@@ -99,6 +106,7 @@ def choose(
         exact=exact,
         solver=solver,
         time_limit_s=time_limit_s,
+        searched=searched or SearchedMoves(),
     )
     chooser = _Chooser(budget_bytes, host_budget_bytes, place)
     considered, found = _search(source, chooser, policy, alpha)
