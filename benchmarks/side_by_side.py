@@ -28,6 +28,8 @@ class CompiledStep:
     """One way to run the model's forward and backward."""
 
     name: str
+    prepare: Callable[[], None]
+    """What comes before each step and is not timed: the gradients go."""
     run: Callable[[], None]
     number: int
     """Of its plan in memo's report."""
@@ -105,17 +107,20 @@ def compiled_step(name: str, model: Any, ids: Any, options: Mapping[str, Any]) -
     torch._dynamo.config.recompile_limit = 64
     step = torch.compile(model, backend="memo", options={"strict": True, **options})
 
-    def run() -> None:
+    def prepare() -> None:
         model.zero_grad(set_to_none=True)
+
+    def run() -> None:
         step(input_ids=ids, labels=ids).loss.backward()
 
     before = len(memo_compile.report().plans)
     with _assemblies() as assembled:
+        prepare()
         run()
     report = memo_compile.report()
     if len(report.plans) != before + 1 or not report.active:
         raise RuntimeError(f"{name}: expected one plan more than {before}, got\n{report}")
-    return CompiledStep(name=name, run=run, number=before, assembly=assembled[-1])
+    return CompiledStep(name=name, prepare=prepare, run=run, number=before, assembly=assembled[-1])
 
 
 @contextlib.contextmanager
@@ -144,18 +149,20 @@ def timed_in_turn(
     time_limit_s: float,
     each_round: Callable[[], None] = lambda: None,
 ) -> dict[str, Timed]:
-    """Times every step, one after the other, again and again.
+    """Times every step, one after the other, again and again; each runs once before it is timed.
 
-    Ends when each has ``num_samples`` quiet samples, or at the time limit with at least that many
-    of any kind. ``each_round`` is called before each round of samples.
+    The first run takes the arena over from another plan, which happens to no user. Ends when each
+    has ``num_samples`` quiet samples, or at the time limit with at least that many of any kind.
+    ``each_round`` is called before each round of samples.
     """
     samples: dict[str, list[Sample]] = {one.name: [] for one in steps}
-    for one in steps:
-        one.run()
     begin = time.monotonic()
     while True:
         each_round()
         for one in steps:
+            one.prepare()
+            one.run()
+            one.prepare()
             samples[one.name].append(sample(one.run))
         found = {name: Timed(samples=tuple(values)) for name, values in samples.items()}
         if all(len(one.quiet) >= num_samples for one in found.values()):
