@@ -16,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.movable import Layer, Mode, MovableStep, Moves, Schedule
 from memo_compile.planners.alpha import QUANTA
+from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.candidates import (
     Candidate,
     CandidateSource,
@@ -41,6 +42,10 @@ GOOD_ENOUGH = 0.005
 """Of the step that keeps everything, which no plan beats: where greedy comes this near, the program
 of the whole step is not solved. The proof above holds: at a smaller budget greedy's plan is the
 same and near enough again, or it does not fit."""
+
+
+SAME = 0.01
+"""Of the step: by so much an estimate may have been too short without a new choice."""
 
 
 class Placed(Protocol):
@@ -122,6 +127,33 @@ def choose(
         frontier=chooser.frontier(considered, candidate),
         notes=candidate.notes,
     )
+
+
+def confirmed(
+    choice: Choice[PlacedT],
+    step: MovableStep,
+    *,
+    budget_bytes: int | None,
+    recompute: RecomputeOf,
+    place: Callable[[Problem], PlacedT],
+) -> Choice[PlacedT] | None:
+    """``choice`` with what is known of its regions now; None where one must choose again.
+
+    That is where it does not fit any more, or is slower by more than ``SAME`` of the step.
+    """
+    recompute = with_launches(recompute)
+    problem = apply_moves(step, choice.moves, recompute)
+    timeline = simulate(problem, costs_with(step, choice.moves, recompute))
+    if timeline.step_s > choice.timeline.step_s * (1 + SAME):
+        return None
+    plan = place(problem)
+    if budget_bytes is not None and plan.peak_bytes > budget_bytes:
+        return None
+    points = (
+        replace(one, step_s=timeline.step_s, peak_bytes=plan.peak_bytes) if one.chosen else one
+        for one in choice.frontier
+    )
+    return replace(choice, problem=problem, timeline=timeline, plan=plan, frontier=tuple(points))
 
 
 def _search(
