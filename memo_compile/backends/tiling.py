@@ -15,6 +15,9 @@ from memo_compile.config import MemoConfig
 TOKEN_TILES = 8
 """Where tiles are wanted: an eighth of the widest tensors is below a layer's other transients."""
 
+REST = 0.1
+"""Of the budget: the layers need that much beside parameters and logits."""
+
 _PRODUCTS = (
     torch.nn.functional.linear,
     torch.matmul,
@@ -37,7 +40,7 @@ def tile_order(
     """
     budget = config.budget_bytes(device_bytes)
     least = facts.constant_bytes(config.optimizer_state_bytes_per_parameter)
-    if budget is not None and least + 2 * _widest_bytes(gm) > budget:
+    if budget is not None and least + 2 * _widest_bytes(gm) > budget * (1 - REST):
         return TOKEN_TILES, 1
     return 1, TOKEN_TILES
 
