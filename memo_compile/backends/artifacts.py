@@ -1,15 +1,15 @@
 """What memo leaves in torch's structured trace, where tlparse shows it beside Inductor's output."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from torch._logging._internal import trace_structured
+from memo_compile.backends import shim
 
 
-def emit_artifacts(plan_name: str, texts: Mapping[str, str]) -> None:
-    """Every text of ``texts`` (name -> content) is an artifact ``memo_<plan_name>_<name>``.
+def emit_artifacts(plan_name: str, texts: Mapping[str, Callable[[], str]]) -> None:
+    """Every text of ``texts`` (name -> what makes it) is an artifact ``memo_<plan_name>_<name>``.
 
-    Costs nothing unless TORCH_TRACE is set. A name that ends in ``.json`` is shown as JSON.
+    No text is made unless TORCH_TRACE is set. A name that ends in ``.json`` is shown as JSON.
     """
     for name, text in texts.items():
         stem, _, ending = name.rpartition(".")
@@ -17,9 +17,9 @@ def emit_artifacts(plan_name: str, texts: Mapping[str, str]) -> None:
             "name": f"memo_{plan_name}_{stem or name}",
             "encoding": "json" if ending == "json" else "string",
         }
-        trace_structured(
+        shim.trace_structured(
             "artifact",
             metadata_fn=functools.partial(dict, metadata),
-            payload_fn=functools.partial(str, text),
+            payload_fn=text,
             expect_trace_id=False,
         )

@@ -156,6 +156,7 @@ class StepCompiler:
         assembly = self.assemble(self._forward, backward, self._units)
         self.assembly = assembly
         self._dump_plan(assembly, backward)
+        emit_artifacts(self.name, {"plan.json": lambda: to_json(assembly.plan)})
 
         def run(args: list[Any]) -> Any:
             assert self.assembly is assembly  # and so the plan lives as long as this function
@@ -180,7 +181,6 @@ class StepCompiler:
         self.runner.write("step-backward.txt", graph_text(backward.program))
         self.runner.write("step-program.txt", program_text(assembly.problem))
         write_pictures(self.dump, assembly.problem, assembly.plan, assembly.planner.known_costs())
-        emit_artifacts(self.name, {"plan.json": to_json(assembly.plan)})
 
     def _cut(self, gm: fx.GraphModule, phase: Phase, static: frozenset[str]) -> Cut:
         assert self._units is not None

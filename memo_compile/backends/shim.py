@@ -41,6 +41,7 @@ from torch._inductor.compile_fx import compile_fx as _compile_fx
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.virtualized import V
+from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -64,6 +65,7 @@ __all__ = [
     "extract_halves",
     "min_cut_saved_names",
     "reordering_to_mimic_autograd_engine",
+    "trace_structured",
 ]
 
 

@@ -1,5 +1,6 @@
 """Artifacts for tlparse: in torch's structured trace when one is written, else free."""
 
+import functools
 import json
 import logging
 
@@ -22,7 +23,8 @@ def test_texts_are_artifacts_with_the_plans_name(monkeypatch):
     monkeypatch.setattr(torch_logging.trace_log, "handlers", [handler])
     monkeypatch.setattr(torch_logging.trace_log, "level", logging.DEBUG)
     torch_logging.trace_log.manager._clear_cache()
-    emit_artifacts("graph0", {"plan.json": '{"a": 1}', "report.html": "<p>", "note": "x"})
+    texts = {"plan.json": '{"a": 1}', "report.html": "<p>", "note": "x"}
+    emit_artifacts("graph0", {name: functools.partial(str, text) for name, text in texts.items()})
     torch_logging.trace_log.manager._clear_cache()
     found = {
         one["artifact"]["name"]: (one["artifact"]["encoding"], text)
@@ -37,4 +39,8 @@ def test_texts_are_artifacts_with_the_plans_name(monkeypatch):
 
 def test_without_a_trace_no_text_is_made(monkeypatch):
     monkeypatch.setattr(torch_logging.trace_log, "handlers", [])
-    emit_artifacts("graph0", {"plan.json": "{}"})
+
+    def make() -> str:
+        raise AssertionError("nobody reads it")
+
+    emit_artifacts("graph0", {"plan.json": make})
