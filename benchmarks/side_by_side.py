@@ -151,9 +151,9 @@ def timed_in_turn(
 ) -> dict[str, Timed]:
     """Times every step, one after the other, again and again; each runs once before it is timed.
 
-    The first run takes the arena over from another plan, which happens to no user. Ends when each
-    has ``num_samples`` quiet samples, or at the time limit with at least that many of any kind.
-    ``each_round`` is called before each round of samples.
+    The first run takes the arena over from another plan, which one plan alone never does. Ends when
+    each has ``num_samples`` quiet samples, or at the time limit with at least that many of any
+    kind. ``each_round`` is called before each round of samples.
     """
     samples: dict[str, list[Sample]] = {one.name: [] for one in steps}
     begin = time.monotonic()

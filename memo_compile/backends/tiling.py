@@ -36,7 +36,8 @@ def tile_order(
     """Numbers of tiles (1: whole), the more promising first, for a Dynamo graph under a budget.
 
     The loss head's logits and their gradient exist at one time when they are not in tiles. That
-    alone with parameters, gradients and optimizer state may be more than the budget.
+    alone with parameters, gradients and optimizer state may be more than the budget. It is an
+    estimate: a step that would just have fitted whole may run in tiles, which is a little slower.
     """
     budget = config.budget_bytes(device_bytes)
     least = facts.constant_bytes(config.optimizer_state_bytes_per_parameter)

@@ -139,7 +139,8 @@ def confirmed(
 ) -> Choice[PlacedT] | None:
     """``choice`` with what is known of its regions now; None where one must choose again.
 
-    That is where it does not fit any more, or is slower by more than ``SAME`` of the step.
+    That is where it does not fit any more, or is slower by more than ``SAME`` of the step. The
+    module's proof is of the choice with estimates; lowered regions may shift a peak.
     """
     recompute = with_launches(recompute)
     problem = apply_moves(step, choice.moves, recompute)
