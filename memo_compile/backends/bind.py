@@ -102,6 +102,7 @@ class Binder:
                 if value in self.forward.arguments
             ),
             planned_bytes=half.planned_bytes(steps[0][0]) if steps else 0,
+            resident_bytes=half.resident_after(),
             handle=slots[cut.handle],
         )
 
@@ -116,6 +117,7 @@ class _Half:
         self.problem = binder.planned.problem
         self.plan = binder.planned.plan
         self.slots = slots
+        self.phase = cut.phase
         self.cut_calls = {call.name: call for call in cut.calls}
         self.results = {value for value in cut.results if value is not None}
         kept = set(self.results)
@@ -152,6 +154,14 @@ class _Half:
     def planned_bytes(self, index: int) -> int:
         """What the step holds as call ``index`` begins."""
         return self.plan.resident_bytes[index] + self.beside.before[index]
+
+    def resident_after(self) -> int | None:
+        """The arena that the backward's first call needs, for the forward of a training step."""
+        if self.phase is Phase.BACKWARD:
+            return None
+        first = (i for i, one in enumerate(self.problem.calls) if one.phase is Phase.BACKWARD)
+        index = next(first, None)
+        return None if index is None else self.plan.resident_bytes[index]
 
     def _range(self, call: StepCall, value: str) -> CopyRange:
         assert call.copy is not None, f"{call.name} copies nothing"

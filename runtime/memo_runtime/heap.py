@@ -36,6 +36,14 @@ class HeapWatch:
             beside = anonymous_bytes() - resident_bytes
         self.base_bytes = beside
 
+    def turn(self, planned_bytes: int) -> None:
+        """The backward begins: results that the user dropped and what forward kernels freed go.
+
+        Not all of the frame has been written yet, so what is free does not show in a sum.
+        """
+        trim_heap()
+        self.check(planned_bytes)
+
     def check(self, planned_bytes: int) -> None:
         """At most ``planned_bytes`` are the step's now; if there are more, the heap is trimmed."""
         if self.base_bytes is None:

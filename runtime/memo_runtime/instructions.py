@@ -34,6 +34,12 @@ class Running:
         """Add to the step's counters."""
         self.counted += StepCounters(**more)
 
+    def keep(self, resident_bytes: int) -> None:
+        """Of the frame only its first ``resident_bytes`` are used from now on."""
+        if resident_bytes < self.resident_bytes:
+            self.lease.slab.drop_tail(resident_bytes, self.resident_bytes, poison=self.poison)
+            self.resident_bytes = resident_bytes
+
 
 Size = tuple[int, ...]
 
@@ -74,9 +80,7 @@ class RunCall:
     def execute(self, running: Running) -> None:
         """The outputs are in the environment; inputs read for the last time are not."""
         lease, env = running.lease, running.env
-        if self.resident_bytes < running.resident_bytes:
-            lease.slab.drop_tail(self.resident_bytes, running.resident_bytes, poison=running.poison)
-            running.resident_bytes = self.resident_bytes
+        running.keep(self.resident_bytes)
         views = running.tables[self.table]
         current.views = self._with_into(views, env) if self.into else views
         if running.poison:

@@ -60,6 +60,9 @@ class RunHalf:
     """FORWARD: positions in ``leased`` of the step's own inputs, which the user may write into."""
     planned_bytes: int = 0
     """What the step holds as the half begins, its frame and ordinary memory."""
+    resident_bytes: int | None = None
+    """FORWARD: of the frame, from its start, what the backward still uses. The rest goes back at
+    once: autograd makes gradients of the results in ordinary memory before the backward begins."""
     handle: int
     """FORWARD: the slot to return the handle in; BACKWARD: the slot it arrives in."""
 
@@ -232,7 +235,7 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
                 "policy='full-offload', which recomputes nothing."
             )
     if plan.heap is not None:
-        plan.heap.check(half.planned_bytes)  # results that the user dropped
+        plan.heap.turn(half.planned_bytes)
     snapshot = lease.snapshot() if keep_graph else None
     for slot, value in zip(half.leased, lease.saved, strict=True):
         env[slot] = value
@@ -273,6 +276,8 @@ def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> Ste
     try:
         for one in half.calls:
             one.execute(running)
+        if half.resident_bytes is not None:
+            running.keep(half.resident_bytes)
     finally:
         current.views = ()
         current.inputs = {}

@@ -5,9 +5,13 @@ import logging
 
 import pytest
 import torch
+from memo_runtime.arena import arena_of
+from memo_runtime.instructions import RunCall
+from memo_runtime.step import StepPlan
 from torch import nn
 
 import memo_compile
+from memo_compile.backends import assemble
 from tests.numerics.small import (
     Pair,
     Stack,
@@ -46,6 +50,21 @@ def test_gradients_survive_the_next_step(pair):
     pair.compiled(rows(2)).backward()
     assert all(torch.equal(kept[name], copies[name]) for name in kept)
     assert loss.item() == value
+
+
+def test_the_forward_leaves_only_what_the_backward_uses(pair, monkeypatch):
+    """Autograd makes gradients of the results before the backward's first call could give back."""
+    made = []
+
+    def keep(**fields):
+        made.append(StepPlan(**fields))
+        return made[-1]
+
+    monkeypatch.setattr(assemble, "StepPlan", keep)
+    pair.compiled(rows(1))
+    first = next(one for one in made[0].backward.calls if isinstance(one, RunCall))
+    assert made[0].forward.resident_bytes == first.resident_bytes
+    assert made[0].backward.resident_bytes is None
 
 
 def test_two_live_forwards_both_planned():
@@ -292,8 +311,6 @@ def test_freezing_and_unfreezing(pair):
 
 def test_dropping_a_compiled_model_frees_its_plan():
     """Row 11: the views of a dead plan do not hold the arena."""
-    from memo_runtime.arena import arena_of
-
     arena = arena_of(torch.device("cpu"))
 
     def plans() -> set[int]:

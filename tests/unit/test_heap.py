@@ -56,6 +56,16 @@ def test_freed_heap_above_the_plan_goes_back(machine):
     assert machine.trims == 2
 
 
+def test_what_forward_kernels_freed_goes_back_although_the_frame_is_not_full_yet(machine):
+    watch = HeapWatch(allowed_bytes=2 * MIB)
+    watch.begin(0)
+    machine.bytes += 60 * MIB
+    machine.free_heap = 12 * MIB
+    watch.turn(100 * MIB)
+    assert machine.trims == 2
+    assert machine.bytes == 1048 * MIB
+
+
 def test_last_steps_gradients_go_back_when_a_step_begins(machine):
     watch = HeapWatch(allowed_bytes=2 * MIB)
     watch.begin(0)
