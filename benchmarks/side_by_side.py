@@ -70,10 +70,18 @@ class Timed:
         return len(self.quiet) >= MIN_QUIET
 
     @property
+    def counted(self) -> tuple[int, ...]:
+        """Indices of the quiet samples, or of all where they are too few."""
+        return tuple(
+            index
+            for index, one in enumerate(self.samples)
+            if one.others <= MAX_OTHERS or not self.is_quiet
+        )
+
+    @property
     def median_s(self) -> float:
-        """Of the quiet samples, or of all where they are too few."""
-        counted = self.quiet if self.is_quiet else self.samples
-        return statistics.median(one.seconds for one in counted)
+        """Of the samples that count."""
+        return statistics.median(self.samples[index].seconds for index in self.counted)
 
     def as_dict(self) -> dict[str, Any]:
         """For the results' JSON."""
@@ -147,19 +155,19 @@ def timed_in_turn(
     *,
     num_samples: int,
     time_limit_s: float,
-    each_round: Callable[[], None] = lambda: None,
+    before_each: Callable[[CompiledStep], None] = lambda _: None,
 ) -> dict[str, Timed]:
     """Times every step, one after the other, again and again; each runs once before it is timed.
 
     The first run takes the arena over from another plan, which one plan alone never does. Ends when
     each has ``num_samples`` quiet samples, or at the time limit with at least that many of any
-    kind. ``each_round`` is called before each round of samples.
+    kind. ``before_each`` is called before each sample.
     """
     samples: dict[str, list[Sample]] = {one.name: [] for one in steps}
     begin = time.monotonic()
     while True:
-        each_round()
         for one in steps:
+            before_each(one)
             one.prepare()
             one.run()
             one.prepare()
