@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memo_runtime.arena import arena_of
+from memo_runtime.arena import ArenaError, arena_of
 from memo_runtime.heap import HeapWatch
 from memo_runtime.host_store import HostStoreError
 from memo_runtime.leases import StepCounters
@@ -17,17 +17,23 @@ from memo_compile.analysis.units import JointUnits
 from memo_compile.backends import shim
 from memo_compile.backends.bind import Binder
 from memo_compile.backends.facts import GraphFacts
+from memo_compile.backends.out_of_memory import out_of_memory_explained
 from memo_compile.backends.step_planner import PlannedStep, StepPlanner
 from memo_compile.config import MemoConfig
+from memo_compile.errors import Infeasible
 from memo_compile.passes.cut import Cut
 from memo_compile.planners.residency import heap_slack, step_constant_bytes
 from memo_compile.plans import Plan
 from memo_compile.problem import Problem, Storage
 from memo_compile.reporting import state
+from memo_compile.units import format_bytes
 
 log = logging.getLogger("memo")
 
 _keys = itertools.count(1)
+
+MAX_REFUSALS = 6
+"""So often a step is planned again for less: three quarters each time."""
 
 MIN_KEPT_BYTES = 2**20
 """Results that matter to a plan; losses and small statistics are always held."""
@@ -81,13 +87,15 @@ class Assembly:
         """The forward's results; empties ``args``."""
         self._count_existing_gradients()
         self._count_kept_outputs()
-        results = run_forward(self.step, args)
+        with out_of_memory_explained(self.planner.config, self.problem, self.plan):
+            results = run_forward(self.step, args)
         self._returned = shim.storages_of([results[position] for position in self._made])
         return results
 
     def backward(self, args: list[Any]) -> list[Any]:
         """The backward's results; empties ``args``."""
-        results = run_backward(self.step, args, keep_graph=shim.keep_graph())
+        with out_of_memory_explained(self.planner.config, self.problem, self.plan):
+            results = run_backward(self.step, args, keep_graph=shim.keep_graph())
         if not self.problem.keeps_outputs:
             held = (size for storage, size in self._returned if not storage.expired())
             self._kept_bytes = sum(held)
@@ -97,22 +105,62 @@ class Assembly:
     def reserve(self) -> None:
         """The step's frames are there: a refusal comes now and not in the first step.
 
-        Where pinned memory is refused and was not asked for by name, pageable memory is taken.
+        What is refused is planned again for less, a few times, and the report says so.
 
         Raises:
-            HostStoreError: the host refused that too.
+            ArenaError: the device refused the arena of every plan that fits it.
+            HostStoreError: the host refused the memory for offloaded activations likewise.
         """
-        with shim.real_tensors():
+        for _ in range(MAX_REFUSALS):
             try:
-                self.step.reserve()
-            except HostStoreError as error:
-                if self.step.host_store != "pinned":
-                    raise
-                note = f"copies go through pageable memory and may block: {error}"
-                if state.add_note(note):
-                    log.warning("memo: %s", note)
-                self.step.host_store = "shm"
-                self.step.reserve()
+                with shim.real_tensors():
+                    self._reserve_frames()
+                return
+            except (ArenaError, HostStoreError) as error:
+                self._plan_smaller(error)
+        with shim.real_tensors():
+            self._reserve_frames()
+
+    def _reserve_frames(self) -> None:
+        """Pageable memory stands in for pinned memory that is refused and was not asked for."""
+        try:
+            self.step.reserve()
+        except HostStoreError as error:
+            if self.step.host_store != "pinned":
+                raise
+            note = f"copies go through pageable memory and may block: {error}"
+            if state.add_note(note):
+                log.warning("memo: %s", note)
+            self.step.host_store = "shm"
+            self.step.reserve()
+
+    def _plan_smaller(self, refused: ArenaError | HostStoreError) -> None:
+        """Plan again with three quarters of what was refused, or with the least that a step needs.
+
+        Raises:
+            ArenaError, HostStoreError: ``refused``, where there is no smaller plan.
+        """
+        plan = self.plan
+        if isinstance(refused, ArenaError):
+            option, less = "memory_budget", plan.peak_bytes - plan.arena_bytes // 4
+        else:
+            option, less = "host_budget", self.problem.host_bytes * 3 // 4
+        try:
+            planned = self._planned_with(option, less)
+        except Infeasible as error:
+            floor = error.floor_bytes
+            if option != "memory_budget" or floor is None or floor >= plan.peak_bytes:
+                raise type(refused)(f"{refused}; no smaller plan fits either: {error}") from error
+            less = floor
+            planned = self._planned_with(option, less)
+        note = f"{refused}. Planned again with {option}={format_bytes(less)}"
+        if state.add_note(note):
+            log.warning("%s", note)
+        self._bind_again(planned)
+
+    def _planned_with(self, option: str, num_bytes: int) -> PlannedStep:
+        self.planner.config = replace(self.planner.config, **{option: num_bytes})
+        return self.planner.plan(self.planner.facts.existing_gradient_bytes())
 
     def on_unplanned(self, call: Callable[[], None]) -> None:
         """``call`` is told of every step that runs in ordinary memory."""
@@ -194,12 +242,11 @@ def assemble(
 
     Raises:
         Infeasible: no plan fits the budget; nothing has run.
-        HostStoreError: the host refused the memory for offloaded activations.
+        ArenaError, HostStoreError: as ``Assembly.reserve``.
     """
     planner = StepPlanner(forward, backward, units, facts, config, name)
     assembly = Assembly(planner=planner, forward_cut=forward, backward_cut=backward)
-    if assembly.problem.host_bytes:
-        assembly.reserve()
+    assembly.reserve()
     return assembly
 
 

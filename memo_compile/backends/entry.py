@@ -162,8 +162,12 @@ def _on_unplanned() -> None:
 def _step_aside(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig, error: Exception
 ) -> Callable[..., Any]:
-    """Plain Inductor for a graph that got no plan; ``strict`` raises instead."""
-    if config.strict or config.memory_budget is not None:
+    """Plain Inductor for a graph that got no plan; ``strict`` raises instead.
+
+    Where the device refused every planned arena, plain Inductor, which needs more, is no way out.
+    """
+    no_memory = isinstance(error, torch.OutOfMemoryError)
+    if config.strict or config.memory_budget is not None or no_memory:
         raise error
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     state.mark_failed(f"a graph runs through plain Inductor, without a plan: {reason}")

@@ -19,6 +19,8 @@ import memo_compile
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.planners.policy import candidates
 from memo_compile.planners.solver import SolveStatus
+from memo_compile.plans import Plan
+from memo_compile.reporting import state
 from tests.numerics.small import CPU, Pair, Stack, leased_slabs, rows, watched_calls
 from tests.numerics.training import assert_planned, memo_compiled
 
@@ -188,11 +190,18 @@ def test_inputs_written_between_forward_and_backward():
     assert leased_slabs() == 0
 
 
-def save_peak() -> int:
-    """Peak of the stack that keeps everything."""
+def save_plan() -> Plan:
+    """The plan of the stack that keeps everything; nothing of it is left."""
     torch._dynamo.reset()
     memo_compiled(Stack(num_layers=4), **MOVING, policy="save")(x(1)).backward()
-    return memo_compile.report().plans[-1].peak_bytes
+    plan = memo_compile.report().plans[-1]
+    torch._dynamo.reset()
+    state.reset()
+    return plan
+
+
+def save_peak() -> int:
+    return save_plan().peak_bytes
 
 
 def test_host_budget_that_is_too_small():
@@ -237,6 +246,73 @@ def test_the_arena_is_refused_at_the_start(monkeypatch):
     error = inner_error(Stack(num_layers=4), **MOVING, memory_budget="1GiB")
     assert isinstance(error, torch.OutOfMemoryError)
     assert "arena" in str(error)
+
+
+def test_a_smaller_plan_for_the_arena_that_the_device_has(monkeypatch, caplog):
+    """Row 14: planned again for less, and what fits is said."""
+    acquire = DeviceArena.acquire
+    limit = save_plan().arena_bytes * 4 // 5
+
+    def refuse(self, size_bytes):
+        if size_bytes > limit:
+            raise ArenaError(f"memo: cpu refused {size_bytes} B for the arena of a step")
+        return acquire(self, size_bytes)
+
+    monkeypatch.setattr(DeviceArena, "acquire", refuse)
+    with caplog.at_level(logging.WARNING, logger="memo"):
+        pair = Pair(Stack(num_layers=4), **MOVING)
+        for seed in (1, 2):
+            pair.assert_step(x(seed))
+    assert_planned(1)
+    assert memo_compile.report().plans[-1].arena_bytes <= limit
+    (note,) = (one for one in memo_compile.report().notes if "Planned again" in one)
+    assert "memory_budget=" in note
+    assert note in caplog.text
+
+
+def test_a_smaller_plan_for_the_host_memory_that_there_is(monkeypatch):
+    """Row 13: what the host refuses is planned again for less."""
+    asked = []
+    acquire = HostPool.acquire
+
+    def refuse(self, kind, size_bytes, plan_key):
+        asked.append(size_bytes)
+        if size_bytes == asked[0]:
+            raise HostStoreError(f"memo: refused {size_bytes} B as {kind}. Lower host_budget")
+        return acquire(self, kind, size_bytes, plan_key)
+
+    monkeypatch.setattr(HostPool, "acquire", refuse)
+    pair = Pair(Stack(num_layers=4), **MOVING, policy="memo")
+    for seed in (1, 2):
+        pair.assert_step(x(seed))
+    assert asked[0] > max(asked[1:], default=0)
+    assert [one for one in memo_compile.report().notes if "Planned again with host_budget=" in one]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_memory_beside_the_arena_runs_out(monkeypatch, caplog, tmp_path, in_backward):
+    """Row 15: the error is torch's own; frames go back, the plan is on disk, the option named."""
+    pair = moved_pair(**MIX, dump=str(tmp_path))
+    pair.assert_step(x(1))
+    calls = watched_calls(monkeypatch)
+    loss = pair.compiled(x(1))
+    calls.error = torch.OutOfMemoryError
+    calls.fail_at = calls.count + 2 if in_backward else 2
+    if not in_backward:
+        calls.count = 0
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        loss.backward() if in_backward else pair.compiled(x(2))
+    del loss
+    gc.collect()
+    (said,) = raised.value.__notes__
+    assert "memory_budget" in said
+    assert said in caplog.text
+    (folder,) = tmp_path.glob("memo-out-of-memory-*")
+    assert str(folder) in said
+    assert (folder / "plan.json").exists()
+    assert leased_slabs() == 0
+    calls.fail_at = None
+    pair.assert_step(x(3))
 
 
 def test_what_the_device_refuses_is_named():
