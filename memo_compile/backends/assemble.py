@@ -159,7 +159,8 @@ class Assembly:
         self._bind_again(planned)
 
     def _planned_with(self, option: str, num_bytes: int) -> PlannedStep:
-        self.planner.config = replace(self.planner.config, **{option: num_bytes})
+        changed: dict[str, Any] = {option: num_bytes}
+        self.planner.config = replace(self.planner.config, **changed)
         return self.planner.plan(self.planner.facts.existing_gradient_bytes())
 
     def on_unplanned(self, call: Callable[[], None]) -> None:
