@@ -60,6 +60,19 @@ def test_memo_offloads_input_and_attention_mixes_the_others_and_keeps_two_layers
     assert plan.notes == ()
 
 
+def test_what_memo_keeps_beside_the_last_layers_is_noted():
+    step = movable_step(4)
+    first = replace(step.layers[0], class_key="first")
+    classes = {**step.classes, "first": replace(step.classes["L"], key="first")}
+    step = replace(step, layers=(first, *step.layers[1:]), classes=classes)
+    plan = named_moves(step, "memo", recomputer(step), alpha=1.0)
+    assert [mode.actions for mode in plan.moves.modes] == [SAVED, (O,) * 5, SAVED, SAVED]
+    assert plan.notes == ("first: is kept, policy memo moves layers that repeat",)
+    step = movable_step(2)
+    plan = named_moves(step, "memo", recomputer(step), alpha=1.0)
+    assert plan.notes == ("nothing moves: of 2 layers policy memo keeps the last 2",)
+
+
 @pytest.mark.parametrize(
     ("alpha", "expected", "rows"),
     [(0.0, (O, O, R, R, R), None), (0.5, (O, O, R, R, R), 4), (1.0, (O, O, O, O, O), None)],

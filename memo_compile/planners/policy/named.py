@@ -12,7 +12,7 @@ A slot that cannot do what its policy wants stays, and a note says so.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from memo_compile.errors import ConfigError, UnsupportedGraph
@@ -80,8 +80,18 @@ def named_moves(
     def mode(cls: LayerClass, rights: Rights) -> Mode:
         return _memo(cls, rights, alpha, granule)
 
-    moved = repeating_layers(step)[:-KEPT_LAYERS]
-    return _per_layer(step, policy, ROTATING, recompute, mode, only=moved)
+    repeating = repeating_layers(step)
+    plan = _per_layer(step, policy, ROTATING, recompute, mode, only=repeating[:-KEPT_LAYERS])
+    return replace(plan, notes=(*plan.notes, *_kept_by_memo(step, repeating)))
+
+
+def _kept_by_memo(step: MovableStep, repeating: list[int]) -> Iterator[str]:
+    """What policy ``memo`` leaves alone beyond the last two of many layers, as notes."""
+    alone = {step.layers[at].class_key for at in set(range(len(step.layers))) - set(repeating)}
+    for key in sorted(alone):
+        yield f"{key}: is kept, policy memo moves layers that repeat"
+    if len(repeating) <= KEPT_LAYERS:
+        yield f"nothing moves: of {len(repeating)} layers policy memo keeps the last {KEPT_LAYERS}"
 
 
 def _per_layer(
