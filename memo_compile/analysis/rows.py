@@ -34,6 +34,7 @@ from memo_compile.errors import UnsupportedGraph
 __all__ = [
     "RowDim",
     "attention_rows",
+    "fake_mode",
     "is_row_wise",
     "row_dims",
     "row_layout",
@@ -311,7 +312,7 @@ def is_row_wise(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], num_rows: 
     return carried == Carried(out=row)
 
 
-def _fake_mode(gm: fx.GraphModule) -> Any:
+def fake_mode(gm: fx.GraphModule) -> Any:
     """The mode of the graph's fake tensors."""
     for node in gm.graph.nodes:
         mode = getattr(node.meta.get("val"), "fake_mode", None)
@@ -334,7 +335,7 @@ class _Slicer:
         self.num_rows = num_rows
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
-        self.mode = _fake_mode(gm)
+        self.mode = fake_mode(gm)
 
     def run(self) -> fx.GraphModule:
         for node in self.gm.graph.nodes:

@@ -16,22 +16,37 @@ from memo_runtime.current import current
 from memo_runtime.pages import trim_heap
 
 from memo_compile.errors import UnsupportedGraph
+from memo_compile.host import host_memory
 from memo_compile.passes.purity import is_collective, is_known
 from memo_compile.planners.placement import Buffer, PlacementProblem, place
 from memo_compile.problem import ALIGNMENT_BYTES, RegionProfile
 from memo_compile.regions import LoweredRegion, RegionGraph
+from memo_compile.units import format_bytes
 
 INPUT_SCALE = 0.02
 """Standard deviation of made-up inputs, as of freshly initialised weights: nothing overflows."""
+
+ROOM = 0.9
+"""Of the free memory, what a region that is timed may take."""
 
 _FAILURES = (RuntimeError, AssertionError, ValueError, TypeError, IndexError, MemoryError)
 """What running out of memory, a kernel, or a check of generated code raises."""
 
 
+class TooLarge(UnsupportedGraph):
+    """A region that does not fit into the memory that is free now, with all of its inputs."""
+
+
 def measure_all(
-    lowered: Mapping[str, LoweredRegion], graphs: Mapping[str, RegionGraph], *, repeats: int = 3
+    lowered: Mapping[str, LoweredRegion],
+    graphs: Mapping[str, RegionGraph],
+    *,
+    repeats: int = 3,
+    too_large: Callable[[RegionGraph, TooLarge], float] | None = None,
 ) -> dict[str, float]:
     """Seconds of every lowered region, by name; memory is freed between two regions.
+
+    ``too_large`` gives the seconds of a region that does not fit whole.
 
     Raises:
         UnsupportedGraph: a region cannot be run by itself. All or nothing: seconds that were
@@ -43,6 +58,11 @@ def measure_all(
     for name, one in lowered.items():
         try:
             seconds[name] = measure(one, graphs[name], repeats=repeats)
+        except TooLarge as error:
+            if too_large is None:
+                raise
+            _free(graphs[name].device)
+            seconds[name] = too_large(graphs[name], error)
         finally:
             _free(graphs[name].device)
     return seconds
@@ -55,15 +75,18 @@ def measure(lowered: LoweredRegion, region: RegionGraph, *, repeats: int = 3) ->
     are lost. Random number generators are as before.
 
     Raises:
-        UnsupportedGraph: the region talks to other ranks, does not fit into the memory that is
-            left, or a kernel failed.
+        TooLarge: the region does not fit into the memory that is left.
+        UnsupportedGraph: the region talks to other ranks, or a kernel failed.
     """
     _require_runs_alone(region)
+    _require_fits(lowered, region)
     try:
         with _torch_as_before(region.device):
             inputs = _inputs(region)
             with _frame(lowered, region.device):
                 return _median_s(lambda: lowered.run(list(inputs)), region.device, repeats)
+    except torch.OutOfMemoryError as error:
+        raise TooLarge(f"region {region.name} does not fit to be timed: {error}") from error
     except _FAILURES as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UnsupportedGraph(
@@ -85,6 +108,32 @@ def _require_runs_alone(region: RegionGraph) -> None:
                 f"region {region.name} cannot be timed: {node.name} ({node.target}) talks to "
                 "other ranks, or may; set costs='roofline'"
             )
+
+
+def _require_fits(lowered: LoweredRegion, region: RegionGraph) -> None:
+    """Refuse what the system would kill the process for."""
+    needed = sum(_layout_elements(one) * one.element_size() for one in _tensors(region))
+    needed += _offsets(lowered.profile)[1]
+    needed += sum(one.size_bytes for one in lowered.profile.outside)
+    free = _free_bytes(region.device)
+    if free is not None and needed > ROOM * free:
+        raise TooLarge(
+            f"region {region.name} does not fit to be timed: {format_bytes(needed)} of "
+            f"{format_bytes(free)} that are free"
+        )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory of the device that this process may still take; None where nobody says."""
+    if device.type != "cuda":
+        return host_memory().usable_bytes
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free) + int(unused)
+
+
+def _tensors(region: RegionGraph) -> list[torch.Tensor]:
+    return [one for one in region.example_inputs() if isinstance(one, torch.Tensor)]
 
 
 @contextlib.contextmanager
@@ -117,9 +166,7 @@ def _inputs(region: RegionGraph) -> list[torch.Tensor]:
 
 def _made_up(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Numbers with the layout of ``value``; where strides overlap, one element serves several."""
-    layout = zip(value.shape, value.stride(), strict=True)
-    num_elements = 1 + sum((size - 1) * stride for size, stride in layout)
-    num_elements = num_elements if value.numel() else 0
+    num_elements = _layout_elements(value)
     flat = torch.zeros(num_elements, dtype=value.dtype, device=value.device)
     if (flat.is_floating_point() or flat.is_complex()) and flat.element_size() > 1:
         flat.normal_(0.0, INPUT_SCALE, generator=generator)
@@ -127,6 +174,12 @@ def _made_up(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         wide = torch.empty(num_elements, device=value.device)
         flat.copy_(wide.normal_(0.0, INPUT_SCALE, generator=generator))
     return flat.as_strided(value.shape, value.stride())
+
+
+def _layout_elements(value: torch.Tensor) -> int:
+    """Elements from the first to the last of a tensor, gaps included."""
+    layout = zip(value.shape, value.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in layout) if value.numel() else 0
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ Read in torch 2.11.0 and 2.13.0. What differs between them is settled here and n
 """
 
 import contextlib
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -357,3 +358,15 @@ def graph_break(error: BaseException) -> str | None:
 def register_backend(name: str, backend: Callable[..., Any]) -> None:
     """``torch.compile(backend=name)`` calls ``backend``; a registered entry point is not loaded."""
     torch._dynamo.register_backend(backend, name=name)
+
+
+@contextlib.contextmanager
+def failing_fakes_unlogged() -> Iterator[None]:
+    """Operators may refuse the shapes of fakes inside; torch logs each with a traceback."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before

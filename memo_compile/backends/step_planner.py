@@ -13,9 +13,10 @@ from memo_compile.backends import shim
 from memo_compile.backends.bandwidth import copy_bandwidth
 from memo_compile.backends.decide import RecomputeLibrary, decide
 from memo_compile.backends.decisions import moved_rows, saved_rows
+from memo_compile.backends.extrapolate import extrapolated_seconds
 from memo_compile.backends.facts import GraphFacts, device_name
 from memo_compile.backends.lowering import lower_regions
-from memo_compile.backends.measure_regions import measure_all
+from memo_compile.backends.measure_regions import TooLarge, measure_all
 from memo_compile.backends.movable_step import Movable, movable_step
 from memo_compile.backends.step_problem import step_problem
 from memo_compile.backends.workspace import with_workspaces
@@ -237,11 +238,18 @@ class StepPlanner:
         if self._measures():
             try:
                 with shim.real_tensors():
-                    return measure_all(lowered, graphs)
+                    return measure_all(lowered, graphs, too_large=self._extrapolated)
             except UnsupportedGraph as error:
                 if state.add_note(f"costs are computed, not measured: {error}"):
                     log.warning("memo: costs are computed, not measured: %s", error)
         return {key: graph_seconds(graphs[key].gm, self._profile()) for key in lowered}
+
+    def _extrapolated(self, region: RegionGraph, error: TooLarge) -> float:
+        """Seconds of a region that does not fit whole."""
+        seconds = extrapolated_seconds(region, self.config, self._profile())
+        if state.add_note(f"{error}: timed on an eighth and a quarter of its tokens"):
+            log.info("memo: %s: timed on an eighth and a quarter of its tokens", error)
+        return seconds
 
     def _profile(self) -> HardwareProfile:
         return self.hardware or hardware_of(device_name(self.facts.device))

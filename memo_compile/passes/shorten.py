@@ -1,0 +1,157 @@
+"""A region for fewer tokens: what is too large to be timed whole is timed on a part.
+
+Every size that is a multiple of the tokens shrinks in proportion, in the shapes of the inputs and
+in the sizes that operators are given; parameters keep their shape. An eighth of 1024 tokens:
+
+    x [1, 1024, 64]                    x [1, 128, 64]
+    q = view(x, [1024, 8, 8])    ->    q = view(x, [128, 8, 8])
+    s = bmm(q, k)                      s = bmm(q, k)
+
+The shorter graph computes something else; only the time that it takes is of use.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from memo_compile.analysis.rows import fake_mode
+from memo_compile.analysis.views import is_tensor
+from memo_compile.errors import UnsupportedGraph
+from memo_compile.regions import RegionGraph
+
+MIN_TOKENS = 16
+
+_MAX_SIZE = 2**48
+"""Larger numbers among the arguments are limits ("to the end"), not sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scale:
+    """``new`` tokens for ``old``."""
+
+    old: int
+    new: int
+
+    def size(self, value: Any) -> Any:
+        """A multiple of the tokens, or one more or less (shifted labels), in proportion."""
+        if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= _MAX_SIZE:
+            return value
+        times = round(value / self.old)
+        rest = value - times * self.old
+        return times * self.new + rest if abs(rest) <= 1 else value
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.size(one) for one in shape)
+
+
+def shorten(region: RegionGraph, part: int) -> RegionGraph:
+    """``region`` for one ``part``-th of its tokens (2: half of them).
+
+    Parameters aside, the size of the largest inputs counts as the tokens with which every operator
+    accepts its shorter inputs and makes results that are shorter in the same way.
+
+    Raises:
+        UnsupportedGraph: there is no such size.
+    """
+    for old in _candidates(region):
+        if old % part == 0:
+            try:
+                gm = _Shortener(region, _Scale(old=old, new=old // part)).run()
+            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+                continue  # another of its sizes is the number of tokens
+            return replace(region, name=f"{region.name}.{part}th", gm=gm)
+    raise UnsupportedGraph(f"region {region.name} cannot be cut to one {part}th of its tokens")
+
+
+def _candidates(region: RegionGraph) -> list[int]:
+    """Sizes of the inputs that are no parameters: those of the most bytes first, then the largest.
+
+    Sizes that parameters have too come last. Those below MIN_TOKENS are too small to tell apart.
+    """
+    placeholders = region.gm.graph.find_nodes(op="placeholder")
+    bytes_of: dict[int, int] = {}
+    of_parameters: set[int] = set()
+    for at, node in enumerate(placeholders):
+        if not is_tensor(node):
+            continue
+        value = node.meta["val"]
+        if at in region.static_inputs:
+            of_parameters.update(value.shape)
+            continue
+        for size in {one for one in value.shape if one >= MIN_TOKENS}:
+            bytes_of[size] = bytes_of.get(size, 0) + value.nbytes
+
+    def rank(size: int) -> tuple[bool, int, int]:
+        return size in of_parameters, -bytes_of[size], -size
+
+    return sorted(bytes_of, key=rank)
+
+
+class _Shortener:
+    def __init__(self, region: RegionGraph, scale: _Scale) -> None:
+        self.region, self.scale = region, scale
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.mode = fake_mode(region.gm)
+
+    def run(self) -> fx.GraphModule:
+        inputs = 0
+        for node in self.region.gm.graph.nodes:
+            if node.op == "output":
+                self.graph.output(fx.node.map_arg(node.args[0], lambda one: self.made[one]))
+                continue
+            copy = self.graph.node_copy(node, lambda one: self.made[one])
+            copy.meta = dict(node.meta)
+            self.made[node] = copy
+            with self.mode:
+                if node.op == "placeholder":
+                    if inputs not in self.region.static_inputs:
+                        copy.meta["val"] = self._input(node.meta["val"])
+                    inputs += 1
+                elif node.op == "call_function":
+                    self._call(copy, node)
+        return fx.GraphModule(self.region.gm, self.graph)
+
+    def _input(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        size = self.scale.shape(value.shape)
+        return value.new_empty_strided(size, _strides(value, size))
+
+    def _call(self, copy: fx.Node, node: fx.Node) -> None:
+        copy.args = fx.node.map_aggregate(copy.args, self.scale.size)
+        copy.kwargs = fx.node.map_aggregate(copy.kwargs, self.scale.size)
+        args, kwargs = fx.node.map_arg((copy.args, copy.kwargs), self._fake)
+        assert callable(copy.target)
+        copy.meta["val"] = copy.target(*args, **kwargs)
+        for found, whole in zip(_tensors(copy), _tensors(node), strict=True):
+            assert found.shape == self.scale.shape(whole.shape), f"{node.name}: {found.shape}"
+
+    def _fake(self, node: fx.Node) -> Any:
+        if "val" in node.meta:
+            return node.meta["val"]
+        return self.mode.from_tensor(getattr(self.region.gm, str(node.target)))
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    return [one for one in values if isinstance(one, torch.Tensor)]
+
+
+def _strides(value: torch.Tensor, size: Sequence[int]) -> list[int]:
+    """Dimensions in the same order and with the same gaps around the inner ones."""
+    strides = list(value.stride())
+    inner, new_inner = 1, 1
+    for dim in sorted(range(value.dim()), key=lambda one: (value.stride(one), value.shape[one])):
+        if value.stride(dim) == 0:
+            continue
+        if value.stride(dim) % inner:
+            raise ValueError(f"strides {value.stride()} overlap")
+        strides[dim] = value.stride(dim) // inner * new_inner
+        inner = value.stride(dim) * value.shape[dim]
+        new_inner = strides[dim] * size[dim]
+    return strides

@@ -1,0 +1,78 @@
+"""A region for fewer tokens is the one that a shorter sequence traces to."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from memo_compile.backends import aten
+from memo_compile.backends.measure_regions import measure
+from memo_compile.backends.shim import failing_fakes_unlogged
+from memo_compile.errors import UnsupportedGraph
+from memo_compile.passes.shorten import shorten
+from memo_compile.regions import RegionGraph
+from tests import models
+from tests.graph.layer_regions import outputs_of, region_of
+from tests.graph.programs import step_programs
+
+WHOLE, PART = 112, 4
+"""Tokens, of which one in PART is kept; no other size of the models is a multiple of them."""
+
+
+def regions(builder: Callable[..., models.ModelCase], seq: int) -> dict[str, RegionGraph]:
+    def make():
+        model, inputs, loss = builder(seq=seq)
+
+        def step(*values: torch.Tensor) -> torch.Tensor:
+            return loss(model, **dict(zip(inputs, values, strict=True)))
+
+        return step, [one.clone() for one in inputs.values()]
+
+    programs = step_programs(make)
+    return {**programs.forward.regions, **programs.backward.regions}
+
+
+def layouts(values: list[Any]) -> list[Any]:
+    return [
+        (tuple(one.shape), one.stride(), one.dtype) if isinstance(one, torch.Tensor) else one
+        for one in values
+    ]
+
+
+def results(region: RegionGraph) -> list[Any]:
+    return [one.meta["val"] if hasattr(one, "meta") else one for one in outputs_of(region)]
+
+
+@pytest.mark.parametrize("builder", [models.llama, models.gpt2, models.mixtral, models.bert])
+def test_a_shorter_region_is_that_of_a_shorter_sequence(builder):
+    whole, expected = regions(builder, WHOLE), regions(builder, WHOLE // PART)
+    assert whole.keys() == expected.keys()
+    for name, region in whole.items():
+        with failing_fakes_unlogged():
+            found = shorten(region, PART)
+        assert found.name == f"{name}.{PART}th"
+        targets = [[one.target for one in r.gm.graph.nodes] for r in (found, region)]
+        assert targets[0] == targets[1]
+        found.gm.graph.lint()
+        if not region.static_inputs or builder is models.mixtral:
+            continue  # several sizes could be the tokens; the work grows with each of them
+        assert layouts(found.example_inputs()) == layouts(expected[name].example_inputs())
+        assert layouts(results(found)) == layouts(results(expected[name]))
+    runs = shorten(whole["layer0_bwd"], PART)
+    assert measure(aten.lower(runs), runs, repeats=1) > 0
+
+
+def test_the_largest_size_need_not_be_the_tokens():
+    """A parameter keeps its shape, so that what is multiplied with it must as well."""
+    region = replace(region_of(lambda x, w: (x @ w,), (32, 48), (48, 8)), static_inputs=(1,))
+    shorter = shorten(region, 2)
+    assert [tuple(one.shape) for one in shorter.example_inputs()] == [(16, 48), (48, 8)]
+    assert [tuple(one.shape) for one in results(shorter)] == [(16, 8)]
+
+
+def test_what_cannot_be_cut_is_refused():
+    region = region_of(lambda x, y: (x.view(7, 3) @ y,), (21,), (3, 5))
+    with pytest.raises(UnsupportedGraph, match="cannot be cut to one 4th of its tokens"):
+        shorten(region, 4)
