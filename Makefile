@@ -28,7 +28,8 @@ test: $(STAMP)   ## run the tests
 	$(PYTEST) -m "not full" $(ARGS)
 
 numerics-full: $(STAMP) ## every model through Inductor, every budget case against eager (hours)
-	$(PYTEST) -m full tests/numerics $(ARGS)
+	$(PYTEST) -m full tests/numerics --junitxml=numerics-full.xml $(ARGS); \
+	$(BIN)/python -m benchmarks.numerics_full numerics-full.xml
 
 check: lint types layers sizes test  ## everything that CI runs
 

@@ -1,0 +1,86 @@
+"""The result of ``make numerics-full`` as a table and as JSON.
+
+``python -m benchmarks.numerics_full JUNIT.xml...`` reads what pytest wrote and counts the cases of
+every test and model: how many passed, failed and were skipped. Exit 1 when one failed.
+"""
+
+import argparse
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One test case of pytest's report."""
+
+    test: str
+    model: str
+    """The first part of the case's name, which is the model in every test of this kind."""
+    name: str
+    outcome: str
+    seconds: float
+
+
+def main() -> int:
+    """Read the reports, print the table, write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("reports", nargs="+", type=Path, help="pytest's --junitxml files")
+    parser.add_argument("--no-save", action="store_true")
+    options = parser.parse_args()
+    cases = [case for path in options.reports for case in read(path.read_text())]
+    rows = counted(cases)
+    failed = [f"{one.test}[{one.name}]" for one in cases if one.outcome in ("failure", "error")]
+    columns = ("test", "model", "passed", "failed", "skipped", "seconds")
+    harness.print_table("make numerics-full", columns, [tuple(map(str, row)) for row in rows])
+    payload: dict[str, Any] = {
+        "hardware": harness.hardware(),
+        "num_cases": len(cases),
+        "rows": [dict(zip(columns, row, strict=True)) for row in rows],
+        "failures": failed,
+    }
+    if not options.no_save:
+        print(f"written: {harness.write_results('numerics_full', payload)}", file=sys.stderr)
+    for one in failed:
+        print(f"FAILED: {one}", file=sys.stderr)
+    return 1 if failed or not cases else 0
+
+
+def read(report: str) -> Iterator[Case]:
+    """The cases of a JUnit report."""
+    for one in ET.fromstring(report).iter("testcase"):
+        test, _, name = one.attrib["name"].removesuffix("]").partition("[")
+        outcomes = [child.tag for child in one if child.tag in ("failure", "error", "skipped")]
+        yield Case(
+            test=test,
+            model=name.partition("-")[0],
+            name=name,
+            outcome=outcomes[0] if outcomes else "passed",
+            seconds=float(one.attrib["time"]),
+        )
+
+
+def counted(cases: Iterable[Case]) -> list[tuple[str, str, int, int, int, int]]:
+    """Per test and model: passed, failed, skipped, seconds of all cases together."""
+    found: dict[tuple[str, str], list[Case]] = {}
+    for one in cases:
+        found.setdefault((one.test, one.model), []).append(one)
+    return [
+        (
+            *key,
+            sum(one.outcome == "passed" for one in some),
+            sum(one.outcome in ("failure", "error") for one in some),
+            sum(one.outcome == "skipped" for one in some),
+            round(sum(one.seconds for one in some)),
+        )
+        for key, some in sorted(found.items())
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
