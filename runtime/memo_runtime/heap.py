@@ -15,6 +15,10 @@ _RESIDENT, _SHARED = 1, 2
 """Fields of /proc/self/statm, in pages; shared are those of files and of shared memory."""
 
 
+MIN_TURN_BYTES = 32 * 2**20
+"""A step that holds less is over too soon to be worth a trim between its halves."""
+
+
 @dataclass(slots=True, kw_only=True)
 class HeapWatch:
     """What the process holds beside a step, as read when the step began.
@@ -41,7 +45,8 @@ class HeapWatch:
 
         Not all of the frame has been written yet, so what is free does not show in a sum.
         """
-        trim_heap()
+        if planned_bytes >= MIN_TURN_BYTES:
+            trim_heap()
         self.check(planned_bytes)
 
     def check(self, planned_bytes: int) -> None:
