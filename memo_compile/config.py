@@ -136,6 +136,12 @@ class MemoConfig:
             )
         return speeds[0], speeds[1]
 
+    def host_kind(self, device_type: str) -> str:
+        """Which memory activations are offloaded to: ``pinned``, ``shm`` or ``file:DIR``."""
+        if self.host_store == "auto":
+            return "pinned" if device_type == "cuda" else "shm"
+        return self.host_store
+
     def copy_schedule(self) -> str:
         """When copies happen: ``normal``, or one of the debugging schedules."""
         for flag in self.debug:

@@ -76,7 +76,7 @@ class Assembly:
             max_inflight=config.max_inflight,
             poison=poison,
             host_bytes=planned.problem.host_bytes,
-            host_store=_host_store(config, device.type),
+            host_store=config.host_kind(device.type),
             schedule=config.copy_schedule(),
             throttle_bytes_per_s=config.copy_speeds(),
             on_step_end=self._count,
@@ -105,7 +105,8 @@ class Assembly:
     def reserve(self) -> None:
         """The step's frames are there: a refusal comes now and not in the first step.
 
-        What is refused is planned again for less, a few times, and the report says so.
+        What is refused is planned again, a few times: pinned memory as pageable, everything else
+        for less. The report says so.
 
         Raises:
             ArenaError: the device refused the arena of every plan that fits it.
@@ -114,25 +115,24 @@ class Assembly:
         for _ in range(MAX_REFUSALS):
             try:
                 with shim.real_tensors():
-                    self._reserve_frames()
+                    self.step.reserve()
                 return
             except (ArenaError, HostStoreError) as error:
-                self._plan_smaller(error)
+                if self.step.host_store == "pinned" and isinstance(error, HostStoreError):
+                    self._plan_pageable(error)
+                else:
+                    self._plan_smaller(error)
         with shim.real_tensors():
-            self._reserve_frames()
+            self.step.reserve()
 
-    def _reserve_frames(self) -> None:
-        """Pageable memory stands in for pinned memory that is refused and was not asked for."""
-        try:
-            self.step.reserve()
-        except HostStoreError as error:
-            if self.step.host_store != "pinned":
-                raise
-            note = f"copies go through pageable memory and may block: {error}"
-            if state.add_note(note):
-                log.warning("memo: %s", note)
-            self.step.host_store = "shm"
-            self.step.reserve()
+    def _plan_pageable(self, refused: HostStoreError) -> None:
+        """Plan again with the speed of copies through pageable memory, instead of pinned."""
+        self.planner.offload_to("shm")
+        planned = self.planner.plan(self.planner.facts.existing_gradient_bytes())
+        note = f"copies go through pageable memory and may block: {refused}"
+        if state.add_note(note):
+            log.warning("memo: %s", note)
+        self._bind_again(planned)
 
     def _plan_smaller(self, refused: ArenaError | HostStoreError) -> None:
         """Plan again with three quarters of what was refused, or with the least that a step needs.
@@ -259,12 +259,6 @@ def _made_for_user(forward: Cut, problem: Problem) -> tuple[int, ...]:
         if slot.storage is Storage.EXTERNAL
     }
     return tuple(at for at, value in enumerate(forward.results) if value in made)
-
-
-def _host_store(config: MemoConfig, device_type: str) -> str:
-    if config.host_store == "auto":
-        return "pinned" if device_type == "cuda" else "shm"
-    return config.host_store
 
 
 def _heap_watch(planned: PlannedStep) -> HeapWatch:

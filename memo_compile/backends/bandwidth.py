@@ -3,6 +3,7 @@
 Nominal figures are never believed: MEMO's own tables imply 10 to 12 GB/s where it states 32.
 """
 
+import hashlib
 import json
 import logging
 import math
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from memo_runtime.copies import Lane, engine_of
-from memo_runtime.host_store import HostStore, HostStoreError
+from memo_runtime.host_store import FILE_PREFIX, HostStore, HostStoreError
 
 from memo_compile.config import cache_folder
 from memo_compile.hardware_measure import device_name
@@ -55,28 +56,42 @@ class CopyBandwidth:
             raise ValueError(f"source: expected a text, got {self.source!r}")
 
 
-def copy_bandwidth(device: torch.device, *, folder: Path | None = None) -> CopyBandwidth:
-    """The copy speed of ``device``: remembered from an earlier process, or measured now.
+def copy_bandwidth(device: torch.device, kind: str, *, folder: Path | None = None) -> CopyBandwidth:
+    """The speed of copies to host memory of ``kind``: remembered, or measured now.
 
     What is remembered holds for one version of torch, one device and driver, one host. Anything
     else, or a file that cannot be read, is measured again. ``folder`` is where it is kept, by
     default the user's cache folder.
     """
     folder = cache_folder() if folder is None else folder
-    fingerprint = _fingerprint(device)
-    path = None if folder is None else folder / f"copies-{device.type}-{device.index or 0}.json"
+    fingerprint = {**_fingerprint(device), "host_store": kind}
+    name = f"copies-{device.type}-{device.index or 0}-{_slug(kind)}.json"
+    path = None if folder is None else folder / name
     known = None if path is None else _read(path, fingerprint)
     if known is not None:
         return known
-    measured = measure_copies(device)
+    measured = measure_copies(device, kind)
     if path is not None:
         _write(path, fingerprint, measured)
     return measured
 
 
-def measure_copies(device: torch.device) -> CopyBandwidth:
-    """Times copies with the engine and the kind of host memory that steps use."""
-    store = _store(device)
+def _slug(kind: str) -> str:
+    """``kind`` as a part of a file's name; folders are told apart by their hash."""
+    if not kind.startswith(FILE_PREFIX):
+        return kind
+    return f"file-{hashlib.sha256(kind.encode()).hexdigest()[:12]}"
+
+
+def measure_copies(device: torch.device, kind: str) -> CopyBandwidth:
+    """Times copies with the engine that steps use and host memory of ``kind``.
+
+    Files are timed as far as the system's cache takes them; a disk may be slower in the long run.
+
+    Raises:
+        HostStoreError: the host refused even 64 MiB of it, and of pageable memory.
+    """
+    store = _store(kind)
     own = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     host = store.bytes(COPY_BYTES)
     try:
@@ -99,13 +114,14 @@ def _above(seconds: float, latency_s: float) -> float:
     return max(seconds - latency_s, seconds / 2)
 
 
-def _store(device: torch.device) -> HostStore:
-    """Host memory as steps get it: pinned on CUDA, pageable where pinning is refused."""
-    if device.type == "cuda":
-        try:
-            return HostStore("pinned", COPY_BYTES)
-        except HostStoreError as error:
-            log.warning("memo: copies are timed with pageable memory: %s", error)
+def _store(kind: str) -> HostStore:
+    """Host memory as steps get it: pageable where pinning is refused."""
+    try:
+        return HostStore(kind, COPY_BYTES)
+    except HostStoreError as error:
+        if kind != "pinned":
+            raise
+        log.warning("memo: copies are timed with pageable memory: %s", error)
     return HostStore("shm", COPY_BYTES)
 
 

@@ -101,6 +101,11 @@ class StepPlanner:
         self.problem = replace(self.problem, keeps_outputs=True)
         self._movable = self._library = None
 
+    def offload_to(self, host_store: str) -> None:
+        """Plan with the copy speeds of another kind of host memory from now on."""
+        self.config = replace(self.config, host_store=host_store)
+        self._movable = self._library = None
+
     def _decide(self, budget_bytes: int | None) -> PlannedStep:
         if self.config.policy in ("auto", "save"):
             saved = self._place(self.problem)
@@ -211,7 +216,8 @@ class StepPlanner:
             d2h, h2d, latency = link.d2h_bytes_per_s, link.h2d_bytes_per_s, 0.0
         else:
             with shim.real_tensors():
-                measured = copy_bandwidth(self.facts.device)
+                device = self.facts.device
+                measured = copy_bandwidth(device, self.config.host_kind(device.type))
             d2h, h2d = measured.d2h_bytes_per_s, measured.h2d_bytes_per_s
             latency = measured.latency_s
         return StepCosts(

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 import memo_compile
+from memo_compile.config import MemoConfig
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.planners.policy import candidates
 from memo_compile.planners.solver import SolveStatus
@@ -287,6 +288,20 @@ def test_a_smaller_plan_for_the_host_memory_that_there_is(monkeypatch):
         pair.assert_step(x(seed))
     assert asked[0] > max(asked[1:], default=0)
     assert [one for one in memo_compile.report().notes if "Planned again with host_budget=" in one]
+
+
+def test_pageable_memory_for_pinned_memory_that_is_refused(monkeypatch):
+    """Row 13: planned again with the speed of pageable copies; here nothing can be pinned."""
+
+    def kind(config, _):
+        return "pinned" if config.host_store == "auto" else config.host_store
+
+    monkeypatch.setattr(MemoConfig, "host_kind", kind)
+    pair = moved_pair(**OUT)
+    for seed in (1, 2):
+        pair.assert_step(x(seed))
+    assert_planned(1)
+    assert [one for one in memo_compile.report().notes if "go through pageable memory" in one]
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

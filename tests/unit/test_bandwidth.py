@@ -22,7 +22,7 @@ def measured(monkeypatch):
     """How often copies were timed; each time they give KNOWN."""
     calls = []
 
-    def measure(device):
+    def measure(device, kind):
         calls.append(device)
         return KNOWN
 
@@ -36,32 +36,34 @@ def files(folder):
 
 def test_the_second_process_reads_what_the_first_measured(tmp_path, measured):
     folder = tmp_path / "a" / "memo"
-    assert copy_bandwidth(CPU, folder=folder) == KNOWN
-    assert copy_bandwidth(CPU, folder=folder) == KNOWN
+    assert copy_bandwidth(CPU, "shm", folder=folder) == KNOWN
+    assert copy_bandwidth(CPU, "shm", folder=folder) == KNOWN
     assert measured == [CPU]
-    assert files(folder) == ["copies-cpu-0.json"]
+    assert files(folder) == ["copies-cpu-0-shm.json"]
 
 
 def test_what_was_remembered_is_what_is_returned(tmp_path, measured):
-    copy_bandwidth(CPU, folder=tmp_path)
-    path = tmp_path / "copies-cpu-0.json"
+    copy_bandwidth(CPU, "shm", folder=tmp_path)
+    path = tmp_path / "copies-cpu-0-shm.json"
     content = json.loads(path.read_text())
     content["copies"]["d2h_bytes_per_s"] = 7e9
     path.write_text(json.dumps(content))
-    assert copy_bandwidth(CPU, folder=tmp_path).d2h_bytes_per_s == 7e9
+    assert copy_bandwidth(CPU, "shm", folder=tmp_path).d2h_bytes_per_s == 7e9
     assert len(measured) == 1
 
 
-@pytest.mark.parametrize("field", ["torch", "device", "driver", "host", "num_cpus", "copy_bytes"])
+@pytest.mark.parametrize(
+    "field", ["torch", "device", "driver", "host", "num_cpus", "copy_bytes", "host_store"]
+)
 def test_another_machine_or_version_measures_again(tmp_path, measured, field):
-    copy_bandwidth(CPU, folder=tmp_path)
-    path = tmp_path / "copies-cpu-0.json"
+    copy_bandwidth(CPU, "shm", folder=tmp_path)
+    path = tmp_path / "copies-cpu-0-shm.json"
     content = json.loads(path.read_text())
     content["fingerprint"][field] = "another"
     path.write_text(json.dumps(content))
-    copy_bandwidth(CPU, folder=tmp_path)
+    copy_bandwidth(CPU, "shm", folder=tmp_path)
     assert len(measured) == 2
-    copy_bandwidth(CPU, folder=tmp_path)
+    copy_bandwidth(CPU, "shm", folder=tmp_path)
     assert len(measured) == 2
 
 
@@ -83,30 +85,30 @@ def broken_contents():
 
 @pytest.mark.parametrize("copies", [*broken_contents()], ids=str)
 def test_numbers_that_cannot_be_are_measured_again(tmp_path, measured, copies):
-    copy_bandwidth(CPU, folder=tmp_path)
-    path = tmp_path / "copies-cpu-0.json"
+    copy_bandwidth(CPU, "shm", folder=tmp_path)
+    path = tmp_path / "copies-cpu-0-shm.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "copies": copies}))
-    assert copy_bandwidth(CPU, folder=tmp_path) == KNOWN
+    assert copy_bandwidth(CPU, "shm", folder=tmp_path) == KNOWN
     assert len(measured) == 2
     assert json.loads(path.read_text()) == content
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"fingerprint": 1}', "\0"])
 def test_a_file_that_is_not_ours_is_replaced(tmp_path, measured, text):
-    path = tmp_path / "copies-cpu-0.json"
+    path = tmp_path / "copies-cpu-0-shm.json"
     path.write_text(text)
-    assert copy_bandwidth(CPU, folder=tmp_path) == KNOWN
+    assert copy_bandwidth(CPU, "shm", folder=tmp_path) == KNOWN
     assert len(measured) == 1
-    assert copy_bandwidth(CPU, folder=tmp_path) == KNOWN
+    assert copy_bandwidth(CPU, "shm", folder=tmp_path) == KNOWN
     assert len(measured) == 1
 
 
 def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path, measured):
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
-    assert copy_bandwidth(CPU, folder=blocked) == KNOWN
-    assert copy_bandwidth(CPU, folder=blocked) == KNOWN
+    assert copy_bandwidth(CPU, "shm", folder=blocked) == KNOWN
+    assert copy_bandwidth(CPU, "shm", folder=blocked) == KNOWN
     assert len(measured) == 2
 
 
@@ -116,15 +118,15 @@ def test_a_half_written_file_is_never_seen(tmp_path, measured, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(bandwidth.os, "replace", fail)
-        copy_bandwidth(CPU, folder=tmp_path)
+        copy_bandwidth(CPU, "shm", folder=tmp_path)
     assert files(tmp_path) == []
 
 
 def test_the_cache_is_where_the_user_wants_it(tmp_path, measured, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "memo"
-    copy_bandwidth(CPU)
-    assert files(tmp_path / "memo") == ["copies-cpu-0.json"]
+    copy_bandwidth(CPU, "shm")
+    assert files(tmp_path / "memo") == ["copies-cpu-0-shm.json"]
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_folder() == tmp_path / "home" / ".cache" / "memo"
@@ -132,7 +134,7 @@ def test_the_cache_is_where_the_user_wants_it(tmp_path, measured, monkeypatch):
 
 def test_copies_of_this_machine(monkeypatch):
     monkeypatch.setattr(bandwidth, "COPY_BYTES", 4 * 2**20)
-    found = measure_copies(CPU)
+    found = measure_copies(CPU, "shm")
     assert 1e7 < found.d2h_bytes_per_s < 1e13
     assert 1e7 < found.h2d_bytes_per_s < 1e13
     assert 0 < found.latency_s < 1
@@ -155,8 +157,24 @@ def test_pageable_memory_is_timed_where_pinning_is_refused(monkeypatch):
                 raise HostStoreError("locked memory is limited")
 
     monkeypatch.setattr(bandwidth, "HostStore", Store)
-    bandwidth._store(torch.device("cuda"))
+    bandwidth._store("pinned")
     assert kinds == ["pinned", "shm"]
+
+
+def test_each_kind_of_host_memory_is_timed_by_itself(tmp_path, measured):
+    for kind in ("shm", "pinned", "file:/a", "file:/b", "shm"):
+        copy_bandwidth(CPU, kind, folder=tmp_path)
+    assert len(measured) == 4
+    assert len(files(tmp_path)) == 4
+
+
+def test_copies_to_files_are_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(bandwidth, "COPY_BYTES", 2**20)
+    found = measure_copies(CPU, f"file:{tmp_path}")
+    assert found.source.endswith(f"file:{tmp_path}")
+    assert files(tmp_path) == []
+    with pytest.raises(HostStoreError):
+        measure_copies(CPU, f"file:{tmp_path}/missing")
 
 
 def test_a_speed_of_zero_is_refused():
