@@ -37,11 +37,7 @@ def main() -> int:
     failures = [failure for row in rows for failure in judge(row)]
     payload = {"hardware": harness.hardware(), "rows": rows, "failures": failures}
     show(rows)
-    if not options.no_save:
-        print(f"written: {harness.write_results('arena', payload)}", file=sys.stderr)
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return harness.conclude("arena", payload, save=not options.no_save)
 
 
 def arguments() -> argparse.Namespace:

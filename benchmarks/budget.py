@@ -72,12 +72,8 @@ def main() -> int:
     }
     show(rows, peers, pairs)
     if not options.no_save:
-        path = harness.write_results("budget", payload)
-        print(f"written: {path}", file=sys.stderr)
-        plot(payload, str(path.with_suffix(".svg")))
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+        plot(payload, str(harness.results_path("budget", payload).with_suffix(".svg")))
+    return harness.conclude("budget", payload, save=not options.no_save)
 
 
 def arguments() -> argparse.Namespace:

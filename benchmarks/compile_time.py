@@ -54,11 +54,7 @@ def main() -> int:
     }
     if options.json:
         print(json.dumps(payload))
-    if not options.no_save:
-        print(f"written: {harness.write_results('compile_time', payload)}", file=sys.stderr)
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return harness.conclude("compile_time", payload, save=not options.no_save)
 
 
 def arguments() -> argparse.Namespace:

@@ -80,11 +80,7 @@ def main() -> int:
     show(rows)
     payload = {"hardware": harness.hardware(), "tests_exit_code": tests, "rows": rows}
     payload["failures"] = failures
-    if not options.no_save:
-        print(f"written: {harness.write_results('gpu', payload)}", file=sys.stderr)
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return tests or int(bool(failures))
+    return tests or harness.conclude("gpu", payload, save=not options.no_save)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

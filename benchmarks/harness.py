@@ -191,12 +191,28 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
+def results_path(name: str, payload: Mapping[str, Any], folder: Path = RESULTS) -> Path:
+    """Where the result of a benchmark lies: ``NAME-DATE.json``."""
+    return folder / f"{name}-{payload['hardware']['date']}.json"
+
+
 def write_results(name: str, payload: Mapping[str, Any], folder: Path = RESULTS) -> Path:
     """Write ``payload`` as ``NAME-DATE.json``; a second run on the same day replaces it."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{payload['hardware']['date']}.json"
+    path = results_path(name, payload, folder)
     path.write_text(json.dumps(payload, indent=2) + "\n")
     return path
+
+
+def conclude(name: str, payload: Mapping[str, Any], *, save: bool) -> int:
+    """Write the result, say what failed and whether the machine was quiet; the exit code."""
+    if save:
+        print(f"written: {write_results(name, payload)}", file=sys.stderr)
+    if payload.get("note"):
+        print(f"NOT QUIET: {payload['note']}", file=sys.stderr)
+    for failure in payload["failures"]:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if payload["failures"] else 0
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

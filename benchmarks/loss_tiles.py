@@ -48,11 +48,7 @@ def main() -> int:
     show(results, logits)
     payload = {"hardware": hardware, "settings": sizes, "logits_bytes": logits, "arms": results}
     payload["failures"] = failures
-    if not options.no_save:
-        print(f"written: {harness.write_results('loss_tiles', payload)}", file=sys.stderr)
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return harness.conclude("loss_tiles", payload, save=not options.no_save)
 
 
 def arguments() -> argparse.Namespace:

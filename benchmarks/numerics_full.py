@@ -44,11 +44,7 @@ def main() -> int:
         "rows": [dict(zip(columns, row, strict=True)) for row in rows],
         "failures": failed,
     }
-    if not options.no_save:
-        print(f"written: {harness.write_results('numerics_full', payload)}", file=sys.stderr)
-    for one in failed:
-        print(f"FAILED: {one}", file=sys.stderr)
-    return 1 if failed or not cases else 0
+    return harness.conclude("numerics_full", payload, save=not options.no_save) if cases else 1
 
 
 def read(report: str) -> Iterator[Case]:

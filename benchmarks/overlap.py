@@ -42,13 +42,7 @@ def main() -> int:
     show(result)
     payload = {"hardware": hardware, **result, "failures": failures}
     payload["note"] = side_by_side.busy_note(result["steps"])
-    if not options.no_save:
-        print(f"written: {harness.write_results('overlap', payload)}", file=sys.stderr)
-    if payload["note"]:
-        print(f"NOT QUIET: {payload['note']}", file=sys.stderr)
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return harness.conclude("overlap", payload, save=not options.no_save)
 
 
 def arguments() -> argparse.Namespace:

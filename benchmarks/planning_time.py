@@ -54,11 +54,7 @@ def main() -> int:
         show(rows[-1])
     failures = [failure for row in rows for failure in judge(row)]
     payload = {"hardware": hardware, "rows": rows, "failures": failures}
-    if not options.no_save:
-        print(f"written: {harness.write_results('planning_time', payload)}", file=sys.stderr)
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return harness.conclude("planning_time", payload, save=not options.no_save)
 
 
 def arguments() -> argparse.Namespace:

@@ -93,11 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "frontier_gains": frontier,
         "failures": failures,
     }
-    if not options.no_save:
-        print(f"written: {harness.write_results('policies', payload)}", file=sys.stderr)
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return harness.conclude("policies", payload, save=not options.no_save)
 
 
 def _settings(quick: bool) -> Iterator[tuple[str, float, int]]:

@@ -37,13 +37,7 @@ def main() -> int:
     payload = {"hardware": hardware, **result, "failures": failures}
     measured = {one["name"]: one["measured"] for one in result["rows"]}
     payload["note"] = side_by_side.busy_note(measured)
-    if not options.no_save:
-        print(f"written: {harness.write_results('simulated', payload)}", file=sys.stderr)
-    if payload["note"]:
-        print(f"NOT QUIET: {payload['note']}", file=sys.stderr)
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return harness.conclude("simulated", payload, save=not options.no_save)
 
 
 def arguments() -> argparse.Namespace:

@@ -55,11 +55,7 @@ def main() -> int:
         print(json.dumps(payload))
     else:
         show(results, settings)
-    if not options.no_save:
-        print(f"written: {harness.write_results('step', payload)}", file=sys.stderr)
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return harness.conclude("step", payload, save=not options.no_save)
 
 
 def arguments() -> argparse.Namespace:

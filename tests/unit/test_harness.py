@@ -1,3 +1,4 @@
+import functools
 import json
 import sys
 import textwrap
@@ -101,3 +102,18 @@ def results(**memo):
 )
 def test_step_benchmark_judges_memo(change, failure):
     assert judge(results(**change)) == ([failure] if failure else [])
+
+
+def test_a_result_is_written_and_its_failures_end_the_benchmark(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        harness, "write_results", functools.partial(harness.write_results, folder=tmp_path)
+    )
+    payload = {"hardware": {"date": "2026-01-02"}, "failures": [], "note": None}
+    assert harness.conclude("some", payload, save=True) == 0
+    assert (tmp_path / "some-2026-01-02.json").exists()
+    payload = {**payload, "failures": ["too slow"], "note": "busy"}
+    assert harness.conclude("other", payload, save=False) == 1
+    assert not (tmp_path / "other-2026-01-02.json").exists()
+    said = capsys.readouterr().err
+    assert "FAILED: too slow" in said
+    assert "NOT QUIET: busy" in said
