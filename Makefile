@@ -28,8 +28,9 @@ test: $(STAMP)   ## run the tests
 	$(PYTEST) -m "not full" $(ARGS)
 
 numerics-full: $(STAMP) ## every model through Inductor, every budget case against eager (hours)
-	$(PYTEST) -m full tests/numerics --junitxml=numerics-full.xml $(ARGS); \
-	$(BIN)/python -m benchmarks.numerics_full numerics-full.xml
+	rm -f numerics-full.xml
+	$(PYTEST) -m full tests/numerics --junitxml=numerics-full.xml $(ARGS); status=$$?; \
+	$(BIN)/python -m benchmarks.numerics_full numerics-full.xml && exit $$status
 
 check: lint types layers sizes test  ## everything that CI runs
 

@@ -71,9 +71,10 @@ def main() -> int:
         "failures": failures,
     }
     show(rows, peers, pairs)
+    code = harness.conclude("budget", payload, save=not options.no_save)
     if not options.no_save:
         plot(payload, str(harness.results_path("budget", payload).with_suffix(".svg")))
-    return harness.conclude("budget", payload, save=not options.no_save)
+    return code
 
 
 def arguments() -> argparse.Namespace:

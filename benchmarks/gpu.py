@@ -80,7 +80,8 @@ def main() -> int:
     show(rows)
     payload = {"hardware": harness.hardware(), "tests_exit_code": tests, "rows": rows}
     payload["failures"] = failures
-    return tests or harness.conclude("gpu", payload, save=not options.no_save)
+    benchmark = harness.conclude("gpu", payload, save=not options.no_save)
+    return tests or benchmark
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -55,7 +55,8 @@ def host_memory(root: Path = _ROOT) -> HostMemory:
 def cgroup_memory(root: Path = _ROOT) -> tuple[int | None, int | None]:
     """Tightest memory limit of this process's control group and its parents, and that group's use.
 
-    In a container the group's own path is often not visible; then the mount's root is the group.
+    Cached files that nobody has read lately go when memory is short, and do not count as used. In a
+    container the group's own path is often not visible; then the mount's root is the group.
     """
     best: tuple[int | None, int | None] = (None, None)
     for mount, group, limit_name, used_name in _hierarchies(root):
@@ -63,8 +64,19 @@ def cgroup_memory(root: Path = _ROOT) -> tuple[int | None, int | None]:
         for part in (relative, *relative.parents):
             limit = _number(mount / part / limit_name)
             if limit is not None and (best[0] is None or limit < best[0]):
-                best = (limit, _number(mount / part / used_name))
+                best = (limit, _used(mount / part, used_name))
     return best
+
+
+def _used(group: Path, used_name: str) -> int | None:
+    """Bytes that ``group`` holds and cannot give back at once."""
+    used = _number(group / used_name)
+    if used is None:
+        return None
+    names = ("total_inactive_file", "inactive_file")  # version 1 with its children, version 2
+    stat = dict(line.split(maxsplit=1) for line in _lines(group / "memory.stat") if " " in line)
+    cached = next((int(stat[name]) for name in names if name in stat), 0)
+    return max(0, used - cached)
 
 
 def _hierarchies(root: Path) -> list[tuple[Path, str, str, str]]:

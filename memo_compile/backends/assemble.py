@@ -17,7 +17,7 @@ from memo_compile.analysis.units import JointUnits
 from memo_compile.backends import shim
 from memo_compile.backends.bind import Binder
 from memo_compile.backends.facts import GraphFacts
-from memo_compile.backends.out_of_memory import out_of_memory_explained
+from memo_compile.backends.out_of_memory import OutOfMemory
 from memo_compile.backends.step_planner import PlannedStep, StepPlanner
 from memo_compile.config import MemoConfig
 from memo_compile.errors import Infeasible
@@ -56,8 +56,10 @@ class Assembly:
     """Positions among the forward's results of what it made in ordinary memory."""
     _kept_bytes: int = 0
     """Of those that were still held when their backward had ended."""
+    _memory: OutOfMemory = field(init=False)
 
     def __post_init__(self) -> None:
+        self._memory = OutOfMemory(dump=self.planner.config.dump)
         self._bind(self.planner.plan())
 
     def _bind(self, planned: PlannedStep) -> None:
@@ -87,14 +89,14 @@ class Assembly:
         """The forward's results; empties ``args``."""
         self._count_existing_gradients()
         self._count_kept_outputs()
-        with out_of_memory_explained(self.planner.config, self.problem, self.plan):
+        with self._memory.explained(self.problem, self.plan):
             results = run_forward(self.step, args)
         self._returned = shim.storages_of([results[position] for position in self._made])
         return results
 
     def backward(self, args: list[Any]) -> list[Any]:
         """The backward's results; empties ``args``."""
-        with out_of_memory_explained(self.planner.config, self.problem, self.plan):
+        with self._memory.explained(self.problem, self.plan):
             results = run_backward(self.step, args, keep_graph=shim.keep_graph())
         if not self.problem.keeps_outputs:
             held = (size for storage, size in self._returned if not storage.expired())
@@ -109,29 +111,37 @@ class Assembly:
         for less. The report says so.
 
         Raises:
-            ArenaError: the device refused the arena of every plan that fits it.
+            ArenaError: the device refused the arena of every plan.
             HostStoreError: the host refused the memory for offloaded activations likewise.
         """
         for _ in range(MAX_REFUSALS):
-            try:
-                with shim.real_tensors():
-                    self.step.reserve()
+            refused = self._refused()
+            if refused is None:
                 return
-            except (ArenaError, HostStoreError) as error:
-                if self.step.host_store == "pinned" and isinstance(error, HostStoreError):
-                    self._plan_pageable(error)
-                else:
-                    self._plan_smaller(error)
-        with shim.real_tensors():
-            self.step.reserve()
+            arena_of(self.step.device).forget(self.step.key)  # regions are timed in that memory
+            if self.step.host_store == "pinned" and isinstance(refused, HostStoreError):
+                self._plan_pageable(refused)
+            else:
+                self._plan_smaller(refused)
+        refused = self._refused()
+        if refused is not None:
+            raise refused
+
+    def _refused(self) -> ArenaError | HostStoreError | None:
+        """Why the step cannot have its frames; None where it can."""
+        try:
+            with shim.real_tensors():
+                self.step.reserve()
+        except (ArenaError, HostStoreError) as error:
+            return error.with_traceback(None)  # which would keep a refused step's arena alive
+        return None
 
     def _plan_pageable(self, refused: HostStoreError) -> None:
         """Plan again with the speed of copies through pageable memory, instead of pinned."""
         self.planner.offload_to("shm")
         planned = self.planner.plan(self.planner.facts.existing_gradient_bytes())
-        note = f"copies go through pageable memory and may block: {refused}"
-        if state.add_note(note):
-            log.warning("memo: %s", note)
+        if planned.problem.host_bytes:
+            _say(f"copies go through pageable memory and may block: {refused}")
         self._bind_again(planned)
 
     def _plan_smaller(self, refused: ArenaError | HostStoreError) -> None:
@@ -140,28 +150,22 @@ class Assembly:
         Raises:
             ArenaError, HostStoreError: ``refused``, where there is no smaller plan.
         """
-        plan = self.plan
+        plan, planner, host_bytes = self.plan, self.planner, self.problem.host_bytes
         if isinstance(refused, ArenaError):
-            option, less = "memory_budget", plan.peak_bytes - plan.arena_bytes // 4
+            constant = step_constant_bytes(self.problem)
+            planner.granted_step_bytes = plan.peak_bytes - constant - plan.arena_bytes // 4
         else:
-            option, less = "host_budget", self.problem.host_bytes * 3 // 4
+            planner.granted_host_bytes = host_bytes * 3 // 4
         try:
-            planned = self._planned_with(option, less)
+            planned = planner.plan(planner.facts.existing_gradient_bytes())
         except Infeasible as error:
-            floor = error.floor_bytes
-            if option != "memory_budget" or floor is None or floor >= plan.peak_bytes:
-                raise type(refused)(f"{refused}; no smaller plan fits either: {error}") from error
-            less = floor
-            planned = self._planned_with(option, less)
-        note = f"{refused}. Planned again with {option}={format_bytes(less)}"
-        if state.add_note(note):
-            log.warning("%s", note)
+            raise type(refused)(f"{refused}; no smaller plan fits either: {error}") from None
+        sizes = (planned.plan.arena_bytes, planned.problem.host_bytes)
+        if sizes[0] >= plan.arena_bytes and sizes[1] >= host_bytes:
+            raise type(refused)(f"{refused}; no plan of this step needs less")
+        arena, host = (format_bytes(size) for size in sizes)
+        _say(f"{refused}. Planned again: arena {arena}, host memory {host}")
         self._bind_again(planned)
-
-    def _planned_with(self, option: str, num_bytes: int) -> PlannedStep:
-        changed: dict[str, Any] = {option: num_bytes}
-        self.planner.config = replace(self.planner.config, **changed)
-        return self.planner.plan(self.planner.facts.existing_gradient_bytes())
 
     def on_unplanned(self, call: Callable[[], None]) -> None:
         """``call`` is told of every step that runs in ordinary memory."""
@@ -259,6 +263,12 @@ def _made_for_user(forward: Cut, problem: Problem) -> tuple[int, ...]:
         if slot.storage is Storage.EXTERNAL
     }
     return tuple(at for at, value in enumerate(forward.results) if value in made)
+
+
+def _say(note: str) -> None:
+    """``note`` is in the report, and once in the log."""
+    if state.add_note(note):
+        log.warning("memo: %s", note.removeprefix("memo: "))
 
 
 def _heap_watch(planned: PlannedStep) -> HeapWatch:

@@ -59,6 +59,7 @@ class CopyBandwidth:
 def copy_bandwidth(device: torch.device, kind: str, *, folder: Path | None = None) -> CopyBandwidth:
     """The speed of copies to host memory of ``kind``: remembered, or measured now.
 
+    Where memory cannot be pinned, that of pageable memory, which steps take then.
     What is remembered holds for one version of torch, one device and driver, one host. Anything
     else, or a file that cannot be read, is measured again. ``folder`` is where it is kept, by
     default the user's cache folder.
@@ -70,7 +71,13 @@ def copy_bandwidth(device: torch.device, kind: str, *, folder: Path | None = Non
     known = None if path is None else _read(path, fingerprint)
     if known is not None:
         return known
-    measured = measure_copies(device, kind)
+    try:
+        measured = measure_copies(device, kind)
+    except HostStoreError as error:
+        if kind != "pinned":
+            raise
+        log.warning("memo: copies are timed with pageable memory: %s", error)
+        return copy_bandwidth(device, "shm", folder=folder)
     if path is not None:
         _write(path, fingerprint, measured)
     return measured
@@ -89,9 +96,9 @@ def measure_copies(device: torch.device, kind: str) -> CopyBandwidth:
     Files are timed as far as the system's cache takes them; a disk may be slower in the long run.
 
     Raises:
-        HostStoreError: the host refused even 64 MiB of it, and of pageable memory.
+        HostStoreError: the host refused even 64 MiB of it.
     """
-    store = _store(kind)
+    store = HostStore(kind, COPY_BYTES)
     own = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     host = store.bytes(COPY_BYTES)
     try:
@@ -112,17 +119,6 @@ def measure_copies(device: torch.device, kind: str) -> CopyBandwidth:
 def _above(seconds: float, latency_s: float) -> float:
     """Seconds of the transfer alone, at least half of the whole: latency is measured with noise."""
     return max(seconds - latency_s, seconds / 2)
-
-
-def _store(kind: str) -> HostStore:
-    """Host memory as steps get it: pageable where pinning is refused."""
-    try:
-        return HostStore(kind, COPY_BYTES)
-    except HostStoreError as error:
-        if kind != "pinned":
-            raise
-        log.warning("memo: copies are timed with pageable memory: %s", error)
-    return HostStore("shm", COPY_BYTES)
 
 
 def _copy(

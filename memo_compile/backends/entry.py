@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from memo_runtime.arena import ArenaError
 from torch import fx
 
 from memo_compile.backends import shim
@@ -82,18 +83,21 @@ def plan_graph(
 ) -> Callable[..., Any]:
     """``gm`` compiled by memo; every failure is raised.
 
-    Where the budget is below what the step needs, its wide chains are run in tiles of tokens.
-    ``device_bytes`` is the memory of another device than the one that the tensors lie on.
+    Where the budget, or what the device grants, is below what the step needs, its wide chains are
+    run in tiles of tokens. ``device_bytes`` is the memory of another device than the one that the
+    tensors lie on.
     """
-    if config.token_tiles is not None or config.memory_budget is None:
+    if config.token_tiles is not None:
         return _plan_once(gm, example_inputs, config, make)
     facts = GraphFacts(example_inputs)
     first, second = tile_order(gm, facts, config, device_bytes or facts.device_bytes())
     untouched = shim.with_graph(gm, shim.copy_graph(gm.graph))
     try:
         return _plan_once(gm, example_inputs, dataclasses.replace(config, token_tiles=first), make)
-    except (Infeasible, UnsupportedGraph) as error:
-        if first == 1 and not isinstance(error, Infeasible):
+    except (Infeasible, ArenaError, UnsupportedGraph) as error:
+        whole_failed = first == 1 and isinstance(error, UnsupportedGraph)
+        unbounded = config.memory_budget is None and not isinstance(error, ArenaError)
+        if whole_failed or unbounded:
             raise
         log.info("memo: in %d tiles of tokens: %s; trying %d", first, error, second)
         again = dataclasses.replace(config, token_tiles=second)
@@ -104,7 +108,7 @@ def _plan_again(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     config: MemoConfig,
-    before: MemoError,
+    before: MemoError | ArenaError,
     make: MakeCompiler,
 ) -> Callable[..., Any]:
     """``gm`` with other tiles; if that does not fit either, the error has the lower floor."""
@@ -112,8 +116,8 @@ def _plan_again(
         return _plan_once(gm, example_inputs, config, make)
     except UnsupportedGraph:
         raise before from None
-    except Infeasible as error:
-        if not isinstance(before, Infeasible):
+    except (Infeasible, ArenaError) as error:
+        if not isinstance(before, Infeasible) or not isinstance(error, Infeasible):
             raise
         floors = before.floor_bytes, error.floor_bytes
         if floors[1] is None or (floors[0] is not None and floors[0] < floors[1]):
@@ -164,10 +168,11 @@ def _step_aside(
 ) -> Callable[..., Any]:
     """Plain Inductor for a graph that got no plan; ``strict`` raises instead.
 
-    Where the device refused every planned arena, plain Inductor, which needs more, is no way out.
+    Where the device refused every planned arena, plain Inductor, which mostly needs more, is no
+    way out.
     """
-    no_memory = isinstance(error, torch.OutOfMemoryError)
-    if config.strict or config.memory_budget is not None or no_memory:
+    refused = isinstance(error, ArenaError)
+    if config.strict or config.memory_budget is not None or refused:
         raise error
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     state.mark_failed(f"a graph runs through plain Inductor, without a plan: {reason}")

@@ -42,11 +42,11 @@ def measure_all(
     graphs: Mapping[str, RegionGraph],
     *,
     repeats: int = 3,
-    too_large: Callable[[RegionGraph, TooLarge], float] | None = None,
+    too_large: Callable[[RegionGraph, str], float] | None = None,
 ) -> dict[str, float]:
     """Seconds of every lowered region, by name; memory is freed between two regions.
 
-    ``too_large`` gives the seconds of a region that does not fit whole.
+    ``too_large`` gives the seconds of a region that does not fit whole, and is told why.
 
     Raises:
         UnsupportedGraph: a region cannot be run by itself. All or nothing: seconds that were
@@ -56,14 +56,17 @@ def measure_all(
         _require_runs_alone(graphs[name])
     seconds = {}
     for name, one in lowered.items():
+        refused = None
         try:
             seconds[name] = measure(one, graphs[name], repeats=repeats)
         except TooLarge as error:
             if too_large is None:
                 raise
-            _free(graphs[name].device)
-            seconds[name] = too_large(graphs[name], error)
+            refused = str(error)  # the error itself holds the tensors of the run that failed
         finally:
+            _free(graphs[name].device)
+        if refused is not None and too_large is not None:
+            seconds[name] = too_large(graphs[name], refused)
             _free(graphs[name].device)
     return seconds
 
@@ -86,7 +89,8 @@ def measure(lowered: LoweredRegion, region: RegionGraph, *, repeats: int = 3) ->
             with _frame(lowered, region.device):
                 return _median_s(lambda: lowered.run(list(inputs)), region.device, repeats)
     except torch.OutOfMemoryError as error:
-        raise TooLarge(f"region {region.name} does not fit to be timed: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise TooLarge(f"region {region.name} does not fit to be timed: {reason}") from error
     except _FAILURES as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UnsupportedGraph(

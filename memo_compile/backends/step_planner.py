@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from memo_runtime.pages import gives_pages_back
 
@@ -16,7 +17,7 @@ from memo_compile.backends.decisions import moved_rows, saved_rows
 from memo_compile.backends.extrapolate import extrapolated_seconds
 from memo_compile.backends.facts import GraphFacts, device_name
 from memo_compile.backends.lowering import lower_regions
-from memo_compile.backends.measure_regions import TooLarge, measure_all
+from memo_compile.backends.measure_regions import measure_all
 from memo_compile.backends.movable_step import Movable, movable_step
 from memo_compile.backends.step_problem import step_problem
 from memo_compile.backends.workspace import with_workspaces
@@ -27,6 +28,7 @@ from memo_compile.host import default_host_budget_bytes, host_memory
 from memo_compile.movable import StepCosts
 from memo_compile.passes.cut import Cut
 from memo_compile.planners.policy import Choice
+from memo_compile.planners.residency import step_constant_bytes
 from memo_compile.planners.step import plan_step, require_budget
 from memo_compile.plans import Plan
 from memo_compile.problem import Problem
@@ -75,6 +77,11 @@ class StepPlanner:
         self.problem = step_problem(forward, backward, self.lowered, units, facts, config)
         self._movable: Movable | None = None
         self._library: RecomputeLibrary | None = None
+        self.granted_step_bytes: int | None = None
+        """What the device grants a step beside its parameters and other constants; None: unknown.
+        Set where it refused more than that, which the user's budget does not know of."""
+        self.granted_host_bytes: int | None = None
+        """The same for host memory."""
 
     def plan(self, existing_gradient_bytes: int = 0) -> PlannedStep:
         """The plan, with gradients that exist before the step counted beside its own.
@@ -104,7 +111,13 @@ class StepPlanner:
     def offload_to(self, host_store: str) -> None:
         """Plan with the copy speeds of another kind of host memory from now on."""
         self.config = replace(self.config, host_store=host_store)
-        self._movable = self._library = None
+        if self._movable is None:
+            return
+        step = self._movable.step
+        step = replace(step, costs=replace(step.costs, **self._copy_speeds()))
+        self._movable = replace(self._movable, step=step)
+        if self._library is not None:
+            self._library.step = step
 
     def _decide(self, budget_bytes: int | None) -> PlannedStep:
         if self.config.policy in ("auto", "save"):
@@ -131,7 +144,8 @@ class StepPlanner:
         try:
             return self._choose_within(budget_bytes)
         except Infeasible as error:
-            if self._declared_budget_bytes() is not None or error.floor_bytes is None:
+            declared = self._declared_budget_bytes()
+            if error.floor_bytes is None or (declared is not None and error.floor_bytes > declared):
                 raise
             note = f"the device may have too little memory left for a step: {error}"
             if state.add_note(note):
@@ -210,6 +224,14 @@ class StepPlanner:
 
     def costs(self) -> StepCosts:
         """Seconds of the regions and speed of the copies, measured or by roofline."""
+        return StepCosts(
+            region_s=dict(self._seconds(self.lowered, self.graphs)),
+            **self._copy_speeds(),
+            source="measured" if self._measures() else f"roofline: {self._profile().name}",
+        )
+
+    def _copy_speeds(self) -> dict[str, Any]:
+        """The fields of ``StepCosts`` that tell how fast copies are."""
         slowest = self.config.copy_speeds()
         if not self._measures():
             link = self._profile()
@@ -220,13 +242,11 @@ class StepPlanner:
                 measured = copy_bandwidth(device, self.config.host_kind(device.type))
             d2h, h2d = measured.d2h_bytes_per_s, measured.h2d_bytes_per_s
             latency = measured.latency_s
-        return StepCosts(
-            region_s=dict(self._seconds(self.lowered, self.graphs)),
-            d2h_bytes_per_s=min(d2h, slowest[0] or d2h),
-            h2d_bytes_per_s=min(h2d, slowest[1] or h2d),
-            copy_latency_s=latency,
-            source="measured" if self._measures() else f"roofline: {self._profile().name}",
-        )
+        return {
+            "d2h_bytes_per_s": min(d2h, slowest[0] or d2h),
+            "h2d_bytes_per_s": min(h2d, slowest[1] or h2d),
+            "copy_latency_s": latency,
+        }
 
     def _is_for_cuda(self) -> bool:
         return self.facts.device.type == "cuda" or not self.runs_here()
@@ -250,11 +270,11 @@ class StepPlanner:
                     log.warning("memo: costs are computed, not measured: %s", error)
         return {key: graph_seconds(graphs[key].gm, self._profile()) for key in lowered}
 
-    def _extrapolated(self, region: RegionGraph, error: TooLarge) -> float:
+    def _extrapolated(self, region: RegionGraph, reason: str) -> float:
         """Seconds of a region that does not fit whole."""
         seconds = extrapolated_seconds(region, self.config, self._profile())
-        if state.add_note(f"{error}: timed on an eighth and a quarter of its tokens"):
-            log.info("memo: %s: timed on an eighth and a quarter of its tokens", error)
+        if state.add_note(f"{reason}: timed on an eighth and a quarter of its tokens"):
+            log.info("memo: %s: timed on an eighth and a quarter of its tokens", reason)
         return seconds
 
     def _profile(self) -> HardwareProfile:
@@ -267,11 +287,13 @@ class StepPlanner:
         return self.hardware.memory_bytes if self.hardware else self.facts.device_bytes()
 
     def _budget_bytes(self) -> int | None:
-        """The declared budget; without one, what the device has left."""
-        declared = self._declared_budget_bytes()
-        if declared is not None or self.hardware is not None:
-            return declared
-        return self.facts.bytes_left()
+        """The declared budget; without one, what the device has left. Not more than it grants."""
+        bounds = [self._declared_budget_bytes()]
+        if bounds[0] is None and self.hardware is None:
+            bounds.append(self.facts.bytes_left())
+        if self.granted_step_bytes is not None:
+            bounds.append(step_constant_bytes(self.problem) + self.granted_step_bytes)
+        return min((one for one in bounds if one is not None), default=None)
 
     def _host_budget_bytes(self) -> int | None:
         """What the host gives: the declared budget, which must exist, or this rank's share.
@@ -289,4 +311,5 @@ class StepPlanner:
                 f"host_budget: {format_bytes(declared)} is more than the {format_bytes(most)} that "
                 "the host has left for this rank; lower it or free host memory"
             )
-        return declared if declared is not None else most
+        bounds = (declared if declared is not None else most, self.granted_host_bytes)
+        return min((one for one in bounds if one is not None), default=None)

@@ -2,7 +2,7 @@
 
 Gradients and what kernels allocate themselves come from the heap; what is freed there stays in
 memory until ``malloc_trim``. That costs a millisecond and new page faults, so it is done only when
-the process holds more than the plan says.
+the process holds more than the plan says, and between the halves of a large step.
 """
 
 from dataclasses import dataclass

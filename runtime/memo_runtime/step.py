@@ -126,7 +126,9 @@ class StepPlan:
         Raises:
             HostStoreError: the host frame was refused.
         """
-        self._planned_lease(count=0).release()
+        lease = self._planned_lease(count=0)
+        lease.slab.tables(self.key, self.table)  # by which the arena knows that it is needed
+        lease.release()
 
     def lease(self) -> Lease:
         """Frames for one more forward; beyond ``max_inflight`` in ordinary memory."""

@@ -147,18 +147,22 @@ def test_noise_of_the_latency_never_makes_copies_infinitely_fast():
     assert bandwidth._above(1e-3, 1e-4) == pytest.approx(9e-4)
 
 
-def test_pageable_memory_is_timed_where_pinning_is_refused(monkeypatch):
+def test_pageable_memory_is_timed_where_pinning_is_refused(tmp_path, monkeypatch):
+    """And is not remembered as the speed of pinned memory."""
     kinds = []
 
-    class Store:
-        def __init__(self, kind, size_bytes):
-            kinds.append(kind)
-            if kind == "pinned":
-                raise HostStoreError("locked memory is limited")
+    def measure(device, kind):
+        kinds.append(kind)
+        if kind == "pinned":
+            raise HostStoreError("locked memory is limited")
+        return KNOWN
 
-    monkeypatch.setattr(bandwidth, "HostStore", Store)
-    bandwidth._store("pinned")
+    monkeypatch.setattr(bandwidth, "measure_copies", measure)
+    assert copy_bandwidth(CPU, "pinned", folder=tmp_path) == KNOWN
     assert kinds == ["pinned", "shm"]
+    assert files(tmp_path) == ["copies-cpu-0-shm.json"]
+    copy_bandwidth(CPU, "pinned", folder=tmp_path)
+    assert kinds == ["pinned", "shm", "pinned"]
 
 
 def test_each_kind_of_host_memory_is_timed_by_itself(tmp_path, measured):

@@ -34,6 +34,24 @@ def test_version_2_takes_the_tightest_of_the_group_and_its_parents(system):
     assert cgroup_memory(root) == (4 * GIB, GIB)
 
 
+def test_cached_files_do_not_count_as_used(system):
+    """They go when memory is short; a container that has read its data set is full of them."""
+    files = {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": f"{4 * GIB}\n",
+        "sys/fs/cgroup/memory.current": f"{3 * GIB}\n",
+        "sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {2 * GIB}\nactive_file 7\n",
+    }
+    assert cgroup_memory(system(files)) == (4 * GIB, GIB)
+    first = {
+        "proc/self/cgroup": "5:memory:/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{3 * GIB}\n",
+        "sys/fs/cgroup/memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB}\n",
+    }
+    assert cgroup_memory(system(first)) == (4 * GIB, 2 * GIB)
+
+
 def test_version_2_in_a_container_reads_the_mounts_root(system):
     files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{2 * GIB}\n"}
     assert cgroup_memory(system(files)) == (2 * GIB, None)

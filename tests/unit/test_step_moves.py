@@ -98,6 +98,17 @@ def test_what_the_backward_does_not_use_goes_back_before_it_begins(monkeypatch):
     assert dropped == [(2 * NUM_BYTES, 4 * NUM_BYTES, True)]
 
 
+def test_a_reserved_frame_stays_while_other_plans_go():
+    plan = step()
+    plan.reserve()
+    arena = arena_of(CPU)
+    (slab,) = (one for one in arena._slabs if plan.key in one._tables)
+    arena.forget(step().key)
+    assert slab in arena._slabs
+    arena.forget(plan.key)
+    assert plan.key not in slab._tables
+
+
 def test_a_throttled_step_stalls_and_is_right():
     plan = step(throttle_bytes_per_s=20_000.0)
     assert is_right(plan)
