@@ -155,6 +155,25 @@ class _Half:
         """What the step holds as call ``index`` begins."""
         return self.plan.resident_bytes[index] + self.beside.before[index]
 
+    def _taken_again(self, index: int) -> int:
+        """Work space that kernels of call ``index`` freed and that the next call takes again.
+
+        Where the next call is of the same region, and no budget asks for the last megabyte, it
+        stays: it would be given back only to be faulted in.
+        """
+        if self.plan.budget_bytes is not None:
+            return 0
+        runs = (CallKind.RUN, CallKind.RECOMPUTE)
+        later = range(index + 1, len(self.problem.calls))
+        following = next((i for i in later if self.problem.calls[i].kind in runs), None)
+        calls = self.problem.calls
+        if following is None or calls[following].region != calls[index].region:
+            return 0
+        beside = self.beside
+        return max(
+            0, beside.most[following] - max(beside.before[following], beside.after[following])
+        )
+
     def resident_after(self) -> int | None:
         """The arena that the backward's first call needs, for the forward of a training step."""
         if self.phase is Phase.BACKWARD:
@@ -192,7 +211,9 @@ class _Half:
             copies=tuple(self._unsafe_outputs(call)),
             dying=tuple(self.dying.get(index, ())),
             into=tuple((one.buffer, slots[one.value], one.offset_bytes) for one in ordinary),
-            planned_bytes=self.plan.resident_bytes[index] + self.beside.after[index],
+            planned_bytes=self.plan.resident_bytes[index]
+            + self.beside.after[index]
+            + self._taken_again(index),
             recomputed_bytes=_output_bytes(lowered.views, call, self.problem) if recomputes else 0,
         )
 
