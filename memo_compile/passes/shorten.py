@@ -23,6 +23,7 @@ from memo_compile.errors import UnsupportedGraph
 from memo_compile.regions import RegionGraph
 
 MIN_TOKENS = 16
+"""Smaller sizes are batches, heads and the like."""
 
 _MAX_SIZE = 2**48
 """Larger numbers among the arguments are limits ("to the end"), not sizes."""
