@@ -67,6 +67,24 @@ def test_the_forward_leaves_only_what_the_backward_uses(pair, monkeypatch):
     assert made[0].backward.resident_bytes is None
 
 
+def test_work_space_stays_for_the_next_layer_only_without_a_budget(monkeypatch):
+    """Under a budget every megabyte counts; without one, faulting it in again costs time."""
+    made = []
+
+    def keep(**fields):
+        made.append(StepPlan(**fields))
+        return made[-1]
+
+    monkeypatch.setattr(assemble, "StepPlan", keep)
+    for options in ({}, {"memory_budget": "1GiB"}):
+        torch._dynamo.reset()
+        Pair(Stack(), **options).compiled(rows(1))
+    free, bound = ([one.planned_bytes for one in step.forward.calls] for step in made)
+    more = [one - other for one, other in zip(free, bound, strict=True)]
+    assert more[1] > 0  # the first of two equal layers
+    assert more[0] == more[2] == 0
+
+
 def test_two_live_forwards_both_planned():
     """Row 2: each takes a frame of its own."""
     pair = Pair(Stack(), max_inflight=2)
