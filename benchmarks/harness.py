@@ -2,7 +2,8 @@
 
 An arm runs in a fresh child process, so that nothing it compiled, cached or allocated helps or
 hurts the next one. Rounds are interleaved (every arm once, then every arm again) and medians are
-taken over rounds, so that a slow minute of the machine falls on all arms.
+taken over rounds, so that a slow minute of the machine falls on all arms. Arms that are judged by
+their ratio live at the same time and take turns, step by step.
 """
 
 import contextlib
@@ -10,10 +11,12 @@ import datetime
 import json
 import os
 import platform
+import select
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _RESULT_FILE = "MEMO_BENCHMARK_RESULT"
+_TURN_ENDED = "MEMO_BENCHMARK_TURN_ENDED"
 CHILD_TIMEOUT_S = 900.0
 """A cold compilation of the largest benchmark model takes 200 s on two cores."""
 
@@ -47,35 +51,105 @@ def run_arm(module: str, arm: Arm, *, timeout_s: float = CHILD_TIMEOUT_S) -> dic
     Raises:
         ChildFailed: no result came.
     """
-    with tempfile.TemporaryDirectory(prefix="memo-bench-") as folder:
-        result = Path(folder) / "result.json"
-        log = Path(folder) / "log"
+    return run_in_turns(module, [arm], timeout_s=timeout_s)[arm.name]
+
+
+def run_in_turns(
+    module: str, arms: Sequence[Arm], *, timeout_s: float = CHILD_TIMEOUT_S
+) -> dict[str, dict[str, Any]]:
+    """Run all ``arms`` at once, only one of them awake: each from one ``wait_turn`` to the next.
+
+    A machine's speed drifts within minutes, so steps that are to be compared must be neighbours.
+
+    Raises:
+        ChildFailed: an arm sent no result, or one turn took longer than ``timeout_s``.
+    """
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(_Child(module, arm, timeout_s)) for arm in arms]
+        awake = list(children)
+        while awake:
+            awake = [child for child in awake if child.take_turn()]
+        return {child.arm.name: child.result() for child in children}
+
+
+class _Child:
+    """An arm's process, its folder, and the two pipes by which turns are given and ended."""
+
+    def __init__(self, module: str, arm: Arm, timeout_s: float) -> None:
+        self.arm = arm
+        self._timeout_s = timeout_s
+        self._failure = ""
+        self._folder = tempfile.TemporaryDirectory(prefix="memo-bench-")
+        path = Path(self._folder.name)
+        self._result, self._log = path / "result.json", path / "log"
+        self._ended, ended = os.pipe()
         environment = {
             **os.environ,
             "OMP_WAIT_POLICY": "passive",  # spinning threads measure the neighbours' load
-            "TORCHINDUCTOR_CACHE_DIR": folder,
-            "TMPDIR": folder,  # Inductor's precompiled C++ headers ignore its own cache folder
+            "TORCHINDUCTOR_CACHE_DIR": str(path),
+            "TMPDIR": str(path),  # Inductor's precompiled C++ headers ignore its own cache folder
             **arm.environment,
-            _RESULT_FILE: str(result),
+            _RESULT_FILE: str(self._result),
+            _TURN_ENDED: str(ended),
         }
-        with log.open("w") as stream:
-            try:
-                code = subprocess.run(
-                    [sys.executable, "-m", module, *arm.arguments],
-                    cwd=ROOT,
-                    env=environment,
-                    stdout=stream,
-                    stderr=stream,
-                    timeout=timeout_s,
-                    check=False,
-                ).returncode
-                failure = f"exit code {code}" if code else ""
-            except subprocess.TimeoutExpired:
-                failure = f"no result within {timeout_s:.0f} s"
-        if failure or not result.exists():
-            tail = "\n".join(log.read_text().splitlines()[-15:])
-            raise ChildFailed(f"arm {arm.name}: {failure or 'sent no result'}\n{tail}")
-        return dict(json.loads(result.read_text()))
+        with self._log.open("w") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *arm.arguments],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=stream,
+                stderr=stream,
+                pass_fds=(ended,),
+            )
+        os.close(ended)
+        self._wait()  # up to its first turn
+
+    def __enter__(self) -> "_Child":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        os.close(self._ended)
+        self._folder.cleanup()
+
+    def take_turn(self) -> bool:
+        """Wake the process and wait for the end of its turn; False if there will be no other."""
+        if self._process.poll() is None and not self._failure:
+            assert self._process.stdin is not None
+            self._process.stdin.write(b"\n")
+            self._process.stdin.flush()
+            self._wait()
+        return self._process.poll() is None and not self._failure
+
+    def _wait(self) -> None:
+        """Until the process asks for a turn or is gone."""
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline:
+            if select.select([self._ended], [], [], 0.2)[0]:
+                if not os.read(self._ended, 1):
+                    self._process.wait()
+                return
+            if self._process.poll() is not None:
+                return
+        self._failure = f"no result within {self._timeout_s:.0f} s"
+
+    def result(self) -> dict[str, Any]:
+        code = self._process.poll()
+        failure = self._failure or (f"exit code {code}" if code else "")
+        if failure or not self._result.exists():
+            tail = "\n".join(self._log.read_text().splitlines()[-15:])
+            raise ChildFailed(f"arm {self.arm.name}: {failure or 'sent no result'}\n{tail}")
+        return dict(json.loads(self._result.read_text()))
+
+
+def wait_turn() -> None:
+    """In the child: sleep until the parent of ``run_in_turns`` says go on; nothing by hand."""
+    ended = os.environ.get(_TURN_ENDED)
+    if ended is not None:
+        os.write(int(ended), b".")
+        sys.stdin.buffer.readline()
 
 
 def send_result(result: Mapping[str, Any]) -> None:

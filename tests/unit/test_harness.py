@@ -1,4 +1,5 @@
 import functools
+import itertools
 import json
 import sys
 import textwrap
@@ -6,8 +7,8 @@ import textwrap
 import pytest
 
 from benchmarks import harness
-from benchmarks.harness import Arm, ChildFailed, medians, run_arm
-from benchmarks.step import judge
+from benchmarks.harness import Arm, ChildFailed, medians, run_arm, run_in_turns
+from benchmarks.step import judge, step_ratio
 
 
 @pytest.fixture
@@ -53,6 +54,49 @@ def test_a_child_that_hangs_is_stopped(module):
         run_arm("benched", Arm(name="slow", environment=environment), timeout_s=1.0)
 
 
+TURNS = """
+    import sys, time
+    from pathlib import Path
+    from benchmarks.harness import send_result, wait_turn
+    spans = []
+    for _ in range(int(sys.argv[1])):
+        wait_turn()
+        begin = time.monotonic()
+        time.sleep(0.05)
+        spans.append((begin, time.monotonic()))
+    send_result({"spans": spans})
+"""
+
+
+def test_arms_in_turns_are_awake_one_at_a_time(module):
+    environment = module(TURNS)
+    arms = [
+        Arm(name=name, arguments=(number,), environment=environment)
+        for name, number in (("long", "4"), ("short", "2"))
+    ]
+    found = run_in_turns("benched", arms)
+    spans = [(*span, name) for name, one in found.items() for span in one["spans"]]
+    spans.sort()
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(spans))
+    assert [name for *_, name in spans] == ["long", "short", "long", "short", "long", "long"]
+
+
+def test_a_child_that_dies_between_turns_is_named(module):
+    environment = module(TURNS.replace("time.sleep(0.05)", "len(spans) and sys.exit(3)"))
+    with pytest.raises(ChildFailed, match="arm dead: exit code 3"):
+        run_in_turns("benched", [Arm(name="dead", arguments=("4",), environment=environment)])
+
+
+def test_the_step_ratio_is_that_of_neighbouring_steps():
+    """The second pair ran while the machine was three times slower."""
+    rounds = {
+        "inductor": [{"steps_s": [1.0, 3.0]}, {"steps_s": [1.0]}],
+        "memo": [{"steps_s": [1.1, 3.3]}, {"steps_s": [2.0]}],
+    }
+    assert step_ratio(rounds) == pytest.approx(1.1)
+    assert step_ratio({"memo": rounds["memo"]}) is None
+
+
 def test_rounds_are_interleaved_and_alternate_in_order(monkeypatch):
     order = []
 
@@ -90,18 +134,18 @@ def results(**memo):
 
 
 @pytest.mark.parametrize(
-    ("change", "failure"),
+    ("change", "ratio", "failure"),
     [
-        ({}, None),
-        ({"step_s": 1.05, "peak_bytes": 101, "losses": [2.0, 1.0009]}, None),
-        ({"step_s": 1.06}, "memo: step_s is 1.060 x inductor's, at most 1.05"),
-        ({"peak_bytes": 102}, "memo: peak_bytes is 1.020 x inductor's, at most 1.01"),
-        ({"losses": [2.0, 1.002]}, "memo: loss 1.002 of step 2, eager has 1.0"),
-        ({"losses": [2.0, float("nan")]}, "memo: loss nan of step 2, eager has 1.0"),
+        ({}, 1.0, None),
+        ({"peak_bytes": 101, "losses": [2.0, 1.0009]}, 1.05, None),
+        ({}, 1.06, "memo: its step is 1.060 x inductor's, at most 1.05"),
+        ({"peak_bytes": 102}, 1.0, "memo: its peak is 1.020 x inductor's, at most 1.01"),
+        ({"losses": [2.0, 1.002]}, 1.0, "memo: loss 1.002 of step 2, eager has 1.0"),
+        ({"losses": [2.0, float("nan")]}, None, "memo: loss nan of step 2, eager has 1.0"),
     ],
 )
-def test_step_benchmark_judges_memo(change, failure):
-    assert judge(results(**change)) == ([failure] if failure else [])
+def test_step_benchmark_judges_memo(change, ratio, failure):
+    assert judge(results(**change), ratio) == ([failure] if failure else [])
 
 
 def test_a_result_is_written_and_its_failures_end_the_benchmark(tmp_path, monkeypatch, capsys):
