@@ -2,13 +2,14 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from memo_runtime.step import StepPlan
 
 import memo_compile
 from memo_compile.backends import assemble
@@ -199,11 +200,42 @@ def run(case: Case, **more: object) -> tuple[Run, Plan]:
     """The case's training run and its plan, which nothing is said against."""
     torch._dynamo.reset()
     state.reset()
-    options = {**case.options(), **more}
+    return _train(case, {**case.options(), **more})
+
+
+def _train(case: Case, options: Mapping[str, object]) -> tuple[Run, Plan]:
     compiled = functools.partial(torch.compile, backend="memo", options=options)
     done = train(model_case(case.model), compiled, [adamw], STEPS)
     assert_planned(1)
     return done, memo_compile.report().plans[-1]
+
+
+def run_schedules(case: Case, **more: object) -> Iterator[tuple[Case, Run, Plan]]:
+    """``run`` under every copy schedule in turn.
+
+    Schedules that share the poison share the compiled step too: only the times of copies differ.
+    """
+    steps: list[StepPlan] = []
+
+    def keep(**fields: Any) -> StepPlan:
+        steps.append(StepPlan(**fields))
+        return steps[-1]
+
+    torch._dynamo.reset()
+    state.reset()
+    poisoned = None
+    with mock.patch.object(assemble, "StepPlan", keep):
+        for schedule in SCHEDULES:
+            one = replace(case, schedule=schedule)
+            if poisoned != ("poison" in schedule):
+                poisoned = "poison" in schedule
+                torch._dynamo.reset()
+                state.reset()
+                options = {**one.options(), **more}
+            else:
+                steps[-1].schedule = resolve(one.options(), None).copy_schedule()
+            yield one, *_train(one, options)
+    assert len(steps) == 2
 
 
 def assert_close(ours: Run, name: str) -> None:

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from memo_compile.plans import Plan
 from tests.numerics.budget_cases import (
     BUDGETS,
     DECISIONS,
@@ -16,8 +17,10 @@ from tests.numerics.budget_cases import (
     budget_of,
     covering,
     run,
+    run_schedules,
     save_run,
 )
+from tests.numerics.training import Run
 
 FACTORS = {
     "model": tuple(MODELS),
@@ -28,13 +31,18 @@ FACTORS = {
 
 PAIRWISE = [Case(**row) for row in covering(FACTORS)]
 PRODUCT = [
-    Case(**dict(zip(FACTORS, row, strict=True))) for row in itertools.product(*FACTORS.values())
+    Case(model=model, decision=decision, budget=budget)
+    for model, decision, budget in itertools.product(MODELS, DECISIONS, BUDGETS)
 ]
+"""Each of them runs under every schedule."""
 
 
 def check(case: Case) -> None:
     budget = budget_of(case)
-    ours, plan = run(case, memory_budget=budget)
+    check_run(case, budget, *run(case, memory_budget=budget))
+
+
+def check_run(case: Case, budget: int | None, ours: Run, plan: Plan) -> None:
     assert_close(ours, case.model)
     assert_moved(case, plan, budget)
     if budget is not None:
@@ -53,7 +61,7 @@ def test_every_pair_is_covered():
     for one, other in itertools.combinations(FACTORS, 2):
         for first, second in itertools.product(FACTORS[one], FACTORS[other]):
             assert ((one, first), (other, second)) in seen
-    assert len(PAIRWISE) < 70 < len(PRODUCT)
+    assert len(PAIRWISE) < 70 < len(PRODUCT) * len(SCHEDULES)
     assert PAIRWISE == [Case(**row) for row in covering(FACTORS)]
 
 
@@ -63,6 +71,8 @@ def test_steps_equal_eager(case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", PRODUCT, ids=str)
-def test_steps_equal_eager_in_every_combination(case):
-    check(case)
+@pytest.mark.parametrize("case", PRODUCT, ids=lambda case: str(case).removesuffix("-poison"))
+def test_steps_equal_eager_under_every_schedule(case):
+    budget = budget_of(case)
+    for one, ours, plan in run_schedules(case, memory_budget=budget):
+        check_run(one, budget, ours, plan)
