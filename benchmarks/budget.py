@@ -10,13 +10,14 @@
 
 Peaks are what a step holds on the device: parameters, inputs, and the growth of anonymous resident
 memory. Gradients are new in every step. The host store of offloaded activations is shared memory,
-which the kernel counts apart. memo's two copy threads come on top of the intra-op threads that all
-arms have.
+which the kernel counts apart. In all arms every core that the process may use has one intra-op
+thread, so memo's two copy threads find no core of their own: they take their time from its compute.
 """
 
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -223,6 +224,7 @@ def make_model(options: argparse.Namespace) -> tuple[Any, Any]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=options.vocab,

@@ -6,6 +6,7 @@ Read in torch 2.11.0 and 2.13.0. What differs between them is settled here and n
 import contextlib
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 from unittest import mock
@@ -305,8 +306,16 @@ def storages_of(values: Sequence[Any]) -> list[tuple[Any, int]]:
     for value in values:
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
-            found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+            found[storage._cdata] = (_StorageRef(storage), storage.nbytes())
     return list(found.values())
+
+
+class _StorageRef(StorageWeakRef):  # type: ignore[misc]
+    """Lets go of its storage only while there is a torch: torch's own complains at exit."""
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():
+            super().__del__()
 
 
 def allow_second_backward() -> None:
