@@ -78,8 +78,10 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     model, ids = make_model(name, options)
     step = torch.compile(model, backend=arm)
 
-    def forward_backward() -> None:
-        step(input_ids=ids, labels=ids).loss.backward()
+    def forward_backward() -> Any:
+        out = step(input_ids=ids, labels=ids)
+        out.loss.backward()
+        return out
 
     forward_backward()
     forward_backward()
@@ -88,8 +90,9 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.live_bytes import LiveBytes
 
     with LiveBytes() as live:
-        forward_backward()
-    return {"inductor_live_bytes": live.peak()}
+        out = forward_backward()
+    outputs = [one for one in out.values() if isinstance(one, torch.Tensor)]
+    return {"inductor_live_bytes": live.peak(outputs)}
 
 
 def memo_numbers(model: Any, ids: Any, forward_backward: Any) -> dict[str, Any]:

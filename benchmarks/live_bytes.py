@@ -2,12 +2,13 @@
 
 While Inductor's generated ``call`` functions run, a trace function looks at their local variables
 before every line and adds up the distinct storages behind the tensors. Not counted: what was there
-before the step (parameters, inputs) and what the step hands to the user (loss, gradients), because
-memo's arena does not hold those either.
+before the step (parameters, inputs) and what the step hands to the user (loss, logits, gradients),
+because memo's arena does not hold those either.
 """
 
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -19,11 +20,17 @@ class LiveBytes:
 
     def __init__(self) -> None:
         self._moments: list[dict[int, int]] = []
-        """Per line: storage address -> bytes, of everything the running ``call`` can see."""
+        """Per line: storage -> bytes, of everything the running ``call`` can see. A storage is a
+        number of its own: addresses are used again."""
         self._calls: list[tuple[set[int], set[int]]] = []
-        """Per call: addresses of its arguments, addresses of its results."""
+        """Per call: the storages of its arguments, and of its results."""
         self._given: set[int] = set()
-        self._keep: list[torch.Tensor] = []
+        self._kept: dict[int, int] = {}
+        """Address -> storage of every result; the results are held, so their addresses stay."""
+        self._results: list[torch.Tensor] = []
+        self._visible: dict[int, int] = {}
+        """Address -> storage of what the running ``call`` saw on its last line."""
+        self._numbers = itertools.count()
 
     def __enter__(self) -> "LiveBytes":
         sys.settrace(self._on_call)
@@ -35,26 +42,44 @@ class LiveBytes:
     def _on_call(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
         code = frame.f_code
         if event == "call" and code.co_name == "call" and "empty_strided_cpu" in frame.f_globals:
-            self._given = {_address(one) for one in _tensors(frame.f_locals.get("args", []))}
+            self._visible = {}
+            self._given = set(self._look(list(_tensors(frame.f_locals.get("args", [])))))
             return self._on_line
         return None
 
+    def _look(self, tensors: list[torch.Tensor]) -> dict[int, int]:
+        """Storage -> bytes of ``tensors``; an address not seen on the last line is a new one's."""
+        seen = {}
+        for address in map(_address, tensors):
+            known = self._kept.get(address, self._visible.get(address))
+            seen[address] = next(self._numbers) if known is None else known
+        self._visible = seen
+        return {seen[_address(one)]: _bytes(one) for one in tensors}
+
     def _on_line(self, frame: FrameType, event: str, value: Any) -> Callable[..., Any]:
         tensors = list(_tensors(frame.f_locals.values()))
-        self._moments.append({_address(one): _bytes(one) for one in tensors})
-        if event == "return" and value is not None:
-            results = list(_tensors(value))
-            self._keep += results  # an address must not be used again while it is in the books
-            self._calls.append((self._given, {_address(one) for one in results}))
+        results = list(_tensors(value)) if event == "return" and value is not None else []
+        self._moments.append(self._look([*tensors, *results]))
+        if results:
+            made = {_address(one): self._visible[_address(one)] for one in results}
+            self._results += results
+            self._kept |= made
+            self._calls.append((self._given, set(made.values())))
         return self._on_line
 
-    def peak(self) -> int:
-        """The most bytes alive at one line, less what is the user's before or after the step."""
+    def peak(self, outputs: Iterable[torch.Tensor] = ()) -> int:
+        """The most bytes alive at one line, less what is the user's before or after the step.
+
+        ``outputs`` are what the forward returned to the user, still alive. A forward also returns
+        what its backward reads: of that, only what was not there before is counted.
+        """
         saved = {one for _, made in self._calls[:-1] for one in made}
         saved &= {one for given, _ in self._calls[1:] for one in given}
+        saved -= {one for given, _ in self._calls[:1] for one in given}
+        saved -= {self._kept[_address(one)] for one in outputs}
         users = {one for given, made in self._calls for one in given | made} - saved
         return max(
-            sum(size for address, size in moment.items() if address not in users)
+            sum(size for storage, size in moment.items() if storage not in users)
             for moment in self._moments
         )
 

@@ -20,7 +20,7 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 LOWERINGS = ("inductor", "aten")
 POLICIES = ("auto", "save", "full-recompute", "full-offload", "memo", "greedy")
 COSTS = ("auto", "measured", "roofline")
-DEBUG_FLAGS = ("poison", "copies-early", "copies-late", "copies-serial")
+DEBUG_FLAGS = ("poison", "copies-early", "copies-late", "copies-serial", "stalls")
 ALPHAS = (0.0, 0.125, 0.25, 0.5, 1.0)
 """MEMO's fractions of the tokens (section 4.2 of the paper)."""
 
@@ -49,7 +49,8 @@ class MemoConfig:
     """Run wide chains (loss head, MLP) in this many tiles of tokens; 1: never; by default only
     when the budget asks for it."""
     exact: bool = False
-    """Forbid recomputation of a slice of tokens, whose result may differ in its last bits."""
+    """Forbid recomputation of a slice of tokens, and tiles of tokens: their results may differ in
+    the last bits."""
     costs: str = "auto"
     """``measured`` runs each region once, ``roofline`` computes; ``auto`` measures."""
     copy_bytes_per_s: float | tuple[float, float] | None = None
@@ -63,7 +64,8 @@ class MemoConfig:
     """Folder for graphs before and after every pass, problem.json and plan.json."""
     debug: tuple[str, ...] = ()
     """``poison``: fill every range with NaN when its life ends. ``copies-early``, ``copies-late``:
-    copy as soon, or as late, as the plan allows. ``copies-serial``: never beside computation."""
+    copy as soon, or as late, as the plan allows. ``copies-serial``: never beside computation.
+    ``stalls``: on CUDA the host waits with the device, so that a plan's ``stall_s`` is measured."""
     strict: bool = False
     """Raise instead of stepping aside to plain Inductor."""
     max_inflight: int = 1
@@ -92,6 +94,8 @@ class MemoConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
+        if self.exact and (self.token_tiles or 1) > 1:
+            raise ConfigError("token_tiles: exact=True forbids tiles, which round differently")
         if self.token_tiles is not None and not self.token_tiles >= 1:
             raise ConfigError(f"token_tiles: expected at least 1, got {self.token_tiles!r}")
         state_bytes = self.optimizer_state_bytes_per_parameter

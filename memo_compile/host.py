@@ -5,6 +5,7 @@ sizes in bytes. No torch here.
 """
 
 import resource
+import shutil
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -23,7 +24,8 @@ class HostMemory:
     available_bytes: int | None
     """MemAvailable: what can be had without swapping, for all processes of the host together."""
     cgroup_limit_bytes: int | None
-    """Tightest limit of the process's control group and its parents; None where there is none."""
+    """Of the process's control group and its parents, the one with the least room; None where there
+    is no limit."""
     cgroup_used_bytes: int | None
     """Of the group that has that limit."""
     locked_limit_bytes: int | None
@@ -53,19 +55,19 @@ def host_memory(root: Path = _ROOT) -> HostMemory:
 
 
 def cgroup_memory(root: Path = _ROOT) -> tuple[int | None, int | None]:
-    """Tightest memory limit of this process's control group and its parents, and that group's use.
+    """Limit and use of that group, of this process's and its parents, which has the least room.
 
     Cached files that nobody has read lately go when memory is short, and do not count as used. In a
     container the group's own path is often not visible; then the mount's root is the group.
     """
-    best: tuple[int | None, int | None] = (None, None)
+    found: list[tuple[int, int | None]] = []
     for mount, group, limit_name, used_name in _hierarchies(root):
         relative = PurePosixPath(group.lstrip("/"))
         for part in (relative, *relative.parents):
             limit = _number(mount / part / limit_name)
-            if limit is not None and (best[0] is None or limit < best[0]):
-                best = (limit, _used(mount / part, used_name))
-    return best
+            if limit is not None:
+                found.append((limit, _used(mount / part, used_name)))
+    return min(found, key=lambda one: one[0] - (one[1] or 0), default=(None, None))
 
 
 def _used(group: Path, used_name: str) -> int | None:
@@ -122,6 +124,13 @@ def _lines(path: Path) -> list[str]:
 
 RESERVE_FRACTION = 0.1
 """Of the host memory that is left: data loaders, checkpoints and the page cache live there too."""
+
+
+def default_file_budget_bytes(folder: str, local_ranks: int) -> int:
+    """What one rank may take of the file system that ``folder`` lies on, or will."""
+    path = Path(folder).absolute()
+    existing = next(one for one in (path, *path.parents) if one.exists())
+    return int(shutil.disk_usage(existing).free * (1 - RESERVE_FRACTION)) // local_ranks
 
 
 def default_host_budget_bytes(memory: HostMemory, local_ranks: int) -> int | None:

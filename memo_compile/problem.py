@@ -279,6 +279,9 @@ class Problem:
     keeps_outputs: bool = False
     """True when the user holds what the forward returned until the step has ended. Else it goes
     when the forward ends, or where the backward last reads it."""
+    live_steps: int = 1
+    """So many forwards may wait for their backwards at one time (max_inflight), each with a frame
+    of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from memo_runtime.step import StepPlan, run_backward, run_forward
 from memo_compile.analysis.units import JointUnits
 from memo_compile.backends import shim
 from memo_compile.backends.bind import Binder
-from memo_compile.backends.facts import GraphFacts
+from memo_compile.backends.facts import GraphFacts, gradient_bytes
 from memo_compile.backends.out_of_memory import OutOfMemory
 from memo_compile.backends.step_planner import PlannedStep, StepPlanner
 from memo_compile.config import MemoConfig
@@ -80,6 +80,7 @@ class Assembly:
             host_bytes=planned.problem.host_bytes,
             host_store=config.host_kind(device.type),
             schedule=config.copy_schedule(),
+            measure_stall="stalls" in config.debug,
             throttle_bytes_per_s=config.copy_speeds(),
             on_step_end=self._count,
             heap=_heap_watch(planned) if gives_pages_back(device) and not poison else None,
@@ -87,11 +88,12 @@ class Assembly:
 
     def forward(self, args: list[Any]) -> list[Any]:
         """The forward's results; empties ``args``."""
-        self._count_existing_gradients()
+        self._count_existing_gradients(args)
         self._count_kept_outputs()
         with self._memory.explained(self.problem, self.plan):
             results = run_forward(self.step, args)
-        self._returned = shim.storages_of([results[position] for position in self._made])
+        made = [] if self._returned else [results[position] for position in self._made]
+        self._returned = shim.storages_of(made)  # with two forwards nobody knows whose they are
         return results
 
     def backward(self, args: list[Any]) -> list[Any]:
@@ -175,7 +177,7 @@ class Assembly:
         """Drop the views that the device's arena holds for this plan."""
         arena_of(self.step.device).forget(self.step.key)
 
-    def _count_existing_gradients(self) -> None:
+    def _count_existing_gradients(self, args: Sequence[Any]) -> None:
         """Count gradients that are kept between steps: they are there twice then.
 
         At compile time there are none yet, and nobody knows whether the user will keep them. Where
@@ -184,23 +186,26 @@ class Assembly:
         Raises:
             Infeasible: with the kept gradients no plan fits the budget.
         """
-        fixed = self.plan.fixed
-        existing = self.planner.facts.existing_gradient_bytes()
-        more = existing + fixed.new_gradients - fixed.gradients
-        if more <= 0:
-            return
-        before = self.plan
-        raised = replace(
-            before,
-            fixed=replace(fixed, gradients=fixed.gradients + more),
-            peak_bytes=before.peak_bytes + more,
-        )
+        before, fixed = self.plan, self.plan.fixed
+        existing = gradient_bytes(args)
+        more = max(0, existing + fixed.new_gradients - fixed.gradients)
+        if more:
+            fixed = replace(fixed, gradients=fixed.gradients + more)
+            self.plan = replace(before, fixed=fixed, peak_bytes=before.peak_bytes + more)
         budget = before.budget_bytes
-        if budget is not None and raised.peak_bytes > budget and self.step.live == 0:
-            self._bind_again(self.planner.plan(existing))
-        else:
-            self.plan = raised
-        state.replace_plan(before, self.plan)
+        if budget is not None and self.plan.peak_bytes > budget and self.step.live == 0:
+            try:
+                self._bind_again(self.planner.plan(existing))
+                self.reserve()
+            except Infeasible as error:
+                self.plan = before  # which holds again once the gradients are gone
+                raise Infeasible(
+                    f"{error}. Gradients were kept from the last step, which makes them exist "
+                    "twice: zero_grad(set_to_none=True) frees them, accumulation needs them",
+                    floor_bytes=error.floor_bytes,
+                ) from None
+        if self.plan is not before:
+            state.replace_plan(before, self.plan)
 
     def _count_kept_outputs(self) -> None:
         """Plan again once it turns out that the user holds what the forward returned.
@@ -214,13 +219,14 @@ class Assembly:
         before = self.plan
         self.planner.keep_outputs()
         self._bind_again(self.planner.plan(self.planner.facts.existing_gradient_bytes()))
+        self.reserve()
         state.replace_plan(before, self.plan)
 
     def _bind_again(self, planned: PlannedStep) -> None:
         old = self.step
         self._bind(planned)
         self.on_unplanned(old.on_unplanned)
-        arena_of(old.device).forget(old.key)
+        arena_of(old.device).forget(old.key)  # a backward that is still to come makes them anew
 
     def _count(self, counted: StepCounters) -> None:
         """Keep what the step that just ended moved, for the report."""

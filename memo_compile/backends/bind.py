@@ -96,15 +96,23 @@ class Binder:
             calls=tuple(half.instruction(index, call) for index, call in steps),
             results=tuple(None if value is None else slots[value] for value in cut.results),
             leased=tuple(slots[value] for value in self.leased),
-            checked=tuple(
-                position
-                for position, value in enumerate(self.leased)
-                if value in self.forward.arguments
-            ),
+            checked=self._checked(slots) if cut.phase is Phase.FORWARD else (),
             planned_bytes=half.planned_bytes(steps[0][0]) if steps else 0,
             resident_bytes=half.resident_after(),
             handle=slots[cut.handle],
         )
+
+    def _checked(self, slots: Mapping[str, int]) -> tuple[int, ...]:
+        """Slots of the step's own inputs that the lease keeps, whole or a view of them."""
+        source: dict[str, str] = {}
+        for call in self.planned.problem.calls:
+            region = self.planned.problem.regions[call.region]
+            for slot, value in zip(region.outputs, call.outputs, strict=True):
+                if slot.storage is Storage.INPUT and slot.index is not None:
+                    viewed = call.inputs[slot.index]
+                    source[value] = source.get(viewed, viewed)
+        kept = dict.fromkeys(source.get(value, value) for value in self.leased)
+        return tuple(slots[value] for value in kept if value in self.forward.arguments)
 
 
 class _Half:

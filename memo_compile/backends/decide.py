@@ -4,6 +4,7 @@ The policies choose with estimates of recompute regions; what they choose is low
 told otherwise than the estimates, they choose again, until everything that is chosen is known.
 """
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from memo_compile.planners.check_moves import check_moves, remakes_of
 from memo_compile.planners.moves import recompute_seconds
 from memo_compile.planners.policy import Choice, choose
 from memo_compile.planners.policy.candidates import SearchedMoves
-from memo_compile.planners.policy.frontier import confirmed
+from memo_compile.planners.policy.frontier import NothingFits, confirmed
 from memo_compile.plans import Plan
 from memo_compile.problem import CallKind, Problem
 from memo_compile.regions import LoweredRegion, RegionGraph
@@ -134,23 +135,31 @@ def decide(
 ) -> Choice[Plan]:
     """The fastest step that fits, every region that it calls lowered.
 
+    A round either ends or lowers regions that were only estimated before. After ``MAX_ROUNDS`` what
+    is lowered must do; only where that does not fit more is lowered.
+
     Raises:
-        Infeasible: nothing fits; the message names the floor and what makes it.
+        Infeasible: nothing fits; the message names the floor (of lowered regions) and its parts.
     """
     searched = SearchedMoves()
-    for number in range(MAX_ROUNDS):
-        last = number == MAX_ROUNDS - 1
-        choice = choose(
-            movable.step,
-            budget_bytes=budget_bytes,
-            host_budget_bytes=host_budget_bytes,
-            policy=config.policy,
-            alpha=config.alpha,
-            exact=config.exact,
-            recompute=library.known if last else library,
-            place=place,
-            searched=None if last else searched,
-        )
+    for number in itertools.count(1):
+        last = number == MAX_ROUNDS
+        try:
+            choice = choose(
+                movable.step,
+                budget_bytes=budget_bytes,
+                host_budget_bytes=host_budget_bytes,
+                policy=config.policy,
+                alpha=config.alpha,
+                exact=config.exact,
+                recompute=library.known if last else library,
+                place=place,
+                searched=None if last else searched,
+            )
+        except NothingFits as error:
+            if library.lower(error.problem) or last:
+                continue
+            raise
         if not library.lower(choice.problem):
             return library.proved(choice)
         known = confirmed(
@@ -158,4 +167,4 @@ def decide(
         )
         if known is not None:
             return library.proved(known)
-    raise AssertionError("the last round chose a region that is not lowered")
+    raise AssertionError("every round lowers a region, and there are not so many")

@@ -1,13 +1,18 @@
 """One row of the report for each saved tensor of a layer class: what happens to it, and why."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from memo_compile.analysis.units import JointUnits
+from memo_compile.config import MemoConfig
 from memo_compile.movable import Action, LayerClass, Mode, MovableStep, Slot
 from memo_compile.passes.cut import Cut
 from memo_compile.planners.policy import Choice, reasons
 from memo_compile.plans import Decision, Plan
 from memo_compile.problem import Phase, Problem
+from memo_compile.units import format_bytes
+
+MIN_NAMED_BYTES = 2**20
+"""Results that are smaller (losses, statistics) do not matter to a plan."""
 
 
 def saved_rows(problem: Problem, forward: Cut, units: JointUnits) -> tuple[Decision, ...]:
@@ -56,6 +61,23 @@ def moved_rows(step: MovableStep, choice: Choice[Plan], units: JointUnits) -> tu
                 reason = why.get((key, index), "")
                 rows.extend(_rows_of(step, cls, slot, index, mode, where, reason))
     return tuple(rows)
+
+
+def step_notes(problem: Problem, rows: Iterable[Decision], config: MemoConfig) -> Iterator[str]:
+    """What the user should know of a step that does not simply keep everything."""
+    sliced = any(row.decision == Action.RECOMPUTE.value and row.token_fraction < 1 for row in rows)
+    for what, happens in (
+        ("a part of the tokens is recomputed", sliced),
+        ("wide chains run in tiles of tokens", (config.token_tiles or 1) > 1),
+    ):
+        if happens:
+            yield f"{what}: products of fewer rows may round differently; exact=True forbids it"
+    if config.memory_budget is not None and problem.fixed.outputs >= MIN_NAMED_BYTES:
+        size = format_bytes(problem.fixed.outputs)
+        yield (
+            f"the forward returns {size} that exist whole: if these are logits, compile a function "
+            "that returns only the loss"
+        )
 
 
 def _runs(modes: list[Mode]) -> Iterator[tuple[int, int, Mode]]:

@@ -1,10 +1,11 @@
 """The torch.compile backend ``memo``: what torch calls with a Dynamo graph."""
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import fx
 from memo_compile.backends import shim
 from memo_compile.backends.capture import StepCompiler
 from memo_compile.backends.facts import GraphFacts
+from memo_compile.backends.left_out import DynamoWatch
 from memo_compile.backends.specialise import specialise, symbol_positions
 from memo_compile.backends.tiling import tile_order
 from memo_compile.config import MemoConfig, resolve
@@ -23,6 +25,10 @@ from memo_compile.reporting import state
 log = logging.getLogger("memo")
 
 _graph_numbers = itertools.count()
+
+_dynamo = DynamoWatch()
+_dynamo.begin()
+state.watch(_dynamo.left_out, _dynamo.begin)
 
 
 def memo(
@@ -41,19 +47,43 @@ def memo(
         ConfigError: an option is unknown or cannot be used.
         MemoError: planning failed and ``strict`` is set.
     """
-    try:
+    with _failure_reported():
         config = resolve(options, mode)
         _note_mode(config)
         _note_distributed()
-        if symbol_positions(gm, example_inputs):
-            return specialise(gm, example_inputs, config, compile_static)
-        return compile_static(gm, example_inputs, config)
+        if not symbol_positions(gm, example_inputs):
+            return compile_static(gm, example_inputs, config)
+        if not _trains(example_inputs):
+            return shim.compile_fx(gm, example_inputs)
+        return specialise(gm, example_inputs, config, _compile_specialised)
+
+
+@contextlib.contextmanager
+def _failure_reported() -> Iterator[None]:
+    """An error that leaves the block is in the report, and in the log where torch swallows it."""
+    try:
+        yield
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        state.mark_failed(f"memo is off for a graph: {reason}")
-        if shim.errors_are_suppressed():
+        suppressed = shim.errors_are_suppressed()
+        state.mark_failed(f"memo is off for a graph: {reason}", runs=suppressed)
+        if suppressed:
             log.error("memo: off for a graph, which runs eagerly (suppress_errors): %s", reason)
         raise
+
+
+def _trains(example_inputs: Sequence[Any]) -> bool:
+    """False for inference, which has nothing to plan: it keeps its symbolic sizes."""
+    tensors = (one for one in example_inputs if isinstance(one, torch.Tensor))
+    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+
+
+def _compile_specialised(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
+) -> Callable[..., Any]:
+    """``compile_static`` for sizes that came up while the program ran."""
+    with _failure_reported():
+        return compile_static(gm, example_inputs, config)
 
 
 def compile_static(
@@ -87,6 +117,8 @@ def plan_graph(
     run in tiles of tokens. ``device_bytes`` is the memory of another device than the one that the
     tensors lie on.
     """
+    if config.exact:
+        config = dataclasses.replace(config, token_tiles=1)
     if config.token_tiles is not None:
         return _plan_once(gm, example_inputs, config, make)
     facts = GraphFacts(example_inputs)
@@ -191,6 +223,11 @@ def _note_distributed() -> None:
         return
     if torch.distributed.get_world_size() > 1:
         _warn_once("each rank plans its own graph; that the ranks' plans agree is not checked yet")
+    if shim.has_fsdp_modules():
+        _warn_once(
+            "FSDP2 gathers parameters outside the compiled blocks: every block is planned by "
+            "itself, and what fully_shard() keeps gathered is not in the plan"
+        )
     if shim.ddp_splits_graphs():
         _warn_once(
             "DistributedDataParallel cuts the graph at its gradient buckets, so that every piece "

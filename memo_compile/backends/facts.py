@@ -100,6 +100,12 @@ class GraphFacts:
         )
 
 
+def gradient_bytes(inputs: Sequence[Any]) -> int:
+    """Bytes of the gradients that the parameters among a step's own inputs hold now."""
+    leaves = (one for one in inputs if isinstance(one, torch.Tensor) and one.is_leaf)
+    return sum(_bytes(one.grad) for one in leaves if one.grad is not None)
+
+
 def tangents(placeholders: Sequence[fx.Node]) -> dict[str, int]:
     """Bytes of a backward's incoming gradients; autograd makes zeros for unused outputs."""
     return {

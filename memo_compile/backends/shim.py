@@ -310,7 +310,7 @@ def storages_of(values: Sequence[Any]) -> list[tuple[Any, int]]:
     return list(found.values())
 
 
-class _StorageRef(StorageWeakRef):  # type: ignore[misc]
+class _StorageRef(StorageWeakRef):
     """Lets go of its storage only while there is a torch: torch's own complains at exit."""
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -334,6 +334,30 @@ def ddp_splits_graphs() -> bool:
 
     active = DistributedDataParallel._get_active_ddp_module() is not None
     return active and torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
+
+
+def has_fsdp_modules() -> bool:
+    """True once ``fully_shard()`` was used: it gives every module that it shards a new class."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return bool(FSDPModule.__subclasses__())
+
+
+def dynamo_counts() -> tuple[dict[str, int], int]:
+    """Graph breaks by reason, and how many functions Dynamo gave up after too many compilations.
+
+    Since torch last cleared its counters (2.11, 2.13).
+    """
+    from torch._dynamo.utils import counters
+
+    breaks = {reason.splitlines()[0]: n for reason, n in counters["graph_break"].items() if reason}
+    limits = (n for reason, n in counters["unimplemented"].items() if _RECOMPILE_LIMIT in reason)
+    return breaks, sum(limits)
+
+
+_RECOMPILE_LIMIT = "recompile limit exceeded"
 
 
 def trace_whole(

@@ -105,13 +105,17 @@ class _Specialised:
 
     def _plainly(self, limit: int) -> Callable[..., Any]:
         """Plain Inductor with symbolic sizes, for good."""
-        reason = f"more than {limit} different shapes; raise max_plans or pad to fewer shapes"
+        reason = (
+            f"{limit} compilations for its changing shapes; raise max_plans or pad to fewer shapes"
+        )
         if self._config.memory_budget is not None:
-            raise Infeasible(f"memory_budget cannot be kept for a graph with {reason}")
-        if state.add_note(f"a graph runs through plain Inductor: {reason}"):
-            log.warning("memo: a graph runs through plain Inductor: %s", reason)
+            raise Infeasible(f"memory_budget cannot be kept for a graph after {reason}")
         if self._plain is None:
+            note = f"a graph runs through plain Inductor after {reason}"
+            state.mark_failed(note)
+            log.warning("memo: %s", note)
             self._plain = torch.compile(self._gm, dynamic=True)
+        state.count_unplanned()
         return self._plain
 
 

@@ -13,7 +13,7 @@ from memo_compile.analysis.units import JointUnits
 from memo_compile.backends import shim
 from memo_compile.backends.bandwidth import copy_bandwidth
 from memo_compile.backends.decide import RecomputeLibrary, decide
-from memo_compile.backends.decisions import moved_rows, saved_rows
+from memo_compile.backends.decisions import moved_rows, saved_rows, step_notes
 from memo_compile.backends.extrapolate import extrapolated_seconds
 from memo_compile.backends.facts import GraphFacts, device_name
 from memo_compile.backends.lowering import lower_regions
@@ -22,9 +22,14 @@ from memo_compile.backends.movable_step import Movable, movable_step
 from memo_compile.backends.step_problem import step_problem
 from memo_compile.backends.workspace import with_workspaces
 from memo_compile.config import MemoConfig, local_world_size
-from memo_compile.errors import ConfigError, Infeasible, UnsupportedGraph
+from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, UnsupportedGraph
 from memo_compile.hardware import HardwareProfile, hardware_of
-from memo_compile.host import default_host_budget_bytes, host_memory
+from memo_compile.host import (
+    HostMemory,
+    default_file_budget_bytes,
+    default_host_budget_bytes,
+    host_memory,
+)
 from memo_compile.movable import StepCosts
 from memo_compile.passes.cut import Cut
 from memo_compile.planners.policy import Choice
@@ -90,8 +95,13 @@ class StepPlanner:
             Infeasible: the budget is below what any plan needs.
         """
         start = time.perf_counter()
+        known = self.problem, self._movable, self._library
         self._count_gradients(existing_gradient_bytes)
-        planned = self._decide(self._budget_bytes())
+        try:
+            planned = self._decide(self._budget_bytes())
+        except Infeasible:
+            self.problem, self._movable, self._library = known
+            raise
         plan = replace(planned.plan, planning_s=time.perf_counter() - start)
         return replace(planned, plan=plan)
 
@@ -128,11 +138,12 @@ class StepPlanner:
                 rows = saved_rows(self.problem, self.forward, self.units)
                 return self._planned(self.problem, replace(saved, decisions=rows))
         choice = self._choose(budget_bytes)
-        for note in choice.notes:
+        rows = moved_rows(self.movable().step, choice, self.units)
+        for note in (*choice.notes, *step_notes(self.problem, rows, self.config)):
             state.add_note(note)
         plan = replace(
             self._placed(choice),
-            decisions=moved_rows(self.movable().step, choice, self.units),
+            decisions=rows,
             policy=choice.moves.policy,
             timeline=choice.timeline,
             frontier=choice.frontier,
@@ -180,9 +191,12 @@ class StepPlanner:
     def _planned(self, problem: Problem, plan: Plan) -> PlannedStep:
         """``problem`` as planned, proved to be the original step plus moves."""
         library = self._library
+        budget = self._declared_budget_bytes()
+        if budget is not None and plan.peak_bytes > budget:
+            raise InvalidPlan(f"plan {plan.name}: peak {plan.peak_bytes} > budget {budget}")
         return PlannedStep(
             problem=problem,
-            plan=replace(plan, budget_bytes=self._declared_budget_bytes()),
+            plan=replace(plan, budget_bytes=budget),
             lowered={**self.lowered, **(library.lowered if library else {})},
             graphs={**self.graphs, **(library.lowered_graphs() if library else {})},
         )
@@ -296,20 +310,29 @@ class StepPlanner:
         return min((one for one in bounds if one is not None), default=None)
 
     def _host_budget_bytes(self) -> int | None:
-        """What the host gives: the declared budget, which must exist, or this rank's share.
+        """What the host gives each live step: its part of the declared budget or of the rest.
 
         Raises:
             ConfigError: more was declared than the host has left.
         """
         memory = host_memory()
         declared = self.config.declared_host_budget_bytes(memory.total_bytes)
-        if self.hardware is not None:
-            return declared
-        most = default_host_budget_bytes(memory, local_world_size())
-        if declared is not None and most is not None and declared > most:
-            raise ConfigError(
-                f"host_budget: {format_bytes(declared)} is more than the {format_bytes(most)} that "
-                "the host has left for this rank; lower it or free host memory"
-            )
-        bounds = (declared if declared is not None else most, self.granted_host_bytes)
+        if self.hardware is None:
+            most = self._host_bytes_left(memory)
+            if declared is not None and most is not None and declared > most:
+                raise ConfigError(
+                    f"host_budget: {format_bytes(declared)} is more than the {format_bytes(most)} "
+                    "that this rank can have; lower it, or free host memory (with "
+                    "host_store='file:DIR' disk space)"
+                )
+            declared = declared if declared is not None else most
+        share = None if declared is None else declared // self.config.max_inflight
+        bounds = (share, self.granted_host_bytes)
         return min((one for one in bounds if one is not None), default=None)
+
+    def _host_bytes_left(self, memory: HostMemory) -> int | None:
+        """This rank's share of the memory, or of the disk, that activations are offloaded to."""
+        kind = self.config.host_kind(self.facts.device.type)
+        if kind.startswith("file:"):
+            return default_file_budget_bytes(kind.removeprefix("file:"), local_world_size())
+        return default_host_budget_bytes(memory, local_world_size())

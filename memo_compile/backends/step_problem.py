@@ -48,6 +48,7 @@ def step_problem(
         tangents=tangents(backward.program.graph.find_nodes(op="placeholder")),
         layer_classes=_layer_classes(units, calls),
         tensors={value: _tensor_info(forward.nodes[value]) for value in forward.leased},
+        live_steps=config.max_inflight,
     )
 
 

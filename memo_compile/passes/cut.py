@@ -30,6 +30,8 @@ from memo_compile.passes.purity import is_constant, is_write
 from memo_compile.problem import Phase
 from memo_compile.regions import RegionGraph
 
+KERNEL_ALIGNMENT_BYTES = 16
+
 InputView = tuple[tuple[int, ...], tuple[int, ...], int]
 """Size, stride and offset, in elements, from where the value starts."""
 
@@ -326,9 +328,17 @@ def _digest(gm: fx.GraphModule, external: frozenset[int], static: tuple[int, ...
     for node in gm.graph.nodes:
         names[node] = f"v{len(names)}"
         args = fx.node.map_arg((node.args, node.kwargs), lambda source: names[source])
-        target = "" if node.op == "placeholder" else str(node.target)
+        target = _alignment(node) if node.op == "placeholder" else str(node.target)
         text.append(f"{node.op} {target} {args} {_signature(node.meta.get('val'))}")
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+def _alignment(placeholder: fx.Node) -> str:
+    """Kernels are specialised on inputs that begin on a multiple of 16 bytes; a slice may not."""
+    value = placeholder.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return ""
+    return f"+{value.storage_offset() * value.element_size() % KERNEL_ALIGNMENT_BYTES}"
 
 
 def _signature(value: Any) -> str:

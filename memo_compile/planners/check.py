@@ -91,6 +91,8 @@ class _Replay:
             + fixed.inputs
             + max(0, fixed.gradients - fixed.new_gradients)
         )
+        waiting = plan.arena_bytes + (fixed.outputs if problem.keeps_outputs else 0)
+        self.constant_bytes += (problem.live_steps - 1) * waiting
 
     def run(self) -> CheckVerdict:
         self._check_numbers()

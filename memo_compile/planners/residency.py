@@ -7,9 +7,10 @@ that of what is alive. Elsewhere the whole arena stays.
 
 Symbols: for call c, tail(c) = highest end of a buffer alive in c or later; beside(c) = the largest
 sum, at one line of c, of outputs made so far and memory that kernels allocate themselves.
-    peak        = fixed + heap slack (CPU) + max_c (tail(c) + beside(c))
+    peak        = fixed + heap slack (CPU) + max_c (tail(c) + beside(c)) + waiting
     resident(c) = min(resident(c-1), max_d (tail(d) + beside(d)) - beside(c))       >= tail(c)
 so that no more pages are given back (and faulted in again in the next step) than the peak needs.
+``waiting`` are the whole frames of other steps whose backward is still to come (max_inflight).
 """
 
 import itertools
@@ -55,7 +56,13 @@ def residency(
         current = max(tail, min(current, most - more))
         resident.append(current)
     slack = heap_slack(most) if releases_pages else 0
-    return Residency(resident_bytes=tuple(resident), peak_bytes=fixed + most + slack)
+    waiting = (problem.live_steps - 1) * waiting_step_bytes(problem, arena_bytes)
+    return Residency(resident_bytes=tuple(resident), peak_bytes=fixed + most + slack + waiting)
+
+
+def waiting_step_bytes(problem: Problem, arena_bytes: int) -> int:
+    """What a step holds from the end of its forward: its frame, and results that are kept."""
+    return arena_bytes + (problem.fixed.outputs if problem.keeps_outputs else 0)
 
 
 def heap_slack(step_bytes: int) -> int:

@@ -1,6 +1,7 @@
 """What memo did in this process: plans, notes, steps that ran without a plan."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ class Report:
     """A picture of one moment; ``print`` it for a table."""
 
     active: bool
-    """True when at least one plan stands and the last compilation of a training graph got one."""
+    """True when a plan stands and no training graph runs without one."""
     plans: tuple[Plan, ...]
     """Newest last."""
     unplanned_steps: int
@@ -32,12 +33,19 @@ class Report:
         return report_dict(self)
 
 
+LeftOut = tuple[tuple[str, ...], bool]
+"""Notes on what never reached memo, and whether some of it runs without a plan for good."""
+
+
 @dataclass(slots=True)
 class _State:
     plans: list[Plan] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unplanned_steps: int = 0
     failed: bool = False
+    refused: bool = False
+    left_out: Callable[[], LeftOut] = lambda: ((), False)
+    begin: Callable[[], None] = lambda: None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -46,13 +54,19 @@ _state = _State()
 
 def report() -> Report:
     """What memo planned in this process so far."""
+    notes, gave_up = _state.left_out()
     with _state.lock:
         return Report(
-            active=bool(_state.plans) and not _state.failed,
+            active=bool(_state.plans) and not (_state.failed or _state.refused or gave_up),
             plans=tuple(_state.plans),
             unplanned_steps=_state.unplanned_steps,
-            notes=tuple(_state.notes),
+            notes=(*_state.notes, *notes),
         )
+
+
+def watch(left_out: Callable[[], LeftOut], begin: Callable[[], None]) -> None:
+    """Ask ``left_out`` at every report what torch kept from memo since ``begin`` was called."""
+    _state.left_out, _state.begin = left_out, begin
 
 
 def reset() -> None:
@@ -61,14 +75,15 @@ def reset() -> None:
         _state.plans.clear()
         _state.notes.clear()
         _state.unplanned_steps = 0
-        _state.failed = False
+        _state.failed = _state.refused = False
+    _state.begin()
 
 
 def add_plan(plan: Plan) -> None:
     """A plan stands."""
     with _state.lock:
         _state.plans.append(plan)
-        _state.failed = False
+        _state.refused = False
 
 
 def replace_plan(old: Plan, new: Plan) -> None:
@@ -86,11 +101,15 @@ def add_note(note: str) -> bool:
         return True
 
 
-def mark_failed(note: str) -> None:
-    """A training graph got no plan: memo is not active for it."""
+def mark_failed(note: str, *, runs: bool = True) -> None:
+    """A training graph got no plan, and ``runs`` without one or was refused.
+
+    What was refused does not matter any more once another graph, its next try, gets a plan.
+    """
     add_note(note)
     with _state.lock:
-        _state.failed = True
+        _state.failed |= runs
+        _state.refused |= not runs
 
 
 def count_unplanned() -> int:

@@ -46,9 +46,9 @@ def _numbers(plan: Plan) -> Table:
     fixed = plan.fixed
     table.add_row("parameters", format_bytes(fixed.parameters), "")
     table.add_row("gradients", format_bytes(fixed.gradients), "")
-    table.add_row(
-        "optimizer state", format_bytes(fixed.optimizer_state), "two tensors a parameter, assumed"
-    )
+    assumed = fixed.optimizer_state == 2 * fixed.new_gradients
+    remark = "two tensors a parameter" if assumed else "as declared"
+    table.add_row("optimizer state", format_bytes(fixed.optimizer_state), remark)
     rest = fixed.buffers + fixed.inputs + fixed.outputs
     table.add_row("buffers, inputs, outputs", format_bytes(rest), "")
     for one in plan.layer_classes:

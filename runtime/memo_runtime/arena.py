@@ -10,6 +10,7 @@ into which steps offload, are shared in the same way.
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,6 +38,31 @@ class ArenaError(torch.OutOfMemoryError):
     """The device refused the memory for a frame; what was planned is sound but has no room."""
 
 
+class StreamOrder:
+    """Orders the users of one piece of device memory that may work on different streams.
+
+    The host gives memory back when it has launched the last kernel, not when that has ended.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None
+        self._freed: Any = None
+
+    def begin(self) -> None:
+        """What the current stream does from here on comes after what the last user did."""
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
+            if self._freed is not None:
+                self._stream.wait_event(self._freed)
+
+    def end(self, memory: torch.Tensor) -> None:
+        """The user of ``memory`` has launched all its work, on the stream of ``begin``."""
+        if self._stream is not None:
+            memory.record_stream(self._stream)  # the allocator waits for it too
+            self._freed = self._stream.record_event()
+
+
 class Slab:
     """One piece of device memory that holds one frame at a time.
 
@@ -47,6 +73,7 @@ class Slab:
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         self.device = device
         self.leased = False
+        self.order = StreamOrder(device)
         self.resident_bytes = 0
         """From its start, what may be in memory, where pages are given back (CPU)."""
         self._storage = torch.UntypedStorage(0, device=device)
@@ -144,12 +171,14 @@ class DeviceArena:
             else:
                 slab = Slab(self.device, size_bytes)
                 self._slabs.append(slab)
+            slab.order.begin()
             slab.leased = True
             return slab
 
     def release(self, slab: Slab) -> None:
         """Give ``slab`` back; it keeps its memory for the next frame."""
         with self._lock:
+            slab.order.end(slab.bytes(slab.size_bytes))
             slab.leased = False
 
     def release_pages(self) -> None:

@@ -54,9 +54,12 @@ class Lease:
         self.number = number
         self.slab = slab
         self.size_bytes = size_bytes
+        self.plan: Any = None
+        """The StepPlan of its forward. The backward must be that plan's too, also where the step
+        was planned again in between."""
         self.saved: list[Any] = []
-        self.versions: list[int] = []
-        """Of the step's own inputs among ``saved`` when its forward ended."""
+        self.checked: list[tuple[torch.Tensor, int]] = []
+        """The step's own inputs behind ``saved``, and their versions when its forward ended."""
         self.active = True
         self.host: HostStore | None = None
         self.engine: CopyEngine | None = None
@@ -98,6 +101,7 @@ class Lease:
         if self.active:
             self.active = False
             self.saved = []
+            self.checked = []
             self.shown = {}
             if self.tickets and on_worker():  # the collector ran there; it cannot wait for itself
                 threading.Thread(target=self._end, daemon=True).start()

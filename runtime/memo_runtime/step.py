@@ -57,7 +57,7 @@ class RunHalf:
     leased: tuple[int, ...]
     """FORWARD: slots to keep in the lease; BACKWARD: slots to fill from it."""
     checked: tuple[int, ...] = ()
-    """FORWARD: positions in ``leased`` of the step's own inputs, which the user may write into."""
+    """FORWARD: slots of the step's own inputs behind what is leased: the user may write there."""
     planned_bytes: int = 0
     """What the step holds as the half begins, its frame and ordinary memory."""
     resident_bytes: int | None = None
@@ -121,14 +121,19 @@ class StepPlan:
         return self.last.stall_s
 
     def reserve(self) -> None:
-        """The frames of one step are allocated: a refusal comes now, not in the first step.
+        """The frames of all live steps are allocated: a refusal comes now, not in the first step.
 
         Raises:
             HostStoreError: the host frame was refused.
         """
-        lease = self._planned_lease(count=0)
-        lease.slab.tables(self.key, self.table)  # by which the arena knows that it is needed
-        lease.release()
+        held = []
+        try:
+            for _ in range(self.max_inflight):
+                held.append(self._planned_lease(count=0))
+                held[-1].slab.tables(self.key, self.table)  # so the arena knows that it is needed
+        finally:
+            for lease in held:
+                lease.release()
 
     def lease(self) -> Lease:
         """Frames for one more forward; beyond ``max_inflight`` in ordinary memory."""
@@ -193,13 +198,15 @@ def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:
     ``args`` is emptied, so that inputs can be freed while the step runs.
     """
     lease = plan.lease()
+    lease.plan = plan
     try:
         if plan.heap is not None:
             plan.heap.begin(lease.slab.occupy(plan.arena_bytes))
         env = _environment(plan.forward, args)
+        checked = [env[slot] for slot in plan.forward.checked]
         lease.counted = _execute(plan, plan.forward, lease, env)
         lease.saved = [env[slot] for slot in plan.forward.leased]
-        lease.versions = [lease.saved[position]._version for position in plan.forward.checked]
+        lease.checked = [(one, one._version) for one in checked]
         env[plan.forward.handle] = lease.handle()
         return [None if slot is None else env[slot] for slot in plan.forward.results]
     except BaseException:
@@ -210,14 +217,14 @@ def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:
 def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[Any]:
     """The gradients of the step whose handle is among ``args``.
 
-    With ``keep_graph`` the frame is as before afterwards, so that the backward can run again.
+    The step is finished by the plan that its forward ran with, which may be an older one than
+    ``plan``; both take the same ``args``. With ``keep_graph`` the frame is as before afterwards, so
+    that the backward can run again.
 
     Raises:
         StepError: the step's frame is gone; nothing has been overwritten.
     """
-    half = plan.backward
-    env = _environment(half, args)
-    lease = leases.find(env[half.handle])
+    lease = leases.find(args[plan.backward.arguments.index(plan.backward.handle)])
     if lease is None:
         raise StepError(
             "memo: the saved activations of this step are gone: its backward ran before without "
@@ -229,13 +236,14 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
             "memo: a forked process cannot run the backward of its parent's forward: the offloaded "
             "activations belong to the parent. Run forward and backward in one process."
         )
-    for position, version in zip(plan.forward.checked, lease.versions, strict=True):
-        if lease.saved[position]._version != version:
-            raise StepError(
-                "memo: an input of the step was written in place between its forward and its "
-                "backward, which recomputes from it. Write into it after the backward, or set "
-                "policy='full-offload', which recomputes nothing."
-            )
+    plan = lease.plan
+    half = plan.backward
+    env = _environment(half, args)
+    if any(one._version != version for one, version in lease.checked):
+        raise StepError(
+            "memo: an input of the step was written in place between its forward and its backward, "
+            "which reads it again. Write into it after the backward."
+        )
     if plan.heap is not None:
         plan.heap.turn(half.planned_bytes)
     snapshot = lease.snapshot() if keep_graph else None

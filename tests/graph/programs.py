@@ -35,6 +35,7 @@ class _CutError(Exception):
 
 def step_programs(
     make: Callable[[], tuple[Callable[..., torch.Tensor], Sequence[torch.Tensor]]],
+    **options: object,
 ) -> Programs:
     """The step programs of what ``make`` builds under FakeTensorMode: a function and its inputs."""
     found: list[Programs] = []
@@ -44,7 +45,8 @@ def step_programs(
         raise _CutError
 
     def backend(gm, examples):
-        compiler = StepCompiler(MemoConfig(lowering="aten"), GraphFacts(examples), "step")
+        config = MemoConfig(lowering="aten", **options)
+        compiler = StepCompiler(config, GraphFacts(examples), "step")
         patches = {"custom_partitioner_fn": shim.partitioner(compiler.partition)}
         with shim.functorch_patch(
             force_non_lazy_backward_lowering=True, enable_autograd_cache=False

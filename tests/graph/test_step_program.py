@@ -82,6 +82,22 @@ def shared_bias(num_layers: int = 3, width: int = 16):
     return loss, [torch.empty(8, width), table, entry, *weights]
 
 
+def loss_head(num_layers: int = 3, tokens: int = 64, width: int = 16, vocabulary: int = 4096):
+    """Layers and a language model's loss, whose logits are by far the largest tensor."""
+    entry, head = parameter(width, width), parameter(width, vocabulary)
+    shapes = [(width, 2 * width), (2 * width, width)] * num_layers
+    weights = [parameter(*shape) for shape in shapes]
+
+    def loss(x, targets, entry, head, *weights):
+        x = (x @ entry).tanh()
+        for up, down in zip(weights[::2], weights[1::2], strict=True):
+            x = x + functional.gelu(x @ up) @ down
+        return functional.cross_entropy(x.tanh() @ head, targets)
+
+    targets = torch.empty(tokens, dtype=torch.int64)
+    return loss, [torch.empty(tokens, width), targets, entry, head, *weights]
+
+
 def text_of(programs: Programs) -> str:
     """Both programs, then every region; numbering of anonymous nodes is torch's."""
     parts = []
@@ -102,6 +118,32 @@ def test_layers_become_calls_of_one_region(golden, num_layers):
     assert forward.count("layer0_fwd") == num_layers
     assert backward.count("layer0_bwd") == num_layers
     assert all("fwd" not in one for one in backward)
+
+
+def test_a_loss_head_in_tiles_of_tokens(golden):
+    """No tensor of the program has more than a tile's logits."""
+    programs = step_programs(loss_head, token_tiles=4)
+    golden("loss_head_in_tiles", text_of(programs))
+    sizes = [
+        value.numel()
+        for half in (programs.forward, programs.backward)
+        for region in half.regions.values()
+        for node in region.gm.graph.nodes
+        if isinstance(value := node.meta.get("val"), torch.Tensor)
+    ]
+    assert max(sizes) == 64 // 4 * 4096
+
+
+def test_a_parameter_that_is_not_aligned_has_a_region_of_its_own():
+    """Kernels are specialised on the alignment of what they were compiled for."""
+
+    def odd(num_layers: int):
+        loss, (x, entry, *weights) = layers(num_layers)
+        flat = torch.empty(weights[1].numel() + 1)
+        weights[1] = flat[1:].view(weights[1].shape).requires_grad_()
+        return loss, [x, entry, *weights]
+
+    assert step_programs(lambda: odd(4)).num_regions > step_programs(lambda: layers(4)).num_regions
 
 
 def test_order_of_a_step():

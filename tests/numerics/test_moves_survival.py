@@ -191,6 +191,28 @@ def test_inputs_written_between_forward_and_backward():
     assert leased_slabs() == 0
 
 
+def test_a_slice_of_an_input_is_watched_too():
+    """Row 26: the step keeps a view; the user writes through the whole tensor."""
+
+    class Sliced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 16))
+
+        def forward(self, value):
+            return (value[:, 16:] * self.weight).tanh().sum()
+
+    pair = Pair(Sliced())
+    value = x(1)
+    loss = pair.compiled(value)
+    value.add_(1)
+    with pytest.raises(RuntimeError, match=r"written in place|modified by an inplace operation"):
+        loss.backward()
+    del loss
+    gc.collect()
+    pair.assert_step(value)
+
+
 def save_plan() -> Plan:
     """The plan of the stack that keeps everything; nothing of it is left."""
     torch._dynamo.reset()

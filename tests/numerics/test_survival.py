@@ -12,6 +12,7 @@ from torch import nn
 
 import memo_compile
 from memo_compile.backends import assemble
+from memo_compile.reporting import state
 from tests.numerics.small import (
     Pair,
     Stack,
@@ -19,7 +20,7 @@ from tests.numerics.small import (
     rows,
     watched_calls,
 )
-from tests.numerics.training import assert_planned
+from tests.numerics.training import ATEN, assert_planned
 
 
 @pytest.fixture
@@ -279,6 +280,62 @@ def test_more_shapes_than_plans():
     assert memo_compile.report().unplanned_steps == 0
     gc.collect()
     assert leased_slabs() == 0
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"])
+def test_inference_of_any_number_of_shapes(budget):
+    """Row 10: it has no plan, so that new shapes are neither compiled for ever nor refused."""
+    pair = Pair(Stack(), max_plans=1, memory_budget=budget)
+    for num_rows in range(4, 24):
+        with torch.no_grad():
+            ours, eager = pair.compiled(rows(1, num_rows)), pair.eager(rows(1, num_rows))
+        torch.testing.assert_close(ours, eager)
+    pair.assert_step(rows(2, 8))
+    assert_planned(1)
+
+
+def test_training_of_shapes_that_never_settle():
+    """Row 9: plain Inductor in the end, and the report says so."""
+    pair = Pair(Stack(), max_plans=1)
+    for num_rows in (6, 8, 10, 12, 14, 16, 18):
+        pair.assert_step(rows(1, num_rows))
+    report = memo_compile.report()
+    assert not report.active
+    assert report.unplanned_steps >= 1
+    assert any("pad to fewer shapes" in note for note in report.notes)
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_a_function_that_dynamo_gives_up_is_named():
+    """Row 9: it runs eagerly from then on."""
+    pair = Pair(Stack())
+    pair.compiled = torch.compile(pair.ours, backend="memo", options=ATEN, dynamic=False)
+    for num_rows in (6, 8):
+        pair.assert_step(rows(1, num_rows))
+    assert_planned(2)
+    pair.assert_step(rows(1, 10))
+    report = memo_compile.report()
+    assert not report.active
+    assert any("memo is OFF for a function" in note for note in report.notes)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_graph_breaks_are_counted():
+    """Row 31: each piece has a plan; the report says that there are pieces."""
+
+    class Broken(Stack):
+        def forward(self, value):
+            value = self.features(value)
+            torch._dynamo.graph_break()
+            return self.head(value).pow(2).mean()
+
+    pair = Pair(Broken())
+    pair.assert_step(rows(1))
+    assert_planned(2)
+    (note,) = memo_compile.report().notes
+    assert note.startswith("1 graph break(s)")
+    state.reset()
+    assert memo_compile.report().notes == ()
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -67,7 +67,6 @@ def train(
         losses.append(value.detach().clone())
         gradients.append(gradients_of(copied))
         update.step()
-    copied.zero_grad()  # a compiled step may live longer than the copy, and counts its gradients
     return Run(losses=tuple(losses), gradients=tuple(gradients))
 
 

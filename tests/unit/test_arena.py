@@ -1,10 +1,11 @@
 """Arena and leases: who holds which bytes, and when they go back."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
-from memo_runtime.arena import DeviceArena, FrameView
+from memo_runtime.arena import DeviceArena, FrameView, StreamOrder
 from memo_runtime.current import poison
 from memo_runtime.leases import LeaseTable, lease_frame, lease_ordinary, leases
 
@@ -40,6 +41,44 @@ def test_the_tightest_slab_is_taken(arena):
     arena.release(large)
     arena.release(small)
     assert arena.acquire(1000) is small
+
+
+class Stream:
+    """Stands in for a CUDA stream: what it was told, in order."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def record_event(self):
+        self.log.append(f"{self.name} records")
+        return self.name
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+
+def test_the_next_user_on_another_stream_waits_for_the_last(monkeypatch):
+    """The host gives memory back when it has launched the work, not when that is done."""
+    log: list[str] = []
+    current = {"stream": Stream("first", log)}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current["stream"])
+    order = StreamOrder(torch.device("cuda", 0))
+    memory = SimpleNamespace(record_stream=lambda one: log.append(f"allocator told of {one.name}"))
+    order.begin()
+    current["stream"] = Stream("collector", log)  # a finalizer may run anywhere
+    order.end(memory)
+    current["stream"] = Stream("second", log)
+    order.begin()
+    assert log == ["allocator told of first", "first records", "second waits for first"]
+
+
+def test_a_slab_is_ordered_where_it_is_leased_and_given_back(arena, monkeypatch):
+    log: list[str] = []
+    monkeypatch.setattr(StreamOrder, "begin", lambda _: log.append("begin"))
+    monkeypatch.setattr(StreamOrder, "end", lambda _, memory: log.append(f"end {memory.numel()}"))
+    arena.release(arena.acquire(1024))
+    arena.release(arena.acquire(2048))
+    assert log == ["begin", "end 1024", "begin", "end 2048"]
 
 
 def test_views_lie_at_their_offsets_and_survive_growth(arena):

@@ -26,6 +26,11 @@ def config_file(tmp_path, monkeypatch):
     return write
 
 
+def test_exact_forbids_tiles():
+    with pytest.raises(ConfigError, match="exact=True forbids tiles"):
+        MemoConfig(exact=True, token_tiles=4)
+
+
 def test_precedence(config_file, monkeypatch):
     """Call > configure() > environment > file > default, each seen by taking the next away."""
     assert resolve(None, None).max_plans == 8

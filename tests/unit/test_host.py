@@ -1,7 +1,14 @@
+from types import SimpleNamespace
+
 import pytest
 
 from memo_compile.errors import InputError
-from memo_compile.host import HostMemory, cgroup_memory, host_memory
+from memo_compile.host import (
+    HostMemory,
+    cgroup_memory,
+    default_file_budget_bytes,
+    host_memory,
+)
 
 GIB = 2**30
 
@@ -32,6 +39,33 @@ def test_version_2_takes_the_tightest_of_the_group_and_its_parents(system):
         }
     )
     assert cgroup_memory(root) == (4 * GIB, GIB)
+
+
+def test_the_group_with_the_least_room_counts(system):
+    """A large limit that others use up is tighter than a small one of our own."""
+    root = system(
+        {
+            "proc/self/cgroup": "0::/pod/app\n",
+            "sys/fs/cgroup/pod/memory.max": f"{100 * GIB}\n",
+            "sys/fs/cgroup/pod/memory.current": f"{99 * GIB}\n",
+            "sys/fs/cgroup/pod/app/memory.max": f"{50 * GIB}\n",
+            "sys/fs/cgroup/pod/app/memory.current": f"{GIB}\n",
+        }
+    )
+    assert cgroup_memory(root) == (100 * GIB, 99 * GIB)
+
+
+def test_files_are_bounded_by_their_disk(tmp_path, monkeypatch):
+    """Also where the folder is still to be made."""
+    asked = []
+
+    def usage(path):
+        asked.append(path)
+        return SimpleNamespace(free=100 * GIB)
+
+    monkeypatch.setattr("memo_compile.host.shutil.disk_usage", usage)
+    assert default_file_budget_bytes(str(tmp_path / "new" / "er"), 2) == 45 * GIB
+    assert asked == [tmp_path]
 
 
 def test_cached_files_do_not_count_as_used(system):

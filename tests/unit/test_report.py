@@ -49,6 +49,14 @@ def test_a_plan_makes_it_active_and_a_failure_ends_that(plan):
     assert not report.active
     assert report.notes == ("graph4 has no plan",)
     state.add_plan(plan)
+    assert not memo_compile.report().active  # graph4 still runs without one
+
+
+def test_a_refused_graph_counts_until_its_next_try(plan):
+    state.add_plan(plan)
+    state.mark_failed("budget < floor", runs=False)
+    assert not memo_compile.report().active
+    state.add_plan(plan)
     assert memo_compile.report().active
 
 

@@ -48,6 +48,14 @@ SAME = 0.01
 """Of the step: by so much an estimate may have been too short without a new choice."""
 
 
+class NothingFits(Infeasible):
+    """No plan fits. ``problem`` is the step whose placed peak was named as the floor."""
+
+    def __init__(self, message: str, *, floor_bytes: int | None, problem: Problem) -> None:
+        super().__init__(message, floor_bytes=floor_bytes)
+        self.problem = problem
+
+
 class Placed(Protocol):
     """What ``place`` returns: a Plan, or anything that knows its peak."""
 
@@ -100,7 +108,7 @@ def choose(
     ``searched`` holds already is not searched again, and what is found is left there.
 
     Raises:
-        Infeasible: no plan fits the budget and the host budget; the message names the floor.
+        NothingFits: no plan fits the budget and the host budget; the message names the floor.
         ConfigError: the policy is unknown.
     """
     recompute = with_launches(recompute)
@@ -274,52 +282,55 @@ class _Chooser(Generic[PlacedT]):
             for one in points
         )
 
-    def infeasible(self, step: MovableStep, considered: Sequence[Candidate]) -> Infeasible:
+    def infeasible(self, step: MovableStep, considered: Sequence[Candidate]) -> NothingFits:
         """The error: the smallest peak that can be had, what makes it, and what to change."""
         assert self.budget_bytes is not None, "without a budget only the host's memory is short"
         within = [one for one in considered if self._host_fits(one)]
         beyond = [one for one in considered if not self._host_fits(one)]
-        floor_bytes = self._smallest_peak(within)
+        lowest = self._lowest(within)
         enough = [one for one in beyond if one.live_bytes <= self.budget_bytes]
         budget = format_bytes(self.budget_bytes)
         if enough:
             assert self.host_budget_bytes is not None
             need = min(enough, key=lambda one: (one.host_bytes, one.cost_s))
-            floor = "" if floor_bytes is None else f" (floor {format_bytes(floor_bytes)} with it)"
-            return Infeasible(
+            floor = "" if lowest is None else f" (floor {format_bytes(lowest[0])} with it)"
+            return NothingFits(
                 f"budget {budget}: can be kept with {format_bytes(need.host_bytes)} of host memory "
                 f"for offloaded activations, but host_budget is "
                 f"{format_bytes(self.host_budget_bytes)}{floor}; raise host_budget or "
                 "memory_budget, or shorten the sequence",
-                floor_bytes=floor_bytes,
+                floor_bytes=None if lowest is None else lowest[0],
+                problem=need.problem if lowest is None else lowest[1],
             )
-        if floor_bytes is None:
-            floor_bytes = self._smallest_peak(beyond)
-        assert floor_bytes is not None, "there is no candidate at all"
-        return Infeasible(
+        lowest = lowest or self._lowest(beyond)
+        assert lowest is not None, "there is no candidate at all"
+        floor_bytes, problem = lowest
+        return NothingFits(
             f"budget {budget} < floor {format_bytes(floor_bytes)} ({_floor_parts(step)}); "
             "raise memory_budget or shorten the sequence",
             floor_bytes=floor_bytes,
+            problem=problem,
         )
 
-    def _smallest_peak(self, candidates: Sequence[Candidate]) -> int | None:
-        """The smallest placed peak of what is placed already and of the next few.
+    def _lowest(self, candidates: Sequence[Candidate]) -> tuple[int, Problem] | None:
+        """The smallest placed peak of what is placed already and of the next few, and its step.
 
         They are tried in the order of bytes alive, full recomputation first, until none can be
         lower.
         """
-        best: int | None = None
+        best: tuple[int, Problem] | None = None
         left = MAX_FLOOR_PLACEMENTS
         again = [one for one in candidates if one.moves.policy == "full-recompute"]
         for one in [*again, *sorted(candidates, key=_bytes_first)]:
-            if best is not None and one.live_bytes >= best:
+            if best is not None and one.live_bytes >= best[0]:
                 break
             if not self._is_placed(one):
                 if not left:
                     continue
                 left -= 1
             peak = self._plan_of(one).peak_bytes
-            best = peak if best is None else min(best, peak)
+            if best is None or peak < best[0]:
+                best = peak, one.problem
         return best
 
 

@@ -72,7 +72,9 @@ def named_moves(
         alpha = memo_alpha(step, host_budget_bytes=host_budget_bytes)
     elif alpha not in QUANTA:
         raise ConfigError(f"alpha: expected one of {QUANTA}, got {alpha!r}")
+    notes: tuple[str, ...] = ()
     if exact and 0 < alpha < 1:
+        notes = (f"policy memo: exact=True forbids alpha {alpha}: all tokens are recomputed",)
         alpha = 0.0
 
     granule = step.token_granule
@@ -82,7 +84,7 @@ def named_moves(
 
     repeating = repeating_layers(step)
     plan = _per_layer(step, policy, ROTATING, recompute, mode, only=repeating[:-KEPT_LAYERS])
-    return replace(plan, notes=(*plan.notes, *_kept_by_memo(step, repeating)))
+    return replace(plan, notes=(*notes, *plan.notes, *_kept_by_memo(step, repeating)))
 
 
 def _kept_by_memo(step: MovableStep, repeating: list[int]) -> Iterator[str]:

@@ -1,0 +1,132 @@
+"""What a step meets only later: kept gradients, live forwards, regions larger than estimated."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import memo_compile
+from memo_compile.backends import decide
+from memo_compile.errors import Infeasible
+from memo_compile.passes.recompute import estimate
+from memo_compile.plans import Plan
+from memo_compile.reporting import state
+from tests.numerics.small import Pair, Stack, leased_slabs, rows
+from tests.numerics.training import assert_planned, memo_compiled
+
+NUM_ROWS = 32
+MOVING = {"costs": "roofline", "token_granule": 4, "token_tiles": 1}
+
+
+def x(seed: int) -> torch.Tensor:
+    return rows(seed, NUM_ROWS)
+
+
+def moved_pair(**options: object) -> Pair:
+    return Pair(Stack(num_layers=4), **options)
+
+
+def refusal(model: nn.Module, **options: object) -> Infeasible:
+    """Why the first forward has no plan."""
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+        memo_compiled(model, **options)(x(1))
+    error = raised.value.inner_exception
+    assert isinstance(error, Infeasible)
+    torch._dynamo.reset()
+    state.reset()
+    return error
+
+
+def test_a_step_that_is_planned_again_while_another_waits():
+    """Row 2: the waiting step ends by the plan that it began with.
+
+    Gradients that are kept do not fit the budget, so the third forward is planned again; the second
+    ran in ordinary memory, and does not keep the plan from being changed.
+    """
+    torch._dynamo.reset()
+    memo_compiled(Stack(num_layers=4), **MOVING, policy="save")(rows(1, 256)).backward()
+    peak = memo_compile.report().plans[-1].peak_bytes
+    torch._dynamo.reset()
+    state.reset()
+    pair = moved_pair(**MOVING, memory_budget=peak)
+
+    def overlapping(model):
+        first, second = model(rows(1, 256)), model(rows(2, 256))
+        first.backward()
+        third = model(rows(3, 256))
+        second.backward()
+        third.backward()
+
+    pair.each(overlapping)
+    pair.assert_equal()
+    plan = memo_compile.report().plans[-1]
+    assert plan.offloaded_bytes + plan.recomputed_bytes > 0  # it was planned again
+    assert plan.peak_bytes <= peak
+    assert leased_slabs() == 0
+
+
+def test_the_floor_is_that_of_lowered_regions(monkeypatch):
+    """What an error names can be kept, also where regions turn out larger than was estimated."""
+
+    def too_small(region):
+        profile = estimate(region)
+        kept = profile.output_of_buffer()
+        buffers = (
+            one if at in kept else replace(one, size_bytes=512)
+            for at, one in enumerate(profile.buffers)
+        )
+        return replace(profile, buffers=tuple(buffers))
+
+    monkeypatch.setattr(decide, "estimate", too_small)
+    options = {**MOVING, "host_budget": 1}
+    error = refusal(Stack(num_layers=4), **options, memory_budget=1)
+    pair = moved_pair(**options, memory_budget=error.floor_bytes)
+    pair.assert_step(x(1))
+    assert_planned(1)
+    assert memo_compile.report().plans[-1].recomputed_bytes > 0
+
+
+def test_gradients_that_are_kept_and_do_not_fit():
+    """The error says what changed since the first step, which did fit."""
+    model = Stack(num_layers=4)
+    floor = refusal(Stack(num_layers=4), **MOVING, memory_budget=1).floor_bytes
+    compiled = memo_compiled(model, **MOVING, memory_budget=floor)
+    compiled(x(1)).backward()
+    with pytest.raises(Infeasible, match="set_to_none=True") as raised:
+        compiled(x(2))
+    assert raised.value.floor_bytes > floor
+    model.zero_grad(set_to_none=True)
+    compiled(x(3)).backward()
+
+
+def test_gradients_of_another_model_do_not_count():
+    """Two models of one class share their compiled step."""
+    budget = refusal(Stack(num_layers=4), **MOVING, memory_budget=1).floor_bytes
+    first = moved_pair(**MOVING, memory_budget=budget)
+    first.assert_step(x(1))
+    second = moved_pair(**MOVING, memory_budget=budget)
+    second.assert_step(x(2))
+    assert_planned(1)
+
+
+def test_live_forwards_share_the_budget():
+    """Row 2: what another live forward holds is in the plan."""
+
+    def planned(max_inflight: int) -> Plan:
+        torch._dynamo.reset()
+        state.reset()
+        options = {**MOVING, "policy": "save", "max_inflight": max_inflight}
+        memo_compiled(Stack(num_layers=4), **options)(x(1)).backward()
+        return memo_compile.report().plans[-1]
+
+    one, two = planned(1), planned(2)
+    assert two.peak_bytes == one.peak_bytes + one.arena_bytes
+    torch._dynamo.reset()
+    state.reset()
+    pair = moved_pair(**MOVING, memory_budget=one.peak_bytes + one.arena_bytes // 2, max_inflight=2)
+    pair.each(lambda model: (model(x(1)) + model(x(2))).backward())
+    pair.assert_equal()
+    assert_planned(1)
+    plan = memo_compile.report().plans[-1]
+    assert plan.offloaded_bytes + plan.recomputed_bytes > 0
