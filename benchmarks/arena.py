@@ -1,9 +1,14 @@
 """How tight the arena is: ``python -m benchmarks.arena``.
 
 For GPT-2 and Llama from transformers at several depths: the arena over the largest sum of live
-bytes; the arena with memory outside it over what plain Inductor keeps alive at its worst line
-(``live_bytes``, which shares no code with memo); saved activations outside the arena; and the
-physical growth of a step against the plan. Each case runs in processes of its own.
+bytes; the arena with memory outside it over what plain Inductor's wrappers keep alive at their
+worst line (``live_bytes``, which shares no code with memo), with what they make for the user and
+less that; saved activations outside the arena; and the physical growth of a step against the plan.
+Each case runs in processes of its own.
+
+Less the results is the stricter comparison: a partial gradient that Inductor adds up in place is a
+result from its birth, while memo has it in the arena first; and what kernels allocate themselves
+is copied into the arena. It may therefore be above 1.
 """
 
 import argparse
@@ -17,6 +22,7 @@ from memo_compile.units import format_bytes
 MODULE = "benchmarks.arena"
 MAX_ARENA_RATIO = 1.05
 MAX_LIVE_RATIO = 1.02
+MAX_OWN_RATIO = 1.1
 MAX_PHYSICAL_RATIO = 1.02
 MODELS = ("gpt2", "llama")
 DEPTHS = (4, 8, 16, 32)
@@ -66,6 +72,8 @@ def run_case(model: str, depth: int, options: argparse.Namespace) -> dict[str, A
         row.update(harness.run_arm(MODULE, harness.Arm(name=arm, arguments=arguments)))
     row["arena_ratio"] = row["arena_bytes"] / row["lower_bound_bytes"]
     row["live_ratio"] = (row["arena_bytes"] + row["outside_bytes"]) / row["inductor_live_bytes"]
+    own = row["inductor_live_bytes_without_results"]
+    row["own_ratio"] = (row["arena_bytes"] + row["outside_bytes"]) / own
     row["physical_ratio"] = row["physical_bytes"] / row["planned_bytes"]
     return row
 
@@ -92,7 +100,10 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     with LiveBytes() as live:
         out = forward_backward()
     outputs = [one for one in out.values() if isinstance(one, torch.Tensor)]
-    return {"inductor_live_bytes": live.peak(outputs)}
+    return {
+        "inductor_live_bytes": live.peak(),
+        "inductor_live_bytes_without_results": live.peak_without_results(outputs),
+    }
 
 
 def memo_numbers(model: Any, ids: Any, forward_backward: Any) -> dict[str, Any]:
@@ -163,6 +174,7 @@ def judge(row: dict[str, Any]) -> list[str]:
     bounds = {
         "arena_ratio": MAX_ARENA_RATIO,
         "live_ratio": MAX_LIVE_RATIO,
+        "own_ratio": MAX_OWN_RATIO,
         "physical_ratio": MAX_PHYSICAL_RATIO,
     }
     found = [
@@ -179,7 +191,15 @@ def show(rows: list[dict[str, Any]]) -> None:
     """The table."""
     harness.print_table(
         "arena",
-        ["model", "layers", "arena", "/ live bytes", "with outside / inductor", "physical / plan"],
+        [
+            "model",
+            "layers",
+            "arena",
+            "/ live bytes",
+            "with outside / inductor",
+            "less results",
+            "physical / plan",
+        ],
         [
             [
                 row["model"],
@@ -187,6 +207,7 @@ def show(rows: list[dict[str, Any]]) -> None:
                 format_bytes(row["arena_bytes"]),
                 f"{row['arena_ratio']:.4f}",
                 f"{row['live_ratio']:.4f}",
+                f"{row['own_ratio']:.4f}",
                 f"{row['physical_ratio']:.4f}",
             ]
             for row in rows

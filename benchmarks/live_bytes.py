@@ -2,8 +2,8 @@
 
 While Inductor's generated ``call`` functions run, a trace function looks at their local variables
 before every line and adds up the distinct storages behind the tensors. Not counted: what was there
-before the step (parameters, inputs) and what the step hands to the user (loss, logits, gradients),
-because memo's arena does not hold those either.
+before the step (parameters, inputs, incoming gradients). What the step hands to the user (loss,
+logits, gradients), which memo's arena does not hold, is counted or not.
 """
 
 import itertools
@@ -67,19 +67,32 @@ class LiveBytes:
             self._calls.append((self._given, set(made.values())))
         return self._on_line
 
-    def peak(self, outputs: Iterable[torch.Tensor] = ()) -> int:
-        """The most bytes alive at one line, less what is the user's before or after the step.
+    def peak(self) -> int:
+        """The most bytes alive at one line."""
+        return self._most(self._given_before())
 
-        ``outputs`` are what the forward returned to the user, still alive. A forward also returns
-        what its backward reads: of that, only what was not there before is counted.
+    def peak_without_results(self, outputs: Iterable[torch.Tensor]) -> int:
+        """The same less what the user gets, from its birth on: a buffer may become a gradient late.
+
+        ``outputs`` are what the forward returned to the user, still alive.
         """
-        saved = {one for _, made in self._calls[:-1] for one in made}
-        saved &= {one for given, _ in self._calls[1:] for one in given}
-        saved -= {one for given, _ in self._calls[:1] for one in given}
-        saved -= {self._kept[_address(one)] for one in outputs}
-        users = {one for given, made in self._calls for one in given | made} - saved
+        read = {one for given, _ in self._calls[1:] for one in given}
+        results = {one for _, made in self._calls for one in made} - read
+        results |= {self._kept[_address(one)] for one in outputs}
+        return self._most(self._given_before() | results)
+
+    def _given_before(self) -> set[int]:
+        """What no call had made before it was given to one."""
+        found: set[int] = set()
+        made: set[int] = set()
+        for given, results in self._calls:
+            found |= given - made
+            made |= results
+        return found
+
+    def _most(self, left_out: set[int]) -> int:
         return max(
-            sum(size for storage, size in moment.items() if storage not in users)
+            sum(size for storage, size in moment.items() if storage not in left_out)
             for moment in self._moments
         )
 

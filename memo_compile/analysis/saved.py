@@ -37,6 +37,7 @@ def equal_cut(
 ) -> list[fx.Node]:
     """The nodes to save, in graph order, given the ``names`` that min-cut would save.
 
+    0. What the forward does not make is replaced by what it is made of, where that is no larger.
     1. In each layer class every layer keeps what its middle layer keeps (the first and the last
        have other neighbours, so that min-cut may treat them differently).
     2. Views of a whole tensor are replaced by the tensor.
@@ -47,12 +48,32 @@ def equal_cut(
     makes it again beside its readers, where ``passes.tiles`` can do both tile by tile.
     """
     by_name = {node.name: node for node in joint.graph.nodes}
-    chosen = {base_of(by_name[name]) for name in names if name in by_name}
+    forward = set(units.forward)
+    chosen = {
+        base_of(one)
+        for name in names
+        if name in by_name
+        for one in _made_in_forward(by_name[name], forward)
+    }
     if for_tiles:
         chosen -= _wide(units)
     chosen = _same_in_every_layer(units, chosen)
     needed = _close(joint, chosen, _unit_of_every_node(joint, units), num_fwd_outputs)
     return [node for node in joint.graph.nodes if node in needed]
+
+
+def _made_in_forward(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
+    """``node``, or what it is made of where only the backward's formulas make it.
+
+    ``rstd / n`` of a normalisation is such a node. Min-cut may keep it, but no layer's forward has
+    it; without its ``rstd`` the backward would start from the layer's input, kept beside the rest.
+    """
+    if node.op != "call_function" or node in forward or UNIT not in node.meta:
+        return [node]
+    sources: list[fx.Node] = []
+    for source in node.all_input_nodes:
+        sources += _made_in_forward(source, forward)
+    return sources if sum(map(_bytes, sources)) <= _bytes(node) else [node]
 
 
 def _wide(units: JointUnits) -> set[fx.Node]:

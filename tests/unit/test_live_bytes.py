@@ -37,8 +37,8 @@ def new(kib):
     return torch.empty(kib * KIB, dtype=torch.uint8)
 
 
-def recorded(keep_logits):
-    """The peak of a step with 100 KiB of weights, 8 KiB of logits and 4 KiB saved."""
+def recorded():
+    """A step with 100 KiB of weights, 8 KiB of logits, 4 KiB saved, and 2 KiB of gradients."""
     scope = {"new": new}
     exec(WRAPPERS, scope)
     weight, x = new(100), new(1)
@@ -46,13 +46,20 @@ def recorded(keep_logits):
         logits, *kept = scope["forward"]([weight, x])
         gradient = scope["backward"]([*kept, new(8)])
     del gradient
-    return live.peak([logits] if keep_logits else [])
+    return live, logits
 
 
 def test_weights_that_a_forward_saves_are_not_the_steps():
     """The most is in the forward: 4 KiB saved and 16 KiB of scratch."""
-    assert recorded(keep_logits=True) == 20 * KIB
+    live, _ = recorded()
+    assert live.peak() == 20 * KIB
 
 
-def test_logits_that_nothing_reads_are_the_users_anyway():
-    assert recorded(keep_logits=False) == 20 * KIB
+def test_results_count_or_do_not():
+    live, logits = recorded()
+    assert live.peak_without_results([logits]) == 20 * KIB
+    late = LiveBytes()
+    late._calls, late._moments = live._calls, live._moments[-3:]  # the end of the backward
+    late._kept = live._kept
+    assert late.peak() == 6 * KIB
+    assert late.peak_without_results([logits]) == 4 * KIB
