@@ -1,0 +1,113 @@
+"""What the report says of situations that memo only names."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memo_compile.backends import entry, shim
+from memo_compile.backends.decisions import step_notes
+from memo_compile.backends.left_out import DynamoWatch
+from memo_compile.config import MemoConfig
+from memo_compile.plans import Decision
+from memo_compile.problem import FixedBytes
+from memo_compile.reporting import state
+from tests.unit.small_steps import two_layers
+
+RECOMPUTED = Decision(
+    tensor="mm [8, 8]",
+    layer_class="layers",
+    bytes=256,
+    decision="RECOMPUTE",
+    token_fraction=1.0,
+    reason="",
+    source=None,
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    state.reset()
+    yield
+    state.reset()
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """A process group of two, as far as notes go."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(shim, "ddp_splits_graphs", lambda: False)
+    monkeypatch.setattr(shim, "has_fsdp_modules", lambda: False)
+
+
+def test_one_process_has_no_notes():
+    entry._note_distributed()
+    assert state.report().notes == ()
+
+
+@pytest.mark.parametrize(
+    ("found", "word"),
+    [
+        (None, "the ranks' plans agree is not checked"),
+        ("ddp_splits_graphs", "optimize_ddp = False"),
+        ("has_fsdp_modules", "FSDP2"),
+    ],
+)
+def test_what_several_ranks_do_is_named(two_ranks, monkeypatch, found, word):
+    """Rows 23 and 24."""
+    if found is not None:
+        monkeypatch.setattr(shim, found, lambda: True)
+    entry._note_distributed()
+    entry._note_distributed()
+    notes = state.report().notes
+    assert len(notes) == (1 if found is None else 2)
+    assert word in notes[-1]
+
+
+def test_fully_sharded_modules_are_seen():
+    from torch.distributed.fsdp import FSDPModule
+
+    before = shim.has_fsdp_modules()
+
+    class FSDPLinear(FSDPModule, torch.nn.Linear):
+        """What fully_shard() makes of the class of a module."""
+
+    assert (before, shim.has_fsdp_modules()) == (False, True)
+
+
+def notes(rows, outputs=0, **options):
+    problem = replace(two_layers(), fixed=FixedBytes(outputs=outputs))
+    return list(step_notes(problem, rows, MemoConfig(**options)))
+
+
+def test_parts_that_round_differently_are_named():
+    """Where a slice's result is not bitwise that of the whole, the report says so."""
+    assert notes([RECOMPUTED]) == []
+    (note,) = notes([RECOMPUTED, replace(RECOMPUTED, token_fraction=0.25)])
+    assert note.startswith("a part of the tokens is recomputed")
+    assert notes([replace(RECOMPUTED, decision="OFFLOAD", token_fraction=0.25)]) == []
+    (note,) = notes([], token_tiles=4)
+    assert note.startswith("wide chains run in tiles")
+
+
+def test_large_results_are_named_under_a_budget():
+    assert notes([], outputs=2**30) == []
+    (note,) = notes([], outputs=2**30, memory_budget="2GiB")
+    assert note.startswith("the forward returns 1.00 GiB")
+    assert "only the loss" in note
+    assert notes([], outputs=4, memory_budget="2GiB") == []
+
+
+def test_counts_begin_anew_and_survive_torch_clearing_its_own(monkeypatch):
+    counts = [({"print": 2}, 1), ({"print": 3, "data": 1}, 1), ({}, 0), ({"print": 1}, 5)]
+    monkeypatch.setattr(shim, "dynamo_counts", lambda: counts.pop(0))
+    watch = DynamoWatch()
+    watch.begin()
+    (note,), gave_up = watch.left_out()
+    assert note.startswith("2 graph break(s)")
+    assert not gave_up
+    assert watch.left_out() == ((), False)
+    (note,), gave_up = watch.left_out()
+    assert "memo is OFF" in note
+    assert gave_up
