@@ -127,7 +127,7 @@ class Assembly:
                 self._plan_smaller(refused)
         refused = self._refused()
         if refused is not None:
-            raise refused
+            raise type(refused)(f"{refused}; no plan of this step needs less")
 
     def _refused(self) -> ArenaError | HostStoreError | None:
         """Why the step cannot have its frames; None where it can."""
@@ -147,23 +147,30 @@ class Assembly:
         self._bind_again(planned)
 
     def _plan_smaller(self, refused: ArenaError | HostStoreError) -> None:
-        """Plan again with three quarters of what was refused, or with the least that a step needs.
+        """Plan again with a quarter of what was refused less, or with the least that a step needs.
+
+        The bound is on the step's peak, which may fall while the arena does not: it is lowered
+        further at every refusal.
 
         Raises:
             ArenaError, HostStoreError: ``refused``, where there is no smaller plan.
         """
         plan, planner, host_bytes = self.plan, self.planner, self.problem.host_bytes
         if isinstance(refused, ArenaError):
-            constant = step_constant_bytes(self.problem)
-            planner.granted_step_bytes = plan.peak_bytes - constant - plan.arena_bytes // 4
+            step_bytes = plan.peak_bytes - step_constant_bytes(self.problem)
+            known = planner.granted_step_bytes
+            least = step_bytes if known is None else min(known, step_bytes)
+            planner.granted_step_bytes = least - plan.arena_bytes // 4
         else:
-            planner.granted_host_bytes = host_bytes * 3 // 4
+            known = planner.granted_host_bytes
+            planner.granted_host_bytes = min(known or host_bytes, host_bytes) * 3 // 4
         try:
             planned = planner.plan(planner.facts.existing_gradient_bytes())
         except Infeasible as error:
-            raise type(refused)(f"{refused}; no smaller plan fits either: {error}") from None
+            raise type(refused)(f"{refused}; no plan of this step needs less: {error}") from None
         sizes = (planned.plan.arena_bytes, planned.problem.host_bytes)
-        if sizes[0] >= plan.arena_bytes and sizes[1] >= host_bytes:
+        shrinks = sizes[0] < plan.arena_bytes or sizes[1] < host_bytes
+        if not shrinks and planned.plan.peak_bytes >= plan.peak_bytes:
             raise type(refused)(f"{refused}; no plan of this step needs less")
         arena, host = (format_bytes(size) for size in sizes)
         _say(f"{refused}. Planned again: arena {arena}, host memory {host}")
