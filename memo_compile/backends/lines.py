@@ -7,8 +7,6 @@ ExternKernelAllocLine, MultiOutputLine) have the same fields in torch 2.11 to 2.
 from collections.abc import Iterator
 from typing import Any
 
-from memo_runtime.ops import num_parts_of
-
 from memo_compile.backends import shim
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.problem import (
@@ -116,7 +114,6 @@ class LineScan:
         """A kernel whose own results exist beside the buffers that they are copied to."""
         names = shim.written_buffers(node)
         size = sum(self._size_bytes(self._graph.get_buffer(name)) for name in names)
-        size = align(-(-size // num_parts_of(node.op_overload)))
         kind = _kernel_name(node)
         self._copied.append(OutsideBuffer(kind=kind, size_bytes=size, start=number, end=number + 1))
 

@@ -15,11 +15,6 @@ _aten = torch.ops.aten
 _ALLOCATING = ("convolution", "scaled_dot_product", "flash_attn", "efficient_attention", "cudnn")
 """Parts of operator names whose Inductor lowering is an extern kernel without ``out=``."""
 
-_BY_HEADS = ("_scaled_dot_product_flash_attention_for_cpu",)
-
-MIN_PARTS_BYTES = 2**20
-"""Results of an attention kernel that are smaller are not worth a second call."""
-
 
 def own_outputs(region: RegionGraph) -> RegionGraph:
     """``region`` in which every result that leaves it lies in a buffer of its own.
@@ -31,8 +26,7 @@ def own_outputs(region: RegionGraph) -> RegionGraph:
 
     Where ``t`` holds more than tensors, ``copy_into(out, t[0])`` follows it. Results that stay
     inside are left alone: a copy would cost time and save nothing. Results that the user keeps are
-    left alone too: they are not in the arena. Large attention on the CPU always gets buffers: its
-    kernel then runs on a few heads at a time, and has little memory of its own.
+    left alone too: they are not in the arena.
     """
     graph = region.gm.graph
     outputs = list(graph.find_nodes(op="output")[0].args[0])
@@ -44,9 +38,7 @@ def own_outputs(region: RegionGraph) -> RegionGraph:
             continue
         results = _results(node)
         made = results.values()
-        if results and _num_parts(node) > 1:
-            changed |= _rewrite(node, results)
-        elif any(one in leaving for one in made) or _may_become(node.target, made, leaving):
+        if any(one in leaving for one in made) or _may_become(node.target, made, leaving):
             changed |= _rewrite(node, results)
         elif not results:
             changed |= _copy_leaving(node, leaving)
@@ -118,8 +110,7 @@ def _rewrite(node: fx.Node, results: dict[int, fx.Node]) -> bool:
     values = [value] if isinstance(value, torch.Tensor) else list(value)
     with graph.inserting_before(node):
         buffers = [_empty(graph, one) for one in values]
-        operator_into = into(target, _num_parts(node))
-        call = graph.call_function(operator_into, (*buffers, *_all_arguments(node)))
+        call = graph.call_function(into(target), (*buffers, *_all_arguments(node)))
         call.meta["val"] = None
     for position, old in results.items():
         old.replace_all_uses_with(buffers[position])
@@ -127,31 +118,6 @@ def _rewrite(node: fx.Node, results: dict[int, fx.Node]) -> bool:
             graph.erase_node(old)
     graph.erase_node(node)
     return True
-
-
-def _num_parts(node: fx.Node) -> int:
-    """How often to run an attention kernel, each time on some of its heads; 1 for other kernels.
-
-    The kernel spreads heads and sequences over threads, and computes each by itself: as long as
-    every thread has one, parts take as long as the whole, and give the same bits.
-    """
-    if not any(part in str(node.target) for part in _BY_HEADS):
-        return 1
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    arguments = dict(zip(names, _all_arguments(node), strict=True))
-    shapes = {tuple(arguments[name].meta["val"].shape) for name in ("query", "key", "value")}
-    heads = {shape[1] for shape in shapes}
-    total = sum(map(_num_bytes, _results(node).values()))
-    if len(heads) > 1 or arguments["dropout_p"] or total < MIN_PARTS_BYTES:
-        return 1
-    (batch, num_heads, *_), *_ = shapes
-    fewest = -(-torch.get_num_threads() // batch)
-    return max((n for n in range(1, num_heads + 1) if _divides(n, num_heads, fewest)), default=1)
-
-
-def _divides(num_parts: int, num_heads: int, fewest: int) -> bool:
-    return num_heads % num_parts == 0 and num_heads // num_parts >= fewest
 
 
 def _copy_leaving(node: fx.Node, leaving: set[fx.Node]) -> bool:

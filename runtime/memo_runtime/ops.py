@@ -33,17 +33,14 @@ def _copy(out: torch.Tensor, value: torch.Tensor) -> None:
 
 
 @functools.cache
-def into(op: torch._ops.OpOverload, num_parts: int = 1) -> torch._ops.OpOverload:
+def into(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     """``op`` with its results copied into buffers given first: ``(Tensor(a!) o0, ...) -> ()``.
 
     For kernels without an ``out`` argument, so that their results can lie in the arena. The
-    kernel's own result and the copy exist at once; the planner counts both. With ``num_parts`` the
-    kernel runs so often, each time on a part of the second dimension (the heads of attention) of
-    all tensors that have it: its own results are that much smaller.
+    kernel's own result and the copy exist at once; the planner counts both.
     """
     schema = op._schema
-    name = f"{schema.name}_{schema.overload_name}_into{num_parts}"
-    name = name.replace("::", "_").replace(".", "_")
+    name = f"{schema.name}_{schema.overload_name}_into".replace("::", "_").replace(".", "_")
     num_outputs = len(schema.returns)
     outputs = [f"Tensor({chr(ord('a') + i)}!) out{i}" for i in range(num_outputs)]
     positional = [arg for arg in schema.arguments if not arg.kwarg_only]
@@ -53,41 +50,14 @@ def into(op: torch._ops.OpOverload, num_parts: int = 1) -> torch._ops.OpOverload
     def run(*args: Any) -> None:
         targets, rest = args[:num_outputs], args[num_outputs:]
         split = len(positional)
-        for part in range(num_parts):
-            outs, given = _part(targets, part, num_parts), _part(rest, part, num_parts)
-            result = op(*given[:split], **dict(zip(keyword_names, given[split:], strict=True)))
-            results = result if isinstance(result, tuple | list) else (result,)
-            for out, value in zip(outs, results, strict=True):
-                out.copy_(value)
+        result = op(*rest[:split], **dict(zip(keyword_names, rest[split:], strict=True)))
+        results = result if isinstance(result, tuple | list) else (result,)
+        for target, value in zip(targets, results, strict=True):
+            target.copy_(value)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"memo::{name}", lambda *args: None, lib=_library)
-    made = getattr(torch.ops.memo, name).default
-    _num_parts[made] = num_parts
-    return made
-
-
-_num_parts: dict[torch._ops.OpOverload, int] = {}
-
-
-def num_parts_of(made: torch._ops.OpOverload) -> int:
-    """In how many parts an operator of ``into`` runs its kernel."""
-    return _num_parts[made]
-
-
-def _part(values: Any, part: int, num_parts: int) -> list[Any]:
-    """``values`` with every tensor that has heads cut to the ``part``-th of them.
-
-    A mask for all heads has one head, or two dimensions.
-    """
-    if num_parts == 1:
-        return list(values)
-    return [
-        one.chunk(num_parts, 1)[part]
-        if isinstance(one, torch.Tensor) and one.dim() > 2 and one.shape[1] > 1
-        else one
-        for one in values
-    ]
+    return getattr(torch.ops.memo, name).default
 
 
 def _declarations(schema: Any) -> list[str]:
