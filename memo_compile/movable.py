@@ -13,6 +13,10 @@ from memo_compile.errors import InputError
 from memo_compile.problem import Problem, RegionProfile
 
 
+MEASURED = "measured"
+"""``StepCosts.source`` of costs that were measured: not quite the same in the next process."""
+
+
 class Action(enum.Enum):
     """What happens to a saved tensor between the forward and the backward."""
 

@@ -30,7 +30,7 @@ from memo_compile.host import (
     default_host_budget_bytes,
     host_memory,
 )
-from memo_compile.movable import StepCosts
+from memo_compile.movable import MEASURED, StepCosts
 from memo_compile.passes.cut import Cut
 from memo_compile.planners.policy import Choice
 from memo_compile.planners.residency import step_constant_bytes
@@ -241,7 +241,7 @@ class StepPlanner:
         return StepCosts(
             region_s=dict(self._seconds(self.lowered, self.graphs)),
             **self._copy_speeds(),
-            source="measured" if self._measures() else f"roofline: {self._profile().name}",
+            source=MEASURED if self._measures() else f"roofline: {self._profile().name}",
         )
 
     def _copy_speeds(self) -> dict[str, Any]:

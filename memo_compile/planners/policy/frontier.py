@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from memo_compile.errors import ConfigError, Infeasible
-from memo_compile.movable import Layer, Mode, MovableStep, Moves, Schedule
+from memo_compile.movable import MEASURED, Layer, Mode, MovableStep, Moves, Schedule
 from memo_compile.planners.alpha import QUANTA
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.candidates import (
@@ -46,6 +46,11 @@ same and near enough again, or it does not fit."""
 
 SAME = 0.01
 """Of the step: by so much an estimate may have been too short without a new choice."""
+
+
+FLOOR_MARGIN = 0.005
+"""By so much a floor is named higher where costs are measured: they differ a little in the next
+process, and with them the plans that are considered; what was named must be kept there too."""
 
 
 class NothingFits(Infeasible):
@@ -287,7 +292,7 @@ class _Chooser(Generic[PlacedT]):
         assert self.budget_bytes is not None, "without a budget only the host's memory is short"
         within = [one for one in considered if self._host_fits(one)]
         beyond = [one for one in considered if not self._host_fits(one)]
-        lowest = self._lowest(within)
+        lowest = self._floor(step, within)
         enough = [one for one in beyond if one.live_bytes <= self.budget_bytes]
         budget = format_bytes(self.budget_bytes)
         if enough:
@@ -302,7 +307,7 @@ class _Chooser(Generic[PlacedT]):
                 floor_bytes=None if lowest is None else lowest[0],
                 problem=need.problem if lowest is None else lowest[1],
             )
-        lowest = lowest or self._lowest(beyond)
+        lowest = lowest or self._floor(step, beyond)
         assert lowest is not None, "there is no candidate at all"
         floor_bytes, problem = lowest
         return NothingFits(
@@ -311,6 +316,15 @@ class _Chooser(Generic[PlacedT]):
             floor_bytes=floor_bytes,
             problem=problem,
         )
+
+    def _floor(
+        self, step: MovableStep, candidates: Sequence[Candidate]
+    ) -> tuple[int, Problem] | None:
+        """The budget that can surely be kept, and the step that keeps it."""
+        lowest = self._lowest(candidates)
+        if lowest is None or step.costs.source != MEASURED:
+            return lowest
+        return int(lowest[0] * (1 + FLOOR_MARGIN)), lowest[1]
 
     def _lowest(self, candidates: Sequence[Candidate]) -> tuple[int, Problem] | None:
         """The smallest placed peak of what is placed already and of the next few, and its step.
