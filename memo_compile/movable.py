@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from memo_compile.errors import InputError
 from memo_compile.problem import Problem, RegionProfile
 
-
 MEASURED = "measured"
 """``StepCosts.source`` of costs that were measured: not quite the same in the next process."""
 
