@@ -48,6 +48,19 @@ class ArenaLine(shim.MemoryPlanningLine):
         code.writeline(f"{self.name} = memo_current.views[{self.index}]")
 
 
+class ResultLine(shim.MemoryPlanningLine):
+    """``buf = memo_current.result(...)``: what the user is given, in a mapping of its own (CPU)."""
+
+    def __init__(self, wrapper: Any, node: Any) -> None:
+        self.wrapper, self.node = wrapper, node
+
+    def codegen(self, code: Any) -> None:
+        """Write the line."""
+        spec = _view_spec(self.node)
+        name = self.node.get_name()
+        code.writeline(f"{name} = memo_current.result({spec.size}, {spec.stride}, {spec.dtype})")
+
+
 class CallLine(shim.WrapperLine):
     """A statement of memo's own between two kernels."""
 
@@ -167,13 +180,19 @@ class LineScan:
             if not shim.is_static(node):
                 continue
             self._arena[name] = len(self.views)
-            self.views.append(
-                ViewSpec(
-                    dtype=node.get_dtype(),
-                    size=tuple(int(value) for value in node.get_size()),
-                    stride=tuple(int(value) for value in node.get_stride()),
-                )
-            )
+            self.views.append(_view_spec(node))
+
+    def _results(self) -> set[str]:
+        """Buffers that a forward region makes for the user in the host's memory."""
+        if self._region.is_backward or self._region.device.type != "cpu":
+            return set()
+        names = self._graph.get_output_names()
+        given = {self._groups.root(names[index]) for index in self._region.external_outputs}
+        return {
+            name
+            for name, (_, node) in self._births.items()
+            if name in given and node.get_device().type == "cpu" and shim.is_static(node)
+        }
 
     def rewrite(self, *, poison: bool) -> list[Any]:
         """The lines with arena buffers in place of allocations, and poison where lives end."""
@@ -186,8 +205,9 @@ class LineScan:
     def _rewritten(self, dying: dict[int, list[str]], *, poison: bool) -> Iterator[Any]:
         outputs = {self._groups.root(name) for name in self._graph.get_output_names()}
         inputs = list(self._graph.graph_input_names)
+        results = self._results()
         for number, line in enumerate(self._lines):
-            yield self._replaced(line)
+            yield self._replaced(line, results)
             for name in dying.get(number, ()):
                 if self._groups.root(name) not in outputs:
                     yield CallLine(f"memo_current.poison({self._arena[name]})")
@@ -195,7 +215,7 @@ class LineScan:
                 position = inputs.index(line.node.get_name())
                 yield CallLine(f"memo_current.input_done({position})")
 
-    def _replaced(self, line: Any) -> Any:
+    def _replaced(self, line: Any, results: set[str]) -> Any:
         plans = isinstance(line, shim.MemoryPlanningLine) and not isinstance(line, shim.NullLine)
         if not plans:
             return line
@@ -204,6 +224,8 @@ class LineScan:
             return shim.NullLine(self._wrapper)
         if isinstance(line, shim.AllocateLine) and name in self._arena:
             return ArenaLine(self._wrapper, name, self._arena[name])
+        if isinstance(line, shim.AllocateLine) and name in results:
+            return ResultLine(self._wrapper, line.node)
         return line
 
     def profile(self) -> RegionProfile:
@@ -264,6 +286,14 @@ class LineScan:
                 size = self._size_bytes(node)
                 end = max(ends[root], start + 1)
                 yield OutsideBuffer(kind="other device", size_bytes=size, start=start, end=end)
+
+
+def _view_spec(node: Any) -> ViewSpec:
+    return ViewSpec(
+        dtype=node.get_dtype(),
+        size=tuple(int(value) for value in node.get_size()),
+        stride=tuple(int(value) for value in node.get_stride()),
+    )
 
 
 def _kernel_name(node: Any) -> str:

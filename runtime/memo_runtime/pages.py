@@ -9,6 +9,7 @@ import ctypes
 import functools
 import mmap
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -22,6 +23,9 @@ _MADV_HUGEPAGE = 14
 
 _MIN_LARGE_BYTES = 32 * 2**20
 """A huge page of 2 MiB may be in memory for the sake of one byte: smaller slabs do without."""
+
+MIN_OWN_MAPPING_BYTES = 2**20
+"""A mapping costs two system calls; smaller results do not matter."""
 
 _MIN_FREE_HEAP_BYTES = 2**20
 """Less free heap than this is left alone: giving it back costs more than it is worth."""
@@ -77,6 +81,23 @@ def drop_pages(address: int, num_bytes: int) -> None:
 def _whole_pages(address: int, num_bytes: int) -> tuple[int, int]:
     end = address + num_bytes
     return -(-address // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES
+
+
+def own_mapping(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised CPU tensor whose memory goes back to the system the moment it is freed.
+
+    From the heap, a large result that the user drops (logits) may stay in memory while autograd
+    makes its gradient beside it. Small ones are the heap's, and all where pages cannot go back.
+    """
+    elements = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    num_bytes = elements * dtype.itemsize
+    if not all(size) or num_bytes < MIN_OWN_MAPPING_BYTES or _libc() is None:
+        return torch.empty_strided(size, stride, dtype=dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
+    ask_for_large_pages(memory.data_ptr(), num_bytes)
+    empty = torch.empty(0, dtype=dtype)
+    return empty.set_(memory.untyped_storage(), 0, tuple(size), tuple(stride))
 
 
 def trim_heap() -> None:

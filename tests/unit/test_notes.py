@@ -14,6 +14,8 @@ from memo_compile.problem import FixedBytes
 from memo_compile.reporting import state
 from tests.unit.small_steps import two_layers
 
+pytestmark = pytest.mark.usefixtures("fresh_report")
+
 RECOMPUTED = Decision(
     tensor="mm [8, 8]",
     layer_class="layers",
@@ -23,13 +25,6 @@ RECOMPUTED = Decision(
     reason="",
     source=None,
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    state.reset()
-    yield
-    state.reset()
 
 
 @pytest.fixture

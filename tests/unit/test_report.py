@@ -11,12 +11,7 @@ from memo_compile.problem import LayerClassInfo
 from memo_compile.reporting import state
 from tests.unit.small_steps import planned, two_layers
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    state.reset()
-    yield
-    state.reset()
+pytestmark = pytest.mark.usefixtures("fresh_report")
 
 
 @pytest.fixture

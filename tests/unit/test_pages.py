@@ -1,0 +1,49 @@
+"""Results in mappings of their own: what the user drops is the system's at once."""
+
+import sys
+
+import pytest
+import torch
+from memo_runtime.pages import MIN_OWN_MAPPING_BYTES, own_mapping
+
+from memo_compile.measure import resident_bytes
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("size", "stride"),
+    [((512, 1024), (1024, 1)), ((512, 1024), (1, 512)), ((512, 1000), (1024, 1))],
+)
+def test_it_is_a_tensor_like_any_other(size, stride):
+    value = own_mapping(size, stride, torch.float32)
+    like = torch.empty_strided(size, stride)
+    assert (value.shape, value.stride(), value.dtype) == (like.shape, like.stride(), like.dtype)
+    assert value.untyped_storage().nbytes() == like.untyped_storage().nbytes()
+    value.copy_(torch.arange(value.numel()).view(size))
+    assert torch.equal(value.flatten().long(), torch.arange(value.numel()))
+
+
+@pytest.mark.parametrize(("size", "stride"), [((4, 4), (4, 1)), ((0, 2**20), (2**20, 1)), ((), ())])
+def test_small_and_empty_results_are_the_allocators(size, stride):
+    value = own_mapping(size, stride, torch.float32)
+    assert value.shape == size
+    assert value.untyped_storage().nbytes() < MIN_OWN_MAPPING_BYTES
+    value.resize_(100)  # which a mapping refuses
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_its_memory_is_gone_although_the_heap_has_a_hole_for_it():
+    pieces = [torch.zeros(MIB // 4) for _ in range(64)]
+    last = torch.zeros(1000)  # above the hole, so that the heap cannot shrink
+    del pieces
+    before = resident_bytes()
+    for _ in range(4):
+        value = own_mapping((16 * MIB,), (1,), torch.float32).fill_(1)
+        assert resident_bytes() >= before + 60 * MIB
+        view = value[:8]
+        del value
+        assert resident_bytes() >= before + 60 * MIB  # the view still needs it
+        del view
+        assert resident_bytes() <= before + 4 * MIB
+    assert last.sum() == 0
