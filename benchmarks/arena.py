@@ -1,10 +1,10 @@
 """How tight the arena is: ``python -m benchmarks.arena``.
 
-For GPT-2 and Llama from transformers at several depths: the arena over the largest sum of live
-bytes; the arena with memory outside it over what plain Inductor's wrappers keep alive at their
-worst line (``live_bytes``, which shares no code with memo), with what they make for the user and
-less that; saved activations outside the arena; and the physical growth of a step against the plan.
-Each case runs in processes of its own.
+For GPT-2 in its own size (1024 tokens) and a small Llama, both from transformers, at several
+depths: the arena over the largest sum of live bytes; the arena with memory outside it over what
+plain Inductor's wrappers keep alive at their worst line (``live_bytes``, which shares no code with
+memo), with what they make for the user and less that; saved activations outside the arena; and the
+physical growth of a step against the plan. Each case runs in processes of its own.
 
 Less the results is the stricter comparison: a partial gradient that Inductor adds up in place is a
 result from its birth, while memo has it in the arena first; and what kernels allocate themselves
@@ -51,8 +51,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--depths", default=",".join(str(one) for one in DEPTHS))
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=512, help="of Llama")
+    parser.add_argument("--tokens", type=int, default=512, help="of Llama")
     parser.add_argument("--no-save", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
@@ -136,19 +136,16 @@ def make_model(name: str, options: argparse.Namespace) -> tuple[Any, Any]:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    hidden, heads = options.hidden, options.hidden // 64
+    tokens, hidden, heads = options.tokens, options.hidden, options.hidden // 64
     if name == "gpt2":
         config = GPT2Config(
-            n_embd=hidden,
-            n_head=heads,
             n_layer=options.layers,
-            n_positions=options.tokens,
-            vocab_size=4096,
             use_cache=False,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
         )
+        tokens = config.n_positions
         model: Any = GPT2LMHeadModel(config)
         model.loss_type = "ForCausalLM"  # transformers guesses it, with a graph break
     else:
@@ -160,12 +157,12 @@ def make_model(name: str, options: argparse.Namespace) -> tuple[Any, Any]:
                 num_attention_heads=heads,
                 num_key_value_heads=heads,
                 vocab_size=4096,
-                max_position_embeddings=options.tokens,
+                max_position_embeddings=tokens,
                 use_cache=False,
             )
         )
     generator = torch.Generator().manual_seed(1)
-    return model.train(), torch.randint(4096, (1, options.tokens), generator=generator)
+    return model.train(), torch.randint(model.config.vocab_size, (1, tokens), generator=generator)
 
 
 def judge(row: dict[str, Any]) -> list[str]:
