@@ -28,6 +28,7 @@ from memo_compile.backends.facts import GraphFacts
 from memo_compile.backends.lowering import plain_inner
 from memo_compile.config import MemoConfig
 from memo_compile.errors import UnsupportedGraph
+from memo_compile.passes.accumulate import AccumulateInPlace
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.cut import Cut, CutRequest, cut
 from memo_compile.passes.hoist import HoistInvariants
@@ -188,6 +189,10 @@ class StepCompiler:
         if phase is Phase.FORWARD:
             positions = forward_positions(gm.graph)
         else:
+            in_place = AccumulateInPlace(num_units=num_units)
+            gm = self.runner.run(
+                shim.with_graph(gm, shim.copy_graph(gm.graph)), [in_place], stage="backward"
+            )
             positions = backward_positions(gm.graph, num_units)
         whole = cut(
             CutRequest(

@@ -111,7 +111,7 @@ class _Cutter:
         self.regions: dict[str, RegionGraph] = {}
         self.keys: dict[str, str] = {}
         self.external = {
-            storage_of(node)
+            _written(node)
             for node in self.results
             if isinstance(node, fx.Node) and node.target is not ops.lease
         }
@@ -162,7 +162,7 @@ class _Cutter:
             return None
         gm, inputs = border.extract(outputs)
         external = frozenset(
-            index for index, node in enumerate(outputs) if storage_of(node) in self.external
+            index for index, node in enumerate(outputs) if _written(node) in self.external
         )
         static = tuple(
             index
@@ -296,6 +296,14 @@ def _with_views_at_their_source(request: CutRequest) -> dict[fx.Node, int]:
             if source in positions and source.target is not ops.fetch:
                 positions[node] = positions[source]
     return positions
+
+
+def _written(node: fx.Node) -> fx.Node:
+    """The node that made the storage behind ``node``, through views and writes into it."""
+    node = storage_of(node)
+    while node.target is torch.ops.aten.copy_.default:
+        node = storage_of(node.all_input_nodes[0])
+    return node
 
 
 def _views(inputs: Sequence[fx.Node]) -> dict[int, InputView]:

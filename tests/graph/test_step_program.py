@@ -98,6 +98,19 @@ def loss_head(num_layers: int = 3, tokens: int = 64, width: int = 16, vocabulary
     return loss, [torch.empty(tokens, width), targets, entry, head, *weights]
 
 
+def one_weight(num_layers: int = 4, width: int = 16):
+    """Every layer and the entry read the same matrix, as in ALBERT; its gradient has many parts."""
+    weight = parameter(width, width)
+
+    def loss(x, weight):
+        x = (x @ weight).tanh()
+        for _ in range(num_layers):
+            x = x + (x @ weight).cos()
+        return x.pow(2).mean()
+
+    return loss, [torch.empty(8, width), weight]
+
+
 def text_of(programs: Programs) -> str:
     """Both programs, then every region; numbering of anonymous nodes is torch's."""
     parts = []
@@ -177,6 +190,21 @@ def test_what_the_first_layer_makes_for_all_is_moved_out(golden):
     golden("shared_bias", text_of(programs))
     assert programs.order().count("layer0_fwd") == 3
     assert "aten.sin" not in graph_text(programs.forward.regions["layer0_fwd"].gm)
+
+
+def test_a_gradient_in_parts_is_summed_in_the_memory_of_its_first_part(golden):
+    programs = step_programs(one_weight)
+    golden("one_weight", text_of(programs))
+    _, first, *others = programs.backward.calls
+    (at,) = programs.backward.regions[first.region].external_outputs
+    total = first.outputs[at]
+    for call in others:
+        region = programs.backward.regions[call.region]
+        assert total in call.inputs
+        assert graph_text(region.gm).count("aten.copy_") == 1
+        (at,) = region.external_outputs
+        total = call.outputs[at]
+    assert total in programs.backward.results
 
 
 def test_a_graph_without_layers_is_one_region_each_way():

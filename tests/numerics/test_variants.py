@@ -59,6 +59,45 @@ def test_tied_weights():
     unique = sum(one.numel() * one.element_size() for one in case[0].parameters())
     assert plan.fixed.parameters == unique
     assert_planned(1)
+    train(models.llama(num_layers=2), compiled_by_memo(), [sgd], steps=1)
+    apart = memo_compile.report().plans[-1]
+    assert plan.arena_bytes <= apart.arena_bytes  # neither part of the gradient waits in it
+
+
+class OneWeight(nn.Module):
+    """Every layer, the entry and the exit read the same matrix: its gradient comes in parts."""
+
+    def __init__(self, width: int = 16, num_layers: int = 5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.scales = nn.ParameterList(torch.ones(width) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (x @ self.weight).tanh()
+        for scale in self.scales:
+            x = x + (functional.layer_norm(x, x.shape[-1:]) @ self.weight).cos() * scale
+        return x @ self.weight.t()
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+def test_a_gradient_in_parts_is_summed_in_place(lowering):
+    """Also where gradients accumulate, and where a backward runs twice."""
+    torch.manual_seed(3)
+    pair = Pair(OneWeight(), lowering=lowering)
+    for seed in range(3):
+        x = rows(seed, hidden=16)
+        pair.each(lambda model: model(x).pow(2).mean().backward())  # noqa: B023
+        pair.assert_equal()
+
+    def twice(model: nn.Module) -> None:
+        loss = model(rows(9, hidden=16)).pow(2).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    pair.zero_grad()
+    pair.each(twice)
+    pair.assert_equal()
+    assert_planned()
 
 
 def test_float64_is_exact():

@@ -9,9 +9,11 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from memo_compile.analysis.units import UNIT
 from memo_compile.analysis.views import is_movable_view, is_view, storage_of
 from memo_compile.backends import aten
 from memo_compile.errors import PassFailed
+from memo_compile.passes.accumulate import AccumulateInPlace
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.cut import CutRequest, cut, step_order
 from memo_compile.passes.pipeline import PassResult, PassRunner, graph_text
@@ -97,6 +99,64 @@ def test_different_computations_stay_apart(function):
     before = graph_text(gm)
     assert not MergeCommonSubexpressions()(gm).modified
     assert graph_text(gm) == before
+
+
+def accumulated(early, total) -> bool:
+    """Whether ``total(x, part, late)`` is summed over ``part = early(x)`` of the layer before."""
+
+    def both(x):
+        part = early(x)
+        return total(x, part, x.neg())  # the second layer begins with neg
+
+    gm = traced(both, (4, 4))
+    unit = 1
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            unit = 0 if "neg" in str(node.target) else unit
+            node.meta |= {UNIT: unit, "partitioner_tag": "must_be_in_backward"}
+    before = graph_text(gm)
+    result = AccumulateInPlace(num_units=2)(gm)
+    gm.graph.lint()
+    assert result.modified == (graph_text(gm) != before)
+    x = torch.randn(4, 4)
+    assert all(map(torch.equal, gm(x), both(x)))
+    return result.modified
+
+
+@pytest.mark.parametrize(
+    ("early", "total"),
+    [
+        (lambda x: x.exp(), lambda x, part, late: (part + late,)),
+        (lambda x: x.exp(), lambda x, part, late: (late + part, late)),
+        (lambda x: (x @ x).t(), lambda x, part, late: (part + late.t(),)),
+    ],
+    ids=["first", "second", "transposed"],
+)
+def test_a_sum_is_made_in_the_memory_of_its_early_part(early, total):
+    assert accumulated(early, total)
+
+
+@pytest.mark.parametrize(
+    ("early", "total"),
+    [
+        (lambda x: x.exp(), lambda x, part, late: (part + late, part * 2)),
+        (lambda x: x.exp(), lambda x, part, late: (part + late, part)),
+        (lambda x: x.exp(), lambda x, part, late: (part + part,)),
+        (lambda x: x.exp().expand(2, 4, 4), lambda x, part, late: (part + late,)),
+        (lambda x: x.exp()[:1], lambda x, part, late: (part + late,)),
+        (lambda x: x.exp().t(), lambda x, part, late: (late + part,)),
+        (lambda x: x.exp().bfloat16(), lambda x, part, late: (part + late,)),
+        (lambda x: x.t(), lambda x, part, late: (part + late,)),
+        (lambda x: x.exp(), lambda x, part, late: (torch.add(part, late, alpha=2),)),
+        (lambda x: x.exp(), lambda x, part, late: (late.cos() + late,)),
+    ],
+    ids=[
+        *("read-twice", "returned", "doubled", "expanded", "smaller", "other-layout", "other-type"),
+        *("input", "scaled", "same-layer"),
+    ],
+)
+def test_other_sums_are_new_tensors(early, total):
+    assert not accumulated(early, total)
 
 
 def test_a_pass_that_lies_is_caught():

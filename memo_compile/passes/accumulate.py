@@ -1,0 +1,92 @@
+"""Sums a gradient that comes in parts over its first part, where that is the user's to keep.
+
+A weight that is read in several layers (tied embeddings, a bias of all layers) has a gradient from
+each reader. The first part lives from its layer to the last one. In the arena it would take its
+place there for nothing: the sum is a new tensor in ordinary memory. Plain Inductor, which reuses
+buffers, makes the sum where the first part was.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from memo_compile.analysis.units import backward_positions
+from memo_compile.analysis.views import is_movable_view, is_tensor, is_view, viewed
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccumulateInPlace:
+    """Gradients are added up in the memory of their first part.
+
+    Rewrite, in a backward cut into ``num_units`` positions (in brackets):
+        part = mm(x, y)          [0]        part = mm(x, y)          [0]
+        more = embedding_bwd(z)  [9]        more = embedding_bwd(z)  [9]
+        g    = add(part, more)   [9]   ->   sum  = add(part, more)   [9]
+        return g                            g    = copy_(part, sum)  [9]
+                                            return g
+
+    ``part``, or what it shows all of, has no other reader and is laid out like ``g``. A part that
+    is itself such a sum is treated likewise, back to the first.
+    """
+
+    num_units: int
+    name: str = "accumulate-in-place"
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        """Rewrite in place."""
+        positions = backward_positions(gm.graph, self.num_units)
+        output = gm.graph.find_nodes(op="output")[0]
+        found = []
+        for result in dict.fromkeys(output.all_input_nodes):
+            node = result
+            while (part := _part(node, positions)) is not None:
+                found.append((node, part))
+                node = part
+        for node, part in found:
+            _write_over(node, part)
+        return PassResult(gm, bool(found))
+
+
+def _part(total: fx.Node, positions: dict[fx.Node, int]) -> fx.Node | None:
+    """The part of ``total`` from an earlier position that may be written over."""
+    if total.target is not _aten.add.Tensor or total.kwargs:
+        return None
+    for one in total.args:
+        if (
+            isinstance(one, fx.Node)
+            and one in positions
+            and positions[one] < positions[total]
+            and total.args.count(one) == 1
+            and _is_new(one)
+            and _look_alike(one, total)
+        ):
+            return one
+    return None
+
+
+def _is_new(node: fx.Node) -> bool:
+    """True for a tensor with one reader, in memory that an operator made and nothing else shows."""
+    while is_movable_view(node) and len(node.users) == 1:
+        node = viewed(node)
+    if len(node.users) != 1 or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return all(one.alias_info is None for one in node.target._schema.returns) and not is_view(node)
+
+
+def _look_alike(one: fx.Node, other: fx.Node) -> bool:
+    if not is_tensor(one) or not is_tensor(other):
+        return False
+    a, b = one.meta["val"], other.meta["val"]
+    same = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    return bool(same and a.device == b.device)
+
+
+def _write_over(total: fx.Node, part: fx.Node) -> None:
+    with total.graph.inserting_after(total):
+        written = total.graph.call_function(_aten.copy_.default, (part, total))
+    written.meta = dict(total.meta)
+    total.replace_all_uses_with(written, delete_user_cb=lambda user: user is not written)
