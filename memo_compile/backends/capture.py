@@ -83,10 +83,11 @@ class StepCompiler:
         """Forward and backward of ``joint`` with the saved activations in the frame.
 
         Raises:
-            UnsupportedGraph: the graph holds sizes that are not numbers.
+            UnsupportedGraph: the graph holds sizes that are not numbers, or a result that torch
+                describes wrongly.
         """
         self.saw_training = True
-        _require_static(joint)
+        _require_known(joint)
         _note_users_checkpoints(joint)
         joint = self.runner.run(joint, JOINT_PASSES, stage="joint")
         units = tag_units(joint)
@@ -246,8 +247,10 @@ def _note_users_checkpoints(joint: fx.GraphModule) -> None:
         )
 
 
-def _require_static(joint: fx.GraphModule) -> None:
+def _require_known(joint: fx.GraphModule) -> None:
     for node in joint.graph.nodes:
+        if why := shim.wrong_fake(node):
+            raise UnsupportedGraph(f"{node.name}: {why}")
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise UnsupportedGraph(f"{node.name} is a size that is only known at run time")

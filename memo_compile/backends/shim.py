@@ -227,6 +227,20 @@ def with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     return made
 
 
+def wrong_fake(node: fx.Node) -> str:
+    """Why what torch says of the results of ``node`` is not true; empty where nothing is known.
+
+    CPU attention of float64 returns its log-sum-exp in float64. Torch 2.11 says float32, and a
+    planned buffer of that type would lose half of it; 2.13 says float64.
+    """
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    if node.target is attention:
+        out, lse = node.meta["val"]
+        if out.dtype is torch.float64 and lse.dtype is not torch.float64:
+            return f"torch {torch.__version__} takes the log-sum-exp of {out.dtype} for {lse.dtype}"
+    return ""
+
+
 def errors_are_suppressed() -> bool:
     """True when Dynamo hides what a backend raises and runs the frame eagerly."""
     return bool(torch._dynamo.config.suppress_errors)

@@ -21,6 +21,9 @@ from tests.numerics.training import (
     train,
 )
 
+DOUBLE_ATTENTION_IS_MISREPORTED = torch.__version__ < (2, 13)
+"""The fake of its log-sum-exp is float32: memo steps aside, see ``shim.wrong_fake``."""
+
 
 def compiled_by_memo(**options):
     return functools.partial(torch.compile, backend="memo", options={**ATEN, **options})
@@ -104,6 +107,10 @@ def test_float64_is_exact():
     """No rounding is left to hide behind: float64 agrees to 1e-12."""
     model, inputs, loss = models.functional_transformer(num_layers=2)
     case = (model.double(), inputs, loss)
+    if DOUBLE_ATTENTION_IS_MISREPORTED:
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="log-sum-exp"):
+            train(case, compiled_by_memo(), [sgd])
+        return
     found = error(train(case, compiled_by_memo(), [sgd]), train(case, eagerly, [sgd]))
     assert found <= 1e-12
     assert_planned(1)

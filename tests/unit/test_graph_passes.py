@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from memo_compile.analysis.units import UNIT
 from memo_compile.analysis.views import is_movable_view, is_view, storage_of
 from memo_compile.backends import aten
-from memo_compile.errors import PassFailed
+from memo_compile.backends.capture import _require_known
+from memo_compile.errors import PassFailed, UnsupportedGraph
 from memo_compile.passes.accumulate import AccumulateInPlace
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.cut import CutRequest, cut, step_order
@@ -99,6 +100,23 @@ def test_different_computations_stay_apart(function):
     before = graph_text(gm)
     assert not MergeCommonSubexpressions()(gm).modified
     assert graph_text(gm) == before
+
+
+def test_a_result_whose_type_torch_gets_wrong_is_refused():
+    """As torch 2.11 does: a planned buffer of that type would hold half of every number."""
+
+    def attention(x):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)
+
+    with FakeTensorMode():
+        gm = make_fx(attention)(torch.empty(1, 2, 8, 4, dtype=torch.float64))
+    node = node_of(gm, "attention")
+    out, lse = node.meta["val"]
+    node.meta["val"] = (out, lse.double())
+    _require_known(gm)
+    node.meta["val"] = (out, lse.float())
+    with pytest.raises(UnsupportedGraph, match=r"takes the log-sum-exp of torch.float64 for"):
+        _require_known(gm)
 
 
 def accumulated(early, total) -> bool:
