@@ -33,6 +33,10 @@ _FAILURES = (RuntimeError, AssertionError, ValueError, TypeError, IndexError, Me
 """What running out of memory, a kernel, or a check of generated code raises."""
 
 
+Average = Callable[[Sequence[float]], float]
+"""Several timings to one."""
+
+
 class TooLarge(UnsupportedGraph):
     """A region that does not fit into the memory that is free now, with all of its inputs."""
 
@@ -42,11 +46,13 @@ def measure_all(
     graphs: Mapping[str, RegionGraph],
     *,
     repeats: int = 3,
+    average: Average = statistics.median,
     too_large: Callable[[RegionGraph, str], float] | None = None,
 ) -> dict[str, float]:
     """Seconds of every lowered region, by name; memory is freed between two regions.
 
-    ``too_large`` gives the seconds of a region that does not fit whole, and is told why.
+    ``repeats`` and ``average`` as for ``measure``. ``too_large`` gives the seconds of a region that
+    does not fit whole, and is told why.
 
     Raises:
         UnsupportedGraph: a region cannot be run by itself. All or nothing: seconds that were
@@ -58,7 +64,7 @@ def measure_all(
     for name, one in lowered.items():
         refused = None
         try:
-            seconds[name] = measure(one, graphs[name], repeats=repeats)
+            seconds[name] = measure(one, graphs[name], repeats=repeats, average=average)
         except TooLarge as error:
             if too_large is None:
                 raise
@@ -71,8 +77,17 @@ def measure_all(
     return seconds
 
 
-def measure(lowered: LoweredRegion, region: RegionGraph, *, repeats: int = 3) -> float:
-    """The median seconds of ``repeats`` runs of one region, after one run to warm up.
+def measure(
+    lowered: LoweredRegion,
+    region: RegionGraph,
+    *,
+    repeats: int = 3,
+    average: Average = statistics.median,
+) -> float:
+    """The average seconds of ``repeats`` runs of one region, after one run to warm up.
+
+    The median forgets what disturbed one run; to compare with a whole step, which does not forget,
+    take the mean.
 
     Its inputs and its frame are made for the call and freed after it, so that writes into inputs
     are lost. Random number generators are as before.
@@ -87,7 +102,9 @@ def measure(lowered: LoweredRegion, region: RegionGraph, *, repeats: int = 3) ->
         with _torch_as_before(region.device):
             inputs = _inputs(region)
             with _frame(lowered, region.device):
-                return _median_s(lambda: lowered.run(list(inputs)), region.device, repeats)
+                timed = _cuda_s if region.device.type == "cuda" else _cpu_s
+                lowered.run(list(inputs))
+                return average([timed(lambda: lowered.run(list(inputs))) for _ in range(repeats)])
     except torch.OutOfMemoryError as error:
         reason = str(error).partition("\n")[0]
         raise TooLarge(f"region {region.name} does not fit to be timed: {reason}") from error
@@ -219,12 +236,6 @@ def _offsets(profile: RegionProfile) -> tuple[Sequence[int], int]:
     offsets = [placed.offsets[one.id] for one in buffers]
     ends = (offset + one.size for offset, one in zip(offsets, buffers, strict=True))
     return offsets, max(ends, default=0)
-
-
-def _median_s(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    run()
-    timed = _cuda_s if device.type == "cuda" else _cpu_s
-    return statistics.median(timed(run) for _ in range(repeats))
 
 
 def _cpu_s(run: Callable[[], Any]) -> float:
