@@ -1,7 +1,5 @@
 """Decisions -> step program; the text is the golden."""
 
-from pathlib import Path
-
 import pytest
 
 from memo_compile.movable import Action, Mode, Moves, Schedule
@@ -9,7 +7,6 @@ from memo_compile.planners.moves import apply_moves
 from memo_compile.program_text import program_text
 from tests.unit.movable_steps import KIB, movable_step, recomputer
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
 ROTATING = Schedule(offload_lag=1, reload_lead=1)
 KEEP = Mode(actions=(SAVE,) * 5)
@@ -33,15 +30,11 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_program(request, name):
+def test_program(golden, name):
     moves, bytes_per_s = PROGRAMS[name]
     step = movable_step(len(moves.modes), bytes_per_s=bytes_per_s)
     text = program_text(apply_moves(step, moves, recomputer(step)))
-    path = GOLDEN / f"{name}.txt"
-    if request.config.getoption("--update-golden"):
-        path.write_text(text)
-    assert path.exists(), f"{path.name} is missing; run pytest with --update-golden"
-    assert text == path.read_text()
+    golden(name, text)
 
 
 def test_long_lists_are_cut_short():

@@ -4,7 +4,6 @@ Deterministic: seconds are those of a declared device, and nothing runs.
 """
 
 import functools
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from memo_compile.program_text import program_text
 from memo_compile.reporting import state
 from tests import models
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 TOKENS = 32
 LAYERS = 4
 
@@ -59,15 +57,11 @@ def bytes_of(step: OfflineStep, kind: CallKind) -> int:
 
 @pytest.mark.parametrize("decision", DECISIONS)
 @pytest.mark.parametrize("name", BUILDERS)
-def test_program(request, name, decision):
+def test_program(golden, name, decision):
     step = moved_step(name, decision)
     assert step.plan.check.ok
     text = program_text(step.problem)
-    path = GOLDEN / f"moved_{name}_{decision}.txt"
-    if request.config.getoption("--update-golden"):
-        path.write_text(text)
-    assert path.exists(), f"{path.name} is missing; run pytest with --update-golden"
-    assert text == path.read_text()
+    golden(f"moved_{name}_{decision}", text)
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -3,7 +3,6 @@
 import functools
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,22 +26,6 @@ from tests.graph.layer_regions import (
     region_of,
     run_region,
 )
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-@pytest.fixture
-def golden(request):
-    """Compare with tests/golden/NAME.txt; a missing file fails."""
-
-    def compare(name: str, text: str) -> None:
-        path = GOLDEN / f"{name}.txt"
-        if request.config.getoption("--update-golden"):
-            path.write_text(text)
-        assert path.exists(), f"{path.name} is missing; run pytest with --update-golden"
-        assert text == path.read_text()
-
-    return compare
 
 
 def slots(region: RegionGraph) -> dict[int, int]:

@@ -2,7 +2,6 @@
 
 import re
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -13,22 +12,6 @@ from torch.nn import functional
 from memo_compile.passes.own_outputs import own_outputs
 from memo_compile.passes.pipeline import graph_text
 from tests.graph.programs import Programs, step_programs
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-@pytest.fixture
-def golden(request):
-    """Compare with tests/golden/NAME.txt; a missing file fails."""
-
-    def compare(name: str, text: str) -> None:
-        path = GOLDEN / f"{name}.txt"
-        if request.config.getoption("--update-golden"):
-            path.write_text(text)
-        assert path.exists(), f"{path.name} is missing; run pytest with --update-golden"
-        assert text == path.read_text()
-
-    return compare
 
 
 def parameter(*shape: int) -> torch.Tensor:
