@@ -140,6 +140,7 @@ def decide(
 
     Raises:
         Infeasible: nothing fits; the message names the floor (of lowered regions) and its parts.
+            Whatever might have fitted is lowered by then, so that a floor that was named is kept.
     """
     searched = SearchedMoves()
     for number in itertools.count(1):
@@ -158,6 +159,8 @@ def decide(
             )
         except NothingFits as error:
             if library.lower(error.problem) or last:
+                continue
+            if any([library.lower(one) for one in error.hopeful]):
                 continue
             raise
         if not library.lower(choice.problem):

@@ -54,11 +54,23 @@ process, and with them the plans that are considered; what was named must be kep
 
 
 class NothingFits(Infeasible):
-    """No plan fits. ``problem`` is the step whose placed peak was named as the floor."""
+    """No plan fits. ``problem`` is the step whose placed peak was named as the floor.
 
-    def __init__(self, message: str, *, floor_bytes: int | None, problem: Problem) -> None:
+    ``hopeful`` are the steps whose bytes alive are within the budget: their placed peaks are not,
+    but that of an estimated step may fall when its regions are lowered.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        floor_bytes: int | None,
+        problem: Problem,
+        hopeful: Sequence[Problem] = (),
+    ) -> None:
         super().__init__(message, floor_bytes=floor_bytes)
         self.problem = problem
+        self.hopeful = tuple(hopeful)
 
 
 class Placed(Protocol):
@@ -315,6 +327,7 @@ class _Chooser(Generic[PlacedT]):
             "raise memory_budget or shorten the sequence",
             floor_bytes=floor_bytes,
             problem=problem,
+            hopeful=[one.problem for one in within if self._may_fit(one)],
         )
 
     def _floor(
