@@ -1,7 +1,8 @@
 """The result of ``make numerics-full`` as a table and as JSON.
 
 ``python -m benchmarks.numerics_full JUNIT.xml...`` reads what pytest wrote and counts the cases of
-every test and model: how many passed, failed and were skipped. Exit 1 when one failed.
+every test and model: how many passed, failed and were skipped. A case that is in several reports
+(it was mended and run again) counts as in the last. Exit 1 when one failed.
 """
 
 import argparse
@@ -33,7 +34,8 @@ def main() -> int:
     parser.add_argument("reports", nargs="+", type=Path, help="pytest's --junitxml files")
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
-    cases = [case for path in options.reports for case in read(path.read_text())]
+    found = (case for path in options.reports for case in read(path.read_text()))
+    cases = list({(case.test, case.name): case for case in found}.values())
     rows = counted(cases)
     failed = [f"{one.test}[{one.name}]" for one in cases if one.outcome in ("failure", "error")]
     columns = ("test", "model", "passed", "failed", "skipped", "seconds")

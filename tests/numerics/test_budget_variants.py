@@ -240,9 +240,12 @@ def test_inductor_moves_only(name, decision):
 
 
 @pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.parametrize("name", INDUCTOR)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=() if one == "gpt2" else pytest.mark.full) for one in INDUCTOR],
+)
 def test_inductor_at_the_floor(name):
+    """A floor that was named is kept. The plan that keeps gpt2's was estimated to need more."""
     budget = floor_bytes(name, "auto", "inductor")
     ours, plan = run(Case(model=name, decision="auto", lowering="inductor"), memory_budget=budget)
     assert plan.peak_bytes <= budget
