@@ -6,9 +6,8 @@ plain Inductor's wrappers keep alive at their worst line (``live_bytes``, which 
 memo), with what they make for the user and less that; saved activations outside the arena; and the
 physical growth of a step against the plan. Each case runs in processes of its own.
 
-Less the results is the stricter comparison: a partial gradient that Inductor adds up in place is a
-result from its birth, while memo has it in the arena first; and what kernels allocate themselves
-is copied into the arena. It may therefore be above 1.
+Less the results is the stricter comparison: what kernels allocate themselves is copied into the
+arena, and both count. It may therefore be above 1.
 """
 
 import argparse

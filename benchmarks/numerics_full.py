@@ -20,6 +20,7 @@ from benchmarks import harness
 class Case:
     """One test case of pytest's report."""
 
+    file: str
     test: str
     model: str
     """The first part of the case's name, which is the model in every test of this kind."""
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
     found = (case for path in options.reports for case in read(path.read_text()))
-    cases = list({(case.test, case.name): case for case in found}.values())
+    cases = list({(case.file, case.test, case.name): case for case in found}.values())
     rows = counted(cases)
     failed = [f"{one.test}[{one.name}]" for one in cases if one.outcome in ("failure", "error")]
     columns = ("test", "model", "passed", "failed", "skipped", "seconds")
@@ -55,6 +56,7 @@ def read(report: str) -> Iterator[Case]:
         test, _, name = one.attrib["name"].removesuffix("]").partition("[")
         outcomes = [child.tag for child in one if child.tag in ("failure", "error", "skipped")]
         yield Case(
+            file=one.attrib["classname"],
             test=test,
             model=name.partition("-")[0],
             name=name,

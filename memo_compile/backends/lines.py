@@ -49,7 +49,7 @@ class ArenaLine(shim.MemoryPlanningLine):
 
 
 class ResultLine(shim.MemoryPlanningLine):
-    """``buf = memo_current.result(...)``: what the user is given, in a mapping of its own (CPU)."""
+    """``buf = memo_own_mapping(...)``: what the user is given, in a mapping of its own (CPU)."""
 
     def __init__(self, wrapper: Any, node: Any) -> None:
         self.wrapper, self.node = wrapper, node
@@ -58,7 +58,7 @@ class ResultLine(shim.MemoryPlanningLine):
         """Write the line."""
         spec = _view_spec(self.node)
         name = self.node.get_name()
-        code.writeline(f"{name} = memo_current.result({spec.size}, {spec.stride}, {spec.dtype})")
+        code.writeline(f"{name} = memo_own_mapping({spec.size}, {spec.stride}, {spec.dtype})")
 
 
 class CallLine(shim.WrapperLine):

@@ -10,8 +10,6 @@ from types import MappingProxyType
 
 import torch
 
-from memo_runtime.pages import own_mapping
-
 
 class Current(threading.local):
     """Thread-local state of the running call."""
@@ -24,11 +22,6 @@ class Current(threading.local):
     def poison(self, index: int) -> None:
         """Fill buffer ``index`` with NaN: its life has ended."""
         poison(self.views[index])
-
-    @staticmethod
-    def result(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Ordinary memory for what the user is given, on CPU."""
-        return own_mapping(size, stride, dtype)
 
     def input_done(self, index: int) -> None:
         """Fill input ``index`` with NaN if this call was its last reader."""
