@@ -1,8 +1,12 @@
 # Every target creates what it needs: `make demo` and `make test` work in a fresh clone.
 # PYTHON: the interpreter to build .venv from.  WORKERS: parallel test processes.  ARGS: for pytest.
+# SECONDS, LOWERING (aten, inductor, both), SEED: for `make fuzz`.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); [ $$n -gt 8 ] && echo 8 || echo $$n)
+SECONDS ?= 600
+LOWERING ?= both
+SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.memo-stamp
@@ -11,7 +15,7 @@ STAMP := $(VENV)/.memo-stamp
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test numerics-full check lint types layers sizes format clean
+.PHONY: help setup demo test numerics-full fuzz check lint types layers sizes format clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -31,6 +35,10 @@ numerics-full: $(STAMP) ## every model through Inductor, every budget case again
 	rm -f numerics-full.xml
 	$(PYTEST) -m full tests/numerics --junitxml=numerics-full.xml $(ARGS); status=$$?; \
 	$(BIN)/python -m benchmarks.numerics_full numerics-full.xml && exit $$status
+
+fuzz: $(STAMP)   ## random models against eager for SECONDS; what fails is in fuzz-failures/
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --lowering $(LOWERING) \
+		--seed $(SEED) $(ARGS)
 
 check: lint types layers sizes test  ## everything that CI runs
 

@@ -6,7 +6,6 @@ when its lowering hardly grows with depth and its first step beats Inductor's at
 """
 
 import argparse
-import json
 import sys
 import time
 from typing import Any
@@ -24,51 +23,33 @@ ARMS = ("inductor", "memo")
 
 def main() -> int:
     """Run every arm at every depth, print the table, write the results, judge."""
-    options = arguments()
-    if options.child:
-        harness.send_result(run_child(options))
-        return 0
-    depths = [int(one) for one in options.depths.split(",")]
+    return harness.run_benchmark("compile_time", arguments(), measure, run_child)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; the defaults take about eight minutes on two cores."""
+    parser = harness.parser(__doc__, sizes={"hidden": 256, "tokens": 256, "rounds": 1})
+    parser.add_argument("--depths", default=",".join(map(str, DEPTHS)))
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All arms at all depths, and the verdict."""
+    depths = [int(depth) for depth in options.depths.split(",")]
+    shared = harness.passed_on(options, "hidden", "tokens")
     arms = [
         harness.Arm(
-            name=f"{arm}-{depth}",
-            arguments=(
-                f"--child={arm}",
-                f"--layers={depth}",
-                f"--hidden={options.hidden}",
-                f"--tokens={options.tokens}",
-            ),
+            name=f"{arm}-{depth}", arguments=(f"--child={arm}", f"--layers={depth}", *shared)
         )
         for depth in depths
         for arm in ARMS
     ]
     rounds = harness.interleaved(MODULE, arms, options.rounds)
     results = {name: harness.medians(values) for name, values in rounds.items()}
-    failures = judge(results, depths)
     show(results, depths)
-    payload = {
-        "hardware": harness.hardware(),
-        "results": results,
-        "rounds": rounds,
-        "failures": failures,
-    }
-    if options.json:
-        print(json.dumps(payload))
-    return harness.conclude("compile_time", payload, save=not options.no_save)
-
-
-def arguments() -> argparse.Namespace:
-    """The command line; the defaults take about eight minutes on two cores."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--depths", default=",".join(str(one) for one in DEPTHS))
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--no-save", action="store_true")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return {"results": results, "rounds": rounds, "failures": judge(results, depths)}
 
 
 def run_child(options: argparse.Namespace) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def main() -> int:
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--models", default=None, help="comma-separated, of 1b, 8b, tiny")
     parser.add_argument("--arms", default=",".join(ARMS), help="comma-separated")
@@ -95,8 +95,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory-budget", default=None, help=f"memo's; {MEMO_BUDGET}% by default")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="in seconds")
     parser.add_argument("--no-tests", action="store_true", help="without tests/gpu")
-    parser.add_argument("--no-save", action="store_true")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.models is None:
         options.models = "tiny" if options.dry_run else "1b,8b"
@@ -293,12 +291,7 @@ def memo_facts(arm: str) -> dict[str, Any]:
     """What memo planned for the last length, in the arm that is memo's."""
     if arm != "memo":
         return {}
-    import memo_compile
-
-    report = memo_compile.report()
-    if not report.active or report.unplanned_steps:
-        raise RuntimeError(f"memo stepped aside:\n{report}")
-    plan = report.plans[-1]
+    plan = harness.memo_plan()
     return {
         "planned_bytes": plan.peak_bytes,
         "budget_bytes": plan.budget_bytes,

@@ -6,6 +6,7 @@ taken over rounds, so that a slow minute of the machine falls on all arms. Arms 
 their ratio live at the same time and take turns, step by step.
 """
 
+import argparse
 import contextlib
 import datetime
 import json
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,76 @@ def conclude(name: str, payload: Mapping[str, Any], *, save: bool) -> int:
     for failure in payload["failures"]:
         print(f"FAILED: {failure}", file=sys.stderr)
     return 1 if payload["failures"] else 0
+
+
+def parser(doc: str | None, *, sizes: Mapping[str, int] | None = None) -> argparse.ArgumentParser:
+    """A benchmark's command line: ``--no-save``, ``--child`` for its arms, an int per size."""
+    made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    for name, default in (sizes or {}).items():
+        made.add_argument(f"--{name}", type=int, default=default)
+    made.add_argument("--no-save", action="store_true", help="write nothing to benchmarks/results")
+    made.add_argument("--child", help=argparse.SUPPRESS)
+    return made
+
+
+def passed_on(options: argparse.Namespace, *names: str) -> tuple[str, ...]:
+    """These options as arguments for a child."""
+    return tuple(f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names)
+
+
+def run_benchmark(
+    name: str,
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], Mapping[str, Any]],
+    child: Callable[[argparse.Namespace], Mapping[str, Any]],
+) -> int:
+    """The exit code of a benchmark, or of one of its arms.
+
+    In an arm's process ``child`` is run and its result sent. Else ``measure`` runs the arms, prints
+    the tables, and gives what is written: ``failures`` among it, and a ``note`` where the machine
+    was not quiet.
+    """
+    if options.child:
+        send_result(child(options))
+        return 0
+    at_start = hardware()
+    payload = {"hardware": at_start, **measure(options)}
+    if getattr(options, "json", False):
+        print(json.dumps(payload))
+    return conclude(name, payload, save=not options.no_save)
+
+
+def llama(*, layers: int, hidden: int, tokens: int, vocab: int) -> Any:
+    """An unmodified Llama of transformers in train mode, from a config and a seed: no download."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=-(-8 * hidden // 3 // 64) * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        max_position_embeddings=tokens,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def memo_plan() -> Any:
+    """In the child: the plan that memo made last.
+
+    Raises:
+        RuntimeError: memo stepped aside, so that something else was measured.
+    """
+    import memo_compile
+
+    report = memo_compile.report()
+    if not report.active or report.unplanned_steps:
+        raise RuntimeError(f"memo stepped aside:\n{report}")
+    return report.plans[-1]
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

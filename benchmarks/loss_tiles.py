@@ -20,6 +20,7 @@ from benchmarks import harness
 from memo_compile.units import format_bytes
 
 MODULE = "benchmarks.loss_tiles"
+SIZES = {"layers": 2, "hidden": 128, "tokens": 2048, "vocab": 131072}
 ARMS = ("eager", "inductor", "memo", "memo-budget")
 MAX_ERROR = 1e-5
 BYTES = 4
@@ -28,40 +29,33 @@ BYTES = 4
 
 def main() -> int:
     """Run every arm, print the table, write the results, judge."""
-    options = arguments()
-    if options.child:
-        harness.send_result(run_child(options))
-        return 0
-    hardware = harness.hardware()
-    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "tokens", "vocab")}
-    shared = tuple(f"--{name}={value}" for name, value in sizes.items())
-    with tempfile.TemporaryDirectory(prefix="memo-bench-gradients-") as folder:
-        results = {}
-        for name in ARMS:
-            print(name, file=sys.stderr, flush=True)
-            arm = harness.Arm(
-                name=name, arguments=(f"--child={name}", f"--folder={folder}", *shared)
-            )
-            results[name] = harness.run_arm(MODULE, arm)
-    logits = options.tokens * options.vocab * BYTES
-    failures = judge(results, logits)
-    show(results, logits)
-    payload = {"hardware": hardware, "settings": sizes, "logits_bytes": logits, "arms": results}
-    payload["failures"] = failures
-    return harness.conclude("loss_tiles", payload, save=not options.no_save)
+    return harness.run_benchmark("loss_tiles", arguments(), measure, run_child)
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--vocab", type=int, default=131072)
-    parser.add_argument("--no-save", action="store_true")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser = harness.parser(__doc__, sizes=SIZES)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All arms, and the verdict."""
+    shared = harness.passed_on(options, *SIZES)
+    with tempfile.TemporaryDirectory(prefix="memo-bench-gradients-") as folder:
+        results = {}
+        for name in ARMS:
+            print(name, file=sys.stderr, flush=True)
+            child = (f"--child={name}", f"--folder={folder}", *shared)
+            results[name] = harness.run_arm(MODULE, harness.Arm(name=name, arguments=child))
+    logits = options.tokens * options.vocab * BYTES
+    show(results, logits)
+    return {
+        "settings": {name: getattr(options, name) for name in SIZES},
+        "logits_bytes": logits,
+        "arms": results,
+        "failures": judge(results, logits),
+    }
 
 
 def run_child(options: argparse.Namespace) -> dict[str, Any]:

@@ -29,33 +29,16 @@ ARMS = ("save", "overlapped", "serial")
 
 def main() -> int:
     """Run the three steps in a child, print the ratios, write the results, judge."""
-    options = arguments()
-    if options.child:
-        harness.send_result(run_child(options))
-        return 0
-    names = ("layers", "hidden", "tokens", "samples", "time-limit")
-    shared = tuple(f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names)
-    hardware = harness.hardware()
-    arm = harness.Arm(name="overlap", arguments=("--child", *shared))
-    result = harness.run_arm(MODULE, arm, timeout_s=2 * harness.CHILD_TIMEOUT_S)
-    failures = judge(result)
+    options = side_by_side.arguments(__doc__, layers=12)
+    return harness.run_benchmark("overlap", options, measure, run_child)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The three steps, in a child, and the verdict."""
+    result = side_by_side.in_child(MODULE, options)
     show(result)
-    payload = {"hardware": hardware, **result, "failures": failures}
-    payload["note"] = side_by_side.busy_note(result["steps"])
-    return harness.conclude("overlap", payload, save=not options.no_save)
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--samples", type=int, default=7, help="quiet samples of each step")
-    parser.add_argument("--time-limit", type=float, default=180.0, help="seconds of sampling")
-    parser.add_argument("--no-save", action="store_true")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    note = side_by_side.busy_note(result["steps"])
+    return {**result, "failures": judge(result), "note": note}
 
 
 def run_child(options: argparse.Namespace) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from memo_compile.planners.placement import (
     Buffer,
     Placement,
     PlacementProblem,
-    PlacementStatus,
     check_placement,
     place,
 )
@@ -36,6 +35,7 @@ from memo_compile.planners.placement.compiled import has_numba
 from memo_compile.planners.placement.files import read_problem
 from memo_compile.planners.placement.instance import build_instance
 from memo_compile.planners.placement.search import SearchOptions
+from memo_compile.planners.solver import SolveStatus
 from memo_compile.planners.step import placement_problem
 
 CHALLENGING = Path(__file__).parent.parent / "tests" / "data" / "minimalloc"
@@ -69,7 +69,7 @@ def timed(problem: PlacementProblem, **options: Any) -> tuple[Placement, float]:
     begin = time.perf_counter()
     found = place(problem, **options)
     seconds = time.perf_counter() - begin
-    fits = found.status in (PlacementStatus.OPTIMAL, PlacementStatus.FEASIBLE)
+    fits = found.status in (SolveStatus.OPTIMAL, SolveStatus.FEASIBLE)
     check_placement(problem, found, capacity=fits)
     return found, seconds
 

@@ -40,42 +40,36 @@ NUM_HOT = 12
 
 def main() -> int:
     """Plan every model in a process of its own, print where the time goes, judge."""
-    options = arguments()
-    if options.child:
-        harness.send_result(run_child(options.child, options))
-        return 0
-    hardware = harness.hardware()
-    rows = []
-    for name in options.models.split(","):
-        arguments_ = (f"--child={name}", f"--tokens={options.tokens}", f"--policy={options.policy}")
-        arguments_ += (f"--repeats={options.repeats}",)
-        arm = harness.Arm(name=name, arguments=arguments_)
-        rows.append(harness.run_arm(MODULE, arm, timeout_s=2 * harness.CHILD_TIMEOUT_S))
-        show(rows[-1])
-    failures = [failure for row in rows for failure in judge(row)]
-    payload = {"hardware": hardware, "rows": rows, "failures": failures}
-    return harness.conclude("planning_time", payload, save=not options.no_save)
+    return harness.run_benchmark("planning_time", arguments(), measure, run_child)
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = harness.parser(__doc__, sizes={"tokens": 16384})
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated names")
-    parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--repeats", type=int, default=3, help="plans; the median counts")
-    parser.add_argument("--no-save", action="store_true")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def run_child(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All models, and the verdict."""
+    rows = []
+    shared = harness.passed_on(options, "tokens", "policy", "repeats")
+    for name in options.models.split(","):
+        arm = harness.Arm(name=name, arguments=(f"--child={name}", *shared))
+        rows.append(harness.run_arm(MODULE, arm, timeout_s=2 * harness.CHILD_TIMEOUT_S))
+        show(rows[-1])
+    return {"rows": rows, "failures": [failure for row in rows for failure in judge(row)]}
+
+
+def run_child(options: argparse.Namespace) -> dict[str, Any]:
     """Plan one model: seconds, and the profile's lines."""
     import statistics
 
     from memo_compile.errors import Infeasible
 
-    planner = Planner(name, options.tokens)
+    planner = Planner(options.child, options.tokens)
     try:
         planner(memory_budget=1)
         raise RuntimeError("a budget of one byte was accepted")
@@ -94,7 +88,7 @@ def run_child(name: str, options: argparse.Namespace) -> dict[str, Any]:
     profile.disable()
     stats = pstats.Stats(profile)
     return {
-        "model": name,
+        "model": options.child,
         "layers": planner.shape.num_layers,
         "tokens": options.tokens,
         "floor_bytes": floor,

@@ -4,6 +4,7 @@ Each sample notes which part of the cores other processes took meanwhile. Sample
 machine count; where there are too few of them, all count, and the result says so.
 """
 
+import argparse
 import contextlib
 import os
 import statistics
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
+
 MAX_OTHERS = 0.1
 """Of all cores' time, taken by other processes: more, and a sample is not quiet."""
 MIN_QUIET = 3
@@ -21,6 +24,22 @@ _STAT = Path("/proc/stat")
 _IDLE_COLUMNS = (3, 4)
 """idle and iowait among the numbers of the first line of /proc/stat; 8 and 9, the guests', are
 counted in the first two already."""
+
+
+def arguments(doc: str | None, *, layers: int) -> argparse.Namespace:
+    """The command line of a benchmark that times steps of a Llama in turn."""
+    parser = harness.parser(doc, sizes={"layers": layers, "hidden": 512, "tokens": 1024})
+    parser.add_argument("--samples", type=int, default=7, help="quiet samples of each step")
+    parser.add_argument("--time-limit", type=float, default=180.0, help="seconds of sampling")
+    return parser.parse_args()
+
+
+def in_child(module: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What the steps of ``module`` gave, in a process of their own."""
+    names = ("layers", "hidden", "tokens", "samples", "time-limit")
+    arguments = ("--child=all", *harness.passed_on(options, *names))
+    arm = harness.Arm(name=module, arguments=arguments)
+    return harness.run_arm(module, arm, timeout_s=2 * harness.CHILD_TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

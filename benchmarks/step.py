@@ -10,7 +10,6 @@ code is 1 when it does not, or when an arm's loss differs from eager's.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -22,6 +21,7 @@ from benchmarks import harness
 from memo_compile.units import format_bytes
 
 MODULE = "benchmarks.step"
+SIZES = {"layers": 8, "hidden": 512, "tokens": 1024, "batch": 1}
 MAX_STEP_RATIO = 1.05
 MAX_PEAK_RATIO = 1.01
 MAX_LOSS_DIFFERENCE = 1e-3
@@ -36,30 +36,25 @@ NUM_PEAK_STEPS = 3
 
 def main() -> int:
     """Run every arm, print the table, write the results, judge memo."""
-    options = arguments()
-    if options.child:
-        harness.send_result(run_child(options))
-        return 0
-    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "tokens", "batch")}
-    shared = [f"--{name}={value}" for name, value in sizes.items()]
-    shared += [f"--optimizer={options.optimizer}", f"--steps={options.steps}"]
-    shared += [f"--device={options.device}", f"--dtype={options.dtype}"]
+    return harness.run_benchmark("step", arguments(), measure, run_child)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All arms, and the verdict on memo."""
+    sizes = {name: getattr(options, name) for name in SIZES}
+    shared = harness.passed_on(options, *SIZES, "optimizer", "steps", "device", "dtype")
     names = options.arms.split(",")
     arms = [harness.Arm(name=n, arguments=(f"--child={n}", *shared)) for n in names]
-    hardware = harness.hardware()
     rounds = harness.interleaved(MODULE, [arm for arm in arms if arm.name not in JUDGED], 1)
     rounds |= in_turns([arm for arm in arms if arm.name in JUDGED], options.rounds)
     results = {name: harness.medians(rounds[name]) for name in names}
     ratio = step_ratio(rounds)
     failures = judge(results, ratio)
     settings = {**sizes, "optimizer": options.optimizer, "device": options.device}
-    payload = {"hardware": hardware, "settings": settings, "step_ratio": ratio, "arms": results}
-    payload |= {"rounds": rounds, "failures": failures}
-    if options.json:
-        print(json.dumps(payload))
-    else:
+    if not options.json:
         show(results, settings, ratio)
-    return harness.conclude("step", payload, save=not options.no_save)
+    found = {"settings": settings, "step_ratio": ratio, "arms": results, "rounds": rounds}
+    return found | {"failures": failures}
 
 
 def in_turns(arms: list[harness.Arm], num_rounds: int) -> dict[str, list[dict[str, Any]]]:
@@ -83,12 +78,8 @@ def step_ratio(rounds: dict[str, list[dict[str, Any]]]) -> float | None:
 
 def arguments() -> argparse.Namespace:
     """The command line; defaults fit two cores and take about ten minutes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = harness.parser(__doc__, sizes=SIZES)
     parser.add_argument("--arms", default=",".join(ARMS), help="comma-separated")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     parser.add_argument("--steps", type=int, default=10, help="timed steps per round")
     parser.add_argument(
@@ -97,10 +88,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument(
-        "--no-save", action="store_true", help="write nothing to benchmarks/results"
-    )
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     for name in options.arms.split(","):
         if name not in ARMS:
@@ -168,22 +155,11 @@ def in_turn(train: Callable[[], float]) -> tuple[float, float]:
 def make_model(options: argparse.Namespace) -> Any:
     """A Llama from transformers, unmodified, from a config: no download."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=options.hidden,
-        intermediate_size=-(-8 * options.hidden // 3 // 64) * 64,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64,
-        num_key_value_heads=options.hidden // 64,
-        max_position_embeddings=options.tokens,
-        use_cache=False,
+    model = harness.llama(
+        layers=options.layers, hidden=options.hidden, tokens=options.tokens, vocab=8192
     )
-    model = LlamaForCausalLM(config).to(options.device, getattr(torch, options.dtype))
-    model.train()
-    return model
+    return model.to(options.device, getattr(torch, options.dtype))
 
 
 def make_optimizer(name: str, model: Any) -> Any:
@@ -215,12 +191,7 @@ def memo_facts(arm: str) -> dict[str, Any]:
     """What memo planned, in the arm that is memo's; an inactive plan is an error."""
     if arm != "memo":
         return {}
-    import memo_compile
-
-    report = memo_compile.report()
-    if not report.active or report.unplanned_steps:
-        raise RuntimeError(f"memo stepped aside:\n{report}")
-    plan = report.plans[-1]
+    plan = harness.memo_plan()
     return {
         "planned_peak_bytes": plan.peak_bytes,
         "arena_bytes": plan.arena_bytes,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from memo_compile.config import local_world_size
 from memo_compile.errors import ConfigError, MemoError
-from memo_compile.host import host_memory
+from memo_compile.host import host_memory, processor_name
 from memo_compile.planners import solver
 from memo_compile.units import format_bytes
 
@@ -132,16 +132,16 @@ def _entry_point() -> Iterator[Finding]:
     finding = functools.partial(Finding, group="backend", name="memo")
     remedy = "install memo into this Python: pip install memo-compile"
     try:
-        from torch._dynamo import list_backends, lookup_backend
+        import torch
     except (ImportError, OSError):
         yield finding(value=None, text="unknown without torch", health=Health.BROKEN)
         return
-    if "memo" not in list_backends(exclude_tags=()):
+    if "memo" not in torch.compiler.list_backends(exclude_tags=()):
         text = "torch.compile does not know it"
         yield finding(value=None, text=text, health=Health.BROKEN, remedy=remedy)
         return
     try:
-        lookup_backend("memo")
+        torch.compile(torch.nn.Identity(), backend="memo")  # loads the backend, compiles nothing
     # Loading runs memo's own modules and torch's private ones: whatever it raises is the finding.
     except Exception as error:
         text = f"found, but does not load: {type(error).__name__}: {error}"
@@ -156,9 +156,9 @@ def _compiler() -> Iterator[Finding]:
     finding = functools.partial(Finding, group="compiler", name="C++")
     remedy = "install g++ (with OpenMP) and Python's headers, e.g. apt install g++ python3-dev"
     try:
-        from torch._inductor.cpp_builder import get_cpp_compiler
+        from memo_compile.backends import shim
 
-        command = get_cpp_compiler()
+        command = shim.cpp_compiler()
     except (ImportError, OSError):
         return
     # Inductor raises InvalidCxxCompiler, a RuntimeError, when it finds none.
@@ -299,13 +299,4 @@ def _cpu_name() -> str:
     """The processor's marketing name with its count of cores."""
     import psutil
 
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        if line.startswith("model name"):
-            name = line.split(":", 1)[1].strip()
-            break
-    return f"{name}, {psutil.cpu_count(logical=False) or psutil.cpu_count()} cores"
+    return f"{processor_name()}, {psutil.cpu_count(logical=False) or psutil.cpu_count()} cores"

@@ -28,8 +28,8 @@ class Settings:
 
     def bytes_of(self, decision: str) -> int:
         """Bytes of one layer with ``decision``, over the rows of all classes."""
-        rows = (one for one in self.decisions if one.decision == decision)
-        return round(sum(one.bytes * one.token_fraction for one in rows))
+        rows = (row for row in self.decisions if row.decision == decision)
+        return round(sum(row.bytes * row.token_fraction for row in rows))
 
     @property
     def recomputes(self) -> bool:
@@ -63,7 +63,7 @@ def emit(tool: str, settings: Settings) -> str:
 
 
 def _summary(settings: Settings) -> str:
-    counts = Counter(one.decision for one in settings.decisions)
+    counts = Counter(row.decision for row in settings.decisions)
     parts = [
         f"{counts[kind]} {kind} ({format_bytes(settings.bytes_of(kind))} a layer)"
         for kind in ("SAVE", "OFFLOAD", "RECOMPUTE")

@@ -1,5 +1,9 @@
 """Every exception that memo raises on purpose. A user's mistake is a MemoError, never an assert."""
 
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
 
 class MemoError(Exception):
     """Something went wrong that memo can name: what failed, where, expected against got, a mend."""
@@ -11,6 +15,17 @@ class ConfigError(MemoError, ValueError):
 
 class InputError(MemoError, ValueError):
     """A file or argument of a command is malformed; the message starts with file:line or field."""
+
+
+def require_at_least(least: int, values: Mapping[str, float]) -> None:
+    """Every value, by its name, is ``least`` or more.
+
+    Raises:
+        InputError: one is not; it is named.
+    """
+    for name, value in values.items():
+        if not value >= least:
+            raise InputError(f"{name}: expected at least {least}, got {value}")
 
 
 class UnsupportedGraph(MemoError):
@@ -38,3 +53,11 @@ class PassFailed(MemoError):
 
 class RuntimeMisuse(MemoError):
     """The program was called in a way that its plan does not cover, e.g. a backward run twice."""
+
+
+def described(error: BaseException) -> str:
+    """``error`` in one line: its type, what it says, and the line of code that raised it."""
+    text = str(error).strip().partition("\n")[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}{where}"

@@ -90,44 +90,36 @@ class HardwareProfile:
         return self.figure_sources.get(figure, Source(document=self.source, date=self.date))
 
 
-def _host_link(document: str, date: str) -> dict[str, Source]:
-    source = Source(document=document, date=date)
-    return {"d2h_bytes_per_s": source, "h2d_bytes_per_s": source}
+@dataclass(frozen=True, slots=True)
+class _Stated:
+    """A rate, and who states it."""
+
+    bytes_per_s: float
+    document: str
+    date: str
+
+    @property
+    def source(self) -> Source:
+        return Source(document=self.document, date=self.date)
 
 
-_PCIE4_BYTES_PER_S = 32e9
-"""16 lanes of PCIe 4.0, each direction. MEMO's own tables imply 10 to 12e9 of it in use."""
+_PCIE4 = _Stated(32e9, "PCI-SIG, PCI Express Base Specification 4.0, 16 lanes", "2017-10")
+"""Each direction. MEMO's own tables imply 10 to 12e9 of it in use."""
 
-_PCIE4 = _host_link("PCI-SIG, PCI Express Base Specification 4.0, 16 lanes", "2017-10")
+_PCIE5 = _Stated(64e9, "PCI-SIG, PCI Express Base Specification 5.0, 16 lanes", "2019-05")
+"""Each direction."""
 
-_PCIE5_BYTES_PER_S = 64e9
-"""16 lanes of PCIe 5.0, each direction."""
+_DGX_A100 = _Stated(25e9, "NVIDIA DGX A100 datasheet: a 200 Gb/s adapter for each GPU", "2020-05")
+"""Usual beside A100."""
 
-_PCIE5 = _host_link("PCI-SIG, PCI Express Base Specification 5.0, 16 lanes", "2019-05")
+_DGX_H100 = _Stated(50e9, "NVIDIA DGX H100 datasheet: a 400 Gb/s adapter for each GPU", "2022-03")
+"""Usual beside H100 and later."""
 
-_NETWORK_200G_BYTES_PER_S = 25e9
-"""One 200 Gb/s adapter for each GPU, usual beside A100."""
-
-_NETWORK_400G_BYTES_PER_S = 50e9
-"""One 400 Gb/s adapter for each GPU, usual beside H100 and later."""
-
-
-def _network(document: str, date: str) -> dict[str, Source]:
-    return {"network_bytes_per_s": Source(document=document, date=date)}
-
-
-def _link(document: str, date: str) -> dict[str, Source]:
-    return {"link_bytes_per_s": Source(document=document, date=date)}
-
-
-_DGX_A100 = _network("NVIDIA DGX A100 datasheet: a 200 Gb/s adapter for each GPU", "2020-05")
-_DGX_H100 = _network("NVIDIA DGX H100 datasheet: a 400 Gb/s adapter for each GPU", "2022-03")
-_DGX_H200 = _network("NVIDIA DGX H200 datasheet: a 400 Gb/s adapter for each GPU", "2023-11")
-_ASSUMED_200G = {
-    **_network("assumed: a 200 Gb/s adapter for each GPU, as beside A100", "2026-11"),
-    "devices_per_node": Source(document="assumed: a server with 8 cards", date="2026-11"),
-}
-_OVER_PCIE4 = _link("no NVLink: devices meet over PCIe 4.0, 16 lanes", "2017-10")
+_DGX_H200 = _Stated(50e9, "NVIDIA DGX H200 datasheet: a 400 Gb/s adapter for each GPU", "2023-11")
+_ASSUMED_200G = _Stated(25e9, "assumed: a 200 Gb/s adapter for each GPU, as beside A100", "2026-11")
+_OVER_PCIE4 = _Stated(32e9, "no NVLink: devices meet over PCIe 4.0, 16 lanes", "2017-10")
+_A800_LINK = _Stated(200e9, "NVIDIA's statement on the A800: NVLink 400 GB/s both ways", "2022-11")
+_H800_LINK = _Stated(200e9, "press on the H800: NVLink 400 GB/s both ways", "2023-03")
 
 
 def _gpu(
@@ -135,144 +127,73 @@ def _gpu(
     tflops: float,
     hbm: float,
     memory_bytes: int,
-    host: float,
-    link: float,
-    network: float,
-    source: Source,
-    figure_sources: Mapping[str, Source],
+    document: str,
+    date: str,
+    host: _Stated,
+    link: float | _Stated,
+    network: float | _Stated,
 ) -> HardwareProfile:
+    """A GPU; a rate that is a mere number is in the document too."""
+    rates = {"d2h": host, "h2d": host, "link": link, "network": network}
+    stated = {f"{k}_bytes_per_s": v for k, v in rates.items() if isinstance(v, _Stated)}
+    sources = {figure: rate.source for figure, rate in stated.items()}
+    if network is _ASSUMED_200G:
+        server = Source(document="assumed: a server with 8 cards", date="2026-11")
+        sources["devices_per_node"] = server
     return HardwareProfile(
         name=name,
         peak_flops_per_s=tflops * 1e12,
         hbm_bytes_per_s=hbm,
         memory_bytes=memory_bytes,
-        d2h_bytes_per_s=host,
-        h2d_bytes_per_s=host,
-        link_bytes_per_s=link,
-        network_bytes_per_s=network,
+        d2h_bytes_per_s=host.bytes_per_s,
+        h2d_bytes_per_s=host.bytes_per_s,
+        link_bytes_per_s=link.bytes_per_s if isinstance(link, _Stated) else link,
+        network_bytes_per_s=network.bytes_per_s if isinstance(network, _Stated) else network,
         devices_per_node=8,
-        source=source.document,
-        date=source.date,
-        figure_sources=figure_sources,
+        source=document,
+        date=date,
+        figure_sources=sources,
     )
 
 
-HARDWARE: dict[str, HardwareProfile] = {
-    profile.name: profile
-    for profile in (
-        _gpu(
-            "a800",
-            312,
-            2.039e12,
-            80 * GIB,
-            _PCIE4_BYTES_PER_S,
-            200e9,
-            _NETWORK_200G_BYTES_PER_S,
-            Source(
-                document="NVIDIA A100 80GB SXM datasheet; the A800 is the same chip", date="2021-06"
-            ),
-            {
-                **_PCIE4,
-                **_link("NVIDIA's statement on the A800: NVLink 400 GB/s both ways", "2022-11"),
-                **_DGX_A100,
-            },
-        ),
-        _gpu(
-            "a100",
-            312,
-            2.039e12,
-            80 * GIB,
-            _PCIE4_BYTES_PER_S,
-            300e9,
-            _NETWORK_200G_BYTES_PER_S,
-            Source(document="NVIDIA A100 80GB SXM datasheet", date="2021-06"),
-            {**_PCIE4, **_DGX_A100},
-        ),
-        _gpu(
-            "h100",
-            989.4,
-            3.35e12,
-            80 * GIB,
-            _PCIE5_BYTES_PER_S,
-            450e9,
-            _NETWORK_400G_BYTES_PER_S,
-            Source(document="NVIDIA H100 SXM datasheet and Hopper whitepaper", date="2022"),
-            {**_PCIE5, **_DGX_H100},
-        ),
-        _gpu(
-            "h800",
-            989.4,
-            3.35e12,
-            80 * GIB,
-            _PCIE5_BYTES_PER_S,
-            200e9,
-            _NETWORK_400G_BYTES_PER_S,
-            Source(document="NVIDIA H100 SXM datasheet; the H800 is the same chip", date="2022"),
-            {
-                **_PCIE5,
-                **_link("press on the H800: NVLink 400 GB/s both ways", "2023-03"),
-                **_DGX_H100,
-            },
-        ),
-        _gpu(
-            "h200",
-            989.4,
-            4.8e12,
-            141 * 10**9,
-            _PCIE5_BYTES_PER_S,
-            450e9,
-            _NETWORK_400G_BYTES_PER_S,
-            Source(document="NVIDIA H200 SXM datasheet", date="2024"),
-            {**_PCIE5, **_DGX_H200},
-        ),
-        _gpu(
-            "b200",
-            2250,
-            8e12,
-            180 * 10**9,
-            _PCIE5_BYTES_PER_S,
-            900e9,
-            _NETWORK_400G_BYTES_PER_S,
-            Source(document="NVIDIA DGX B200 datasheet, one eighth of the machine", date="2024"),
-            _PCIE5,
-        ),
-        _gpu(
-            "l40s",
-            362.05,
-            0.864e12,
-            48 * GIB,
-            _PCIE4_BYTES_PER_S,
-            _PCIE4_BYTES_PER_S,
-            _NETWORK_200G_BYTES_PER_S,
-            Source(document="NVIDIA L40S datasheet", date="2023"),
-            {**_PCIE4, **_OVER_PCIE4, **_ASSUMED_200G},
-        ),
-        _gpu(
-            "4090",
-            165.2,
-            1.008e12,
-            24 * GIB,
-            _PCIE4_BYTES_PER_S,
-            _PCIE4_BYTES_PER_S,
-            _NETWORK_200G_BYTES_PER_S,
-            Source(document="NVIDIA Ada architecture whitepaper 2.02", date="2022"),
-            {**_PCIE4, **_OVER_PCIE4, **_ASSUMED_200G},
-        ),
-        HardwareProfile(
-            name="cpu",
-            peak_flops_per_s=100e9,
-            hbm_bytes_per_s=20e9,
-            memory_bytes=16 * GIB,
-            d2h_bytes_per_s=10e9,
-            h2d_bytes_per_s=10e9,
-            link_bytes_per_s=10e9,
-            network_bytes_per_s=1e9,
-            devices_per_node=1,
-            source="assumed: order of magnitude of two server cores in float32; measure your own",
-            date="2026-11",
-        ),
-    )
-}
+_A100 = "NVIDIA A100 80GB SXM datasheet"
+_H100 = "NVIDIA H100 SXM datasheet"
+_B200 = "NVIDIA DGX B200 datasheet, one eighth of the machine"
+
+# fmt: off
+_GPUS = (
+    _gpu("a800", 312, 2.039e12, 80 * GIB, f"{_A100}; the A800 is the same chip", "2021-06",
+         _PCIE4, _A800_LINK, _DGX_A100),
+    _gpu("a100", 312, 2.039e12, 80 * GIB, _A100, "2021-06", _PCIE4, 300e9, _DGX_A100),
+    _gpu("h100", 989.4, 3.35e12, 80 * GIB, f"{_H100} and Hopper whitepaper", "2022",
+         _PCIE5, 450e9, _DGX_H100),
+    _gpu("h800", 989.4, 3.35e12, 80 * GIB, f"{_H100}; the H800 is the same chip", "2022",
+         _PCIE5, _H800_LINK, _DGX_H100),
+    _gpu("h200", 989.4, 4.8e12, 141 * 10**9, "NVIDIA H200 SXM datasheet", "2024",
+         _PCIE5, 450e9, _DGX_H200),
+    _gpu("b200", 2250, 8e12, 180 * 10**9, _B200, "2024", _PCIE5, 900e9, 50e9),
+    _gpu("l40s", 362.05, 0.864e12, 48 * GIB, "NVIDIA L40S datasheet", "2023",
+         _PCIE4, _OVER_PCIE4, _ASSUMED_200G),
+    _gpu("4090", 165.2, 1.008e12, 24 * GIB, "NVIDIA Ada architecture whitepaper 2.02", "2022",
+         _PCIE4, _OVER_PCIE4, _ASSUMED_200G),
+)
+# fmt: on
+
+_CPU = HardwareProfile(
+    name="cpu",
+    peak_flops_per_s=100e9,
+    hbm_bytes_per_s=20e9,
+    memory_bytes=16 * GIB,
+    d2h_bytes_per_s=10e9,
+    h2d_bytes_per_s=10e9,
+    link_bytes_per_s=10e9,
+    network_bytes_per_s=1e9,
+    devices_per_node=1,
+    source="assumed: order of magnitude of two server cores in float32; measure your own",
+    date="2026-11",
+)
+
+HARDWARE: dict[str, HardwareProfile] = {profile.name: profile for profile in (*_GPUS, _CPU)}
 """Every named profile."""
 
 

@@ -6,17 +6,15 @@ profile of the same device or assumed, and its source says so.
 """
 
 import datetime
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from memo_compile.errors import InputError
 from memo_compile.hardware import HardwareProfile, Source, declared_for
-from memo_compile.host import host_memory
+from memo_compile.host import host_memory, processor_name
 
 MIN_RUNS = 3
 """Of one kernel, whatever it takes."""
@@ -44,21 +42,13 @@ class Bench:
     def best_s(self, what: str, kernel: Callable[[], object]) -> float:
         """Seconds of the fastest run of ``kernel`` after one run to warm up."""
         self.say(what)
-        kernel()
-        self.synchronize()
-        best, spent, runs = float("inf"), 0.0, 0
-        while runs < MIN_RUNS or spent < BUDGET_S:
-            started = time.perf_counter()
-            kernel()
-            self.synchronize()
-            seconds = time.perf_counter() - started
-            best, spent, runs = min(best, seconds), spent + seconds, runs + 1
-        return best
 
-    def synchronize(self) -> None:
-        """Everything that was launched on the device has ended."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        def run() -> None:
+            kernel()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+        return min(run_times(run, runs=MIN_RUNS, budget_s=BUDGET_S))
 
     def flops_per_s(self) -> float:
         """Of a square matrix product: bfloat16 on a GPU, float32 on a CPU."""
@@ -98,6 +88,17 @@ class Bench:
             torch.cuda.synchronize(other)
 
         return COPY_BYTES / self.best_s("link between devices", copy)
+
+
+def run_times(run: Callable[[], object], *, runs: int, budget_s: float = 0.0) -> list[float]:
+    """Seconds of at least ``runs`` runs that last ``budget_s`` together, after one to warm up."""
+    run()
+    times: list[float] = []
+    while len(times) < runs or sum(times) < budget_s:
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return times
 
 
 def matmul_dtype(device: torch.device) -> torch.dtype:
@@ -184,14 +185,7 @@ def device_name(device: torch.device) -> str:
     """The maker's name of the device."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine() or "cpu"
+    return processor_name()
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -4,6 +4,7 @@ Reads Linux's /proc and /sys/fs/cgroup, versions 1 and 2. What a system does not
 sizes in bytes. No torch here.
 """
 
+import platform
 import resource
 import shutil
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def cgroup_memory(root: Path = _ROOT) -> tuple[int | None, int | None]:
             limit = _number(mount / part / limit_name)
             if limit is not None:
                 found.append((limit, _used(mount / part, used_name)))
-    return min(found, key=lambda one: one[0] - (one[1] or 0), default=(None, None))
+    return min(found, key=lambda bound: bound[0] - (bound[1] or 0), default=(None, None))
 
 
 def _used(group: Path, used_name: str) -> int | None:
@@ -122,6 +123,14 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
+def processor_name(root: Path = _ROOT) -> str:
+    """What the maker calls the processor."""
+    for line in _lines(root / "proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine() or "cpu"
+
+
 RESERVE_FRACTION = 0.1
 """Of the host memory that is left: data loaders, checkpoints and the page cache live there too."""
 
@@ -129,7 +138,7 @@ RESERVE_FRACTION = 0.1
 def default_file_budget_bytes(folder: str, local_ranks: int) -> int:
     """What one rank may take of the file system that ``folder`` lies on, or will."""
     path = Path(folder).absolute()
-    existing = next(one for one in (path, *path.parents) if one.exists())
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
     return int(shutil.disk_usage(existing).free * (1 - RESERVE_FRACTION)) // local_ranks
 
 

@@ -10,7 +10,10 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from memo_compile.errors import InputError
+from memo_compile.errors import InputError, require_at_least
+
+ELEMENT_BYTES = 2
+"""Of an activation in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +31,8 @@ class ModelShape:
     """True: gate, up and down projections (SwiGLU). False: two projections around a GELU."""
 
     def __post_init__(self) -> None:
-        for field in ("hidden", "num_layers", "ffn", "num_heads", "num_kv_heads", "vocab"):
-            if getattr(self, field) < 1:
-                raise InputError(f"{field}: expected at least 1, got {getattr(self, field)}")
+        sizes = ("hidden", "num_layers", "ffn", "num_heads", "num_kv_heads", "vocab")
+        require_at_least(1, {name: getattr(self, name) for name in sizes})
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"num_kv_heads: expected a divisor of {self.num_heads}, got {self.num_kv_heads}"
@@ -72,31 +74,29 @@ class ModelShape:
         return 6.0 * weights + 6.0 * self.num_layers * self.hidden * seq
 
 
-def _gpt(name: str, num_layers: int, hidden: int, num_heads: int) -> ModelShape:
-    return ModelShape(
-        name=name,
-        hidden=hidden,
-        num_layers=num_layers,
-        ffn=4 * hidden,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        vocab=50257,
-        gated=False,
-    )
+def _gpt(name: str, num_layers: int, hidden: int, heads: int) -> ModelShape:
+    return _shape(name, num_layers, hidden, 4 * hidden, heads, heads, 50257, gated=False)
 
 
-def _llama(
-    name: str, num_layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int
+def _shape(
+    name: str,
+    num_layers: int,
+    hidden: int,
+    ffn: int,
+    num_heads: int,
+    num_kv_heads: int,
+    vocab: int,
+    gated: bool = True,
 ) -> ModelShape:
     return ModelShape(
         name=name,
         hidden=hidden,
         num_layers=num_layers,
         ffn=ffn,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         vocab=vocab,
-        gated=True,
+        gated=gated,
     )
 
 
@@ -111,17 +111,17 @@ MODELS: dict[str, ModelShape] = {
         _gpt("gpt-30b", 48, 7168, 56),
         _gpt("gpt-65b", 80, 8192, 64),
         _gpt("gpt-175b", 96, 12288, 96),
-        _llama("llama-7b", 32, 4096, 11008, 32, 32, 32004),
-        _llama("llama-13b", 40, 5120, 13824, 40, 40, 32004),
-        _llama("llama-33b", 60, 6656, 17920, 52, 52, 32004),
-        _llama("llama-65b", 80, 8192, 22016, 64, 64, 32004),
-        _llama("llama-175b", 96, 12288, 32768, 96, 96, 32004),
-        _llama("llama2-70b", 80, 8192, 28672, 64, 8, 32004),
-        _llama("llama3-8b", 32, 4096, 14336, 32, 8, 128256),
-        _llama("llama3-70b", 80, 8192, 28672, 64, 8, 128256),
-        _llama("llama3-405b", 126, 16384, 53248, 128, 8, 128256),
-        _llama("mistral-7b", 32, 4096, 14336, 32, 8, 32000),
-        _llama("qwen3-8b", 36, 4096, 12288, 32, 8, 151936),
+        _shape("llama-7b", 32, 4096, 11008, 32, 32, 32004),
+        _shape("llama-13b", 40, 5120, 13824, 40, 40, 32004),
+        _shape("llama-33b", 60, 6656, 17920, 52, 52, 32004),
+        _shape("llama-65b", 80, 8192, 22016, 64, 64, 32004),
+        _shape("llama-175b", 96, 12288, 32768, 96, 96, 32004),
+        _shape("llama2-70b", 80, 8192, 28672, 64, 8, 32004),
+        _shape("llama3-8b", 32, 4096, 14336, 32, 8, 128256),
+        _shape("llama3-70b", 80, 8192, 28672, 64, 8, 128256),
+        _shape("llama3-405b", 126, 16384, 53248, 128, 8, 128256),
+        _shape("mistral-7b", 32, 4096, 14336, 32, 8, 32000),
+        _shape("qwen3-8b", 36, 4096, 12288, 32, 8, 151936),
     )
 }
 """Every named shape, by its canonical name."""

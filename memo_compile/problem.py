@@ -388,7 +388,7 @@ def live_bytes(buffers: Iterator[ArenaBuffer] | tuple[ArenaBuffer, ...]) -> dict
 def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
     """(line, bytes born or minus bytes gone) of ordinary memory: outputs, incoming gradients.
 
-    What the backward makes for the user stays.
+    What the backward makes for the user stays, and so does an incoming gradient that no call reads.
     """
     starts = call_starts(problem)
     backward = (at for at, call in enumerate(problem.calls) if call.phase is Phase.BACKWARD)
@@ -396,7 +396,8 @@ def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
     last_read = last_reads(problem, starts)
     for value, size_bytes in problem.tangents.items():
         yield turn, size_bytes
-        yield max(turn + 1, last_read.get(value, 0)), -size_bytes
+        if value in last_read:
+            yield max(turn + 1, last_read[value]), -size_bytes
     for index, call in enumerate(problem.calls):
         for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
             if slot.storage is not Storage.EXTERNAL or not slot.size_bytes:

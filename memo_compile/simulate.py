@@ -6,12 +6,14 @@ on one device. A wait stalls the compute lane until its copy has ended. Nothing 
 and backward are one sequence.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from memo_compile.errors import InputError, InvalidPlan
 from memo_compile.movable import StepCosts
+from memo_compile.planners.copy_times import CopyLane, copy_s
 from memo_compile.planners.residency import step_constant_bytes
 from memo_compile.plans import Plan, Span, Timeline
 from memo_compile.problem import (
@@ -49,27 +51,30 @@ def simulate(
     region_s = {**costs.region_s, **(more_region_s or {})}
     found: list[Span] = []
     ends: dict[str, float] = {}
-    now = stall_s = d2h_s = h2d_s = 0.0
+    out, back = CopyLane(), CopyLane()
+    copies = {
+        CallKind.OFFLOAD: (D2H, out, costs.d2h_bytes_per_s),
+        CallKind.RELOAD: (H2D, back, costs.h2d_bytes_per_s),
+    }
+    now = stall_s = 0.0
     for call in problem.calls:
-        begin, kind = now, call.kind
-        if kind is CallKind.WAIT:
+        begin = now
+        if call.kind is CallKind.WAIT:
             now = max(now, _end_of(call, ends))
             stall_s += now - begin
-            lane, end = STALL, now
-        elif kind is CallKind.OFFLOAD:
-            begin = max(now, d2h_s)
-            end = d2h_s = begin + _copy_s(call, costs.d2h_bytes_per_s, costs)
-            ends[call.name], lane = end, D2H
-        elif kind is CallKind.RELOAD:
-            begin = max(now, h2d_s)
-            end = h2d_s = begin + _copy_s(call, costs.h2d_bytes_per_s, costs)
-            ends[call.name], lane = end, H2D
+            name, end = STALL, now
+        elif call.kind in copies:
+            assert call.copy is not None, f"{call.name}: a copy without its bytes"
+            name, lane, bytes_per_s = copies[call.kind]
+            begin, end = lane.copy(now, copy_s(costs, bytes_per_s, call.copy.num_bytes))
+            ends[call.name] = end
         else:
             now += _region_s(call, region_s)
-            lane, end = COMPUTE, now
+            name, end = COMPUTE, now
         if spans and end > begin:
-            found.append(Span(lane=lane, name=call.name, start_s=begin, end_s=end))
-    return Timeline(step_s=max(now, d2h_s, h2d_s), stall_s=stall_s, spans=tuple(found))
+            found.append(Span(lane=name, name=call.name, start_s=begin, end_s=end))
+    step_s = max(now, out.free_s, back.free_s)
+    return Timeline(step_s=step_s, stall_s=stall_s, spans=tuple(found))
 
 
 def _end_of(call: StepCall, ends: Mapping[str, float]) -> float:
@@ -79,11 +84,6 @@ def _end_of(call: StepCall, ends: Mapping[str, float]) -> float:
             f"{call.name} waits for {call.waits_for}, which is no copy issued before it"
         )
     return end
-
-
-def _copy_s(call: StepCall, bytes_per_s: float, costs: StepCosts) -> float:
-    assert call.copy is not None, f"{call.name}: a copy without its bytes"
-    return costs.copy_latency_s + call.copy.num_bytes / bytes_per_s
 
 
 def _region_s(call: StepCall, region_s: Mapping[str, float]) -> float:
@@ -101,26 +101,31 @@ def memory_curve(problem: Problem, placed: Plan | None = None) -> list[tuple[int
     The arena counts with the buffers that are alive; with ``placed``, with the bytes that the plan
     keeps resident during each call.
     """
-    change: dict[int, int] = {}
-    for line, size_bytes, _ in outside_events(problem):
-        change[line] = change.get(line, 0) + size_bytes
-    starts = call_starts(problem)
-    for line, size_bytes in ordinary_events(problem):
-        change[line] = change.get(line, 0) + size_bytes
+    beside = running_sums(
+        [
+            *((line, change) for line, change, _ in outside_events(problem)),
+            *ordinary_events(problem),
+        ]
+    )
     arena = (
         live_bytes(arena_buffers(problem))
         if placed is None
-        else dict(zip(starts, placed.resident_bytes, strict=False))
+        else dict(zip(call_starts(problem), placed.resident_bytes, strict=False))
     )
-    before = 0
-    for line, size_bytes in arena.items():
-        change[line] = change.get(line, 0) + size_bytes - before
-        before = size_bytes
-    alive, curve = step_constant_bytes(problem), []
-    for line in sorted(change):
-        alive += change[line]
-        curve.append((line, alive))
+    constant, held, more, curve = step_constant_bytes(problem), 0, 0, []
+    for line in sorted(arena.keys() | beside.keys()):
+        held, more = arena.get(line, held), beside.get(line, more)
+        curve.append((line, constant + held + more))
     return curve
+
+
+def running_sums(events: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Line -> sum of all changes up to and at it, given (line, change); ascending."""
+    change: dict[int, int] = {}
+    for line, size_bytes in events:
+        change[line] = change.get(line, 0) + size_bytes
+    lines = sorted(change)
+    return dict(zip(lines, itertools.accumulate(change[line] for line in lines), strict=True))
 
 
 def peak_live_bytes(problem: Problem) -> int:
@@ -170,14 +175,14 @@ def _region_lives(region: RegionProfile, inside: frozenset[int]) -> _RegionLives
             positions.setdefault(slot.index, []).append(position)
     inner: list[tuple[int, int]] = []
     crossing = []
-    for index, one in enumerate(region.buffers):
+    for index, buffer in enumerate(region.buffers):
         if index in inside:
             continue
         if index not in positions:
-            inner += [(one.start, one.size_bytes), (one.end, -one.size_bytes)]
+            inner += [(buffer.start, buffer.size_bytes), (buffer.end, -buffer.size_bytes)]
             continue
-        end = max(one.end, region.num_lines)
-        crossing.append((one.start, end, one.size_bytes, tuple(positions[index])))
+        end = max(buffer.end, region.num_lines)
+        crossing.append((buffer.start, end, buffer.size_bytes, tuple(positions[index])))
     table = np.array(inner, dtype=np.int64).reshape(-1, 2)
     return _RegionLives(inner=table, crossing=tuple(crossing))
 

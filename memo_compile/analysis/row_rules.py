@@ -1,8 +1,14 @@
 """Per operator: where the rows of its inputs appear in its result, or that it mixes rows.
 
 A rule is given the inputs of a node that carry rows. It answers with the dimension of the result,
-and with the other inputs that must carry rows too, because they have the rows' size where the rows
-are. It answers None when one row of the result depends on several rows of an input.
+and with the other inputs that must carry rows too. It answers None when one row of the result
+depends on several rows of an input, and when it cannot tell.
+
+Rules go by what a dimension means to the operator, never by sizes that agree: batch, tokens, heads
+and width may all be equal, and any but the rows may be 1 (there are always two rows or more). An
+operand without rows is read whole by every row. That is right where the operator broadcasts it
+along the rows (pointwise operators, products' addends, an attention's mask: the operand has size 1
+there or lacks the dimension), and where it is no operand of rows at all (weights, tables).
 """
 
 import math
@@ -54,7 +60,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     if not is_repeatable(node):
         return None
     name = op_name(node)
-    if name.startswith("_scaled_dot_product"):
+    if name in _ATTENTION_KERNELS or name.removesuffix("_backward") in _ATTENTION_KERNELS:
         return _attention
     if node.target in _BY_OVERLOAD:
         return _BY_OVERLOAD[node.target]
@@ -103,11 +109,18 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def _first(node: fx.Node, rows: Rows) -> RowDim | None:
-    """The rows of the first argument, when no other input carries any."""
+    """The rows of the first argument, when no other input carries any and it is given once."""
     source = node.args[0]
-    if isinstance(source, fx.Node) and set(rows) == {source}:
+    if isinstance(source, fx.Node) and set(rows) == {source} and _times_given(node, source) == 1:
         return rows[source]
     return None
+
+
+def _times_given(node: fx.Node, source: fx.Node) -> int:
+    """How many arguments of ``node`` are ``source``: in two roles its rows mean two things."""
+    given: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), given.append)
+    return given.count(source)
 
 
 def _dims(node: fx.Node, name: str, ndim: int) -> set[int] | None:
@@ -119,12 +132,22 @@ def _dims(node: fx.Node, name: str, ndim: int) -> set[int] | None:
 
 
 def _broadcast(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
-    """Inputs are aligned at their last dimension, like those of pointwise operators."""
+    """Inputs are aligned at their last dimension, like those of pointwise operators.
+
+    Where the rows are, an operand has size 1 or lacks the dimension, and is broadcast, or it has
+    the rows' size and must carry rows: ``x[T, C] * w[T]`` with T == C reads w along C.
+    """
     del num_rows
-    return _join(rows, _tensors(node), len(shape_of(node)))
+    return _join(rows, _tensors(node), len(shape_of(node)), broadcasts=True)
 
 
-def _join(rows: Rows, operands: Sequence[fx.Node], ndim: int) -> Carried | None:
+def _join(
+    rows: Rows, operands: Sequence[fx.Node], ndim: int, *, broadcasts: bool
+) -> Carried | None:
+    """Operands aligned at their last dimension have their rows at one dimension of the result.
+
+    An operand of size 1 there may lack rows only if the operator ``broadcasts`` it.
+    """
     found = {
         RowDim(dim=row.dim + ndim - len(shape_of(source)), factor=row.factor)
         for source, row in rows.items()
@@ -135,12 +158,20 @@ def _join(rows: Rows, operands: Sequence[fx.Node], ndim: int) -> Carried | None:
     needs = []
     for source in operands:
         dim = out.dim - ndim + len(shape_of(source))
-        if source not in rows and dim >= 0 and shape_of(source)[dim] != 1:
+        spreads = dim < 0 or (broadcasts and shape_of(source)[dim] == 1)
+        if source not in rows and not spreads:
             needs.append((source, RowDim(dim=dim, factor=out.factor)))
     return Carried(out=out, needs=tuple(needs))
 
 
 def _view(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """The rows' dimension of the result has as many entries before it, and the rows outermost.
+
+    An entry's row follows from its flat position and from the entries inside of one row. Those
+    agree where the product of the sizes before the dimension does and the rows divide its size:
+    [T, H] -> [T * H] keeps rows T, [H, T] -> [H * T] does not unless H is 1. Of several dimensions
+    with the same product before them all but the last have size 1, which holds no two rows.
+    """
     row = _first(node, rows)
     if row is None:
         return None
@@ -153,6 +184,7 @@ def _view(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
 
 
 def _permute(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """The rows move with their dimension, whatever the sizes."""
     del num_rows
     row = _first(node, rows)
     if row is None:
@@ -169,6 +201,7 @@ def _permute(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
 
 
 def _unsqueeze(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """A dimension before the rows moves them by one."""
     del num_rows
     row = _first(node, rows)
     if row is None:
@@ -178,12 +211,18 @@ def _unsqueeze(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
 
 
 def _squeeze(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """Dimensions of size 1 go, all or those that are named; the rows' own has two entries or more.
+
+    A part of one row is another matter, which the slicer checks: there the rows' own goes as well.
+    """
     del num_rows
     row = _first(node, rows)
     if row is None:
         return None
     before = shape_of(node.all_input_nodes[0])
-    named = _dims(node, "dim", len(before)) if "dim" in _argument_names(node) else None
+    named: set[int] | None = None
+    if "dim" in _argument_names(node):
+        named = _dims(node, "dim", len(before)) or set()
     gone = [dim for dim in range(row.dim) if before[dim] == 1 and (named is None or dim in named)]
     return Carried(out=RowDim(dim=row.dim - len(gone), factor=row.factor))
 
@@ -194,6 +233,7 @@ def _argument_names(node: fx.Node) -> set[str]:
 
 
 def _slice(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """Along another dimension than the rows', or all of the rows."""
     del num_rows
     row = _first(node, rows)
     if row is None:
@@ -206,7 +246,7 @@ def _slice(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
 
 
 def _drop_dim(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
-    """``select`` and ``unbind``: the dimension that they name is gone."""
+    """``select`` and ``unbind``: the dimension that they name, not the rows', is gone."""
     del num_rows
     row = _first(node, rows)
     if row is None:
@@ -218,13 +258,17 @@ def _drop_dim(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
 
 
 def _along(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
-    """Inputs have the same dimensions; entries are mixed or moved along those that are named."""
+    """Inputs have the same dimensions; entries are mixed or moved along those that are named.
+
+    None of these operators broadcasts: an index of size 1 along the rows reads, or writes, row 0
+    alone. So every operand must have all the rows.
+    """
     del num_rows
     ndim = len(shape_of(node))
     operands = _tensors(node)
     if any(len(shape_of(source)) != ndim for source in operands):
         return None
-    joined = _join(rows, operands, ndim)
+    joined = _join(rows, operands, ndim, broadcasts=False)
     name = "dim" if "dim" in _argument_names(node) else "dims"
     mixed = _dims(node, name, ndim)
     if joined is None or mixed is None or joined.out.dim in mixed:
@@ -233,6 +277,7 @@ def _along(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
 
 
 def _reduction(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """Along dimensions that are named, none of them the rows'."""
     del num_rows
     row = _first(node, rows)
     if row is None:
@@ -247,7 +292,11 @@ def _reduction(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
 
 
 def _matmul(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
-    """``mm`` and ``bmm``, with an addend in front for ``addmm`` and ``baddbmm``."""
+    """``mm`` and ``bmm``, with an addend in front for ``addmm`` and ``baddbmm``.
+
+    The left operand's rows are the result's first (of ``bmm`` second) dimension, the right's its
+    last one; of ``bmm`` both have rows in the batch, which is never broadcast. The addend is.
+    """
     del num_rows
     *addend, left, right = node.args[: 3 if op_name(node) in ("addmm", "baddbmm") else 2]
     assert isinstance(left, fx.Node)
@@ -256,7 +305,8 @@ def _matmul(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
     contracted = {left: ndim - 1, right: ndim - 2}
     if left is right or any(one in rows and rows[one].dim == contracted[one] for one in contracted):
         return None
-    joined = _join(rows, [one for one in addend if isinstance(one, fx.Node)], ndim)
+    addends = [one for one in addend if isinstance(one, fx.Node)]
+    joined = _join(rows, addends, ndim, broadcasts=True)
     if joined is None:
         return None
     needs = list(joined.needs)
@@ -284,27 +334,34 @@ def contracted_partner(node: fx.Node, rows: Rows) -> tuple[fx.Node, RowDim] | No
 
 
 def _embedding(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """The result has the indices' dimensions first; the table is read whole."""
     del num_rows
     indices = node.args[1]
     assert isinstance(indices, fx.Node)
-    return Carried(out=rows[indices]) if set(rows) == {indices} else None
+    if set(rows) != {indices} or _times_given(node, indices) > 1:
+        return None
+    return Carried(out=rows[indices])
 
 
 def _index(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
-    """``x[i, j]``: the table or the indices carry rows, not both; indices stand side by side."""
+    """``x[i, j]``: the table or the indices carry rows, not both; indices stand side by side.
+
+    Indices broadcast against each other. Their dimensions stand in the result where the first
+    indexed dimension of the table was; the table's other dimensions are read whole.
+    """
     del num_rows
     table, given = node.args[0], node.args[1]
     assert isinstance(table, fx.Node)
     assert isinstance(given, list | tuple)
     at = [position for position, one in enumerate(given) if one is not None]
     indices = [one for one in given if isinstance(one, fx.Node)]
-    if at != list(range(at[0], at[-1] + 1)):
+    if not at or at != list(range(at[0], at[-1] + 1)) or table in indices:
         return None
     if any(one.meta["val"].dtype in (torch.bool, torch.uint8) for one in indices):
         return None
     width = max(len(shape_of(one)) for one in indices)
     if table not in rows:
-        joined = _join(rows, indices, width)
+        joined = _join(rows, indices, width, broadcasts=True)
         if joined is None:
             return None
         out = RowDim(dim=joined.out.dim + at[0], factor=joined.out.factor)
@@ -317,9 +374,12 @@ def _index(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
 
 
 def _index_select(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """The indices' only dimension takes the place of the table's that it reads."""
     del num_rows
     table, indices = node.args[0], argument(node, "index")
     assert isinstance(table, fx.Node)
+    if table is indices:
+        return None
     at = argument(node, "dim") % len(shape_of(table))
     if set(rows) == {indices}:
         return Carried(out=RowDim(dim=at, factor=rows[indices].factor))
@@ -329,7 +389,10 @@ def _index_select(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
 
 
 def _norm(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
-    """The last dimensions, as many as ``normalized_shape`` has, are mixed."""
+    """The last dimensions, as many as ``normalized_shape`` has, are mixed.
+
+    Mean and reciprocal deviation keep all dimensions, those with size 1.
+    """
     del num_rows
     row = _first(node, rows)
     if row is None:
@@ -338,31 +401,96 @@ def _norm(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
     return Carried(out=row) if row.dim < len(shape_of(node)) - mixed else None
 
 
+_BATCHED = frozenset(
+    ("query", "key", "value", "grad_out", "grad_out_", "out", "logsumexp")  # [B, H, T, ...]
+)
+"""Arguments of the attention operators with the batch in dimension 0."""
+
+_MASKS = frozenset(("attn_mask", "attn_bias"))
+"""Arguments that are broadcast, aligned at their last dimension, against [B, H, T, S]."""
+
+_COUNTERS = frozenset(
+    "philox_seed philox_offset rng_state unused debug_attn_mask "
+    "cum_seq_q cum_seq_k max_q max_k".split()
+)
+"""Arguments and results that depend on no row: what dropout, which is off, would draw from, and
+the bounds of nested tensors, which dense ones do not have."""
+
+_ATTENTION_KERNELS = (
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_fused_attention_overrideable"
+).split()
+
+
 def _attention(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
-    """Separable over the batch, dimension 0 of everything; never over tokens."""
+    """Separable over the batch, which the schema's names tell; never over tokens or heads.
+
+    A mask of four dimensions has the batch in front, of size 1 where it is broadcast. A mask of
+    fewer has none: dimension 0 of [T, S] is the queries', also where there are as many sequences.
+    """
     del num_rows
-    if len(set(rows.values())) != 1:
+    if {row.dim for row in rows.values()} != {0} or len(set(rows.values())) != 1:
+        return None
+    carries: dict[fx.Node, bool] = {}
+    for name in _argument_names(node):
+        source = argument(node, name)
+        if not isinstance(source, fx.Node):
+            continue
+        shape = shape_of(source)
+        if name in _BATCHED:
+            has_batch = True
+            if len(shape) != 4 and name != "logsumexp":
+                return None
+        elif name in _MASKS:
+            has_batch = len(shape) == 4 and shape[0] != 1
+        elif name in _COUNTERS:
+            has_batch = False
+        else:
+            return None
+        if carries.setdefault(source, has_batch) != has_batch:
+            return None
+    if not all(carries[source] for source in rows):
         return None
     out = next(iter(rows.values()))
-    if out.dim != 0:
-        return None
-    operands = [one for one in _tensors(node) if len(shape_of(one)) > 1]
-    if not set(rows) <= set(operands):
-        return None
-    needs = [(one, out) for one in operands if one not in rows and shape_of(one)[0] != 1]
+    needs = [(one, out) for one, wanted in carries.items() if wanted and one not in rows]
     return Carried(out=out, needs=tuple(needs))
 
 
+def is_counter(node: fx.Node) -> bool:
+    """True for a result of an attention kernel that depends on no row: a seed, an offset."""
+    if node.target is not operator.getitem:
+        return False
+    maker, position = node.args
+    assert isinstance(maker, fx.Node)
+    assert isinstance(position, int)
+    if op_name(maker) not in _ATTENTION_KERNELS:
+        return False
+    assert isinstance(maker.target, torch._ops.OpOverload)
+    return maker.target._schema.returns[position].name in _COUNTERS
+
+
 def _images(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
-    """Convolutions and pooling: rows are images, dimension 0 of the first input."""
+    """Convolutions and pooling: rows are images, dimension 0 of the first input.
+
+    Groups, stride and padding concern the other dimensions only. A convolution's input without a
+    batch, which has a dimension less than the weight, has channels there. Pooling treats every
+    channel by itself, so that channels in front are rows as well.
+    """
     del num_rows
     row = _first(node, rows)
-    if row is None or row.dim != 0 or len(shape_of(node.all_input_nodes[0])) < 3:
+    image = node.args[0]
+    assert isinstance(image, fx.Node)
+    if row is None or row.dim != 0 or len(shape_of(image)) < 3:
+        return None
+    weight = argument(node, "weight")
+    if isinstance(weight, fx.Node) and len(shape_of(weight)) != len(shape_of(image)):
         return None
     return Carried(out=row)
 
 
 def _pad(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """Sides of another dimension than the rows', counted in pairs from the last."""
     del num_rows
     row = _first(node, rows)
     if row is None:
@@ -372,6 +500,7 @@ def _pad(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
 
 
 def _repeat(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+    """Aligned at the last dimension; the rows are there once."""
     joined = _broadcast(node, rows, num_rows)
     if joined is None or argument(node, "repeats")[joined.out.dim] != 1:
         return None
@@ -379,17 +508,26 @@ def _repeat(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
 
 
 def _getitem(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
-    """An element of a tuple has its rows where the tuple's node says."""
+    """An element of a tuple has its rows where the tuple's node says.
+
+    Of the operators with a rule all results have the rows at one dimension, but for the gradient
+    of an attention's mask, which is a sum over the batch unless the mask carries rows.
+    """
+    del num_rows
     row = _first(node, rows)
-    if row is None or not is_tensor(node):
+    maker, position = node.args
+    if row is None or not is_tensor(node) or not isinstance(maker, fx.Node) or is_counter(node):
         return None
-    shape = shape_of(node)
-    fits = len(shape) > row.dim and shape[row.dim] == num_rows * row.factor
-    return Carried(out=row) if fits else None
+    if op_name(maker).endswith("attention_backward") and position == 3:
+        return None
+    return Carried(out=row)
 
 
 def _select_scatter(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
-    """``out[.., index, ..] = src`` along one dimension, which ``src`` does not have."""
+    """``out[.., index, ..] = src`` along one dimension, which ``src`` does not have.
+
+    Nothing is broadcast, so that both must carry rows.
+    """
     del num_rows
     into, source = node.args[0], argument(node, "src")
     assert isinstance(into, fx.Node)

@@ -11,7 +11,6 @@ Rewrite of :func:`slice_rows`, 32 of 128 rows:
     c = mul(b, scale)       # scale [16]              c = mul(b, scale)      # scale [16]
 """
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from memo_compile.analysis.row_rules import (
     RowDim,
     argument,
     contracted_partner,
+    is_counter,
     is_repeatable,
     rule_of,
     shape_of,
@@ -66,8 +66,8 @@ def row_dims(
     """Every separable node with the dimension of its rows, None for what carries no rows.
 
     A tuple's dimension is that of its elements. Nodes that mix rows, random operators, collectives,
-    writes, custom operators, and all that depends on one of them, are absent. Placeholders that
-    meet rows at a dimension of exactly the rows' size (tables of angles, labels, masks) carry rows
+    writes, custom operators, and all that depends on one of them, are absent. Placeholders that an
+    operator reads row by row beside a value with rows (tables of angles, labels, masks) carry rows
     too, and are in the result with their dimension although ``seeds`` does not name them.
 
     Raises:
@@ -183,7 +183,7 @@ class _Pass:
             if is_repeatable(node):
                 self.dims[node] = None
             return
-        if _is_counter(node):
+        if is_counter(node):
             self.dims[node] = None
             return
         carried = self._carried(node, rows)
@@ -256,15 +256,8 @@ def _is_attribute(node: fx.Node) -> bool:
     return is_tensor(node) or isinstance(getattr(owner, str(node.target), None), torch.Tensor)
 
 
-def _is_counter(node: fx.Node) -> bool:
-    """True for an element without rows of a kernel's results: seeds and offsets of attention."""
-    if node.target is not operator.getitem:
-        return False
-    value = node.meta.get("val")
-    return not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() <= 2
-
-
 def _is_uniform(node: fx.Node, row: RowDim) -> bool:
+    """True for what is equal in every row: made of nothing, or one entry of its input repeated."""
     if op_name(node) in _UNIFORM:
         return True
     if op_name(node) != "expand":
@@ -300,13 +293,18 @@ def slice_rows(
 
 
 def is_row_wise(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], num_rows: int) -> bool:
-    """True when row r of ``node`` needs row r of its inputs only; a seed's rows may be given."""
+    """True when row r of ``node`` needs row r of its inputs only; a seed's rows may be given.
+
+    Inputs that carry no rows, or are absent from ``dims``, are read whole by every row.
+    """
     if node not in dims:
         return False
     row = dims[node]
-    if row is None or node.op == "placeholder" or _is_uniform(node, row):
+    if row is None or node.op == "placeholder":
         return True
     rows = {one: given for one in node.all_input_nodes if (given := dims.get(one)) is not None}
+    if not rows and _is_uniform(node, row):
+        return True
     rule = rule_of(node)
     carried = None if rule is None or not rows else rule(node, rows, num_rows)
     return carried == Carried(out=row)
@@ -364,7 +362,24 @@ class _Slicer:
                     raise
                 self._make_dense(copy)
                 copy.meta["val"] = self._value(copy)
+        self._require_rows(copy, node, row)
         return copy
+
+    def _require_rows(self, copy: fx.Node, node: fx.Node, row: RowDim) -> None:
+        """Refuse a result that has another shape than the whole's with fewer rows.
+
+        Raises:
+            UnsupportedGraph: it has; an operator treats a dimension of size 1 in another way.
+        """
+        if row.dim >= len(shape_of(node)):
+            return  # a tuple whose first element is no tensor
+        expected = list(shape_of(node))
+        expected[row.dim] = self.rows * row.factor
+        if list(shape_of(copy)) != expected:
+            raise UnsupportedGraph(
+                f"{node.name} ({node.target}) has shape {shape_of(copy)} for {self.rows} of "
+                f"{self.num_rows} rows, expected {tuple(expected)}"
+            )
 
     def _reshape(self, copy: fx.Node, node: fx.Node, row: RowDim) -> None:
         """Give ``copy`` the shape that its result has with fewer rows."""

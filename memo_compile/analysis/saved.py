@@ -19,7 +19,8 @@ from memo_compile.analysis.units import (
     backward_positions,
     tangent_dependents,
 )
-from memo_compile.analysis.views import base_of, is_movable_view, is_tensor
+from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, storage_of
+from memo_compile.passes.overwritten import overwritten, runs_once
 from memo_compile.passes.purity import is_constant, is_pure
 
 TILE_FACTOR = 2
@@ -42,7 +43,8 @@ def equal_cut(
        have other neighbours, so that min-cut may treat them differently).
     2. Views of a whole tensor are replaced by the tensor.
     3. Whatever a backward still needs from another unit is kept too, and so is every value that
-       must not be computed twice (random numbers, collectives, custom operators).
+       must not be computed twice (random numbers, collectives, custom operators, what reads an
+       input that the step overwrites). Such an input, or a view of it, is never kept.
 
     With ``for_tiles`` what is much wider than its unit's input is left out, so that the backward
     makes it again beside its readers, where ``passes.tiles`` can do both tile by tile.
@@ -57,7 +59,10 @@ def equal_cut(
     }
     if for_tiles:
         chosen -= _wide(units)
-    chosen = _same_in_every_layer(units, chosen)
+    written = overwritten(joint.graph)
+    chosen = {
+        node for node in _same_in_every_layer(units, chosen) if storage_of(node) not in written
+    }
     needed = _close(joint, chosen, _unit_of_every_node(joint, units), num_fwd_outputs)
     return [node for node in joint.graph.nodes if node in needed]
 
@@ -179,7 +184,7 @@ def _is_available(
     if is_constant(base) or not is_tensor(base):
         return False
     crosses = reader in unit_of and unit_of.get(base, unit_of[reader]) != unit_of[reader]
-    if crosses or not is_pure(base):
+    if crosses or not is_pure(base) or runs_once(base):
         saved.add(base)
         return True
     return False

@@ -39,14 +39,24 @@ def viewed(node: fx.Node) -> fx.Node:
 def is_movable_view(node: fx.Node) -> bool:
     """True for a view that shows all of its source: recomputing it elsewhere keeps nothing more.
 
-    A slice is not: to move it would keep its whole source alive.
+    A slice is not: to move it would keep its whole source alive. Nor is a view that sizes and
+    strides of the source's elements do not describe: of another type, as ``view_as_real``, or with
+    lazy conjugation or negation.
     """
     if not is_view(node) or not is_tensor(node):
         return False
     source = viewed(node)
     if not is_tensor(source):
         return False
-    return bool(source.meta["val"].numel() <= node.meta["val"].numel())
+    shown, whole = node.meta["val"], source.meta["val"]
+    if shown.dtype is not whole.dtype or _lazy(shown) != _lazy(whole):
+        return False
+    return bool(whole.numel() <= shown.numel())
+
+
+def _lazy(value: torch.Tensor) -> tuple[bool, bool]:
+    """What is to be done to every element when it is read."""
+    return value.is_conj(), value.is_neg()
 
 
 def base_of(node: fx.Node) -> fx.Node:

@@ -71,6 +71,7 @@ class _AtenRegion:
         self.outputs: list[Any] = list(self.nodes[-1].args[0])
         self.line = {node: number for number, node in enumerate(self.nodes)}
         self.last_use = self._last_uses()
+        self.dropped = self._dropped()
         self.external = {storage_of(self.outputs[index]) for index in region.external_outputs}
         self.kept = {storage_of(node) for node in self.outputs if isinstance(node, fx.Node)}
         self.buffers: dict[fx.Node, _Buffer] = {}
@@ -87,6 +88,16 @@ class _AtenRegion:
                 root = storage_of(source)
                 last[root] = max(last.get(root, 0), self.line[node])
         return last
+
+    def _dropped(self) -> dict[int, list[fx.Node]]:
+        """Line -> values that no later line takes as an argument; what they show may live on."""
+        last: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            last.update(dict.fromkeys((node, *node.all_input_nodes), self.line[node]))
+        found: dict[int, list[fx.Node]] = {}
+        for node, line in last.items():
+            found.setdefault(line, []).append(node)
+        return found
 
     def _place(self) -> None:
         for node in self.nodes:
@@ -198,12 +209,15 @@ class _AtenRegion:
         args.clear()
         views = current.views
         with torch.no_grad():
-            for node in self.nodes:
+            for node in self.nodes[:-1]:
                 if node.op == "get_attr":
                     env[node] = getattr(self.region.gm, str(node.target))
                 elif node.op == "call_function":
                     env[node] = self._call(node, env, views)
-                self._end_line(node, env, views)
+                self._poison_dead(node)
+                for dead in self.dropped.get(self.line[node], ()):
+                    env.pop(dead, None)
+            self._poison_dead(self.nodes[-1])
         return [env[one] if isinstance(one, fx.Node) else one for one in self.outputs]
 
     def _call(self, node: fx.Node, env: Env, views: Sequence[torch.Tensor]) -> Any:
@@ -222,17 +236,19 @@ class _AtenRegion:
             view.copy_(runnable(node.target)(*args, **kwargs))
         return view
 
-    def _end_line(self, node: fx.Node, env: Env, views: Sequence[torch.Tensor]) -> None:
-        """Drop what is dead after this line; in poison mode overwrite it first."""
+    def _poison_dead(self, node: fx.Node) -> None:
+        """In poison mode, what is dead after this line is overwritten."""
+        if not self.poison:
+            return
         number = self.line[node]
         for source in (node, *node.all_input_nodes):
             root = storage_of(source)
             dead = self.last_use.get(root, self.line[root]) <= number
             if not dead or root in self.kept:
                 continue
-            if self.poison and root in self.buffers:
+            if root in self.buffers:
                 current.poison(self.buffers[root].index)
-            elif self.poison and root.op == "placeholder" and node.op != "placeholder":
+            elif root.op == "placeholder" and node.op != "placeholder":
                 current.input_done(self.inputs.index(root))
 
 

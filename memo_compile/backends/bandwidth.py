@@ -11,8 +11,6 @@ import os
 import platform
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from memo_runtime.copies import Lane, engine_of
 from memo_runtime.host_store import FILE_PREFIX, HostStore, HostStoreError
 
 from memo_compile.config import cache_folder
-from memo_compile.hardware_measure import device_name
+from memo_compile.hardware_measure import device_name, run_times
 
 log = logging.getLogger("memo")
 
@@ -102,9 +100,9 @@ def measure_copies(device: torch.device, kind: str) -> CopyBandwidth:
     own = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     host = store.bytes(COPY_BYTES)
     try:
-        latency_s = _median_s(_copy(device, Lane.D2H, host[:SMALL_BYTES], own[:SMALL_BYTES]))
-        d2h_s = _median_s(_copy(device, Lane.D2H, host, own))
-        h2d_s = _median_s(_copy(device, Lane.H2D, own, host))
+        latency_s = _copy_s(device, Lane.D2H, host[:SMALL_BYTES], own[:SMALL_BYTES])
+        d2h_s = _copy_s(device, Lane.D2H, host, own)
+        h2d_s = _copy_s(device, Lane.H2D, own, host)
     finally:
         del host
         store.close()
@@ -121,9 +119,10 @@ def _above(seconds: float, latency_s: float) -> float:
     return max(seconds - latency_s, seconds / 2)
 
 
-def _copy(
+def _copy_s(
     device: torch.device, lane: Lane, destination: torch.Tensor, source: torch.Tensor
-) -> Callable[[], None]:
+) -> float:
+    """Median seconds; the first run, which touches new pages, does not count."""
     engine = engine_of(device)
 
     def run() -> None:
@@ -131,18 +130,7 @@ def _copy(
         engine.wait(ticket)
         engine.settle(ticket)  # on CUDA a wait does not block the host
 
-    return run
-
-
-def _median_s(run: Callable[[], None]) -> float:
-    """Median seconds; the first run, which touches new pages, does not count."""
-    run()
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(run_times(run, runs=REPEATS))
 
 
 def _fingerprint(device: torch.device) -> dict[str, Any]:

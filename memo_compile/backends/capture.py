@@ -25,7 +25,9 @@ from memo_compile.backends import shim
 from memo_compile.backends.artifacts import emit_artifacts
 from memo_compile.backends.assemble import Assembly, assemble
 from memo_compile.backends.facts import GraphFacts
+from memo_compile.backends.left_whole import say_bug, say_dropped
 from memo_compile.backends.lowering import plain_inner
+from memo_compile.backends.probe import Verdict, probe_tiling
 from memo_compile.config import MemoConfig
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.accumulate import AccumulateInPlace
@@ -33,8 +35,10 @@ from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.cut import Cut, CutRequest, cut
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import Halves, lease_saved
+from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.pipeline import PassRunner, graph_text
-from memo_compile.passes.tile_cut import tile_cut
+from memo_compile.passes.separate import SeparateResults
+from memo_compile.passes.tile_cut import Tiling, tile_cut
 from memo_compile.problem import Phase
 from memo_compile.program_text import program_text
 from memo_compile.reporting import state
@@ -47,7 +51,7 @@ JOINT_PASSES = (
     MergeCommonSubexpressions(),
     HoistInvariants(),
 )
-"""What happens to the joint graph before it is cut in two."""
+"""What happens to the joint graph, before ``KeepOverwritten`` and before it is cut in two."""
 
 
 OTHER_OFFLOADER = (
@@ -59,6 +63,9 @@ OTHER_OFFLOADER = (
 class StepCompiler:
     """Compiles one Dynamo graph. ``assembly`` is set when its plan stands."""
 
+    may_run = True
+    """False where nothing may be computed while planning."""
+
     def __init__(self, config: MemoConfig, facts: GraphFacts, name: str) -> None:
         self.config = config
         self.facts = facts
@@ -68,6 +75,8 @@ class StepCompiler:
         self.assembly: Assembly | None = None
         self.saw_training = False
         self._units: JointUnits | None = None
+        self._num_results = 0
+        """Of the forward; behind them it returns what autograd keeps for the backward."""
         self._forward: Cut | None = None
         self._started = time.perf_counter()
 
@@ -89,7 +98,8 @@ class StepCompiler:
         self.saw_training = True
         _require_known(joint)
         _note_users_checkpoints(joint)
-        joint = self.runner.run(joint, JOINT_PASSES, stage="joint")
+        passes = (*JOINT_PASSES, KeepOverwritten(num_fwd_outputs=num_fwd_outputs))
+        joint = self.runner.run(joint, passes, stage="joint")
         units = tag_units(joint)
         names = shim.min_cut_saved_names(
             joint,
@@ -114,7 +124,7 @@ class StepCompiler:
         halves = lease_saved(
             forward, backward, num_fwd_outputs=num_fwd_outputs, handle_value=handle
         )
-        self._units = units
+        self._units, self._num_results = units, num_fwd_outputs
         self._dump_halves(halves)
         return halves.forward, halves.backward
 
@@ -187,13 +197,17 @@ class StepCompiler:
     def _cut(self, gm: fx.GraphModule, phase: Phase, static: frozenset[str]) -> Cut:
         assert self._units is not None
         num_units = self._units.num_units
+        gm = shim.with_graph(gm, shim.copy_graph(gm.graph))
         if phase is Phase.FORWARD:
+            apart = SeparateResults(own=shim.results_of_their_own(), num_results=self._num_results)
+            gm = self.runner.run(gm, [apart], stage="forward")
             positions = forward_positions(gm.graph)
         else:
+            (gradients,) = gm.graph.output_node().args
+            assert isinstance(gradients, list | tuple), "a backward returns a tuple"
+            apart = SeparateResults(own=tuple(range(len(gradients))))
             in_place = AccumulateInPlace(num_units=num_units)
-            gm = self.runner.run(
-                shim.with_graph(gm, shim.copy_graph(gm.graph)), [in_place], stage="backward"
-            )
+            gm = self.runner.run(gm, [apart, in_place], stage="backward")
             positions = backward_positions(gm.graph, num_units)
         whole = cut(
             CutRequest(
@@ -205,7 +219,19 @@ class StepCompiler:
                 names=_region_names(self._units, phase),
             )
         )
-        return tile_cut(whole, self.config.token_tiles or 1)
+        return tile_cut(whole, self.config.token_tiles or 1, self._accepts, say_dropped)
+
+    def _accepts(self, tiling: Tiling) -> bool:
+        """False for tiles that compute something else than their region, run on random numbers."""
+        if not self.may_run:
+            return True
+        probe = probe_tiling(tiling)
+        name = tiling.region.name
+        if probe.verdict is Verdict.DIFFERS:
+            say_bug(f"region {name} is not run in tiles: they compute something else", probe.reason)
+        elif probe.verdict is Verdict.NOT_RUN:
+            state.add_note(f"region {name}: its tiles were not compared with it: {probe.reason}")
+        return probe.verdict is not Verdict.DIFFERS
 
 
 def _region_names(units: JointUnits, phase: Phase) -> dict[int, str]:

@@ -1,8 +1,11 @@
-"""Eager versions of the operators that exist for Inductor only.
+"""Eager versions of operators that exist for Inductor only, or that take too much memory in eager.
 
 Inductor replaces random operators by pure functions of a seed before memo sees the graph. Here
 they draw from a generator of that seed: the same seed gives the same numbers, so that a mask can
 be recomputed. The numbers differ from those of Inductor's kernels.
+
+Eager's ``slice_scatter`` and its like copy the storage of their first input from its first byte
+on, which in a step is the arena.
 """
 
 from collections.abc import Callable
@@ -40,15 +43,31 @@ def _randint(
     return torch.randint(low, high, list(size), device=seed.device, generator=generator)
 
 
+def _scatter(view: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """What ``view`` shows of a copy of the first input is overwritten with the second."""
+
+    def run(base: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = base.clone()
+        view(result, *args, **kwargs).copy_(source)
+        return result
+
+    return run
+
+
 def _table() -> dict[Any, Callable[..., Any]]:
-    prims = torch.ops.prims
+    aten, prims = torch.ops.aten, torch.ops.prims
     found: dict[str, Callable[..., Any]] = {
         "inductor_seeds": _seeds,
         "inductor_lookup_seed": _lookup_seed,
         "inductor_random": _random,
         "inductor_randint": _randint,
     }
-    return {getattr(prims, name).default: run for name, run in found.items()}
+    return {
+        **{getattr(prims, name).default: run for name, run in found.items()},
+        aten.slice_scatter.default: _scatter(aten.slice.Tensor),
+        aten.select_scatter.default: _scatter(aten.select.int),
+        aten.diagonal_scatter.default: _scatter(aten.diagonal.default),
+    }
 
 
 _EAGER: dict[Any, Callable[..., Any]] = {}

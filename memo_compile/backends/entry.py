@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 from memo_runtime.arena import ArenaError
+from memo_runtime.host_store import HostStoreError
 from torch import fx
 
 from memo_compile.backends import shim
 from memo_compile.backends.capture import StepCompiler
 from memo_compile.backends.facts import GraphFacts
 from memo_compile.backends.left_out import DynamoWatch
+from memo_compile.backends.left_whole import REPORT, UNEXPECTED, say_dropped
 from memo_compile.backends.specialise import specialise, symbol_positions
 from memo_compile.backends.tiling import tile_order
 from memo_compile.config import MemoConfig, resolve
-from memo_compile.errors import ConfigError, Infeasible, MemoError, UnsupportedGraph
+from memo_compile.errors import ConfigError, Infeasible, MemoError, UnsupportedGraph, described
 from memo_compile.reporting import state
 
 log = logging.getLogger("memo")
@@ -126,21 +128,28 @@ def plan_graph(
     untouched = shim.with_graph(gm, shim.copy_graph(gm.graph))
     try:
         return _plan_once(gm, example_inputs, dataclasses.replace(config, token_tiles=first), make)
-    except (Infeasible, ArenaError, UnsupportedGraph) as error:
-        whole_failed = first == 1 and isinstance(error, UnsupportedGraph)
+    except (MemoError, ArenaError, *UNEXPECTED) as error:
+        expected = isinstance(error, Infeasible | ArenaError)
         unbounded = config.memory_budget is None and not isinstance(error, ArenaError)
-        if whole_failed or unbounded:
+        if unbounded or (first == 1 and not expected) or _ends_planning(error):
             raise
+        if not isinstance(error, MemoError | ArenaError):
+            say_dropped(f"the graph is not planned in {first} tiles of tokens", error)
         log.info("memo: in %d tiles of tokens: %s; trying %d", first, error, second)
         again = dataclasses.replace(config, token_tiles=second)
         return _plan_again(untouched, example_inputs, again, error, make)
+
+
+def _ends_planning(error: Exception) -> bool:
+    """True for what another plan does not mend: an option, memory that torch itself ran out of."""
+    return isinstance(error, ConfigError | torch.OutOfMemoryError)
 
 
 def _plan_again(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     config: MemoConfig,
-    before: MemoError | ArenaError,
+    before: Exception,
     make: MakeCompiler,
 ) -> Callable[..., Any]:
     """``gm`` with other tiles; if that does not fit either, the error has the lower floor."""
@@ -155,6 +164,11 @@ def _plan_again(
         if floors[1] is None or (floors[0] is not None and floors[0] < floors[1]):
             raise before from None
         raise
+    except UNEXPECTED as error:
+        if _ends_planning(error) or not isinstance(before, Infeasible):
+            raise
+        say_dropped(f"the graph is not planned in {config.token_tiles} tiles of tokens", error)
+        raise before from None
 
 
 def _plan_once(
@@ -205,7 +219,7 @@ def _step_aside(
     """
     refused = isinstance(error, ArenaError)
     if config.strict or config.memory_budget is not None or refused:
-        raise error
+        raise _named(error)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     state.mark_failed(f"a graph runs through plain Inductor, without a plan: {reason}")
     if isinstance(error, UnsupportedGraph):
@@ -215,6 +229,16 @@ def _step_aside(
     else:
         log.error("memo: planning failed, plain Inductor runs this graph", exc_info=error)
     return shim.compile_fx(gm, example_inputs)
+
+
+def _named(error: Exception) -> Exception:
+    """``error``, or a MemoError with its cause where no code raises such an error on purpose."""
+    if isinstance(error, MemoError | HostStoreError | torch.OutOfMemoryError):
+        return error
+    log.error("memo: planning failed; %s", REPORT, exc_info=error)
+    named = MemoError(f"planning failed: {described(error)}; {REPORT}")
+    named.__cause__ = error
+    return named
 
 
 def _note_distributed() -> None:

@@ -239,9 +239,9 @@ def _parameter_bytes(loaded: Loaded, dtype: torch.dtype) -> float:
     """Of one trainable number, on average over the model; of ``dtype`` where there is no module."""
     if not isinstance(loaded.model, torch.nn.Module):
         return dtype.itemsize
-    trainable = [one for one in loaded.model.parameters() if one.requires_grad]
-    numbers = sum(one.numel() for one in trainable)
-    return sum(one.nbytes for one in trainable) / numbers if numbers else dtype.itemsize
+    trainable = [parameter for parameter in loaded.model.parameters() if parameter.requires_grad]
+    numbers = sum(parameter.numel() for parameter in trainable)
+    return sum(parameter.nbytes for parameter in trainable) / numbers if numbers else dtype.itemsize
 
 
 def _answer(question: Question, loaded: Loaded, step: OfflineStep) -> Forecast:
@@ -276,18 +276,18 @@ def _peak_at(step: OfflineStep) -> PeakAt | None:
     starts = call_starts(problem)
     index = max(i for i in range(len(problem.calls)) if starts[i] <= line)
     call = problem.calls[index]
-    alive = [one for one in arena_buffers(problem) if one.start <= line < one.end]
-    alive.sort(key=lambda one: (-one.size_bytes, one.id))
+    alive = [buffer for buffer in arena_buffers(problem) if buffer.start <= line < buffer.end]
+    alive.sort(key=lambda buffer: (-buffer.size_bytes, buffer.id))
     found = []
-    for one in alive[:NUM_LARGEST]:
-        maker = problem.calls[one.call]
+    for buffer in alive[:NUM_LARGEST]:
+        maker = problem.calls[buffer.call]
         slots = problem.regions[maker.region].output_of_buffer()
-        value = maker.outputs[slots[one.index]] if one.index in slots else None
+        value = maker.outputs[slots[buffer.index]] if buffer.index in slots else None
         info = problem.tensors.get(value) if value is not None else None
         found.append(
             TensorAtPeak(
-                name=one.id if value is None else f"{maker.name}/{value}",
-                size_bytes=one.size_bytes,
+                name=buffer.id if value is None else f"{maker.name}/{value}",
+                size_bytes=buffer.size_bytes,
                 source=None if info is None else info.source,
             )
         )

@@ -99,7 +99,7 @@ def measure(
     _require_runs_alone(region)
     _require_fits(lowered, region)
     try:
-        with _torch_as_before(region.device):
+        with torch_as_before(region.device):
             inputs = _inputs(region)
             with _frame(lowered, region.device):
                 timed = _cuda_s if region.device.type == "cuda" else _cpu_s
@@ -133,7 +133,7 @@ def _require_runs_alone(region: RegionGraph) -> None:
 
 def _require_fits(lowered: LoweredRegion, region: RegionGraph) -> None:
     """Refuse what the system would kill the process for."""
-    needed = sum(_layout_elements(one) * one.element_size() for one in _tensors(region))
+    needed = sum(layout_elements(one) * one.element_size() for one in _tensors(region))
     needed += _offsets(lowered.profile)[1]
     needed += sum(one.size_bytes for one in lowered.profile.outside)
     free = _free_bytes(region.device)
@@ -158,7 +158,7 @@ def _tensors(region: RegionGraph) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _torch_as_before(device: torch.device) -> Iterator[None]:
+def torch_as_before(device: torch.device) -> Iterator[None]:
     """Random states are restored and nothing is recorded for gradients."""
     on_cuda = device.type == "cuda"
     guard = torch.cuda.device(device) if on_cuda else contextlib.nullcontext()
@@ -187,7 +187,7 @@ def _inputs(region: RegionGraph) -> list[torch.Tensor]:
 
 def _made_up(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Numbers with the layout of ``value``; where strides overlap, one element serves several."""
-    num_elements = _layout_elements(value)
+    num_elements = layout_elements(value)
     flat = torch.zeros(num_elements, dtype=value.dtype, device=value.device)
     if (flat.is_floating_point() or flat.is_complex()) and flat.element_size() > 1:
         flat.normal_(0.0, INPUT_SCALE, generator=generator)
@@ -197,7 +197,7 @@ def _made_up(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return flat.as_strided(value.shape, value.stride())
 
 
-def _layout_elements(value: torch.Tensor) -> int:
+def layout_elements(value: torch.Tensor) -> int:
     """Elements from the first to the last of a tensor, gaps included."""
     layout = zip(value.shape, value.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in layout) if value.numel() else 0

@@ -55,9 +55,14 @@ def movable_step(
     num_units: int,
     profile: HardwareProfile,
     token_granule: int,
+    slices_rows: bool = True,
 ) -> Movable:
-    """The layers of ``problem``, which is the step under policy SAVE."""
-    return _Builder(forward, backward, problem, costs, num_units, profile).build(token_granule)
+    """The layers of ``problem``, which is the step under policy SAVE.
+
+    Unless it ``slices_rows`` no tensor can be split along its rows.
+    """
+    builder = _Builder(forward, backward, problem, costs, num_units, profile, slices_rows)
+    return builder.build(token_granule)
 
 
 class _Builder:
@@ -69,7 +74,9 @@ class _Builder:
         costs: StepCosts,
         num_units: int,
         profile: HardwareProfile,
+        slices_rows: bool,
     ) -> None:
+        self.slices_rows = slices_rows
         self.forward = forward
         self.problem = problem
         self.costs = costs
@@ -91,7 +98,7 @@ class _Builder:
         self.filled = _filled(problem)
 
     def build(self, token_granule: int) -> Movable:
-        keys: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = {}
+        keys: dict[tuple[str, tuple[int, ...], tuple[int, ...], bool], str] = {}
         classes: dict[str, LayerClass] = {}
         graphs: dict[str, ClassGraph] = {}
         layers = []
@@ -100,7 +107,7 @@ class _Builder:
             inputs, outputs = self._input_slots(call), self._output_slots(call)
             if backward is None or not (inputs or outputs):
                 continue
-            signature = (call.region, inputs, outputs)
+            signature = (call.region, inputs, outputs, self._keeps_inputs(call))
             if signature not in keys:
                 keys[signature] = _fresh(call.region, classes)
                 graph = self._graph(call, inputs, outputs)
@@ -159,7 +166,7 @@ class _Builder:
         region = self.regions[call.region]
         placeholders = region.gm.graph.find_nodes(op="placeholder")
         seeds, num_rows = {}, 1
-        for position in inputs:
+        for position in inputs if self.slices_rows else ():
             found = _rows_of(placeholders[position].meta["val"])
             if found is not None and num_rows in (1, found[1]):
                 seeds[placeholders[position]], num_rows = found
@@ -185,10 +192,7 @@ class _Builder:
         )
         nodes = self._slot_nodes(graph)
         dims = row_dims(graph.region.gm, graph.row_seeds, graph.num_rows) if graph.row_seeds else {}
-        at = self.index[call.name]
-        unchanged = self.written.isdisjoint(call.inputs)
-        unchanged = unchanged and all(self.filled.get(value, at) <= at for value in call.inputs)
-        able = _can_recompute(ops) if unchanged else set()
+        able = _can_recompute(ops) if self._keeps_inputs(call) else set()
         slots = []
         values = [call.inputs[at] for at in graph.slot_of_input]
         values += [call.outputs[at] for at in graph.slot_of_output]
@@ -210,6 +214,12 @@ class _Builder:
                 )
             )
         return LayerClass(key=key, slots=tuple(slots), ops=ops)
+
+    def _keeps_inputs(self, call: StepCall) -> bool:
+        """True when the inputs of ``call`` hold in the backward what they held when it ran."""
+        at = self.index[call.name]
+        filled_later = any(self.filled.get(value, at) > at for value in call.inputs)
+        return self.written.isdisjoint(call.inputs) and not filled_later
 
     def _seconds(self, call: StepCall, region: RegionGraph) -> dict[fx.Node, float]:
         """Roofline seconds of every node, scaled so that they add up to the region's own."""

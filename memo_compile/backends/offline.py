@@ -130,6 +130,8 @@ class _PlannedSignal(Exception):
 class _OfflineCompiler(StepCompiler):
     """Plans a graph and ends its compilation."""
 
+    may_run = False
+
     def __init__(
         self, config: MemoConfig, facts: GraphFacts, name: str, hardware: HardwareProfile | None
     ) -> None:
@@ -150,7 +152,14 @@ class _OfflineCompiler(StepCompiler):
     def assemble(self, forward: Cut, backward: Cut, units: JointUnits) -> Never:
         """Plan, and hand the plan out."""
         planner = StepPlanner(
-            forward, backward, units, self.facts, self.config, self.name, self.hardware
+            forward,
+            backward,
+            units,
+            self.facts,
+            self.config,
+            self.name,
+            self.hardware,
+            may_run=False,
         )
         planned = planner.plan()
         costs = planner.costs()

@@ -21,7 +21,7 @@ from memo_runtime.arena import arena_of
 from torch import fx
 
 from memo_compile.backends import entry, shim
-from memo_compile.cli.explain import run_script
+from memo_compile.backends.script import run_script
 from memo_compile.measure import MemoryWatch, watch_memory
 from memo_compile.reporting.state import report
 
@@ -50,9 +50,9 @@ class Recorder:
 
     def wrap(self, run: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:
         """``run`` as a compiled graph whose calls are noted."""
-        for one in examples:
-            if isinstance(one, torch.nn.Parameter) and one.requires_grad:
-                self._parameters.setdefault(id(one), one)
+        for example in examples:
+            if isinstance(example, torch.nn.Parameter) and example.requires_grad:
+                self._parameters.setdefault(id(example), example)
 
         def call(*args: Any) -> Any:
             if torch.is_grad_enabled() and not self._pending:
@@ -65,10 +65,10 @@ class Recorder:
         self._pending = True
         if not self.measures or len(self.steps) < WARM_STEPS:
             return
-        tensors = [one for one in args if isinstance(one, torch.Tensor)]
-        tensors += [one.grad for one in self._parameters.values() if one.grad is not None]
-        unique = {one.untyped_storage().data_ptr(): one for one in tensors}
-        self._held_bytes = sum(one.nbytes for one in unique.values())
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        tensors += [p.grad for p in self._parameters.values() if p.grad is not None]
+        unique = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+        self._held_bytes = sum(tensor.nbytes for tensor in unique.values())
         self._watching = contextlib.ExitStack()
         device = next(iter(self._parameters.values())).device
         if device.type == "cuda":
@@ -90,7 +90,7 @@ class Recorder:
         parameters = self._parameters.values()
         self.steps.append(
             {
-                "losses": [float(one.detach()) for one in roots if one.numel() == 1],
+                "losses": [float(root.detach()) for root in roots if root.numel() == 1],
                 "gradients": [None if p.grad is None else _digest(p.grad) for p in parameters],
                 "half": any(p.dtype.itemsize < 4 for p in parameters),
             }
@@ -122,8 +122,8 @@ class Recorder:
             "unplanned_steps": found.unplanned_steps,
             "notes": list(found.notes),
             "measured_peak_bytes": self.peak_bytes or None,
-            "planned_peak_bytes": max((one.peak_bytes for one in found.plans), default=None),
-            "check": [str(one.check) for one in found.plans if not one.check.ok],
+            "planned_peak_bytes": max((plan.peak_bytes for plan in found.plans), default=None),
+            "check": [str(plan.check) for plan in found.plans if not plan.check.ok],
         }
 
 

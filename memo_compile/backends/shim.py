@@ -16,6 +16,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import (  # 2.11, 2.13: same keyword subset
     _extract_fwd_bwd_modules,
     min_cut_rematerialization_partition,
@@ -342,6 +343,22 @@ def allow_second_backward() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
+def results_of_their_own() -> tuple[int, ...]:
+    """Positions among a forward's results of those that alias nothing in the user's program.
+
+    While the forward is compiled, AOTAutograd's context tells; written inputs come first (2.11,
+    2.13).
+    """
+    context = TracingContext.try_get()
+    if context is None or context.fw_metadata is None:
+        return ()
+    known = context.fw_metadata
+    apart = (OutputType.non_alias, OutputType.unsafe_view_alias)
+    first = known.num_mutated_inp_runtime_indices
+    found = (at for at, one in enumerate(known.output_info) if one.output_type in apart)
+    return tuple(first + at for at in found)
+
+
 def ddp_splits_graphs() -> bool:
     """True inside the compilation of a DistributedDataParallel module that Dynamo cuts up."""
     from torch.nn.parallel import DistributedDataParallel
@@ -405,6 +422,22 @@ def graph_break(error: BaseException) -> str | None:
 def register_backend(name: str, backend: Callable[..., Any]) -> None:
     """``torch.compile(backend=name)`` calls ``backend``; a registered entry point is not loaded."""
     torch._dynamo.register_backend(backend, name=name)
+
+
+def fake_mode(*, real_inputs: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """Tensors made inside take no memory; with ``real_inputs`` real ones may be mixed in."""
+    return torch._subclasses.FakeTensorMode(allow_non_fake_inputs=real_inputs)
+
+
+def cpp_compiler() -> str:
+    """The command of the C++ compiler that Inductor uses.
+
+    Raises:
+        RuntimeError: Inductor finds none.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
 
 
 @contextlib.contextmanager

@@ -16,13 +16,20 @@ from memo_compile.backends.decide import RecomputeLibrary, decide
 from memo_compile.backends.decisions import moved_rows, saved_rows, step_notes
 from memo_compile.backends.extrapolate import extrapolated_seconds
 from memo_compile.backends.facts import GraphFacts, device_name
+from memo_compile.backends.left_whole import UNEXPECTED, say_dropped
 from memo_compile.backends.lowering import lower_regions
 from memo_compile.backends.measure_regions import measure_all
 from memo_compile.backends.movable_step import Movable, movable_step
 from memo_compile.backends.step_problem import step_problem
 from memo_compile.backends.workspace import with_workspaces
 from memo_compile.config import MemoConfig, local_world_size
-from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, UnsupportedGraph
+from memo_compile.errors import (
+    ConfigError,
+    Infeasible,
+    InvalidPlan,
+    MemoError,
+    UnsupportedGraph,
+)
 from memo_compile.hardware import HardwareProfile, hardware_of
 from memo_compile.host import (
     HostMemory,
@@ -57,7 +64,8 @@ class PlannedStep:
 class StepPlanner:
     """Plans a step, and plans it again when gradients turn out to be kept between steps.
 
-    With ``hardware`` nothing runs and nothing is measured: that device's declared figures count.
+    With ``hardware`` nothing is measured: that device's declared figures count. Unless it
+    ``may_run`` nothing is computed either, so that slices of rows are believed.
     """
 
     def __init__(
@@ -69,10 +77,12 @@ class StepPlanner:
         config: MemoConfig,
         name: str,
         hardware: HardwareProfile | None = None,
+        *,
+        may_run: bool = True,
     ) -> None:
         self.forward, self.backward = forward, backward
         self.units, self.facts, self.config, self.name = units, facts, config, name
-        self.hardware = hardware
+        self.hardware, self.may_run = hardware, may_run
         self.graphs: dict[str, RegionGraph] = {**forward.regions, **backward.regions}
         start = time.perf_counter()
         self.lowered = lower_regions(self.graphs.values(), config)
@@ -137,7 +147,15 @@ class StepPlanner:
                 require_budget(replace(saved, budget_bytes=self._declared_budget_bytes()))
                 rows = saved_rows(self.problem, self.forward, self.units)
                 return self._planned(self.problem, replace(saved, decisions=rows))
-        choice = self._choose(budget_bytes)
+        try:
+            choice = self._choose(budget_bytes)
+        except MemoError:
+            raise
+        except (
+            UNEXPECTED
+        ) as error:  # what is to move is a possibility: the step can keep everything
+            say_dropped(f"{self.name}: everything is kept, nothing is moved", error)
+            return self._all_saved(budget_bytes)
         rows = moved_rows(self.movable().step, choice, self.units)
         for note in (*choice.notes, *step_notes(self.problem, rows, self.config)):
             state.add_note(note)
@@ -150,6 +168,17 @@ class StepPlanner:
             host_bytes=choice.problem.host_bytes,
         )
         return self._planned(choice.problem, plan)
+
+    def _all_saved(self, budget_bytes: int | None) -> PlannedStep:
+        """The step that keeps everything.
+
+        Raises:
+            Infeasible: it does not fit.
+        """
+        saved = replace(self._place(self.problem), budget_bytes=budget_bytes)
+        require_budget(saved)
+        rows = saved_rows(self.problem, self.forward, self.units)
+        return self._planned(self.problem, replace(saved, decisions=rows))
 
     def _choose(self, budget_bytes: int | None) -> Choice[Plan]:
         try:
@@ -204,16 +233,27 @@ class StepPlanner:
     def movable(self) -> Movable:
         """The step as layers with slots."""
         if self._movable is None:
-            self._movable = movable_step(
-                self.forward,
-                self.backward,
-                self.problem,
-                self.costs(),
-                num_units=self.units.num_units,
-                profile=self._profile(),
-                token_granule=self.config.token_granule,
-            )
+            costs = self.costs()
+            try:
+                self._movable = self._layers(costs, slices_rows=True)
+            except MemoError:
+                raise
+            except UNEXPECTED as error:
+                say_dropped(f"{self.name}: layers are moved whole, not by rows", error)
+                self._movable = self._layers(costs, slices_rows=False)
         return self._movable
+
+    def _layers(self, costs: StepCosts, *, slices_rows: bool) -> Movable:
+        return movable_step(
+            self.forward,
+            self.backward,
+            self.problem,
+            costs,
+            num_units=self.units.num_units,
+            profile=self._profile(),
+            token_granule=self.config.token_granule,
+            slices_rows=slices_rows,
+        )
 
     def known_costs(self) -> StepCosts | None:
         """The seconds of regions and copies, where a decision needed them."""
@@ -233,6 +273,7 @@ class StepPlanner:
                 graphs=movable.graphs,
                 config=self.config,
                 measure=self._seconds,
+                may_run=self.may_run,
             )
         return self._library
 

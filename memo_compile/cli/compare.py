@@ -1,5 +1,6 @@
 """``memo compare PLAN.json SNAPSHOT.pickle``: was the planned peak kept?"""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memo_compile.cli.dumps import read_data
+from memo_compile.cli.options import AsJson
 from memo_compile.cli.tables import format_table
 from memo_compile.plans import Plan
 from memo_compile.problem import Problem
@@ -14,11 +16,6 @@ from memo_compile.units import format_bytes
 
 if TYPE_CHECKING:
     from memo_compile.reporting.compare import Comparison
-
-
-def register(app: typer.Typer) -> None:
-    """Attach the command to ``app``."""
-    app.command(name="compare")(compare_files)
 
 
 def compare_files(
@@ -31,7 +28,7 @@ def compare_files(
         typer.Option("--problem", help="The plan's problem.json; else the one beside the plan."),
     ] = None,
     device: Annotated[int | None, typer.Option(min=0, help="Of several in the snapshot.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare a plan with a measured memory snapshot: the peak, and layer by layer.
 
@@ -59,17 +56,10 @@ def _as_dict(found: "Comparison") -> dict[str, Any]:
         "measured_peak_bytes": found.measured.peak_bytes,
         "tolerance": TOLERANCE,
         "device": found.measured.device,
-        "layers": [
-            {
-                "layer": one.layer,
-                "planned_bytes": one.planned_bytes,
-                "measured_bytes": one.measured_bytes,
-            }
-            for one in found.layers
-        ],
+        "layers": [dataclasses.asdict(layer) for layer in found.layers],
         "largest": [
-            {"bytes": one.size_bytes, "frames": list(one.frames)}
-            for one in found.measured.blocks[:NUM_LARGEST]
+            {"bytes": block.size_bytes, "frames": list(block.frames)}
+            for block in found.measured.blocks[:NUM_LARGEST]
         ],
     }
 
@@ -88,18 +78,18 @@ def _as_text(found: "Comparison") -> str:
     if found.layers:
         rows = [
             (
-                one.layer,
-                "?" if one.planned_bytes is None else format_bytes(one.planned_bytes),
-                format_bytes(one.measured_bytes),
+                layer.layer,
+                "?" if layer.planned_bytes is None else format_bytes(layer.planned_bytes),
+                format_bytes(layer.measured_bytes),
             )
-            for one in found.layers
+            for layer in found.layers
         ]
         return f"{text}\n\n" + format_table(("alive at the peak", "planned", "measured"), rows)
     if not found.measured.blocks:
         return text
     largest = [
-        (format_bytes(one.size_bytes), next(iter(one.frames), "no frames"))
-        for one in found.measured.blocks[:NUM_LARGEST]
+        (format_bytes(block.size_bytes), next(iter(block.frames), "no frames"))
+        for block in found.measured.blocks[:NUM_LARGEST]
     ]
     note = "no frame of the snapshot names a call of the plan; the largest blocks at its peak:"
     return f"{text}\n{note}\n" + "\n".join(f"{size:>12}  {frame}" for size, frame in largest)

@@ -1,5 +1,6 @@
 """``memo diff A.json B.json``: what changed between two plans, or two problems."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memo_compile.cli.dumps import read_text
+from memo_compile.cli.options import AsJson
 from memo_compile.cli.tables import format_table
 from memo_compile.errors import InputError
 from memo_compile.plans import Plan
@@ -22,15 +24,10 @@ MAX_ROWS = 40
 GROUPS = ("numbers", "decisions", "offsets", "parts")
 
 
-def register(app: typer.Typer) -> None:
-    """Attach the command to ``app``."""
-    app.command(name="diff")(diff_files)
-
-
 def diff_files(
     first_file: Annotated[Path, typer.Argument(metavar="A.json", help="A plan or a problem.")],
     second_file: Annotated[Path, typer.Argument(metavar="B.json", help="Another of its kind.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what changed between two plans or two problems: numbers, decisions, offsets.
 
@@ -73,11 +70,7 @@ def _read(path: Path) -> Plan | Problem:
 def as_dict(found: "Differences") -> dict[str, Any]:
     """Every change as plain data, by group."""
     return {
-        group: [
-            {"what": one.what, "first": one.first, "second": one.second}
-            for one in getattr(found, group)
-        ]
-        for group in GROUPS
+        group: [dataclasses.asdict(change) for change in getattr(found, group)] for group in GROUPS
     }
 
 
@@ -88,7 +81,7 @@ def as_text(found: "Differences") -> str:
         changes: tuple[Difference, ...] = getattr(found, group)
         if not changes:
             continue
-        rows = [(one.what, _word(one.first), _word(one.second)) for one in changes[:MAX_ROWS]]
+        rows = [(row.what, _word(row.first), _word(row.second)) for row in changes[:MAX_ROWS]]
         table = format_table((group, "first", "second"), rows)
         more = len(changes) - MAX_ROWS
         tables.append(table + (f"\n... and {more} more; --json has them" if more > 0 else ""))

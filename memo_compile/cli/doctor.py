@@ -3,22 +3,16 @@
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from memo_compile import checkup
 from memo_compile.checkup import Finding, Health
+from memo_compile.cli.options import AsJson
 
 
-def register(app: typer.Typer) -> None:
-    """Attach the command to ``app``."""
-    app.command(name="doctor")(doctor)
-
-
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Look at versions, devices, solvers, compiler and host memory; exit 1 when memo cannot run."""
     findings = tuple(checkup.examine())
     if as_json:

@@ -3,35 +3,18 @@
 import atexit
 import json
 import os
-import runpy
 import sys
-import traceback
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from memo_compile.errors import InputError
-
-_INTERRUPTED = 130
-"""Exit code of a process that ctrl-C ended: 128 + SIGINT."""
-
-RAW_ARGUMENTS = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "allow_interspersed_args": False,
-}
-"""Everything after SCRIPT.py is the script's own, options included."""
-
-
-def register(app: typer.Typer) -> None:
-    """Attach the command to ``app``."""
-    app.command(name="explain", context_settings=RAW_ARGUMENTS)(explain)
+from memo_compile.backends.script import run_script
+from memo_compile.cli.options import Script, require_script
 
 
 def explain(
     context: typer.Context,
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py [ARGS...]", help="What to run.")],
+    script: Script,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="The report as JSON; the script's output goes to stderr."),
@@ -42,8 +25,7 @@ def explain(
     The exit code is the script's own; an exception of the script is shown as Python shows it, and
     the report still comes.
     """
-    if not script.is_file():
-        raise InputError(f"{script}: no such file; expected a Python script")
+    require_script(script)
     # Registered before the script runs, so it comes last: after Python has waited for the script's
     # threads (joining them here would wait for idle workers of thread pools, for ever) and after
     # the script's own exit handlers.
@@ -65,57 +47,6 @@ def _print_report(process: int, json_descriptor: int | None) -> None:
     with os.fdopen(json_descriptor, "w") as stream:
         json.dump(report.as_dict(), stream, indent=2)
         stream.write("\n")
-
-
-def run_script(
-    script: Path, arguments: list[str], *, passes: tuple[type[BaseException], ...] = ()
-) -> int:
-    """Run ``script`` as ``__main__`` and return the exit code that Python would leave with.
-
-    ``sys.argv`` and ``sys.path`` stay as the script saw them, for its exit handlers. An exception
-    of a type in ``passes`` ends it with code 0 and is not shown.
-    """
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-        code = 0
-    except passes:
-        code = 0
-    except SystemExit as error:
-        code = _exit_code(error)
-    except KeyboardInterrupt:
-        _print_traceback(script)
-        code = _INTERRUPTED
-    except BaseException:
-        # Whatever a script raises is its own affair: Python would print it and leave with 1.
-        _print_traceback(script)
-        code = 1
-    return code
-
-
-def _exit_code(error: SystemExit) -> int:
-    """What the interpreter makes of ``sys.exit(code)``: a text goes to stderr and means 1."""
-    if error.code is None:
-        return 0
-    if isinstance(error.code, int):
-        return error.code
-    print(error.code, file=sys.stderr)
-    return 1
-
-
-def _print_traceback(script: Path) -> None:
-    """Show the running exception from the script's first frame on, without the frames of memo."""
-    kind, error, trace = sys.exc_info()
-    assert error is not None
-    first = trace
-    while first is not None and first.tb_frame.f_code.co_filename != str(script):
-        first = first.tb_next
-    sys.stdout.flush()
-    if isinstance(error, SyntaxError) and first is None:
-        traceback.print_exception(kind, error, None)
-    else:
-        traceback.print_exception(kind, error, first or trace)
 
 
 def _stdout_to_stderr() -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memo_compile.cli.pipeline import AsJson
+from memo_compile.cli.options import AsJson
 from memo_compile.cli.tables import format_table
 from memo_compile.errors import InputError
 from memo_compile.units import format_bytes
@@ -18,18 +18,10 @@ if TYPE_CHECKING:
 
 DEFAULT_FILE = Path("memo-hardware.json")
 
-
-def register(app: typer.Typer) -> None:
-    """Attach ``memo hardware`` with its commands to ``app``."""
-    group = typer.Typer(
-        name="hardware", help="Profiles of devices: what is known, and what is here."
-    )
-    group.command(name="list")(list_command)
-    group.command(name="show")(show_command)
-    group.command(name="measure")(measure_command)
-    app.add_typer(group)
+group = typer.Typer(help="Profiles of devices: what is known, and what is here.")
 
 
+@group.command(name="list")
 def list_command(as_json: AsJson = False) -> None:
     """Every named profile, with its figures in one line."""
     from memo_compile.hardware import HARDWARE, profile_to_dict
@@ -54,6 +46,7 @@ def list_command(as_json: AsJson = False) -> None:
     print("\nOne device, one direction, nominal. `memo hardware show NAME` says who says so.")
 
 
+@group.command(name="show")
 def show_command(
     name: Annotated[str, typer.Argument(help="A name, or the path of a measured profile.")],
     as_json: AsJson = False,
@@ -64,6 +57,7 @@ def show_command(
     _print_profile(find_hardware(name), as_json)
 
 
+@group.command(name="measure")
 def measure_command(
     out: Annotated[
         Path | None,
@@ -121,8 +115,9 @@ def _print_profile(profile: "HardwareProfile", as_json: bool) -> None:
         print(json.dumps(profile_to_dict(profile)))
         return
     print(profile.name)
-    rows = []
-    for name in FIGURES:
-        source = profile.source_of(name)
-        rows.append((name, f"{getattr(profile, name):.5g}", source.date, source.document))
+    rows = [
+        (name, f"{getattr(profile, name):.5g}", source.date, source.document)
+        for name in FIGURES
+        for source in (profile.source_of(name),)
+    ]
     print(format_table(("figure", "value", "date", "source"), rows))

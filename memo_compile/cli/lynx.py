@@ -10,24 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from memo_compile.cli.options import EXIT_CODES
 from memo_compile.errors import InputError
 from memo_compile.planners.lynx.fields import read_object, unwrap_instance
 from memo_compile.planners.lynx.instance import HeuInstance, OptInstance, StageTimes
-from memo_compile.planners.lynx.solution import Conflict, Part
+from memo_compile.planners.lynx.solution import Conflict, HeuSolution, Part
 from memo_compile.planners.solver import SolveStatus
 
 if TYPE_CHECKING:
     from memo_compile.planners.lynx.joint import JointProblem
 
-lynx = typer.Typer(name="lynx", help="Recomputation overlapped with communication (Lynx).")
-
-_EXIT_CODES = {
-    SolveStatus.OPTIMAL: 0,
-    SolveStatus.FEASIBLE: 0,
-    SolveStatus.INFEASIBLE: 1,
-    SolveStatus.TIME_LIMIT: 3,
-    SolveStatus.ERROR: 3,
-}
+lynx = typer.Typer(help="Recomputation overlapped with communication (Lynx).")
 
 InstanceFile = Annotated[Path, typer.Argument(metavar="FILE.json", help="The instance.")]
 TokenSplit = Annotated[
@@ -42,12 +35,6 @@ class SplitMethod(Enum):
 
     EXACT = "exact"
     PAPER = "paper"
-
-
-def register(app: typer.Typer) -> None:
-    """Attach the commands of this module to ``app``."""
-    app.add_typer(lynx)
-    app.command(name="stages")(stages)
 
 
 @lynx.command(name="heu")
@@ -65,13 +52,7 @@ def heu(
     _finish(
         solution.status,
         solution.conflict,
-        {
-            "objective": solution.critical_time,
-            "keep": [int(kept) for kept in solution.keep],
-            "windows": [_parts(parts, token_split) for parts in solution.windows],
-            "peak_bytes": solution.peak,
-            "recompute_time": solution.recompute_time,
-        },
+        {**_policy(solution, token_split), "recompute_time": solution.recompute_time},
     )
 
 
@@ -87,11 +68,7 @@ def opt(
     from memo_compile.planners.lynx.opt import solve_opt
 
     solution = solve_opt(instance, token_split=token_split, time_limit_s=time_limit)
-    matrices = {
-        "S": solution.resident,
-        "Rc": solution.critical,
-        "Ro": solution.overlapped,
-    }
+    matrices = {"S": solution.resident, "Rc": solution.critical, "Ro": solution.overlapped}
     _finish(
         solution.status,
         solution.conflict,
@@ -133,11 +110,9 @@ def stages(
     from memo_compile.planners.lynx.partition import split_exact, split_paper
 
     split = split_exact(table) if method is SplitMethod.EXACT else split_paper(table)
-    body: dict[str, Any] = {"objective": split.slowest, "layers": list(split.layers)}
     if split.status is SolveStatus.INFEASIBLE:
-        body = {"conflict": split.conflict}
-        print(f"memo: infeasible: {split.conflict}", file=sys.stderr)
-    _emit(split.status, body)
+        _refuse(split.conflict)
+    _emit(split.status, {"objective": split.slowest, "layers": list(split.layers)})
 
 
 def _plan_stages(problem: "JointProblem", token_split: bool) -> None:
@@ -146,25 +121,24 @@ def _plan_stages(problem: "JointProblem", token_split: bool) -> None:
 
     plan = plan_stages(problem, token_split=token_split)
     if plan.status is SolveStatus.INFEASIBLE:
-        print(f"memo: infeasible: {plan.conflict}", file=sys.stderr)
-        _emit(plan.status, {"conflict": plan.conflict})
-        return
+        _refuse(plan.conflict)
     body = {
         "objective": plan.slowest_s,
         "layers": list(plan.layers),
         "stage_times": list(plan.stage_s),
         "cooldown_times": list(plan.cooldown_s),
-        "policies": [
-            {
-                "objective": policy.critical_time,
-                "keep": [int(kept) for kept in policy.keep],
-                "windows": [_parts(parts, token_split) for parts in policy.windows],
-                "peak_bytes": policy.peak,
-            }
-            for policy in plan.policies
-        ],
+        "policies": [_policy(policy, token_split) for policy in plan.policies],
     }
     _emit(plan.status, body)
+
+
+def _policy(solution: HeuSolution, fractions: bool) -> dict[str, Any]:
+    return {
+        "objective": solution.critical_time,
+        "keep": [int(kept) for kept in solution.keep],
+        "windows": [_parts(parts, fractions) for parts in solution.windows],
+        "peak_bytes": solution.peak,
+    }
 
 
 def _parts(parts: Sequence[Part], fractions: bool) -> list[Any]:
@@ -191,7 +165,13 @@ def _finish(status: SolveStatus, conflict: Conflict | None, body: dict[str, Any]
     _emit(status, body)
 
 
+def _refuse(conflict: str) -> None:
+    """Print why there is no split, and leave with 1."""
+    print(f"memo: infeasible: {conflict}", file=sys.stderr)
+    _emit(SolveStatus.INFEASIBLE, {"conflict": conflict})
+
+
 def _emit(status: SolveStatus, body: dict[str, Any]) -> None:
     print(json.dumps({"status": status.value, **body}))
-    if code := _EXIT_CODES[status]:
+    if code := EXIT_CODES[status.value]:
         raise typer.Exit(code)

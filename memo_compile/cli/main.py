@@ -11,6 +11,7 @@ import sys
 import typer
 from typer.exceptions import TyperException
 
+from memo_compile.cli.options import RAW_ARGUMENTS
 from memo_compile.errors import Infeasible, MemoError
 
 app = typer.Typer(
@@ -21,21 +22,28 @@ app = typer.Typer(
 )
 
 
-_COMMAND_MODULES: tuple[str, ...] = (
-    "lynx",
-    "pipeline",
-    "search",
-    "doctor",
-    "explain",
-    "place",
-    "hardware",
-    "compare",
-    "diff",
-    "replay",
-    "plan",
-    "verify",
-)
-"""Modules of memo_compile.cli; each has ``register(app)`` that attaches its commands."""
+_COMMANDS = {
+    "lynx": "lynx:lynx",
+    "stages": "lynx:stages",
+    "alpha": "pipeline:alpha",
+    "pareto": "pipeline:pareto",
+    "offload-fraction": "pipeline:offload_fraction",
+    "search": "search:search_command",
+    "calibrate": "search:calibrate_command",
+    "doctor": "doctor:doctor",
+    "explain": "explain:explain",
+    "place": "place:place_file",
+    "hardware": "hardware:group",
+    "compare": "compare:compare_files",
+    "diff": "diff:diff_files",
+    "replay": "replay:replay",
+    "plan": "plan:plan_command",
+    "verify": "verify:verify",
+}
+"""Command -> module of memo_compile.cli and what it holds: a function, or a group of commands."""
+
+_RUN_SCRIPTS = ("explain", "verify")
+"""Commands whose later arguments are a script's."""
 
 
 @app.callback(invoke_without_command=True)
@@ -48,8 +56,14 @@ def _root(context: typer.Context) -> None:
 
 @functools.cache
 def _register() -> None:
-    for name in _COMMAND_MODULES:
-        importlib.import_module(f"memo_compile.cli.{name}").register(app)
+    for name, place in _COMMANDS.items():
+        module, attribute = place.split(":")
+        command = getattr(importlib.import_module(f"memo_compile.cli.{module}"), attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            settings = RAW_ARGUMENTS if name in _RUN_SCRIPTS else None
+            app.command(name=name, context_settings=settings)(command)
 
 
 def main(argv: list[str] | None = None) -> None:

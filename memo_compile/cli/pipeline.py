@@ -1,61 +1,20 @@
 """``memo alpha``, ``memo pareto`` and ``memo offload-fraction``: closed forms for one step."""
 
+import dataclasses
 import json
 import sys
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from memo_compile.cli.options import AsJson, Count, Hardware, Model, parse_budget
 from memo_compile.cli.tables import format_table
-from memo_compile.errors import InputError
-from memo_compile.units import format_bytes, parse_size
+from memo_compile.text_files import write_text
+from memo_compile.units import format_bytes
 
 if TYPE_CHECKING:
     from memo_compile.planners.pipeline.offload import OffloadPlan, ParallelConfig
-
-
-class Policy(Enum):
-    """What a layer keeps for its backward."""
-
-    NONE = "none"
-    BALANCED = "balanced"
-    FULL = "full"
-
-
-def register(app: typer.Typer) -> None:
-    """Attach the commands of this module to ``app``."""
-    app.command(name="alpha")(alpha)
-    app.command(name="pareto")(pareto)
-    app.command(name="offload-fraction")(offload_fraction)
-
-
-MAX_COUNT = 10**15
-"""Larger counts are slips of the pen, and their products would leave the floats."""
-
-
-def parse_count(text: str | int) -> int:
-    """A whole number, also written 32e3.
-
-    Raises:
-        typer.BadParameter: it is none, or beyond ``MAX_COUNT``.
-    """
-    try:
-        value = float(text)
-        if value == int(value) and abs(value) <= MAX_COUNT:
-            return int(value)
-    except (ValueError, OverflowError):
-        pass
-    raise typer.BadParameter(
-        f"expected a whole number such as 4096 or 32e3, at most {MAX_COUNT:.0e}, got {text!r}"
-    )
-
-
-Count = Annotated[int, typer.Option(parser=parse_count, metavar="N")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-Model = Annotated[str, typer.Option(help="Named shape, e.g. llama-175b.")]
-Hardware = Annotated[str, typer.Option(help="Named device, e.g. h800.")]
 
 
 def alpha(
@@ -122,15 +81,7 @@ def pareto(
     efficiency = Efficiency(gemm=gemm_efficiency, hbm=hbm_efficiency)
     points = layer_frontier(find_model(model), seq, find_hardware(hardware), efficiency)
     if as_json:
-        rows = [
-            {
-                "bytes_per_token_hidden": point.bytes_per_token_hidden,
-                "extra_time_fraction": point.extra_time_fraction,
-                "recomputed": list(point.recomputed),
-            }
-            for point in points
-        ]
-        print(json.dumps({"points": rows}))
+        print(json.dumps({"points": [dataclasses.asdict(point) for point in points]}))
         return
     table = [
         (
@@ -151,7 +102,9 @@ def offload_fraction(
     cp: Count,
     pp: Count,
     layers_per_chunk: Count,
-    checkpoint: Annotated[Policy, typer.Option(help="What a layer keeps.")],
+    checkpoint: Annotated[
+        Literal["none", "balanced", "full"], typer.Option(help="What a layer keeps.")
+    ],
     budget: Annotated[str, typer.Option(help="Device memory of a step, e.g. 65000MiB or 80%.")],
     hardware: Hardware = "h800",
     trace: Annotated[
@@ -167,10 +120,8 @@ def offload_fraction(
     from memo_compile.models import find_model
     from memo_compile.planners.pipeline.offload import Checkpoint, divide_gpus, plan_offload
 
-    shape, total = find_model(model), find_hardware(hardware).memory_bytes
-    budget_bytes = parse_size(budget, total_bytes=total, what="budget")
-    if budget_bytes == 0:
-        raise InputError("budget: expected more than 0 bytes")
+    shape, device = find_model(model), find_hardware(hardware)
+    budget_bytes = parse_budget(budget, device.memory_bytes)
     config = divide_gpus(
         shape,
         gpus=gpus,
@@ -178,7 +129,7 @@ def offload_fraction(
         cp=cp,
         pp=pp,
         layers_per_chunk=layers_per_chunk,
-        checkpoint=Checkpoint(checkpoint.value),
+        checkpoint=Checkpoint(checkpoint),
     )
     plan = plan_offload(shape, seq=seq, config=config, budget_bytes=budget_bytes)
     if trace is not None:
@@ -191,19 +142,12 @@ def offload_fraction(
             plan,
             seq=seq,
             num_batches=3 * pp if micro_batches is None else micro_batches,
-            hardware=find_hardware(hardware),
+            hardware=device,
             model=CostModel(),
         )
-        _write(trace, json.dumps(chrome_trace(replay, shape, config, seq)))
+        write_text(trace, json.dumps(chrome_trace(replay, shape, config, seq)))
     if as_json:
-        body = {
-            "alpha": plan.alpha,
-            "peak_bytes": round(plan.peak_bytes),
-            "chunks_in_flight": plan.chunks_in_flight,
-            "resident_chunks": plan.resident_chunks,
-            "fits": plan.fits,
-        }
-        print(json.dumps(body))
+        print(json.dumps(dataclasses.asdict(plan) | {"peak_bytes": round(plan.peak_bytes)}))
     else:
         rows = [
             ("alpha", f"{plan.alpha:.3f}"),
@@ -229,13 +173,6 @@ def _shortfall(plan: "OffloadPlan", config: "ParallelConfig", budget_bytes: int)
         f"budget {budget} < {peak} (weights, optimizer state and {least}); raise the budget, "
         "shorten the sequence, or use a stronger checkpoint policy or more GPUs"
     )
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"trace: cannot write {path}: {error.strerror or error}") from error
 
 
 def _short(value: float | bool | None) -> str:

@@ -2,38 +2,24 @@
 
 import json
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from memo_compile.cli.options import EXIT_CODES
 from memo_compile.errors import InputError
+from memo_compile.text_files import write_text
 from memo_compile.units import format_bytes, format_seconds, parse_size
-
-
-class _Solver(StrEnum):
-    """The values of ``--solver``."""
-
-    AUTO = "auto"
-    GREEDY = "greedy"
-    MIP = "mip"
-    SEARCH = "search"
-
-
-_EXIT_CODES = {"optimal": 0, "feasible": 0, "infeasible": 1, "time_limit": 3}
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command to ``app``."""
-    app.command("place")(place_file)
 
 
 def place_file(
     file: Annotated[Path, typer.Argument(help="CSV (id,lower,upper,size,...) or .json problem")],
     capacity: Annotated[str | None, typer.Option(help="bytes of the arena, e.g. 1MiB")] = None,
     alignment: Annotated[str, typer.Option(help="bytes that offsets are multiples of")] = "1",
-    solver: Annotated[_Solver, typer.Option(help="how offsets are found")] = _Solver.AUTO,
+    solver: Annotated[
+        Literal["auto", "greedy", "mip", "search"], typer.Option(help="how offsets are found")
+    ] = "auto",
     time_limit: Annotated[float, typer.Option(min=0.0, help="seconds")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="write the offsets to this CSV")] = None,
     svg: Annotated[Path | None, typer.Option(help="draw the arena to this SVG")] = None,
@@ -49,21 +35,21 @@ def place_file(
         capacity=None if capacity is None else parse_size(capacity, what="--capacity"),
         alignment=_alignment(alignment),
     )
-    placement = place(problem, solver=solver.value, time_limit_s=time_limit)
+    placement = place(problem, solver=solver, time_limit_s=time_limit)
     status = placement.status.value
-    fits = _EXIT_CODES[status] == 0
+    fits = EXIT_CODES[status] == 0
     if placement.offsets:
         check_placement(problem, placement, capacity=fits)
     for path, text in ((out, format_csv), (svg, draw_svg)):
         if path is None:
             continue
         if fits:
-            _write(path, text(problem, placement.offsets))
+            write_text(path, text(problem, placement.offsets))
         else:
             print(f"memo: {path} is not written: {status}", file=sys.stderr)
     summary: dict[str, object] = {
         "status": status,
-        "height_bytes": placement.height_bytes if placement.status.value != "infeasible" else None,
+        "height_bytes": placement.height_bytes if status != "infeasible" else None,
         "lower_bound_bytes": placement.lower_bound_bytes,
         "seconds": placement.seconds,
         "solver": placement.solver,
@@ -71,7 +57,7 @@ def place_file(
     if status == "infeasible":
         summary["conflict"] = list(placement.conflict)
     print(json.dumps(summary) if as_json else _sentence(summary, problem.capacity))
-    raise typer.Exit(_EXIT_CODES[status])
+    raise typer.Exit(EXIT_CODES[status])
 
 
 def _alignment(text: str) -> int:
@@ -79,13 +65,6 @@ def _alignment(text: str) -> int:
     if value < 1:
         raise InputError(f"--alignment: expected at least 1 byte, got {text}")
     return value
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def _sentence(summary: dict[str, object], capacity: int | None) -> str:

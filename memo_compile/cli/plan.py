@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memo_compile.cli.pipeline import AsJson, Hardware, parse_count
+from memo_compile.cli.options import AsJson, Hardware, parse_count
 from memo_compile.errors import Infeasible, InputError
+from memo_compile.text_files import write_text
 from memo_compile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
 
 PLAIN_WIDTH = 140
 """Characters of a line where stdout is a file or a pipe."""
-
-
-def register(app: typer.Typer) -> None:
-    """Attach the command to ``app``."""
-    app.command(name="plan")(plan_command)
 
 
 def plan_command(
@@ -147,10 +143,7 @@ def _write_files(answer: "Forecast", report: Path | None, out: Path | None) -> N
 
         write_report(report, answer.step.problem, answer.step.plan)
     if out is not None:
-        try:
-            out.write_text(to_json(answer.step.plan))
-        except OSError as error:
-            raise InputError(f"{out}: cannot be written: {error.strerror or error}") from error
+        write_text(out, to_json(answer.step.plan))
 
 
 def _settings_text(tool: str, answer: "Forecast") -> str:
@@ -161,7 +154,7 @@ def _settings_text(tool: str, answer: "Forecast") -> str:
         tool,
         Settings(
             model=answer.name,
-            num_layers=sum(one.num_layers for one in plan.layer_classes),
+            num_layers=sum(cls.num_layers for cls in plan.layer_classes),
             seq=question.seq,
             batch=question.batch,
             tp=question.degrees.tp,
@@ -174,7 +167,12 @@ def _settings_text(tool: str, answer: "Forecast") -> str:
 
 def _as_dict(answer: "Forecast") -> dict[str, Any]:
     plan, question = answer.step.plan, answer.question
-    peak = answer.peak_at
+    peak, fixed = answer.peak_at, dataclasses.asdict(plan.fixed)
+    del fixed["new_gradients"]
+    tensors = [
+        {"tensor": tensor.name, "bytes": tensor.size_bytes, "source": tensor.source}
+        for tensor in (() if peak is None else peak.tensors)
+    ]
     return {
         "model": answer.name,
         "hardware": question.hardware.name,
@@ -191,28 +189,11 @@ def _as_dict(answer: "Forecast") -> dict[str, Any]:
         "step_s": answer.step_s,
         "mfu": answer.mfu,
         "tokens_per_s": answer.tokens_per_s,
-        "peak_at": None
-        if peak is None
-        else {
-            "call": peak.call,
-            "region": peak.region,
-            "phase": peak.phase,
-            "tensors": [
-                {"tensor": one.name, "bytes": one.size_bytes, "source": one.source}
-                for one in peak.tensors
-            ],
-        },
+        "peak_at": None if peak is None else dataclasses.asdict(peak) | {"tensors": tensors},
         "buffers": "exact" if answer.step.exact else "estimated",
-        "layer_classes": [dataclasses.asdict(one) for one in plan.layer_classes],
-        "decisions": [dataclasses.asdict(one) for one in plan.decisions],
-        "fixed_bytes": {
-            "parameters": plan.fixed.parameters,
-            "buffers": plan.fixed.buffers,
-            "gradients": plan.fixed.gradients,
-            "optimizer_state": plan.fixed.optimizer_state,
-            "inputs": plan.fixed.inputs,
-            "outputs": plan.fixed.outputs,
-        },
+        "layer_classes": [dataclasses.asdict(cls) for cls in plan.layer_classes],
+        "decisions": [dataclasses.asdict(decision) for decision in plan.decisions],
+        "fixed_bytes": fixed,
         "policy": plan.policy,
         "micro_batches_in_flight": answer.in_flight,
         "check": str(plan.check),
@@ -225,6 +206,8 @@ def _print(answer: "Forecast", max_seq: int | None) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+
+    from memo_compile.reporting.view import short_source
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -247,17 +230,12 @@ def _print(answer: "Forecast", max_seq: int | None) -> None:
             row.decision,
             f"{row.token_fraction:.0%}",
             escape(row.reason),
-            escape(_short(row.source)),
+            escape(short_source(row.source)),
         )
     if plan.decisions:
         console.print(table)
     for note in answer.notes:
         console.print(f"note: {escape(note)}")
-
-
-def _short(source: str | None) -> str:
-    """The last two parts of a path with its line."""
-    return "" if source is None else "/".join(source.split("/")[-2:])
 
 
 def _numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str]]:
@@ -278,7 +256,7 @@ def _numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str
         bound = " on each device's host (no --host-budget was given)"
     yield "host", f"{format_bytes(answer.host_bytes)} of pinned memory{bound}"
     if peak is not None:
-        largest = ", ".join(f"{one.name} {format_bytes(one.size_bytes)}" for one in peak.tensors)
+        largest = ", ".join(f"{t.name} {format_bytes(t.size_bytes)}" for t in peak.tensors)
         yield "set by", f"{peak.call} ({peak.phase}): {largest}"
     speed = "" if answer.tokens_per_s is None else f", {answer.tokens_per_s:.0f} tokens/s"
     yield "step", f"{format_seconds(answer.step_s)}, MFU {answer.mfu:.1%}{speed} (roofline)"

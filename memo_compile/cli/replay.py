@@ -10,6 +10,7 @@ import typer
 
 from memo_compile.cli.diff import as_dict, as_text
 from memo_compile.cli.dumps import read_data
+from memo_compile.cli.options import AsJson
 from memo_compile.errors import InputError
 from memo_compile.movable import StepCosts
 from memo_compile.plans import Plan
@@ -18,11 +19,6 @@ from memo_compile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from memo_compile.reporting.differences import Differences
-
-
-def register(app: typer.Typer) -> None:
-    """Attach the command to ``app``."""
-    app.command(name="replay")(replay)
 
 
 def replay(
@@ -36,7 +32,7 @@ def replay(
         str, typer.Option(metavar="auto|greedy|mip|search", help="How offsets are found.")
     ] = "auto",
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for the placement.")] = 5.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Plan the step of a dump again, without torch, and say whether the same plan comes out.
 
@@ -65,6 +61,13 @@ def replay(
     raise typer.Exit(0 if found.equal else 1)
 
 
+_PLACED = (
+    "offsets arena_bytes lower_bound_bytes outside_bytes_by_kind peak_bytes fixed layer_classes "
+    "resident_bytes solver planning_s num_regions check"
+).split()
+"""Fields of a plan that follow from its problem alone."""
+
+
 def _plan_again(
     problem: Problem, before: Plan, costs: StepCosts | None, solver: str, time_limit_s: float
 ) -> Plan:
@@ -81,21 +84,9 @@ def _plan_again(
         budget_bytes=before.budget_bytes,
         releases_pages=any(size != before.arena_bytes for size in before.resident_bytes),
     )
+    timeline = before.timeline if costs is None else simulate(problem, costs)
     return dataclasses.replace(
-        before,
-        offsets=placed.offsets,
-        arena_bytes=placed.arena_bytes,
-        lower_bound_bytes=placed.lower_bound_bytes,
-        outside_bytes_by_kind=placed.outside_bytes_by_kind,
-        peak_bytes=placed.peak_bytes,
-        fixed=placed.fixed,
-        layer_classes=placed.layer_classes,
-        resident_bytes=placed.resident_bytes,
-        solver=placed.solver,
-        planning_s=placed.planning_s,
-        num_regions=placed.num_regions,
-        check=placed.check,
-        timeline=before.timeline if costs is None else simulate(problem, costs),
+        before, timeline=timeline, **{name: getattr(placed, name) for name in _PLACED}
     )
 
 

@@ -4,25 +4,17 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memo_compile.cli.pipeline import AsJson, Count, Hardware, Model
+from memo_compile.cli.options import AsJson, Count, Hardware, Model, parse_budget
 from memo_compile.cli.tables import format_table
-from memo_compile.errors import InputError
-from memo_compile.units import format_bytes, format_seconds, parse_size
+from memo_compile.units import format_seconds
 
 if TYPE_CHECKING:
     from memo_compile.hardware import HardwareProfile
     from memo_compile.planners.search.cost import CostModel
-    from memo_compile.planners.search.ranking import Configuration
-
-
-def register(app: typer.Typer) -> None:
-    """Attach the commands of this module to ``app``."""
-    app.command(name="search")(search_command)
-    app.command(name="calibrate")(calibrate_command)
 
 
 def search_command(
@@ -45,48 +37,33 @@ def search_command(
     """Rank tp x cp x pp x dp x layers per chunk x checkpoint policy x alpha by predicted time."""
     from memo_compile.hardware import find_hardware
     from memo_compile.models import find_model
-    from memo_compile.planners.search.ranking import search
+    from memo_compile.planners.search.ranking import COLUMNS, SearchQuestion
 
-    shape, device = find_model(model), find_hardware(hardware)
-    budget_bytes = None
-    if budget is not None:
-        budget_bytes = parse_size(budget, total_bytes=device.memory_bytes, what="budget")
-        if budget_bytes == 0:
-            raise InputError("budget: expected more than 0 bytes")
-    cost_model = _cost_model(measurements, device)
-    result = search(
-        shape,
+    device = find_hardware(hardware)
+    question = SearchQuestion(
+        shape=find_model(model),
         gpus=gpus,
         seq=seq,
         global_batch=global_batch,
         hardware=device,
-        budget_bytes=budget_bytes,
-        model=cost_model,
-        top=top,
+        budget_bytes=None if budget is None else parse_budget(budget, device.memory_bytes),
+        model=_cost_model(measurements, device),
     )
+    result = question.search(top)
     if report is not None:
-        from memo_compile.planners.search.report import SearchQuestion, write_report
+        from memo_compile.planners.search.report import write_report
 
-        question = SearchQuestion(
-            shape=shape,
-            gpus=gpus,
-            seq=seq,
-            global_batch=global_batch,
-            hardware=device,
-            budget_bytes=budget_bytes,
-            model=cost_model,
-        )
         write_report(report, question, result)
     if as_json:
         body = {
             "status": "optimal" if result.configurations else "infeasible",
             "num_points": result.num_points,
             "evaluation_s": result.evaluation_s,
-            "configurations": [_as_dict(c) for c in result.configurations],
+            "configurations": [found.as_dict() for found in result.configurations],
         }
         print(json.dumps(body))
     elif result.configurations:
-        print(_as_table(result.configurations))
+        print(format_table(COLUMNS, [found.cells() for found in result.configurations]))
     if not result.configurations:
         print(f"memo: infeasible: {result.conflict}", file=sys.stderr)
         raise typer.Exit(1)
@@ -136,30 +113,3 @@ def _cost_model(measurements: Path | None, device: "HardwareProfile") -> "CostMo
     if measurements.suffix == ".json":
         return read_cost_model(measurements)
     return calibrate(read_measurements(measurements), device).model
-
-
-def _as_dict(configuration: "Configuration") -> dict[str, Any]:
-    return {
-        **dataclasses.asdict(configuration),
-        "checkpoint": configuration.checkpoint.value,
-    }
-
-
-def _as_table(configurations: "tuple[Configuration, ...]") -> str:
-    header = ("tp", "cp", "pp", "dp", "layers/chunk", "checkpoint", "alpha", "step", "MFU", "peak")
-    rows = [
-        (
-            str(c.tp),
-            str(c.cp),
-            str(c.pp),
-            str(c.dp),
-            str(c.layers_per_chunk),
-            c.checkpoint.value,
-            f"{c.alpha:.3f}",
-            format_seconds(c.iteration_s),
-            f"{c.mfu:.1%}",
-            format_bytes(c.peak_bytes),
-        )
-        for c in configurations
-    ]
-    return format_table(header, rows)

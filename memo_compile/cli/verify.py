@@ -6,13 +6,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from memo_compile.cli.explain import RAW_ARGUMENTS
+from memo_compile.cli.options import Script, require_script
 from memo_compile.errors import InputError
 from memo_compile.units import format_bytes
 
@@ -34,11 +34,6 @@ PEAK_SLACK_BYTES = 8 * 2**20
 
 _STDERR = 2
 """The descriptor: sys.stderr may be no file."""
-
-
-def register(app: typer.Typer) -> None:
-    """Attach the command to ``app``."""
-    app.command(name="verify", context_settings=RAW_ARGUMENTS)(verify)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +69,7 @@ class Verdict:
 
 def verify(
     context: typer.Context,
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py [ARGS...]", help="What to run.")],
+    script: Script,
     steps: Annotated[int, typer.Option(help="Training steps to compare.", min=1)] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="The verdict as JSON.")] = False,
 ) -> None:
@@ -84,8 +79,7 @@ def verify(
     script must compile with backend memo and call backward; other sources of difference between
     two runs of it (threads, unseeded data) are its own.
     """
-    if not script.is_file():
-        raise InputError(f"{script}: no such file; expected a Python script")
+    require_script(script)
     with tempfile.TemporaryDirectory() as folder:
         eager = _run("eager", script, context.args, steps, Path(folder))
         if eager is None:
@@ -126,10 +120,10 @@ def judge(eager: Mapping[str, Any], memo: Mapping[str, Any] | None) -> Verdict:
     faults = list(_state_faults(memo, len(eager["steps"])))
     losses = gradients = 0.0
     pairs = list(zip(eager["steps"], memo["steps"], strict=False))
-    for number, (one, other) in enumerate(pairs, start=1):
-        half = one["half"] or other["half"]
+    for number, (left, right) in enumerate(pairs, start=1):
+        half = left["half"] or right["half"]
         bound = HALF_TOLERANCE if half else TOLERANCE
-        loss, gradient = _loss_difference(one, other), _gradient_difference(one, other)
+        loss, gradient = _loss_difference(left, right), _gradient_difference(left, right)
         if not loss <= bound:
             faults.append(f"step {number}: losses differ by {loss:.1e}, more than {bound:g}")
         if not gradient <= bound:
@@ -171,20 +165,20 @@ def _state_faults(memo: Mapping[str, Any], num_steps: int) -> Iterator[str]:
         yield "memo is not active: " + ("; ".join(memo["notes"]) or "no plan was made")
     if memo["unplanned_steps"]:
         yield f"{memo['unplanned_steps']} steps ran without their plan"
-    yield from (f"the checker: {one}" for one in memo["check"])
+    yield from (f"the checker: {fault}" for fault in memo["check"])
 
 
-def _loss_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+def _loss_difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
     """The largest relative difference; infinite where the losses are not the same in number."""
-    mine, theirs = one["losses"], other["losses"]
+    mine, theirs = left["losses"], right["losses"]
     if len(mine) != len(theirs):
         return math.inf
     return max((_relative(a, b, abs(a)) for a, b in zip(mine, theirs, strict=True)), default=0.0)
 
 
-def _gradient_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+def _gradient_difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
     """The largest difference of a gradient's digest, relative to its norm."""
-    mine, theirs = one["gradients"], other["gradients"]
+    mine, theirs = left["gradients"], right["gradients"]
     if [g is None for g in mine] != [g is None for g in theirs]:
         return math.inf
     known = [(a, b) for a, b in zip(mine, theirs, strict=True) if a is not None]
@@ -205,16 +199,7 @@ def _relative(mine: float, theirs: float, scale: float) -> float:
 
 
 def _as_dict(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "holds": verdict.holds,
-        "num_steps": verdict.num_steps,
-        "loss_difference": _finite(verdict.loss_difference),
-        "gradient_difference": _finite(verdict.gradient_difference),
-        "planned_peak_bytes": verdict.planned_peak_bytes,
-        "measured_peak_bytes": verdict.measured_peak_bytes,
-        "faults": list(verdict.faults),
-    }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    body = {"holds": verdict.holds, **asdict(verdict)}
+    for name in ("loss_difference", "gradient_difference"):
+        body[name] = body[name] if math.isfinite(body[name]) else None
+    return body

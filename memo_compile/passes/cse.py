@@ -1,6 +1,7 @@
 """Merges equal computations and moves what all layers share before the first of them."""
 
-from collections.abc import Hashable
+import operator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.invariants import apply_order
+from memo_compile.analysis.views import storage_of
 from memo_compile.passes.purity import is_constant, is_pure
 
 
@@ -27,7 +29,9 @@ class MergeCommonSubexpressions:
         layer 1:  bias_1 = where(mask, ..)
                   attention(.., bias_1)
 
-    Constants (full, iota) are never merged: every region can make its own for free.
+    Constants (full, iota) are never merged: every region can make its own for free. Neither is what
+    the graph returns, nor what shares memory with that: two equal results are two tensors, and the
+    user may write into one of them.
     Cost: linear in the size of the graph.
     """
 
@@ -45,8 +49,11 @@ def _merge(graph: fx.Graph) -> set[fx.Node]:
     """Replace later duplicates by the first; returns the survivors."""
     seen: dict[Hashable, fx.Node] = {}
     survivors: set[fx.Node] = set()
+    returned = set(_returned(graph))
     for node in list(graph.nodes):
         if node.op != "call_function" or not is_pure(node) or is_constant(node):
+            continue
+        if storage_of(node) in returned:
             continue
         key = _signature(node)
         if key is None:
@@ -58,6 +65,15 @@ def _merge(graph: fx.Graph) -> set[fx.Node]:
         graph.erase_node(node)
         survivors.add(first)
     return survivors
+
+
+def _returned(graph: fx.Graph) -> Iterator[fx.Node]:
+    """What makes the memory of the results: nodes, and for parts of a tuple its operator too."""
+    for node in graph.output_node().all_input_nodes:
+        root = storage_of(node)
+        yield root
+        if root.target is operator.getitem:
+            yield root.all_input_nodes[0]
 
 
 def _signature(node: fx.Node) -> Hashable | None:

@@ -26,6 +26,7 @@ from torch import fx
 
 from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, storage_of
 from memo_compile.passes.lease import HANDLE
+from memo_compile.passes.overwritten import runs_once
 from memo_compile.passes.purity import is_constant, is_write
 from memo_compile.problem import Phase
 from memo_compile.regions import RegionGraph
@@ -337,6 +338,7 @@ def _digest(gm: fx.GraphModule, external: frozenset[int], static: tuple[int, ...
         names[node] = f"v{len(names)}"
         args = fx.node.map_arg((node.args, node.kwargs), lambda source: names[source])
         target = _alignment(node) if node.op == "placeholder" else str(node.target)
+        target += " once" if runs_once(node) else ""
         text.append(f"{node.op} {target} {args} {_signature(node.meta.get('val'))}")
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
 

@@ -1,6 +1,7 @@
 """Which operators may be merged or run again: no effect, no randomness, no communication."""
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -58,3 +59,13 @@ def is_constant(node: fx.Node) -> bool:
 def is_write(node: fx.Node) -> bool:
     """True for an operator that writes into one of its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments that the writing operator ``node`` writes into."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, declared in enumerate(node.target._schema.arguments):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(declared.name)
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            several = given if isinstance(given, list | tuple) else (given,)
+            yield from (one for one in several if isinstance(one, fx.Node))

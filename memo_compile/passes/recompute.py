@@ -5,7 +5,7 @@ is not kept in memory can be made again from the slots that are, by a part of th
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,14 @@ from memo_compile.analysis.views import is_view, storage_of, viewed
 from memo_compile.backends import aten
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.movable import LayerOp, RecomputeKey, RegionInput
-from memo_compile.passes.purity import is_collective, is_known, is_random, is_write
+from memo_compile.passes.overwritten import runs_once
+from memo_compile.passes.purity import (
+    is_collective,
+    is_known,
+    is_random,
+    is_write,
+    written_arguments,
+)
 from memo_compile.problem import RegionProfile, align
 from memo_compile.regions import RegionGraph
 
@@ -146,17 +153,9 @@ def _outputs(region: RegionGraph) -> Sequence[Any]:
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
     """The makers of all storages that an operator of ``graph`` writes into."""
-    return {storage_of(one) for node in graph.nodes if is_write(node) for one in _targets(node)}
-
-
-def _targets(node: fx.Node) -> Iterator[fx.Node]:
-    """The arguments that the writing operator ``node`` writes into."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for position, declared in enumerate(node.target._schema.arguments):
-        given = node.args[position] if position < len(node.args) else node.kwargs.get(declared.name)
-        if declared.alias_info is not None and declared.alias_info.is_write:
-            several = given if isinstance(given, list | tuple) else (given,)
-            yield from (one for one in several if isinstance(one, fx.Node))
+    return {
+        storage_of(one) for node in graph.nodes if is_write(node) for one in written_arguments(node)
+    }
 
 
 def _why_not_again(node: fx.Node, written: Iterable[fx.Node]) -> str | None:
@@ -165,6 +164,8 @@ def _why_not_again(node: fx.Node, written: Iterable[fx.Node]) -> str | None:
         node = node.all_input_nodes[0]
     if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
         return "the model's own checkpoint() says MUST_SAVE"
+    if runs_once(node):
+        return "it reads an input that the step overwrites"
     for one in (node, *node.all_input_nodes):
         if storage_of(one) in written:
             return f"{storage_of(one).name} is overwritten in the forward"

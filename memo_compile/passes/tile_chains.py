@@ -1,5 +1,6 @@
 """Where a region can run in tiles: its row-wise chains around the values that make its peak."""
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -102,6 +103,7 @@ def _stages(
         and is_row_wise(node, dims, num_rows)
         and _may_be_own(region, node)
     }
+    own = _with_all_items(own)
     sums = {node for node in nodes if node not in dims and _is_sum(node, dims, own)}
     stage: dict[fx.Node, int] = {}
     for node in region.gm.graph.nodes:
@@ -117,10 +119,28 @@ def _stages(
         chain = {node for node in own if stage[node] == level}
         ends = {node for node in sums if stage[node] == level}
         for node in reversed(nodes):
-            if node in own and node not in chain and stage[node] < level and node.users:
-                if all(user in chain or user in ends for user in node.users):
-                    chain.add(node)
+            if node not in own or node in chain or stage[node] >= level or is_item(node):
+                continue
+            items = _items(node)
+            users = {user for one in items or [node] for user in one.users}
+            if users and all(user in chain or user in ends for user in users):
+                chain.update((node, *items))
         yield frozenset(chain), frozenset(ends)
+
+
+def is_item(node: fx.Node) -> bool:
+    """True for an element of a tuple of new tensors; those of a view are views themselves."""
+    return node.target is operator.getitem and not is_view(node)
+
+
+def _items(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if is_item(user)]
+
+
+def _with_all_items(own: set[fx.Node]) -> set[fx.Node]:
+    """``own`` without operators some of whose results are not in it: a tuple stays in one part."""
+    kept = {node for node in own if all(item in own for item in _items(node))}
+    return {node for node in kept if not is_item(node) or node.all_input_nodes[0] in kept}
 
 
 def _may_be_own(region: RegionGraph, node: fx.Node) -> bool:

@@ -8,30 +8,67 @@ Rewrite, region R in 4 tiles:
                          y = R.after(whole, acc)
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Never
 
 import torch
 from torch import fx
 
 from memo_compile.passes.cut import Cut, CutCall, CutInto, InputView
 from memo_compile.passes.tile_sums import Term, TileSum, take_sums_out
-from memo_compile.passes.tiles import Ref, Source, TiledRegion, TileInput, tile
+from memo_compile.passes.tiles import Ref, Source, TiledRegion, TileInput, tilings
 from memo_compile.regions import RegionGraph, ViewSpec
 
 
-def tile_cut(cut: Cut, tiles: int) -> Cut:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """A region in tiles as the step program would run it, for whoever checks it."""
+
+    region: RegionGraph
+    tiled: TiledRegion
+    parts: Mapping[str, RegionGraph]
+    calls: tuple[CutCall, ...]
+    """Of the parts; the region's inputs are the values ``in0``, ``in1`` ..., its outputs ``out0``
+    and so on."""
+
+
+Accepts = Callable[[Tiling], bool]
+"""False for tiles that must not run; the one who answers says why."""
+
+Dropped = Callable[[str, Exception], None]
+"""Told what is left whole, and the error for which it is."""
+
+
+def _accept_all(tiling: Tiling) -> bool:
+    del tiling
+    return True
+
+
+def _raise(what: str, error: Exception) -> Never:
+    raise error
+
+
+def tile_cut(
+    cut: Cut, tiles: int, accepts: Accepts = _accept_all, dropped: Dropped = _raise
+) -> Cut:
     """``cut`` with every region whose widest chain pays in ``tiles`` tiles, in parts.
 
-    A region that saves too little, writes into its inputs, or returns one value twice stays.
+    A region that saves too little, writes into its inputs, or returns one value twice stays; so
+    does one none of whose tilings ``accepts`` lets through, and one for which an operator is not
+    what the analysis takes it for: ``dropped`` is told of the error.
     """
     if tiles < 2:
         return cut
     split = {}
     for name, region in cut.regions.items():
-        found = tile(region, tiles)
-        if found is not None and _is_plain(found):
-            split[name] = _Split.of(name, region, found)
+        try:
+            found = _split(name, region, tiles, accepts)
+        except Exception as error:  # tiles are a possibility: without them the region runs whole
+            dropped(f"region {name} is not run in tiles", error)
+            continue
+        if found is not None:
+            split[name] = found
     regions: dict[str, RegionGraph] = {}
     for name, region in cut.regions.items():
         parts = split[name].parts() if name in split else [(name, region)]
@@ -40,6 +77,16 @@ def tile_cut(cut: Cut, tiles: int) -> Cut:
     for call in cut.calls:
         calls.extend(split[call.region].calls(call) if call.region in split else (call,))
     return replace(cut, regions=regions, calls=tuple(calls))
+
+
+def _split(name: str, region: RegionGraph, tiles: int, accepts: Accepts) -> "_Split | None":
+    """The best tiling of ``region`` that is accepted."""
+    for tiled in tilings(region, tiles):
+        if _is_plain(tiled):
+            found = _Split.of(name, region, tiled)
+            if accepts(found.tiling(region)):
+                return found
+    return None
 
 
 def _is_plain(tiled: TiledRegion) -> bool:
@@ -97,6 +144,22 @@ class _Split:
             yield f"{self.name}.sum{number}", one.region
         if self.tiled.after is not None:
             yield f"{self.name}.after", self.tiled.after
+
+    def tiling(self, region: RegionGraph) -> Tiling:
+        """One call of ``region`` by its parts."""
+        call = CutCall(
+            name=f"{self.name}@probe",
+            region=self.name,
+            position=0,
+            inputs=tuple(f"in{at}" for at in range(len(region.example_inputs()))),
+            outputs=tuple(f"out{at}" for at in range(_num_outputs(region))),
+        )
+        return Tiling(
+            region=region,
+            tiled=self.tiled,
+            parts=dict(self.parts()),
+            calls=tuple(self.calls(call)),
+        )
 
     def calls(self, call: CutCall) -> Iterator[CutCall]:
         """The calls that do what ``call`` did, with the same values where it had any."""

@@ -22,11 +22,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile.analysis.rows import is_row_wise, row_layout, slice_rows
+from memo_compile.analysis.rows import RowDim, is_row_wise, row_layout, slice_rows
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import base_of, is_view, storage_of
+from memo_compile.analysis.views import base_of, is_tensor, is_view, storage_of
 from memo_compile.passes.purity import is_constant, is_write
-from memo_compile.passes.tile_chains import Chain, chains, storage_bytes, transient_bytes
+from memo_compile.passes.tile_chains import (
+    Chain,
+    chains,
+    is_item,
+    storage_bytes,
+    transient_bytes,
+)
 from memo_compile.regions import RegionGraph, ViewSpec
 
 __all__ = [
@@ -36,6 +42,7 @@ __all__ = [
     "TileOutput",
     "TiledRegion",
     "tile",
+    "tilings",
     "transient_bytes",
 ]
 
@@ -112,6 +119,15 @@ class TiledRegion:
     outputs: tuple[Ref | None, ...]
     transient_bytes: int
     """Peak of live bytes that are no outputs of the region; see :func:`transient_bytes`."""
+    chain: RegionGraph
+    """What ``tile`` does, for all rows and without the sums."""
+    chain_dims: Mapping[fx.Node, RowDim | None]
+    """Where the values of ``chain`` have their rows."""
+
+    def chain_of(self, rows: int) -> RegionGraph:
+        """``chain`` for ``rows`` rows."""
+        gm = slice_rows(self.chain.gm, self.chain_dims, rows, self.num_rows)
+        return replace(self.chain, gm=gm)
 
     @property
     def rows_per_tile(self) -> int:
@@ -120,21 +136,23 @@ class TiledRegion:
 
 
 def tile(region: RegionGraph, tiles: int) -> TiledRegion | None:
-    """``region`` with its widest row-wise chain in tiles, or None when that saves too little.
+    """``region`` with its widest row-wise chain in tiles, or None when that saves too little."""
+    return next(iter(tilings(region, tiles)), None)
 
-    ``tiles`` is lowered to the next number that divides the rows. Cost: a few analyses and
-    slicings of the graph.
+
+def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
+    """``region`` with one of its wide chains in tiles, what needs the fewest bytes first.
+
+    Those that save too little are left out. ``tiles`` is lowered to the next number that divides
+    the rows. Cost: a few analyses and slicings of the graph.
     """
     graph = region.gm.graph
     if tiles < 2 or any(is_write(node) for node in graph.nodes):
-        return None
+        return []
     limit = transient_bytes(region.gm) * (1 - MIN_SAVING)
-    best: TiledRegion | None = None
-    for chain in chains(region, tiles):
-        found = _Splitter(region, chain).run()
-        if found is not None and found.transient_bytes < limit:
-            best, limit = found, found.transient_bytes
-    return best
+    tiled = [_Splitter(region, chain).run() for chain in chains(region, tiles)]
+    found = [one for one in tiled if one is not None and one.transient_bytes < limit]
+    return sorted(found, key=lambda one: one.transient_bytes)
 
 
 class _Splitter:
@@ -164,11 +182,15 @@ class _Splitter:
             for node in self.nodes
             if node in self.chain.nodes and node in wanted and not is_view(node)
         ]
+        if not all(map(is_tensor, [*after.inputs, *row_outputs])):
+            return None  # a tuple that the parts would have to share
         sums = [node for node in self.nodes if node in self.chain.sums]
         outputs = [self._row_output(node) for node in row_outputs]
         if None in outputs or not (row_outputs or sums):
             return None
         part = _extract(self.region.gm, [*row_outputs, *_inputs_of(sums)], self._ends_tile)
+        if not all(map(is_tensor, part.inputs)):
+            return None
         early = self._early([*after.inputs, *map(self._value_of, part.inputs)])
         before = _extract(self.region.gm, early, lambda node: node.op == "placeholder")
         zeros = self._finish_before(before, early, sums)
@@ -181,7 +203,9 @@ class _Splitter:
         if any((one.step_bytes or 0) % ALIGNMENT_BYTES for one in [*inputs, *outputs] if one):
             return None
         inputs += [self._sum_input(node, zeros[node], at) for at, node in enumerate(sums)]
-        tile_gm = self._tile_graph(part, len(row_outputs), sums)
+        part.graph.output(tuple(part.outputs))
+        dims = {made: self.dims.get(node) for node, made in part.made.items()}
+        tile_gm = self._tile_graph(part, dims, len(row_outputs), sums)
         outputs += [
             TileOutput(whole=_spec(node.meta["val"]), accumulator=at)
             for at, node in enumerate(sums)
@@ -206,6 +230,8 @@ class _Splitter:
             after_inputs=tuple(where[node] for node in after.inputs),
             outputs=tuple(where[one] if isinstance(one, fx.Node) else None for one in self.results),
             transient_bytes=shared + max(transient_bytes(gm) for gm in graphs),
+            chain=self._tile_region(part.gm, part),
+            chain_dims=dims,
         )
 
     def _behind(self) -> set[fx.Node]:
@@ -225,6 +251,10 @@ class _Splitter:
                 if node in self.chain.nodes and is_view(node):
                     behind.add(node)
                 continue
+            if is_item(node):  # a tuple never crosses from one part to another
+                if node.all_input_nodes[0] in behind:
+                    behind.add(node)
+                continue
             depends = any(one in self.inside or one in behind for one in node.all_input_nodes)
             if depends or (started and node not in needed and node.op == "call_function"):
                 behind.add(node)
@@ -242,7 +272,7 @@ class _Splitter:
             return False
         if is_constant(node):  # positions differ from row to row
             return not is_row_wise(node, self.dims, self.chain.num_rows)
-        return not is_view(node) or self.dims[node] is not None
+        return not is_view(node) or node not in self.dims or self.dims[node] is not None
 
     def _value_of(self, node: fx.Node) -> fx.Node:
         """The value that a tile's input is read from: its whole storage, where it shows all of it.
@@ -276,8 +306,8 @@ class _Splitter:
         fake = node.meta["val"]
         if value is node and is_view(node):
             fake = _dense(fake)
-        spec, dim = _spec(fake), self.dims[node]
-        if dim is None:
+        spec, dim = _spec(fake), self.dims.get(node)
+        if dim is None:  # read whole, as is what an earlier stage mixed
             return TileInput(value=places[value], view=spec)
         count = self.rows * dim.factor
         size = (*spec.size[: dim.dim], count, *spec.size[dim.dim + 1 :])
@@ -314,13 +344,14 @@ class _Splitter:
         return {node: len(early) + at for at, node in enumerate(sums)}
 
     def _tile_graph(
-        self, part: "_Extract", num_outputs: int, sums: list[fx.Node]
+        self,
+        part: "_Extract",
+        dims: Mapping[fx.Node, RowDim | None],
+        num_outputs: int,
+        sums: list[fx.Node],
     ) -> fx.GraphModule:
         """The chain for the rows of one tile, its sums added to what came before."""
         sources = _inputs_of(sums)
-        row_outputs = part.outputs[:num_outputs]
-        part.graph.output((*row_outputs, *part.outputs[num_outputs:]))
-        dims = {made: self.dims[node] for node, made in part.made.items()}
         gm = slice_rows(part.gm, dims, self.rows, self.chain.num_rows)
         graph = gm.graph
         end = graph.output_node()
@@ -358,7 +389,7 @@ class _Splitter:
         static = tuple(
             at
             for at, node in enumerate(part.inputs)
-            if self.dims[node] is None and self._is_static(node)
+            if self.dims.get(node) is None and self._is_static(node)
         )
         return replace(
             self.region,

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from memo_compile.errors import InputError
+from memo_compile.models import ELEMENT_BYTES
 
 QUANTA = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
 """Values that alpha is rounded down to: row splits stay multiples of 128 tokens."""
@@ -20,7 +21,10 @@ OTHERS = 14
 ALWAYS = 2
 """Always offloaded elements per token and hidden unit."""
 
-ELEMENT_BYTES = 2
+
+def quantise(alpha: float) -> float:
+    """``alpha`` rounded down to one of QUANTA."""
+    return max(quantum for quantum in QUANTA if quantum <= alpha + 1e-12)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,7 @@ class Alpha:
     @property
     def quantised(self) -> float:
         """``value`` rounded down to one of QUANTA."""
-        return max(quantum for quantum in QUANTA if quantum <= self.value + 1e-12)
+        return quantise(self.value)
 
     @property
     def fits_host(self) -> bool:

@@ -8,25 +8,22 @@ tensors every subset is evaluated; above, the frontier is walked by a MILP, two 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from memo_compile.errors import InputError
 from memo_compile.hardware import HardwareProfile
 from memo_compile.models import ModelShape
 from memo_compile.planners import solver
 from memo_compile.planners.layer_costs import (
+    BACKWARD_FACTOR,
     Efficiency,
     forward_seconds_per_token,
     layer_tensors,
 )
-from memo_compile.planners.lynx.linear import exact_model, weighted
-from memo_compile.planners.solver import SolveStatus
+from memo_compile.planners.policy.subsets import remade
+from memo_compile.planners.solver import SolveStatus, exact_model, weighted
 
 MAX_ENUMERATED = 20
 """2^20 subsets take 0.1 s and 40 MB; each further tensor doubles both."""
-
-BACKWARD_FACTOR = 2.0
-"""Backward time over forward time: two products of the same size for each of the forward."""
 
 BALANCED = frozenset({"n1", "n2", "silu", "product", "gelu"})
 """What Kwai's balanced policy recomputes: both norm outputs and what follows the activation."""
@@ -121,19 +118,14 @@ def enumerate_frontier(choices: Sequence[Choice]) -> tuple[FrontierPoint, ...]:
     import numpy as np
 
     subsets = np.arange(1 << len(choices), dtype=np.int64)
-    recomputed: list[Any] = [None] * len(choices)
-    wanted: list[Any] = [np.full(len(subsets), choice.needed) for choice in choices]
+    kept = [(subsets >> i & 1).astype(bool) for i in range(len(choices))]
+    wanted = [np.full(len(subsets), choice.needed) for choice in choices]
+    recomputed, seconds = remade(choices, wanted, kept)
     kept_bytes = np.zeros(len(subsets), dtype=np.int64)
-    seconds = np.zeros(len(subsets))
     possible = np.ones(len(subsets), dtype=bool)
-    for i in reversed(range(len(choices))):
-        kept = (subsets >> i & 1).astype(bool)
-        recomputed[i] = wanted[i] & ~kept
-        possible &= kept if choices[i].kept else True
-        for j in choices[i].inputs:
-            wanted[j] |= recomputed[i]
-        kept_bytes += kept * choices[i].size_bytes
-        seconds += recomputed[i] * choices[i].seconds
+    for row, choice in zip(kept, choices, strict=True):
+        kept_bytes += row * choice.size_bytes
+        possible &= row if choice.kept else True
     candidates = np.flatnonzero(possible)
     order = candidates[np.lexsort((candidates, seconds[candidates], kept_bytes[candidates]))]
     best = np.minimum.accumulate(seconds[order])

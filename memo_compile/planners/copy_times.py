@@ -7,12 +7,32 @@ for at a place.
 
 import bisect
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memo_compile.movable import StepCosts
+
 TOLERANCE = 1e-9
 """Of the whole time: a copy that would end later than its reader by less is not begun earlier."""
+
+
+def copy_s(costs: StepCosts, bytes_per_s: float, num_bytes: int, num_copies: int = 1) -> float:
+    """Seconds of ``num_copies`` copies with ``num_bytes`` together, on a lane of that speed."""
+    return num_copies * costs.copy_latency_s + num_bytes / bytes_per_s
+
+
+@dataclass(slots=True)
+class CopyLane:
+    """Copies of one direction: first in, first out."""
+
+    free_s: float = 0.0
+    """When the last copy has ended."""
+
+    def copy(self, issued_s: float, seconds: float) -> tuple[float, float]:
+        """When a copy that is issued at ``issued_s`` begins and ends."""
+        begin = max(issued_s, self.free_s)
+        self.free_s = begin + seconds
+        return begin, self.free_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +63,12 @@ def waits_of(call_s: Sequence[float], copies: Sequence[CopyOut]) -> list[int]:
     ``copies`` are in the order of their lane, which is that of ``issued``. A deadline of
     ``len(call_s)`` is the end.
     """
-    waits = [len(call_s)] * len(copies)
-    due: dict[int, float] = {}
-    ends: list[float] = []
-    pending: deque[int] = deque()
-    now = lane = 0.0
-    upcoming = 0
-    for place, seconds in enumerate(call_s):
-        while upcoming < len(copies) and copies[upcoming].issued <= place:
-            copy = copies[upcoming]
-            lane = max(lane, now) + copy.seconds
-            ends.append(lane)
-            due[copy.deadline] = max(lane, due.get(copy.deadline, 0.0))
-            pending.append(upcoming)
-            upcoming += 1
-        now = max(now, due.get(place, 0.0))
-        while pending and ends[pending[0]] <= now:
-            waits[pending.popleft()] = place
-        now += seconds
-    return waits
+    _, starts, ends = _run(call_s, [(copy.issued, copy.deadline, copy.seconds) for copy in copies])
+    waits = [
+        max(copy.issued, bisect.bisect_left(starts, end))
+        for copy, end in zip(copies, ends, strict=False)
+    ]
+    return waits + [len(call_s)] * (len(copies) - len(ends))
 
 
 def issues_of(call_s: Sequence[float], copies: Sequence[CopyBack]) -> list[int]:
@@ -71,7 +78,10 @@ def issues_of(call_s: Sequence[float], copies: Sequence[CopyBack]) -> list[int]:
     copy were issued as early as it may be; then each is put off, the last one first.
     """
     earliest = _ascending(copies)
-    borders, starts = _earliest_run(call_s, copies, earliest)
+    lane = [
+        (place, copy.needed, copy.seconds) for place, copy in zip(earliest, copies, strict=True)
+    ]
+    borders, starts, _ = _run(call_s, lane)
     tolerance = TOLERANCE * (starts[-1] if starts else 0.0)
     issues = [0] * len(copies)
     next_s, next_place = math.inf, len(call_s)
@@ -93,21 +103,26 @@ def _ascending(copies: Sequence[CopyBack]) -> list[int]:
     return found
 
 
-def _earliest_run(
-    call_s: Sequence[float], copies: Sequence[CopyBack], earliest: Sequence[int]
-) -> tuple[list[float], list[float]]:
-    """Per place the end of the call before it; per call its begin, after what it waits for."""
-    borders, starts = [], []
+def _run(
+    call_s: Sequence[float], copies: Sequence[tuple[int, int, float]]
+) -> tuple[list[float], list[float], list[float]]:
+    """Runs calls beside copies (place of issue, place of wait, seconds), in their lane's order.
+
+    Per place the end of the call before it; per call its begin, after what it waits for; per copy
+    its end, as far as copies are issued before the last call.
+    """
+    borders: list[float] = []
+    starts: list[float] = []
+    ends: list[float] = []
     due: dict[int, float] = {}
-    now = lane = 0.0
-    upcoming = 0
+    now, lane = 0.0, CopyLane()
     for place, seconds in enumerate(call_s):
         borders.append(now)
-        while upcoming < len(copies) and earliest[upcoming] <= place:
-            lane = max(lane, now) + copies[upcoming].seconds
-            due[copies[upcoming].needed] = lane
-            upcoming += 1
+        while len(ends) < len(copies) and copies[len(ends)][0] <= place:
+            _, wait, copy_seconds = copies[len(ends)]
+            ends.append(lane.copy(now, copy_seconds)[1])
+            due[wait] = ends[-1]
         now = max(now, due.get(place, 0.0))
         starts.append(now)
         now += seconds
-    return borders, starts
+    return borders, starts, ends

@@ -7,11 +7,12 @@ every operand read and every result written once. Elements have 2 bytes.
 
 from dataclasses import dataclass
 
-from memo_compile.errors import InputError
+from memo_compile.errors import InputError, require_at_least
 from memo_compile.hardware import HardwareProfile
-from memo_compile.models import ModelShape
+from memo_compile.models import ELEMENT_BYTES, ModelShape
 
-ELEMENT_BYTES = 2
+BACKWARD_FACTOR = 2.0
+"""Backward time over forward time: two products, or twice the traffic, for each of the forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,7 @@ def layer_tensors(shape: ModelShape, seq: int) -> tuple[TensorCost, ...]:
     Names: x, n1, q, k, v, o, x2, n2, then gate, up, silu, product (or fc1, gelu without a gate).
     Attention is causal: 2 h s FLOPs per token. Its log-sum-exp, 4 bytes per head, is not counted.
     """
-    if seq < 1:
-        raise InputError(f"seq: expected at least 1, got {seq}")
+    require_at_least(1, {"seq": seq})
     h, f, kv = shape.hidden, shape.ffn, shape.hidden * shape.num_kv_heads // shape.num_heads
     rows: list[tuple[str, int, float, float]] = [
         ("x", h, 0, 0),

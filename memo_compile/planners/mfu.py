@@ -16,19 +16,17 @@ import enum
 import math
 from dataclasses import dataclass
 
-from memo_compile.errors import InputError
+from memo_compile.errors import InputError, require_at_least
 from memo_compile.hardware import HardwareProfile
 from memo_compile.models import ModelShape
 from memo_compile.planners.alpha import Alpha, compute_alpha
 from memo_compile.planners.layer_costs import (
+    BACKWARD_FACTOR,
     Efficiency,
     TensorCost,
     layer_output,
     layer_tensors,
 )
-
-BACKWARD_FACTOR = 2.0
-"""Two products, or about twice the traffic, in backward for each of the forward."""
 
 ATTENTION_BACKWARD_FACTOR = 2.5 * 0.73 / 0.63
 """Five products in the backward of a flash attention kernel for two in its forward (it makes the
@@ -65,9 +63,7 @@ class Training:
     """Host memory per device."""
 
     def __post_init__(self) -> None:
-        for name in ("seq", "tp", "cp"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        require_at_least(1, {"seq": self.seq, "tp": self.tp, "cp": self.cp})
         shape = self.shape
         is_gpt = not shape.gated and shape.ffn == 4 * shape.hidden and shape.kv_ratio == 1
         if not is_gpt:
@@ -127,8 +123,8 @@ def layer_times(training: Training, rates: Rates) -> LayerTimes:
     """What one layer of ``training`` costs on one device."""
 
     def seconds(tensor: TensorCost) -> float:
-        one = tensor.seconds_per_token(rates.hardware, rates.efficiency)
-        return one * training.tokens_per_device
+        per_token = tensor.seconds_per_token(rates.hardware, rates.efficiency)
+        return per_token * training.tokens_per_device
 
     saved = layer_tensors(training.shape, training.seq)
     forward_s = sum(map(seconds, saved)) + seconds(layer_output(training.shape))
@@ -173,8 +169,7 @@ def rotating_step_s(
     forward of layer i + 2 waits for the copy-out of layer i, the reload of layer i starts when the
     backward of layer i + 2 has ended.
     """
-    if num_layers < 1:
-        raise InputError(f"num_layers: expected at least 1, got {num_layers}")
+    require_at_least(1, {"num_layers": num_layers})
     staying = min(num_layers, STAYING_LAYERS)
     moving = num_layers - staying
     forward = staying * forward_s + moving * max(forward_s, out_s)

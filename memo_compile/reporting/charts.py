@@ -1,6 +1,7 @@
 """The pictures of the HTML report as data for its template: paths, ticks, texts for hovering."""
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from memo_compile.plans import FrontierPoint, Plan, Span
 from memo_compile.problem import CallKind, Phase, Problem
 from memo_compile.reporting import svg
 from memo_compile.reporting.svg import HEIGHT, WIDTH, Shape
-from memo_compile.reporting.view import Box, Moment, Role, StepView
+from memo_compile.reporting.view import Box, Moment, Role, StepView, short_source
 from memo_compile.units import format_bytes, format_seconds
 
 ROOM = 1.14
@@ -74,10 +75,10 @@ def _layer_ticks(view: StepView, start: int, end: int, percent: float) -> list[d
         first, last = view.starts[index], view.starts[index + 1]
         if layer is not None and start <= first < end:
             before = longest.get(layer, (0, 0))
-            longest[layer] = max(before, (first, last), key=lambda one: one[1] - one[0])
+            longest[layer] = max(before, (first, last), key=lambda span: span[1] - span[0])
     room = max(1, int(percent / 13))
     stride = max(1, -(-len(longest) // room))
-    chosen = sorted(longest.items(), key=lambda one: one[1])[stride // 2 :: stride]
+    chosen = sorted(longest.items(), key=lambda item: item[1])[stride // 2 :: stride]
     total = max(view.starts[-1], 1)
     return [
         {"at": round(100 * (first + last) / 2 / total, 2), "text": f"L{layer}"}
@@ -90,59 +91,69 @@ def _ticks(
 ) -> list[dict[str, Any]]:
     """Where on an axis from ``low`` to ``high``, in percent, and with which text."""
     return [
-        {"at": round(100 * (one - low) / (high - low), 2), "text": words(one)} for one in values
+        {"at": round(100 * (value - low) / (high - low), 2), "text": words(value)}
+        for value in values
     ]
 
 
 def _short_bytes(size: float) -> str:
-    value, unit = format_bytes(size).split(" ")
+    return _short(format_bytes(size))
+
+
+def _short_seconds(seconds: float) -> str:
+    return _short(format_seconds(seconds)) if seconds else "0"
+
+
+def _short(text: str) -> str:
+    """``text`` without zeros behind the point of its number."""
+    value, unit = text.split(" ")
     return f"{float(value):g} {unit}"
 
 
 def arena_map(view: StepView, plan: Plan) -> dict[str, Any]:
     """Addresses over the program; what is under a pixel is merged."""
     top = max(plan.arena_bytes, 1)
-    layers = max((one for one in view.layers if one is not None), default=0) + 1
-    boxes = (_box_shape(one, view, top, layers) for one in view.boxes)
+    layers = max((layer for layer in view.layers if layer is not None), default=0) + 1
+    boxes = (_box_shape(box, view, top, layers) for box in view.boxes)
     merged = svg.merge_small(boxes, noun="small buffers")
     return {
         "paths": _paths(merged),
         "ticks": _ticks(svg.nice_ticks(top, base=2), 0, top, _short_bytes),
-        "roles": {one.css.split(" ")[0] for one in merged},
+        "roles": {shape.css.split(" ")[0] for shape in merged},
         "num_layers": layers,
         "dense": len(merged) > DENSE,
         "data": _hover(merged),
     }
 
 
-def _box_shape(one: Box, view: StepView, top: int, layers: int) -> Shape:
+def _box_shape(box: Box, view: StepView, top: int, layers: int) -> Shape:
     across, up = WIDTH / max(view.starts[-1], 1), HEIGHT / top
-    hue = "n" if one.layer is None else one.layer * NUM_HUES // layers
-    until = view.labels[view.call_at(one.end - 1)]
+    hue = "n" if box.layer is None else box.layer * NUM_HUES // layers
+    until = view.labels[view.call_at(box.end - 1)]
     tip = (
-        one.name,
-        view.labels[one.call],
-        f"until {until}" if until != view.labels[one.call] else "",
-        f"{format_bytes(one.size_bytes)} at {format_bytes(one.offset)}",
-        ROLE_WORDS[one.role],
-        one.about,
-        one.reason,
-        short_source(one.source),
+        box.name,
+        view.labels[box.call],
+        f"until {until}" if until != view.labels[box.call] else "",
+        f"{format_bytes(box.size_bytes)} at {format_bytes(box.offset)}",
+        ROLE_WORDS[box.role],
+        box.about,
+        box.reason,
+        short_source(box.source),
     )
     return Shape(
-        x=one.start * across,
-        y=HEIGHT - (one.offset + one.size_bytes) * up,
-        width=(one.end - one.start) * across,
-        height=one.size_bytes * up,
-        css=f"{one.role.value} y{hue}",
+        x=box.start * across,
+        y=HEIGHT - (box.offset + box.size_bytes) * up,
+        width=(box.end - box.start) * across,
+        height=box.size_bytes * up,
+        css=f"{box.role.value} y{hue}",
         tip=tip,
     )
 
 
 def _paths(shapes: Iterable[Shape]) -> list[tuple[str, str]]:
     """(CSS class, d): one path for each class, in a fixed order."""
-    ordered = sorted(shapes, key=lambda one: one.css)
-    grouped = itertools.groupby(ordered, key=lambda one: one.css)
+    by_class = operator.attrgetter("css")
+    grouped = itertools.groupby(sorted(shapes, key=by_class), key=by_class)
     return [(css, svg.path_of(group)) for css, group in grouped]
 
 
@@ -150,16 +161,11 @@ def _hover(shapes: Sequence[Shape]) -> dict[str, Any]:
     """What the page's script looks up: rectangles and, by index, the texts of their tips."""
     texts: dict[str, int] = {}
     rows = []
-    for one in shapes:
-        lines = [texts.setdefault(line, len(texts)) for line in one.tip if line]
-        sides = (one.x, one.y, one.width, one.height)
+    for shape in shapes:
+        lines = [texts.setdefault(line, len(texts)) for line in shape.tip if line]
+        sides = (shape.x, shape.y, shape.width, shape.height)
         rows.append([*(round(side, 1) for side in sides), *lines])
     return {"rows": rows, "texts": list(texts)}
-
-
-def short_source(source: str) -> str:
-    """The file and its folder, and the line."""
-    return "/".join(source.split("/")[-2:])
 
 
 def memory_curve(view: StepView, plan: Plan) -> dict[str, Any]:
@@ -170,29 +176,30 @@ def memory_curve(view: StepView, plan: Plan) -> dict[str, Any]:
     width, up = WIDTH / len(columns), HEIGHT / most
     constant = view.constant_bytes
     layered: tuple[tuple[str, Callable[[Moment], int]], ...] = (
-        ("held", lambda one: one.held_bytes),
-        ("live", lambda one: constant + one.made_bytes + one.outside_bytes + one.live_bytes),
-        ("outside", lambda one: constant + one.made_bytes + one.outside_bytes),
-        ("made", lambda one: constant + one.made_bytes),
-        ("fixed", lambda one: constant),
+        ("held", lambda at: at.held_bytes),
+        ("live", lambda at: constant + at.made_bytes + at.outside_bytes + at.live_bytes),
+        ("outside", lambda at: constant + at.made_bytes + at.outside_bytes),
+        ("made", lambda at: constant + at.made_bytes),
+        ("fixed", lambda at: constant),
     )
     areas = [
-        (css, svg.steps_path([value(one) * up for one in columns], width)) for css, value in layered
+        (css, svg.steps_path([value(moment) * up for moment in columns], width))
+        for css, value in layered
     ]
     shapes = []
-    for index, one in enumerate(columns):
+    for index, moment in enumerate(columns):
         tip = (
-            f"{format_bytes(one.held_bytes)} held",
-            view.labels[view.call_at(one.line)],
-            f"activations alive {format_bytes(one.live_bytes)}",
-            f"gradients and outputs {format_bytes(one.made_bytes)}",
-            f"allocated by kernels {format_bytes(one.outside_bytes)}",
+            f"{format_bytes(moment.held_bytes)} held",
+            view.labels[view.call_at(moment.line)],
+            f"activations alive {format_bytes(moment.live_bytes)}",
+            f"gradients and outputs {format_bytes(moment.made_bytes)}",
+            f"allocated by kernels {format_bytes(moment.outside_bytes)}",
             f"constant {format_bytes(constant)}",
         )
         shapes.append(Shape(x=index * width, y=0, width=width, height=HEIGHT, css="", tip=tip))
     return {
         "areas": areas,
-        "outside": any(one.outside_bytes for one in columns),
+        "outside": any(moment.outside_bytes for moment in columns),
         "ticks": _ticks(svg.nice_ticks(most / ROOM, base=2), 0, most, _short_bytes),
         "budget": round(100 * budget / most, 2) if budget else None,
         "budget_text": f"budget {format_bytes(budget)}",
@@ -204,7 +211,7 @@ def lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None
     """What each lane does over simulated time; None without a timeline."""
     if plan.timeline is None or not plan.timeline.spans or plan.timeline.step_s <= 0:
         return None
-    end = max(plan.timeline.step_s, *(one.end_s for one in plan.timeline.spans))
+    end = max(plan.timeline.step_s, *(span.end_s for span in plan.timeline.spans))
     calls = {call.name: index for index, call in enumerate(problem.calls)}
     shapes: dict[str, list[Shape]] = {lane: [] for lane in LANES}
     busy_ns: Counter[str] = Counter()
@@ -229,7 +236,7 @@ def lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None
             for lane, group in rows.items()
         ],
         "dense": max(map(len, rows.values())) > DENSE_LANE,
-        "kinds": {one.css for group in rows.values() for one in group},
+        "kinds": {shape.css for group in rows.values() for shape in group},
         "ticks": _ticks(svg.nice_ticks(end), 0, end, _short_seconds),
         "data": {lane: _hover(group) for lane, group in rows.items()},
     }
@@ -254,11 +261,6 @@ def _span_shape(
     )
 
 
-def _short_seconds(seconds: float) -> str:
-    value, unit = format_seconds(seconds).split(" ")
-    return f"{float(value):g} {unit}" if seconds else "0"
-
-
 def _span_css(problem: Problem, lane: str, index: int | None) -> str:
     if lane != "compute":
         return lane
@@ -272,17 +274,17 @@ def _span_css(problem: Problem, lane: str, index: int | None) -> str:
 
 def frontier(plan: Plan) -> dict[str, Any] | None:
     """Step time against memory of every plan that was considered; None with fewer than two."""
-    points = sorted(plan.frontier, key=lambda one: (one.step_s, one.peak_bytes))
+    points = sorted(plan.frontier, key=lambda point: (point.step_s, point.peak_bytes))
     if len(points) < 2:
         return None
     budget = plan.budget_bytes
-    left, right = _range([one.peak_bytes for one in points] + ([budget] if budget else []))
-    low, high = _range([one.step_s for one in points])
-    dots = [_dot(one, left, right, low, high) for one in points]
+    left, right = _range([point.peak_bytes for point in points] + ([budget] if budget else []))
+    low, high = _range([point.step_s for point in points])
+    dots = [_dot(point, left, right, low, high) for point in points]
     byte_ticks = svg.nice_ticks(right, base=2, low=left)
     return {
         "dots": dots,
-        "chosen": next((one for one in dots if one["chosen"]), None),
+        "chosen": next((dot for dot in dots if dot["chosen"]), None),
         "x_ticks": _ticks(byte_ticks, left, right, _short_bytes),
         "y_ticks": _ticks(svg.nice_ticks(high, low=low), low, high, _short_seconds),
         "budget": round(100 * (budget - left) / (right - left), 2) if budget else None,
@@ -296,13 +298,15 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     return max(0.0, low - room), high + room
 
 
-def _dot(one: FrontierPoint, left: float, right: float, low: float, high: float) -> dict[str, Any]:
+def _dot(
+    point: FrontierPoint, left: float, right: float, low: float, high: float
+) -> dict[str, Any]:
     return {
-        "x": round(100 * (one.peak_bytes - left) / (right - left), 2),
-        "y": round(100 * (one.step_s - low) / (high - low), 2),
-        "policy": one.policy,
-        "step": format_seconds(one.step_s),
-        "peak": format_bytes(one.peak_bytes),
-        "host": format_bytes(one.host_bytes),
-        "chosen": one.chosen,
+        "x": round(100 * (point.peak_bytes - left) / (right - left), 2),
+        "y": round(100 * (point.step_s - low) / (high - low), 2),
+        "policy": point.policy,
+        "step": format_seconds(point.step_s),
+        "peak": format_bytes(point.peak_bytes),
+        "host": format_bytes(point.host_bytes),
+        "chosen": point.chosen,
     }

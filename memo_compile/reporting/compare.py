@@ -126,7 +126,7 @@ def measure(snapshot: Mapping[str, Any], *, device: int | None = None, where: st
         found = [_replay(snapshot, traces[index], index) for index in chosen]
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{where}: not a memory snapshot: {error!r} in an event") from error
-    return max(found, key=lambda one: one.peak_bytes)
+    return max(found, key=lambda measured: measured.peak_bytes)
 
 
 def _replay(
@@ -149,7 +149,7 @@ def _replay(
     if stale and total == peak:
         at_peak = dict(alive)
     blocks = [_block(size, frames) for size, frames in at_peak.values()]
-    blocks.sort(key=lambda one: -one.size_bytes)
+    blocks.sort(key=lambda block: -block.size_bytes)
     return Measured(device=device, peak_bytes=peak, blocks=tuple(blocks))
 
 
@@ -183,8 +183,8 @@ def _before(snapshot: Mapping[str, Any], events: Sequence[Mapping[str, Any]], de
 def _block(size: int, frames: Sequence[Mapping[str, Any]]) -> LiveBlock:
     return LiveBlock(
         size_bytes=size,
-        frames=tuple(f"{one['filename']}:{one['line']} {one['name']}" for one in frames),
-        names=tuple(one["name"] for one in frames),
+        frames=tuple(f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in frames),
+        names=tuple(frame["name"] for frame in frames),
     )
 
 
@@ -222,7 +222,7 @@ def _by_layer(plan: Plan, measured: Measured, problem: Problem | None) -> tuple[
             planned_bytes=None if planned is None else planned.get(label, 0),
             measured_bytes=found.get(label, 0),
         )
-        for label in sorted(order, key=lambda one: one == OTHER)
+        for label in sorted(order, key=lambda label: label == OTHER)
     )
 
 
@@ -236,7 +236,7 @@ def _planned(plan: Plan, problem: Problem) -> tuple[dict[str, str], dict[str, in
     labels = {call.name: name for call, name in zip(problem.calls, names, strict=True)}
     most = max(
         view.moments,
-        key=lambda one: one.live_bytes + one.outside_bytes + one.made_bytes,
+        key=lambda moment: moment.live_bytes + moment.outside_bytes + moment.made_bytes,
         default=None,
     )
     planned = dict.fromkeys(names, 0)

@@ -68,12 +68,12 @@ def _of_problems(first: Problem, second: Problem) -> Differences:
         *_parts("region", first.regions, second.regions),
         *_parts(
             "call",
-            {one.name: one for one in first.calls},
-            {one.name: one for one in second.calls},
+            {call.name: call for call in first.calls},
+            {call.name: call for call in second.calls},
         ),
         *_parts("tensor", first.tensors, second.tensors),
     ]
-    order = [[one.name for one in each.calls] for each in (first, second)]
+    order = [[call.name for call in each.calls] for each in (first, second)]
     if order[0] != order[1] and sorted(order[0]) == sorted(order[1]):
         at = next(i for i, pair in enumerate(zip(*order, strict=True)) if pair[0] != pair[1])
         parts.append(
@@ -86,9 +86,9 @@ def _of_problems(first: Problem, second: Problem) -> Differences:
 def _numbers(data: Plan | Problem) -> dict[str, Any]:
     """Field -> value; fields of fields and entries of mappings by path, collections by index."""
     found: dict[str, Any] = {}
-    for one in dataclasses.fields(data):
-        if one.name not in _APART | MEASURED:
-            _flatten(one.name, getattr(data, one.name), found)
+    for field in dataclasses.fields(data):
+        if field.name not in _APART | MEASURED:
+            _flatten(field.name, getattr(data, field.name), found)
     if isinstance(data, Problem):
         found["num_calls"], found["num_regions"] = len(data.calls), len(data.regions)
     else:
@@ -98,8 +98,8 @@ def _numbers(data: Plan | Problem) -> dict[str, Any]:
 
 def _flatten(path: str, value: Any, found: dict[str, Any]) -> None:
     if dataclasses.is_dataclass(value):
-        for one in dataclasses.fields(value):
-            _flatten(f"{path}.{one.name}", getattr(value, one.name), found)
+        for field in dataclasses.fields(value):
+            _flatten(f"{path}.{field.name}", getattr(value, field.name), found)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             _flatten(f"{path}.{key}", item, found)
@@ -113,8 +113,8 @@ def _flatten(path: str, value: Any, found: dict[str, Any]) -> None:
 def _collapsed(changes: tuple[Difference, ...]) -> tuple[Difference, ...]:
     """Of a long sequence in which much changed, the first change and how many follow."""
     groups: dict[str, list[Difference]] = {}
-    for one in changes:
-        groups.setdefault(one.what.split("[")[0], []).append(one)
+    for change in changes:
+        groups.setdefault(change.what.split("[")[0], []).append(change)
     found: list[Difference] = []
     for group in groups.values():
         if len(group) <= MAX_ENTRIES:
@@ -128,14 +128,16 @@ def _collapsed(changes: tuple[Difference, ...]) -> tuple[Difference, ...]:
 def _decisions(plan: Plan) -> dict[str, str]:
     """``layers: tensor`` -> the decision in words; a mix along tokens has several."""
     found: dict[str, list[str]] = {}
-    for one in plan.decisions:
-        found.setdefault(f"{one.layer_class}: {one.tensor}", []).append(_words(one))
+    for decision in plan.decisions:
+        found.setdefault(f"{decision.layer_class}: {decision.tensor}", []).append(_words(decision))
     return {key: " + ".join(words) for key, words in found.items()}
 
 
-def _words(one: Decision) -> str:
-    tokens = "" if one.token_fraction == 1.0 else f" of {one.token_fraction:.1%} of the tokens"
-    return f"{one.decision}{tokens}, {one.bytes} B"
+def _words(decision: Decision) -> str:
+    tokens = (
+        "" if decision.token_fraction == 1.0 else f" of {decision.token_fraction:.1%} of the tokens"
+    )
+    return f"{decision.decision}{tokens}, {decision.bytes} B"
 
 
 def _changed(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[Difference, ...]:
@@ -149,19 +151,19 @@ def _changed(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[Diffe
 def _parts(kind: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
     """Parts that are in one only, and of changed ones the first field that differs."""
     found = []
-    for one in _changed(first, second):
-        if one.first is None or one.second is None:
-            there = [None if side is None else "there" for side in (one.first, one.second)]
-            found.append(Difference(what=f"{kind} {one.what}", first=there[0], second=there[1]))
+    for change in _changed(first, second):
+        if change.first is None or change.second is None:
+            there = [None if side is None else "there" for side in (change.first, change.second)]
+            found.append(Difference(what=f"{kind} {change.what}", first=there[0], second=there[1]))
             continue
         before: dict[str, Any] = {}
         after: dict[str, Any] = {}
-        _flatten("", one.first, before)
-        _flatten("", one.second, after)
+        _flatten("", change.first, before)
+        _flatten("", change.second, after)
         for inner in _changed(before, after):
             found.append(
                 Difference(
-                    what=f"{kind} {one.what}{inner.what}", first=inner.first, second=inner.second
+                    what=f"{kind} {change.what}{inner.what}", first=inner.first, second=inner.second
                 )
             )
     return found

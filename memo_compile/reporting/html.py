@@ -10,7 +10,7 @@ import jinja2
 from memo_compile.plans import Decision, Plan
 from memo_compile.problem import CallKind, Problem
 from memo_compile.reporting import charts
-from memo_compile.reporting.view import StepView, view_step
+from memo_compile.reporting.view import StepView, short_source, view_step
 from memo_compile.units import format_bytes, format_seconds
 
 
@@ -40,7 +40,7 @@ def render_html(problem: Problem, plan: Plan) -> str:
         memory=memory,
         lanes=lanes,
         frontier=frontier,
-        decisions=[_decision_row(one, plan) for one in plan.decisions],
+        decisions=[_decision_row(decision) for decision in plan.decisions],
         lane_kinds=charts.LANE_KINDS,
         roles=[(role.value, words) for role, words in charts.ROLE_WORDS.items()],
         data=json.dumps(hover, separators=(",", ":")).replace("<", "\\u003c"),
@@ -59,10 +59,10 @@ def _template() -> jinja2.Template:
 
 
 def _sentence(problem: Problem, plan: Plan) -> str:
-    layers = sum(one.num_layers for one in plan.layer_classes)
-    paths = ", ".join(one.module_path for one in plan.layer_classes if one.module_path)
+    layers = sum(cls.num_layers for cls in plan.layer_classes)
+    paths = ", ".join(cls.module_path for cls in plan.layer_classes if cls.module_path)
     what = f"{layers} layers" + (f" ({paths})" if paths else "")
-    runs = sum(one.kind in (CallKind.RUN, CallKind.RECOMPUTE) for one in problem.calls)
+    runs = sum(call.kind in (CallKind.RUN, CallKind.RECOMPUTE) for call in problem.calls)
     return (
         f"One training step, planned before it runs: {what if layers else 'no repeating layers'}, "
         f"forward and then backward, in {runs} passes. Policy {plan.policy}."
@@ -98,10 +98,10 @@ def _cards(plan: Plan, view: StepView) -> list[tuple[str, str, str]]:
         cards.append(("moved to the host", format_bytes(plan.host_bytes), "in pinned memory"))
     else:
         cards.append(("moved to the host", "nothing", "all tensors stay on the device"))
-    kinds = Counter(one.decision for one in plan.decisions)
+    kinds = Counter(row.decision for row in plan.decisions)
     words = ", ".join(f"{kinds[key]} {key.lower()}" for key in sorted(kinds))
     cards.append(("decisions", str(len(plan.decisions)), words or "no tensor is kept"))
-    most = max(view.moments, key=lambda one: one.live_bytes, default=None)
+    most = max(view.moments, key=lambda moment: moment.live_bytes, default=None)
     if most is not None:
         where = view.labels[view.call_at(most.line)]
         cards.append(("most activations alive", format_bytes(most.live_bytes), f"in {where}"))
@@ -129,18 +129,18 @@ def _parts(plan: Plan, view: StepView) -> list[dict[str, Any]]:
     ]
 
 
-def _decision_row(one: Decision, plan: Plan) -> dict[str, Any]:
-    name, _, shape = one.tensor.partition(" ")
+def _decision_row(row: Decision) -> dict[str, Any]:
+    name, _, shape = row.tensor.partition(" ")
     return {
         "tensor": name,
         "shape": shape,
-        "layers": one.layer_class,
-        "size": format_bytes(one.bytes),
-        "decision": one.decision,
+        "layers": row.layer_class,
+        "size": format_bytes(row.bytes),
+        "decision": row.decision,
         "css": {"SAVE": "saved", "OFFLOAD": "offloaded", "RECOMPUTE": "recomputed"}.get(
-            one.decision, "scratch"
+            row.decision, "scratch"
         ),
-        "tokens": "all" if one.token_fraction == 1.0 else f"{100 * one.token_fraction:.0f} %",
-        "reason": one.reason,
-        "source": charts.short_source(one.source or ""),
+        "tokens": "all" if row.token_fraction == 1.0 else f"{100 * row.token_fraction:.0f} %",
+        "reason": row.reason,
+        "source": short_source(row.source),
     }

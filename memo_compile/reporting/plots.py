@@ -76,16 +76,16 @@ def _memory(axes: Any, view: StepView, plan: Plan) -> None:
     lines = [view.starts[-1] * index / len(columns) for index in range(len(columns))]
     layers = (
         [view.constant_bytes / GIB for _ in columns],
-        [one.made_bytes / GIB for one in columns],
-        [one.outside_bytes / GIB for one in columns],
-        [one.live_bytes / GIB for one in columns],
+        [moment.made_bytes / GIB for moment in columns],
+        [moment.outside_bytes / GIB for moment in columns],
+        [moment.live_bytes / GIB for moment in columns],
     )
     bottom = [0.0] * len(lines)
     for (label, colour), heights in zip(AREAS, layers, strict=True):
         top = [low + high for low, high in zip(bottom, heights, strict=True)]
         axes.fill_between(lines, bottom, top, step="post", color=colour, label=label, linewidth=0)
         bottom = top
-    held = [one.held_bytes / GIB for one in columns]
+    held = [moment.held_bytes / GIB for moment in columns]
     axes.step(lines, held, where="post", color="#1a1f26", linewidth=1, label="held")
     if plan.budget_bytes is not None:
         budget = plan.budget_bytes / GIB
@@ -99,10 +99,10 @@ def _arena(axes: Any, view: StepView, plan: Plan) -> None:
     from matplotlib.collections import PolyCollection
 
     for role, colour in ROLE_COLOURS.items():
-        boxes = [one for one in view.boxes if one.role is role]
+        boxes = [box for box in view.boxes if box.role is role]
         corners = [
-            _corners(one.start, one.end, one.offset / GIB, (one.offset + one.size_bytes) / GIB)
-            for one in boxes
+            _corners(box.start, box.end, box.offset / GIB, (box.offset + box.size_bytes) / GIB)
+            for box in boxes
         ]
         if corners:
             axes.add_collection(

@@ -55,7 +55,7 @@ def memory_snapshot(problem: Problem, plan: Plan) -> dict[str, Any]:
         lives.extend(own)
     clock = _Clock(problem, plan, view)
     return {
-        "segments": [one for one in segments if one["total_size"]],
+        "segments": [made for made in segments if made["total_size"]],
         "device_traces": [[*_segment_events(segments[1:], clock), *_buffer_events(lives, clock)]],
         "allocator_settings": {},
         "external_annotations": [],
@@ -87,10 +87,10 @@ def _block(address: int, size: int, state: str, frames: Iterable[dict[str, Any]]
 
 def _segment(address: int, size: int, blocks: list[dict[str, Any]], name: str) -> dict[str, Any]:
     """A segment of ``size`` bytes whose rest behind ``blocks`` is free."""
-    used = sum(one["size"] for one in blocks)
+    used = sum(block["size"] for block in blocks)
     if size > used:
         blocks = [*blocks, _block(address + used, size - used, "inactive", ())]
-    active = sum(one["size"] for one in blocks if one["state"] == "active_allocated")
+    active = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
     return {
         "device": 0,
         "address": address,
@@ -151,7 +151,7 @@ def _outside(
     del plan
     born: dict[tuple[str, int], list[int]] = {}
     found: list[tuple[int, int, int, str]] = []
-    ordered = sorted(outside_events(problem), key=lambda one: (one[0], one[1]))
+    ordered = sorted(outside_events(problem), key=lambda event: (event[0], event[1]))
     for line, change, kind in ordered:
         if change > 0:
             born.setdefault((kind, change), []).append(line)
@@ -166,16 +166,16 @@ def _outside(
         PlacementProblem(buffers=buffers, blocks=(), alignment=ALIGNMENT_BYTES), solver="greedy"
     )
     lives = []
-    for one in buffers:
-        call = view.call_at(one.lower)
-        kind = found[int(one.id)][3]
+    for buffer in buffers:
+        call = view.call_at(buffer.lower)
+        kind = found[int(buffer.id)][3]
         where = _frame(problem.calls[call].name, f"{FRAME_FILE} {view.labels[call]}")
         lives.append(
             _Life(
-                start=one.lower,
-                end=one.upper,
-                address=address + placed.offsets[one.id],
-                size_bytes=one.size,
+                start=buffer.lower,
+                end=buffer.upper,
+                address=address + placed.offsets[buffer.id],
+                size_bytes=buffer.size,
                 category="outside",
                 frames=(_frame(kind), where),
             )
@@ -206,7 +206,9 @@ def _made(
                 )
             )
             at += slot.size_bytes
-    blocks = [_block(one.address, one.size_bytes, "active_allocated", one.frames) for one in lives]
+    blocks = [
+        _block(life.address, life.size_bytes, "active_allocated", life.frames) for life in lives
+    ]
     return _segment(address, at - address, blocks, "gradients and outputs"), lives
 
 
@@ -229,13 +231,15 @@ def _segment_events(segments: list[dict[str, Any]], clock: _Clock) -> Iterator[d
     Their category is the one that memory_viz gives to blocks from before the trace: it fails on
     files in which categories are used and this one is not.
     """
-    for one in (segment for segment in segments if segment["total_size"]):
+    for segment in segments:
+        if not segment["total_size"]:
+            continue
         yield {
             "action": "segment_alloc",
-            "addr": one["address"],
-            "size": one["total_size"],
+            "addr": segment["address"],
+            "size": segment["total_size"],
             "stream": 0,
-            "frames": one["frames"],
+            "frames": segment["frames"],
             "time_us": clock(0),
             "category": "unknown",
         }
@@ -243,17 +247,17 @@ def _segment_events(segments: list[dict[str, Any]], clock: _Clock) -> Iterator[d
 
 def _buffer_events(lives: list[_Life], clock: _Clock) -> Iterator[dict[str, Any]]:
     """Allocations and frees by line; at one line frees come first."""
-    moments = [(one.start, 1, index) for index, one in enumerate(lives)]
-    moments += [(one.end, 0, index) for index, one in enumerate(lives) if one.end is not None]
+    moments = [(life.start, 1, index) for index, life in enumerate(lives)]
+    moments += [(life.end, 0, index) for index, life in enumerate(lives) if life.end is not None]
     for line, born, index in sorted(moments):
-        one = lives[index]
+        life = lives[index]
         event = {
-            "addr": one.address,
-            "size": one.size_bytes,
+            "addr": life.address,
+            "size": life.size_bytes,
             "stream": 0,
-            "frames": list(one.frames),
+            "frames": list(life.frames),
             "time_us": clock(line),
-            "category": one.category,
+            "category": life.category,
         }
         for action in ("alloc",) if born else ("free_requested", "free_completed"):
             yield {"action": action, **event}

@@ -89,7 +89,7 @@ def add_plan(plan: Plan) -> None:
 def replace_plan(old: Plan, new: Plan) -> None:
     """``new`` says more than ``old`` about the same step."""
     with _state.lock:
-        _state.plans = [new if one is old else one for one in _state.plans]
+        _state.plans = [new if plan is old else plan for plan in _state.plans]
 
 
 def add_note(note: str) -> bool:

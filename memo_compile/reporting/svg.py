@@ -51,9 +51,9 @@ def number(value: float) -> str:
 def path_of(shapes: Iterable[Shape]) -> str:
     """The ``d`` of one SVG path with all ``shapes``."""
     return "".join(
-        f"M{number(one.x)} {number(one.y)}h{number(max(one.width, 0.1))}"
-        f"v{number(max(one.height, 0.1))}h-{number(max(one.width, 0.1))}z"
-        for one in shapes
+        f"M{number(shape.x)} {number(shape.y)}h{number(max(shape.width, 0.1))}"
+        f"v{number(max(shape.height, 0.1))}h-{number(max(shape.width, 0.1))}z"
+        for shape in shapes
     )
 
 
@@ -78,19 +78,19 @@ def merge_small(shapes: Iterable[Shape], *, noun: str) -> list[Shape]:
     kept: list[Shape] = []
     columns: dict[tuple[str, int], list[Shape]] = {}
     rows: dict[tuple[str, int, int, int], list[Shape]] = {}
-    for one in shapes:
-        if one.width < PIXEL:
-            columns.setdefault((one.css, int(one.x)), []).append(one)
-        elif one.height < PIXEL:
-            key = (one.css, round(one.x), round(one.right), int(one.y))
-            rows.setdefault(key, []).append(one)
+    for shape in shapes:
+        if shape.width < PIXEL:
+            columns.setdefault((shape.css, int(shape.x)), []).append(shape)
+        elif shape.height < PIXEL:
+            key = (shape.css, round(shape.x), round(shape.right), int(shape.y))
+            rows.setdefault(key, []).append(shape)
         else:
-            kept.append(one)
+            kept.append(shape)
     for (_, column), group in columns.items():
-        snapped = (replace(one, x=float(column), width=1.0) for one in group)
+        snapped = (replace(shape, x=float(column), width=1.0) for shape in group)
         kept.extend(_unite(snapped, noun))
     for (*_, row), group in rows.items():
-        snapped = (replace(one, y=float(row), height=1.0) for one in group)
+        snapped = (replace(shape, y=float(row), height=1.0) for shape in group)
         kept.extend(_unite(snapped, noun))
     return kept
 
@@ -98,33 +98,33 @@ def merge_small(shapes: Iterable[Shape], *, noun: str) -> list[Shape]:
 def _unite(shapes: Iterable[Shape], noun: str) -> list[Shape]:
     """Shapes of one column, each grown to where the next no longer touches it."""
     found: list[Shape] = []
-    for one in sorted(shapes, key=lambda shape: (shape.y, shape.x)):
-        if found and one.y <= found[-1].bottom + PIXEL:
+    for shape in sorted(shapes, key=lambda shape: (shape.y, shape.x)):
+        if found and shape.y <= found[-1].bottom + PIXEL:
             last = found[-1]
             found[-1] = replace(
                 last,
-                x=min(last.x, one.x),
-                width=max(last.right, one.right) - min(last.x, one.x),
-                height=max(last.bottom, one.bottom) - last.y,
-                count=last.count + one.count,
+                x=min(last.x, shape.x),
+                width=max(last.right, shape.right) - min(last.x, shape.x),
+                height=max(last.bottom, shape.bottom) - last.y,
+                count=last.count + shape.count,
             )
         else:
-            found.append(one)
-    return [_named(one, noun) for one in found]
+            found.append(shape)
+    return [_named(shape, noun) for shape in found]
 
 
 def merge_along(shapes: Iterable[Shape], *, noun: str) -> list[Shape]:
     """Shapes of one lane, by x: equal neighbours below a pixel with no visible gap become one."""
     found: list[Shape] = []
-    for one in sorted(shapes, key=lambda shape: shape.x):
+    for shape in sorted(shapes, key=lambda shape: shape.x):
         last = found[-1] if found else None
-        near = last is not None and last.css == one.css and one.x - last.right < PIXEL / 2
-        if last is not None and near and min(one.width, last.width) < PIXEL:
-            width = max(last.right, one.right) - last.x
-            found[-1] = replace(last, width=width, count=last.count + one.count)
+        near = last is not None and last.css == shape.css and shape.x - last.right < PIXEL / 2
+        if last is not None and near and min(shape.width, last.width) < PIXEL:
+            width = max(last.right, shape.right) - last.x
+            found[-1] = replace(last, width=width, count=last.count + shape.count)
         else:
-            found.append(one)
-    return [_named(one, noun) for one in found]
+            found.append(shape)
+    return [_named(shape, noun) for shape in found]
 
 
 def _named(shape: Shape, noun: str) -> Shape:
@@ -141,6 +141,6 @@ def nice_ticks(most: float, *, base: int = 10, low: float = 0.0) -> list[float]:
     unit = 1024.0 ** int(math.log(max(most, 1.0), 1024)) if base == 2 else 1.0
     rough = (most - low) / unit / MAX_TICKS
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(one * power for one in (1, 2, 5, 10) if one * power >= rough * 0.999)
+    step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= rough * 0.999)
     first, last = math.ceil(low / unit / step - 1e-9), math.floor(most / unit / step + 1e-9)
     return [index * step * unit for index in range(first, last + 1)]

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from memo_compile.plans import Plan
 from memo_compile.reporting.state import Report
+from memo_compile.reporting.view import short_source
 from memo_compile.units import format_bytes, format_seconds
 
 _WIDTH = 110
@@ -51,9 +52,9 @@ def _numbers(plan: Plan) -> Table:
     table.add_row("optimizer state", format_bytes(fixed.optimizer_state), remark)
     rest = fixed.buffers + fixed.inputs + fixed.outputs
     table.add_row("buffers, inputs, outputs", format_bytes(rest), "")
-    for one in plan.layer_classes:
+    for cls in plan.layer_classes:
         table.add_row(
-            "layers", str(one.num_layers), f"{one.module_path or 'no module'}, period {one.period}"
+            "layers", str(cls.num_layers), f"{cls.module_path or 'no module'}, period {cls.period}"
         )
     table.add_row("regions lowered", str(plan.num_regions), format_seconds(plan.lowering_s))
     table.add_row("planning", format_seconds(plan.planning_s), plan.solver)
@@ -68,21 +69,17 @@ def _decisions(plan: Plan) -> Table:
     table.add_column("bytes", justify="right")
     for column in ("decision", "tokens", "why", "source"):
         table.add_column(column, overflow="fold")
-    for one in plan.decisions:
+    for row in plan.decisions:
         table.add_row(
-            one.layer_class,
-            one.tensor,
-            format_bytes(one.bytes),
-            one.decision,
-            f"{one.token_fraction:.3f}",
-            one.reason,
-            _short(one.source),
+            row.layer_class,
+            row.tensor,
+            format_bytes(row.bytes),
+            row.decision,
+            f"{row.token_fraction:.3f}",
+            row.reason,
+            short_source(row.source),
         )
     return table
-
-
-def _short(source: str | None) -> str:
-    return "" if source is None else "/".join(source.split("/")[-2:])
 
 
 def report_dict(report: Report) -> dict[str, Any]:
@@ -105,7 +102,7 @@ def _plan_dict(plan: Plan) -> dict[str, Any]:
         "peak_bytes": plan.peak_bytes,
         "budget_bytes": plan.budget_bytes,
         "num_regions": plan.num_regions,
-        "layer_classes": [asdict(one) for one in plan.layer_classes],
-        "decisions": [asdict(one) for one in plan.decisions],
+        "layer_classes": [asdict(cls) for cls in plan.layer_classes],
+        "decisions": [asdict(decision) for decision in plan.decisions],
         "check": str(plan.check),
     }

@@ -94,7 +94,7 @@ def _timeline_of_lines(problem: Problem, view: StepView) -> Timeline:
 
 def call_times(problem: Problem, timeline: Timeline) -> CallTimes:
     """When each call is on the compute lane; a copy or a wait without a stall takes no time."""
-    on_lane = {one.name: one for one in timeline.spans if one.lane in ("compute", "stall")}
+    on_lane = {span.name: span for span in timeline.spans if span.lane in ("compute", "stall")}
     starts, ends, clock = [], [], 0.0
     for call in problem.calls:
         span = on_lane.get(call.name)
@@ -179,26 +179,26 @@ def _begin_end(slices: list[_Slice]) -> Iterator[dict[str, Any]]:
     """Matched B and E events: on each lane slices follow one another, so ends come first."""
     for lane, thread in THREADS.items():
         common = {"pid": PROCESS, "tid": thread}
-        own = (one for one in slices if one.lane == lane)
-        for one in sorted(own, key=lambda part: (part.start_s, part.end_s)):
+        own = (part for part in slices if part.lane == lane)
+        for part in sorted(own, key=lambda part: (part.start_s, part.end_s)):
             yield {
                 **common,
                 "ph": "B",
-                "name": one.name,
-                "cat": one.category,
-                "ts": _us(one.start_s),
-                "args": one.arguments,
+                "name": part.name,
+                "cat": part.category,
+                "ts": _us(part.start_s),
+                "args": part.arguments,
             }
-            yield {**common, "ph": "E", "name": one.name, "ts": _us(one.end_s)}
+            yield {**common, "ph": "E", "name": part.name, "ts": _us(part.end_s)}
 
 
 def _arrows(timeline: Timeline, program: list[_Slice]) -> Iterator[dict[str, Any]]:
     """From each issue through its copy to its waits. Events lie inside the slices they bind."""
-    copies = {one.name: one for one in timeline.spans if one.lane in ("d2h", "h2d")}
+    copies = {entry.name: entry for entry in timeline.spans if entry.lane in ("d2h", "h2d")}
     waits: dict[str, list[_Slice]] = {}
-    for one in program:
-        if one.category == CallKind.WAIT.value:
-            waits.setdefault(one.call, []).append(one)
+    for entry in program:
+        if entry.category == CallKind.WAIT.value:
+            waits.setdefault(entry.call, []).append(entry)
     numbers = itertools.count(1)
     for issue in program:
         if issue.category == CallKind.WAIT.value:
@@ -230,11 +230,11 @@ def _us(seconds: float) -> float:
 def _counter(view: StepView, times: CallTimes) -> Iterator[dict[str, Any]]:
     """Device memory; of Moments at one time only the last one stays."""
     last: dict[float, dict[str, int]] = {}
-    for one in view.moments:
-        last[_us(times.at_line(view, one.line))] = {
-            "activations": one.live_bytes,
-            "allocated by kernels": one.outside_bytes,
-            "gradients and outputs": one.made_bytes,
+    for moment in view.moments:
+        last[_us(times.at_line(view, moment.line))] = {
+            "activations": moment.live_bytes,
+            "allocated by kernels": moment.outside_bytes,
+            "gradients and outputs": moment.made_bytes,
             "constant": view.constant_bytes,
         }
     for time_us, values in sorted(last.items()):

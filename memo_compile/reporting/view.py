@@ -7,7 +7,7 @@ Time is the step's own axis in lines of generated code (see ``problem.py``); no 
 import bisect
 import enum
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memo_compile.errors import InputError
@@ -22,9 +22,11 @@ from memo_compile.problem import (
     Storage,
     arena_buffers,
     call_starts,
+    live_bytes,
     ordinary_events,
     outside_events,
 )
+from memo_compile.simulate import running_sums
 
 
 class Role(enum.Enum):
@@ -102,7 +104,7 @@ class StepView:
     @property
     def peak(self) -> Moment | None:
         """The Moment of most memory, the first one of equals."""
-        return max(self.moments, key=lambda one: one.held_bytes, default=None)
+        return max(self.moments, key=lambda moment: moment.held_bytes, default=None)
 
     def columns(self, most: int) -> list[Moment]:
         """The Moments as at most ``most`` equally wide columns, each the one of most memory."""
@@ -110,10 +112,10 @@ class StepView:
         count = min(most, end)
         best: dict[int, Moment] = {}
         last: dict[int, Moment] = {}
-        for one in self.moments:
-            column = one.line * count // end
-            last[column] = one
-            best[column] = max(best.get(column, one), one, key=_amount)
+        for moment in self.moments:
+            column = moment.line * count // end
+            last[column] = moment
+            best[column] = max(best.get(column, moment), moment, key=_amount)
         found: list[Moment] = []
         before = Moment(line=0, live_bytes=0, outside_bytes=0, made_bytes=0, held_bytes=0)
         for column in range(count):
@@ -123,8 +125,13 @@ class StepView:
         return found
 
 
-def _amount(one: Moment) -> tuple[int, int]:
-    return (one.held_bytes, one.live_bytes)
+def _amount(moment: Moment) -> tuple[int, int]:
+    return (moment.held_bytes, moment.live_bytes)
+
+
+def short_source(source: str | None) -> str:
+    """The file with its folder, and the line."""
+    return "/".join((source or "").split("/")[-2:])
 
 
 def view_step(problem: Problem, plan: Plan) -> StepView:
@@ -221,8 +228,8 @@ class _Names:
     def _decide(self, plan: Plan) -> None:
         """Spread each class's decisions, told of its first layer, over all its layers."""
         by_tensor: dict[str, list[Decision]] = {}
-        for one in plan.decisions:
-            by_tensor.setdefault(one.tensor.split(" ")[0], []).append(one)
+        for decision in plan.decisions:
+            by_tensor.setdefault(decision.tensor.split(" ")[0], []).append(decision)
         by_place: dict[tuple[str, str, int], list[Decision]] = {}
         for call in self.problem.calls:
             forward = call.phase is Phase.FORWARD and call.kind is CallKind.RUN
@@ -233,7 +240,7 @@ class _Names:
                     place = (call.region, side, position)
                     if value in by_tensor:
                         by_place.setdefault(place, by_tensor[value])
-                    mine = [one for one in by_place.get(place, ()) if _is_of(one, call.instance)]
+                    mine = [d for d in by_place.get(place, ()) if _is_of(d, call.instance)]
                     if mine:
                         self.decisions_of.setdefault(value, mine)
 
@@ -241,7 +248,7 @@ class _Names:
         """The decision on ``value``, of several (a mix along tokens) the one that made ``role``."""
         found = self.decisions_of.get(value, [])
         wanted = "RECOMPUTE" if role in (Role.RECOMPUTED, Role.SCRATCH) else "OFFLOAD"
-        return next((one for one in found if one.decision == wanted), next(iter(found), None))
+        return next((d for d in found if d.decision == wanted), next(iter(found), None))
 
     def origin(self, key: tuple[int, int]) -> str:
         """The forward's value that the buffer holds; "" when it holds none."""
@@ -253,8 +260,8 @@ class _Names:
         # Made again or moved, a value carries the first one's name behind a prefix (``again.mm``).
         parts = [value[cut.end() :] for cut in re.finditer(r"[:.@/]", value)]
         parts += [value[: cut.start()] for cut in re.finditer(r"[:.@/]", value)]
-        known = (one for one in parts if one in self.decisions_of or one in self.problem.tensors)
-        return next(known, value)
+        known = self.decisions_of.keys() | self.problem.tensors.keys()
+        return next((part for part in parts if part in known), value)
 
 
 _LAYER_RANGE = re.compile(r"\[(\d+):(\d+)\]$")
@@ -275,26 +282,28 @@ def _boxes(
     turn: int,
 ) -> tuple[Box, ...]:
     names, found = _Names(problem, plan), []
-    for one in buffers:
-        if one.id not in plan.offsets:
-            raise InputError(f"plan: no offset for buffer {one.id}; the problem is another step's")
-        key = (one.call, one.index)
+    for buffer in buffers:
+        if buffer.id not in plan.offsets:
+            raise InputError(
+                f"plan: no offset for buffer {buffer.id}; the problem is another step's"
+            )
+        key = (buffer.call, buffer.index)
         value = names.origin(key)
-        role = _role(problem.calls[one.call], one, key in names.offloaded, turn)
+        role = _role(problem.calls[buffer.call], buffer, key in names.offloaded, turn)
         decision, info = names.decision(value, role), problem.tensors.get(value)
         about = "" if info is None else f"{list(info.shape)} {info.dtype}, {info.op}"
         source = (info.source if info else None) or (decision.source if decision else None)
         found.append(
             Box(
-                id=one.id,
-                name=value or one.id.split("/", 1)[1],
-                call=one.call,
-                start=one.start,
-                end=one.end,
-                offset=plan.offsets[one.id],
-                size_bytes=one.size_bytes,
+                id=buffer.id,
+                name=value or buffer.id.split("/", 1)[1],
+                call=buffer.call,
+                start=buffer.start,
+                end=buffer.end,
+                offset=plan.offsets[buffer.id],
+                size_bytes=buffer.size_bytes,
                 role=role,
-                layer=layers[one.call],
+                layer=layers[buffer.call],
                 about=about,
                 reason=decision.reason if decision else "",
                 source=source or "",
@@ -320,15 +329,13 @@ def _role(call: StepCall, buffer: ArenaBuffer, offloaded: bool, turn: int) -> Ro
 def _made(problem: Problem) -> Iterator[int]:
     for call in problem.calls:
         slots = problem.regions[call.region].outputs
-        yield sum(one.size_bytes for one in slots if one.storage is Storage.EXTERNAL)
+        yield sum(slot.size_bytes for slot in slots if slot.storage is Storage.EXTERNAL)
 
 
 def _moments(problem: Problem, plan: Plan, buffers: tuple[ArenaBuffer, ...]) -> tuple[Moment, ...]:
     starts = call_starts(problem)
-    live, outside = _changes(problem, buffers)
-    given_at: dict[int, int] = {}
-    for line, size_bytes in ordinary_events(problem):
-        given_at[line] = given_at.get(line, 0) + size_bytes
+    live, given = live_bytes(buffers), running_sums(ordinary_events(problem))
+    outside = running_sums((line, change) for line, change, _ in outside_events(problem))
     resident = plan.resident_bytes or (plan.arena_bytes,) * len(problem.calls)
     if len(resident) != len(problem.calls):
         raise InputError(
@@ -336,36 +343,20 @@ def _moments(problem: Problem, plan: Plan, buffers: tuple[ArenaBuffer, ...]) -> 
             "the problem is another step's"
         )
     constant, found = step_constant_bytes(problem), []
-    alive = beside = given = 0
-    lines = sorted({*live, *outside, *given_at, *starts[:-1]})
-    for line in (one for one in lines if one < starts[-1]):
-        alive += live.get(line, 0)
-        beside += outside.get(line, 0)
-        given += given_at.get(line, 0)
+    alive = beside = made = 0
+    for line in sorted({*live, *outside, *given, *starts[:-1]}):
+        if line >= starts[-1]:
+            break
+        alive, beside = live.get(line, alive), outside.get(line, beside)
+        made = given.get(line, made)
         call = bisect.bisect_right(starts, line) - 1
         found.append(
             Moment(
                 line=line,
                 live_bytes=alive,
                 outside_bytes=beside,
-                made_bytes=given,
-                held_bytes=constant + resident[call] + beside + given,
+                made_bytes=made,
+                held_bytes=constant + resident[call] + beside + made,
             )
         )
     return tuple(found)
-
-
-Changes = Mapping[int, int]
-"""Line -> bytes born less bytes dead."""
-
-
-def _changes(problem: Problem, buffers: tuple[ArenaBuffer, ...]) -> tuple[Changes, Changes]:
-    """Of the arena, and of what kernels allocate themselves."""
-    live: dict[int, int] = {}
-    outside: dict[int, int] = {}
-    for one in buffers:
-        live[one.start] = live.get(one.start, 0) + one.size_bytes
-        live[one.end] = live.get(one.end, 0) - one.size_bytes
-    for line, change, _ in outside_events(problem):
-        outside[line] = outside.get(line, 0) + change
-    return live, outside

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensorMode
 
-from memo_compile.errors import InputError
+from memo_compile.backends.shim import fake_mode
+from memo_compile.errors import InputError, require_at_least
 from memo_compile.models import find_model
-from memo_compile.shapes.transformer import Degrees, first_stage
+from memo_compile.shapes.transformer import Degrees, default_dtype, first_stage
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -62,20 +62,18 @@ def load(
     Raises:
         InputError: it is unknown, lacks a field, or cannot be cut as ``degrees`` say.
     """
-    if batch < 1:
-        raise InputError(f"batch: expected at least 1, got {batch}")
+    require_at_least(1, {"batch": batch})
     if ":" in model and not Path(model).exists():
         _require_one_device(model, degrees)
         return _of_function(model, seq=seq, batch=batch, dtype=dtype)
     if seq is None:
         raise InputError("seq: missing; give --seq N, the number of tokens of one sequence")
-    if seq < 1:
-        raise InputError(f"seq: expected at least 1, got {seq}")
+    require_at_least(1, {"seq": seq})
     if model.endswith(".json") or Path(model).exists():
         _require_one_device(model, degrees)
         return _of_config(Path(model), seq=seq, batch=batch, dtype=dtype)
     shape = find_model(model)
-    with FakeTensorMode():
+    with fake_mode():
         made, inputs = first_stage(shape, degrees, seq=seq, batch=batch, dtype=dtype)
     notes: tuple[str, ...] = ()
     if degrees.pp > 1:
@@ -109,17 +107,13 @@ def _of_config(path: Path, *, seq: int, batch: int, dtype: torch.dtype) -> Loade
         if name not in body and config.attribute_map.get(name) not in body:
             raise InputError(f"{path}: field {name!r} is missing")
     config.use_cache = False
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
     try:
-        with FakeTensorMode():
+        with fake_mode(), default_dtype(dtype):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
             ids = torch.ones(batch, seq, dtype=torch.long)
             labels = torch.ones(batch, seq, dtype=torch.long)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(f"{path}: transformers refuses it: {_first_line(error)}") from error
-    finally:
-        torch.set_default_dtype(before)
     return Loaded(
         name=f"{path.name} ({kind})",
         model=model,
@@ -158,7 +152,7 @@ def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) 
     given = {"seq": seq, "batch": batch, "dtype": dtype}
     if seq is None and "seq" in wanted:
         raise InputError(f"{text}: takes seq; give --seq N")
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_mode(real_inputs=True):
         made = function(**{key: value for key, value in given.items() if key in wanted})
     if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
         raise InputError(f"{text}: expected (model, example inputs), got {type(made).__name__}")

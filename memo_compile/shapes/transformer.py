@@ -6,13 +6,15 @@ device's own tokens, so that its logits hold ``seq / (tp * cp)`` tokens of the w
 as many bytes as Megatron's logits of all tokens and a part of the vocabulary.
 """
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from memo_compile.errors import InputError
+from memo_compile.errors import InputError, require_at_least
 from memo_compile.models import ModelShape
 from memo_compile.shapes.parallel import (
     ColumnParallel,
@@ -38,9 +40,7 @@ class Degrees:
     dp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "pp", "dp"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        require_at_least(1, asdict(self))
 
     def require_divides(self, shape: ModelShape, seq: int) -> None:
         """``shape`` and ``seq`` can be cut so.
@@ -142,7 +142,7 @@ class Project(nn.Module):
             pairs = zip(self.weights, biases, strict=True)
             return [functional.linear(x, weight, bias) for weight, bias in pairs]
         made = ColumnParallel.apply(x, self.tp, *self.weights)
-        return [one if b is None else one + b for one, b in zip(made, biases, strict=True)]
+        return [out if b is None else out + b for out, b in zip(made, biases, strict=True)]
 
 
 class Close(nn.Module):
@@ -176,7 +176,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """Attention of ``x`` to itself."""
-        q, k, v = (self._heads(one) for one in self.qkv(x))
+        q, k, v = (self._heads(projected) for projected in self.qkv(x))
         if rope is not None:
             q, k = _rotate(q, *rope), _rotate(k, *rope)
         cp = self.share.degrees.cp
@@ -280,6 +280,17 @@ def _whole(weight: Tensor, tp: int) -> Tensor:
     return weight if tp == 1 else GatherWeight.apply(weight, tp)
 
 
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors made inside have ``dtype`` where none is given."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def first_stage(
     shape: ModelShape, degrees: Degrees, *, seq: int, batch: int, dtype: torch.dtype
 ) -> tuple[Transformer, tuple[Tensor, Tensor]]:
@@ -293,12 +304,8 @@ def first_stage(
     degrees.require_divides(shape, seq)
     if batch < 1 or seq < 1:
         raise InputError(f"batch and seq: expected at least 1, got {batch} and {seq}")
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
         model = Transformer(Share(shape=shape, degrees=degrees))
-    finally:
-        torch.set_default_dtype(before)
     tokens = seq // (degrees.tp * degrees.cp)
     ids = torch.empty(batch, tokens, dtype=torch.long)
     return model, (ids, torch.empty(batch, tokens, dtype=torch.long))

@@ -5,7 +5,7 @@ import torch
 from memo_runtime.arena import arena_of
 from memo_runtime.host_store import HostStore
 
-from tests.unit.moving_step import (
+from tests.steps.moving import (
     SCHEDULES,
     backward,
     forward,

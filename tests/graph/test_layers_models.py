@@ -9,7 +9,7 @@ from memo_compile.analysis.layers import LayerStructure, find_layers
 from memo_compile.analysis.structure import make_tape
 from memo_compile.analysis.views import storage_of
 from tests import models
-from tests.graph.joint_graphs import capture_model, forward_part
+from tests.steps.joint_graphs import capture_model, forward_part
 
 CASES = [
     (models.llama, {}, [(3, "model.layers")]),

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from memo_compile.analysis.invariants import hoist_invariants
 from memo_compile.analysis.layers import find_layers
-from tests.graph.joint_graphs import capture_joint
+from tests.steps.joint_graphs import capture_joint
 
 WIDTH = 64
 

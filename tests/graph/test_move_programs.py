@@ -5,7 +5,7 @@ import pytest
 from memo_compile.movable import Action, Mode, Moves, Schedule
 from memo_compile.planners.moves import apply_moves
 from memo_compile.program_text import program_text
-from tests.unit.movable_steps import KIB, movable_step, recomputer
+from tests.steps.movable import KIB, movable_step, recomputer
 
 SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
 ROTATING = Schedule(offload_lag=1, reload_lead=1)

@@ -19,7 +19,7 @@ from memo_compile.passes.recompute import estimate, layer_ops, recompute_graph
 from memo_compile.problem import ALIGNMENT_BYTES, Storage
 from memo_compile.regions import RegionGraph
 from tests import models
-from tests.graph.layer_regions import (
+from tests.steps.layer_regions import (
     layer_region,
     outputs_of,
     real_inputs,

@@ -17,7 +17,7 @@ from memo_compile.backends.aten import interpret
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.regions import RegionGraph
 from tests import models
-from tests.graph.programs import step_programs
+from tests.steps.programs import step_programs
 
 TOKENS, WIDTH = 12, 8
 ROWS = RowDim(dim=1, factor=1)

@@ -14,8 +14,8 @@ from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.shorten import shorten
 from memo_compile.regions import RegionGraph
 from tests import models
-from tests.graph.layer_regions import outputs_of, region_of
-from tests.graph.programs import step_programs
+from tests.steps.layer_regions import outputs_of, region_of
+from tests.steps.programs import step_programs
 
 WHOLE, PART = 112, 4
 """Tokens, of which one in PART is kept; no other size of the models is a multiple of them."""

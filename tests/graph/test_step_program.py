@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from memo_compile.passes.own_outputs import own_outputs
 from memo_compile.passes.pipeline import graph_text
-from tests.graph.programs import Programs, step_programs
+from tests.steps.programs import Programs, step_programs
 
 
 def parameter(*shape: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from memo_compile.backends.aten import interpret
 from memo_compile.passes.tiles import Ref, Source, TiledRegion, tile, transient_bytes
 from memo_compile.regions import RegionGraph
 from tests import models
-from tests.graph.programs import step_programs
+from tests.steps.programs import step_programs
 
 TOKENS, WIDTH, VOCABULARY, INNER = 256, 16, 32768, 2048
 TILES = 8

@@ -21,8 +21,8 @@ from memo_compile.planners.mfu import (
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.named import memo_alpha, named_moves
 from memo_compile.simulate import simulate
-from tests.papers.gpt_steps import gpt_step
-from tests.unit.movable_steps import costs_of, recomputer
+from tests.steps.gpt_step import gpt_step
+from tests.steps.movable import costs_of, recomputer
 
 K = 1024
 MANY = 300

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.papers.gpt import Kept, kept_by_layers, trace_gpt
+from tests.steps.gpt_graph import Kept, kept_by_layers, trace_gpt
 
 GIB = 2**30
 MILLION = 2**20

@@ -1,13 +1,23 @@
-"""Pages as a headless Chromium lays them out: a picture, and where every piece of text lies."""
+"""Pages as a headless Chromium lays them out: a picture, and where every piece of text lies.
 
+The browser is told what to do through a pipe (its DevTools protocol), since its window cannot be as
+narrow as a phone: only the metrics that a page sees can.
+"""
+
+import base64
+import itertools
 import json
 import os
-import re
+import select
 import shutil
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from html import unescape
 from pathlib import Path
+from typing import Any
 
 NAMES = (
     "chromium-headless-shell",
@@ -18,9 +28,22 @@ NAMES = (
     "google-chrome-stable",
 )
 
+PATIENCE_S = 120.0
+"""Far more than any answer takes on a machine that has other work."""
+
+HEIGHT = 1000
+
+ON_THREE_AND_FOUR = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
+for number, end in zip((3, 4), ends):
+    os.dup2(end, number)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+"""The descriptors that ``--remote-debugging-pipe`` reads from and writes to."""
+
 PROBE = """
-<script>
-addEventListener("load", () => {
+(() => {
   const boxes = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
@@ -45,15 +68,10 @@ addEventListener("load", () => {
         right: rect.right, bottom: rect.bottom + scrollY });
     }
   }
-  const found = document.createElement("pre");
-  found.id = "probe";
   const page = document.documentElement;
-  found.textContent = JSON.stringify(
-    { width: innerWidth, page: page.scrollWidth, height: page.scrollHeight, boxes });
-  found.style.display = "none";
-  document.body.append(found);
-});
-</script>
+  return { width: innerWidth, page: page.scrollWidth, height: page.scrollHeight, boxes,
+    dark: matchMedia("(prefers-color-scheme: dark)").matches };
+})()
 """
 
 
@@ -83,6 +101,7 @@ class Layout:
     width: int
     page_width: int
     height: int
+    dark: bool
     boxes: tuple[TextBox, ...]
     cut: tuple[str, ...]
     """Texts of which a part is hidden."""
@@ -99,37 +118,121 @@ class Layout:
         return found
 
 
-def _arguments(page: Path, width: int, height: int, dark: bool) -> list[str]:
-    browser = find_browser()
-    assert browser is not None
-    scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
-    common = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    return [browser, *common, f"--window-size={width},{height}", *scheme, page.as_uri()]
+class Browser:
+    """A running Chromium; :func:`started` makes one and ends it."""
+
+    def __init__(self, commands: int, answers: int) -> None:
+        self._commands = commands
+        self._answers = answers
+        self._unread = b""
+        self._numbers = itertools.count(1)
+
+    @contextmanager
+    def page(self, html: str, folder: Path, *, width: int, dark: bool) -> Iterator["Page"]:
+        """The page in a tab of its own, ``width`` pixels wide, loaded."""
+        file = folder / f"page-{width}-{dark}.html"
+        file.write_text(html, encoding="utf-8")
+        target = self.ask("Target.createTarget", {"url": "about:blank"})["targetId"]
+        attached = self.ask("Target.attachToTarget", {"targetId": target, "flatten": True})
+        page = Page(self, attached["sessionId"], width)
+        page.ask("Page.enable")
+        page.resize(HEIGHT)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        page.ask("Emulation.setEmulatedMedia", {"features": [scheme]})
+        page.ask("Page.navigate", {"url": file.as_uri()})
+        while self._read().get("method") != "Page.loadEventFired":
+            continue
+        try:
+            yield page
+        finally:
+            self.ask("Target.closeTarget", {"targetId": target})
+
+    def ask(self, method: str, params: object = None, session: str | None = None) -> Any:
+        """The result of a command; events that come before it are dropped."""
+        number = next(self._numbers)
+        command: dict[str, object] = {"id": number, "method": method, "params": params or {}}
+        if session is not None:
+            command["sessionId"] = session
+        os.write(self._commands, json.dumps(command).encode() + b"\0")
+        while (answer := self._read()).get("id") != number:
+            continue
+        assert "error" not in answer, f"{method}: {answer['error']}"
+        return answer["result"]
+
+    def _read(self) -> Any:
+        """The next message."""
+        end = time.monotonic() + PATIENCE_S
+        while b"\0" not in self._unread:
+            ready, _, _ = select.select([self._answers], [], [], end - time.monotonic())
+            assert ready, f"the browser said nothing for {PATIENCE_S:.0f} s"
+            more = os.read(self._answers, 1 << 20)
+            assert more, "the browser has ended"
+            self._unread += more
+        message, _, self._unread = self._unread.partition(b"\0")
+        return json.loads(message)
 
 
-def _run(arguments: list[str]) -> str:
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=90, check=True)
-    return done.stdout
+class Page:
+    """A tab."""
+
+    def __init__(self, browser: Browser, session: str, width: int) -> None:
+        self._browser = browser
+        self._session = session
+        self._width = width
+
+    def ask(self, method: str, params: object = None) -> Any:
+        return self._browser.ask(method, params, self._session)
+
+    def resize(self, height: int) -> None:
+        size = {"width": self._width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.ask("Emulation.setDeviceMetricsOverride", size)
+
+    def layout(self) -> Layout:
+        asked = self.ask("Runtime.evaluate", {"expression": PROBE, "returnByValue": True})
+        assert "exceptionDetails" not in asked, asked["exceptionDetails"]
+        found = asked["result"]["value"]
+        return Layout(
+            width=found["width"],
+            page_width=found["page"],
+            height=found["height"],
+            dark=found["dark"],
+            boxes=tuple(TextBox(**one) for one in found["boxes"] if "cut" not in one),
+            cut=tuple(one["text"] for one in found["boxes"] if "cut" in one),
+        )
+
+    def screenshot(self, picture: Path, *, height: int) -> None:
+        self.resize(height)
+        shot = self.ask("Page.captureScreenshot", {"format": "png"})
+        picture.write_bytes(base64.b64decode(shot["data"]))
 
 
-def layout(html: str, folder: Path, *, width: int, dark: bool) -> Layout:
-    page = folder / f"probe-{width}-{dark}.html"
-    page.write_text(html.replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
-    dom = _run([*_arguments(page, width, 1000, dark), "--dump-dom"])
-    text = re.search(r'<pre id="probe"[^>]*>(.*?)</pre>', dom, re.DOTALL)
-    assert text is not None, "the page's script did not run to its end"
-    found = json.loads(unescape(text.group(1)))
-    whole = [one for one in found["boxes"] if "cut" not in one]
-    return Layout(
-        width=found["width"],
-        page_width=found["page"],
-        height=found["height"],
-        boxes=tuple(TextBox(**one) for one in whole),
-        cut=tuple(one["text"] for one in found["boxes"] if "cut" in one),
+@contextmanager
+def started(profile: Path) -> Iterator[Browser]:
+    """A browser that keeps its profile in ``profile``, until the end of the block."""
+    program = find_browser()
+    assert program is not None
+    theirs_in, ours_out = os.pipe()
+    ours_in, theirs_out = os.pipe()
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    options += ["--remote-debugging-pipe", f"--user-data-dir={profile}"]
+    start = [sys.executable, "-c", ON_THREE_AND_FOUR, str(theirs_in), str(theirs_out)]
+    process = subprocess.Popen(
+        [*start, program, *options],
+        pass_fds=(theirs_in, theirs_out),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
-
-
-def screenshot(html: str, picture: Path, *, width: int, height: int, dark: bool) -> None:
-    page = picture.with_suffix(".html")
-    page.write_text(html, encoding="utf-8")
-    _run([*_arguments(page, width, height, dark), f"--screenshot={picture}"])
+    os.close(theirs_in)
+    os.close(theirs_out)
+    browser = Browser(ours_out, ours_in)
+    try:
+        yield browser
+        browser.ask("Browser.close")
+    finally:
+        os.close(ours_out)
+        os.close(ours_in)
+        try:
+            process.wait(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

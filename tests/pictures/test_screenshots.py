@@ -11,9 +11,9 @@ import pytest
 
 from memo_compile.planners.step import plan_step
 from memo_compile.reporting.html import render_html
-from tests.pictures.browser import find_browser, layout, screenshot
-from tests.unit.picture_steps import layered
-from tests.unit.small_steps import two_layers
+from tests.pictures.browser import find_browser, started
+from tests.steps.pictures import layered
+from tests.steps.small import two_layers
 
 pytestmark = pytest.mark.skipif(
     find_browser() is None,
@@ -54,34 +54,42 @@ def _crowded():
 STEPS = {"bare": _bare, "layers-12": layered, "layers-80": _crowded}
 
 
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with started(tmp_path_factory.mktemp("profile")) as running:
+        yield running
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", STEPS)
-def test_nothing_overlaps_or_is_cut(tmp_path, name, width, dark):
+def test_nothing_overlaps_or_is_cut(browser, tmp_path, name, width, dark):
+    folder = Path(os.environ.get("MEMO_SCREENSHOTS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    picture = folder / f"report-{name}-{width}-{'dark' if dark else 'light'}.png"
     html = render_html(*STEPS[name]())
-    found = layout(html, tmp_path, width=width, dark=dark)
-    assert found.width == width
+    with browser.page(html, tmp_path, width=width, dark=dark) as page:
+        found = page.layout()
+        page.screenshot(picture, height=found.height)
+    assert (found.width, found.dark) == (width, dark)
     assert found.page_width <= width, "the page scrolls sideways"
     assert len(found.boxes) > 30
     assert found.cut == ()
     assert found.overlapping() == []
     outside = [one.text for one in found.boxes if one.left < 0 or one.right > width]
     assert outside == []
-    folder = Path(os.environ.get("MEMO_SCREENSHOTS", tmp_path))
-    folder.mkdir(parents=True, exist_ok=True)
-    picture = folder / f"report-{name}-{width}-{'dark' if dark else 'light'}.png"
-    screenshot(html, picture, width=width, height=found.height, dark=dark)
     assert picture.stat().st_size > 20_000
 
 
-def test_overlapping_text_is_found(tmp_path):
+def test_overlapping_text_is_found(browser, tmp_path):
     broken = render_html(*_bare()).replace(
         "</main>", "<p>one</p><p style='margin-top:-24px'>over it</p></main>"
     )
-    assert layout(broken, tmp_path, width=420, dark=False).overlapping() != []
+    with browser.page(broken, tmp_path, width=420, dark=False) as page:
+        assert page.layout().overlapping() != []
 
 
-def test_pointing_at_a_block_names_it(tmp_path):
+def test_pointing_at_a_block_names_it(browser, tmp_path):
     script = """<script>addEventListener("load", () => {
       const plot = document.querySelector(".map"), box = plot.getBoundingClientRect();
       plot.dispatchEvent(new PointerEvent("pointermove", { bubbles: true,
@@ -92,7 +100,8 @@ def test_pointing_at_a_block_names_it(tmp_path):
       document.querySelector("main").append(said);
     });</script>"""
     html = render_html(*layered()).replace("</body>", f"{script}</body>")
-    found = layout(html, tmp_path, width=1400, dark=False)
+    with browser.page(html, tmp_path, width=1400, dark=False) as page:
+        found = page.layout()
     said = next(one.text for one in found.boxes if one.text.startswith(("TIP", "NOTHING")))
     assert "saved for the backward" in said
     assert "layer" in said

@@ -17,9 +17,9 @@ from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.step import plan_step
 from memo_compile.plans import Plan
 from memo_compile.problem import CallKind, Copy, Phase, Problem, StepCall
-from tests.unit.byte_machine import is_right, roomy
-from tests.unit.movable_steps import KIB, movable_step, recomputer
-from tests.unit.moved_steps import Shape
+from tests.steps.byte_machine import is_right, roomy
+from tests.steps.movable import KIB, movable_step, recomputer
+from tests.steps.moved import Shape
 
 SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
 

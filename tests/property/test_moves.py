@@ -14,7 +14,7 @@ from memo_compile.problem import CallKind, Problem, arena_buffers, call_starts, 
 from memo_compile.program_text import program_text
 from memo_compile.serialise import from_json, to_json
 from memo_compile.simulate import peak_live_bytes, simulate
-from tests.unit.movable_steps import KIB, NUM_ROWS, movable_step, recomputer
+from tests.steps.movable import KIB, NUM_ROWS, movable_step, recomputer
 
 SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
 CHOICES = ((SAVE, OFFLOAD),) * 2 + ((SAVE, OFFLOAD, RECOMPUTE),) * 3

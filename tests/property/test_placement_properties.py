@@ -10,7 +10,6 @@ from memo_compile.planners.placement import (
     Block,
     Buffer,
     PlacementProblem,
-    PlacementStatus,
     check_placement,
     place,
 )
@@ -22,6 +21,7 @@ from memo_compile.planners.placement.files import (
 )
 from memo_compile.planners.placement.problem import fixed_collisions
 from memo_compile.planners.placement.search import SearchOptions
+from memo_compile.planners.solver import SolveStatus
 
 PLAIN = SearchOptions(use_numba=False)
 SETTINGS = settings(
@@ -106,8 +106,8 @@ def test_every_solver_is_valid_and_the_exact_ones_equal_brute_force(problem):
         check_placement(problem, placement)
         assert placement.lower_bound_bytes <= placement.height_bytes
     assert search.height_bytes <= greedy.height_bytes
-    assert search.status is PlacementStatus.OPTIMAL
-    assert auto.status is PlacementStatus.OPTIMAL
+    assert search.status is SolveStatus.OPTIMAL
+    assert auto.status is SolveStatus.OPTIMAL
     best = brute_force(problem)
     assert search.height_bytes == auto.height_bytes == best
     assert greedy.lower_bound_bytes <= best
@@ -117,7 +117,7 @@ def test_every_solver_is_valid_and_the_exact_ones_equal_brute_force(problem):
 @given(problems(most=8, features=False))
 def test_exact_search_equals_brute_force_on_eight_plain_buffers(problem):
     found = place(problem, solver="search", options=PLAIN)
-    assert found.status is PlacementStatus.OPTIMAL
+    assert found.status is SolveStatus.OPTIMAL
     assert found.height_bytes == brute_force(problem)
 
 
@@ -129,7 +129,7 @@ def test_search_is_at_most_mip_is_at_most_greedy(problem):
     search = place(problem, solver="search", options=PLAIN)
     check_placement(problem, mip)
     assert search.height_bytes <= mip.height_bytes <= greedy.height_bytes
-    assert mip.status is PlacementStatus.OPTIMAL
+    assert mip.status is SolveStatus.OPTIMAL
     assert mip.height_bytes == search.height_bytes
 
 
@@ -144,7 +144,7 @@ def test_no_switch_changes_the_optimum(on, problem):
     options = SearchOptions(use_numba=False, **dict(zip(names, on, strict=True)))
     found = place(problem, solver="search", options=options)
     check_placement(problem, found)
-    assert found.status is PlacementStatus.OPTIMAL
+    assert found.status is SolveStatus.OPTIMAL
     assert found.height_bytes == place(problem, solver="search", options=PLAIN).height_bytes
 
 
@@ -171,7 +171,7 @@ def test_a_capacity_is_met_or_refuted_with_a_conflict_that_cannot_fit(problem, c
     if capacity >= best:
         check_placement(bounded, found)
         return
-    assert found.status is PlacementStatus.INFEASIBLE
+    assert found.status is SolveStatus.INFEASIBLE
     assert found.lower_bound_bytes > capacity
     named = tuple(b for b in problem.buffers if b.id in found.conflict)
     assert len(named) == len(found.conflict)

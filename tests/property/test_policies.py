@@ -9,7 +9,7 @@ from memo_compile.planners.step import plan_step
 from memo_compile.plans import Plan
 from memo_compile.problem import Problem
 from memo_compile.simulate import peak_live_bytes
-from tests.unit.movable_steps import KIB, movable_step, recomputer
+from tests.steps.movable import KIB, movable_step, recomputer
 
 
 def place(problem: Problem) -> Plan:

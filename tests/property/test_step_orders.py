@@ -16,7 +16,7 @@ from memo_runtime.step import (
     run_forward,
 )
 
-from tests.unit.moving_step import (
+from tests.steps.moving import (
     CPU,
     NUM_BYTES,
     SCHEDULES,

@@ -23,8 +23,8 @@ from memo_compile.problem import (
     copy_regions,
     reload_region,
 )
-from tests.unit.byte_machine import roomy
-from tests.unit.small_steps import KIB, LAYER, call, moved, planned, two_layers
+from tests.steps.byte_machine import roomy
+from tests.steps.small import KIB, LAYER, call, moved, planned, two_layers
 
 
 @pytest.fixture

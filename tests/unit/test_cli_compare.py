@@ -14,7 +14,7 @@ from memo_compile.reporting.snapshot import memory_snapshot
 from memo_compile.reporting.write import write_pictures
 from memo_compile.serialise import to_json
 from memo_compile.simulate import simulate
-from tests.unit.picture_steps import ATTN, MIB, SECONDS, layered
+from tests.steps.pictures import ATTN, MIB, SECONDS, layered
 
 
 @pytest.fixture

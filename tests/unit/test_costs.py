@@ -22,7 +22,7 @@ from memo_compile.analysis.costs import (
 from memo_compile.analysis.structure import op_name
 from memo_compile.hardware import HARDWARE
 from tests import models
-from tests.graph.layer_regions import layer_region, region_of
+from tests.steps.layer_regions import layer_region, region_of
 
 H100 = HARDWARE["h100"]
 FLOAT_BYTES = 4

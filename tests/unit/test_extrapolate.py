@@ -12,8 +12,8 @@ from memo_compile.config import MemoConfig
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.hardware import hardware_of
 from tests import models
-from tests.graph.layer_regions import layer_region, region_of
 from tests.numerics.training import assert_planned, memo_compiled
+from tests.steps.layer_regions import layer_region, region_of
 
 CPU = hardware_of("cpu")
 CONFIG = MemoConfig(lowering="aten")

@@ -18,6 +18,7 @@ from memo_compile.passes.accumulate import AccumulateInPlace
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.cut import CutRequest, cut, step_order
 from memo_compile.passes.pipeline import PassResult, PassRunner, graph_text
+from memo_compile.passes.separate import SeparateResults
 from memo_compile.problem import Phase, Storage
 from memo_compile.regions import RegionGraph
 
@@ -92,8 +93,15 @@ def test_equal_computations_become_one():
         lambda x: (x * 1, x * 1.0, x * True),
         lambda x: (x.sum(0), x.sum(0, keepdim=True)),
         lambda x: (torch.zeros(4) + x, torch.ones(4) + x),
+        lambda x: (x.sin(), x.sin()),
+        lambda x: (x.sin(), x.sin() + 1),
+        lambda x: (x.sin().view(2, 2), x.sin()[:2]),
+        lambda x: (torch.var_mean(x, 0)[0], torch.var_mean(x, 0)[0]),
     ],
-    ids=["random", "dropout", "int-float-bool", "keyword", "constants"],
+    ids=[
+        *("random", "dropout", "int-float-bool", "keyword", "constants"),
+        *("results", "a-result", "views-of-results", "parts-of-a-result"),
+    ],
 )
 def test_different_computations_stay_apart(function):
     gm = traced(function, (4,))
@@ -117,6 +125,56 @@ def test_a_result_whose_type_torch_gets_wrong_is_refused():
     node.meta["val"] = (out, lse.float())
     with pytest.raises(UnsupportedGraph, match=r"takes the log-sum-exp of torch.float64 for"):
         _require_known(gm)
+
+
+@pytest.mark.parametrize(
+    ("function", "own", "clones"),
+    [
+        (lambda x: (x.sin(), x.cos()), (0, 1), 0),
+        (lambda x: _twice(x.sin()), (0, 1), 1),
+        (lambda x: _twice(x.sin()), (1,), 1),
+        (lambda x: _twice(x.sin()), (), 0),
+        (lambda x: _viewed(x.sin()), (0, 1), 1),
+        (lambda x: tuple(x.sin().split(2)), (0, 1), 0),
+        (lambda x: tuple(x.sin().view(2, 2).unbind(1)), (0, 1), 1),
+        (lambda x: (x.sin(), x.view(2, 2)), (0, 1), 1),
+        (lambda x: (x.sin(), x), (0,), 0),
+    ],
+    ids=["new", "twice", "second", "neither", "view", "parts", "columns", "input", "given"],
+)
+def test_results_that_are_apart_share_no_memory(function, own, clones):
+    gm = traced(function, (4,))
+    result = SeparateResults(own=own)(gm)
+    gm.recompile()
+    targets = [node.target for node in gm.graph.nodes]
+    assert targets.count(torch.ops.aten.clone.default) == clones
+    assert result.modified == (clones > 0)
+    x = torch.randn(4)
+    for ours, theirs in zip(gm(x), function(x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_separated_result_has_the_value_from_before_a_write():
+    gm = traced(lambda x: (x.view(2, 2), x.mul_(2) + 1), (4,))
+    SeparateResults(own=(0,))(gm)
+    gm.recompile()
+    x = torch.randn(4)
+    before = x.clone()
+    assert torch.equal(gm(x)[0].view(4), before)
+
+
+def test_what_is_saved_for_the_backward_may_be_a_results_memory():
+    gm = traced(lambda x: _viewed(x.exp()), (4,))
+    assert not SeparateResults(own=(0,), num_results=1)(gm).modified
+    assert SeparateResults(own=(0, 1))(gm).modified
+
+
+def _twice(y):
+    return y, y
+
+
+def _viewed(y):
+    return y, y.view(2, 2)
 
 
 def accumulated(early, total) -> bool:
@@ -191,7 +249,7 @@ def test_a_pass_that_lies_is_caught():
 
 
 def test_dump_of_a_pass(tmp_path):
-    gm = traced(lambda x: (x.sin(), x.sin()), (4,))
+    gm = traced(lambda x: (x.sin() + 1, x.sin() + 2), (4,))
     PassRunner(tmp_path).run(gm, [MergeCommonSubexpressions()], stage="joint")
     before, after = sorted(tmp_path.iterdir(), key=lambda one: one.name)
     assert before.read_text().count("aten.sin") == 2

@@ -12,7 +12,7 @@ import pytest
 from memo_compile.planners.check import check
 from memo_compile.plans import Plan
 from memo_compile.problem import CallKind, Phase, Problem, StepCall, arena_buffers
-from tests.unit.bug_cases import (
+from tests.steps.bugs import (
     OFFLOAD,
     RELOAD,
     RUN,
@@ -29,8 +29,8 @@ from tests.unit.bug_cases import (
     with_calls,
     works,
 )
-from tests.unit.byte_machine import roomy
-from tests.unit.moved_steps import SHAPES
+from tests.steps.byte_machine import roomy
+from tests.steps.moved import SHAPES
 
 
 @pytest.mark.parametrize("name", SHAPES)

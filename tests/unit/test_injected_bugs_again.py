@@ -7,7 +7,7 @@ import pytest
 from memo_compile.planners.check import check
 from memo_compile.planners.check_moves import Remake, check_moves
 from memo_compile.problem import CallKind, OutsideBuffer, arena_buffers, call_starts
-from tests.unit.bug_cases import (
+from tests.steps.bugs import (
     RECOMPUTE,
     RELOAD,
     RUN,
@@ -23,9 +23,9 @@ from tests.unit.bug_cases import (
     with_calls,
     works,
 )
-from tests.unit.byte_machine import roomy
-from tests.unit.moved_steps import BACKWARD, SHAPES
-from tests.unit.moved_steps import run as run_call
+from tests.steps.byte_machine import roomy
+from tests.steps.moved import BACKWARD, SHAPES
+from tests.steps.parts import call as run_call
 
 
 @pytest.mark.parametrize(("name", "index"), calls_of(RECOMPUTE))

@@ -7,7 +7,7 @@ import torch
 from memo_runtime.instructions import view_inside
 from memo_runtime.step import RunHalf, StepPlan, run_forward
 
-from tests.unit.moving_step import (
+from tests.steps.moving import (
     CPU,
     DOUBLE,
     NUM,

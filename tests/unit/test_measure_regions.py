@@ -12,7 +12,7 @@ from memo_compile.backends.measure_regions import TooLarge, measure, measure_all
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.regions import LoweredRegion, RegionGraph
 from tests import models
-from tests.graph.layer_regions import layer_region, region_of
+from tests.steps.layer_regions import layer_region, region_of
 
 
 def spied(region: RegionGraph) -> tuple[LoweredRegion, list[list[torch.Tensor]]]:

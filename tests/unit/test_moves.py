@@ -26,7 +26,8 @@ from memo_compile.planners.moves import (
 )
 from memo_compile.planners.step import plan_step
 from memo_compile.problem import CallKind, Into, OutputSlot, Phase, Problem, StepCall, Storage
-from tests.unit.movable_steps import KIB, NUM_ROWS, SLOTS, call, movable_step, recomputer
+from tests.steps.movable import KIB, NUM_ROWS, SLOTS, movable_step, recomputer
+from tests.steps.parts import call
 
 SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
 X, A, B, C, D = range(5)

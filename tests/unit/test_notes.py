@@ -12,7 +12,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.plans import Decision
 from memo_compile.problem import FixedBytes
 from memo_compile.reporting import state
-from tests.unit.small_steps import two_layers
+from tests.steps.small import two_layers
 
 pytestmark = pytest.mark.usefixtures("fresh_report")
 

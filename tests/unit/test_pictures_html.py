@@ -10,8 +10,8 @@ import pytest
 
 from memo_compile.plans import CheckVerdict, Decision, FrontierPoint
 from memo_compile.reporting.html import render_html
-from tests.unit.picture_steps import layered
-from tests.unit.small_steps import planned, two_layers
+from tests.steps.pictures import layered
+from tests.steps.small import planned, two_layers
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 MOST_BYTES = 2 * 1024 * 1024

@@ -22,8 +22,8 @@ from memo_compile.reporting.snapshot import FIRST_ADDRESS, memory_snapshot
 from memo_compile.reporting.trace import THREADS, chrome_trace
 from memo_compile.reporting.write import write_pictures, write_report
 from memo_compile.serialise import from_json
-from tests.unit.picture_steps import MIB, layered
-from tests.unit.small_steps import planned, two_layers
+from tests.steps.pictures import MIB, layered
+from tests.steps.small import planned, two_layers
 
 
 def events_of(problem, plan):

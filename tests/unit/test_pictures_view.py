@@ -13,8 +13,8 @@ from memo_compile.plans import Decision
 from memo_compile.problem import arena_buffers
 from memo_compile.reporting.svg import Shape, merge_along, merge_small, nice_ticks, path_of
 from memo_compile.reporting.view import Role, view_step
-from tests.unit.picture_steps import ATTN, MIB, layered, layered_problem
-from tests.unit.small_steps import KIB, planned, two_layers
+from tests.steps.pictures import ATTN, MIB, layered, layered_problem
+from tests.steps.small import KIB, planned, two_layers
 
 
 def test_roles_names_reasons_and_sources_of_moved_tensors():

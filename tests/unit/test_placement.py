@@ -10,7 +10,6 @@ from memo_compile.planners.placement import (
     Block,
     Buffer,
     PlacementProblem,
-    PlacementStatus,
     check_placement,
     find_violations,
     place,
@@ -45,12 +44,12 @@ def test_the_drawn_problem_reaches_its_bound(solver):
     found = place(problem(*DRAWN), solver=solver, options=PLAIN)
     check_placement(problem(*DRAWN), found)
     assert found.height_bytes == found.lower_bound_bytes == 6
-    assert found.status is PlacementStatus.OPTIMAL
+    assert found.status is SolveStatus.OPTIMAL
     assert found.conflict == ()
 
 
 def test_no_buffers_and_empty_buffers_take_no_room():
-    assert place(problem()).status is PlacementStatus.OPTIMAL
+    assert place(problem()).status is SolveStatus.OPTIMAL
     found = place(problem(Buffer(id="e", lower=0, upper=1, size=0), DRAWN[0]))
     assert found.height_bytes == 3
     assert set(found.offsets) == {"e", "a"}
@@ -69,13 +68,13 @@ def test_a_bound_that_is_out_of_reach_is_raised_by_proof(solver):
     assert lower_bound(build_instance(problem(*GAPPED))) == 8
     found = place(problem(*GAPPED), solver=solver, options=PLAIN)
     assert found.height_bytes == found.lower_bound_bytes == 9
-    assert found.status is PlacementStatus.OPTIMAL
+    assert found.status is SolveStatus.OPTIMAL
 
 
 def test_a_capacity_refuted_by_search_names_a_conflict_without_bystanders():
     bystanders = [Buffer(id=f"by{i}", lower=i, upper=i + 1, size=1) for i in range(5, 9)]
     found = place(problem(*GAPPED, *bystanders, capacity=8), options=PLAIN)
-    assert found.status is PlacementStatus.INFEASIBLE
+    assert found.status is SolveStatus.INFEASIBLE
     assert found.conflict == ("thin", "wide0", "wide1")
     assert found.lower_bound_bytes == 9
 
@@ -88,7 +87,7 @@ def test_padding_to_the_alignment_is_part_of_the_bound():
     )
     found = place(both)
     assert found.height_bytes == found.lower_bound_bytes == 512 + 100
-    assert found.status is PlacementStatus.OPTIMAL
+    assert found.status is SolveStatus.OPTIMAL
 
 
 def test_a_gap_lends_its_bytes_to_another_buffer():
@@ -108,7 +107,7 @@ def test_a_capacity_below_the_live_bytes_names_the_fewest_buffers():
     big = [Buffer(id=f"big{i}", lower=0, upper=2, size=6) for i in range(2)]
     small = [Buffer(id=f"small{i}", lower=0, upper=2, size=1) for i in range(5)]
     found = place(problem(*big, *small, capacity=11))
-    assert found.status is PlacementStatus.INFEASIBLE
+    assert found.status is SolveStatus.INFEASIBLE
     assert found.conflict == ("big0", "big1")
     assert found.lower_bound_bytes == 17
     assert found.offsets == {}
@@ -116,14 +115,14 @@ def test_a_capacity_below_the_live_bytes_names_the_fewest_buffers():
 
 def test_a_fixed_offset_beyond_the_capacity_is_the_conflict():
     found = place(problem(Buffer(id="far", lower=0, upper=1, size=1, offset=9), capacity=5))
-    assert found.status is PlacementStatus.INFEASIBLE
+    assert found.status is SolveStatus.INFEASIBLE
     assert found.conflict == ("far",)
 
 
 def test_out_of_time_keeps_the_greedy_placement():
     hard = read_problem(DATA / "I.1048576.csv", capacity=1048576)
     found = place(hard, time_limit_s=0.0)
-    assert found.status is PlacementStatus.TIME_LIMIT
+    assert found.status is SolveStatus.TIME_LIMIT
     assert found.height_bytes > 1048576
     check_placement(hard, found, capacity=False)
     with pytest.raises(InvalidPlan, match="beyond the capacity 1048576"):

@@ -12,7 +12,7 @@ from memo_compile.planners.policy.frontier import Choice, pareto
 from memo_compile.planners.policy.named import memo_alpha, named_moves
 from memo_compile.problem import Problem
 from memo_compile.simulate import peak_live_bytes
-from tests.unit.movable_steps import KIB, movable_step, recomputer
+from tests.steps.movable import KIB, movable_step, recomputer
 
 S, O, R = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE  # noqa: E741
 SAVED = (S,) * 5

@@ -28,7 +28,7 @@ from memo_compile.planners.policy.modes import (
 from memo_compile.planners.policy.subsets import MAX_GROUPS, recompute_sets, slot_groups
 from memo_compile.planners.solver import SolveStatus
 from memo_compile.simulate import peak_live_bytes
-from tests.unit.movable_steps import KIB, movable_step, recomputer
+from tests.steps.movable import KIB, movable_step, recomputer
 
 ROTATING = Schedule(offload_lag=1, reload_lead=1)
 

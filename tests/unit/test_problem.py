@@ -17,7 +17,7 @@ from memo_compile.problem import (
     outside_peak,
 )
 from memo_compile.serialise import from_json, to_json
-from tests.unit.small_steps import HEAD, KIB, planned, two_layers
+from tests.steps.small import HEAD, KIB, planned, two_layers
 
 
 def test_calls_lie_end_to_end():

@@ -9,7 +9,7 @@ import memo_compile
 from memo_compile.plans import Decision
 from memo_compile.problem import LayerClassInfo
 from memo_compile.reporting import state
-from tests.unit.small_steps import planned, two_layers
+from tests.steps.small import planned, two_layers
 
 pytestmark = pytest.mark.usefixtures("fresh_report")
 

@@ -12,7 +12,7 @@ from memo_compile.planners.step import plan_step
 from memo_compile.plans import Span
 from memo_compile.problem import OutsideBuffer
 from memo_compile.simulate import memory_curve, peak_live_bytes, simulate
-from tests.unit.movable_steps import (
+from tests.steps.movable import (
     BACKWARD_S,
     FORWARD_S,
     KIB,
@@ -20,7 +20,7 @@ from tests.unit.movable_steps import (
     movable_step,
     recomputer,
 )
-from tests.unit.small_steps import two_layers
+from tests.steps.small import two_layers
 
 SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
 ROTATING = Schedule(offload_lag=1, reload_lead=1)

@@ -26,7 +26,7 @@ from memo_runtime.step import (
     run_backward,
 )
 
-from tests.unit.moving_step import (
+from tests.steps.moving import (
     BACKWARD,
     BACKWARD_OVER_B,
     CPU,

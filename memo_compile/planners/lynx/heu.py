@@ -18,26 +18,19 @@ from memo_compile.planners import solver
 from memo_compile.planners.lynx.fields import Number
 from memo_compile.planners.lynx.instance import NUM_PHASES, NUM_WINDOWS, HeuInstance
 from memo_compile.planners.lynx.linear import (
+    TIE_SLACK,
     add_share,
     better_plan,
-    exact_model,
     exceeds,
     fraction_value,
-    total,
-    weighted,
+    within_budget,
 )
 from memo_compile.planners.lynx.replay import SPLIT_TOLERANCE, replay_heu
 from memo_compile.planners.lynx.solution import Conflict, HeuSolution, Part
-from memo_compile.planners.solver import SolveStatus
+from memo_compile.planners.solver import SolveStatus, exact_model, total, weighted
 
 ON_DEMAND = NUM_PHASES - 1
 """Index of the phase on the critical path."""
-
-TIE_SLACK = 1e-8
-"""How much worse, in longest operators, a tie-breaking solve may make what came before it."""
-
-MAX_TIGHTENINGS = 8
-"""Re-solves with a tighter budget before giving up; each cuts off the violating solution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,21 +75,17 @@ def _solve_one(
     instance: HeuInstance, token_split: bool, break_ties: bool, deadline_s: float
 ) -> HeuSolution:
     """The optimum of one of the two programs, with whole operators or with cut ones."""
-    budget = instance.budget
-    for _ in range(MAX_TIGHTENINGS):
+
+    def attempt(budget: Number) -> HeuSolution:
         program = _build(instance, token_split)
-        program.model.add_constr(
-            program.memory <= float(budget) / program.memory_unit, "memory_eq7"
-        )
-        solution = _minimise(program, instance, break_ties, deadline_s)
-        if solution.status is SolveStatus.INFEASIBLE:
-            return HeuSolution(status=solution.status, conflict=_conflict(instance, token_split))
-        if not solution.status.has_solution:
-            return solution
-        if not exceeds(solution.peak, instance.budget):
-            return _validated(instance, solution)
-        budget = instance.budget - 2 * (solution.peak - instance.budget)
-    return HeuSolution(status=SolveStatus.ERROR)
+        limit = float(budget) / program.memory_unit
+        program.model.add_constr(program.memory <= limit, "memory_eq7")
+        return _minimise(program, instance, break_ties, deadline_s)
+
+    found = within_budget(instance.budget, attempt)
+    if found.status is SolveStatus.INFEASIBLE:
+        return HeuSolution(status=found.status, conflict=_conflict(instance, token_split))
+    return _validated(instance, found) if found.status.has_solution else found
 
 
 def memory_needed(instance: HeuInstance, *, token_split: bool = False) -> Number:

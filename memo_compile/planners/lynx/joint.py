@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memo_compile.errors import InputError
+from memo_compile.errors import InputError, require_at_least
 from memo_compile.planners.lynx import fields
 from memo_compile.planners.lynx.fields import Number
 from memo_compile.planners.lynx.heu import solve_heu
@@ -48,9 +48,8 @@ class JointProblem:
     """Forward and backward time of a micro-batch besides the layers; empty = none."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_stages", "num_batches"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        counts = ("num_layers", "num_stages", "num_batches")
+        require_at_least(1, {name: getattr(self, name) for name in counts})
         if self.num_stages > self.num_layers:
             raise InputError(f"num_stages: {self.num_stages} stages for {self.num_layers} layers")
         for name in ("budgets", "extra_static", "extra_time"):

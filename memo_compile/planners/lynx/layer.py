@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memo_compile.errors import InputError
+from memo_compile.errors import InputError, require_at_least
 from memo_compile.hardware import HardwareProfile
-from memo_compile.models import ModelShape
-from memo_compile.planners.layer_costs import ELEMENT_BYTES, Efficiency
+from memo_compile.models import ELEMENT_BYTES, ModelShape
+from memo_compile.planners.layer_costs import BACKWARD_FACTOR, Efficiency
 from memo_compile.planners.lynx import fields
 from memo_compile.planners.lynx.fields import Number
 from memo_compile.planners.lynx.instance import (
@@ -24,9 +24,6 @@ from memo_compile.planners.lynx.instance import (
 
 LINK_EFFICIENCY = 0.6
 """Share of a link that a ring all-reduce of tens of megabytes reaches."""
-
-BACKWARD_FACTOR = 2.0
-"""Backward over forward time of an operator: two products for each of the forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +101,7 @@ def describe_layer(
     Raises:
         InputError: a size is below 1, or tp does not divide the attention heads.
     """
-    for name, value in (("seq", seq), ("micro-batch", micro_batch), ("tp", tp)):
-        if value < 1:
-            raise InputError(f"{name}: expected at least 1, got {value}")
+    require_at_least(1, {"seq": seq, "micro-batch": micro_batch, "tp": tp})
     if shape.num_heads % tp:
         raise InputError(f"tp: {tp} does not divide the {shape.num_heads} attention heads")
     h, kv = shape.hidden, shape.hidden * shape.num_kv_heads // shape.num_heads

@@ -1,16 +1,12 @@
-"""Small helpers over python-mip that both programs use."""
+"""What both programs share: a budget kept after rounding, shares of tokens, comparisons."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from memo_compile.planners import solver
 from memo_compile.planners.lynx.fields import Number
 from memo_compile.planners.lynx.solution import HeuSolution, OptSolution
-
-ENGINE_TOLERANCE = 1e-9
-"""Feasibility, integrality and relative gap asked of the engine: its defaults (1e-6, 1e-4) would
-let a plan miss its budget by kilobytes, or stop 0.01 % short of the optimum."""
+from memo_compile.planners.solver import SolveStatus
 
 SUM_TOLERANCE = 1e-12
 """Relative rounding of a sum of floats: 0.1 + 0.2 fits a bound of 0.3."""
@@ -19,13 +15,11 @@ FRACTION_TOLERANCE = 1e-7
 """Parts of an operator below this are the engine's rounding, not a decision."""
 
 
-_HIGHS_OPTIONS = {
-    "mip_rel_gap": 0.0,
-    "mip_abs_gap": ENGINE_TOLERANCE,
-    "mip_feasibility_tolerance": ENGINE_TOLERANCE,
-    "primal_feasibility_tolerance": ENGINE_TOLERANCE,
-}
+TIE_SLACK = 1e-8
+"""How much worse, in longest operators, a tie-breaking solve may make what came before it."""
 
+MAX_TIGHTENINGS = 8
+"""Re-solves with a tighter budget before giving up; each cuts off the violating solution."""
 
 GAIN = 1e-6
 """Relative saving below which cutting operators is not worth a more complicated plan."""
@@ -33,33 +27,18 @@ GAIN = 1e-6
 PlanT = TypeVar("PlanT", HeuSolution, OptSolution)
 
 
-def exact_model(name: str) -> Any:
-    """An empty model whose engine proves optimality to ``ENGINE_TOLERANCE``."""
-    model = solver.make_model(name)
-    for option in ("infeas_tol", "integer_tol", "max_mip_gap"):
-        setattr(model, option, ENGINE_TOLERANCE)
-    # python-mip 2.0 keeps these attributes to itself with HiGHS, so they are set on the engine.
-    set_option = getattr(model.solver, "_set_double_option_value", None)
-    if set_option is not None:
-        for option, value in _HIGHS_OPTIONS.items():
-            set_option(option, value)
-    model.threads = 1
-    return model
+def within_budget(budget: Number, attempt: Callable[[Number], PlanT]) -> PlanT:
+    """What ``attempt`` finds under ``budget``, which is tightened until the replayed peak obeys it.
 
-
-def weighted(weights: Iterable[float], variables: Iterable[Any]) -> Any:
-    """Sum of products as a linear expression; ints among the variables are constants."""
-    import mip
-
-    pairs = list(zip(weights, variables, strict=True))
-    constant = sum(w * v for w, v in pairs if isinstance(v, int))
-    terms = [(v, w) for w, v in pairs if not isinstance(v, int)]
-    return mip.LinExpr([v for v, _ in terms], [float(w) for _, w in terms], float(constant))
-
-
-def total(variables: Sequence[Any]) -> Any:
-    """Plain sum as a linear expression; ints among the variables are constants."""
-    return weighted([1.0] * len(variables), variables)
+    An answer without a solution is returned as it is.
+    """
+    tight = budget
+    for _ in range(MAX_TIGHTENINGS):
+        found = attempt(tight)
+        if not found.status.has_solution or not exceeds(found.peak, budget):
+            return found
+        tight = budget - 2 * (found.peak - budget)
+    return type(found)(status=SolveStatus.ERROR)
 
 
 def better_plan(whole: PlanT, split: PlanT) -> PlanT:

@@ -20,26 +20,19 @@ from memo_compile.planners import solver
 from memo_compile.planners.lynx.fields import Number
 from memo_compile.planners.lynx.instance import OptInstance
 from memo_compile.planners.lynx.linear import (
+    TIE_SLACK,
     add_share,
     better_plan,
-    exact_model,
     exceeds,
     fraction_value,
-    total,
-    weighted,
+    within_budget,
 )
 from memo_compile.planners.lynx.replay import SPLIT_TOLERANCE, replay_opt
 from memo_compile.planners.lynx.solution import Conflict, OptSolution
-from memo_compile.planners.solver import SolveStatus
+from memo_compile.planners.solver import SolveStatus, exact_model, total, weighted
 
 Cell = Any
 """A variable of the model, or an int where the entry is fixed."""
-
-TIE_SLACK = 1e-8
-"""How much longer, in longest operators, the critical path may get while ties are broken."""
-
-MAX_TIGHTENINGS = 8
-"""Re-solves with a tighter budget before giving up; each cuts off the violating solution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,22 +80,24 @@ def solve_opt(
 
 def _solve_one(instance: OptInstance, token_split: bool, deadline_s: float) -> OptSolution:
     """The optimum of one of the two programs, with whole operators or with cut ones."""
-    budget: Number = instance.budget
-    for _ in range(MAX_TIGHTENINGS):
+
+    def attempt(budget: Number) -> OptSolution:
         program = _build(instance, token_split, budget)
         costs = [t / program.time_unit for t in instance.ops.times]
         rows = [*program.critical, *program.started]
         program.model.objective = weighted(costs * len(rows), [x for row in rows for x in row])
         status = solver.solve(program.model, deadline_s - time.monotonic())
-        if status is SolveStatus.INFEASIBLE:
-            return OptSolution(status=status, conflict=_floor_conflict(instance, token_split))
         if not status.has_solution:
             return OptSolution(status=status)
         solution = _read(program, instance, status)
-        if not exceeds(solution.peak, instance.budget):
-            return _with_least_hidden(program, instance, solution, deadline_s)
-        budget = instance.budget - 2 * (solution.peak - instance.budget)
-    return OptSolution(status=SolveStatus.ERROR)
+        if exceeds(solution.peak, instance.budget):
+            return solution
+        return _with_least_hidden(program, instance, solution, deadline_s)
+
+    found = within_budget(instance.budget, attempt)
+    if found.status is SolveStatus.INFEASIBLE:
+        return OptSolution(status=found.status, conflict=_floor_conflict(instance, token_split))
+    return found
 
 
 def _with_least_hidden(

@@ -12,9 +12,8 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from memo_compile.errors import InputError
-from memo_compile.models import ModelShape
-from memo_compile.planners.layer_costs import ELEMENT_BYTES
+from memo_compile.errors import InputError, require_at_least
+from memo_compile.models import ELEMENT_BYTES, ModelShape
 
 WEIGHT_AND_GRADIENT_BYTES = 6
 """bfloat16 weight and float32 gradient."""
@@ -81,9 +80,7 @@ def divide_gpus(
             layers_per_chunk the layers of a stage, or tp the attention heads; it is named.
     """
     sizes = {"gpus": gpus, "tp": tp, "cp": cp, "pp": pp, "layers-per-chunk": layers_per_chunk}
-    for name, value in sizes.items():
-        if value < 1:
-            raise InputError(f"{name}: expected at least 1, got {value}")
+    require_at_least(1, sizes)
     if gpus % (tp * cp * pp):
         raise InputError(
             f"gpus: {gpus} is not divisible by tp * cp * pp = {tp} * {cp} * {pp} = {tp * cp * pp}"
@@ -152,8 +149,7 @@ def plan_offload(
     Raises:
         InputError: ``seq`` is below 1.
     """
-    if seq < 1:
-        raise InputError(f"seq: expected at least 1, got {seq}")
+    require_at_least(1, {"seq": seq})
     static = static_bytes(shape, config)
     chunk = chunk_bytes(shape, seq, config)
     num_chunks = shape.num_layers // (config.pp * config.layers_per_chunk)

@@ -7,9 +7,9 @@ starts when backward k starts, the first one when warm-up has ended; two buffers
 whole step take turns. Memory is counted in chunks: 1 = what one forward keeps.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
-from memo_compile.errors import InputError
+from memo_compile.errors import InputError, require_at_least
 from memo_compile.planners.pipeline.schedule import Direction, PipelineShape, Work, order_work
 
 NUM_RELOAD_BUFFERS = 2
@@ -28,9 +28,7 @@ class ChunkTimes:
     reload_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "copy_out_s", "reload_s"):
-            if not getattr(self, name) >= 0:
-                raise InputError(f"{name}: expected at least 0, got {getattr(self, name)}")
+        require_at_least(0, asdict(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

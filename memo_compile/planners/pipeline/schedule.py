@@ -4,10 +4,10 @@ A rank owns ``num_chunks`` model chunks; chunk v of rank r is virtual stage v * 
 orders are Megatron-LM's (Narayanan et al. 2021), and torch.distributed.pipelining's.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 
-from memo_compile.errors import InputError
+from memo_compile.errors import InputError, require_at_least
 
 
 class Direction(Enum):
@@ -35,9 +35,7 @@ class PipelineShape:
     num_batches: int
 
     def __post_init__(self) -> None:
-        for field in ("num_ranks", "num_chunks", "num_batches"):
-            if getattr(self, field) < 1:
-                raise InputError(f"{field}: expected at least 1, got {getattr(self, field)}")
+        require_at_least(1, asdict(self))
         if self.num_chunks > 1 and self.num_ranks < 2:
             raise InputError("num_chunks: interleaving needs at least two ranks")
         if self.num_chunks > 1 and self.num_batches % self.num_ranks:

@@ -5,8 +5,6 @@ A process per rank, a thread per lane (compute, d2h, h2d), and a counter of the 
 
 from typing import Any
 
-import numpy as np
-
 from memo_compile.hardware import HardwareProfile
 from memo_compile.models import ModelShape
 from memo_compile.planners.pipeline.offload import (
@@ -18,7 +16,7 @@ from memo_compile.planners.pipeline.offload import (
 from memo_compile.planners.pipeline.replay import ChunkTimes, StepReplay, replay_step
 from memo_compile.planners.pipeline.schedule import Direction, PipelineShape
 from memo_compile.planners.search.cost import CostModel, describe_workload, layer_seconds
-from memo_compile.planners.search.space import CHECKPOINTS, Columns
+from memo_compile.planners.search.space import columns_of
 
 LANES = ("compute", "d2h", "h2d")
 MICROSECONDS = 1e6
@@ -34,14 +32,8 @@ def estimate_times(
     model: CostModel,
 ) -> ChunkTimes:
     """Seconds of one chunk on each lane, by the cost model of the search."""
-    columns = Columns(
-        checkpoint=np.array([CHECKPOINTS.index(config.checkpoint)]),
-        **{
-            name: np.array([float(getattr(config, name))])
-            for name in ("tp", "cp", "pp", "dp", "layers_per_chunk")
-        },
-    )
-    layer = layer_seconds(describe_workload(shape, seq, 1), columns, hardware, model)
+    work = describe_workload(shape, seq, 1)
+    layer = layer_seconds(work, columns_of([config]), hardware, model)
     layers = config.layers_per_chunk
     copied = alpha * chunk_bytes(shape, seq, config)
     return ChunkTimes(

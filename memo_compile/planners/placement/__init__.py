@@ -6,7 +6,6 @@ from memo_compile.planners.placement.problem import (
     Buffer,
     Placement,
     PlacementProblem,
-    PlacementStatus,
 )
 from memo_compile.planners.placement.validate import check_placement, find_violations
 
@@ -15,7 +14,6 @@ __all__ = [
     "Buffer",
     "Placement",
     "PlacementProblem",
-    "PlacementStatus",
     "check_placement",
     "find_violations",
     "place",

@@ -17,7 +17,13 @@ import numpy as np
 
 from memo_compile.planners.placement.bounds import lower_bound
 from memo_compile.planners.placement.greedy import greedy_offsets
-from memo_compile.planners.placement.instance import FREE, Instance, Ints, build_instance
+from memo_compile.planners.placement.instance import (
+    FREE,
+    Instance,
+    Ints,
+    PlacedSpans,
+    build_instance,
+)
 from memo_compile.planners.placement.kernel import FOUND
 from memo_compile.planners.placement.mip import mip_offsets
 from memo_compile.planners.placement.problem import Buffer
@@ -154,30 +160,18 @@ def _place_bodies(instance: Instance, bodies: Iterable[_Body]) -> Ints:
     """(N,) offsets when each body in turn takes the lowest base at which all its parts are free."""
     bodies = sorted(bodies, key=lambda body: bool((instance.fixed[body.items] == FREE).any()))
     offsets = np.zeros(instance.num_buffers, dtype=np.int64)
-    num_spans = len(instance.span_lower)
-    lower, upper, owner = (np.zeros(num_spans, dtype=np.int64) for _ in range(3))
-    count = 0
+    placed = PlacedSpans(instance)
     for body in bodies:
-        placed = (lower[:count], upper[:count], owner[:count])
         walls = {int(i): _walls(instance, int(i), offsets, placed) for i in body.items}
         offsets[body.items] = body.relative + _lowest_base(instance, body, walls)
         for item in body.items:
-            for g in range(instance.span_start[item], instance.span_start[item + 1]):
-                lower[count], upper[count] = instance.span_lower[g], instance.span_upper[g]
-                owner[count] = item
-                count += 1
+            placed.add(item)
     return offsets
 
 
-def _walls(
-    instance: Instance, item: int, offsets: Ints, placed: tuple[Ints, Ints, Ints]
-) -> tuple[Ints, Ints]:
+def _walls(instance: Instance, item: int, offsets: Ints, placed: PlacedSpans) -> tuple[Ints, Ints]:
     """Starts and running ends of the placed ranges that ``item`` must avoid, from low to high."""
-    lower, upper, owner = placed
-    hit = np.zeros(len(lower), dtype=bool)
-    for g in range(instance.span_start[item], instance.span_start[item + 1]):
-        hit |= (lower < instance.span_upper[g]) & (upper > instance.span_lower[g])
-    others = owner[hit]
+    others = placed.beside(item)
     starts = offsets[others]
     order = np.argsort(starts)
     ends = np.maximum.accumulate((starts + instance.size[others])[order])

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -198,27 +198,7 @@ def format_csv(problem: PlacementProblem, offsets: Mapping[str, int] | None = No
 
 def problem_to_json(problem: PlacementProblem) -> dict[str, Any]:
     """Plain data from which ``problem_from_json`` makes an equal problem."""
-    buffers = []
-    for b in problem.buffers:
-        entry: dict[str, Any] = {key: getattr(b, key) for key in (*_REQUIRED, "alignment")}
-        entry |= {
-            key: getattr(b, key)
-            for key in ("offset", "hint", "block")
-            if getattr(b, key) is not None
-        }
-        if b.gaps:
-            entry["gaps"] = [list(gap) for gap in b.gaps]
-        buffers.append(entry)
-    blocks = [
-        {"id": b.id, "class_key": b.class_key, "lower": b.lower, "upper": b.upper}
-        for b in problem.blocks
-    ]
-    return {
-        "buffers": buffers,
-        "blocks": blocks,
-        "capacity": problem.capacity,
-        "alignment": problem.alignment,
-    }
+    return json.loads(json.dumps(asdict(problem)))
 
 
 def problem_from_json(data: object) -> PlacementProblem:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from memo_compile.planners.placement.instance import FREE, Instance, Ints
+from memo_compile.planners.placement.instance import FREE, Instance, Ints, PlacedSpans
 
 Order = Callable[[Instance], Ints]
 """Ranks the buffers: (N,) keys, the smallest is placed first."""
@@ -100,20 +100,12 @@ def place_in_order(instance: Instance, sequence: Ints, *, best_fit: bool) -> Int
     """
     fixed_first = np.argsort(instance.fixed[sequence] == FREE, kind="stable")
     offsets = np.zeros(instance.num_buffers, dtype=np.int64)
-    num_spans = len(instance.span_lower)
-    lower, upper, owner = (np.zeros(num_spans, dtype=np.int64) for _ in range(3))
-    count = 0
+    placed = PlacedSpans(instance)
     for item in sequence[fixed_first]:
-        spans = slice(instance.span_start[item], instance.span_start[item + 1])
         if instance.fixed[item] != FREE:
             offsets[item] = instance.fixed[item]
         else:
-            hit = np.zeros(count, dtype=bool)
-            for begin, end in zip(
-                instance.span_lower[spans], instance.span_upper[spans], strict=True
-            ):
-                hit |= (lower[:count] < end) & (upper[:count] > begin)
-            below = owner[:count][hit]
+            below = placed.beside(item)
             offsets[item] = _hole(
                 offsets[below],
                 instance.size[below],
@@ -121,11 +113,7 @@ def place_in_order(instance: Instance, sequence: Ints, *, best_fit: bool) -> Int
                 int(instance.align[item]),
                 best_fit,
             )
-        added = spans.stop - spans.start
-        lower[count : count + added] = instance.span_lower[spans]
-        upper[count : count + added] = instance.span_upper[spans]
-        owner[count : count + added] = item
-        count += added
+        placed.add(item)
     return offsets
 
 

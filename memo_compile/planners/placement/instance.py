@@ -143,6 +143,38 @@ def _sections(spans: Sequence[tuple[int, int]]) -> tuple[Ints, Ints, int]:
     return first, after, section + 1 if spans else 0
 
 
+class PlacedSpans:
+    """The live spans of the buffers that have their places already."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        num_spans = len(instance.span_lower)
+        self._lower, self._upper, self._owner = (np.zeros(num_spans, np.int64) for _ in range(3))
+        self._count = 0
+
+    def beside(self, item: int) -> Ints:
+        """The placed buffers that are live together with ``item``; once for each shared span."""
+        lower, upper = self._lower[: self._count], self._upper[: self._count]
+        return self._owner[: self._count][_sharing(self._instance, item, lower, upper)]
+
+    def add(self, item: int) -> None:
+        """``item`` has its place."""
+        begin, end = self._instance.span_start[item], self._instance.span_start[item + 1]
+        new = slice(self._count, self._count + end - begin)
+        self._lower[new] = self._instance.span_lower[begin:end]
+        self._upper[new] = self._instance.span_upper[begin:end]
+        self._owner[new] = item
+        self._count += end - begin
+
+
+def _sharing(instance: Instance, item: int, lower: Ints, upper: Ints) -> npt.NDArray[np.bool_]:
+    """Which of the spans from ``lower`` to ``upper`` share a section with a span of ``item``."""
+    hit = np.zeros(len(lower), dtype=bool)
+    for g in range(instance.span_start[item], instance.span_start[item + 1]):
+        hit |= (lower < instance.span_upper[g]) & (upper > instance.span_lower[g])
+    return hit
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Overlaps:
     """Who is live together with whom, as rows of one array."""
@@ -161,9 +193,7 @@ def find_overlaps(instance: Instance) -> Overlaps:
     simple = len(lower) == n
     rows: list[Any] = []
     for i in range(n):
-        hit = np.zeros(len(lower), dtype=bool)
-        for g in range(instance.span_start[i], instance.span_start[i + 1]):
-            hit |= (lower < upper[g]) & (upper > lower[g])
+        hit = _sharing(instance, i, lower, upper)
         row = np.flatnonzero(hit) if simple else np.unique(owner[hit])
         row = row[row != i].astype(np.int32)
         start[i + 1] = start[i] + len(row)

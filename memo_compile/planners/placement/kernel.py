@@ -30,7 +30,6 @@ HATLESS = 2
 CROWDING = 4
 PIECES = 8
 JUMP = 16
-ALL_SWITCHES = 31
 
 BITS = 62
 """Bits used of each word of ``State.blame``: below the sign of int64."""

@@ -24,7 +24,7 @@ from memo_compile.planners.placement.conflict import load_conflict, search_confl
 from memo_compile.planners.placement.greedy import ORDERS, greedy_offsets
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, build_instance
 from memo_compile.planners.placement.mip import mip_offsets
-from memo_compile.planners.placement.problem import Placement, PlacementProblem, PlacementStatus
+from memo_compile.planners.placement.problem import Placement, PlacementProblem
 from memo_compile.planners.placement.search import Searcher, SearchOptions
 from memo_compile.planners.solver import SolveStatus, available_engines
 
@@ -242,11 +242,11 @@ def _narrow(
 
 def _feasible(instance: Instance, answer: _Answer, begin_s: float) -> Placement:
     height, capacity = instance.height(answer.offsets), instance.problem.capacity
-    status = PlacementStatus.FEASIBLE
+    status = SolveStatus.FEASIBLE
     if capacity is not None and height > capacity:
-        status = PlacementStatus.TIME_LIMIT
+        status = SolveStatus.TIME_LIMIT
     elif height <= answer.bound:
-        status = PlacementStatus.OPTIMAL
+        status = SolveStatus.OPTIMAL
     return Placement(
         offsets=MappingProxyType(instance.offsets(answer.offsets)),
         height_bytes=max(height, _empty_height(instance.problem)),
@@ -267,7 +267,7 @@ def _infeasible(bound: int, conflict: tuple[str, ...], solver: str, begin_s: flo
         offsets=MappingProxyType({}),
         height_bytes=0,
         lower_bound_bytes=bound,
-        status=PlacementStatus.INFEASIBLE,
+        status=SolveStatus.INFEASIBLE,
         seconds=time.perf_counter() - begin_s,
         solver=solver,
         conflict=conflict,

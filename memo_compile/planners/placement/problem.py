@@ -11,23 +11,9 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 from memo_compile.errors import InputError
-
-
-class PlacementStatus(Enum):
-    """How a placement ended; the values are what the command line prints."""
-
-    OPTIMAL = "optimal"
-    """A smaller height is impossible, and that is proved."""
-    FEASIBLE = "feasible"
-    """Valid, and within the capacity where one is given."""
-    INFEASIBLE = "infeasible"
-    """No placement fits the capacity, and that is proved; ``conflict`` names who cannot."""
-    TIME_LIMIT = "time_limit"
-    """Nothing that fits the capacity was found in time; ``offsets`` holds the lowest found."""
-    ERROR = "error"
+from memo_compile.planners.solver import SolveStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +182,10 @@ class Placement:
     """Largest offset + size; 0 when ``offsets`` is empty."""
     lower_bound_bytes: int
     """No valid placement is lower than this."""
-    status: PlacementStatus
+    status: SolveStatus
+    """OPTIMAL: a smaller height is proved impossible. FEASIBLE: valid, and within the capacity.
+    INFEASIBLE: proved; ``conflict`` names who cannot. TIME_LIMIT: nothing that fits was found in
+    time, ``offsets`` holds the lowest found."""
     seconds: float
     """Wall time of planning."""
     solver: str

@@ -28,16 +28,16 @@ is that of single layers.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from memo_compile.errors import ConfigError
 from memo_compile.planners import solver
-from memo_compile.planners.lynx.linear import weighted
 from memo_compile.planners.policy.greedy import MAX_KEYS
 from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel
-from memo_compile.planners.solver import SolveStatus
+from memo_compile.planners.policy.modes import ModeCost
+from memo_compile.planners.solver import SolveStatus, total, weighted
 
 NUM_SEGMENTS = 10
 """Of one run of equal layers: 120 binaries. 14 took twice as long for 0.02 % of the step."""
@@ -85,20 +85,15 @@ def solve_modes(
 
     The answer is deterministic as long as ``time_limit_s`` does not bind.
     """
-    segments = make_segments(model, num_segments)
     try:
-        program = _Program(model, segments, gap)
+        program = _Program(model, make_segments(model, num_segments), gap)
     except ConfigError:  # no engine on this machine
         return MilpSolution(status=SolveStatus.ERROR)
     if not program.require_bytes(bound_bytes):
         return MilpSolution(status=SolveStatus.INFEASIBLE)
-    if host_budget_bytes is not None:
-        program.require_host(host_budget_bytes)
+    program.require_host(host_budget_bytes)
     program.require_times()
-    status = solver.solve(program.model, time_limit_s)
-    if not status.has_solution:
-        return MilpSolution(status=status)
-    return MilpSolution(status=status, chosen=program.chosen())
+    return program.solve(time_limit_s)
 
 
 def lowest_peak(
@@ -114,12 +109,8 @@ def lowest_peak(
     except ConfigError:
         return MilpSolution(status=SolveStatus.ERROR)
     program.minimise_bytes()
-    if host_budget_bytes is not None:
-        program.require_host(host_budget_bytes)
-    status = solver.solve(program.model, time_limit_s)
-    if not status.has_solution:
-        return MilpSolution(status=status)
-    return MilpSolution(status=status, chosen=program.chosen())
+    program.require_host(host_budget_bytes)
+    return program.solve(time_limit_s)
 
 
 def make_segments(model: StepModel, num_segments: int = NUM_SEGMENTS) -> list[tuple[int, ...]]:
@@ -144,13 +135,7 @@ def make_segments(model: StepModel, num_segments: int = NUM_SEGMENTS) -> list[tu
 class _Program:
     """The program being built; seconds are in units of the save-all step, bytes of its peak."""
 
-    def __init__(
-        self,
-        model: StepModel,
-        segments: Sequence[tuple[int, ...]],
-        gap: float,
-        max_nodes: int = MAX_NODES,
-    ) -> None:
+    def __init__(self, model: StepModel, segments: Sequence[tuple[int, ...]], gap: float) -> None:
         self.step = model
         self.segments = segments
         self.segment_of = {layer: at for at, some in enumerate(segments) for layer in some}
@@ -160,17 +145,13 @@ class _Program:
         self.model = solver.make_model("modes")
         self.model.max_mip_gap = gap
         self.model.max_mip_gap_abs = min(gap, ADDED_GAP)
-        # A limit in nodes gives the same answer in each run, which one in seconds does not.
-        set_nodes = getattr(self.model.solver, "_set_int_option_value", None)
-        if set_nodes is not None:
-            set_nodes("mip_max_nodes", max_nodes)
-        self.model.threads = 1
+        solver.limit_nodes(self.model, MAX_NODES)
         self.x = [
             [self.model.add_var(f"x_{at}_{m}", var_type="B") for m in range(self._num_modes(at))]
             for at in range(len(segments))
         ]
         for at, variables in enumerate(self.x):
-            self.model.add_constr(weighted([1.0] * len(variables), variables) == 1, f"one_{at}")
+            self.model.add_constr(total(variables) == 1, f"one_{at}")
         self._few_regions()
 
     def _num_modes(self, segment: int) -> int:
@@ -193,8 +174,7 @@ class _Program:
                 used.append(y)
                 for variable in variables:
                     self.model.add_constr(variable <= y, f"regions_{y.name}_{variable.name}")
-            few = weighted([1.0] * len(used), used) <= MAX_KEYS
-            self.model.add_constr(few, f"regions_{class_key}")
+            self.model.add_constr(total(used) <= MAX_KEYS, f"regions_{class_key}")
 
     def require_bytes(self, bound_bytes: int) -> bool:
         """Adds constraint ``bytes`` where it can bind; False when a point can never obey it."""
@@ -216,8 +196,8 @@ class _Program:
     def _extremes(self) -> tuple[Any, Any]:
         """The most and the fewest bytes that any choice has at each point."""
         base = self.step.base_bytes
-        most = base + sum(total.max(axis=0) for total in self.totals)
-        return most, base + sum(total.min(axis=0) for total in self.totals)
+        most = base + sum(deltas.max(axis=0) for deltas in self.totals)
+        return most, base + sum(deltas.min(axis=0) for deltas in self.totals)
 
     def _byte_rows(self, bound_bytes: int) -> Iterator[tuple[Any, float]]:
         """(sum x delta, base) of the points that can exceed the bound, in units.
@@ -229,7 +209,7 @@ class _Program:
         most, _ = self._extremes()
         points = np.flatnonzero(most > bound_bytes)
         points = points[np.argsort(-most[points], kind="stable")]
-        weights = np.concatenate([total[:, points] for total in self.totals]).T
+        weights = np.concatenate([deltas[:, points] for deltas in self.totals]).T
         bases = self.step.base_bytes[points]
         kept: list[int] = []
         variables = [x for some in self.x for x in some]
@@ -245,27 +225,28 @@ class _Program:
             )
             yield terms, float(bases[row]) / self.unit_bytes
 
-    def require_host(self, host_budget_bytes: int) -> None:
-        """Adds constraint ``host``."""
+    def require_host(self, host_budget_bytes: int | None) -> None:
+        """Adds constraint ``host``, where there is a budget."""
+        if host_budget_bytes is None:
+            return
         terms = [
             (len(some) * mode.host_bytes / self.unit_bytes, variable)
             for at, some in enumerate(self.segments)
             for mode, variable in zip(self.step.modes[some[0]], self.x[at], strict=True)
         ]
-        total = weighted([weight for weight, _ in terms], [variable for _, variable in terms])
-        self.model.add_constr(total <= host_budget_bytes / self.unit_bytes, "host")
+        copied = weighted([weight for weight, _ in terms], [variable for _, variable in terms])
+        self.model.add_constr(copied <= host_budget_bytes / self.unit_bytes, "host")
 
-    def _seconds(self, layer: int, kind: str) -> Any:
+    def _seconds(self, layer: int, seconds_of: Callable[[ModeCost], float]) -> Any:
         """``sum_m x[i,m]`` times d, h or r, in units."""
-        modes = self.step.modes[layer]
-        values = [
-            {"out": one.d2h_s, "back": one.h2d_s}[kind](self.step.costs)
-            if kind != "again"
-            else one.recompute_s
-            for one in modes
-        ]
-        scaled = [value / self.unit_s for value in values]
+        scaled = [seconds_of(mode) / self.unit_s for mode in self.step.modes[layer]]
         return weighted(scaled, self.x[self.segment_of[layer]])
+
+    def _out_s(self, layer: int) -> Any:
+        return self._seconds(layer, lambda mode: mode.d2h_s(self.step.costs))
+
+    def _back_s(self, layer: int) -> Any:
+        return self._seconds(layer, lambda mode: mode.h2d_s(self.step.costs))
 
     def require_times(self) -> None:
         """Adds the times and the objective."""
@@ -274,15 +255,15 @@ class _Program:
         start = [model.add_var(f"t_{c}") for c in range(len(step.seconds) + 1)]
         out = [model.add_var(f"out_{i}") for i in layers]
         back = [model.add_var(f"back_{i}") for i in layers]
-        seconds = [one / self.unit_s for one in step.seconds]
+        seconds = [call_s / self.unit_s for call_s in step.seconds]
         copies = []
-        for call, one in enumerate(seconds):
+        for call, own_s in enumerate(seconds):
             # With a recomputation, t[c] is when it begins: `ready` then also waits before it.
             again = [i for i in layers if step.backward_at[i] == call]
-            more = sum(self._seconds(i, "again") for i in again)
-            model.add_constr(start[call + 1] >= start[call] + more + one, f"order_{call}")
+            more = sum(self._seconds(i, lambda mode: mode.recompute_s) for i in again)
+            model.add_constr(start[call + 1] >= start[call] + more + own_s, f"order_{call}")
         for i in layers:
-            d, h = self._seconds(i, "out"), self._seconds(i, "back")
+            d, h = self._out_s(i), self._back_s(i)
             made = step.forward_at[i]
             model.add_constr(out[i] >= start[made] + seconds[made] + d, f"out_{i}")
             model.add_constr(start[step.freed_at[i]] >= out[i], f"freed_{i}")
@@ -290,7 +271,7 @@ class _Program:
             model.add_constr(start[step.backward_at[i]] >= back[i], f"ready_{i}")
             if i:
                 model.add_constr(out[i] >= out[i - 1] + d, f"out_lane_{i}")
-                model.add_constr(back[i - 1] >= back[i] + self._seconds(i - 1, "back"), f"lane_{i}")
+                model.add_constr(back[i - 1] >= back[i] + self._back_s(i - 1), f"lane_{i}")
             copies += [d, h]
         ties = [
             TIE * max(some) / step.num_layers * variable
@@ -298,7 +279,12 @@ class _Program:
             for variable in self.x[at][1:]
         ]
         added = start[-1] - sum(seconds)
-        model.objective = added + sum(COPY_WEIGHT * one for one in copies) + sum(ties)
+        model.objective = added + sum(COPY_WEIGHT * copy for copy in copies) + sum(ties)
+
+    def solve(self, time_limit_s: float) -> MilpSolution:
+        """The modes of the solution, and how the solve ended."""
+        status = solver.solve(self.model, time_limit_s)
+        return MilpSolution(status=status, chosen=self.chosen() if status.has_solution else ())
 
     def chosen(self) -> tuple[int, ...]:
         """Per layer the mode that the solution took."""

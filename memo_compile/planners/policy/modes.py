@@ -19,9 +19,11 @@ from memo_compile.movable import (
     RecomputeRegion,
     StepCosts,
 )
+from memo_compile.planners.copy_times import copy_s
 from memo_compile.planners.move_rules import facts_of, recomputable, recompute_closure
-from memo_compile.planners.policy.subsets import recompute_sets
+from memo_compile.planners.policy.subsets import recompute_sets, remake_s
 from memo_compile.problem import RegionProfile, align
+from memo_compile.simulate import running_sums
 
 MAX_MODES = 12
 """Modes of one class. The program of the whole step has a variable for each mode and layer."""
@@ -79,11 +81,11 @@ class ModeCost:
 
     def d2h_s(self, costs: StepCosts) -> float:
         """Seconds of the copies to the host."""
-        return self.num_copies * costs.copy_latency_s + self.host_bytes / costs.d2h_bytes_per_s
+        return copy_s(costs, costs.d2h_bytes_per_s, self.host_bytes, self.num_copies)
 
     def h2d_s(self, costs: StepCosts) -> float:
         """Seconds of the copies back."""
-        return self.num_copies * costs.copy_latency_s + self.host_bytes / costs.h2d_bytes_per_s
+        return copy_s(costs, costs.h2d_bytes_per_s, self.host_bytes, self.num_copies)
 
 
 def recompute_key(cls: LayerClass, mode: Mode) -> RecomputeKey | None:
@@ -103,7 +105,7 @@ def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
     moved = [cls.slots[slot].size_bytes for slot in mode.slots(Action.OFFLOAD)]
     if mode.recompute_rows is not None:
         mixed = (cls.slots[slot] for slot in mode.slots(Action.RECOMPUTE))
-        moved += [(one.num_rows - mode.recompute_rows) * one.row_bytes for one in mixed]
+        moved += [(slot.num_rows - mode.recompute_rows) * slot.row_bytes for slot in mixed]
     own_outputs = mode.recompute_rows is None
     return ModeCost(
         mode=mode,
@@ -119,18 +121,13 @@ def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
 def _peak(profile: RegionProfile, own_outputs: bool) -> int:
     """The most bytes of a recompute region's buffers that live at one line."""
     outputs = profile.output_of_buffer()
-    change: dict[int, int] = {}
+    events: list[tuple[int, int]] = []
     for index, buffer in enumerate(profile.buffers):
-        if index in outputs and not own_outputs:
-            continue
-        end = profile.num_lines if index in outputs else buffer.end
-        change[buffer.start] = change.get(buffer.start, 0) + buffer.size_bytes
-        change[end] = change.get(end, 0) - buffer.size_bytes
-    alive = most = 0
-    for line in sorted(change):
-        alive += change[line]
-        most = max(most, alive)
-    return most + max((one.size_bytes for one in profile.outside), default=0)
+        if own_outputs or index not in outputs:
+            end = profile.num_lines if index in outputs else buffer.end
+            events += [(buffer.start, buffer.size_bytes), (end, -buffer.size_bytes)]
+    most = max(running_sums(events).values(), default=0)
+    return most + max((buffer.size_bytes for buffer in profile.outside), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +186,7 @@ def layer_modes(
         if key not in shared:
             cls, modes = step.class_of(layer), by_class[layer.class_key]
             shared[key] = tuple(
-                mode_cost(cls, restricted(cls, one.mode, rights), recompute) for one in modes
+                mode_cost(cls, restricted(cls, cost.mode, rights), recompute) for cost in modes
             )
         found.append(shared[key])
     return tuple(found)
@@ -224,13 +221,13 @@ def class_modes(
     picked = _supported(step.costs, costs, hidden_s, limit)
     picked += list(_costs(cls, mixes, recompute))[:MAX_MIXES]
     first, *others = picked
-    others.sort(key=lambda one: (-one.kept_bytes, one.host_bytes, one.recompute_s))
+    others.sort(key=lambda cost: (-cost.kept_bytes, cost.host_bytes, cost.recompute_s))
     return (first, *others)
 
 
 def _hidden_seconds(step: MovableStep, class_key: str) -> tuple[float, float]:
     """Seconds of one forward and one backward of the class: what a layer's copies hide behind."""
-    layer = next(one for one in step.layers if one.class_key == class_key)
+    layer = next(layer for layer in step.layers if layer.class_key == class_key)
     region_of = {call.name: call.region for call in step.problem.calls}
     region_s = step.costs.region_s
     return region_s[region_of[layer.forward]], region_s[region_of[layer.backward]]
@@ -269,15 +266,14 @@ def _mixes(
             if 0 < (rows := num_rows * eighth // EIGHTHS // granule * granule) < num_rows
         ]
         hidden = [
-            one
-            for one in choices
-            if rest_bytes + mixed_bytes * (num_rows - one[1]) // num_rows <= hideable
+            rows
+            for _, rows in choices
+            if rest_bytes + mixed_bytes * (num_rows - rows) // num_rows <= hideable
         ]
-        for _, rows in hidden[:1]:
-            found[make_mode(cls, recompute=again, offload=rest, rows=rows)] = None
-        for eighth, rows in choices:
-            if eighth == EIGHTHS // 2:
-                halves[make_mode(cls, recompute=again, offload=rest, rows=rows)] = None
+        half = [rows for eighth, rows in choices if eighth == EIGHTHS // 2]
+        for mixes, some in ((found, hidden[:1]), (halves, half)):
+            for rows in some:
+                mixes[make_mode(cls, recompute=again, offload=rest, rows=rows)] = None
     return {**found, **halves}
 
 
@@ -326,14 +322,11 @@ def offload_order(cls: LayerClass) -> list[int]:
     """
 
     def price(slot: int) -> float:
-        one = cls.slots[slot]
-        if not one.can_recompute:
+        if not cls.slots[slot].can_recompute:
             return float("inf")
-        others = [other for other in range(len(cls.slots)) if other != slot]
-        ops = recompute_closure(cls, (slot,), others)
-        return sum(cls.ops[op].seconds for op in ops) / max(one.size_bytes, 1)
+        return remake_s(cls, (slot,)) / max(cls.slots[slot].size_bytes, 1)
 
-    slots = [slot for slot, one in enumerate(cls.slots) if one.can_offload]
+    slots = [number for number, slot in enumerate(cls.slots) if slot.can_offload]
     return sorted(slots, key=lambda slot: (-price(slot), slot))
 
 
@@ -353,20 +346,21 @@ def _supported(
     Copies cost their price up to ``hidden_s``, the seconds of the layer's forward and backward
     that they hide behind, and one second a second beyond.
     """
-    full = max((one.recompute_s for one in modes), default=0.0)
-    freed = max((modes[0].kept_bytes - one.kept_bytes for one in modes if one.key), default=0)
+    full = max((mode.recompute_s for mode in modes), default=0.0)
+    freed = max((modes[0].kept_bytes - mode.kept_bytes for mode in modes if mode.key), default=0)
     copy_price = 1 / costs.d2h_bytes_per_s + 1 / costs.h2d_bytes_per_s
     keep_price = full / freed if freed and full else copy_price
     fixed_s = [
-        one.recompute_s + max(0.0, one.d2h_s(costs) - hidden_s[0], one.h2d_s(costs) - hidden_s[1])
-        for one in modes
+        mode.recompute_s
+        + max(0.0, mode.d2h_s(costs) - hidden_s[0], mode.h2d_s(costs) - hidden_s[1])
+        for mode in modes
     ]
     wins = dict.fromkeys(range(len(modes)), 0)
     for kept in PRICES:
         for copied in PRICES:
             score = [
-                fixed + kept * keep_price * one.kept_bytes + copied * copy_price * one.host_bytes
-                for fixed, one in zip(fixed_s, modes, strict=True)
+                fixed + kept * keep_price * mode.kept_bytes + copied * copy_price * mode.host_bytes
+                for fixed, mode in zip(fixed_s, modes, strict=True)
             ]
             wins[min(range(len(modes)), key=lambda at: (score[at], at))] += 1
     smallest = min(range(len(modes)), key=lambda at: (modes[at].kept_bytes, at))

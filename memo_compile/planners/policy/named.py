@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from memo_compile.errors import ConfigError, UnsupportedGraph
 from memo_compile.movable import Action, Layer, LayerClass, Mode, MovableStep, Moves, Schedule
-from memo_compile.planners.alpha import QUANTA
+from memo_compile.planners.alpha import QUANTA, quantise
 from memo_compile.planners.policy.modes import (
     RecomputeOf,
     Rights,
@@ -63,9 +63,17 @@ def named_moves(
     if policy == "save":
         return NamedPlan(moves=step.save_all())
     if policy == "full-recompute":
-        return _per_layer(step, policy, Schedule(), recompute, _full_recompute)
+        return _per_layer(
+            step,
+            policy,
+            Schedule(),
+            recompute,
+            lambda cls, may: make_mode(cls, recompute=may.recompute),
+        )
     if policy == "full-offload":
-        return _per_layer(step, policy, ROTATING, recompute, _full_offload)
+        return _per_layer(
+            step, policy, ROTATING, recompute, lambda cls, may: make_mode(cls, offload=may.offload)
+        )
     if policy != "memo":
         raise ConfigError(f"policy: expected one of {', '.join(NAMED)}, got {policy!r}")
     if alpha is None:
@@ -149,7 +157,7 @@ def _with_region(
         recompute(key)
     except UnsupportedGraph as error:
         notes[f"{cls.key}: nothing is recomputed: {error}"] = None
-        actions = tuple(Action.SAVE if one is Action.RECOMPUTE else one for one in mode.actions)
+        actions = tuple(Action.SAVE if a is Action.RECOMPUTE else a for a in mode.actions)
         return replace(mode, actions=actions, recompute_rows=None)
     return mode
 
@@ -161,14 +169,6 @@ def repeating_layers(step: MovableStep) -> list[int]:
         count[layer.class_key] = count.get(layer.class_key, 0) + 1
     found = [i for i, layer in enumerate(step.layers) if count[layer.class_key] > 1]
     return found or list(range(len(step.layers)))
-
-
-def _full_recompute(cls: LayerClass, rights: Rights) -> Mode:
-    return make_mode(cls, recompute=rights.recompute)
-
-
-def _full_offload(cls: LayerClass, rights: Rights) -> Mode:
-    return make_mode(cls, offload=rights.offload)
 
 
 def _memo(cls: LayerClass, rights: Rights, alpha: float, granule: int) -> Mode:
@@ -223,8 +223,7 @@ def memo_alpha(step: MovableStep, *, host_budget_bytes: int | None) -> float:
     bounds = [(forward_s * step.costs.d2h_bytes_per_s - always_bytes) / others_bytes]
     if host_budget_bytes is not None:
         bounds.append((host_budget_bytes / len(moved) - always_bytes) / others_bytes)
-    value = max(0.0, min(1.0, *bounds))
-    return max(quantum for quantum in QUANTA if quantum <= value + 1e-12)
+    return quantise(max(0.0, min(1.0, *bounds)))
 
 
 def _total(step: MovableStep, layer: Layer) -> int:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from memo_compile.movable import Action, Layer, LayerClass, Mode, MovableStep, Moves
-from memo_compile.planners.move_rules import recomputable, recompute_closure
+from memo_compile.planners.copy_times import copy_s
+from memo_compile.planners.move_rules import recomputable
+from memo_compile.planners.policy.subsets import remake_s
 from memo_compile.units import format_bytes, format_seconds
 
 
@@ -33,7 +35,7 @@ def main_action(modes: list[Mode], slot: int) -> tuple[Action, int]:
     count = {action: 0 for action in (Action.OFFLOAD, Action.RECOMPUTE, Action.SAVE)}
     for mode in modes:
         count[mode.actions[slot]] += 1
-    moved = max((Action.OFFLOAD, Action.RECOMPUTE), key=lambda one: count[one])
+    moved = max((Action.OFFLOAD, Action.RECOMPUTE), key=lambda action: count[action])
     action = moved if count[moved] else Action.SAVE
     return action, count[action]
 
@@ -73,19 +75,17 @@ class _ClassFacts:
         where = "" if count == total else f"in {count} of {total} layers: "
         if action is Action.SAVE:
             return self._kept(slot)
-        mode = next(one for one in self.modes if one.actions[slot] is action)
+        mode = next(mode for mode in self.modes if mode.actions[slot] is action)
         said = self._offloaded(slot, mode) if action is Action.OFFLOAD else self._again(slot, mode)
         return where + said
 
     def _again_s(self, slot: int) -> float:
         """Seconds to recompute the slot alone."""
-        others = [other for other in range(len(self.cls.slots)) if other != slot]
-        ops = recompute_closure(self.cls, (slot,), others)
-        return sum(self.cls.ops[op].seconds for op in ops)
+        return remake_s(self.cls, (slot,))
 
     def _copy_s(self, slot: int) -> float:
         costs = self.step.costs
-        return costs.copy_latency_s + self.cls.slots[slot].size_bytes / costs.d2h_bytes_per_s
+        return copy_s(costs, costs.d2h_bytes_per_s, self.cls.slots[slot].size_bytes)
 
     def _layer_copy_s(self, mode: Mode) -> float:
         """Seconds of all copies of a layer to the host."""
@@ -100,29 +100,29 @@ class _ClassFacts:
         return recomputable(self.step, self.layer, slot)
 
     def _kept(self, slot: int) -> str:
-        one = self.cls.slots[slot]
-        if not one.can_offload and not self._can_again(slot):
+        kept = self.cls.slots[slot]
+        if not kept.can_offload and not self._can_again(slot):
             return "cannot be moved: it can be neither copied nor made again in its layer"
         if all(set(mode.actions) == {Action.SAVE} for mode in self.modes):
             return "nothing of these layers needs to move"
         options = []
         if self._can_again(slot):
             options.append(f"recomputing it costs {format_seconds(self._again_s(slot))}")
-        if one.can_offload:
+        if kept.can_offload:
             options.append(f"its copy takes {format_seconds(self._copy_s(slot))}")
-        return f"kept: {' and '.join(options)}, more than its {format_bytes(one.size_bytes)} need"
+        return f"kept: {' and '.join(options)}, more than its {format_bytes(kept.size_bytes)} need"
 
     def _offloaded(self, slot: int, mode: Mode) -> str:
         copies, window = self._layer_copy_s(mode), self.forward_s
-        one = format_seconds(self._copy_s(slot))
+        own = format_seconds(self._copy_s(slot))
         if copies <= window:
             hides = (
-                f"its copy {one} hides: the layer's copies take {format_seconds(copies)}, the next "
+                f"its copy {own} hides: the layer's copies take {format_seconds(copies)}, the next "
                 f"layer's forward {format_seconds(window)}"
             )
         else:
             hides = (
-                f"its copy takes {one}; the layer's copies together, {format_seconds(copies)}, are "
+                f"its copy takes {own}; the layer's copies together, {format_seconds(copies)}, are "
                 f"longer than the next layer's forward, {format_seconds(window)}"
             )
         if not self._can_again(slot):

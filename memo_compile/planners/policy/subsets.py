@@ -4,7 +4,8 @@ All subsets are evaluated at once with numpy, a row of the table a subset. Slots
 ``MAX_GROUPS`` are merged first: two of nearly the same price per byte are seldom told apart.
 """
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 from memo_compile.movable import LayerClass
 from memo_compile.planners.move_rules import recompute_closure
@@ -44,26 +45,32 @@ def recompute_sets(cls: LayerClass) -> tuple[frozenset[int], ...]:
 
 def slot_groups(cls: LayerClass) -> list[tuple[int, ...]]:
     """The recomputable slots, merged into at most MAX_GROUPS of a similar price per byte."""
-    slots = [slot for slot, one in enumerate(cls.slots) if one.can_recompute]
 
     def price(group: tuple[int, ...]) -> float:
-        others = [slot for slot in range(len(cls.slots)) if slot not in group]
-        ops = recompute_closure(cls, group, others)
-        return sum(cls.ops[op].seconds for op in ops) / max(1, _bytes(cls, group))
+        return remake_s(cls, group) / max(1, _bytes(cls, group))
 
-    single: list[tuple[int, ...]] = [(slot,) for slot in slots]
-    groups = sorted(single, key=lambda one: (price(one), one))
-    prices = [price(one) for one in groups]
+    single: list[tuple[int, ...]] = [
+        (number,) for number, slot in enumerate(cls.slots) if slot.can_recompute
+    ]
+    groups = sorted(single, key=lambda group: (price(group), group))
+    prices = [price(group) for group in groups]
     while len(groups) > MAX_GROUPS:
         loss = [
             (prices[at + 1] - prices[at])
             * min(_bytes(cls, groups[at]), _bytes(cls, groups[at + 1]))
             for at in range(len(groups) - 1)
         ]
-        at = min(range(len(loss)), key=lambda one: (loss[one], one))
+        at = min(range(len(loss)), key=lambda pair: (loss[pair], pair))
         groups[at : at + 2] = [tuple(sorted(groups[at] + groups[at + 1]))]
         prices[at : at + 2] = [price(groups[at])]
     return groups
+
+
+def remake_s(cls: LayerClass, slots: Iterable[int]) -> float:
+    """Seconds of making ``slots`` again, with every other slot at hand."""
+    wanted = tuple(slots)
+    others = [slot for slot in range(len(cls.slots)) if slot not in wanted]
+    return sum(cls.ops[op].seconds for op in recompute_closure(cls, wanted, others))
 
 
 def _bytes(cls: LayerClass, group: tuple[int, ...]) -> int:
@@ -79,25 +86,48 @@ def _table(cls: LayerClass, groups: list[tuple[int, ...]]) -> tuple[Any, Any, An
     again_of = {
         slot: (rows >> bit & 1).astype(bool) for bit, group in enumerate(groups) for slot in group
     }
-    wanted = [none.copy() for _ in cls.ops]
     freed = np.zeros(len(rows), dtype=np.int64)
-    seconds = np.zeros(len(rows))
-    possible = ~none
     for slot, again in again_of.items():
         freed += again * cls.slots[slot].size_bytes
-    for index in reversed(range(len(cls.ops))):
-        op = cls.ops[index]
-        if op.slot is not None:
-            again = again_of.get(op.slot, none)
-            runs = again.copy()
-        else:
-            runs = wanted[index]
+    wanted = [none if op.slot is None else again_of.get(op.slot, none) for op in cls.ops]
+    kept = [none if op.slot is None else ~again_of.get(op.slot, none) for op in cls.ops]
+    runs, seconds = remade(cls.ops, wanted, kept)
+    possible = ~none
+    for op, running in zip(cls.ops, runs, strict=True):
         if not op.can_recompute:
-            possible &= ~runs
-        seconds += runs * op.seconds
-        for source in op.inputs:
-            wanted[source] |= runs
+            possible &= ~running
     return freed, seconds, possible
+
+
+class Remakable(Protocol):
+    """Something that is made from earlier ones."""
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Indices of the earlier ones."""
+
+    @property
+    def seconds(self) -> float:
+        """Of making it once."""
+
+
+def remade(
+    steps: Sequence[Remakable], wanted: Sequence[Any], kept: Sequence[Any]
+) -> tuple[list[Any], Any]:
+    """Per step whether each subset makes it again, and the seconds of each subset.
+
+    A subset is a place in every array. A step is made again where it is ``wanted``, or read by one
+    that is, and not ``kept``.
+    """
+    wanted = [row.copy() for row in wanted]
+    found: list[Any] = [None] * len(steps)
+    seconds: Any = 0.0
+    for index in reversed(range(len(steps))):
+        found[index] = wanted[index] & ~kept[index]
+        seconds = seconds + found[index] * steps[index].seconds
+        for source in steps[index].inputs:
+            wanted[source] |= found[index]
+    return found, seconds
 
 
 def _lower_hull(points: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
@@ -112,8 +142,8 @@ def _lower_hull(points: list[tuple[int, float, int]]) -> list[tuple[int, float, 
     return hull
 
 
-def _slope(one: tuple[int, float, int], other: tuple[int, float, int]) -> float:
-    return (other[1] - one[1]) / (other[0] - one[0])
+def _slope(left: tuple[int, float, int], right: tuple[int, float, int]) -> float:
+    return (right[1] - left[1]) / (right[0] - left[0])
 
 
 def _spaced(hull: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:

@@ -23,7 +23,7 @@ from memo_compile.planners.search.cost import (
     evaluate,
 )
 from memo_compile.planners.search.measurements import Measurement
-from memo_compile.planners.search.space import CHECKPOINTS, Columns
+from memo_compile.planners.search.space import columns_of
 
 NOISE = 0.02
 """Standard deviation of a measured time, relative: run-to-run spread of large clusters."""
@@ -122,13 +122,7 @@ def _predictor(runs: Sequence[Measurement], hardware: HardwareProfile) -> Any:
             for field in dataclasses.fields(Workload)
         }
     )
-    columns = Columns(
-        checkpoint=np.array([CHECKPOINTS.index(run.config.checkpoint) for run in runs]),
-        **{
-            name: np.array([float(getattr(run.config, name)) for run in runs])
-            for name in ("tp", "cp", "pp", "dp", "layers_per_chunk")
-        },
-    )
+    columns = columns_of(run.config for run in runs)
     alpha = np.array([run.alpha for run in runs])
 
     def predict(model: CostModel) -> Any:

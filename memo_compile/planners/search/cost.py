@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from memo_compile.hardware import HardwareProfile
-from memo_compile.models import ModelShape
+from memo_compile.models import ELEMENT_BYTES, ModelShape
 from memo_compile.planners.balanced import BALANCED
-from memo_compile.planners.layer_costs import ELEMENT_BYTES, layer_output, layer_tensors
+from memo_compile.planners.layer_costs import layer_output, layer_tensors
 from memo_compile.planners.pipeline.offload import (
     MIN_STAGES,
     OPTIMIZER_BYTES,

@@ -15,16 +15,11 @@ from memo_compile.models import ModelShape, find_model
 from memo_compile.planners.pipeline.offload import Checkpoint, ParallelConfig, divide_gpus
 
 _NAMES = {
-    "model": ("model",),
+    **{name: (name,) for name in ("model", "gpus", "tp", "cp", "pp", "alpha")},
     "seq": ("seq", "seqlen"),
-    "gpus": ("gpus",),
     "global_batch": ("global_batch", "gbs"),
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "pp": ("pp",),
     "layers_per_chunk": ("layers_per_chunk", "layers_per_vstage"),
     "checkpoint": ("checkpoint", "ckpt"),
-    "alpha": ("alpha",),
 }
 
 _POLICIES = {
@@ -105,12 +100,8 @@ def _measurement(row: dict[str, str], columns: dict[str, str]) -> Measurement:
         )
     config = divide_gpus(
         shape,
-        gpus=int(value("gpus", int)),
-        tp=int(value("tp", int)),
-        cp=int(value("cp", int)),
-        pp=int(value("pp", int)),
-        layers_per_chunk=int(value("layers_per_chunk", int)),
         checkpoint=_POLICIES[policy],
+        **{name: int(value(name, int)) for name in ("gpus", "tp", "cp", "pp", "layers_per_chunk")},
     )
     alpha = value("alpha", float)
     if alpha > 1:

@@ -1,11 +1,12 @@
 """The search itself: enumerate, evaluate, rank."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
 
-from memo_compile.errors import InputError
+from memo_compile.errors import require_at_least
 from memo_compile.hardware import HardwareProfile
 from memo_compile.models import ModelShape
 from memo_compile.planners.pipeline.offload import Checkpoint
@@ -15,12 +16,16 @@ from memo_compile.planners.search.cost import (
     describe_workload,
     evaluate,
 )
-from memo_compile.planners.search.space import CHECKPOINTS, enumerate_space
-from memo_compile.units import format_bytes
+from memo_compile.planners.search.space import CHECKPOINTS, SIZES, enumerate_space
+from memo_compile.units import format_bytes, format_seconds
 
 DEFAULT_BUDGET_SHARE = 65000 / 81920
 """Share of a device's memory that a plan may fill: 65000 MiB of 80 GiB reproduces Kwai's choices;
 the rest is CUDA's context, communication buffers and fragmentation."""
+
+
+COLUMNS = ("tp", "cp", "pp", "dp", "layers/chunk", "checkpoint", "alpha", "step", "MFU", "peak")
+"""Of a table of configurations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,21 @@ class Configuration:
     mfu: float
     peak_bytes: int
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self) | {"checkpoint": self.checkpoint.value}
+
+    def cells(self) -> tuple[str, ...]:
+        """A row under COLUMNS."""
+        return (
+            *map(str, (self.tp, self.cp, self.pp, self.dp, self.layers_per_chunk)),
+            self.checkpoint.value,
+            f"{self.alpha:.3f}",
+            format_seconds(self.iteration_s),
+            f"{self.mfu:.1%}",
+            format_bytes(self.peak_bytes),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
@@ -49,6 +69,24 @@ class SearchResult:
     configurations: tuple[Configuration, ...]
     conflict: str = ""
     """Why no configuration is usable, in words; empty otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchQuestion:
+    """The arguments of a search."""
+
+    shape: ModelShape
+    gpus: int
+    seq: int
+    global_batch: int
+    hardware: HardwareProfile
+    budget_bytes: float | None
+    model: CostModel
+
+    def search(self, top: int) -> SearchResult:
+        """The ``top`` fastest configurations."""
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        return search(**settings, top=top)
 
 
 def search(
@@ -69,10 +107,7 @@ def search(
     Raises:
         InputError: a size is below 1; it is named.
     """
-    if global_batch < 1:
-        raise InputError(f"global-batch: expected at least 1, got {global_batch}")
-    if top is not None and top < 1:
-        raise InputError(f"top: expected at least 1, got {top}")
+    require_at_least(1, {"global-batch": global_batch, "top": 1 if top is None else top})
     columns = enumerate_space(shape, gpus)
     work = describe_workload(shape, seq, global_batch)
     budget = hardware.memory_bytes * DEFAULT_BUDGET_SHARE if budget_bytes is None else budget_bytes
@@ -89,11 +124,7 @@ def search(
         evaluation_s=evaluation_s,
         configurations=tuple(
             Configuration(
-                tp=int(columns.tp[i]),
-                cp=int(columns.cp[i]),
-                pp=int(columns.pp[i]),
-                dp=int(columns.dp[i]),
-                layers_per_chunk=int(columns.layers_per_chunk[i]),
+                **{name: int(getattr(columns, name)[i]) for name in SIZES},
                 checkpoint=CHECKPOINTS[columns.checkpoint[i]],
                 alpha=float(found.alpha[i]),
                 iteration_s=float(found.iteration_s[i]),

@@ -3,15 +3,12 @@
 import html
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from memo_compile.errors import InputError
-from memo_compile.hardware import HardwareProfile
-from memo_compile.models import ModelShape
-from memo_compile.planners.search.cost import CostModel
-from memo_compile.planners.search.ranking import SearchResult, search
-from memo_compile.units import format_bytes, format_seconds
+from memo_compile.planners.search.ranking import COLUMNS, SearchQuestion, SearchResult
+from memo_compile.text_files import write_text
+from memo_compile.units import format_seconds
 
 GPU_FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 """Numbers of GPUs in the plot, relative to the question's."""
@@ -21,19 +18,6 @@ SEQ_FACTORS = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)
 
 WIDTH, HEIGHT, MARGIN = 520, 300, 60
 """Size of a plot in pixels, and the frame around its axes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchQuestion:
-    """The arguments of a search."""
-
-    shape: ModelShape
-    gpus: int
-    seq: int
-    global_batch: int
-    hardware: HardwareProfile
-    budget_bytes: float | None
-    model: CostModel
 
 
 def write_report(path: Path, question: SearchQuestion, result: SearchResult) -> None:
@@ -58,10 +42,7 @@ def write_report(path: Path, question: SearchQuestion, result: SearchResult) -> 
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
         f"<style>{style}</style>{''.join(parts)}\n"
     )
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"report: cannot write {path}: {error.strerror or error}") from error
+    write_text(path, page)
 
 
 def _around(value: int, factors: Sequence[float]) -> list[int]:
@@ -71,16 +52,7 @@ def _around(value: int, factors: Sequence[float]) -> list[int]:
 
 def _best_s(question: SearchQuestion) -> float | None:
     """Seconds of the fastest usable configuration; None when none is usable."""
-    found = search(
-        question.shape,
-        gpus=question.gpus,
-        seq=question.seq,
-        global_batch=question.global_batch,
-        hardware=question.hardware,
-        budget_bytes=question.budget_bytes,
-        model=question.model,
-        top=1,
-    ).configurations
+    found = question.search(1).configurations
     return found[0].iteration_s if found else None
 
 
@@ -126,17 +98,7 @@ def _share(value: float, low: float, high: float) -> float:
 
 
 def _ranking(result: SearchResult) -> str:
-    head = ("tp", "cp", "pp", "dp", "layers/chunk", "checkpoint", "alpha", "step", "MFU", "peak")
-    rows = [
-        (
-            *(c.tp, c.cp, c.pp, c.dp, c.layers_per_chunk, c.checkpoint.value),
-            f"{c.alpha:.3f}",
-            format_seconds(c.iteration_s),
-            f"{c.mfu:.1%}",
-            format_bytes(c.peak_bytes),
-        )
-        for c in result.configurations
-    ]
+    rows = [found.cells() for found in result.configurations]
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    header = "".join(f"<th>{name}</th>" for name in head)
+    header = "".join(f"<th>{name}</th>" for name in COLUMNS)
     return f"<h2>Fastest configurations</h2><table><tr>{header}</tr>{body}</table>"

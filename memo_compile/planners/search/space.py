@@ -4,18 +4,21 @@ tp in 1, 2, 4, 8; cp in 1..16; pp divides the layers; layers per chunk divides a
 checkpoint policies; dp takes what is left, with tp * cp * pp dividing the GPUs.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from memo_compile.errors import InputError
+from memo_compile.errors import require_at_least
 from memo_compile.models import ModelShape
-from memo_compile.planners.pipeline.offload import Checkpoint
+from memo_compile.planners.pipeline.offload import Checkpoint, ParallelConfig
 
 TP_SIZES = (1, 2, 4, 8)
 CP_SIZES = tuple(range(1, 17))
 CHECKPOINTS = tuple(Checkpoint)
+SIZES = ("tp", "cp", "pp", "dp", "layers_per_chunk")
+"""The columns that are numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +43,7 @@ def enumerate_space(shape: ModelShape, gpus: int) -> Columns:
     Raises:
         InputError: ``gpus`` is below 1.
     """
-    if gpus < 1:
-        raise InputError(f"gpus: expected at least 1, got {gpus}")
+    require_at_least(1, {"gpus": gpus})
     rows = []
     for pp in _divisors(shape.num_layers):
         if gpus % pp:
@@ -54,13 +56,16 @@ def enumerate_space(shape: ModelShape, gpus: int) -> Columns:
                 dp = gpus // (tp * cp * pp)
                 rows += [(tp, cp, pp, dp, layers) for layers in chunks]
     table = np.repeat(np.array(rows, dtype=np.float64), len(CHECKPOINTS), axis=0)
+    checkpoint = np.tile(np.arange(len(CHECKPOINTS)), len(rows))
+    return Columns(checkpoint=checkpoint, **dict(zip(SIZES, table.T, strict=True)))
+
+
+def columns_of(configs: Iterable[ParallelConfig]) -> Columns:
+    """Just these."""
+    chosen = tuple(configs)
     return Columns(
-        tp=table[:, 0],
-        cp=table[:, 1],
-        pp=table[:, 2],
-        dp=table[:, 3],
-        layers_per_chunk=table[:, 4],
-        checkpoint=np.tile(np.arange(len(CHECKPOINTS)), len(rows)),
+        checkpoint=np.array([CHECKPOINTS.index(config.checkpoint) for config in chosen]),
+        **{name: np.array([float(getattr(c, name)) for c in chosen]) for name in SIZES},
     )
 
 

@@ -17,55 +17,39 @@ from memo_compile.problem import (
     Copy,
     FixedBytes,
     LayerClassInfo,
-    OutputSlot,
     Phase,
     Problem,
     RegionBuffer,
     RegionProfile,
     StepCall,
-    Storage,
     TensorInfo,
     copy_regions,
     reload_region,
 )
+from tests.steps.parts import MIB, arena, buffer, call, external, region
 
-MIB = 1024 * 1024
 ATTN, MLP, UP, X = 24 * MIB, 48 * MIB, 32 * MIB, 16 * MIB
 LINES = 60
-ARENA, EXTERNAL = Storage.ARENA, Storage.EXTERNAL
 SECONDS = {"fwd": 0.010, "bwd": 0.021, "again": 0.004, "head": 0.002, "d2h": 0.012, "h2d": 0.0235}
 
 
 def _scratch(count: int, size: int) -> tuple[RegionBuffer, ...]:
     """Small lives one after the other, two at a time."""
     step = (LINES - 4) / count
+    sizes = (size * (1 + i % 3) + 512 * (i % 5) for i in range(count))
     return tuple(
-        RegionBuffer(
-            name=f"t{i}",
-            size_bytes=size * (1 + i % 3) + 512 * (i % 5),
-            start=int(i * step),
-            end=int(i * step + 2 * step) + 1,
-        )
-        for i in range(count)
+        buffer(f"t{i}", size_bytes, int(i * step), int(i * step + 2 * step) + 1)
+        for i, size_bytes in enumerate(sizes)
     )
 
 
 def _region(name: str, kept: dict[str, tuple[int, int]], ends: tuple[int, ...]) -> RegionProfile:
     """A region that makes ``kept`` (name -> size, first line) beside its scratch."""
-    buffers = [
-        RegionBuffer(name=key, size_bytes=size, start=start, end=LINES)
-        for key, (size, start) in kept.items()
-    ]
-    outputs = [OutputSlot(storage=ARENA, index=index) for index in range(len(buffers))]
+    buffers = [buffer(key, size, start, LINES) for key, (size, start) in kept.items()]
+    outputs = [arena(index) for index in range(len(buffers))]
     if name.endswith("bwd"):
-        outputs.append(OutputSlot(storage=EXTERNAL, size_bytes=20 * MIB))
-    return RegionProfile(
-        name=name,
-        num_lines=LINES,
-        buffers=(*buffers, *_scratch(24, 3 * MIB)),
-        input_ends=ends,
-        outputs=tuple(outputs),
-    )
+        outputs.append(external(20 * MIB))
+    return region(name, (*buffers, *_scratch(24, 3 * MIB)), ends, outputs, LINES)
 
 
 def _regions() -> dict[str, RegionProfile]:
@@ -73,21 +57,9 @@ def _regions() -> dict[str, RegionProfile]:
     forward = _region("fwd", made, (40,))
     again = _region("again", {"mlp": (MLP, 30)}, (40, 20))
     backward = _region("bwd", {"g": (X, 40)}, (50, 45, 30, 55, 20))
-    head = RegionProfile(
-        name="head",
-        num_lines=6,
-        buffers=(RegionBuffer(name="logits", size_bytes=64 * MIB, start=1, end=6),),
-        input_ends=(2,),
-        outputs=(OutputSlot(storage=EXTERNAL, size_bytes=512),),
-    )
-    tail = RegionProfile(
-        name="tail",
-        num_lines=6,
-        buffers=(RegionBuffer(name="g", size_bytes=X, start=3, end=6),),
-        input_ends=(2, 1),
-        outputs=(OutputSlot(storage=ARENA, index=0),),
-    )
-    regions = {one.name: one for one in (forward, again, backward, head, tail)}
+    head = region("head", [buffer("logits", 64 * MIB, 1, 6)], [2], [external(512)], 6)
+    tail = region("tail", [buffer("g", X, 3, 6)], [2, 1], [arena(0)], 6)
+    regions = {made.name: made for made in (forward, again, backward, head, tail)}
     return {**regions, **copy_regions([ATTN])}
 
 
@@ -107,15 +79,8 @@ def _copy_call(name: str, kind: CallKind, layer: int, **more: object) -> StepCal
 def _forward(num_layers: int, moving: int) -> Iterator[StepCall]:
     for k in range(num_layers):
         outputs = (f"attn.{k}", f"mlp.{k}", f"up.{k}", f"x.{k + 1}")
-        yield StepCall(
-            name=f"fwd@{k}",
-            region="fwd",
-            phase=Phase.FORWARD,
-            inputs=(f"x.{k}",),
-            outputs=outputs,
-            layer_class="block",
-            instance=k,
-        )
+        place = {"layer_class": "block", "instance": k}
+        yield call(f"fwd@{k}", "fwd", Phase.FORWARD, [f"x.{k}"], outputs, **place)
         if 0 <= k - 1 < moving:
             yield _copy_call(
                 f"w.d2h@{k - 1}",
@@ -137,45 +102,23 @@ def _reload(k: int) -> StepCall:
 def _backward(num_layers: int, moving: int) -> Iterator[StepCall]:
     for k in reversed(range(num_layers)):
         attn, mlp = f"attn.{k}", f"mlp.{k}"
-        place = {"layer_class": "block", "instance": k, "phase": Phase.BACKWARD}
+        place = {"layer_class": "block", "instance": k}
         if 0 <= k - 1 < moving:
             yield _reload(k - 1)
         if k < moving:
             attn, mlp = f"{attn}@back", f"{mlp}@again"
             yield _copy_call(f"w.h2d@{k}", CallKind.WAIT, k, inputs=(attn,), waits_for=f"h2d@{k}")
-            yield StepCall(
-                name=f"again@{k}",
-                region="again",
-                inputs=(f"x.{k}", attn),
-                outputs=(mlp,),
-                kind=CallKind.RECOMPUTE,
-                **place,  # type: ignore[arg-type]
-            )
-        yield StepCall(
-            name=f"bwd@{k}",
-            region="bwd",
-            inputs=(attn, mlp, f"up.{k}", f"x.{k}", f"g.{k + 1}"),
-            outputs=(f"g.{k}", f"w.{k}"),
-            **place,  # type: ignore[arg-type]
-        )
+            reads, kind = [f"x.{k}", attn], CallKind.RECOMPUTE
+            yield call(f"again@{k}", "again", Phase.BACKWARD, reads, [mlp], kind=kind, **place)
+        reads = [attn, mlp, f"up.{k}", f"x.{k}", f"g.{k + 1}"]
+        yield call(f"bwd@{k}", "bwd", Phase.BACKWARD, reads, [f"g.{k}", f"w.{k}"], **place)
 
 
 def layered_problem(num_layers: int = 12) -> Problem:
     moving = max(0, num_layers - 2)
-    head = StepCall(
-        name="head_fwd@0",
-        region="head",
-        phase=Phase.FORWARD,
-        inputs=(f"x.{num_layers}",),
-        outputs=("loss",),
-    )
-    tail = StepCall(
-        name="head_bwd@0",
-        region="tail",
-        phase=Phase.BACKWARD,
-        inputs=("tangent", f"x.{num_layers}"),
-        outputs=(f"g.{num_layers}",),
-    )
+    top = f"x.{num_layers}"
+    head = call("head_fwd@0", "head", Phase.FORWARD, [top], ["loss"])
+    tail = call("head_bwd@0", "tail", Phase.BACKWARD, ["tangent", top], [f"g.{num_layers}"])
     tensors = {}
     for name, shape, op, line in (
         ("attn.0", (1, 16384, 768), "aten.scaled_dot_product_attention", 76),
@@ -219,21 +162,21 @@ def timeline_of(problem: Problem) -> Timeline:
     free = {"d2h": 0.0, "h2d": 0.0}
     ended: dict[str, float] = {}
     spans = []
-    for call in problem.calls:
-        if call.kind in (CallKind.OFFLOAD, CallKind.RELOAD):
-            lane = "d2h" if call.kind is CallKind.OFFLOAD else "h2d"
+    for current in problem.calls:
+        if current.kind in (CallKind.OFFLOAD, CallKind.RELOAD):
+            lane = "d2h" if current.kind is CallKind.OFFLOAD else "h2d"
             start = max(clock, free[lane])
-            free[lane] = ended[call.name] = start + SECONDS[lane]
-            spans.append(Span(lane=lane, name=call.name, start_s=start, end_s=free[lane]))
-        elif call.kind is CallKind.WAIT:
-            end = max(clock, ended[str(call.waits_for)])
+            free[lane] = ended[current.name] = start + SECONDS[lane]
+            spans.append(Span(lane=lane, name=current.name, start_s=start, end_s=free[lane]))
+        elif current.kind is CallKind.WAIT:
+            end = max(clock, ended[str(current.waits_for)])
             if end > clock:
-                spans.append(Span(lane="stall", name=call.name, start_s=clock, end_s=end))
+                spans.append(Span(lane="stall", name=current.name, start_s=clock, end_s=end))
             stalled += end - clock
             clock = end
         else:
-            end = clock + SECONDS.get(call.region, 0.002)
-            spans.append(Span(lane="compute", name=call.name, start_s=clock, end_s=end))
+            end = clock + SECONDS.get(current.region, 0.002)
+            spans.append(Span(lane="compute", name=current.name, start_s=clock, end_s=end))
             clock = end
     return Timeline(step_s=clock, stall_s=stalled, spans=tuple(spans))
 

@@ -10,8 +10,8 @@ from memo_compile.planners.check_moves import check_moves
 from memo_compile.planners.step import plan_step
 from memo_compile.plans import Plan
 from memo_compile.problem import CallKind, Phase, Problem, StepCall
-from tests.unit.byte_machine import is_right, roomy
-from tests.unit.moved_steps import SHAPES, Shape
+from tests.steps.byte_machine import is_right, roomy
+from tests.steps.moved import SHAPES, Shape
 
 OFFLOAD, RELOAD, WAIT = CallKind.OFFLOAD, CallKind.RELOAD, CallKind.WAIT
 RECOMPUTE, RUN = CallKind.RECOMPUTE, CallKind.RUN

@@ -16,18 +16,15 @@ from memo_compile.problem import (
     Copy,
     FixedBytes,
     Into,
-    OutputSlot,
     Phase,
     Problem,
-    RegionBuffer,
     RegionProfile,
     StepCall,
-    Storage,
     copy_regions,
     reload_region,
 )
+from tests.steps.parts import KIB, arena, buffer, call, external, region
 
-KIB = 1024
 Y, S, A = 4 * KIB, 6 * KIB, 2 * KIB
 SIZES = {"y": Y, "s": S, "a": A}
 ROW_BYTES = 768
@@ -44,27 +41,9 @@ class Shape:
     used_bytes: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
 
 
-def buffer(name: str, size_bytes: int, start: int, end: int) -> RegionBuffer:
-    return RegionBuffer(name=name, size_bytes=size_bytes, start=start, end=end)
-
-
-def arena(index: int) -> OutputSlot:
-    return OutputSlot(storage=Storage.ARENA, index=index)
-
-
-def external(size_bytes: int) -> OutputSlot:
-    return OutputSlot(storage=Storage.EXTERNAL, size_bytes=size_bytes)
-
-
-def region(name, buffers, input_ends, outputs, num_lines=4) -> RegionProfile:
-    return RegionProfile(
-        name=name, num_lines=num_lines, buffers=buffers, input_ends=input_ends, outputs=outputs
-    )
-
-
 REGIONS = {
-    one.name: one
-    for one in (
+    profile.name: profile
+    for profile in (
         region(
             "F",
             (
@@ -105,25 +84,19 @@ def rows_region(rows: int) -> RegionProfile:
     )
 
 
-def run(name, region_name, phase, inputs, outputs, **options) -> StepCall:
-    return StepCall(
-        name=name, region=region_name, phase=phase, inputs=inputs, outputs=outputs, **options
-    )
-
-
 def forward(i: int) -> StepCall:
-    return run(f"F{i}", "F", Phase.FORWARD, (f"y{i}",), (f"y{i + 1}", f"s{i}", f"a{i}"))
+    return call(f"F{i}", "F", Phase.FORWARD, (f"y{i}",), (f"y{i + 1}", f"s{i}", f"a{i}"))
 
 
 def head(n: int) -> StepCall:
-    return run("H", "H", Phase.FORWARD, (f"y{n}",), ("loss",))
+    return call("H", "H", Phase.FORWARD, (f"y{n}",), ("loss",))
 
 
 def backward(i: int, n: int, **renamed: str) -> StepCall:
     names = {key: f"{key}{i}" for key in ("y", "s", "a")} | renamed
     incoming = "g" if i == n - 1 else f"gy{i + 1}"
     inputs = (incoming, names["y"], names["s"], names["a"])
-    return run(f"B{i}", "B", Phase.BACKWARD, inputs, (f"gy{i}", f"w{i}"))
+    return call(f"B{i}", "B", Phase.BACKWARD, inputs, (f"gy{i}", f"w{i}"))
 
 
 def step(calls: tuple[StepCall, ...], host_bytes: int = 0, more: Mapping | None = None) -> Problem:
@@ -152,14 +125,14 @@ def offload(value: str, host: int, start: int = 0, end: int | None = None) -> St
     end = SIZES[value[0]] if end is None else end
     copy = Copy(start_bytes=start, end_bytes=end, host_offset=host)
     name = f"offload.{value}"
-    return run(name, COPY_REGION, Phase.FORWARD, (value,), (), kind=CallKind.OFFLOAD, copy=copy)
+    return call(name, COPY_REGION, Phase.FORWARD, (value,), (), kind=CallKind.OFFLOAD, copy=copy)
 
 
 def reload(value: str, host: int, start: int = 0, end: int | None = None) -> StepCall:
     size = SIZES[value[0]]
     copy = Copy(start_bytes=start, end_bytes=size if end is None else end, host_offset=host)
     outputs = (f"reloaded.{value}",)
-    return run(
+    return call(
         f"reload.{value}",
         reload_region(size),
         Phase.BACKWARD,
@@ -170,15 +143,15 @@ def reload(value: str, host: int, start: int = 0, end: int | None = None) -> Ste
     )
 
 
-def wait(call: StepCall, phase: Phase) -> StepCall:
-    return run(
-        f"wait.{call.name}",
+def wait(copy: StepCall, phase: Phase) -> StepCall:
+    return call(
+        f"wait.{copy.name}",
         COPY_REGION,
         phase,
-        call.inputs or call.outputs,
+        copy.inputs or copy.outputs,
         (),
         kind=CallKind.WAIT,
-        waits_for=call.name,
+        waits_for=copy.name,
     )
 
 
@@ -218,8 +191,8 @@ def recompute() -> Shape:
     y = offload("y1", 0)
     back = reload("y1", 0)
     kind = CallKind.RECOMPUTE
-    both = run("again0", "again.s.a", BACKWARD, ("y0",), ("again.s0", "again.a0"), kind=kind)
-    one = run("again1", "again.a", BACKWARD, ("reloaded.y1",), ("again.a1",), kind=kind)
+    both = call("again0", "again.s.a", BACKWARD, ("y0",), ("again.s0", "again.a0"), kind=kind)
+    one = call("again1", "again.a", BACKWARD, ("reloaded.y1",), ("again.a1",), kind=kind)
     calls = (
         forward(0),
         y,
@@ -249,7 +222,7 @@ def token_mix(rows: int = 4) -> Shape:
     out = [offload(f"s{i}", i * S, start=split) for i in range(2)]
     back = [reload(f"s{i}", i * S, start=split) for i in range(2)]
     again = [
-        run(
+        call(
             f"again{i}",
             profile.name,
             BACKWARD,
@@ -341,20 +314,20 @@ def tile(i: int, s: str, acc: str) -> tuple[StepCall, StepCall]:
     rows = (Into(buffer=1, value=s, offset_bytes=2 * KIB * i),)
     total = (Into(buffer=0, value=acc, offset_bytes=0),)
     return (
-        run(f"tile{i}", "tile", FORWARD, ("y0",), (f"rows{i}", f"t{i}"), into=rows),
-        run(f"sum{i}", "sum", FORWARD, (acc, f"t{i}"), (f"acc{i}",), into=total),
+        call(f"tile{i}", "tile", FORWARD, ("y0",), (f"rows{i}", f"t{i}"), into=rows),
+        call(f"sum{i}", "sum", FORWARD, (acc, f"t{i}"), (f"acc{i}",), into=total),
     )
 
 
 def tiles() -> Shape:
     """Three tiles fill ``s`` and add up in ``acc``; both leave and come back."""
-    start = run("before", "before", FORWARD, ("y0",), ("s", "acc"))
+    start = call("before", "before", FORWARD, ("y0",), ("s", "acc"))
     parts = tuple(one for i in range(3) for one in tile(i, "s", "acc"))
-    after = run("after", "after", FORWARD, ("s", "acc"), ("loss",))
-    use = run("use", "use", BACKWARD, ("g", "s", "acc"), ("gy", "w"))
+    after = call("after", "after", FORWARD, ("s", "acc"), ("loss",))
+    use = call("use", "use", BACKWARD, ("g", "s", "acc"), ("gy", "w"))
     out, out_acc = offload("s", 0), offload("acc", S)
     back, back_acc = reload("s", 0), reload("acc", S)
-    other = run("other", "F", FORWARD, ("y0",), ("o", "o1", "o2"))
+    other = call("other", "F", FORWARD, ("y0",), ("o", "o1", "o2"))
     moved_use = dataclasses.replace(use, inputs=("g", "reloaded.s", "reloaded.acc"))
     calls = (start, *parts, after, other, use)
     moved = (

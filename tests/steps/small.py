@@ -8,54 +8,17 @@ import dataclasses
 
 from memo_compile.planners.step import plan_step
 from memo_compile.plans import Plan
-from memo_compile.problem import (
-    FixedBytes,
-    OutputSlot,
-    Phase,
-    Problem,
-    RegionBuffer,
-    RegionProfile,
-    StepCall,
-    Storage,
+from memo_compile.problem import FixedBytes, Phase, Problem
+from tests.steps.parts import KIB, arena, buffer, call, external, region
+
+LAYER = region("L", [buffer("t", 2 * KIB, 0, 2), buffer("y", 4 * KIB, 1, 4)], [1], [arena(1)])
+HEAD = region("E", [buffer("t", KIB, 0, 2)], [1], [external(512)], num_lines=2)
+LAYER_BACKWARD = region(
+    "Lb",
+    [buffer("t", 3 * KIB, 0, 3), buffer("g", 4 * KIB, 1, 4)],
+    [2, 3],
+    [arena(1), external(KIB)],
 )
-
-KIB = 1024
-
-
-def buffer(name: str, size_bytes: int, start: int, end: int) -> RegionBuffer:
-    return RegionBuffer(name=name, size_bytes=size_bytes, start=start, end=end)
-
-
-LAYER = RegionProfile(
-    name="L",
-    num_lines=4,
-    buffers=(buffer("t", 2 * KIB, 0, 2), buffer("y", 4 * KIB, 1, 4)),
-    input_ends=(1,),
-    outputs=(OutputSlot(storage=Storage.ARENA, index=1),),
-)
-HEAD = RegionProfile(
-    name="E",
-    num_lines=2,
-    buffers=(buffer("t", KIB, 0, 2),),
-    input_ends=(1,),
-    outputs=(OutputSlot(storage=Storage.EXTERNAL, size_bytes=512),),
-)
-LAYER_BACKWARD = RegionProfile(
-    name="Lb",
-    num_lines=4,
-    buffers=(buffer("t", 3 * KIB, 0, 3), buffer("g", 4 * KIB, 1, 4)),
-    input_ends=(2, 3),
-    outputs=(
-        OutputSlot(storage=Storage.ARENA, index=1),
-        OutputSlot(storage=Storage.EXTERNAL, size_bytes=KIB),
-    ),
-)
-
-
-def call(
-    name: str, region: str, phase: Phase, inputs: tuple[str, ...], outputs: tuple[str, ...]
-) -> StepCall:
-    return StepCall(name=name, region=region, phase=phase, inputs=inputs, outputs=outputs)
 
 
 def two_layers() -> Problem:

@@ -9,8 +9,8 @@ from memo_runtime.current import current
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from memo_compile.regions import LoweredRegion, RegionGraph
-from tests.graph.programs import step_programs
 from tests.models import ModelCase
+from tests.steps.programs import step_programs
 
 
 @functools.cache

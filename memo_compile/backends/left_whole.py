@@ -1,0 +1,41 @@
+"""What memo could have done and did not, because something unexpected happened: said once.
+
+A possibility that fails (tiles, a slice of rows, a recomputation) is dropped and planning goes on.
+An error of a kind that no code raises on purpose is a fault of memo: the log asks to report it.
+"""
+
+import logging
+
+from memo_compile.errors import MemoError, described
+from memo_compile.reporting import state
+
+log = logging.getLogger("memo")
+
+UNEXPECTED = (
+    RuntimeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    StopIteration,
+)
+"""What rules, kernels and checks of torch raise where an operator is not what they take it for."""
+
+REPORT = "please report this with the model, torch's version and the log"
+
+
+def say_dropped(what: str, error: Exception) -> None:
+    """``what`` is not done, for ``error``: in the report and once in the log."""
+    if isinstance(error, MemoError):
+        if state.add_note(f"{what}: {error}"):
+            log.warning("memo: %s: %s", what, error)
+        return
+    say_bug(what, described(error), error)
+
+
+def say_bug(what: str, reason: str, error: Exception | None = None) -> None:
+    """``what`` happened for a ``reason`` that should not exist: the log asks to report it."""
+    if state.add_note(f"{what}: {reason}"):
+        log.error("memo: %s: %s; %s", what, reason, REPORT, exc_info=error)

@@ -1,0 +1,124 @@
+"""Nothing is made again from an input that the forward overwrites; a backward gets its old value.
+
+A buffer that the forward reads and then updates (a running average, a step counter) is another one
+by the time of the backward. Torch's own min-cut saves the buffer itself, whose memory holds the new
+value then.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from memo_compile.analysis.units import tangent_dependents
+from memo_compile.analysis.views import is_view, storage_of, viewed
+from memo_compile.passes.purity import is_write, written_arguments
+
+READS_OVERWRITTEN = "memo_reads_overwritten"
+"""Key of ``node.meta``: the operator reads an input that is overwritten, and runs once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepOverwritten:
+    """Readers of overwritten inputs are tagged; the backward reads a copy of the old value.
+
+    Rewrite, ``buffer`` being written by the forward (tagged nodes are marked with !):
+        add   = add(mm, buffer)                  add   = add(mm, buffer)         !
+        new   = mul(buffer, 0.9)                 old   = clone(buffer)           !
+        grad  = mul(tangent, buffer)      ->     new   = mul(buffer, 0.9)        !
+        copy_(buffer, new)                       grad  = mul(tangent, old)
+                                                 copy_(buffer, new)
+
+    Tagged nodes are never made again (``analysis.saved``, ``passes.recompute``), so that ``old``
+    and ``add`` are what the backward starts from.
+    """
+
+    num_fwd_outputs: int
+    name: str = "keep-overwritten"
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        """Rewrite in place."""
+        written = overwritten(gm.graph)
+        if not written:
+            return PassResult(gm, False)
+        backward = tangent_dependents(gm.graph)
+        old = _OldValues(written)
+        for node in list(gm.graph.nodes):
+            if node in backward and node.op == "call_function" and not is_write(node):
+                node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), old.of)
+        output = gm.graph.output_node()
+        (results,) = output.args
+        assert isinstance(results, list | tuple), "a joint graph returns a list"
+        gradients = fx.node.map_arg(list(results[self.num_fwd_outputs :]), old.of)
+        if old.made:
+            output.args = ((*results[: self.num_fwd_outputs], *gradients),)
+        for node in gm.graph.nodes:
+            computes = node.op == "call_function" and not is_view(node) and not is_write(node)
+            if computes and any(storage_of(one) in written for one in node.all_input_nodes):
+                node.meta[READS_OVERWRITTEN] = True
+        gm.graph.lint()
+        return PassResult(gm, bool(old.made))
+
+
+@dataclass(slots=True)
+class _OldValues:
+    """Copies of overwritten inputs, and views of those copies, made when first asked for."""
+
+    written: set[fx.Node]
+    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """What holds the value that ``node`` had before the write; ``node``, if it holds it."""
+        if storage_of(node) not in self.written:
+            return node
+        if node not in self.made:
+            self.made[node] = self._view(node) if is_view(node) else self._copy(node)
+        return self.made[node]
+
+    def _copy(self, buffer: fx.Node) -> fx.Node:
+        with buffer.graph.inserting_before(min(buffer.users)):
+            copied = buffer.graph.call_function(torch.ops.aten.clone.default, (buffer,))
+        copied.meta = {"val": buffer.meta["val"].clone(), "partitioner_tag": "is_forward"}
+        return copied
+
+    def _view(self, node: fx.Node) -> fx.Node:
+        source, old = viewed(node), self.of(viewed(node))
+        with node.graph.inserting_after(node):
+            return node.graph.node_copy(node, lambda one: old if one is source else one)
+
+
+def overwritten(graph: fx.Graph) -> set[fx.Node]:
+    """Inputs of a joint graph that the step writes into: in the graph, or from what it returns."""
+    found = {
+        storage_of(target)
+        for node in graph.nodes
+        if node.op == "call_function" and is_write(node)
+        for target in written_arguments(node)
+    }
+    found.update(_written_by_the_caller(graph))
+    return {node for node in found if node.op == "placeholder"}
+
+
+def _written_by_the_caller(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Inputs whose new value is a result: AOTAutograd describes both (2.11, 2.13)."""
+    described: dict[Any, fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if node.meta.get("desc") is not None:
+            described[node.meta["desc"]] = node
+    for one in graph.output_node().meta.get("desc") or ():
+        source = described.get(getattr(one, "mutated_input", None))
+        if source is not None:
+            yield source
+
+
+def runs_once(node: fx.Node) -> bool:
+    """True for an operator that reads an overwritten input, and for an item of its results."""
+    makers = node.all_input_nodes if not is_view(node) and _is_item(node) else [node]
+    return any(READS_OVERWRITTEN in maker.meta for maker in makers)
+
+
+def _is_item(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"

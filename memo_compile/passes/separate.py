@@ -1,0 +1,97 @@
+"""Gives results that would lie in one memory a memory each, where the user's program does."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from memo_runtime import ops
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from memo_compile.analysis.views import is_tensor, storage_of
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeparateResults:
+    """No result at a position of ``own`` shares memory with an input or with another result.
+
+    Two parameters that are added have one gradient; one of them may see it through a view. Whoever
+    takes such gradients over as they are (autograd does, for a first ``.grad``) would add to both
+    when it adds to one. Inductor's own passes also return ``y`` for ``y * ones``.
+
+    Rewrite, with ``own`` = (0, 1):
+        g = mm(x, t)                   g = mm(x, t)
+        v = view(g, [8])          ->   v = view(g, [8])
+        return g, v                    c = clone(v)
+                                       return g, c
+
+    Ranges of one storage that do not meet stay as they are: eager's ``cat`` gives its parts such
+    gradients. Of what shares memory the first keeps it. What a forward saves for its backward may
+    share memory with a result, as in eager: autograd's version counters guard it.
+    """
+
+    own: tuple[int, ...]
+    """Positions of results that the user's program makes apart from all others."""
+    num_results: int | None = None
+    """So many are the user's; what follows is saved for the backward. None: all are the user's."""
+    name: str = "separate-results"
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        """Rewrite in place."""
+        output = gm.graph.output_node()
+        (results,) = output.args
+        assert isinstance(results, list | tuple), "a half returns a tuple"
+        separated: list[Any] = list(results)
+        own = set(self.own)
+        users = results[: self.num_results]
+        nodes = {at: one for at, one in enumerate(users) if isinstance(one, fx.Node)}
+        taken = [node for at, node in nodes.items() if at not in own and is_tensor(node)]
+        for at in self.own:
+            node = nodes.get(at)
+            if node is None or not is_tensor(node):
+                continue
+            if _is_given(node) or any(_overlap(node, other) for other in taken):
+                separated[at] = _clone(node)
+            else:
+                taken.append(node)
+        if separated == list(results):
+            return PassResult(gm, False)
+        output.args = (tuple(separated),)
+        gm.graph.lint()
+        return PassResult(gm, True)
+
+
+def _is_given(node: fx.Node) -> bool:
+    root = storage_of(node)
+    return root.op in ("placeholder", "get_attr") or root.target is ops.fetch
+
+
+def _overlap(one: fx.Node, other: fx.Node) -> bool:
+    if storage_of(one) is not storage_of(other):
+        return False
+    (a_start, a_end), (b_start, b_end) = _range(one.meta["val"]), _range(other.meta["val"])
+    return a_start < b_end and b_start < a_end
+
+
+def _range(value: torch.Tensor) -> tuple[int, int]:
+    """From the first byte of ``value`` in its storage to the one behind its last."""
+    steps = zip(value.shape, value.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    start = int(value.storage_offset()) * value.element_size()
+    end = start + (int(last) + 1) * value.element_size()
+    return start, start if value.numel() == 0 else end
+
+
+def _clone(node: fx.Node) -> fx.Node:
+    """A copy made where ``node`` is: a later write into its memory is not in it."""
+    graph = node.graph
+    if node.op == "placeholder":
+        place = graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder"))
+    else:
+        place = graph.inserting_after(node)
+    with place:
+        copied = graph.call_function(_aten.clone.default, (node,))
+    copied.meta = {**node.meta, "val": node.meta["val"].clone()}
+    return copied

@@ -1,0 +1,181 @@
+"""Trains one model and writes down everything that can be compared. Imports torch only: a failing
+case's script carries this file with it.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+Compile = Callable[[nn.Module], Callable[..., Any]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """What one training run computed, step by step, under names like ``loss 0``."""
+
+    steps: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """Copies: losses, outputs, gradients, buffers; outputs again after one of them was written."""
+    shared: set[str] = field(default_factory=set)
+    """Pairs of gradients or of outputs that share memory."""
+    starts: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """Parameters and buffers before every step."""
+
+
+def train(
+    model: nn.Module,
+    namespace: Mapping[str, Any],
+    run: Mapping[str, Any],
+    dtype: torch.dtype,
+    compile: Compile = lambda model: model,
+    starts: Sequence[Mapping[str, torch.Tensor]] | None = None,
+) -> Record:
+    """Train ``model`` as ``run`` says; every step starts with the values of ``starts``, if given.
+
+    So that steps are compared one by one: rounding does not grow from step to step.
+    """
+    record = Record()
+    for parameter in itertools.islice(model.parameters(), 2 if run["frozen"] else 0):
+        parameter.requires_grad_(False)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[run["optimizer"]]
+    optimizer = make(trained, lr=0.01)
+    called = compile(model)
+    held: list[Any] = []
+    for step in range(run["steps"]):
+        if starts is not None:
+            _load(model, starts[step])
+        record.starts.append({name: one.detach().clone() for name, one in _state(model)})
+        optimizer.zero_grad(set_to_none=not run["keep_zero"])
+        batches = [
+            _inputs(namespace, 100 * step + number, dtype, model, run)
+            for number in range(run["accumulate"])
+        ]
+        seen: dict[str, torch.Tensor] = {}
+        for number, (inputs, outputs, loss) in _forwards(called, batches, namespace, run):
+            _backward(loss, run)
+            _note(seen, record.shared, f"{number}", inputs, outputs, loss, model, run)
+            if run["hold"]:
+                held.append((f"step {step} output {number}", outputs))
+            del inputs, outputs, loss
+        _note_gradients(seen, record.shared, model)
+        record.steps.append(seen)
+        optimizer.step()
+    record.steps[-1].update(
+        {
+            f"held {name}.{at}": one.detach().clone()
+            for name, outputs in held
+            for at, one in enumerate(outputs)
+        }
+    )
+    return record
+
+
+def _forwards(
+    called: Callable[..., Any],
+    batches: Sequence[tuple[Any, ...]],
+    namespace: Mapping[str, Any],
+    run: Mapping[str, Any],
+) -> Iterable[tuple[int, tuple[Any, Any, Any]]]:
+    """Inputs, outputs and loss of every micro-batch; with ``overlap`` all forwards come first."""
+
+    def forward(inputs: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        outputs = called(*inputs)
+        return inputs, outputs, namespace["loss_of"](outputs, *inputs[3:])
+
+    done = map(forward, batches)
+    return enumerate(list(done) if run["overlap"] else done)
+
+
+def _backward(loss: torch.Tensor, run: Mapping[str, Any]) -> None:
+    loss.backward(retain_graph=run["retain"])
+    if run["retain"]:
+        loss.backward()
+
+
+def _inputs(
+    namespace: Mapping[str, Any],
+    seed: int,
+    dtype: torch.dtype,
+    model: nn.Module,
+    run: Mapping[str, Any],
+) -> tuple[Any, ...]:
+    """Made in ``dtype``, then as precise as the model is."""
+    precise = next(one.dtype for one in model.parameters())
+    made = namespace["inputs_of"](seed, dtype)
+    made = [one.to(precise) if one.is_floating_point() else one for one in made]
+    made[1].requires_grad_(run["input_gradient"])
+    return tuple(made)
+
+
+def _note(
+    seen: dict[str, torch.Tensor],
+    shared: set[str],
+    number: str,
+    inputs: tuple[Any, ...],
+    outputs: tuple[Any, ...],
+    loss: torch.Tensor,
+    model: nn.Module,
+    run: Mapping[str, Any],
+) -> None:
+    seen[f"loss {number}"] = loss.detach().clone()
+    for at, one in enumerate(outputs):
+        seen[f"output {number}.{at}"] = one.detach().clone()
+    if inputs[1].grad is not None:
+        seen[f"gradient of the input {number}"] = inputs[1].grad.clone()
+    named = [(f"output {at}", one) for at, one in enumerate(outputs)]
+    named += [(f"input {at}", one) for at, one in enumerate(inputs)]
+    shared |= _overlaps([*named, *_state(model)], bytes_of=_extent)
+    floats = [one for one in outputs if one.is_floating_point() and not one.is_leaf]
+    if run["in_place"] and floats:
+        with contextlib.suppress(RuntimeError):  # an expanded result, which eager refuses as well
+            floats[-1].detach().add_(100)
+        for at, one in enumerate(outputs):
+            seen[f"output {number}.{at} after a write"] = one.detach().clone()
+
+
+def _note_gradients(seen: dict[str, torch.Tensor], shared: set[str], model: nn.Module) -> None:
+    grads = [(name, one.grad) for name, one in model.named_parameters() if one.grad is not None]
+    for name, grad in grads:
+        seen[f"gradient {name}"] = grad.detach().clone()
+    for name, buffer in model.named_buffers():
+        seen[f"buffer {name}"] = buffer.detach().clone()
+    shared |= _overlaps([(f"gradient {name}", one) for name, one in grads], bytes_of=_storage)
+
+
+def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _load(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, one in _state(model):
+            one.copy_(values[name])
+
+
+def _storage(one: torch.Tensor) -> tuple[int, int]:
+    start = one.untyped_storage().data_ptr()
+    return start, start + one.untyped_storage().nbytes()
+
+
+def _extent(one: torch.Tensor) -> tuple[int, int]:
+    """From the first to behind the last byte that the tensor reaches."""
+    last = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
+    return one.data_ptr(), one.data_ptr() + (last + 1) * one.element_size()
+
+
+def _overlaps(
+    named: Sequence[tuple[str, torch.Tensor]],
+    bytes_of: Callable[[torch.Tensor], tuple[int, int]],
+) -> set[str]:
+    """Names of all pairs that share a byte."""
+    spans = [(name, *bytes_of(one)) for name, one in named if one.numel()]
+    return {
+        f"{first} and {second}"
+        for (first, start, end), (second, other, until) in itertools.combinations(spans, 2)
+        if start < until and other < end
+    }

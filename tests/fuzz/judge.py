@@ -1,0 +1,86 @@
+"""Whether a run's numbers are eager's: every loss, output, gradient and buffer by its own size.
+
+Imports torch only: a failing case's script carries this file with it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+RELATIVE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 5e-2}
+"""Of a tensor's own largest entry: what rounding in another order may differ by."""
+
+OWN_ERROR = 20.0
+"""Times what eager itself misses a more precise run by: a sum that cancels is judged by that."""
+
+LARGEST = {"float32": 1e-6, "float64": 1e-14, "bfloat16": 1e-2}
+"""Of the largest gradient of the step: a gradient below it is what rounding left."""
+
+COARSE = 2.0**-29
+"""float64's rounding is that part of float32's, which is what is known of a float64 model."""
+
+
+def tolerances(
+    exact: Sequence[Mapping[str, torch.Tensor]],
+    eager: Sequence[Mapping[str, torch.Tensor]],
+    dtype: str,
+) -> list[dict[str, float]]:
+    """Per step and name how far a run may be from ``exact``.
+
+    ``exact``: the float64 run; ``eager``: the model's own, for float64 models a float32 run.
+    """
+    factor = OWN_ERROR * (COARSE if dtype == "float64" else 1.0)
+    found = []
+    for precise, own in zip(exact, eager, strict=True):
+        gradients = [_size(one) for name, one in precise.items() if name.startswith("gradient")]
+        floor = LARGEST[dtype] * max(gradients, default=0.0)
+        found.append(
+            {
+                name: RELATIVE[dtype] * _size(value)
+                + factor * distance(own[name], value)
+                + (floor if name.startswith("gradient") else 0.0)
+                for name, value in precise.items()
+            }
+        )
+    return found
+
+
+def faults(
+    ours: Sequence[Mapping[str, torch.Tensor]],
+    exact: Sequence[Mapping[str, torch.Tensor]],
+    eager: Sequence[Mapping[str, torch.Tensor]],
+    allowed: Sequence[Mapping[str, float]],
+) -> list[str]:
+    """What is wrong in the first step that is; what eager itself leaves undefined is not judged."""
+    for step, (mine, precise, own) in enumerate(zip(ours, exact, eager, strict=True)):
+        if mine.keys() != own.keys():
+            return [f"step {step}: only one has {sorted(mine.keys() ^ own.keys())}"]
+        found = [
+            f"step {step}: {name}: {error:.2e} off, {bound:.2e} allowed, largest {_size(value):.2e}"
+            for name, value in precise.items()
+            if (bound := allowed[step][name]) == bound
+            and not (error := _off(mine[name], value, own[name])) <= bound
+        ]
+        if found:
+            return found
+    return []
+
+
+def _off(ours: torch.Tensor, exact: torch.Tensor, own: torch.Tensor) -> float:
+    if ours.shape != exact.shape or ours.dtype != own.dtype:
+        return float("inf")
+    defined = torch.isfinite(own.double()) & torch.isfinite(exact.double())
+    return distance(ours[defined], exact[defined])
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of two entries; NaN when one is, infinite entries may be equal."""
+    if one.numel() == 0:
+        return 0.0
+    difference = (one.double() - other.double()).abs()
+    return float(difference.masked_fill(one == other, 0.0).max())
+
+
+def _size(one: torch.Tensor) -> float:
+    finite = one.double()[torch.isfinite(one.double())]
+    return float(finite.abs().max()) if finite.numel() else 0.0

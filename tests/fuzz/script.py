@@ -1,0 +1,60 @@
+"""A failing case as a script that stands alone: ``python SCRIPT.py`` shows what is wrong."""
+
+import inspect
+
+from tests.fuzz import driver, judge
+from tests.fuzz.case import Case
+from tests.fuzz.oracle import Finding
+from tests.fuzz.source import model_source
+
+_MAIN = '''
+
+# ----- the case ---------------------------------------------------------------------------------
+import copy
+
+RUN = {run!r}
+OPTIONS = {options!r}
+DTYPE = "{dtype}"
+
+
+def main():
+    """Train eagerly, in float64, with plain Inductor and with memo; print what differs."""
+    dtype = getattr(torch, DTYPE)
+    torch.manual_seed({seed})
+    model = Model().to(dtype)
+
+    def run(precise, starts, **how):
+        copied = copy.deepcopy(model).to(precise)
+        compile = (lambda one: torch.compile(one, **how)) if how else (lambda one: one)
+        torch._dynamo.reset()
+        return train(copied, globals(), RUN, dtype, compile, starts)
+
+    eager = run(dtype, None)
+    other = run(torch.float32 if DTYPE == "float64" else torch.float64, eager.starts)
+    exact, own = (eager, other) if DTYPE == "float64" else (other, eager)
+    allowed = tolerances(exact.steps, own.steps, "{judged}")
+    memo = dict(backend="memo", options=OPTIONS)
+    for name, how in (("inductor", dict(backend="inductor")), ("memo", memo)):
+        ours = run(dtype, eager.starts, **how)
+        wrong = faults(ours.steps, exact.steps, eager.steps, allowed)
+        wrong += [f"shared memory: {{pair}}" for pair in sorted(ours.shared - eager.shared)]
+        print(name, "equals eager" if not wrong else "IS WRONG:", *wrong, sep="\\n    ")
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def script(case: Case, finding: Finding, judged: str) -> str:
+    """Runnable source with the model, the loop, the comparison and what was found."""
+    found = "\n".join(f"# {line}" for line in f"{finding.signature}\n{finding.detail}".splitlines())
+    main = _MAIN.format(
+        run=dict(case.run),
+        options=dict(finding.options),
+        dtype=case.dtype,
+        judged=judged,
+        seed=case.seed,
+    )
+    parts = [found, inspect.getsource(driver), inspect.getsource(judge), model_source(case), main]
+    return "\n\n".join(parts)

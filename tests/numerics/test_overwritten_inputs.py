@@ -1,0 +1,198 @@
+"""What reads a buffer that the forward overwrites has the old value in the backward as well."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.numerics.small import rows
+from tests.numerics.training import FLOOR, assert_planned, gradient_error, memo_compiled
+
+WIDTH = 16
+WIDE = 2 * WIDTH
+
+
+class Block(nn.Module):
+    """``x + down(inside(block, up(x)))``; ``inside`` reads and overwrites ``state``."""
+
+    def __init__(self, inside: Callable, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.inside = inside
+        self.up, self.down = nn.Linear(WIDTH, WIDE, bias=False), nn.Linear(WIDE, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDE)
+        self.register_buffer("state", torch.randn(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.inside(self, self.up(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self, inside: Callable, shape: tuple[int, ...], shares: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(inside, shape) for _ in range(3))
+        for layer in self.layers[1:] if shares else ():
+            layer.state = self.layers[0].state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def _scaled_after(block, h):
+    y = functional.gelu(h + block.state)
+    block.state.mul_(1.5)
+    return y
+
+
+def _copied_into(block, h):
+    y = functional.gelu(h + block.state)
+    block.state.copy_(h.detach().mean(0))
+    return y
+
+
+def _running_average(block, h):
+    state = block.state.clone()
+    block.state.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+    return torch.tanh(h * state) * state
+
+
+def _written_at_indices(block, h):
+    y = torch.sigmoid(h * block.state.clone())
+    block.state[torch.tensor([1, 3])] = h.detach()[0, :2]
+    return y
+
+
+def _written_in_part(block, h):
+    y = torch.tanh(h + block.state)
+    block.state[:4].mul_(1.5)
+    return y
+
+
+def _written_twice(block, h):
+    first = torch.tanh(h + block.state)
+    block.state.add_(1.0)
+    second = torch.tanh(h + block.state)
+    block.state.mul_(0.5)
+    return first * second + block.state
+
+
+def _seen_through_views(block, h):
+    y = torch.tanh(h + block.state[0] + block.state.t()[:, 1] * h.detach())
+    block.state.mul_(1.5)
+    return y
+
+
+def _times_ones(block, h):
+    """Inductor drops the ones: the backward reads the buffer itself."""
+    y = h * (block.state * torch.ones(WIDE))
+    block.state.mul_(1.5)
+    return y
+
+
+def _statistics(block, h):
+    variance, mean = torch.var_mean(block.state)
+    block.state.mul_(1.5)
+    return torch.tanh((h - mean) * variance)
+
+
+def _weight_of_a_product(block, h):
+    y = functional.linear(h, block.state * 1.0)
+    block.state.mul_(1.5)
+    return functional.gelu(y)
+
+
+def _running_statistics(block, h):
+    norm = block.norm
+    before = (h - norm.running_mean) * (norm.running_var + 1).rsqrt()
+    return functional.gelu(before) * norm(h)
+
+
+CASES = {
+    function.__name__.strip("_"): (function, shape)
+    for function, shape in (
+        (_scaled_after, (WIDE,)),
+        (_copied_into, (WIDE,)),
+        (_running_average, (WIDE,)),
+        (_written_at_indices, (WIDE,)),
+        (_written_in_part, (WIDE,)),
+        (_written_twice, (WIDE,)),
+        (_seen_through_views, (WIDE, WIDE)),
+        (_times_ones, (WIDE,)),
+        (_statistics, (WIDE,)),
+        (_weight_of_a_product, (WIDE, WIDE)),
+        (_running_statistics, (1,)),
+    )
+}
+
+
+def _assert_trains_as_eager(model: nn.Module, **options: object) -> None:
+    twin = copy.deepcopy(model)
+    planned = memo_compiled(model, **options)
+    x = rows(1, 32, WIDTH)
+    for _ in range(2):
+        for run, owner in ((planned, model), (twin, twin)):
+            owner.zero_grad()
+            run(x).backward()
+        assert gradient_error(model, twin) <= FLOOR
+        for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs, msg=name)
+    assert_planned()
+
+
+@pytest.mark.parametrize("options", [{"token_tiles": 2}, {"policy": "full-recompute"}], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_backward_has_the_old_value(name, options):
+    _assert_trains_as_eager(Blocks(*CASES[name], shares=False), **options)
+
+
+@pytest.mark.parametrize("name", ["scaled_after", "copied_into", "written_twice"])
+def test_one_buffer_of_all_layers(name):
+    _assert_trains_as_eager(Blocks(*CASES[name], shares=True), policy="full-recompute")
+
+
+@pytest.mark.parametrize("name", ["scaled_after", "running_average", "times_ones"])
+def test_the_backward_has_the_old_value_through_inductor(name):
+    _assert_trains_as_eager(Blocks(*CASES[name], shares=False), lowering="inductor")
+
+
+def test_only_one_layers_buffer_is_overwritten():
+    """Its layer must not be taken for one of the others, whose forward may run again."""
+
+    class Last(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(x)
+            self.layers[1].state.mul_(1.5)
+            return loss
+
+    def reads(block, h):
+        return functional.gelu(h + block.state)
+
+    for options in ({}, {"policy": "full-recompute"}):
+        _assert_trains_as_eager(Last(reads, (WIDE,), shares=False), **options)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo
+@pytest.mark.parametrize("options", [{}, {"policy": "full-recompute"}], ids=str)
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_an_input_that_the_step_overwrites(needs_gradient, options):
+    """AOTAutograd writes an input that needs a gradient itself, after the graph."""
+
+    def forward(x, shift, w):
+        h = x @ w
+        for _ in range(3):
+            h = h + functional.gelu(h @ w + shift)
+        shift.mul_(1.5)
+        return h.square().mean()
+
+    weight, other = 0.1 * torch.randn(WIDTH, WIDTH), torch.randn(WIDTH)
+    found = []
+    for run in (memo_compiled(forward, **options), forward):
+        w, leaf = weight.clone().requires_grad_(), other.clone().requires_grad_(needs_gradient)
+        shift = leaf * 1.0
+        run(rows(1, 32, WIDTH), shift, w).backward()
+        found.append((w.grad, shift.detach(), leaf.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
