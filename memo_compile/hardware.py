@@ -42,7 +42,7 @@ FIGURES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class FigureSource:
     """Where a figure comes from."""
 
     document: str
@@ -72,7 +72,7 @@ class HardwareProfile:
     """The document behind every figure that ``figure_sources`` does not name."""
     date: str = "undated"
     """Of ``source``."""
-    figure_sources: Mapping[str, Source] = field(default_factory=dict, hash=False)
+    figure_sources: Mapping[str, FigureSource] = field(default_factory=dict, hash=False)
     """Field -> where that figure comes from, where it is not ``source``."""
 
     def __post_init__(self) -> None:
@@ -84,10 +84,10 @@ class HardwareProfile:
             if name not in FIGURES:
                 raise InputError(f"figure_sources: no figure is called {name!r}")
 
-    def source_of(self, figure: str) -> Source:
+    def source_of(self, figure: str) -> FigureSource:
         """The document and date behind one of FIGURES."""
         assert figure in FIGURES, f"not a figure: {figure}"
-        return self.figure_sources.get(figure, Source(document=self.source, date=self.date))
+        return self.figure_sources.get(figure, FigureSource(document=self.source, date=self.date))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ class _Stated:
     date: str
 
     @property
-    def source(self) -> Source:
-        return Source(document=self.document, date=self.date)
+    def source(self) -> FigureSource:
+        return FigureSource(document=self.document, date=self.date)
 
 
 _PCIE4 = _Stated(32e9, "PCI-SIG, PCI Express Base Specification 4.0, 16 lanes", "2017-10")
@@ -138,7 +138,7 @@ def _gpu(
     stated = {f"{k}_bytes_per_s": v for k, v in rates.items() if isinstance(v, _Stated)}
     sources = {figure: rate.source for figure, rate in stated.items()}
     if network is _ASSUMED_200G:
-        server = Source(document="assumed: a server with 8 cards", date="2026-11")
+        server = FigureSource(document="assumed: a server with 8 cards", date="2026-11")
         sources["devices_per_node"] = server
     return HardwareProfile(
         name=name,
@@ -284,7 +284,7 @@ def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
     if not isinstance(figures, dict):
         raise InputError("figures: expected an object with a value, document and date for each")
     values: dict[str, Any] = {}
-    sources: dict[str, Source] = {}
+    sources: dict[str, FigureSource] = {}
     for name in FIGURES:
         entry = figures.get(name)
         entry = entry if isinstance(entry, dict) else {}
@@ -294,7 +294,7 @@ def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
         if not math.isfinite(value):
             raise InputError(f"figures.{name}.value: expected a finite number, got {value}")
         values[name] = int(value) if name in _WHOLE_FIGURES else float(value)
-        sources[name] = Source(
+        sources[name] = FigureSource(
             document=_text(entry, "document", f"figures.{name}"),
             date=_text(entry, "date", f"figures.{name}"),
         )

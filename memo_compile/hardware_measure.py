@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from memo_compile.errors import InputError
-from memo_compile.hardware import HardwareProfile, Source, declared_for
+from memo_compile.hardware import FigureSource, HardwareProfile, declared_for
 from memo_compile.host import host_memory, processor_name
 
 MIN_RUNS = 3
@@ -144,7 +144,7 @@ def measure_hardware(
     d2h_bytes_per_s, h2d_bytes_per_s = bench.host_bytes_per_s()
     link_bytes_per_s, link_source = _link(bench, name, d2h_bytes_per_s, today)
     network_bytes_per_s, network_source = _network(device, name, today)
-    stated = Source(document="as the system states it", date=today)
+    stated = FigureSource(document="as the system states it", date=today)
     return HardwareProfile(
         name=name,
         peak_flops_per_s=flops_per_s,
@@ -167,7 +167,7 @@ def measure_hardware(
     )
 
 
-def _timed(device: torch.device, today: str) -> dict[str, Source]:
+def _timed(device: torch.device, today: str) -> dict[str, FigureSource]:
     """What was timed for each of the four figures that every device gets measured."""
     dtype = str(matmul_dtype(device)).removeprefix("torch.")
     size, mib = MATMUL_SIZE[device.type], COPY_BYTES >> 20
@@ -178,7 +178,7 @@ def _timed(device: torch.device, today: str) -> dict[str, Source]:
         "d2h_bytes_per_s": f"measured: copy of {mib} MiB into {host}",
         "h2d_bytes_per_s": f"measured: copy of {mib} MiB from {host}",
     }
-    return {figure: Source(document=text, date=today) for figure, text in documents.items()}
+    return {figure: FigureSource(document=text, date=today) for figure, text in documents.items()}
 
 
 def device_name(device: torch.device) -> str:
@@ -203,23 +203,25 @@ def memory_bytes(device: torch.device) -> int:
     return min(known)
 
 
-def _link(bench: Bench, name: str, host_bytes_per_s: float, today: str) -> tuple[float, Source]:
+def _link(
+    bench: Bench, name: str, host_bytes_per_s: float, today: str
+) -> tuple[float, FigureSource]:
     measured = bench.link_bytes_per_s()
     if measured is not None:
-        return measured, Source(document="measured: copy to another device", date=today)
+        return measured, FigureSource(document="measured: copy to another device", date=today)
     named = _declared(bench.device, name)
     if named is not None:
         return named.link_bytes_per_s, named.source_of("link_bytes_per_s")
     assumed = "assumed: as fast as device to host; there is one device to measure"
-    return host_bytes_per_s, Source(document=assumed, date=today)
+    return host_bytes_per_s, FigureSource(document=assumed, date=today)
 
 
-def _network(device: torch.device, name: str, today: str) -> tuple[float, Source]:
+def _network(device: torch.device, name: str, today: str) -> tuple[float, FigureSource]:
     named = _declared(device, name)
     if named is not None:
         return named.network_bytes_per_s, named.source_of("network_bytes_per_s")
     assumed = "assumed: a single machine cannot measure it"
-    return ASSUMED_NETWORK_BYTES_PER_S[device.type], Source(document=assumed, date=today)
+    return ASSUMED_NETWORK_BYTES_PER_S[device.type], FigureSource(document=assumed, date=today)
 
 
 def _declared(device: torch.device, name: str) -> HardwareProfile | None:

@@ -66,7 +66,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerClass:
+class IsomorphicUnits:
     """All instances of one layer."""
 
     class_key: str
@@ -83,7 +83,7 @@ class LayerStructure:
     """Units that cover the sequence completely, in order, and their classes by first unit."""
 
     units: tuple[Unit, ...]
-    classes: tuple[LayerClass, ...]
+    classes: tuple[IsomorphicUnits, ...]
 
     @property
     def num_covered(self) -> int:
@@ -308,13 +308,13 @@ def _lifted(tape: Tape, where: Range) -> tuple[LiftedScalar, ...]:
     return tuple(found)
 
 
-def _classes(units: Sequence[Unit]) -> tuple[LayerClass, ...]:
+def _classes(units: Sequence[Unit]) -> tuple[IsomorphicUnits, ...]:
     members: dict[str, list[int]] = {}
     for index, unit in enumerate(units):
         if unit.class_key is not None:
             members.setdefault(unit.class_key, []).append(index)
     return tuple(
-        LayerClass(
+        IsomorphicUnits(
             class_key=key,
             num_layers=len(indices) * units[indices[0]].layers_per_unit,
             period=units[indices[0]].layers_per_unit,

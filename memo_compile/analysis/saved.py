@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from memo_compile.analysis.overwrites import overwritten, runs_once
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.units import (
     UNIT,
@@ -20,7 +21,6 @@ from memo_compile.analysis.units import (
     tangent_dependents,
 )
 from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, storage_of
-from memo_compile.passes.overwritten import overwritten, runs_once
 from memo_compile.passes.purity import is_constant, is_pure
 
 TILE_FACTOR = 2

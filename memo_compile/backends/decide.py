@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from memo_compile.backends.aten import estimate
 from memo_compile.backends.left_whole import UNEXPECTED, say_bug, say_dropped
 from memo_compile.backends.lowering import lower_regions
 from memo_compile.backends.movable_step import ClassGraph, Movable
@@ -16,7 +17,7 @@ from memo_compile.backends.probe import Verdict, probe_rows
 from memo_compile.config import MemoConfig
 from memo_compile.errors import InvalidPlan, MemoError, UnsupportedGraph, described
 from memo_compile.movable import MovableStep, RecomputeKey, RecomputeRegion, RegionInput
-from memo_compile.passes.recompute import estimate, recompute_graph
+from memo_compile.passes.recompute import recompute_graph
 from memo_compile.planners.check_moves import check_moves, remakes_of
 from memo_compile.planners.moves import recompute_seconds
 from memo_compile.planners.policy import Choice, choose

@@ -32,7 +32,7 @@ tokens is of the kind that grows faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class RegionWork:
     """Roofline seconds of a region, by how they grow with the tokens."""
 
     in_proportion_s: float
@@ -56,7 +56,7 @@ def extrapolated_seconds(
     return extrapolate(works[:-1], seconds, works[-1])
 
 
-def extrapolate(works: Sequence[Work], seconds: Sequence[float], whole: Work) -> float:
+def extrapolate(works: Sequence[RegionWork], seconds: Sequence[float], whole: RegionWork) -> float:
     """``a L + b Q`` of the whole, from two lengths; one factor for both where they disagree.
 
     They do where a factor would be negative, or where nothing grows faster than the tokens.
@@ -71,7 +71,7 @@ def extrapolate(works: Sequence[Work], seconds: Sequence[float], whole: Work) ->
     return two_s * _total(whole) / _total(two) if _total(two) else two_s
 
 
-def _total(work: Work) -> float:
+def _total(work: RegionWork) -> float:
     return work.in_proportion_s + work.faster_s
 
 
@@ -85,9 +85,9 @@ def _grows_faster(
     )
 
 
-def _work(gm: fx.GraphModule, faster: Sequence[bool], profile: HardwareProfile) -> Work:
+def _work(gm: fx.GraphModule, faster: Sequence[bool], profile: HardwareProfile) -> RegionWork:
     seconds = [node_seconds(node, profile) for node in gm.graph.nodes]
-    return Work(
+    return RegionWork(
         in_proportion_s=math.fsum(s for s, f in zip(seconds, faster, strict=True) if not f),
         faster_s=math.fsum(s for s, f in zip(seconds, faster, strict=True) if f),
     )

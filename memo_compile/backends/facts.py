@@ -115,7 +115,7 @@ def tangents(placeholders: Sequence[fx.Node]) -> dict[str, int]:
     }
 
 
-def device_name(device: torch.device) -> str:
+def profile_name(device: torch.device) -> str:
     """What the device calls itself: ``NVIDIA H200``, ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 

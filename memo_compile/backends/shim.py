@@ -450,3 +450,17 @@ def failing_fakes_unlogged() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def falls_back(target: Any) -> bool:
+    """True for an operator that Inductor calls as a kernel rather than compiling it."""
+    from torch._inductor import lowering
+
+    return target in lowering.fallbacks
+
+
+def has_lowering(target: Any) -> bool:
+    """True for an operator that Inductor knows by now: custom ones, once they were lowered."""
+    from torch._inductor import lowering
+
+    return target in lowering.lowerings

@@ -15,7 +15,7 @@ from memo_compile.backends.bandwidth import copy_bandwidth
 from memo_compile.backends.decide import RecomputeLibrary, decide
 from memo_compile.backends.decisions import moved_rows, saved_rows, step_notes
 from memo_compile.backends.extrapolate import extrapolated_seconds
-from memo_compile.backends.facts import GraphFacts, device_name
+from memo_compile.backends.facts import GraphFacts, profile_name
 from memo_compile.backends.left_whole import UNEXPECTED, say_dropped
 from memo_compile.backends.lowering import lower_regions
 from memo_compile.backends.measure_regions import measure_all
@@ -333,7 +333,7 @@ class StepPlanner:
         return seconds
 
     def _profile(self) -> HardwareProfile:
-        return self.hardware or hardware_of(device_name(self.facts.device))
+        return self.hardware or hardware_of(profile_name(self.facts.device))
 
     def _declared_budget_bytes(self) -> int | None:
         return self.config.budget_bytes(self._device_bytes())

@@ -37,7 +37,7 @@ _STDERR = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verification:
     """Whether the promise holds, and by how much."""
 
     num_steps: int
@@ -113,7 +113,7 @@ def _run(
     return None if failed and arm == "eager" else found | {"failed": failed}
 
 
-def judge(eager: Mapping[str, Any], memo: Mapping[str, Any] | None) -> Verdict:
+def judge(eager: Mapping[str, Any], memo: Mapping[str, Any] | None) -> Verification:
     """What the recorded steps of both runs say."""
     if memo is None:
         return _verdict(0, 0.0, 0.0, {}, ["the process with memo died"])
@@ -138,7 +138,7 @@ def _verdict(
     gradients: float,
     memo: Mapping[str, Any],
     faults: list[str],
-) -> Verdict:
+) -> Verification:
     planned, measured = memo.get("planned_peak_bytes"), memo.get("measured_peak_bytes")
     if planned is not None and measured is not None:
         allowed = planned + max(PEAK_SLACK_BYTES, int(PEAK_SLACK * planned))
@@ -146,7 +146,7 @@ def _verdict(
             faults.append(
                 f"the peak is {format_bytes(measured)}, planned were {format_bytes(planned)}"
             )
-    return Verdict(
+    return Verification(
         num_steps=num_steps,
         loss_difference=losses,
         gradient_difference=gradients,
@@ -198,7 +198,7 @@ def _relative(mine: float, theirs: float, scale: float) -> float:
     return difference / scale if scale > 0 and math.isfinite(difference) else math.inf
 
 
-def _as_dict(verdict: Verdict) -> dict[str, Any]:
+def _as_dict(verdict: Verification) -> dict[str, Any]:
     body = {"holds": verdict.holds, **asdict(verdict)}
     for name in ("loss_difference", "gradient_difference"):
         body[name] = body[name] if math.isfinite(body[name]) else None

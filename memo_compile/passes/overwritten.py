@@ -5,20 +5,16 @@ by the time of the backward. Torch's own min-cut saves the buffer itself, whose 
 value then.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
+from memo_compile.analysis.overwrites import READS_OVERWRITTEN, overwritten
 from memo_compile.analysis.units import tangent_dependents
 from memo_compile.analysis.views import is_view, storage_of, viewed
-from memo_compile.passes.purity import is_write, written_arguments
-
-READS_OVERWRITTEN = "memo_reads_overwritten"
-"""Key of ``node.meta``: the operator reads an input that is overwritten, and runs once."""
+from memo_compile.passes.purity import is_write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,37 +84,3 @@ class _OldValues:
         source, old = viewed(node), self.of(viewed(node))
         with node.graph.inserting_after(node):
             return node.graph.node_copy(node, lambda one: old if one is source else one)
-
-
-def overwritten(graph: fx.Graph) -> set[fx.Node]:
-    """Inputs of a joint graph that the step writes into: in the graph, or from what it returns."""
-    found = {
-        storage_of(target)
-        for node in graph.nodes
-        if node.op == "call_function" and is_write(node)
-        for target in written_arguments(node)
-    }
-    found.update(_written_by_the_caller(graph))
-    return {node for node in found if node.op == "placeholder"}
-
-
-def _written_by_the_caller(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Inputs whose new value is a result: AOTAutograd describes both (2.11, 2.13)."""
-    described: dict[Any, fx.Node] = {}
-    for node in graph.find_nodes(op="placeholder"):
-        if node.meta.get("desc") is not None:
-            described[node.meta["desc"]] = node
-    for one in graph.output_node().meta.get("desc") or ():
-        source = described.get(getattr(one, "mutated_input", None))
-        if source is not None:
-            yield source
-
-
-def runs_once(node: fx.Node) -> bool:
-    """True for an operator that reads an overwritten input, and for an item of its results."""
-    makers = node.all_input_nodes if not is_view(node) and _is_item(node) else [node]
-    return any(READS_OVERWRITTEN in maker.meta for maker in makers)
-
-
-def _is_item(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"

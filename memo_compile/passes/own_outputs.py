@@ -9,6 +9,7 @@ from memo_runtime.ops import into
 from torch import fx
 
 from memo_compile.analysis.views import storage_of
+from memo_compile.backends import shim
 from memo_compile.regions import RegionGraph
 
 _aten = torch.ops.aten
@@ -50,16 +51,14 @@ def own_outputs(region: RegionGraph) -> RegionGraph:
 
 def _allocates(target: Any) -> bool:
     """True for an operator that Inductor calls as a kernel which allocates its own results."""
-    from torch._inductor import lowering
-
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
     if any(part in target._schema.name for part in _ALLOCATING):
         return True
     if _is_custom(target):
         # A custom operator becomes a fallback when it is first lowered: too late for its region.
-        return target in lowering.fallbacks or target not in lowering.lowerings
-    return target in lowering.fallbacks and target.overloadpacket not in (_aten.empty_strided,)
+        return shim.falls_back(target) or not shim.has_lowering(target)
+    return shim.falls_back(target) and target.overloadpacket not in (_aten.empty_strided,)
 
 
 def _is_custom(target: torch._ops.OpOverload) -> bool:

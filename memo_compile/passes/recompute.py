@@ -13,14 +13,13 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from memo_compile.analysis.overwrites import runs_once
 from memo_compile.analysis.row_rules import is_repeatable
 from memo_compile.analysis.rows import RowDim, row_dims, slice_rows
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import is_view, storage_of, viewed
-from memo_compile.backends import aten
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.movable import LayerOp, RecomputeKey, RegionInput
-from memo_compile.passes.overwritten import runs_once
 from memo_compile.passes.purity import (
     is_collective,
     is_known,
@@ -28,7 +27,7 @@ from memo_compile.passes.purity import (
     is_write,
     written_arguments,
 )
-from memo_compile.problem import RegionProfile, align
+from memo_compile.problem import align
 from memo_compile.regions import RegionGraph
 
 _NO_ROWS: Mapping[fx.Node, RowDim] = {}
@@ -326,12 +325,3 @@ def _first_rows(
         if node in dims and (copy.op == "placeholder" or not _is_given(node, row_seeds))
     }
     return slice_rows(part.gm, own, key.rows, num_rows)
-
-
-def estimate(region: RegionGraph) -> RegionProfile:
-    """What lowering ``region`` op by op would tell, found without running anything.
-
-    For choosing what to lower. Inductor mostly needs less, since it fuses; it needs more where a
-    kernel is given room for results that nobody reads. Cost: 1 to 20 ms, for the fakes.
-    """
-    return aten.lower(region).profile

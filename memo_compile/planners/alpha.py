@@ -11,20 +11,13 @@ from dataclasses import dataclass
 
 from memo_compile.errors import InputError
 from memo_compile.models import ELEMENT_BYTES
-
-QUANTA = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Values that alpha is rounded down to: row splits stay multiples of 128 tokens."""
+from memo_compile.planners.policy.quanta import quantise
 
 OTHERS = 14
 """Other elements per token and hidden unit."""
 
 ALWAYS = 2
 """Always offloaded elements per token and hidden unit."""
-
-
-def quantise(alpha: float) -> float:
-    """``alpha`` rounded down to one of QUANTA."""
-    return max(quantum for quantum in QUANTA if quantum <= alpha + 1e-12)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ TIME_STEP = 1e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class LayerTensor:
     """A tensor to keep or to recompute."""
 
     name: str
@@ -52,7 +52,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontierPoint:
+class BalancedPoint:
     """A set of recomputed tensors that no other set beats in both bytes and seconds."""
 
     kept_bytes: int
@@ -75,7 +75,7 @@ def layer_frontier(
 ) -> tuple[LayerPoint, ...]:
     """The frontier of one layer of ``shape``, ascending in bytes."""
     choices = tuple(
-        Choice(
+        LayerTensor(
             name=tensor.name,
             size_bytes=tensor.bytes_per_token,
             seconds=tensor.seconds_per_token(hardware, efficiency),
@@ -95,7 +95,7 @@ def layer_frontier(
     )
 
 
-def find_frontier(choices: Sequence[Choice]) -> tuple[FrontierPoint, ...]:
+def find_frontier(choices: Sequence[LayerTensor]) -> tuple[BalancedPoint, ...]:
     """All points that are not beaten, ascending in bytes, strictly descending in seconds.
 
     Of sets with equal bytes and seconds one is given, the same in each run.
@@ -113,7 +113,7 @@ def find_frontier(choices: Sequence[Choice]) -> tuple[FrontierPoint, ...]:
     return solve_frontier(choices)
 
 
-def enumerate_frontier(choices: Sequence[Choice]) -> tuple[FrontierPoint, ...]:
+def enumerate_frontier(choices: Sequence[LayerTensor]) -> tuple[BalancedPoint, ...]:
     """The frontier by evaluating all 2^n subsets at once; bit i of a subset keeps tensor i."""
     import numpy as np
 
@@ -132,7 +132,7 @@ def enumerate_frontier(choices: Sequence[Choice]) -> tuple[FrontierPoint, ...]:
     before = np.concatenate(([np.inf], best[:-1]))
     picked = order[seconds[order] < before * (1 - TIE_TOLERANCE)]
     return tuple(
-        FrontierPoint(
+        BalancedPoint(
             kept_bytes=int(kept_bytes[s]),
             recompute_s=float(seconds[s]),
             recomputed=tuple(c.name for i, c in enumerate(choices) if recomputed[i][s]),
@@ -141,14 +141,14 @@ def enumerate_frontier(choices: Sequence[Choice]) -> tuple[FrontierPoint, ...]:
     )
 
 
-def solve_frontier(choices: Sequence[Choice]) -> tuple[FrontierPoint, ...]:
+def solve_frontier(choices: Sequence[LayerTensor]) -> tuple[BalancedPoint, ...]:
     """The frontier by a MILP: the fewest bytes, the least time with them, then the next point.
 
     Variables: keep_i, and redo_i = tensor i is recomputed. need: a tensor that backward reads is
     kept or recomputed. input: so is what a recomputed tensor reads. Each next point must save
     ``TIME_STEP`` of the slowest tensor, so that closer points count as one.
     """
-    points: list[FrontierPoint] = []
+    points: list[BalancedPoint] = []
     limit = math.inf
     unit_s = max(choice.seconds for choice in choices) or 1.0
     while (point := _next_point(choices, limit, unit_s)) is not None:
@@ -158,7 +158,9 @@ def solve_frontier(choices: Sequence[Choice]) -> tuple[FrontierPoint, ...]:
     return tuple(points)
 
 
-def _next_point(choices: Sequence[Choice], limit: float, unit_s: float) -> FrontierPoint | None:
+def _next_point(
+    choices: Sequence[LayerTensor], limit: float, unit_s: float
+) -> BalancedPoint | None:
     """The point with the fewest bytes whose time is at most ``limit`` units; None when none is."""
     model = exact_model("balanced")
     keep = [model.add_var(f"keep_{c.name}", var_type="B") for c in choices]
@@ -188,7 +190,7 @@ def _next_point(choices: Sequence[Choice], limit: float, unit_s: float) -> Front
     assert status is SolveStatus.OPTIMAL, f"balanced frontier: {status}"
     redone = [solver.integer_value(r) for r in redo]
     kept = [solver.integer_value(k) for k in keep]
-    return FrontierPoint(
+    return BalancedPoint(
         kept_bytes=sum(c.size_bytes for c, k in zip(choices, kept, strict=True) if k),
         recompute_s=sum(c.seconds for c, r in zip(choices, redone, strict=True) if r),
         recomputed=tuple(c.name for c, r in zip(choices, redone, strict=True) if r),

@@ -216,7 +216,7 @@ class Mlp(nn.Module):
         return self.closing(functional.silu(made[0]) * made[1])
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """Norm, attention, residual; norm, MLP, residual."""
 
     def __init__(self, share: Share) -> None:
@@ -247,7 +247,7 @@ class Transformer(nn.Module):
         shape = share.shape
         self.share = share
         self.embedding = _weight(share.vocab, shape.hidden)
-        self.layers = nn.ModuleList(Layer(share) for _ in range(share.num_layers))
+        self.layers = nn.ModuleList(TransformerLayer(share) for _ in range(share.num_layers))
         self.is_whole = share.degrees.pp == 1
         if self.is_whole:
             self.norm = Norm(shape.hidden, rms=shape.gated)

@@ -41,7 +41,7 @@ class Lane(enum.Enum):
     H2D = "h2d"
 
 
-class Schedule(enum.Enum):
+class CopySchedule(enum.Enum):
     """When a copy runs between its issue and its wait."""
 
     NORMAL = "normal"
@@ -93,7 +93,7 @@ class CopyEngine:
     def __init__(
         self,
         device: torch.device,
-        schedule: Schedule = Schedule.NORMAL,
+        schedule: CopySchedule = CopySchedule.NORMAL,
         *,
         bytes_per_s: Throttle = None,
         measure_stall: bool = False,
@@ -119,9 +119,9 @@ class CopyEngine:
 
     def begin(self, ticket: Ticket) -> None:
         """Begin a copy whose ticket somebody holds already, so that no interrupt can lose it."""
-        if self.schedule is not Schedule.LATE:
+        if self.schedule is not CopySchedule.LATE:
             self._start(ticket)
-        if self.schedule in (Schedule.EARLY, Schedule.SERIAL):
+        if self.schedule in (CopySchedule.EARLY, CopySchedule.SERIAL):
             ticket.stall_s = self._lanes.finish(ticket)
 
     def wait(self, ticket: Ticket) -> float:
@@ -172,7 +172,7 @@ class CopyEngine:
 
     def _start(self, ticket: Ticket) -> None:
         if not ticket.started:
-            if self.schedule in (Schedule.EARLY, Schedule.LATE):
+            if self.schedule in (CopySchedule.EARLY, CopySchedule.LATE):
                 self._lanes.copy_now(ticket)
             else:
                 self._lanes.start(ticket)
@@ -360,7 +360,7 @@ def move_bytes(
 @functools.cache
 def engine_of(
     device: torch.device,
-    schedule: Schedule = Schedule.NORMAL,
+    schedule: CopySchedule = CopySchedule.NORMAL,
     bytes_per_s: Throttle = None,
     measure_stall: bool = False,
 ) -> CopyEngine:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memo_runtime.arena import FrameTable, arena_of
-from memo_runtime.copies import Schedule, Throttle, engine_of
+from memo_runtime.copies import CopySchedule, Throttle, engine_of
 from memo_runtime.current import current
 from memo_runtime.heap import HeapWatch
 from memo_runtime.instructions import (
@@ -85,7 +85,7 @@ class StepPlan:
     host_store: str = "shm"
     """Kind of host memory: ``shm``, ``pinned`` or ``file:DIR``."""
     schedule: str = "normal"
-    """When copies run between issue and wait; a ``copies.Schedule``."""
+    """When copies run between issue and wait; a ``copies.CopySchedule``."""
     throttle_bytes_per_s: Throttle = None
     """CPU: no copy is faster."""
     measure_stall: bool = False
@@ -139,7 +139,7 @@ class StepPlan:
         """Frames for one more forward; beyond ``max_inflight`` in ordinary memory."""
         engine = engine_of(
             arena_of(self.device).device,
-            Schedule(self.schedule),
+            CopySchedule(self.schedule),
             self.throttle_bytes_per_s,
             self.measure_stall,
         )

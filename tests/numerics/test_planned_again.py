@@ -8,8 +8,8 @@ from torch import nn
 
 import memo_compile
 from memo_compile.backends import decide
+from memo_compile.backends.aten import estimate
 from memo_compile.errors import Infeasible
-from memo_compile.passes.recompute import estimate
 from memo_compile.plans import Plan
 from memo_compile.reporting import state
 from tests.numerics.small import Pair, Stack, leased_slabs, rows

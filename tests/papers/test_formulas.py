@@ -12,7 +12,7 @@ from memo_compile.cli.main import main
 from memo_compile.errors import InputError
 from memo_compile.hardware import find_hardware
 from memo_compile.models import find_model
-from memo_compile.planners.alpha import QUANTA, compute_alpha
+from memo_compile.planners.alpha import compute_alpha
 from memo_compile.planners.layer_costs import Efficiency
 from memo_compile.planners.mfu import (
     MemoPolicy,
@@ -23,6 +23,7 @@ from memo_compile.planners.mfu import (
     layer_times,
     rotating_step_s,
 )
+from memo_compile.planners.policy.quanta import QUANTA
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -7,7 +7,6 @@ import pytest
 from benchmarks import memo_tables
 from memo_compile.hardware import find_hardware
 from memo_compile.models import find_model
-from memo_compile.planners.alpha import QUANTA
 from memo_compile.planners.layer_costs import Efficiency
 from memo_compile.planners.mfu import (
     ATTENTION_BACKWARD_FACTOR,
@@ -20,6 +19,7 @@ from memo_compile.planners.mfu import (
 )
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.named import memo_alpha, named_moves
+from memo_compile.planners.policy.quanta import QUANTA
 from memo_compile.simulate import simulate
 from tests.steps.gpt_step import gpt_step
 from tests.steps.movable import costs_of, recomputer

@@ -8,7 +8,7 @@ from memo_compile.errors import InputError
 from memo_compile.hardware import find_hardware
 from memo_compile.models import find_model
 from memo_compile.planners.balanced import (
-    Choice,
+    LayerTensor,
     enumerate_frontier,
     find_frontier,
     layer_frontier,
@@ -60,9 +60,9 @@ def test_ascending_in_bytes_descending_in_time():
 def test_recomputing_needs_inputs():
     # b is not read by backward, but recomputing c reads it.
     choices = [
-        Choice(name="a", size_bytes=1, seconds=1, kept=True),
-        Choice(name="b", size_bytes=5, seconds=10, inputs=(0,), needed=False),
-        Choice(name="c", size_bytes=4, seconds=1, inputs=(1,)),
+        LayerTensor(name="a", size_bytes=1, seconds=1, kept=True),
+        LayerTensor(name="b", size_bytes=5, seconds=10, inputs=(0,), needed=False),
+        LayerTensor(name="c", size_bytes=4, seconds=1, inputs=(1,)),
     ]
     points = [(p.kept_bytes, p.recompute_s, p.recomputed) for p in enumerate_frontier(choices)]
     assert points == [(1, 11, ("b", "c")), (5, 0, ())]
@@ -70,7 +70,7 @@ def test_recomputing_needs_inputs():
 
 def test_program_equals_enumeration():
     choices = [
-        Choice(
+        LayerTensor(
             name=f"t{i}",
             size_bytes=1 + (i * 7) % 5,
             seconds=1 + (i * 11) % 6,
@@ -88,7 +88,7 @@ def test_program_equals_enumeration():
 
 
 def test_more_than_twenty_tensors():
-    choices = [Choice(name=f"t{i}", size_bytes=i + 1, seconds=1.0) for i in range(22)]
+    choices = [LayerTensor(name=f"t{i}", size_bytes=i + 1, seconds=1.0) for i in range(22)]
     points = find_frontier(choices)
     # Equal costs: the best set of k tensors to recompute is the k largest.
     assert [p.kept_bytes for p in points] == [k * (k + 1) // 2 for k in range(23)]
@@ -96,8 +96,8 @@ def test_more_than_twenty_tensors():
 
 def test_refusals():
     with pytest.raises(InputError, match="inputs of a: expected earlier tensors"):
-        find_frontier([Choice(name="a", size_bytes=1, seconds=1, inputs=(0,))])
+        find_frontier([LayerTensor(name="a", size_bytes=1, seconds=1, inputs=(0,))])
     with pytest.raises(InputError, match="a: expected a size and a time"):
-        find_frontier([Choice(name="a", size_bytes=1, seconds=-1)])
+        find_frontier([LayerTensor(name="a", size_bytes=1, seconds=-1)])
     with pytest.raises(InputError, match="gemm-efficiency: expected a share"):
         Efficiency(gemm=1.2, hbm=0.8)

@@ -8,13 +8,21 @@ import time
 import pytest
 import torch
 from memo_runtime import copies
-from memo_runtime.copies import CopyEngine, CopyError, Lane, Schedule, Ticket, engine_of, move_bytes
+from memo_runtime.copies import (
+    CopyEngine,
+    CopyError,
+    CopySchedule,
+    Lane,
+    Ticket,
+    engine_of,
+    move_bytes,
+)
 
 CPU = torch.device("cpu")
 WAIT_S = 20.0
 
 
-@pytest.fixture(params=list(Schedule), ids=lambda one: one.value)
+@pytest.fixture(params=list(CopySchedule), ids=lambda one: one.value)
 def engine(request):
     engine = CopyEngine(CPU, request.param)
     yield engine
@@ -56,17 +64,17 @@ def test_a_second_wait_does_nothing(engine):
 
 def test_early_copies_at_issue_and_late_at_wait():
     results = {}
-    for schedule in (Schedule.EARLY, Schedule.LATE):
+    for schedule in (CopySchedule.EARLY, CopySchedule.LATE):
         engine, source, destination = CopyEngine(CPU, schedule), ones(), zeros()
         ticket = engine.issue(Lane.D2H, destination, source)
         source.fill_(7)
         engine.wait(ticket)
         results[schedule] = int(destination[0])
-    assert results == {Schedule.EARLY: 1, Schedule.LATE: 7}
+    assert results == {CopySchedule.EARLY: 1, CopySchedule.LATE: 7}
 
 
 def test_serial_has_copied_when_issue_returns():
-    engine = CopyEngine(CPU, Schedule.SERIAL)
+    engine = CopyEngine(CPU, CopySchedule.SERIAL)
     destination = zeros()
     ticket = engine.issue(Lane.H2D, destination, ones())
     assert bool(destination.all())
@@ -125,7 +133,7 @@ def test_the_wait_returns_how_long_it_blocked(normal, monkeypatch):
     assert 0.02 < normal.wait(ticket) < WAIT_S
 
 
-@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("schedule", CopySchedule)
 def test_a_throttled_copy_is_no_faster_and_whole(schedule):
     engine = CopyEngine(CPU, schedule, bytes_per_s=20e6)
     source, destination = ones(1_000_003), zeros(1_000_003)
@@ -208,7 +216,7 @@ def test_settling_waits_for_a_copy_but_begins_none(normal, monkeypatch):
     threading.Timer(0.05, gate.set).start()
     normal.settle(ticket)
     assert bool(destination.all())
-    late, untouched = CopyEngine(CPU, Schedule.LATE), zeros()
+    late, untouched = CopyEngine(CPU, CopySchedule.LATE), zeros()
     late.settle(late.issue(Lane.D2H, untouched, ones()))
     assert not untouched.any()
 
@@ -226,7 +234,7 @@ def test_an_interrupt_in_the_callers_thread_passes(monkeypatch):
 
     monkeypatch.setattr(copies, "move_bytes", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        CopyEngine(CPU, Schedule.EARLY).issue(Lane.D2H, zeros(), ones())
+        CopyEngine(CPU, CopySchedule.EARLY).issue(Lane.D2H, zeros(), ones())
 
 
 def test_lengths_must_be_equal(normal):
@@ -262,7 +270,7 @@ def test_threads_start_at_the_first_copy_and_are_daemons():
 
 def test_one_engine_for_one_kind():
     assert engine_of(CPU) is engine_of(CPU)
-    assert engine_of(CPU, Schedule.LATE) is not engine_of(CPU)
+    assert engine_of(CPU, CopySchedule.LATE) is not engine_of(CPU)
 
 
 def in_child(run) -> int:
@@ -363,7 +371,7 @@ def test_a_dropped_cuda_copy_blocks_the_host(cuda_log):
 
 
 def test_a_late_cuda_copy_runs_on_the_current_stream_at_its_wait(cuda_log):
-    engine = CopyEngine(torch.device("cuda"), Schedule.LATE)
+    engine = CopyEngine(torch.device("cuda"), CopySchedule.LATE)
     ticket = engine.issue(Lane.D2H, zeros(), ones())
     assert cuda_log == []
     engine.wait(ticket)
@@ -371,7 +379,7 @@ def test_a_late_cuda_copy_runs_on_the_current_stream_at_its_wait(cuda_log):
 
 
 def test_a_serial_cuda_copy_is_waited_for_at_once(cuda_log):
-    CopyEngine(torch.device("cuda"), Schedule.SERIAL).issue(Lane.D2H, zeros(), ones())
+    CopyEngine(torch.device("cuda"), CopySchedule.SERIAL).issue(Lane.D2H, zeros(), ones())
     assert cuda_log[-1] == "compute waits for lane1"
 
 

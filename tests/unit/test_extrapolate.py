@@ -6,7 +6,7 @@ import torch
 import memo_compile
 from memo_compile.backends import aten, measure_regions
 from memo_compile.backends import extrapolate as module
-from memo_compile.backends.extrapolate import Work, extrapolate, extrapolated_seconds
+from memo_compile.backends.extrapolate import RegionWork, extrapolate, extrapolated_seconds
 from memo_compile.backends.measure_regions import TooLarge, measure, measure_all
 from memo_compile.config import MemoConfig
 from memo_compile.errors import UnsupportedGraph
@@ -19,8 +19,8 @@ CPU = hardware_of("cpu")
 CONFIG = MemoConfig(lowering="aten")
 
 
-def work(in_proportion_s: float, faster_s: float) -> Work:
-    return Work(in_proportion_s=in_proportion_s, faster_s=faster_s)
+def work(in_proportion_s: float, faster_s: float) -> RegionWork:
+    return RegionWork(in_proportion_s=in_proportion_s, faster_s=faster_s)
 
 
 EIGHTH, QUARTER, WHOLE = work(1, 1), work(2, 4), work(8, 64)

@@ -32,7 +32,7 @@ class ChunkTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class WorkSpan:
     """Something that one lane did."""
 
     lane: str
@@ -45,7 +45,7 @@ class Span:
 class RankReplay:
     """What one rank did in the step."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[WorkSpan, ...]
     memory: tuple[tuple[float, float], ...]
     """(seconds, chunks held from then on), in the order of events."""
     peak_chunks: float
@@ -106,7 +106,7 @@ class _Rank:
     copied_s: dict[tuple[int, int], float] = field(default_factory=dict)
     """End of each copy out, by chunk and micro-batch."""
     reloaded_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[WorkSpan] = field(default_factory=list)
     order: tuple[Work, ...] = ()
     reloads: list[Work] = field(default_factory=list)
     """Backwards that still wait for their reload to be started, in order."""
@@ -226,4 +226,4 @@ class _Rank:
         self.memory.append((now_s, self.live))
 
     def _span(self, lane: str, work: Work, start_s: float, end_s: float) -> None:
-        self.spans.append(Span(lane=lane, work=work, start_s=start_s, end_s=end_s))
+        self.spans.append(WorkSpan(lane=lane, work=work, start_s=start_s, end_s=end_s))

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 from memo_compile.errors import ConfigError, UnsupportedGraph
 from memo_compile.movable import Action, Layer, LayerClass, Mode, MovableStep, Moves, Schedule
-from memo_compile.planners.alpha import QUANTA, quantise
 from memo_compile.planners.policy.modes import (
     RecomputeOf,
     Rights,
@@ -26,6 +25,7 @@ from memo_compile.planners.policy.modes import (
     recompute_key,
     splittable,
 )
+from memo_compile.planners.policy.quanta import QUANTA, quantise
 from memo_compile.problem import align
 
 NAMED = ("save", "full-recompute", "full-offload", "memo")
@@ -200,7 +200,7 @@ def memo_alpha(step: MovableStep, *, host_budget_bytes: int | None) -> float:
         alpha_host = (M / (n - 2) - S_always) / S_others    all copies fit the host
 
     T, S: of the class with the most bytes; B: device-to-host bytes/s; M: the host budget; n: its
-    layers. The formulas of ``planners.alpha`` with this step's own sizes and seconds.
+    layers. The formulas of MEMO's alpha with this step's own sizes and seconds.
     """
     moved = repeating_layers(step)[:-KEPT_LAYERS]
     if not moved:

@@ -1,0 +1,46 @@
+"""Which inputs of a joint graph the step overwrites, and which operators read them before."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from memo_compile.analysis.views import is_view, storage_of
+from memo_compile.passes.purity import is_write, written_arguments
+
+READS_OVERWRITTEN = "memo_reads_overwritten"
+"""Key of ``node.meta``: the operator reads an input that is overwritten, and runs once."""
+
+
+def overwritten(graph: fx.Graph) -> set[fx.Node]:
+    """Inputs of a joint graph that the step writes into: in the graph, or from what it returns."""
+    found = {
+        storage_of(target)
+        for node in graph.nodes
+        if node.op == "call_function" and is_write(node)
+        for target in written_arguments(node)
+    }
+    found.update(_written_by_the_caller(graph))
+    return {node for node in found if node.op == "placeholder"}
+
+
+def _written_by_the_caller(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Inputs whose new value is a result: AOTAutograd describes both (2.11, 2.13)."""
+    described: dict[Any, fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if node.meta.get("desc") is not None:
+            described[node.meta["desc"]] = node
+    for one in graph.output_node().meta.get("desc") or ():
+        source = described.get(getattr(one, "mutated_input", None))
+        if source is not None:
+            yield source
+
+
+def runs_once(node: fx.Node) -> bool:
+    """True for an operator that reads an overwritten input, and for an item of its results."""
+    makers = node.all_input_nodes if not is_view(node) and _is_item(node) else [node]
+    return any(READS_OVERWRITTEN in maker.meta for maker in makers)
+
+
+def _is_item(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
