@@ -2,6 +2,8 @@
 
 Views run as views. An operator with an ``out=`` overload writes straight into its planned buffer;
 any other computes in ordinary memory and is copied in, which is counted as memory outside.
+A collective's result stays in the memory that it was given until it has been waited for; what it
+reads is kept as long.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +17,7 @@ from torch import fx
 from memo_compile.analysis.views import is_tensor, is_view, storage_of
 from memo_compile.backends import shim
 from memo_compile.backends.eager_ops import runnable
-from memo_compile.passes.purity import is_write
+from memo_compile.passes.purity import in_flight, is_wait, is_write
 from memo_compile.problem import (
     OutputSlot,
     OutsideBuffer,
@@ -84,7 +86,7 @@ class _AtenRegion:
         """Storage -> the last line that reads it, through views and tuples."""
         last: dict[fx.Node, int] = {}
         for node in self.nodes:
-            for source in node.all_input_nodes:
+            for source in _read_by(node):
                 root = storage_of(source)
                 last[root] = max(last.get(root, 0), self.line[node])
         return last
@@ -106,13 +108,15 @@ class _AtenRegion:
             value = node.meta["val"]
             if node in self.external or is_write(node):
                 continue
+            if in_flight(node) and node not in self.kept:
+                continue  # its wait's result is placed
             if value.device.type != self.region.device.type or value.numel() == 0:
                 continue
             self.buffers[node] = _Buffer(
                 index=len(self.buffers),
                 node=node,
                 size_bytes=align(_storage_bytes(value)),
-                start=self.line[_maker(node)],
+                start=self.line[node if is_wait(node) else _maker(node)],
                 end=self._end(node),
             )
 
@@ -128,7 +132,7 @@ class _AtenRegion:
                     OutsideBuffer(
                         kind=str(_maker(node).target),
                         size_bytes=buffer.size_bytes,
-                        start=buffer.start,
+                        start=self.line[_maker(node)],
                         end=self.line[node] + 1,
                     )
                 )
@@ -228,6 +232,9 @@ class _AtenRegion:
         if buffer is None:
             return runnable(node.target)(*args, **kwargs)
         view = views[buffer.index]
+        if in_flight(node):  # leaves the region, and a copy of it cannot be waited for
+            wait = torch.ops._c10d_functional.wait_tensor.default
+            return view.copy_(wait(runnable(node.target)(*args, **kwargs)))
         if self.writers[node]:
             out = _out_overload(node)
             assert out is not None, f"{node.name}: an out= overload that was there is gone"
@@ -241,7 +248,7 @@ class _AtenRegion:
         if not self.poison:
             return
         number = self.line[node]
-        for source in (node, *node.all_input_nodes):
+        for source in (node, *_read_by(node)):
             root = storage_of(source)
             dead = self.last_use.get(root, self.line[root]) <= number
             if not dead or root in self.kept:
@@ -288,8 +295,21 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _maker(node: fx.Node) -> fx.Node:
-    """The operator that makes ``node``: itself, or the one whose tuple it is taken from."""
+    """The operator that makes ``node``: itself, its tuple's, or the collective it waits for."""
+    if is_wait(node):
+        awaited = storage_of(node.all_input_nodes[0])
+        return _maker(awaited) if in_flight(awaited) else node
     return node.all_input_nodes[0] if _is_item(node) else node
+
+
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    """The inputs of ``node``, and of the collective that it waits for, which reads them until then.
+
+    A result that leaves its region is waited for at once.
+    """
+    if not is_wait(node):
+        return node.all_input_nodes
+    return [*node.all_input_nodes, *_maker(node).all_input_nodes]
 
 
 def _out_overload(node: fx.Node) -> torch._ops.OpOverload | None:

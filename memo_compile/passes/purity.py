@@ -31,6 +31,27 @@ def is_collective(node: fx.Node) -> bool:
     )
 
 
+def is_wait(node: fx.Node) -> bool:
+    """True for the operator after which a collective's result may be read."""
+    target = node.target
+    return is_collective(node) and getattr(target, "_opname", "") == "wait_tensor"
+
+
+def in_flight(node: fx.Node) -> bool:
+    """True for what a functional collective returns, alone or in a list.
+
+    Others may still write it, and read the collective's input, until it has been waited for.
+    """
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and in_flight(source)
+    target = node.target
+    functional = isinstance(target, torch._ops.OpOverload) and target.namespace.endswith(
+        "c10d_functional"
+    )
+    return functional and not is_wait(node) and not is_write(node)
+
+
 def is_known(node: fx.Node) -> bool:
     """True for operators of torch itself; a custom operator's effects are unknown."""
     target = node.target

@@ -1,0 +1,146 @@
+"""A small Llama whose layers are parallel over the ranks, under memo and in eager execution."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+
+import memo_compile
+from tests.distributed.ranks import run_as_rank
+
+HIDDEN, HEADS, WIDE, VOCABULARY, LAYERS = 32, 4, 64, 96, 2
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, (HIDDEN,), self.weight)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, _ = x.shape
+        q, k, v = (
+            linear(x).view(batch, tokens, -1, HIDDEN // HEADS).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
+        )
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, WIDE, bias=False)
+        self.up = nn.Linear(HIDDEN, WIDE, bias=False)
+        self.down = nn.Linear(WIDE, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attention = Norm(), Attention()
+        self.norm2, self.mlp = Norm(), Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = Norm()
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def parallelize(model: Llama, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Tensor parallel layers; with ``sequence`` the tokens between them are split as well."""
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan: dict[str, Any] = {
+        **{f"attention.{name}": columns for name in "qkv"},
+        **{"mlp.gate": columns, "mlp.up": columns, "attention.o": rows, "mlp.down": rows},
+    }
+    if sequence:
+        gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        scatter = RowwiseParallel(output_layouts=Shard(1))
+        plan |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
+        plan |= {"attention": gather, "mlp": gather, "attention.o": scatter, "mlp.down": scatter}
+    for block in model.layers:
+        parallelize_module(block, mesh, plan)
+    if sequence:
+        outer = {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh, outer)
+
+
+def gradient_errors(ours: nn.Module, eager: nn.Module) -> dict[str, float]:
+    """Each parameter's largest error, relative to the largest of its own gradient."""
+    errors = {}
+    for (name, mine), theirs in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        found = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+        errors[name] = float((found - theirs.grad).abs().max() / theirs.grad.abs().max())
+    return errors
+
+
+def main(*, sequence: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Two fresh steps and one accumulated; the errors after each."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    ours = Llama()
+    eager = copy.deepcopy(ours)
+    parallelize(ours, mesh, sequence=sequence)
+    compiled = torch.compile(ours, backend="memo", fullgraph=True, options=options)
+    ids = torch.randint(VOCABULARY, (3, 2, 16), generator=torch.Generator().manual_seed(3))
+    errors = []
+    for step, batch in enumerate(ids):
+        if step < 2:
+            ours.zero_grad()
+            eager.zero_grad()
+        compiled(batch).backward()
+        eager(batch).backward()
+        errors.append(gradient_errors(ours, eager))
+    report = memo_compile.report()
+    return {
+        "errors": errors,
+        "active": report.active,
+        "unplanned_steps": report.unplanned_steps,
+        "notes": list(report.notes),
+    }
+
+
+if __name__ == "__main__":
+    run_as_rank(main)

@@ -1,0 +1,32 @@
+"""Tensor and sequence parallel layers: collectives inside a planned step.
+
+What a collective returns belongs to it until it has been waited for. Copied before, it gave
+gradients that were wrong by 0.8 of the largest, and NaN.
+"""
+
+import math
+
+import pytest
+
+from tests.distributed.ranks import run_ranks
+
+TOLERANCE = 3e-5
+"""float32 sums in another order; measured 2e-6."""
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_gradients_are_those_of_one_process(tmp_path, sequence, lowering):
+    arguments = {"sequence": sequence, "options": {"lowering": lowering, "strict": True}}
+    for outcome in run_ranks("tests.distributed.llama", tmp_path, arguments):
+        found = outcome.found
+        assert found["active"]
+        assert found["unplanned_steps"] == 0
+        for errors in found["errors"]:
+            wrong = {
+                name: error
+                for name, error in errors.items()
+                if math.isnan(error) or error > TOLERANCE
+            }
+            assert not wrong
+        assert "unwaited" not in outcome.stderr
