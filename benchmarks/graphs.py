@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from memo_compile.problem import Problem
-from memo_compile.serialise import from_json
+from memo_compile.step.problem import Problem
+from memo_compile.step.serialise import from_json
 
 MODULE = "benchmarks.graphs"
 HIDDEN = 256

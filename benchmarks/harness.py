@@ -203,7 +203,7 @@ def physical_peak(device: Any, held_bytes: int) -> Iterator[Peak]:
     import torch
     from memo_runtime.arena import arena_of
 
-    from memo_compile.measure import watch_memory
+    from memo_compile.costs.measure import watch_memory
 
     peak = Peak()
     if torch.device(device).type == "cuda":

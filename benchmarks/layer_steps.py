@@ -10,9 +10,10 @@ counted. The loss is computed on ``HEAD_TILES`` slices of the tokens.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from memo_compile.hardware import HardwareProfile
-from memo_compile.models import ModelShape
-from memo_compile.movable import (
+from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.costs.models import ModelShape
+from memo_compile.planners.moves import recompute_closure
+from memo_compile.step.movable import (
     Layer,
     LayerClass,
     LayerOp,
@@ -23,8 +24,7 @@ from memo_compile.movable import (
     Slot,
     StepCosts,
 )
-from memo_compile.planners.moves import recompute_closure
-from memo_compile.problem import (
+from memo_compile.step.problem import (
     FixedBytes,
     LayerClassInfo,
     OutputSlot,

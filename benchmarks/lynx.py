@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from memo_compile.hardware import find_hardware
-from memo_compile.models import find_model
-from memo_compile.planners.layer_costs import Efficiency
-from memo_compile.planners.lynx.heu import solve_heu
-from memo_compile.planners.lynx.joint import JointProblem, plan_stages
-from memo_compile.planners.lynx.layer import LayerCosts, describe_layer
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.costs.models import find_model
+from memo_compile.papers.layer_costs import Efficiency
+from memo_compile.papers.lynx.heu import solve_heu
+from memo_compile.papers.lynx.joint import JointProblem, plan_stages
+from memo_compile.papers.lynx.layer import LayerCosts, describe_layer
 
 SHAPES = ("gpt-300m", "gpt-1.3b", "gpt-7b", "gpt-13b", "gpt-23b", "gpt-175b")
 STATIC_BYTES_PER_PARAMETER = 18

@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from memo_compile.problem import (
+from memo_compile.step.problem import (
     OutputSlot,
     Phase,
     Problem,

@@ -23,6 +23,7 @@ from benchmarks import harness
 from benchmarks.graphs import CONFIGS, Graph, captured
 from benchmarks.moved import moved_step
 from benchmarks.training_steps import MODELS, make_irregular_step, make_step
+from memo_compile.planners.place_step import placement_problem
 from memo_compile.planners.placement import (
     Buffer,
     Placement,
@@ -34,9 +35,8 @@ from memo_compile.planners.placement.bilevel import bilevel_offsets
 from memo_compile.planners.placement.compiled import has_numba
 from memo_compile.planners.placement.files import read_problem
 from memo_compile.planners.placement.instance import build_instance
-from memo_compile.planners.placement.search import SearchOptions
+from memo_compile.planners.placement.portfolio import SearchOptions
 from memo_compile.planners.solver import SolveStatus
-from memo_compile.planners.step import placement_problem
 
 CHALLENGING = Path(__file__).parent.parent / "tests" / "data" / "minimalloc"
 CAPACITY_BYTES = 1048576

@@ -24,14 +24,14 @@ MAX_PLANNING_S = {32: 10.0, 80: 15.0}
 """By the number of layers."""
 MODELS = ("llama3-8b", "llama3-70b")
 STAGES = (
-    ("lowering", "lowering.py", "lower_regions"),
+    ("lowering", "lower.py", "lower_regions"),
     ("choosing", "decide.py", "decide"),
     ("simulating", "simulate.py", "simulate"),
     ("peaks of candidates", "simulate.py", "peak_live_bytes"),
     ("step programs of candidates", "moves.py", "apply_moves"),
     ("solver", "solver.py", "solve"),
-    ("placing and checking", "step.py", "plan_step"),
-    ("checking", "check.py", "check"),
+    ("placing and checking", "place_step.py", "place_step"),
+    ("checking", "check_plan.py", "check"),
 )
 """(what, file, function) of the profile's lines; a later stage may be inside an earlier one."""
 NUM_HOT = 12
@@ -109,7 +109,7 @@ class Planner:
     """Plans one named model again and again, as on an H200."""
 
     def __init__(self, name: str, tokens: int) -> None:
-        from memo_compile.models import find_model
+        from memo_compile.costs.models import find_model
 
         self.shape = find_model(name)
         self.tokens = tokens
@@ -118,7 +118,7 @@ class Planner:
         self._time_plans()
 
     def _time_plans(self) -> None:
-        from memo_compile.backends.step_planner import StepPlanner
+        from memo_compile.driver.step_planner import StepPlanner
 
         original = StepPlanner.plan
 
@@ -136,7 +136,7 @@ class Planner:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         import memo_compile
-        from memo_compile.shapes.transformer import Degrees, first_stage
+        from memo_compile.offline.shapes.transformer import Degrees, first_stage
 
         torch._dynamo.reset()
         with FakeTensorMode():

@@ -18,15 +18,15 @@ from dataclasses import asdict, dataclass
 
 from benchmarks import harness
 from benchmarks.layer_steps import GEMM_EFFICIENCY, HBM_EFFICIENCY, Setting, gpt_step, recompute_of
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.costs.models import find_model
 from memo_compile.errors import Infeasible
-from memo_compile.hardware import find_hardware
-from memo_compile.models import find_model
-from memo_compile.movable import MovableStep
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import Candidate, CandidateSource
 from memo_compile.planners.policy.frontier import pareto
-from memo_compile.problem import Problem
-from memo_compile.simulate import peak_live_bytes
+from memo_compile.step.movable import MovableStep
+from memo_compile.step.problem import Problem
+from memo_compile.step.simulate import peak_live_bytes
 from memo_compile.units import format_bytes, format_seconds
 
 POLICIES = ("auto", "greedy", "memo", "full-recompute", "full-offload", "save")

@@ -7,9 +7,9 @@ import os
 import platform
 import time
 
-from memo_compile.hardware import find_hardware
-from memo_compile.models import find_model
-from memo_compile.planners.search.ranking import search
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.costs.models import find_model
+from memo_compile.papers.search.ranking import search
 
 
 def main() -> None:

@@ -97,9 +97,9 @@ class Simulation:
         """Measure the regions, as memo does when it plans, and simulate the step."""
         from dataclasses import replace
 
-        from memo_compile.backends.measure_regions import measure_all
-        from memo_compile.movable import StepCosts
-        from memo_compile.simulate import simulate
+        from memo_compile.costs.measure_regions import measure_all
+        from memo_compile.step.movable import StepCosts
+        from memo_compile.step.simulate import simulate
 
         region_s: dict[str, float] = {}
         for name, one in self.lowered.items():

@@ -33,7 +33,7 @@ from rich.table import Table
 from torch import Tensor
 
 import memo_compile
-from memo_compile.measure import watch_memory
+from memo_compile.costs.measure import watch_memory
 from memo_compile.units import format_bytes
 
 MAX_DIFFERENCE = 1e-3

@@ -17,13 +17,13 @@ from memo_compile.reporting.state import Report, report
 
 if TYPE_CHECKING:
     from memo_compile.backends.entry import memo as backend
-    from memo_compile.backends.offline import plan
+    from memo_compile.offline.plan_offline import plan
 
 __all__ = ["MemoConfig", "Report", "backend", "configure", "errors", "plan", "report"]
 
 _LAZY = {
     "backend": ("memo_compile.backends.entry", "memo"),
-    "plan": ("memo_compile.backends.offline", "plan"),
+    "plan": ("memo_compile.offline.plan_offline", "plan"),
 }
 
 

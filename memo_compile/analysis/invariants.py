@@ -6,8 +6,8 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.layers import LayerStructure, find_layers
+from memo_compile.analysis.purity import is_pure, is_random
 from memo_compile.analysis.structure import is_matmul, op_name
-from memo_compile.passes.purity import is_pure, is_random
 
 _MAX_ROUNDS = 3
 """Each round may uncover a class whose own shared values are moved in the next."""

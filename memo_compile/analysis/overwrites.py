@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import fx
 
+from memo_compile.analysis.purity import is_write, written_arguments
 from memo_compile.analysis.views import is_view, storage_of
-from memo_compile.passes.purity import is_write, written_arguments
 
 READS_OVERWRITTEN = "memo_reads_overwritten"
 """Key of ``node.meta``: the operator reads an input that is overwritten, and runs once."""

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from memo_compile.analysis.purity import is_pure
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import is_tensor
-from memo_compile.passes.purity import is_pure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,16 +12,16 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from memo_compile.analysis.overwrites import overwritten, runs_once
-from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.units import (
+from memo_compile.analysis.joint_units import (
     UNIT,
     JointUnits,
     backward_positions,
     tangent_dependents,
 )
+from memo_compile.analysis.overwrites import overwritten, runs_once
+from memo_compile.analysis.purity import is_constant, is_pure
+from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, storage_of
-from memo_compile.passes.purity import is_constant, is_pure
 
 TILE_FACTOR = 2
 """A saved tensor this many times larger than its unit's input is cheaper made again, in tiles, than

@@ -1,1 +1,1 @@
-"""The torch.compile entry point and the two lowerings."""
+"""What torch.compile calls: the entry point, its shapes, the capture of one graph."""

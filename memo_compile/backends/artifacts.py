@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping
 
-from memo_compile.backends import shim
+from memo_compile import shim
 
 
 def emit_artifacts(plan_name: str, texts: Mapping[str, Callable[[], str]]) -> None:

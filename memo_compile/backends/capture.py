@@ -14,36 +14,36 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile.analysis.saved import equal_cut
-from memo_compile.analysis.units import (
+from memo_compile import shim
+from memo_compile.analysis.joint_units import (
     JointUnits,
     backward_positions,
     forward_positions,
     tag_units,
 )
-from memo_compile.backends import shim
+from memo_compile.analysis.saved import equal_cut
 from memo_compile.backends.artifacts import emit_artifacts
-from memo_compile.backends.assemble import Assembly, assemble
-from memo_compile.backends.facts import GraphFacts
-from memo_compile.backends.left_whole import say_bug, say_dropped
-from memo_compile.backends.lowering import plain_inner
-from memo_compile.backends.probe import Verdict, probe_tiling
 from memo_compile.config import MemoConfig
+from memo_compile.driver.assemble import Assembly, assemble
+from memo_compile.driver.facts import GraphFacts
+from memo_compile.driver.left_whole import say_bug, say_dropped
+from memo_compile.driver.probe import Verdict, probe_tiling
 from memo_compile.errors import UnsupportedGraph
+from memo_compile.lowering.lower import plain_inner
 from memo_compile.passes.accumulate import AccumulateInPlace
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.cut import Cut, CutRequest, cut
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import Halves, lease_saved
 from memo_compile.passes.overwritten import KeepOverwritten
-from memo_compile.passes.pipeline import PassRunner, graph_text
+from memo_compile.passes.runner import PassRunner, graph_text
 from memo_compile.passes.separate import SeparateResults
 from memo_compile.passes.tile_cut import Tiling, tile_cut
-from memo_compile.problem import Phase
-from memo_compile.program_text import program_text
 from memo_compile.reporting import state
 from memo_compile.reporting.write import write_pictures
-from memo_compile.serialise import to_json
+from memo_compile.step.problem import Phase
+from memo_compile.step.program_text import program_text
+from memo_compile.step.serialise import to_json
 
 log = logging.getLogger("memo")
 

@@ -13,14 +13,14 @@ from memo_runtime.arena import ArenaError
 from memo_runtime.host_store import HostStoreError
 from torch import fx
 
-from memo_compile.backends import shim
+from memo_compile import shim
 from memo_compile.backends.capture import StepCompiler
-from memo_compile.backends.facts import GraphFacts
 from memo_compile.backends.left_out import DynamoWatch
-from memo_compile.backends.left_whole import REPORT, UNEXPECTED, say_dropped
 from memo_compile.backends.specialise import specialise, symbol_positions
-from memo_compile.backends.tiling import tile_order
 from memo_compile.config import MemoConfig, resolve
+from memo_compile.driver.facts import GraphFacts
+from memo_compile.driver.left_whole import REPORT, UNEXPECTED, say_dropped
+from memo_compile.driver.tiling import tile_order
 from memo_compile.errors import ConfigError, Infeasible, MemoError, UnsupportedGraph, described
 from memo_compile.reporting import state
 

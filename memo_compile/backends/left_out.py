@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from memo_compile.backends import shim
+from memo_compile import shim
 from memo_compile.reporting import state
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile.backends import shim
+from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state

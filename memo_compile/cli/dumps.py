@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from memo_compile.errors import InputError
-from memo_compile.movable import StepCosts
-from memo_compile.plans import Plan
-from memo_compile.problem import Problem
-from memo_compile.serialise import from_json
+from memo_compile.step.movable import StepCosts
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import Problem
+from memo_compile.step.serialise import from_json
 
 Data = TypeVar("Data", Problem, Plan, StepCosts)
 

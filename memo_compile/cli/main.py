@@ -23,22 +23,22 @@ app = typer.Typer(
 
 
 _COMMANDS = {
-    "lynx": "lynx:lynx",
-    "stages": "lynx:stages",
-    "alpha": "pipeline:alpha",
-    "pareto": "pipeline:pareto",
-    "offload-fraction": "pipeline:offload_fraction",
-    "search": "search:search_command",
-    "calibrate": "search:calibrate_command",
-    "doctor": "doctor:doctor",
-    "explain": "explain:explain",
-    "place": "place:place_file",
-    "hardware": "hardware:group",
-    "compare": "compare:compare_files",
-    "diff": "diff:diff_files",
-    "replay": "replay:replay",
-    "plan": "plan:plan_command",
-    "verify": "verify:verify",
+    "lynx": "lynx_command:lynx",
+    "stages": "lynx_command:stages",
+    "alpha": "pipeline_command:alpha",
+    "pareto": "pipeline_command:pareto",
+    "offload-fraction": "pipeline_command:offload_fraction",
+    "search": "search_command:search_command",
+    "calibrate": "search_command:calibrate_command",
+    "doctor": "doctor_command:doctor",
+    "explain": "explain_command:explain",
+    "place": "place_command:place_file",
+    "hardware": "hardware_command:group",
+    "compare": "compare_command:compare_files",
+    "diff": "diff_command:diff_files",
+    "replay": "replay_command:replay",
+    "plan": "plan_command:plan_command",
+    "verify": "verify_command:verify",
 }
 """Command -> module of memo_compile.cli and what it holds: a function, or a group of commands."""
 

@@ -1,1 +1,1 @@
-"""GraphModule + Plan -> GraphModule; pipeline.py is the one runner."""
+"""GraphModule + Plan -> GraphModule; runner.py is the one runner."""

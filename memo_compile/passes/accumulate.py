@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from memo_compile.analysis.units import backward_positions
+from memo_compile.analysis.joint_units import backward_positions
 from memo_compile.analysis.views import is_movable_view, is_tensor, is_view, viewed
 
 _aten = torch.ops.aten

@@ -25,11 +25,11 @@ from memo_runtime import ops
 from torch import fx
 
 from memo_compile.analysis.overwrites import runs_once
+from memo_compile.analysis.purity import is_constant, is_write
+from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, storage_of
 from memo_compile.passes.lease import HANDLE
-from memo_compile.passes.purity import is_constant, is_write
-from memo_compile.problem import Phase
-from memo_compile.regions import RegionGraph
+from memo_compile.step.problem import Phase
 
 KERNEL_ALIGNMENT_BYTES = 16
 

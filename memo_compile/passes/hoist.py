@@ -6,7 +6,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.invariants import apply_order, hoist_invariants
-from memo_compile.analysis.units import forward_nodes
+from memo_compile.analysis.joint_units import forward_nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from memo_runtime import ops
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from memo_compile.analysis.units import is_tangent
+from memo_compile.analysis.joint_units import is_tangent
 from memo_compile.analysis.views import is_tensor, storage_of
 
 HANDLE = "memo_handle"

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
+from memo_compile.analysis.joint_units import tangent_dependents
 from memo_compile.analysis.overwrites import READS_OVERWRITTEN, overwritten
-from memo_compile.analysis.units import tangent_dependents
+from memo_compile.analysis.purity import is_write
 from memo_compile.analysis.views import is_view, storage_of, viewed
-from memo_compile.passes.purity import is_write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,21 +14,21 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memo_compile.analysis.overwrites import runs_once
-from memo_compile.analysis.row_rules import is_repeatable
-from memo_compile.analysis.rows import RowDim, row_dims, slice_rows
-from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import is_view, storage_of, viewed
-from memo_compile.errors import UnsupportedGraph
-from memo_compile.movable import LayerOp, RecomputeKey, RegionInput
-from memo_compile.passes.purity import (
+from memo_compile.analysis.purity import (
     is_collective,
     is_known,
     is_random,
     is_write,
     written_arguments,
 )
-from memo_compile.problem import align
-from memo_compile.regions import RegionGraph
+from memo_compile.analysis.regions import RegionGraph
+from memo_compile.analysis.row_rules import is_repeatable
+from memo_compile.analysis.rows import RowDim, row_dims, slice_rows
+from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.views import is_view, storage_of, viewed
+from memo_compile.errors import UnsupportedGraph
+from memo_compile.step.movable import LayerOp, RecomputeKey, RegionInput
+from memo_compile.step.problem import align
 
 _NO_ROWS: Mapping[fx.Node, RowDim] = {}
 

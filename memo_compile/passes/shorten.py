@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.rows import fake_mode
 from memo_compile.analysis.views import is_tensor
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.regions import RegionGraph
 
 MIN_TOKENS = 16
 """Smaller sizes are batches, heads and the like."""

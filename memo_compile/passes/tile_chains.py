@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import shape_of
 from memo_compile.analysis.rows import RowDim, is_row_wise, rows_through
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import is_tensor, is_view, storage_of
-from memo_compile.regions import RegionGraph
 
 NUM_ANCHORS = 2
 """Widest values of the peak that a chain is looked for around: often the first is read by the

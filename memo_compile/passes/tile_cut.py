@@ -15,10 +15,10 @@ from typing import Never
 import torch
 from torch import fx
 
+from memo_compile.analysis.regions import RegionGraph, ViewSpec
 from memo_compile.passes.cut import Cut, CutCall, CutInto, InputView
 from memo_compile.passes.tile_sums import Term, TileSum, take_sums_out
 from memo_compile.passes.tiles import Ref, Source, TiledRegion, TileInput, tilings
-from memo_compile.regions import RegionGraph, ViewSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

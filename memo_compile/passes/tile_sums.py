@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.views import is_view
 from memo_compile.passes.tiles import TiledRegion
-from memo_compile.regions import RegionGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from memo_compile.analysis.purity import is_constant, is_write
+from memo_compile.analysis.regions import RegionGraph, ViewSpec
 from memo_compile.analysis.rows import RowDim, is_row_wise, row_layout, slice_rows
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import base_of, is_tensor, is_view, storage_of
-from memo_compile.passes.purity import is_constant, is_write
 from memo_compile.passes.tile_chains import (
     Chain,
     chains,
@@ -33,7 +34,6 @@ from memo_compile.passes.tile_chains import (
     storage_bytes,
     transient_bytes,
 )
-from memo_compile.regions import RegionGraph, ViewSpec
 
 __all__ = [
     "Ref",

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from memo_compile.errors import InputError, InvalidPlan
-from memo_compile.movable import (
+from memo_compile.step.movable import (
     Action,
     Layer,
     LayerClass,
@@ -17,7 +17,7 @@ from memo_compile.movable import (
     Moves,
     RecomputeKey,
 )
-from memo_compile.problem import Phase, Problem, StepCall, Storage
+from memo_compile.step.problem import Phase, Problem, StepCall, Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,17 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from memo_compile.errors import InvalidPlan
-from memo_compile.movable import (
-    Action,
-    Layer,
-    Mode,
-    MovableStep,
-    Moves,
-    RecomputeKey,
-    RecomputeRegion,
-    RegionInput,
-)
-from memo_compile.planners.copy_times import CopyBack, CopyOut, issues_of, waits_of
 from memo_compile.planners.move_rules import (
     StepFacts,
     facts_of,
@@ -35,7 +24,18 @@ from memo_compile.planners.move_rules import (
     recompute_rows,
     recompute_seconds,
 )
-from memo_compile.problem import (
+from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
+from memo_compile.step.movable import (
+    Action,
+    Layer,
+    Mode,
+    MovableStep,
+    Moves,
+    RecomputeKey,
+    RecomputeRegion,
+    RegionInput,
+)
+from memo_compile.step.problem import (
     COPY_REGION,
     CallKind,
     Copy,

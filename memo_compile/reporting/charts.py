@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from memo_compile.plans import FrontierPoint, Plan, Span
-from memo_compile.problem import CallKind, Phase, Problem
 from memo_compile.reporting import svg
 from memo_compile.reporting.svg import HEIGHT, WIDTH, Shape
 from memo_compile.reporting.view import Box, Moment, Role, StepView, short_source
+from memo_compile.step.plans import FrontierPoint, Plan, Span
+from memo_compile.step.problem import CallKind, Phase, Problem
 from memo_compile.units import format_bytes, format_seconds
 
 ROOM = 1.14

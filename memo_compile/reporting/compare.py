@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from memo_compile.errors import InputError
-from memo_compile.plans import Plan
-from memo_compile.problem import Problem
 from memo_compile.reporting.view import view_step
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import Problem
 
 TOLERANCE = 0.02
 """A measured peak may be this much above the planned one: allocators round and kernels differ."""

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memo_compile.plans import Decision, Plan
-from memo_compile.problem import Problem
+from memo_compile.step.plans import Decision, Plan
+from memo_compile.step.problem import Problem
 
 MEASURED = frozenset({"planning_s", "lowering_s"})
 """Fields that differ from run to run."""

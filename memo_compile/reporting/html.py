@@ -7,10 +7,10 @@ from typing import Any
 
 import jinja2
 
-from memo_compile.plans import Decision, Plan
-from memo_compile.problem import CallKind, Problem
 from memo_compile.reporting import charts
 from memo_compile.reporting.view import StepView, short_source, view_step
+from memo_compile.step.plans import Decision, Plan
+from memo_compile.step.problem import CallKind, Problem
 from memo_compile.units import format_bytes, format_seconds
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from memo_compile.errors import ConfigError
-from memo_compile.plans import Plan
-from memo_compile.problem import Problem
 from memo_compile.reporting.view import Role, StepView, view_step
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import Problem
 
 ROLE_COLOURS = {
     Role.SAVED: "#2a78b8",

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from memo_compile.planners.placement import Buffer, PlacementProblem, place
-from memo_compile.plans import Plan
-from memo_compile.problem import ALIGNMENT_BYTES, Problem, Storage, align, outside_events
 from memo_compile.reporting.trace import call_times
 from memo_compile.reporting.view import Box, StepView, view_step
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import ALIGNMENT_BYTES, Problem, Storage, align, outside_events
 
 FIRST_ADDRESS = 0x7F00_0000_0000
 """Like a GPU's, and so low that sums stay exact in JavaScript, which reads the file too."""

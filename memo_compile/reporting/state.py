@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from memo_compile.plans import Plan
+from memo_compile.step.plans import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from memo_compile.plans import Plan
 from memo_compile.reporting.state import Report
 from memo_compile.reporting.view import short_source
+from memo_compile.step.plans import Plan
 from memo_compile.units import format_bytes, format_seconds
 
 _WIDTH = 110

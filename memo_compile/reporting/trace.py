@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from memo_compile.plans import Plan, Span, Timeline
-from memo_compile.problem import CallKind, Problem
 from memo_compile.reporting.view import StepView, view_step
+from memo_compile.step.plans import Plan, Span, Timeline
+from memo_compile.step.problem import CallKind, Problem
 
 PROCESS = 1
 

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memo_compile.errors import InputError
-from memo_compile.planners.residency import step_constant_bytes
-from memo_compile.plans import Decision, Plan
-from memo_compile.problem import (
+from memo_compile.step.plans import Decision, Plan
+from memo_compile.step.problem import (
     ArenaBuffer,
     CallKind,
     Phase,
@@ -26,7 +25,8 @@ from memo_compile.problem import (
     ordinary_events,
     outside_events,
 )
-from memo_compile.simulate import running_sums
+from memo_compile.step.residency import step_constant_bytes
+from memo_compile.step.simulate import running_sums
 
 
 class Role(enum.Enum):

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memo_compile.errors import InputError
-from memo_compile.movable import StepCosts
-from memo_compile.plans import Plan
-from memo_compile.problem import Problem
 from memo_compile.reporting.html import render_html
 from memo_compile.reporting.plots import can_plot, write_plots
 from memo_compile.reporting.snapshot import memory_snapshot
 from memo_compile.reporting.trace import chrome_trace
-from memo_compile.serialise import to_json
+from memo_compile.step.movable import StepCosts
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import Problem
+from memo_compile.step.serialise import to_json
 
 PICTURES: tuple[tuple[str, Callable[[Problem, Plan], bytes]], ...] = (
     ("problem.json", lambda problem, plan: to_json(problem).encode()),

@@ -19,8 +19,8 @@ from torch import nn
 
 import memo_compile
 from memo_compile.errors import Infeasible
-from memo_compile.plans import Plan
 from memo_compile.reporting import state
+from memo_compile.step.plans import Plan
 from tests.fuzz import driver, judge
 from tests.fuzz.case import Case
 from tests.fuzz.driver import Record

@@ -2,9 +2,9 @@
 
 import pytest
 
-from memo_compile.movable import Action, Mode, Moves, Schedule
 from memo_compile.planners.moves import apply_moves
-from memo_compile.program_text import program_text
+from memo_compile.step.movable import Action, Mode, Moves, Schedule
+from memo_compile.step.program_text import program_text
 from tests.steps.movable import KIB, movable_step, recomputer
 
 SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE

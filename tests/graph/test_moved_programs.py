@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from memo_compile.backends.offline import OfflineStep, plan_step_offline
 from memo_compile.config import resolve
-from memo_compile.problem import CallKind
-from memo_compile.program_text import program_text
+from memo_compile.offline.plan_offline import OfflineStep, plan_step_offline
 from memo_compile.reporting import state
+from memo_compile.step.problem import CallKind
+from memo_compile.step.program_text import program_text
 from tests import models
 
 TOKENS = 32

@@ -10,10 +10,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import memo_compile
 from benchmarks.moved import moved_step
+from memo_compile.planners.place_step import placement_problem
 from memo_compile.planners.placement import check_placement, place
-from memo_compile.planners.step import placement_problem
-from memo_compile.problem import Phase, Problem
-from memo_compile.serialise import from_json
+from memo_compile.step.problem import Phase, Problem
+from memo_compile.step.serialise import from_json
 from tests import models
 
 BUILDERS: dict[str, Callable[[], models.ModelCase]] = {

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memo_compile.backends import probe
-from memo_compile.backends.probe import Verdict, made_up_inputs, probe_rows, probe_tiling
+from memo_compile.analysis.regions import RegionGraph
+from memo_compile.driver import probe
+from memo_compile.driver.probe import Verdict, made_up_inputs, probe_rows, probe_tiling
 from memo_compile.passes.tile_cut import Tiling, _Split
 from memo_compile.passes.tiles import tile
-from memo_compile.regions import RegionGraph
 
 TOKENS, WIDTH, INNER = 8, 16, 512
 

@@ -7,18 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from memo_compile import shim
+from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.rows import RowDim, attention_rows
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import storage_of
-from memo_compile.backends import aten, shim
-from memo_compile.backends.aten import estimate
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.movable import RecomputeKey, RegionInput
-from memo_compile.passes.own_outputs import own_outputs
-from memo_compile.passes.pipeline import graph_text
+from memo_compile.lowering import aten
+from memo_compile.lowering.aten import estimate
+from memo_compile.lowering.own_outputs import own_outputs
 from memo_compile.passes.recompute import layer_ops, recompute_graph
-from memo_compile.problem import ALIGNMENT_BYTES, Storage
-from memo_compile.regions import RegionGraph
+from memo_compile.passes.runner import graph_text
+from memo_compile.step.movable import RecomputeKey, RegionInput
+from memo_compile.step.problem import ALIGNMENT_BYTES, Storage
 from tests import models
 from tests.steps.layer_regions import (
     layer_region,

@@ -16,8 +16,8 @@ from torch._subclasses import FakeTensorMode
 
 from memo_compile.analysis import row_rules
 from memo_compile.analysis.rows import RowDim, row_dims, slice_rows
-from memo_compile.backends.aten import interpret
 from memo_compile.errors import UnsupportedGraph
+from memo_compile.lowering.aten import interpret
 
 aten, prims = torch.ops.aten, torch.ops.prims
 DRAWS = 10

@@ -11,11 +11,11 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.rows import RowDim, attention_rows, row_dims, row_layout, slice_rows
 from memo_compile.analysis.views import is_tensor
-from memo_compile.backends.aten import interpret
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.regions import RegionGraph
+from memo_compile.lowering.aten import interpret
 from tests import models
 from tests.steps.programs import step_programs
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from memo_compile.backends import aten
-from memo_compile.backends.measure_regions import measure
-from memo_compile.backends.shim import failing_fakes_unlogged
+from memo_compile.analysis.regions import RegionGraph
+from memo_compile.costs.measure_regions import measure
 from memo_compile.errors import UnsupportedGraph
+from memo_compile.lowering import aten
 from memo_compile.passes.shorten import shorten
-from memo_compile.regions import RegionGraph
+from memo_compile.shim import failing_fakes_unlogged
 from tests import models
 from tests.steps.layer_regions import outputs_of, region_of
 from tests.steps.programs import step_programs

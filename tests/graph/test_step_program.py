@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from memo_compile.passes.own_outputs import own_outputs
-from memo_compile.passes.pipeline import graph_text
+from memo_compile.lowering.own_outputs import own_outputs
+from memo_compile.passes.runner import graph_text
 from tests.steps.programs import Programs, step_programs
 
 

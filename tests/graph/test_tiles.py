@@ -9,9 +9,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from memo_compile.backends.aten import interpret
+from memo_compile.analysis.regions import RegionGraph
+from memo_compile.lowering.aten import interpret
 from memo_compile.passes.tiles import Ref, Source, TiledRegion, tile, transient_bytes
-from memo_compile.regions import RegionGraph
 from tests import models
 from tests.steps.programs import step_programs
 

@@ -9,15 +9,15 @@ from unittest import mock
 
 import pytest
 import torch
-from memo_runtime.step import StepPlan
+from memo_runtime.run_step import StepPlan
 
 import memo_compile
-from memo_compile.backends import assemble
-from memo_compile.backends.step_planner import StepPlanner
 from memo_compile.config import resolve
+from memo_compile.driver import assemble
+from memo_compile.driver.step_planner import StepPlanner
 from memo_compile.errors import Infeasible
-from memo_compile.plans import Plan
 from memo_compile.reporting import state
+from memo_compile.step.plans import Plan
 from tests import models
 from tests.models import ModelCase
 from tests.numerics.training import (

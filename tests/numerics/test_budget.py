@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from memo_compile.plans import Plan
+from memo_compile.step.plans import Plan
 from tests.numerics.budget_cases import (
     BUDGETS,
     DECISIONS,

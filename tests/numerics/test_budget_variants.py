@@ -8,7 +8,7 @@ from torch import nn
 
 import memo_compile
 from memo_compile.errors import Infeasible
-from memo_compile.plans import Plan
+from memo_compile.step.plans import Plan
 from tests import models
 from tests.models import ModelCase
 from tests.numerics.budget_cases import (

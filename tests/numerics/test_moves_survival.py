@@ -20,8 +20,8 @@ from memo_compile.config import MemoConfig
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.planners.policy import candidates
 from memo_compile.planners.solver import SolveStatus
-from memo_compile.plans import Plan
 from memo_compile.reporting import state
+from memo_compile.step.plans import Plan
 from tests.numerics.small import CPU, Pair, Stack, leased_slabs, rows, watched_calls
 from tests.numerics.training import assert_planned, memo_compiled
 

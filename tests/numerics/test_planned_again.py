@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import memo_compile
-from memo_compile.backends import decide
-from memo_compile.backends.aten import estimate
+from memo_compile.driver import decide
 from memo_compile.errors import Infeasible
-from memo_compile.plans import Plan
+from memo_compile.lowering.aten import estimate
 from memo_compile.reporting import state
+from memo_compile.step.plans import Plan
 from tests.numerics.small import Pair, Stack, leased_slabs, rows
 from tests.numerics.training import assert_planned, memo_compiled
 

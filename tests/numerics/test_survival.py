@@ -7,11 +7,11 @@ import pytest
 import torch
 from memo_runtime.arena import arena_of
 from memo_runtime.instructions import RunCall
-from memo_runtime.step import StepPlan
+from memo_runtime.run_step import StepPlan
 from torch import nn
 
 import memo_compile
-from memo_compile.backends import assemble
+from memo_compile.driver import assemble
 from memo_compile.reporting import state
 from tests.numerics.small import (
     Pair,

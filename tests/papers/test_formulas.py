@@ -9,12 +9,12 @@ import pytest
 
 from benchmarks import memo_tables
 from memo_compile.cli.main import main
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.costs.models import find_model
 from memo_compile.errors import InputError
-from memo_compile.hardware import find_hardware
-from memo_compile.models import find_model
-from memo_compile.planners.alpha import compute_alpha
-from memo_compile.planners.layer_costs import Efficiency
-from memo_compile.planners.mfu import (
+from memo_compile.papers.layer_costs import Efficiency
+from memo_compile.papers.memo.alpha import compute_alpha
+from memo_compile.papers.memo.mfu import (
     MemoPolicy,
     Rates,
     Training,

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from benchmarks import memo_tables
-from memo_compile.hardware import find_hardware
-from memo_compile.models import find_model
-from memo_compile.planners.layer_costs import Efficiency
-from memo_compile.planners.mfu import (
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.costs.models import find_model
+from memo_compile.papers.layer_costs import Efficiency
+from memo_compile.papers.memo.mfu import (
     ATTENTION_BACKWARD_FACTOR,
     BACKWARD_FACTOR,
     Rates,
@@ -20,7 +20,7 @@ from memo_compile.planners.mfu import (
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.named import memo_alpha, named_moves
 from memo_compile.planners.policy.quanta import QUANTA
-from memo_compile.simulate import simulate
+from memo_compile.step.simulate import simulate
 from tests.steps.gpt_step import gpt_step
 from tests.steps.movable import costs_of, recomputer
 
@@ -107,7 +107,7 @@ def test_memo(seq, speed, alpha):
 @pytest.mark.parametrize("alpha", QUANTA)
 @pytest.mark.parametrize(("seq", "speed"), SETUPS)
 def test_memo_of_32_layers_with_the_last_two_kept(seq, speed, alpha):
-    """The form of ``planners.mfu``, less the recomputation of the two layers that stay whole."""
+    """The form of ``papers.memo.mfu``, less the recomputation of the two layers that stay whole."""
     setup, reached = training(seq), rates(speed)
     times = layer_times(setup, reached)
     copy_s = (times.always_bytes + alpha * times.others_bytes) / speed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memo_compile.planners.step import plan_step
+from memo_compile.planners.place_step import place_step
 from memo_compile.reporting.html import render_html
 from tests.pictures.browser import find_browser, started
 from tests.steps.pictures import layered
@@ -26,7 +26,7 @@ WIDTHS = (1400, 420)
 def _bare():
     """A plan without costs, budget, layers or decisions: every empty state."""
     problem = two_layers()
-    return problem, plan_step(problem, solver="greedy")
+    return problem, place_step(problem, solver="greedy")
 
 
 def _crowded():

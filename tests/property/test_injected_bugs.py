@@ -10,13 +10,13 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from memo_compile.movable import Action, Mode, Moves, RecomputeKey, RecomputeRegion, Schedule
-from memo_compile.planners.check import check
-from memo_compile.planners.check_moves import check_moves, remakes_of
+from memo_compile.check.check_moves import check_moves, remakes_of
+from memo_compile.check.check_plan import check
 from memo_compile.planners.moves import apply_moves
-from memo_compile.planners.step import plan_step
-from memo_compile.plans import Plan
-from memo_compile.problem import CallKind, Copy, Phase, Problem, StepCall
+from memo_compile.planners.place_step import place_step
+from memo_compile.step.movable import Action, Mode, Moves, RecomputeKey, RecomputeRegion, Schedule
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import CallKind, Copy, Phase, Problem, StepCall
 from tests.steps.byte_machine import is_right, roomy
 from tests.steps.movable import KIB, movable_step, recomputer
 from tests.steps.moved import Shape
@@ -64,7 +64,7 @@ def works(shape: Shape, moved: Problem, plan: Plan) -> bool:
 @settings(max_examples=40, deadline=None)
 @given(moved_steps())
 def test_moves_compute_what_the_step_computes(shape):
-    plan = plan_step(shape.moved, solver="greedy", releases_pages=True)
+    plan = place_step(shape.moved, solver="greedy", releases_pages=True)
     assert faults(shape, shape.moved, plan) == []
     assert works(shape, shape.moved, plan)
 
@@ -187,7 +187,7 @@ def lenient(plan: Plan, num_calls: int) -> Plan:
 @settings(max_examples=120, deadline=None)
 @given(moved_steps(), st.sampled_from(BUGS), st.booleans(), st.data())
 def test_what_passes_is_right(shape, bug, is_tight, data):
-    plan = plan_step(shape.moved, solver="greedy")
+    plan = place_step(shape.moved, solver="greedy")
     calls = bug(data, shape.moved.calls)
     moved = dataclasses.replace(shape.moved, calls=calls)
     plan = lenient(plan, len(calls)) if is_tight else roomy(moved)
@@ -199,7 +199,7 @@ def test_what_passes_is_right(shape, bug, is_tight, data):
 @given(moved_steps(), st.data())
 def test_placements_that_pass_are_right(shape, data):
     """A buffer anywhere in the arena: if the checker says nothing, nothing is destroyed."""
-    plan = plan_step(shape.moved, solver="greedy")
+    plan = place_step(shape.moved, solver="greedy")
     buffer = data.draw(st.sampled_from(sorted(plan.offsets)))
     offset = 512 * data.draw(st.integers(0, plan.arena_bytes // 512))
     broken = lenient(plan, len(shape.moved.calls))

@@ -6,11 +6,11 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memo_compile.planners.lynx.heu import solve_heu
-from memo_compile.planners.lynx.instance import HeuInstance, OptInstance, StageTimes
-from memo_compile.planners.lynx.joint import split_lazily
-from memo_compile.planners.lynx.opt import solve_opt
-from memo_compile.planners.lynx.partition import split_exact, split_paper
+from memo_compile.papers.lynx.heu import solve_heu
+from memo_compile.papers.lynx.joint import split_lazily
+from memo_compile.papers.lynx.lynx_instance import HeuInstance, OptInstance, StageTimes
+from memo_compile.papers.lynx.opt import solve_opt
+from memo_compile.papers.lynx.partition import split_exact, split_paper
 from memo_compile.planners.solver import SolveStatus
 
 

@@ -4,16 +4,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from memo_compile.movable import Action, Mode, Moves, RecomputeKey, Schedule
-from memo_compile.planners.check_moves import check_moves, remakes_of
-from memo_compile.planners.copy_times import CopyBack, CopyOut, issues_of, waits_of
+from memo_compile.check.check_moves import check_moves, remakes_of
 from memo_compile.planners.moves import apply_moves
-from memo_compile.planners.residency import beside_bytes, step_constant_bytes
-from memo_compile.planners.step import plan_step
-from memo_compile.problem import CallKind, Problem, arena_buffers, call_starts, live_bytes
-from memo_compile.program_text import program_text
-from memo_compile.serialise import from_json, to_json
-from memo_compile.simulate import peak_live_bytes, simulate
+from memo_compile.planners.place_step import place_step
+from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
+from memo_compile.step.movable import Action, Mode, Moves, RecomputeKey, Schedule
+from memo_compile.step.problem import CallKind, Problem, arena_buffers, call_starts, live_bytes
+from memo_compile.step.program_text import program_text
+from memo_compile.step.residency import beside_bytes, step_constant_bytes
+from memo_compile.step.serialise import from_json, to_json
+from memo_compile.step.simulate import peak_live_bytes, simulate
 from tests.steps.movable import KIB, NUM_ROWS, movable_step, recomputer
 
 SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
@@ -94,7 +94,7 @@ def test_every_program_is_in_order_and_can_be_placed(drawn):
     assert [c for c in problem.calls if c.kind is CallKind.RUN and "L@" in c.name] == [
         c for c in step.problem.calls if "L@" in c.name
     ]
-    assert plan_step(problem, solver="greedy").check.ok
+    assert place_step(problem, solver="greedy").check.ok
     assert program_text(problem) == program_text(apply_moves(step, moves, recomputer(step)))
     assert from_json(to_json(problem), Problem) == problem
 
@@ -133,7 +133,7 @@ def test_the_live_peak_is_that_of_the_buffers(drawn):
         most = max(most, best + more)
     assert peak_live_bytes(problem) == step_constant_bytes(problem) + most
     for releases_pages in (False, True):
-        plan = plan_step(problem, solver="greedy", releases_pages=releases_pages)
+        plan = place_step(problem, solver="greedy", releases_pages=releases_pages)
         assert peak_live_bytes(problem) <= plan.peak_bytes
 
 

@@ -6,15 +6,10 @@ import math
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from memo_compile.planners.pipeline.offload import chunks_in_flight, resident_chunks
-from memo_compile.planners.pipeline.replay import ChunkTimes, replay_step
-from memo_compile.planners.pipeline.schedule import Direction, PipelineShape
-from memo_compile.planners.pipeline.selection import (
-    GRAIN_BYTES,
-    SavedTensor,
-    TensorRole,
-    select_prefix,
-)
+from memo_compile.papers.kwai.offload import chunks_in_flight, resident_chunks
+from memo_compile.papers.kwai.pipeline_replay import ChunkTimes, replay_step
+from memo_compile.papers.kwai.schedule import Direction, PipelineShape
+from memo_compile.papers.kwai.selection import GRAIN_BYTES, SavedTensor, TensorRole, select_prefix
 
 seconds = st.floats(0.01, 10, allow_nan=False)
 shares = st.floats(0, 1)

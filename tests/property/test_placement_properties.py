@@ -19,8 +19,8 @@ from memo_compile.planners.placement.files import (
     problem_from_json,
     problem_to_json,
 )
-from memo_compile.planners.placement.problem import fixed_collisions
-from memo_compile.planners.placement.search import SearchOptions
+from memo_compile.planners.placement.placement_problem import fixed_collisions
+from memo_compile.planners.placement.portfolio import SearchOptions
 from memo_compile.planners.solver import SolveStatus
 
 PLAIN = SearchOptions(use_numba=False)

@@ -4,17 +4,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memo_compile.errors import Infeasible
+from memo_compile.planners.place_step import place_step
 from memo_compile.planners.policy import choose
-from memo_compile.planners.step import plan_step
-from memo_compile.plans import Plan
-from memo_compile.problem import Problem
-from memo_compile.simulate import peak_live_bytes
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import Problem
+from memo_compile.step.simulate import peak_live_bytes
 from tests.steps.movable import KIB, movable_step, recomputer
 
 
 def place(problem: Problem) -> Plan:
     """A checked plan: InvalidPlan fails the test."""
-    return plan_step(problem, solver="greedy")
+    return place_step(problem, solver="greedy")
 
 
 @settings(max_examples=8, deadline=None)

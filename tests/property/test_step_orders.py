@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memo_runtime.current import current
-from memo_runtime.step import (
+from memo_runtime.run_step import (
     RunHalf,
     StartOffload,
     StartReload,

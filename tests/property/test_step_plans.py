@@ -3,11 +3,10 @@
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from memo_compile.planners.check import check
-from memo_compile.planners.residency import HEAP_SLACK
-from memo_compile.planners.step import plan_step
-from memo_compile.plans import Plan
-from memo_compile.problem import (
+from memo_compile.check.check_plan import check
+from memo_compile.planners.place_step import place_step
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import (
     FixedBytes,
     OutputSlot,
     Phase,
@@ -17,7 +16,8 @@ from memo_compile.problem import (
     StepCall,
     Storage,
 )
-from memo_compile.serialise import from_json, to_json
+from memo_compile.step.residency import HEAP_SLACK
+from memo_compile.step.serialise import from_json, to_json
 
 LINES = 6
 
@@ -76,7 +76,7 @@ def steps(draw) -> Problem:
 @settings(max_examples=150, deadline=None)
 @given(problem=steps(), releases_pages=st.booleans())
 def test_every_plan_is_valid(problem, releases_pages):
-    plan = plan_step(problem, solver="greedy", releases_pages=releases_pages)
+    plan = place_step(problem, solver="greedy", releases_pages=releases_pages)
     assert check(problem, plan).ok
     assert (
         plan.lower_bound_bytes
@@ -92,8 +92,8 @@ def test_every_plan_is_valid(problem, releases_pages):
 @settings(max_examples=60, deadline=None)
 @given(problem=steps())
 def test_giving_pages_back_never_raises_the_peak(problem):
-    kept = plan_step(problem, solver="greedy", releases_pages=False)
-    given_back = plan_step(problem, solver="greedy", releases_pages=True)
+    kept = place_step(problem, solver="greedy", releases_pages=False)
+    given_back = place_step(problem, solver="greedy", releases_pages=True)
     slack = 1 + HEAP_SLACK
     assert given_back.peak_bytes <= kept.peak_bytes * slack
     assert given_back.arena_bytes == kept.arena_bytes
@@ -102,6 +102,6 @@ def test_giving_pages_back_never_raises_the_peak(problem):
 @settings(max_examples=60, deadline=None)
 @given(problem=steps())
 def test_json_round_trip(problem):
-    plan = plan_step(problem, solver="greedy")
+    plan = place_step(problem, solver="greedy")
     assert from_json(to_json(problem), Problem) == problem
     assert from_json(to_json(plan), Plan) == plan

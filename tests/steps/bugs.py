@@ -5,11 +5,11 @@ from functools import cache
 
 import pytest
 
-from memo_compile.planners.check import check
-from memo_compile.planners.check_moves import check_moves
-from memo_compile.planners.step import plan_step
-from memo_compile.plans import Plan
-from memo_compile.problem import CallKind, Phase, Problem, StepCall
+from memo_compile.check.check_moves import check_moves
+from memo_compile.check.check_plan import check
+from memo_compile.planners.place_step import place_step
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import CallKind, Phase, Problem, StepCall
 from tests.steps.byte_machine import is_right, roomy
 from tests.steps.moved import SHAPES, Shape
 
@@ -24,7 +24,7 @@ def shape_of(name: str) -> Shape:
 
 @cache
 def plan_of(name: str) -> Plan:
-    return plan_step(shape_of(name).moved, solver="greedy", releases_pages=True)
+    return place_step(shape_of(name).moved, solver="greedy", releases_pages=True)
 
 
 def faults(shape: Shape, moved: Problem, plan: Plan | None = None) -> list[str]:

@@ -10,9 +10,9 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping
 
-from memo_compile.planners.check_moves import Remake
-from memo_compile.plans import Plan
-from memo_compile.problem import CallKind, Copy, Problem, RegionProfile, StepCall, Storage
+from memo_compile.check.check_moves import Remake
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import CallKind, Copy, Problem, RegionProfile, StepCall, Storage
 
 CELL_BYTES = 256
 

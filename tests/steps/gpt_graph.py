@@ -9,9 +9,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from memo_compile.analysis.units import JointUnits, backward_positions, tag_units
+from memo_compile.analysis.joint_units import JointUnits, backward_positions, tag_units
 from memo_compile.analysis.views import storage_of
-from memo_compile.models import ModelShape, find_model
+from memo_compile.costs.models import ModelShape, find_model
 
 
 class Layer(nn.Module):

@@ -1,12 +1,12 @@
-"""A GPT's step as the policies see it, with the sizes and seconds of ``planners.layer_costs``.
+"""A GPT's step as the policies see it, with the sizes and seconds of ``papers.layer_costs``.
 
 ``num_layers`` layers L, then the head H; a layer reads x and leaves n1, q, k, v, o, x2, n2, fc1,
 gelu for its backward, which also reads x.
 """
 
-from memo_compile.movable import MovableStep, StepCosts
-from memo_compile.planners.layer_costs import layer_tensors
-from memo_compile.planners.mfu import Rates, Training, layer_times
+from memo_compile.papers.layer_costs import layer_tensors
+from memo_compile.papers.memo.mfu import Rates, Training, layer_times
+from memo_compile.step.movable import MovableStep, StepCosts
 from tests.steps.movable import LayerKind, repeated
 
 READS = {

@@ -8,7 +8,7 @@ import torch
 from memo_runtime.current import current
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memo_compile.regions import LoweredRegion, RegionGraph
+from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from tests.models import ModelCase
 from tests.steps.programs import step_programs
 

@@ -10,7 +10,8 @@ Its backward reads the next gradient, x, a, b, c and d. Slots are x, a, b, c, d,
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memo_compile.movable import (
+from memo_compile.planners.moves import recompute_closure, recompute_seconds
+from memo_compile.step.movable import (
     Layer,
     LayerClass,
     LayerOp,
@@ -21,8 +22,7 @@ from memo_compile.movable import (
     Slot,
     StepCosts,
 )
-from memo_compile.planners.moves import recompute_closure, recompute_seconds
-from memo_compile.problem import FixedBytes, Phase, Problem, RegionProfile, StepCall, align
+from memo_compile.step.problem import FixedBytes, Phase, Problem, RegionProfile, StepCall, align
 from tests.steps.parts import KIB, arena, buffer, call, external, region
 
 NUM_ROWS = 8

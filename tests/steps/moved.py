@@ -9,8 +9,8 @@ backward: g -> [B(n-1) reads y, s, a] -> ... -> [B0] -> gy0
 import dataclasses
 from collections.abc import Mapping
 
-from memo_compile.planners.check_moves import Remake
-from memo_compile.problem import (
+from memo_compile.check.check_moves import Remake
+from memo_compile.step.problem import (
     COPY_REGION,
     CallKind,
     Copy,

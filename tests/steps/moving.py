@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from memo_runtime.arena import FrameView, arena_of
 from memo_runtime.current import current
-from memo_runtime.step import (
+from memo_runtime.run_step import (
     CopyRange,
     RunCall,
     RunHalf,

@@ -2,7 +2,14 @@
 
 from collections.abc import Sequence
 
-from memo_compile.problem import OutputSlot, Phase, RegionBuffer, RegionProfile, StepCall, Storage
+from memo_compile.step.problem import (
+    OutputSlot,
+    Phase,
+    RegionBuffer,
+    RegionProfile,
+    StepCall,
+    Storage,
+)
 
 KIB = 1024
 MIB = 1024 * KIB

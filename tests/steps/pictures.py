@@ -9,9 +9,9 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
-from memo_compile.planners.step import plan_step
-from memo_compile.plans import Decision, FrontierPoint, Plan, Span, Timeline
-from memo_compile.problem import (
+from memo_compile.planners.place_step import place_step
+from memo_compile.step.plans import Decision, FrontierPoint, Plan, Span, Timeline
+from memo_compile.step.problem import (
     COPY_REGION,
     CallKind,
     Copy,
@@ -221,7 +221,7 @@ def _frontier(plan: Plan, step_s: float) -> tuple[FrontierPoint, ...]:
 def layered(num_layers: int = 12) -> tuple[Problem, Plan]:
     """A step of ``num_layers`` with everything that a picture can show."""
     problem = layered_problem(num_layers)
-    plan = plan_step(problem, solver="greedy", decisions=_decisions(), name="graph0")
+    plan = place_step(problem, solver="greedy", decisions=_decisions(), name="graph0")
     timeline = timeline_of(problem)
     plan = dataclasses.replace(
         plan,

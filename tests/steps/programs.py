@@ -8,10 +8,11 @@ from unittest import mock
 import torch
 from torch._subclasses import FakeTensorMode
 
-from memo_compile.backends import capture, shim
+from memo_compile import shim
+from memo_compile.backends import capture
 from memo_compile.backends.capture import StepCompiler
-from memo_compile.backends.facts import GraphFacts
 from memo_compile.config import MemoConfig
+from memo_compile.driver.facts import GraphFacts
 from memo_compile.passes.cut import Cut, step_order
 
 

@@ -6,9 +6,9 @@ backward: g -> [Lb@3 reads x1] -> g1 -> [Lb@4 reads x0] -> g0
 
 import dataclasses
 
-from memo_compile.planners.step import plan_step
-from memo_compile.plans import Plan
-from memo_compile.problem import FixedBytes, Phase, Problem
+from memo_compile.planners.place_step import place_step
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import FixedBytes, Phase, Problem
 from tests.steps.parts import KIB, arena, buffer, call, external, region
 
 LAYER = region("L", [buffer("t", 2 * KIB, 0, 2), buffer("y", 4 * KIB, 1, 4)], [1], [arena(1)])
@@ -38,7 +38,7 @@ def two_layers() -> Problem:
 
 
 def planned(problem: Problem) -> Plan:
-    return plan_step(problem, solver="greedy")
+    return place_step(problem, solver="greedy")
 
 
 def moved(plan: Plan, **offsets: int) -> Plan:

@@ -4,17 +4,17 @@ import itertools
 
 import pytest
 
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.costs.models import find_model
 from memo_compile.errors import InputError
-from memo_compile.hardware import find_hardware
-from memo_compile.models import find_model
-from memo_compile.planners.balanced import (
+from memo_compile.papers.kwai.balanced import (
     LayerTensor,
     enumerate_frontier,
     find_frontier,
     layer_frontier,
     solve_frontier,
 )
-from memo_compile.planners.layer_costs import Efficiency
+from memo_compile.papers.layer_costs import Efficiency
 
 KWAI = Efficiency(gemm=0.6, hbm=0.8)
 BALANCED = ("n1", "n2", "silu", "product")

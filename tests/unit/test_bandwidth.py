@@ -7,9 +7,9 @@ import pytest
 import torch
 from memo_runtime.host_store import HostStoreError
 
-from memo_compile.backends import bandwidth
-from memo_compile.backends.bandwidth import CopyBandwidth, copy_bandwidth, measure_copies
 from memo_compile.config import cache_folder
+from memo_compile.costs import bandwidth
+from memo_compile.costs.bandwidth import CopyBandwidth, copy_bandwidth, measure_copies
 
 CPU = torch.device("cpu")
 KNOWN = CopyBandwidth(

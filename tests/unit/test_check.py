@@ -5,10 +5,10 @@ import time
 
 import pytest
 
+from memo_compile.check.check_plan import check, require_valid
 from memo_compile.errors import InvalidPlan
-from memo_compile.planners.check import check, require_valid
-from memo_compile.plans import Plan
-from memo_compile.problem import (
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import (
     COPY_REGION,
     CallKind,
     Copy,
@@ -60,7 +60,7 @@ def test_every_buffer_is_needed(problem, plan):
 
 def test_each_pair_of_live_buffers_must_be_apart(problem, plan):
     """Put each buffer on every other: caught exactly when both are alive at one time."""
-    from memo_compile.problem import arena_buffers
+    from memo_compile.step.problem import arena_buffers
 
     lives = {one.id: (one.start, one.end) for one in arena_buffers(problem)}
     num_caught = 0

@@ -8,12 +8,12 @@ import pytest
 
 from memo_compile.cli.main import main
 from memo_compile.errors import InputError
-from memo_compile.movable import StepCosts
 from memo_compile.reporting.compare import measure
 from memo_compile.reporting.snapshot import memory_snapshot
 from memo_compile.reporting.write import write_pictures
-from memo_compile.serialise import to_json
-from memo_compile.simulate import simulate
+from memo_compile.step.movable import StepCosts
+from memo_compile.step.serialise import to_json
+from memo_compile.step.simulate import simulate
 from tests.steps.pictures import ATTN, MIB, SECONDS, layered
 
 

@@ -3,9 +3,10 @@ import sys
 
 import pytest
 
-from memo_compile import checkup
-from memo_compile.checkup import Finding, Health
-from memo_compile.cli import doctor, main
+from memo_compile.cli import doctor_command as doctor
+from memo_compile.cli import main
+from memo_compile.offline import checkup
+from memo_compile.offline.checkup import Finding, Health
 from memo_compile.planners.solver import Engine
 
 

@@ -6,11 +6,11 @@ import os
 import pytest
 import torch
 
-from memo_compile import hardware_measure
 from memo_compile.cli.main import main
+from memo_compile.costs import hardware_measure
+from memo_compile.costs.hardware import FIGURES, HARDWARE, find_hardware
+from memo_compile.costs.hardware_measure import measure_hardware, pick_device
 from memo_compile.errors import InputError
-from memo_compile.hardware import FIGURES, HARDWARE, find_hardware
-from memo_compile.hardware_measure import measure_hardware, pick_device
 
 
 @pytest.fixture(autouse=True)

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from memo_compile import models
-from memo_compile.backends import forecast as forecasting
-from memo_compile.backends.forecast import Question, forecast, longest
 from memo_compile.cli.main import main
-from memo_compile.emit import Settings, emit
+from memo_compile.costs import models
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.costs.models import ModelShape
 from memo_compile.errors import InputError, RuntimeMisuse
-from memo_compile.hardware import find_hardware
-from memo_compile.models import ModelShape
-from memo_compile.plans import Decision, Plan
-from memo_compile.serialise import from_json
-from memo_compile.shapes.parallel import all_gather
-from memo_compile.shapes.transformer import Degrees, first_stage
+from memo_compile.offline import forecast as forecasting
+from memo_compile.offline.forecast import Question, forecast, longest
+from memo_compile.offline.shapes.parallel import all_gather
+from memo_compile.offline.shapes.transformer import Degrees, first_stage
+from memo_compile.reporting.emit import Settings, emit
+from memo_compile.step.plans import Decision, Plan
+from memo_compile.step.serialise import from_json
 
 GPT = ModelShape(
     name="tiny-gpt",

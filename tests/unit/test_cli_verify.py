@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from memo_compile.cli.main import main
-from memo_compile.cli.verify import judge
+from memo_compile.cli.verify_command import judge
 
 STEP = {"losses": [2.0], "gradients": [(1.0, 0.5), (4.0, -1.0), None], "half": False}
 

@@ -8,7 +8,9 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from memo_compile.analysis.costs import (
+from memo_compile.analysis.structure import op_name
+from memo_compile.costs.hardware import HARDWARE
+from memo_compile.costs.roofline import (
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
     NOTHING,
@@ -19,8 +21,6 @@ from memo_compile.analysis.costs import (
     node_seconds,
     roofline_s,
 )
-from memo_compile.analysis.structure import op_name
-from memo_compile.hardware import HARDWARE
 from tests import models
 from tests.steps.layer_regions import layer_region, region_of
 

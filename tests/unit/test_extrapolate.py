@@ -4,13 +4,14 @@ import pytest
 import torch
 
 import memo_compile
-from memo_compile.backends import aten, measure_regions
-from memo_compile.backends import extrapolate as module
-from memo_compile.backends.extrapolate import RegionWork, extrapolate, extrapolated_seconds
-from memo_compile.backends.measure_regions import TooLarge, measure, measure_all
 from memo_compile.config import MemoConfig
+from memo_compile.costs import extrapolate as module
+from memo_compile.costs import measure_regions
+from memo_compile.costs.extrapolate import RegionWork, extrapolate, extrapolated_seconds
+from memo_compile.costs.hardware import hardware_of
+from memo_compile.costs.measure_regions import TooLarge, measure, measure_all
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.hardware import hardware_of
+from memo_compile.lowering import aten
 from tests import models
 from tests.numerics.training import assert_planned, memo_compiled
 from tests.steps.layer_regions import layer_region, region_of

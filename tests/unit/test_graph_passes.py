@@ -9,18 +9,18 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memo_compile.analysis.units import UNIT
+from memo_compile.analysis.joint_units import UNIT
+from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.views import is_movable_view, is_view, storage_of
-from memo_compile.backends import aten
 from memo_compile.backends.capture import _require_known
 from memo_compile.errors import PassFailed, UnsupportedGraph
+from memo_compile.lowering import aten
 from memo_compile.passes.accumulate import AccumulateInPlace
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.cut import CutRequest, cut, step_order
-from memo_compile.passes.pipeline import PassResult, PassRunner, graph_text
+from memo_compile.passes.runner import PassResult, PassRunner, graph_text
 from memo_compile.passes.separate import SeparateResults
-from memo_compile.problem import Phase, Storage
-from memo_compile.regions import RegionGraph
+from memo_compile.step.problem import Phase, Storage
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ import pytest
 from memo_runtime import heap
 from memo_runtime.heap import HeapWatch, anonymous_bytes
 
-from memo_compile.measure import resident_bytes
+from memo_compile.costs.measure import resident_bytes
 
 MIB = 2**20
 

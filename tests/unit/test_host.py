@@ -2,13 +2,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from memo_compile.errors import InputError
-from memo_compile.host import (
+from memo_compile.costs.host import (
     HostMemory,
     cgroup_memory,
     default_file_budget_bytes,
     host_memory,
 )
+from memo_compile.errors import InputError
 
 GIB = 2**30
 
@@ -63,7 +63,7 @@ def test_files_are_bounded_by_their_disk(tmp_path, monkeypatch):
         asked.append(path)
         return SimpleNamespace(free=100 * GIB)
 
-    monkeypatch.setattr("memo_compile.host.shutil.disk_usage", usage)
+    monkeypatch.setattr("memo_compile.costs.host.shutil.disk_usage", usage)
     assert default_file_budget_bytes(str(tmp_path / "new" / "er"), 2) == 45 * GIB
     assert asked == [tmp_path]
 

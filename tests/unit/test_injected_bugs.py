@@ -9,9 +9,9 @@ import dataclasses
 
 import pytest
 
-from memo_compile.planners.check import check
-from memo_compile.plans import Plan
-from memo_compile.problem import CallKind, Phase, Problem, StepCall, arena_buffers
+from memo_compile.check.check_plan import check
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import CallKind, Phase, Problem, StepCall, arena_buffers
 from tests.steps.bugs import (
     OFFLOAD,
     RELOAD,

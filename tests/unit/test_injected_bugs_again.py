@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from memo_compile.planners.check import check
-from memo_compile.planners.check_moves import Remake, check_moves
-from memo_compile.problem import CallKind, OutsideBuffer, arena_buffers, call_starts
+from memo_compile.check.check_moves import Remake, check_moves
+from memo_compile.check.check_plan import check
+from memo_compile.step.problem import CallKind, OutsideBuffer, arena_buffers, call_starts
 from tests.steps.bugs import (
     RECOMPUTE,
     RELOAD,

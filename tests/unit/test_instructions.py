@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from memo_runtime.instructions import view_inside
-from memo_runtime.step import RunHalf, StepPlan, run_forward
+from memo_runtime.run_step import RunHalf, StepPlan, run_forward
 
 from tests.steps.moving import (
     CPU,

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from memo_compile.errors import InputError, InvalidPlan
-from memo_compile.planners.lynx.heu import memory_needed, solve_heu
-from memo_compile.planners.lynx.instance import HeuInstance, OptInstance, StageTimes
-from memo_compile.planners.lynx.opt import solve_opt
-from memo_compile.planners.lynx.partition import split_exact, split_paper
-from memo_compile.planners.lynx.replay import replay_heu, replay_opt
-from memo_compile.planners.lynx.solution import Part
+from memo_compile.papers.lynx.heu import memory_needed, solve_heu
+from memo_compile.papers.lynx.lynx_instance import HeuInstance, OptInstance, StageTimes
+from memo_compile.papers.lynx.lynx_replay import replay_heu, replay_opt
+from memo_compile.papers.lynx.opt import solve_opt
+from memo_compile.papers.lynx.partition import split_exact, split_paper
+from memo_compile.papers.lynx.solution import Part
 from memo_compile.planners.solver import SolveStatus
 
 DATA = Path(__file__).parents[1] / "data"

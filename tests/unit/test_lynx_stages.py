@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.costs.models import find_model
 from memo_compile.errors import InputError
-from memo_compile.hardware import find_hardware
-from memo_compile.models import find_model
-from memo_compile.planners.layer_costs import Efficiency
-from memo_compile.planners.lynx.heu import solve_heu
-from memo_compile.planners.lynx.joint import JointProblem, cooldown_seconds, plan_stages
-from memo_compile.planners.lynx.layer import describe_layer
-from memo_compile.planners.lynx.solution import HeuSolution, Part
+from memo_compile.papers.layer_costs import Efficiency
+from memo_compile.papers.lynx.heu import solve_heu
+from memo_compile.papers.lynx.joint import JointProblem, cooldown_seconds, plan_stages
+from memo_compile.papers.lynx.layer import describe_layer
+from memo_compile.papers.lynx.solution import HeuSolution, Part
 from memo_compile.planners.solver import SolveStatus
 
 SHAPES = ("gpt-300m", "gpt-1.3b", "gpt-7b", "gpt-13b", "gpt-23b", "gpt-175b")

@@ -3,9 +3,9 @@ import time
 
 import pytest
 
-from memo_compile import measure
+from memo_compile.costs import measure
+from memo_compile.costs.measure import resident_bytes, watch_memory
 from memo_compile.errors import RuntimeMisuse
-from memo_compile.measure import resident_bytes, watch_memory
 
 MIB = 2**20
 LAG_BYTES = 2 * MIB

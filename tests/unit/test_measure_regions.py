@@ -7,10 +7,10 @@ import pytest
 import torch
 from memo_runtime.current import current
 
-from memo_compile.backends import aten
-from memo_compile.backends.measure_regions import TooLarge, measure, measure_all
+from memo_compile.analysis.regions import LoweredRegion, RegionGraph
+from memo_compile.costs.measure_regions import TooLarge, measure, measure_all
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.regions import LoweredRegion, RegionGraph
+from memo_compile.lowering import aten
 from tests import models
 from tests.steps.layer_regions import layer_region, region_of
 

@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from memo_compile.errors import InputError
-from memo_compile.hardware import (
+from memo_compile.costs.hardware import (
     FIGURES,
     HARDWARE,
     HardwareProfile,
@@ -15,8 +14,9 @@ from memo_compile.hardware import (
     hardware_of,
     profile_to_dict,
 )
-from memo_compile.models import MODELS, find_model
-from memo_compile.planners.alpha import compute_alpha
+from memo_compile.costs.models import MODELS, find_model
+from memo_compile.errors import InputError
+from memo_compile.papers.memo.alpha import compute_alpha
 
 
 @pytest.mark.parametrize(

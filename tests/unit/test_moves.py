@@ -6,7 +6,16 @@ from dataclasses import replace
 import pytest
 
 from memo_compile.errors import InputError, InvalidPlan
-from memo_compile.movable import (
+from memo_compile.planners.moves import (
+    apply_moves,
+    modes_valid,
+    recomputable,
+    recompute_closure,
+    recompute_seconds,
+)
+from memo_compile.planners.place_step import place_step
+from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
+from memo_compile.step.movable import (
     Action,
     LayerOp,
     Mode,
@@ -16,16 +25,7 @@ from memo_compile.movable import (
     RegionInput,
     Schedule,
 )
-from memo_compile.planners.copy_times import CopyBack, CopyOut, issues_of, waits_of
-from memo_compile.planners.moves import (
-    apply_moves,
-    modes_valid,
-    recomputable,
-    recompute_closure,
-    recompute_seconds,
-)
-from memo_compile.planners.step import plan_step
-from memo_compile.problem import CallKind, Into, OutputSlot, Phase, Problem, StepCall, Storage
+from memo_compile.step.problem import CallKind, Into, OutputSlot, Phase, Problem, StepCall, Storage
 from tests.steps.movable import KIB, NUM_ROWS, SLOTS, movable_step, recomputer
 from tests.steps.parts import call
 
@@ -445,7 +445,7 @@ def test_copies_back_are_issued_at_the_last_moment():
 def test_moved_steps_need_less_and_pass_the_checker(actions):
     step = movable_step(4, bytes_per_s=64 * KIB)
     problem = applied(step, *(mode(**actions),) * 4)
-    assert plan_step(problem).peak_bytes < plan_step(step.problem).peak_bytes
+    assert place_step(problem).peak_bytes < place_step(step.problem).peak_bytes
 
 
 def test_a_step_without_a_backward_moves_nothing():

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memo_compile.backends import entry, shim
-from memo_compile.backends.decisions import step_notes
+from memo_compile import shim
+from memo_compile.backends import entry
 from memo_compile.backends.left_out import DynamoWatch
 from memo_compile.config import MemoConfig
-from memo_compile.plans import Decision
-from memo_compile.problem import FixedBytes
+from memo_compile.driver.decisions import step_notes
 from memo_compile.reporting import state
+from memo_compile.step.plans import Decision
+from memo_compile.step.problem import FixedBytes
 from tests.steps.small import two_layers
 
 pytestmark = pytest.mark.usefixtures("fresh_report")

@@ -10,12 +10,12 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 import memo_compile
-from memo_compile.backends import offline
 from memo_compile.config import resolve
+from memo_compile.costs.hardware import find_hardware
 from memo_compile.errors import ConfigError, Infeasible, UnsupportedGraph
-from memo_compile.hardware import find_hardware
+from memo_compile.offline import plan_offline as offline
 from memo_compile.reporting import state
-from memo_compile.simulate import simulate
+from memo_compile.step.simulate import simulate
 
 
 class Block(nn.Module):

@@ -7,10 +7,10 @@ from memo_runtime.current import current
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from memo_compile.backends.lowering import lower_regions
+from memo_compile.analysis.regions import RegionGraph
 from memo_compile.config import MemoConfig
-from memo_compile.problem import Storage
-from memo_compile.regions import RegionGraph
+from memo_compile.lowering.lower import lower_regions
+from memo_compile.step.problem import Storage
 
 _library = torch.library.Library("memo_test_mixed", "DEF")
 _library.define("product(Tensor x, Tensor w) -> (Tensor, int, Tensor)")

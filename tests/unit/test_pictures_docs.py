@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memo_compile import movable, plans, problem
+from memo_compile.step import movable, plans, problem
 
 TEXT = (Path(__file__).parents[2] / "docs" / "plan-json.md").read_text()
 NAMED = set(re.findall(r"`(\w+)`", TEXT))

@@ -8,8 +8,8 @@ from importlib import resources
 
 import pytest
 
-from memo_compile.plans import CheckVerdict, Decision, FrontierPoint
 from memo_compile.reporting.html import render_html
+from memo_compile.step.plans import CheckVerdict, Decision, FrontierPoint
 from tests.steps.pictures import layered
 from tests.steps.small import planned, two_layers
 

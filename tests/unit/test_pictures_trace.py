@@ -15,13 +15,13 @@ import pytest
 from torch.cuda import _memory_viz
 
 from memo_compile.errors import InputError
-from memo_compile.movable import StepCosts
-from memo_compile.plans import Plan
-from memo_compile.problem import CallKind, OutsideBuffer, Problem
 from memo_compile.reporting.snapshot import FIRST_ADDRESS, memory_snapshot
 from memo_compile.reporting.trace import THREADS, chrome_trace
 from memo_compile.reporting.write import write_pictures, write_report
-from memo_compile.serialise import from_json
+from memo_compile.step.movable import StepCosts
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import CallKind, OutsideBuffer, Problem
+from memo_compile.step.serialise import from_json
 from tests.steps.pictures import MIB, layered
 from tests.steps.small import planned, two_layers
 

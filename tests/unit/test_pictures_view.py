@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memo_compile.errors import InputError
-from memo_compile.planners.residency import MAX_HEAP_SLACK_BYTES
-from memo_compile.planners.step import plan_step
-from memo_compile.plans import Decision
-from memo_compile.problem import arena_buffers
+from memo_compile.planners.place_step import place_step
 from memo_compile.reporting.svg import Shape, merge_along, merge_small, nice_ticks, path_of
 from memo_compile.reporting.view import Role, view_step
+from memo_compile.step.plans import Decision
+from memo_compile.step.problem import arena_buffers
+from memo_compile.step.residency import MAX_HEAP_SLACK_BYTES
 from tests.steps.pictures import ATTN, MIB, layered, layered_problem
 from tests.steps.small import KIB, planned, two_layers
 
@@ -77,7 +77,7 @@ def test_the_memory_curve_peaks_at_the_plans_peak():
 
 def test_the_curve_falls_where_pages_are_given_back():
     problem = layered_problem(6)
-    plan = plan_step(problem, solver="greedy", releases_pages=True)
+    plan = place_step(problem, solver="greedy", releases_pages=True)
     view = view_step(problem, plan)
     assert 0 <= plan.peak_bytes - view.peak.held_bytes <= MAX_HEAP_SLACK_BYTES
     assert plan.peak_bytes < planned(problem).peak_bytes

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from memo_compile.costs.models import find_model
 from memo_compile.errors import InputError
-from memo_compile.models import find_model
-from memo_compile.planners.pipeline.offload import (
+from memo_compile.papers.kwai.offload import (
     Checkpoint,
     chunk_bytes,
     chunks_in_flight,
@@ -17,9 +17,9 @@ from memo_compile.planners.pipeline.offload import (
     resident_chunks,
     static_bytes,
 )
-from memo_compile.planners.pipeline.replay import ChunkTimes, is_offloaded, replay_step
-from memo_compile.planners.pipeline.schedule import Direction, PipelineShape, order_work
-from memo_compile.planners.pipeline.selection import SavedTensor, TensorRole, select_prefix
+from memo_compile.papers.kwai.pipeline_replay import ChunkTimes, is_offloaded, replay_step
+from memo_compile.papers.kwai.schedule import Direction, PipelineShape, order_work
+from memo_compile.papers.kwai.selection import SavedTensor, TensorRole, select_prefix
 
 DATA = Path(__file__).parents[1] / "data"
 BUDGET_BYTES = 65000 * 2**20

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from memo_compile.errors import ConfigError, Infeasible, UnsupportedGraph
-from memo_compile.movable import Action, MovableStep, RecomputeKey, RecomputeRegion
 from memo_compile.planners.policy import choose, reasons
 from memo_compile.planners.policy.candidates import CandidateSource
 from memo_compile.planners.policy.frontier import Choice, pareto
 from memo_compile.planners.policy.named import memo_alpha, named_moves
-from memo_compile.problem import Problem
-from memo_compile.simulate import peak_live_bytes
+from memo_compile.step.movable import Action, MovableStep, RecomputeKey, RecomputeRegion
+from memo_compile.step.problem import Problem
+from memo_compile.step.simulate import peak_live_bytes
 from tests.steps.movable import KIB, movable_step, recomputer
 
 S, O, R = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE  # noqa: E741

@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.layer_steps import Setting, gpt_step, recompute_of
-from memo_compile.hardware import find_hardware
-from memo_compile.models import find_model
-from memo_compile.movable import Action, Moves, RecomputeKey, Schedule
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.costs.models import find_model
 from memo_compile.planners import solver
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import CandidateSource, evaluate
-from memo_compile.planners.policy.greedy import MAX_KEYS, greedy_sequence
+from memo_compile.planners.policy.cheapest_first import MAX_KEYS, greedy_sequence
 from memo_compile.planners.policy.milp import lowest_peak, make_segments, solve_modes
 from memo_compile.planners.policy.model import StepModel, build_model
 from memo_compile.planners.policy.modes import (
@@ -27,7 +26,8 @@ from memo_compile.planners.policy.modes import (
 )
 from memo_compile.planners.policy.subsets import MAX_GROUPS, recompute_sets, slot_groups
 from memo_compile.planners.solver import SolveStatus
-from memo_compile.simulate import peak_live_bytes
+from memo_compile.step.movable import Action, Moves, RecomputeKey, Schedule
+from memo_compile.step.simulate import peak_live_bytes
 from tests.steps.movable import KIB, movable_step, recomputer
 
 ROTATING = Schedule(offload_lag=1, reload_lead=1)

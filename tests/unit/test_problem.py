@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from memo_compile.errors import InputError
-from memo_compile.plans import Plan
-from memo_compile.problem import (
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import (
     OutsideBuffer,
     Problem,
     RegionBuffer,
@@ -16,7 +16,7 @@ from memo_compile.problem import (
     live_bytes,
     outside_peak,
 )
-from memo_compile.serialise import from_json, to_json
+from memo_compile.step.serialise import from_json, to_json
 from tests.steps.small import HEAD, KIB, planned, two_layers
 
 

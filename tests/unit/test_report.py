@@ -6,9 +6,9 @@ import json
 import pytest
 
 import memo_compile
-from memo_compile.plans import Decision
-from memo_compile.problem import LayerClassInfo
 from memo_compile.reporting import state
+from memo_compile.step.plans import Decision
+from memo_compile.step.problem import LayerClassInfo
 from tests.steps.small import planned, two_layers
 
 pytestmark = pytest.mark.usefixtures("fresh_report")

@@ -5,15 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.costs.models import find_model
 from memo_compile.errors import InputError
-from memo_compile.hardware import find_hardware
-from memo_compile.models import find_model
-from memo_compile.planners.pipeline.offload import Checkpoint, divide_gpus, plan_offload
-from memo_compile.planners.search.calibrate import calibrate, predict_seconds, read_cost_model
-from memo_compile.planners.search.cost import CostModel, describe_workload, evaluate
-from memo_compile.planners.search.measurements import read_measurements
-from memo_compile.planners.search.ranking import search
-from memo_compile.planners.search.space import CHECKPOINTS, enumerate_space
+from memo_compile.papers.kwai.offload import Checkpoint, divide_gpus, plan_offload
+from memo_compile.papers.search.calibrate import calibrate, predict_seconds, read_cost_model
+from memo_compile.papers.search.cost import CostModel, describe_workload, evaluate
+from memo_compile.papers.search.measurements import read_measurements
+from memo_compile.papers.search.ranking import search
+from memo_compile.papers.search.space import CHECKPOINTS, enumerate_space
 
 DATA = Path(__file__).parents[1] / "data"
 H800 = find_hardware("h800")

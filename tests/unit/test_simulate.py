@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 
 from memo_compile.errors import InputError, InvalidPlan
-from memo_compile.movable import Action, Mode, Moves, Schedule
 from memo_compile.planners.moves import apply_moves
-from memo_compile.planners.step import plan_step
-from memo_compile.plans import Span
-from memo_compile.problem import OutsideBuffer
-from memo_compile.simulate import memory_curve, peak_live_bytes, simulate
+from memo_compile.planners.place_step import place_step
+from memo_compile.step.movable import Action, Mode, Moves, Schedule
+from memo_compile.step.plans import Span
+from memo_compile.step.problem import OutsideBuffer
+from memo_compile.step.simulate import memory_curve, peak_live_bytes, simulate
 from tests.steps.movable import (
     BACKWARD_S,
     FORWARD_S,
@@ -133,7 +133,7 @@ def test_the_memory_curve_of_a_small_step():
 
 def test_the_memory_curve_of_a_plan_has_its_peak():
     step = movable_step(3)
-    plan = plan_step(step.problem, solver="greedy")
+    plan = place_step(step.problem, solver="greedy")
     curve = memory_curve(step.problem, plan)
     assert max(size for _, size in curve) == plan.peak_bytes
     kept = memory_curve(step.problem)
@@ -146,7 +146,7 @@ def test_kernels_memory_counts():
     region = replace(problem.regions["Lb"], outside=(outside,))
     more = replace(problem, regions={**problem.regions, "Lb": region})
     assert peak_live_bytes(more) > peak_live_bytes(problem) + 56 * KIB
-    assert peak_live_bytes(more) <= plan_step(more, solver="greedy").peak_bytes
+    assert peak_live_bytes(more) <= place_step(more, solver="greedy").peak_bytes
 
 
 def test_a_step_of_nothing():

@@ -16,7 +16,7 @@ from memo_runtime.current import current
 from memo_runtime.host_store import HostStoreError
 from memo_runtime.instructions import Instruction
 from memo_runtime.leases import leases
-from memo_runtime.step import (
+from memo_runtime.run_step import (
     StartOffload,
     StartReload,
     StepCounters,

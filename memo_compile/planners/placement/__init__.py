@@ -1,12 +1,12 @@
 """PlacementProblem -> Placement: offsets of buffers in an arena."""
 
-from memo_compile.planners.placement.planner import place
-from memo_compile.planners.placement.problem import (
+from memo_compile.planners.placement.placement_problem import (
     Block,
     Buffer,
     Placement,
     PlacementProblem,
 )
+from memo_compile.planners.placement.planner import place
 from memo_compile.planners.placement.validate import check_placement, find_violations
 
 __all__ = [

@@ -26,8 +26,8 @@ from memo_compile.planners.placement.instance import (
 )
 from memo_compile.planners.placement.kernel import FOUND
 from memo_compile.planners.placement.mip import mip_offsets
-from memo_compile.planners.placement.problem import Buffer
-from memo_compile.planners.placement.search import Searcher
+from memo_compile.planners.placement.placement_problem import Buffer
+from memo_compile.planners.placement.portfolio import Searcher
 
 _CLASS_SECONDS = 0.5
 """Most seconds for level 1 of one class; a layer has tens of transients."""

@@ -12,8 +12,8 @@ import numpy as np
 from memo_compile.planners.placement import kernel
 from memo_compile.planners.placement.bounds import lower_bound, section_bounds
 from memo_compile.planners.placement.instance import Instance, build_instance
-from memo_compile.planners.placement.problem import PlacementProblem
-from memo_compile.planners.placement.search import Searcher, SearchOptions
+from memo_compile.planners.placement.placement_problem import PlacementProblem
+from memo_compile.planners.placement.portfolio import Searcher, SearchOptions
 
 _PROOF_NODES = 20_000
 """Choices spent on one attempt to prove that a smaller set does not fit either."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from memo_compile.errors import InputError
-from memo_compile.planners.placement.problem import (
+from memo_compile.planners.placement.placement_problem import (
     Block,
     Buffer,
     PlacementProblem,

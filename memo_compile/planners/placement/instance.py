@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memo_compile.planners.placement.problem import Buffer, PlacementProblem
+from memo_compile.planners.placement.placement_problem import Buffer, PlacementProblem
 
 Ints = npt.NDArray[np.int64]
 

@@ -24,8 +24,8 @@ from memo_compile.planners.placement.conflict import load_conflict, search_confl
 from memo_compile.planners.placement.greedy import ORDERS, greedy_offsets
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, build_instance
 from memo_compile.planners.placement.mip import mip_offsets
-from memo_compile.planners.placement.problem import Placement, PlacementProblem
-from memo_compile.planners.placement.search import Searcher, SearchOptions
+from memo_compile.planners.placement.placement_problem import Placement, PlacementProblem
+from memo_compile.planners.placement.portfolio import Searcher, SearchOptions
 from memo_compile.planners.solver import SolveStatus, available_engines
 
 _MANY_BUFFERS = 1500

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from memo_compile.errors import InvalidPlan
-from memo_compile.planners.placement.problem import Buffer, Placement, PlacementProblem
+from memo_compile.planners.placement.placement_problem import Buffer, Placement, PlacementProblem
 
 _SHOWN = 5
 """Violations quoted in an error; one defect usually shows up in many pairs."""

@@ -11,17 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from memo_compile.errors import InvalidPlan
-from memo_compile.movable import MovableStep, Moves, Schedule, StepCosts
 from memo_compile.planners.moves import apply_moves
-from memo_compile.planners.policy.greedy import greedy_sequence
+from memo_compile.planners.policy.cheapest_first import greedy_sequence
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
 from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel, build_model
 from memo_compile.planners.policy.modes import RecomputeOf, layer_modes, recompute_key
 from memo_compile.planners.policy.named import NAMED, ROTATING, named_moves
 from memo_compile.planners.policy.quanta import QUANTA
-from memo_compile.plans import Timeline
-from memo_compile.problem import CallKind, Problem
-from memo_compile.simulate import peak_live_bytes, simulate
+from memo_compile.step.movable import MovableStep, Moves, Schedule, StepCosts
+from memo_compile.step.plans import Timeline
+from memo_compile.step.problem import CallKind, Problem
+from memo_compile.step.simulate import peak_live_bytes, simulate
 
 log = logging.getLogger("memo")
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from memo_compile.errors import ConfigError, Infeasible
-from memo_compile.movable import MEASURED, Layer, Mode, MovableStep, Moves, Schedule
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.candidates import (
     Candidate,
@@ -25,9 +24,10 @@ from memo_compile.planners.policy.candidates import (
 from memo_compile.planners.policy.modes import RecomputeOf, with_launches
 from memo_compile.planners.policy.named import NAMED
 from memo_compile.planners.policy.quanta import QUANTA
-from memo_compile.plans import FrontierPoint, Timeline
-from memo_compile.problem import Problem
-from memo_compile.simulate import simulate
+from memo_compile.step.movable import MEASURED, Layer, Mode, MovableStep, Moves, Schedule
+from memo_compile.step.plans import FrontierPoint, Timeline
+from memo_compile.step.problem import Problem
+from memo_compile.step.simulate import simulate
 from memo_compile.units import format_bytes
 
 MAX_FLOOR_PLACEMENTS = 6

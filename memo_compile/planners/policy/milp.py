@@ -34,7 +34,7 @@ from typing import Any
 
 from memo_compile.errors import ConfigError
 from memo_compile.planners import solver
-from memo_compile.planners.policy.greedy import MAX_KEYS
+from memo_compile.planners.policy.cheapest_first import MAX_KEYS
 from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel
 from memo_compile.planners.policy.modes import ModeCost
 from memo_compile.planners.solver import SolveStatus, total, weighted

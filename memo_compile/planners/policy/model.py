@@ -13,10 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memo_compile.movable import Action, Layer, Mode, MovableStep, Schedule, StepCosts
 from memo_compile.planners.policy.modes import ModeCost
-from memo_compile.planners.residency import step_constant_bytes
-from memo_compile.problem import (
+from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Schedule, StepCosts
+from memo_compile.step.problem import (
     Phase,
     Problem,
     arena_buffers,
@@ -25,6 +24,7 @@ from memo_compile.problem import (
     ordinary_events,
     outside_events,
 )
+from memo_compile.step.residency import step_constant_bytes
 
 COPY_WEIGHT = 1e-4
 """Cost of a second of copying that hides completely, in seconds of the step: of two plans that are

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.movable import (
+from memo_compile.planners.move_rules import facts_of, recomputable, recompute_closure
+from memo_compile.planners.policy.subsets import recompute_sets, remake_s
+from memo_compile.step.copy_times import copy_s
+from memo_compile.step.movable import (
     Action,
     LayerClass,
     Mode,
@@ -19,11 +22,8 @@ from memo_compile.movable import (
     RecomputeRegion,
     StepCosts,
 )
-from memo_compile.planners.copy_times import copy_s
-from memo_compile.planners.move_rules import facts_of, recomputable, recompute_closure
-from memo_compile.planners.policy.subsets import recompute_sets, remake_s
-from memo_compile.problem import RegionProfile, align
-from memo_compile.simulate import running_sums
+from memo_compile.step.problem import RegionProfile, align
+from memo_compile.step.simulate import running_sums
 
 MAX_MODES = 12
 """Modes of one class. The program of the whole step has a variable for each mode and layer."""

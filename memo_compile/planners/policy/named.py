@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from memo_compile.errors import ConfigError, UnsupportedGraph
-from memo_compile.movable import Action, Layer, LayerClass, Mode, MovableStep, Moves, Schedule
 from memo_compile.planners.policy.modes import (
     RecomputeOf,
     Rights,
@@ -26,7 +25,8 @@ from memo_compile.planners.policy.modes import (
     splittable,
 )
 from memo_compile.planners.policy.quanta import QUANTA, quantise
-from memo_compile.problem import align
+from memo_compile.step.movable import Action, Layer, LayerClass, Mode, MovableStep, Moves, Schedule
+from memo_compile.step.problem import align
 
 NAMED = ("save", "full-recompute", "full-offload", "memo")
 """Policies that are one plan (``memo``: one for each alpha)."""

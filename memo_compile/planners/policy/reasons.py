@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from memo_compile.movable import Action, Layer, LayerClass, Mode, MovableStep, Moves
-from memo_compile.planners.copy_times import copy_s
 from memo_compile.planners.move_rules import recomputable
 from memo_compile.planners.policy.subsets import remake_s
+from memo_compile.step.copy_times import copy_s
+from memo_compile.step.movable import Action, Layer, LayerClass, Mode, MovableStep, Moves
 from memo_compile.units import format_bytes, format_seconds
 
 

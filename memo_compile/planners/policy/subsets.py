@@ -7,8 +7,8 @@ All subsets are evaluated at once with numpy, a row of the table a subset. Slots
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from memo_compile.movable import LayerClass
 from memo_compile.planners.move_rules import recompute_closure
+from memo_compile.step.movable import LayerClass
 
 MAX_GROUPS = 12
 """2^12 subsets of 100 operators take 10 ms."""

@@ -1,0 +1,158 @@
+"""Which unit of the step (prologue, layer, epilogue) each node of the joint graph belongs to.
+
+Forward nodes have the unit that layer detection found. A backward node shares ``seq_nr`` with the
+forward operator whose gradient it is part of. What has neither (gradient sums, patterns that
+Inductor replaced) goes where its inputs are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from memo_runtime import ops
+from torch import fx
+
+from memo_compile.analysis.layers import LayerStructure, find_layers
+from memo_compile.analysis.purity import is_write
+from memo_compile.analysis.views import storage_of
+
+UNIT = "memo_unit"
+"""Key of ``node.meta``: the index of the unit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointUnits:
+    """The units of a joint graph. Tags are on the nodes, under UNIT."""
+
+    structure: LayerStructure
+    forward: tuple[fx.Node, ...]
+
+    @property
+    def num_units(self) -> int:
+        """Prologue, layers, gaps and epilogue together."""
+        return len(self.structure.units)
+
+
+def forward_nodes(joint: fx.GraphModule) -> tuple[fx.Node, ...]:
+    """The call_function nodes of the forward, in graph order.
+
+    Nodes that a pattern replaced carry no tag; they belong to the forward when it reads them.
+    """
+    wanted = {node for node in joint.graph.nodes if _is_tagged_forward(node)}
+    for node in reversed(joint.graph.nodes):
+        if node in wanted:
+            wanted.update(node.all_input_nodes)
+    return tuple(n for n in joint.graph.nodes if n.op == "call_function" and n in wanted)
+
+
+def _is_tagged_forward(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.meta.get("partitioner_tag") == "is_forward"
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """True for an incoming gradient; AOTAutograd names these placeholders ``tangents_N``."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def tag_units(joint: fx.GraphModule) -> JointUnits:
+    """Write the unit of every node into its meta where it is known. Cost: that of find_layers."""
+    forward = forward_nodes(joint)
+    structure = find_layers(forward)
+    unit_of_seq: dict[int, int] = {}
+    for index, unit in enumerate(structure.units):
+        for node in forward[unit.start : unit.end]:
+            node.meta[UNIT] = index
+            if (seq := node.meta.get("seq_nr")) is not None:
+                unit_of_seq[seq] = index
+    for node in forward:
+        if node.target is torch.ops.prims.inductor_lookup_seed.default:
+            # Its index differs from layer to layer; made beside the seeds, it becomes an input.
+            node.meta[UNIT] = node.all_input_nodes[0].meta[UNIT]
+    known = set(forward)
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and node not in known:
+            known_unit = unit_of_seq.get(node.meta.get("seq_nr"))
+            if known_unit is not None:
+                node.meta[UNIT] = known_unit
+    return JointUnits(structure=structure, forward=forward)
+
+
+def forward_positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Node -> the step's region that runs it, for a forward graph: regions are the units.
+
+    A node never runs before its inputs; one without a unit runs as early as it can.
+    """
+    positions = _settle(graph, {node: node.meta.get(UNIT) for node in graph.nodes})
+    _write_after_reads(graph, positions)
+    return positions
+
+
+def _write_after_reads(graph: fx.Graph, positions: dict[fx.Node, int]) -> None:
+    """Move every write into an input behind the last region that reads the old value, in place."""
+    last_read: dict[fx.Node, int] = {}
+    for node, position in positions.items():
+        for source in node.all_input_nodes:
+            root = storage_of(source)
+            last_read[root] = max(last_read.get(root, 0), position)
+    for node in graph.nodes:
+        if node in positions and is_write(node):
+            positions[node] = max(positions[node], last_read[storage_of(node.all_input_nodes[0])])
+
+
+def backward_positions(graph: fx.Graph, num_units: int) -> dict[fx.Node, int]:
+    """Node -> the step's region that runs it, for a backward graph: the units in reverse.
+
+    What depends on no incoming gradient (recomputed forward nodes above all) runs where it is
+    first read: no layer needs another layer's recomputation (see ``analysis.saved``).
+    """
+    gradients = tangent_dependents(graph)
+    wanted: dict[fx.Node, int | None] = {}
+    for node in graph.nodes:
+        if node in gradients:
+            unit = node.meta.get(UNIT)
+            wanted[node] = None if unit is None else num_units - 1 - unit
+    positions = _settle(graph, wanted)
+    for node in reversed(graph.nodes):
+        if _runs(node) and node not in gradients:
+            readers = [positions[user] for user in node.users if user in positions]
+            positions[node] = min(readers, default=num_units - 1)
+    _write_after_reads(graph, positions)
+    return positions
+
+
+def tangent_dependents(graph: fx.Graph) -> set[fx.Node]:
+    """Placeholders of incoming gradients and all that is computed from them."""
+    found = set()
+    for node in graph.nodes:
+        must = node.meta.get("partitioner_tag") == "must_be_in_backward"
+        inherits = any(source in found for source in node.all_input_nodes)
+        if node.op != "output" and (is_tangent(node) or must or inherits):
+            found.add(node)
+    return found
+
+
+def _runs(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is not ops.fetch
+
+
+def _settle(graph: fx.Graph, wanted: dict[fx.Node, int | None]) -> dict[fx.Node, int]:
+    """Per key of ``wanted`` its position, but at least that of every input; 0 if unknown."""
+    positions: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node not in wanted or not _runs(node):
+            continue
+        floor = max((positions.get(source, 0) for source in node.all_input_nodes), default=0)
+        position = wanted[node]
+        positions[node] = floor if position is None else max(floor, position)
+    return positions
+
+
+def source_line(node: fx.Node) -> str | None:
+    """``file:line`` of the user's code that made ``node``, from its stack trace."""
+    trace = node.meta.get("stack_trace") or ""
+    lines: Sequence[str] = [line for line in trace.splitlines() if line.strip().startswith("File")]
+    if not lines:
+        return None
+    parts = lines[-1].split('"')
+    number = lines[-1].split("line ")[-1].split(",")[0]
+    return f"{parts[1]}:{number}" if len(parts) > 1 else None

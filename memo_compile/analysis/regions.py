@@ -1,0 +1,54 @@
+"""A region before lowering, and what every lowering returns: profile, buffer types, how to run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from memo_compile.step.problem import RegionProfile
+
+RunRegion = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewSpec:
+    """How a buffer's bytes are read: dtype, size and stride in elements."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionGraph:
+    """A region before lowering.
+
+    ``gm`` takes its placeholders in order and returns a tuple. Outputs in ``external_outputs``
+    go to the user and must lie in ordinary memory. ``static_inputs`` are parameters and buffers:
+    their addresses do not change from step to step.
+    """
+
+    name: str
+    gm: fx.GraphModule
+    external_outputs: frozenset[int]
+    static_inputs: tuple[int, ...]
+    is_backward: bool
+    device: torch.device
+    op_by_op: bool = False
+    """Run operator by operator whatever the lowering: an output may lie over an input, which one
+    operator allows and several kernels need not."""
+
+    def example_inputs(self) -> list[Any]:
+        """The fake values of the placeholders, in order."""
+        return [node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredRegion:
+    """A region that can run: ``run(inputs)`` writes into ``memo_runtime.current.views``."""
+
+    profile: RegionProfile
+    views: tuple[ViewSpec, ...]
+    run: RunRegion

@@ -1,0 +1,1 @@
+"""The independent checker: it shares the step's data with the planners, and nothing else."""

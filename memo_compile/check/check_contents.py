@@ -1,0 +1,419 @@
+"""What every byte of a step holds while its calls run, and which copies are in flight.
+
+Part of the independent checker; it needs no plan. The rules are those of three lanes. Calls run
+in order on the compute lane. A copy begins after all calls before it, and after earlier copies of
+its own lane; it may still run at any later moment, up to the WAIT that names it. So, from its
+issue to its WAIT,
+
+- the bytes that an OFFLOAD reads are not written (reads are fine);
+- the bytes that a RELOAD writes are neither read nor written by a call.
+
+A byte's content is named by the buffer that was written last into it, and by its place in the
+storage: a RELOAD must bring byte i of a value to byte i.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from memo_compile.check.byte_map import ByteMap
+from memo_compile.step.problem import (
+    ALIGNMENT_BYTES,
+    CallKind,
+    Into,
+    OutputSlot,
+    Phase,
+    Problem,
+    RegionProfile,
+    StepCall,
+    Storage,
+)
+
+COPIES = (CallKind.OFFLOAD, CallKind.RELOAD)
+
+Pieces = list[tuple[int, int, str]]
+"""(start, end, the buffer that wrote these bytes), in order."""
+
+UNKNOWN_BYTES = 1 << 62
+"""Stands for the size of memory that the step was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """A copy that was issued and not yet waited for."""
+
+    call: StepCall
+    value: str
+    storage: str
+    start: int
+    end: int
+    """Bytes of the storage."""
+    host_start: int
+
+    @property
+    def host_end(self) -> int:
+        """The first byte of the host frame after those copied."""
+        return self.host_start + self.end - self.start
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """What an OFFLOAD left in host memory."""
+
+    flight: Flight
+    pieces: Pieces
+    reloads: list[str] = field(default_factory=list)
+    """The calls that read it."""
+
+
+def misshapen_calls(problem: Problem) -> tuple[str, ...]:
+    """What is wrong with the calls' own form, so that they cannot even be replayed."""
+    found = []
+    for call in problem.calls:
+        region = problem.regions.get(call.region)
+        if region is None:
+            found.append(f"{call.name} runs {call.region}, which is no region")
+            continue
+        ports = (len(region.input_ends), len(region.outputs))
+        got = (len(call.inputs), len(call.outputs), call.copy is not None, bool(call.waits_for))
+        if got[:2] != ports:
+            found.append(f"{call.name}: {call.region} has (inputs, outputs) {ports}, got {got[:2]}")
+        expected = {
+            CallKind.OFFLOAD: (1, 0, True, False),
+            CallKind.RELOAD: (0, 1, True, False),
+            CallKind.WAIT: (1, 0, False, True),
+        }.get(call.kind, (*ports, False, False))
+        if got != expected:
+            found.append(
+                f"{call.name}: expected (inputs, outputs, has a copy, waits) of a "
+                f"{call.kind.value} to be {expected}, got {got}"
+            )
+    return tuple(found)
+
+
+class StepContents:
+    """Replays calls one by one; ``complain`` is told what cannot be right."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        complain: Callable[[str], None],
+        made_again: Callable[[StepCall, int], Pieces | None] | None = None,
+    ) -> None:
+        """``made_again`` tells what a RECOMPUTE call writes into a buffer, where it is known."""
+        self.problem = problem
+        self.complain = complain
+        self.made_again = made_again
+        made = {value for call in problem.calls for value in call.outputs}
+        given = [value for value in problem.inputs if value not in made]
+        self.storage_of: dict[str, str] = dict(zip(given, given, strict=True))
+        """Value -> its storage: ``call/buffer``, or the value itself in ordinary memory."""
+        self.held: dict[str, ByteMap[str]] = {}
+        self.size_of: dict[str, int] = {}
+        self.source_of: dict[str, str] = {}
+        """RELOADed value -> the value that was offloaded."""
+        self.flights: dict[str, Flight] = {}
+        self._calls: dict[str, CallKind] = {}
+        self._waited: set[str] = set()
+        self._busy: dict[str, dict[str, Flight]] = {}
+        self._host: ByteMap[Stored] = ByteMap()
+        self._partial: set[str] = set()
+        """Storages that a RELOAD made and that were not yet seen to be full."""
+        self._written: dict[str, list[tuple[int, int, str]]] = {}
+        self._reader: dict[str, str] = {}
+        self._in_arena: set[str] = set()
+        self._inputs = frozenset(problem.inputs)
+        self._in_backward = False
+        for value in given:
+            self._fill(value, UNKNOWN_BYTES, [(0, UNKNOWN_BYTES, value)])
+
+    def replay(self, call: StepCall) -> None:
+        """Everything that ``call`` reads, writes, issues or waits for has been looked at."""
+        region = self.problem.regions[call.region]
+        self._check_order(call)
+        if call.kind is CallKind.WAIT:
+            self._wait(call)
+        for value in call.inputs:
+            self._read(call, value)
+        for into in call.into:
+            self._write(call, region, into)
+        if call.kind is CallKind.OFFLOAD:
+            self._offload(call)
+        for slot, value in zip(region.outputs, call.outputs, strict=True):
+            self._make(call, region, slot, value)
+        if call.kind is CallKind.RELOAD:
+            self._reload(call)
+
+    def finish(self) -> None:
+        """Complains about copies that nothing waits for."""
+        for name in self.flights:
+            self.complain(f"{name} is never waited for")
+
+    def is_busy(self, storage: str) -> bool:
+        """True while a copy reads or writes ``storage``."""
+        return bool(self._busy.get(storage))
+
+    def pieces_of(self, value: str) -> Pieces:
+        """What the storage of ``value`` holds."""
+        storage = self.storage_of.get(value, value)
+        held = self.held.get(storage)
+        return held.pieces(0, self.size_of[storage]) if held is not None else []
+
+    def _check_order(self, call: StepCall) -> None:
+        if call.name in self._calls:
+            self.complain(f"two calls are named {call.name}")
+        self._calls[call.name] = call.kind
+        if self._in_backward and call.phase is Phase.FORWARD:
+            self.complain(f"{call.name} of the forward comes after the backward has begun")
+        self._in_backward |= call.phase is Phase.BACKWARD
+
+    def _wait(self, call: StepCall) -> None:
+        name = call.waits_for
+        if name is None:
+            return
+        flight = self.flights.pop(name, None)
+        if flight is None:
+            why = (
+                "it was waited for before"
+                if name in self._waited
+                else "it was not issued before"
+                if self._calls.get(name) not in COPIES
+                else "it did not begin"
+            )
+            self.complain(f"{call.name} waits for {name}, but {why}")
+            return
+        self._waited.add(name)
+        del self._busy[flight.storage][name]
+        if call.inputs != (flight.value,):
+            self.complain(
+                f"{call.name} waits for the copy of {flight.value} but holds {call.inputs}"
+            )
+
+    def _read(self, call: StepCall, value: str) -> None:
+        storage = self.storage_of.get(value)
+        if storage is None:
+            self.complain(f"{call.name} reads {value} before it is made")
+            return
+        if call.kind is CallKind.WAIT:
+            return
+        for flight in self._busy.get(storage, {}).values():
+            if flight.call.kind is CallKind.RELOAD:
+                self.complain(f"{call.name} reads {value} before a wait for {flight.call.name}")
+        if storage in self._partial:
+            self._require_full(call, value, storage)
+        if not any(self.storage_of.get(into.value) == storage for into in call.into):
+            self._reader[storage] = call.name
+
+    def _require_full(self, call: StepCall, value: str, storage: str) -> None:
+        """Only the bytes that rounding up to the alignment added may be missing."""
+        size = self.size_of[storage]
+        gaps = list(self.held[storage].gaps(0, size))
+        if gaps and gaps[-1][1] == size and size - gaps[-1][0] < ALIGNMENT_BYTES:
+            gaps.pop()
+        for start, end in gaps:
+            self.complain(f"{call.name} reads {value}, but nothing fills bytes [{start}, {end})")
+        if not gaps:
+            self._partial.discard(storage)
+
+    def _write(self, call: StepCall, region: RegionProfile, into: Into) -> None:
+        storage = self.storage_of.get(into.value)
+        if storage is None:
+            self.complain(f"{call.name} writes into {into.value} before it is made")
+            return
+        start = into.offset_bytes
+        end = start + region.buffers[into.buffer].size_bytes
+        size = self.size_of[storage]
+        if start < 0 or start >= size or end - size >= ALIGNMENT_BYTES:
+            self.complain(
+                f"{call.name} writes bytes [{start}, {end}) into {into.value} of {size} B"
+            )
+        for flight in self._busy.get(storage, {}).values():
+            if _clash(start, end, flight.start, flight.end):
+                self.complain(
+                    f"{call.name} writes into {into.value} while {flight.call.name} copies it"
+                )
+        updates = any(self.storage_of.get(value) == storage for value in call.inputs)
+        if not updates:
+            self._check_first_write(call, into.value, storage, start, end)
+        elif len(region.buffers) > 1 or region.outside:
+            self.complain(
+                f"{call.name} writes over {into.value}, which it reads, in several operations: the "
+                "first may overwrite what a later one reads"
+            )
+        self._written.setdefault(storage, []).append((start, end, call.name))
+        self._paint(call, into, storage, start, min(end, size))
+
+    def _check_first_write(
+        self, call: StepCall, value: str, storage: str, start: int, end: int
+    ) -> None:
+        """A call that does not read what it replaces must replace nothing that matters."""
+        for other_start, other_end, other in self._written.get(storage, ()):
+            is_exact = self._calls.get(other) is CallKind.RELOAD
+            if _clash(start, end, other_start, other_end) and (
+                is_exact or _clash(other_start, other_end, start, end)
+            ):
+                self.complain(f"{call.name} and {other} write the same bytes of {value}")
+        reader = self._reader.get(storage)
+        if reader is not None:
+            self.complain(f"{call.name} writes into {value} after {reader} has read it")
+
+    def _paint(self, call: StepCall, into: Into, storage: str, start: int, end: int) -> None:
+        """The alignment tail of a write leaves alone what others wrote there."""
+        held = self.held[storage]
+        for other_start, _, _ in self._written.get(storage, ()):
+            if start < other_start < end and end - other_start < ALIGNMENT_BYTES:
+                end = other_start
+        known = self.made_again(call, into.buffer) if self.made_again and start == 0 else None
+        if known is None:
+            name = self.problem.regions[call.region].buffers[into.buffer].name
+            known = [(start, end, f"{call.name}/{name}")]
+        for first, last, tag in known:
+            if 0 <= first < min(last, end):
+                held.paint(first, min(last, end), tag)
+
+    def _offload(self, call: StepCall) -> None:
+        flight = self._begin(call, call.inputs[:1])
+        if flight is None:
+            return
+        for start, end, stored in self._host.pieces(flight.host_start, flight.host_end):
+            in_flight = [name for name in stored.reloads if name in self.flights]
+            if not stored.reloads or in_flight:
+                why = f"{in_flight[0]} still reads" if in_flight else "nothing has reloaded"
+                self.complain(
+                    f"{call.name} overwrites host bytes [{start}, {end}) of {stored.flight.value}, "
+                    f"which {why}"
+                )
+        pieces = self.held[flight.storage].pieces(flight.start, flight.end)
+        self._host.paint(flight.host_start, flight.host_end, Stored(flight=flight, pieces=pieces))
+
+    def _begin(self, call: StepCall, values: tuple[str, ...]) -> Flight | None:
+        """The copy in flight; None when it cannot even be said what it copies."""
+        copy = call.copy
+        storage = self.storage_of.get(values[0]) if values else None
+        if copy is None or storage is None:
+            return None
+        if storage not in self._in_arena:
+            self.complain(f"{call.name} copies {values[0]}, which is not in the arena")
+            return None
+        flight = Flight(
+            call=call,
+            value=values[0],
+            storage=storage,
+            start=copy.start_bytes,
+            end=copy.end_bytes,
+            host_start=copy.host_offset,
+        )
+        if flight.end > self.size_of[storage]:
+            self.complain(
+                f"{call.name} copies bytes [{flight.start}, {flight.end}) of {flight.value}, which "
+                f"has {self.size_of[storage]} B"
+            )
+        if flight.host_end > self.problem.host_bytes:
+            self.complain(
+                f"{call.name} uses host bytes [{flight.host_start}, {flight.host_end}) of "
+                f"{self.problem.host_bytes} B"
+            )
+        self.flights[call.name] = flight
+        self._busy.setdefault(storage, {})[call.name] = flight
+        return flight
+
+    def _reload(self, call: StepCall) -> None:
+        flight = self._begin(call, call.outputs)
+        if flight is None:
+            return
+        self._partial.add(flight.storage)
+        held = self.held[flight.storage]
+        for start, end in self._host.gaps(flight.host_start, flight.host_end):
+            self.complain(
+                f"{call.name} reads host bytes [{start}, {end}), which nothing has written"
+            )
+        shift = flight.host_start - flight.start
+        for start, end, stored in self._host.pieces(flight.host_start, flight.host_end):
+            stored.reloads.append(call.name)
+            self._check_stored(call, flight, stored)
+            for first, last, tag in stored.pieces:
+                low, high = max(start - shift, first), min(end - shift, last)
+                if low < high:
+                    held.paint(low, high, tag)
+        self._written[flight.storage] = [(flight.start, flight.end, call.name)]
+
+    def _check_stored(self, call: StepCall, flight: Flight, stored: Stored) -> None:
+        source = stored.flight
+        if source.call.name in self.flights:
+            self.complain(f"{call.name} begins before a wait for {source.call.name}")
+        if flight.host_start - flight.start != source.host_start - source.start:
+            self.complain(
+                f"{call.name} brings bytes of {source.value} to another place: host byte "
+                f"{flight.host_start} is its byte "
+                f"{flight.host_start - source.host_start + source.start}, not {flight.start}"
+            )
+        if self.source_of.setdefault(flight.value, source.value) != source.value:
+            self.complain(
+                f"{call.name} mixes bytes of {self.source_of[flight.value]} and {source.value}"
+            )
+        now = self.held[source.storage].pieces(source.start, source.end)
+        if now != stored.pieces:
+            self.complain(
+                f"{call.name} reloads {source.value} as it was before a call wrote into it"
+            )
+
+    def _make(self, call: StepCall, region: RegionProfile, slot: OutputSlot, value: str) -> None:
+        if value in self.storage_of:
+            self.complain(f"{call.name} makes {value}, which exists already")
+        if slot.storage is Storage.ARENA and value in self._inputs:
+            # autograd hands outputs of the forward to the backward; they are in ordinary memory
+            self.complain(f"{call.name} makes {value} in the arena, but the step is given it")
+        storage = value
+        if slot.storage is Storage.INPUT:
+            assert slot.index is not None, f"{call.name}: INPUT output without an input"
+            source = call.inputs[slot.index]
+            self.storage_of[value] = self.storage_of.get(source, source)
+            return
+        if slot.storage is Storage.ARENA:
+            assert slot.index is not None, f"{call.name}: ARENA output without a buffer"
+            inside = next((one.value for one in call.into if one.buffer == slot.index), None)
+            if inside is not None:
+                self.storage_of[value] = self.storage_of.get(inside, inside)
+                return
+            storage = f"{call.name}/{region.buffers[slot.index].name}"
+        self.storage_of[value] = storage
+        if storage not in self.held:
+            self._fill_output(call, region, slot, storage)
+
+    def _fill_output(
+        self, call: StepCall, region: RegionProfile, slot: OutputSlot, storage: str
+    ) -> None:
+        if slot.storage is not Storage.ARENA or slot.index is None:
+            self._fill(storage, max(slot.size_bytes, 1), [(0, max(slot.size_bytes, 1), storage)])
+            return
+        self._in_arena.add(storage)
+        size = region.buffers[slot.index].size_bytes
+        pieces: Pieces = [(0, size, storage)]
+        if call.kind is CallKind.RELOAD:
+            pieces = []
+        elif self.made_again is not None:
+            known = self.made_again(call, slot.index)
+            pieces = pieces if known is None else known
+        self._fill(storage, size, pieces)
+
+    def _fill(self, storage: str, size_bytes: int, pieces: Pieces) -> None:
+        self.size_of[storage] = size_bytes
+        held: ByteMap[str] = ByteMap()
+        for start, end, tag in pieces:
+            if start < min(end, size_bytes):
+                held.paint(start, min(end, size_bytes), tag)
+        self.held[storage] = held
+
+
+def _share(start: int, end: int, other_start: int, other_end: int) -> bool:
+    return start < other_end and other_start < end
+
+
+def _clash(start: int, end: int, other_start: int, other_end: int) -> bool:
+    """True when a write to ``[start, end)`` touches the other range.
+
+    A buffer's size is rounded up to the alignment, so that a range that begins inside its last
+    ``ALIGNMENT_BYTES`` - 1 bytes is not touched.
+    """
+    if not _share(start, end, other_start, other_end):
+        return False
+    return not (start < other_start and end - other_start < ALIGNMENT_BYTES)

@@ -1,0 +1,208 @@
+"""The independent check that a step with moves computes what the step without them computes.
+
+``moved`` must run the regions of ``original`` in the same order, on the same values or on values
+that hold the same bytes. What holds the same bytes is proved by replaying both side by side
+(``check_contents.py``): every byte is named by the buffer that wrote it and by its place in the
+storage, copies carry these names along, and recomputation brings the names that a ``Remake``
+declares for it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from memo_compile.check.check_contents import Pieces, StepContents, misshapen_calls
+from memo_compile.step.movable import Layer, MovableStep, RecomputeRegion
+from memo_compile.step.plans import CheckVerdict
+from memo_compile.step.problem import ALIGNMENT_BYTES, CallKind, Problem, StepCall, Storage
+
+MAX_PROBLEMS = 20
+"""The verdict stops there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remake:
+    """What a RECOMPUTE call makes of what, in names of the step without moves, by position.
+
+    An output of fewer rows than the value it stands for holds the first ones. ``maker`` is the call
+    of the forward whose operators run again: what others write into its outputs is not made again.
+    """
+
+    maker: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def remakes_of(
+    step: MovableStep, moved: Problem, regions: Iterable[RecomputeRegion]
+) -> dict[str, Remake]:
+    """What each RECOMPUTE call of ``moved`` must make, by the call's name.
+
+    The layer is one of the next backward call's, of the key's class: not the names of values, but
+    the region's key and the place of the call say what is made. A call for which they say nothing
+    is left out; what it makes then equals nothing.
+    """
+    by_name = {one.key.region: one for one in regions}
+    layers_of: dict[tuple[str, str], Layer] = {
+        (layer.backward, layer.class_key): layer for layer in step.layers
+    }
+    calls = {call.name: call for call in step.problem.calls}
+    found: dict[str, Remake] = {}
+    reader = ""
+    for call in reversed(moved.calls):
+        if call.kind is CallKind.RUN:
+            reader = call.name
+        region = by_name.get(call.region)
+        if call.kind is not CallKind.RECOMPUTE or region is None:
+            continue
+        layer = layers_of.get((reader, region.key.class_key))
+        if layer is not None:
+            found[call.name] = _remake(calls[layer.forward], layer, region)
+    return found
+
+
+def _remake(forward: StepCall, layer: Layer, region: RecomputeRegion) -> Remake:
+    inputs = []
+    for one in region.inputs:
+        if one.slot is not None:
+            inputs.append(layer.values[one.slot])
+        else:
+            assert one.forward_input is not None, f"{region.key.region}: an input from nowhere"
+            inputs.append(forward.inputs[one.forward_input])
+    outputs = tuple(layer.values[slot] for slot in region.key.slots)
+    return Remake(maker=forward.name, inputs=tuple(inputs), outputs=outputs)
+
+
+def check_moves(
+    original: Problem, moved: Problem, remakes: Mapping[str, Remake] | None = None
+) -> CheckVerdict:
+    """Why ``moved`` may compute something else than ``original``, in words.
+
+    ``remakes`` says by call name what RECOMPUTE calls make; without it nothing that was
+    recomputed may be read. Cost: linear in the calls, their reads, and the pieces that values
+    are put together from.
+    """
+    misshapen = (*misshapen_calls(original), *misshapen_calls(moved))
+    if misshapen:
+        return CheckVerdict(problems=misshapen[:MAX_PROBLEMS])
+    return _Comparison(original, moved, remakes or {}).run()
+
+
+class _Comparison:
+    def __init__(self, original: Problem, moved: Problem, remakes: Mapping[str, Remake]) -> None:
+        self.problems: list[str] = []
+        self.remakes = remakes
+        self.original = StepContents(original, lambda text: self._complain(f"unmoved: {text}"))
+        self.moved = StepContents(moved, self._complain, self._made_again)
+        self.stands_for: dict[str, str] = {}
+        """Value of the moved step -> the value of the original it is a copy of."""
+        self.num_reads = 0
+
+    def run(self) -> CheckVerdict:
+        self._compare_frames()
+        runs = iter(self.original.problem.calls)
+        for call in self.moved.problem.calls:
+            if call.kind is CallKind.RUN:
+                if not self._step(call, next(runs, None)):
+                    break
+            else:
+                self._step_added(call)
+            if len(self.problems) >= MAX_PROBLEMS:
+                break
+        else:
+            self.moved.finish()
+            self.problems += [f"{left.name} is missing" for left in runs]
+        return CheckVerdict(problems=tuple(self.problems[:MAX_PROBLEMS]), num_reads=self.num_reads)
+
+    def _compare_frames(self) -> None:
+        original, moved = self.original.problem, self.moved.problem
+        for name in ("inputs", "fixed"):
+            if getattr(original, name) != getattr(moved, name):
+                self._complain(f"the moved step has other {name}")
+        for name, region in original.regions.items():
+            if moved.regions.get(name, region) != region:
+                self._complain(f"region {name} is not the same in the moved step")
+
+    def _step(self, call: StepCall, expected: StepCall | None) -> bool:
+        """Both steps have run ``call``; False when they do not run the same at all."""
+        if expected is None or _code(call) != _code(expected):
+            what = "nothing" if expected is None else expected.name
+            self._complain(f"{call.name} runs where the step without moves runs {what}")
+            return False
+        for value, stand_in in self._pairs(call, expected):
+            self._compare(call, value, stand_in)
+        self.original.replay(expected)
+        self.moved.replay(call)
+        return True
+
+    def _pairs(self, call: StepCall, expected: StepCall) -> Iterator[tuple[str, str]]:
+        yield from zip(expected.inputs, call.inputs, strict=True)
+        for one, other in zip(expected.into, call.into, strict=True):
+            yield one.value, other.value
+
+    def _step_added(self, call: StepCall) -> None:
+        remake = self.remakes.get(call.name)
+        if call.kind is CallKind.RECOMPUTE and remake is not None:
+            counts = (len(remake.inputs), len(remake.outputs))
+            if counts != (len(call.inputs), len(call.outputs)):
+                self._complain(f"{call.name}: expected (inputs, outputs) {counts}")
+                return
+            for value, stand_in in zip(remake.inputs, call.inputs, strict=True):
+                self._compare(call, value, stand_in)
+            self.stands_for.update(zip(call.outputs, remake.outputs, strict=True))
+        self.moved.replay(call)
+        if call.kind is CallKind.RELOAD:
+            source = self.moved.source_of.get(call.outputs[0])
+            if source is not None:
+                self.stands_for[call.outputs[0]] = self.stands_for.get(source, source)
+
+    def _made_again(self, call: StepCall, buffer: int) -> Pieces | None:
+        """What the original's value holds that ``call`` writes into ``buffer``."""
+        remake = self.remakes.get(call.name)
+        if remake is None or call.kind is not CallKind.RECOMPUTE:
+            return None
+        slots = self.moved.problem.regions[call.region].outputs
+        for slot, value in zip(slots, remake.outputs, strict=True):
+            if slot.storage is Storage.ARENA and slot.index == buffer:
+                pieces = self.original.pieces_of(value)
+                made = all(tag.startswith(f"{remake.maker}/") for _, _, tag in pieces)
+                return pieces if made else None
+        return None
+
+    def _compare(self, call: StepCall, value: str, stand_in: str) -> None:
+        """Complains unless ``stand_in`` of the moved step is, bit by bit, ``value``."""
+        self.num_reads += 1
+        named = self.stands_for.get(stand_in, stand_in)
+        if named != value:
+            self._complain(
+                f"{call.name} reads {stand_in}, which is {named}, where it must read {value}"
+            )
+            return
+        expected, got = self.original.pieces_of(value), self.moved.pieces_of(stand_in)
+        if expected != got and expected != _with_tail(got, expected):
+            self._complain(
+                f"{call.name} reads {stand_in} for {value}: expected bytes {_text(expected)}, "
+                f"got {_text(got)}"
+            )
+
+    def _complain(self, problem: str) -> None:
+        self.problems.append(problem)
+
+
+def _code(call: StepCall) -> tuple[object, ...]:
+    """What must be equal in both steps: all but the names of the values that are used."""
+    into = tuple((one.buffer, one.offset_bytes) for one in call.into)
+    counts = (call.kind, len(call.inputs))
+    return call.name, call.region, call.phase, call.outputs, counts, into
+
+
+def _with_tail(got: Pieces, expected: Pieces) -> Pieces:
+    """``got``, grown to the end of ``expected`` where only alignment is missing."""
+    if not got or not expected:
+        return got
+    start, end, tag = got[-1]
+    last = expected[-1][1]
+    return [*got[:-1], (start, last, tag)] if 0 < last - end < ALIGNMENT_BYTES else got
+
+
+def _text(pieces: Pieces) -> str:
+    return ", ".join(f"[{start}, {end}) of {tag}" for start, end, tag in pieces) or "none"

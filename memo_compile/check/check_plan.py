@@ -1,0 +1,336 @@
+"""The independent checker: replays a plan and proves that it cannot compute a wrong result.
+
+It shares nothing with the planners: not the lifetimes, not the sums. It walks the calls of the
+step in order, gives every buffer its bytes when the region allocates it, takes them back when its
+last reader has run and no copy is at work on it, and complains about whatever does not hold:
+
+- two live buffers share a byte;
+- a call reads a value that no earlier call made, or whose bytes were given to another;
+- an offset is missing, misaligned or outside the arena;
+- a call needs more than the plan's peak, the peak exceeds the budget, or the lower bound the arena;
+- a copy is not ordered with what reads or writes the same bytes (``check_contents.py``).
+
+That a step with moves computes what the step without them does is ``check_moves.py``.
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from memo_compile.check.check_contents import StepContents, misshapen_calls
+from memo_compile.errors import InvalidPlan
+from memo_compile.step.plans import CheckVerdict, Plan
+from memo_compile.step.problem import (
+    ALIGNMENT_BYTES,
+    Phase,
+    Problem,
+    RegionProfile,
+    StepCall,
+    Storage,
+)
+
+MAX_PROBLEMS = 20
+"""More of the same helps nobody; the verdict stops there."""
+
+
+def check(problem: Problem, plan: Plan) -> CheckVerdict:
+    """What is wrong with ``plan``, in words. Cost: buffers x log live buffers."""
+    misshapen = misshapen_calls(problem)
+    if misshapen:
+        return CheckVerdict(problems=misshapen[:MAX_PROBLEMS])
+    return _Replay(problem, plan).run()
+
+
+def require_valid(problem: Problem, plan: Plan) -> Plan:
+    """``plan`` with its verdict.
+
+    Raises:
+        InvalidPlan: the replay found a fault; the message lists it.
+    """
+    verdict = check(problem, plan)
+    if not verdict.ok:
+        raise InvalidPlan(f"plan {plan.name or 'of this step'}: {verdict}")
+    return plan.with_check(verdict)
+
+
+@dataclass(slots=True)
+class _Storage:
+    """The bytes that one buffer holds now, and the values that live in them."""
+
+    owner: str
+    offset: int
+    size_bytes: int
+    in_arena: bool = True
+    values: set[str] = field(default_factory=set)
+
+
+class _Replay:
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self.problem = problem
+        self.plan = plan
+        self.problems: list[str] = []
+        self.contents = StepContents(problem, self._complain)
+        self.live: list[tuple[int, str]] = []
+        """(offset, owner) of the live storages that have bytes, by offset."""
+        self.is_disjoint = True
+        """No two live storages shared a byte so far: neighbours are all that must be looked at."""
+        self.storages: dict[str, _Storage] = {}
+        self.place_of: dict[str, str | None] = {}
+        """Value -> owner of its storage; None for a value that the step does not free."""
+        self.reads_left = self._count_reads()
+        self.num_buffers = 0
+        self.num_reads = 0
+        self.highest = 0
+        """The highest address that the call being replayed uses."""
+        self.outside_bytes = 0
+        """What kernels hold now in memory of their own."""
+        self.most_outside_bytes = 0
+        self.turned = False
+        self.results: set[str] = set()
+        """What the forward made for the user."""
+        """The most of it during the call being replayed."""
+        fixed = problem.fixed
+        self.constant_bytes = (
+            fixed.parameters
+            + fixed.buffers
+            + fixed.optimizer_state
+            + fixed.inputs
+            + max(0, fixed.gradients - fixed.new_gradients)
+        )
+        waiting = plan.arena_bytes + (fixed.outputs if problem.keeps_outputs else 0)
+        self.constant_bytes += (problem.live_steps - 1) * waiting
+
+    def run(self) -> CheckVerdict:
+        self._check_numbers()
+        self.place_of.update(dict.fromkeys(self.problem.inputs))
+        for index, call in enumerate(self.problem.calls):
+            self._replay(call, self.problem.regions[call.region])
+            self._check_memory(index, call)
+            if len(self.problems) >= MAX_PROBLEMS:
+                break
+        else:
+            self.contents.finish()
+        return CheckVerdict(
+            problems=tuple(self.problems[:MAX_PROBLEMS]),
+            num_buffers=self.num_buffers,
+            num_reads=self.num_reads,
+        )
+
+    def _check_numbers(self) -> None:
+        plan = self.plan
+        if plan.lower_bound_bytes > plan.arena_bytes:
+            self._complain(f"lower bound {plan.lower_bound_bytes} > arena {plan.arena_bytes}")
+        if plan.budget_bytes is not None and plan.peak_bytes > plan.budget_bytes:
+            self._complain(f"peak {plan.peak_bytes} > budget {plan.budget_bytes}")
+
+    def _count_reads(self) -> dict[str, int]:
+        """Value -> how often calls read it or write into it."""
+        reads: dict[str, int] = {}
+        for call in self.problem.calls:
+            for value in _uses(call):
+                reads[value] = reads.get(value, 0) + 1
+        return reads
+
+    def _replay(self, call: StepCall, region: RegionProfile) -> None:
+        ends = (one.offset + one.size_bytes for one in self.storages.values() if one.in_arena)
+        self.highest = max(ends, default=0)
+        if call.phase is Phase.BACKWARD and not self.turned:
+            self._turn()
+        self.most_outside_bytes = self.outside_bytes
+        self.contents.replay(call)
+        for value in call.inputs:
+            self._check_alive(call, value)
+            self.reads_left[value] -= 1
+        for _, is_birth, owner, size_bytes, in_arena in sorted(self._events(call, region)):
+            if not is_birth:
+                self._die(owner)
+            elif in_arena:
+                self._bear(owner, size_bytes)
+            else:
+                self._bear_outside(owner, size_bytes)
+        for position, value in enumerate(call.outputs):
+            self._bind(call, region, position, value)
+        for into in call.into:
+            self._check_alive(call, into.value)
+            self.reads_left[into.value] -= 1
+        for value in (*_uses(call), *call.outputs):
+            self._free_if_unread(value)
+
+    def _turn(self) -> None:
+        """The forward has ended: gradients come in, results that nothing reads may be dropped."""
+        self.turned = True
+        for value, size_bytes in self.problem.tangents.items():
+            owner = f"{value} given"
+            self._bear_outside(owner, size_bytes)
+            self.storages[owner].values.add(value)
+            self.place_of[value] = owner
+        if not self.problem.keeps_outputs:
+            for owner in [one for one in self.storages if self._is_result(one)]:
+                if self._is_unread(owner):
+                    self._die(owner)
+
+    def _is_result(self, owner: str) -> bool:
+        return owner.endswith(_FOR_USER) and owner.removesuffix(_FOR_USER) in self.results
+
+    def _check_memory(self, index: int, call: StepCall) -> None:
+        """What is alive in the call lies in the pages that stay, and the sum is in the peak."""
+        if len(self.plan.resident_bytes) != len(self.problem.calls):
+            if index == 0:
+                self._complain("resident_bytes: expected one number per call")
+            return
+        resident = self.plan.resident_bytes[index]
+        before = self.plan.resident_bytes[index - 1] if index else self.plan.arena_bytes
+        if resident > before:
+            self._complain(f"{call.name}: {resident} B of the arena in memory after {before} B")
+        if self.highest > resident:
+            self._complain(f"{call.name} uses the arena up to {self.highest}, {resident} B stay")
+        need = self.constant_bytes + resident + self.most_outside_bytes
+        if need > self.plan.peak_bytes:
+            self._complain(f"{call.name} needs {need} B, the peak says {self.plan.peak_bytes}")
+
+    def _events(
+        self, call: StepCall, region: RegionProfile
+    ) -> Iterator[tuple[int, bool, str, int, bool]]:
+        """(line, is birth, owner, bytes, in the arena): on a line deaths come before births."""
+        held = {slot.index for slot in region.outputs if slot.storage is Storage.ARENA}
+        inside = {into.buffer for into in call.into}
+        for index, buffer in enumerate(region.buffers):
+            if index in inside:
+                continue
+            owner = f"{call.name}/{buffer.name}"
+            yield buffer.start, True, owner, buffer.size_bytes, True
+            if index not in held:
+                yield buffer.end, False, owner, 0, True
+        for index, outside in enumerate(region.outside):
+            owner = f"{call.name}/{outside.kind} {index}"
+            yield outside.start, True, owner, outside.size_bytes, False
+            yield outside.end, False, owner, 0, False
+        for slot, value in zip(region.outputs, call.outputs, strict=True):
+            if slot.storage is Storage.OUTSIDE:
+                yield 0, True, _outside_owner(value), slot.size_bytes, False
+            elif slot.storage is Storage.EXTERNAL:
+                yield slot.start, True, f"{value}{_FOR_USER}", slot.size_bytes, False
+        yield from self._last_uses(call, region)
+
+    def _last_uses(
+        self, call: StepCall, region: RegionProfile
+    ) -> Iterator[tuple[int, bool, str, int, bool]]:
+        """The deaths, inside this call, of what it is the last to read."""
+        ends: dict[str, int] = {}
+        for position, value in enumerate(call.inputs):
+            owner_of_value = self.place_of.get(value)
+            if owner_of_value is not None:
+                end = region.input_ends[position]
+                ends[owner_of_value] = max(ends.get(owner_of_value, 0), end)
+        passed_on = {
+            self.place_of.get(call.inputs[slot.index])
+            for slot in region.outputs
+            if slot.storage is Storage.INPUT and slot.index is not None
+        }
+        for owner, end in ends.items():
+            if owner not in passed_on and self._is_unread(owner):
+                yield end, False, owner, 0, True
+
+    def _is_unread(self, owner: str) -> bool:
+        """True when no call to come uses what ``owner`` holds, and no copy is at work on it."""
+        storage = self.storages.get(owner)
+        if storage is None or self.contents.is_busy(owner):
+            return False
+        return not any(self.reads_left.get(value, 0) for value in storage.values)
+
+    def _check_alive(self, call: StepCall, value: str) -> None:
+        self.num_reads += 1
+        owner = self.place_of.get(value)
+        if owner is not None and owner not in self.storages:
+            self._complain(f"{call.name} reads {value} after its bytes were given back")
+
+    def _bear(self, owner: str, size_bytes: int) -> None:
+        self.num_buffers += 1
+        offset = self.plan.offsets.get(owner)
+        if offset is None:
+            self._complain(f"{owner} has no offset")
+            return
+        if offset < 0 or offset + size_bytes > self.plan.arena_bytes:
+            self._complain(
+                f"{owner} at [{offset}, {offset + size_bytes}) is outside the arena of "
+                f"{self.plan.arena_bytes} B"
+            )
+        if offset % ALIGNMENT_BYTES:
+            self._complain(f"{owner} at {offset} is not aligned to {ALIGNMENT_BYTES} B")
+        for other in self._overlapping(offset, size_bytes):
+            self.is_disjoint = False
+            self._complain(f"{owner} and {other} share bytes while both are alive")
+        self.highest = max(self.highest, offset + size_bytes)
+        self._die(owner)
+        self.storages[owner] = _Storage(owner, offset, size_bytes)
+        if size_bytes:
+            bisect.insort(self.live, (offset, owner))
+
+    def _bear_outside(self, owner: str, size_bytes: int) -> None:
+        self.storages[owner] = _Storage(owner, 0, size_bytes, in_arena=False)
+        self.outside_bytes += size_bytes
+        self.most_outside_bytes = max(self.most_outside_bytes, self.outside_bytes)
+
+    def _overlapping(self, offset: int, size_bytes: int) -> list[str]:
+        """The live storages that share a byte with these; cheap while there are none."""
+        if not size_bytes:
+            return []
+        low = max(0, bisect.bisect_left(self.live, (offset, "")) - 1) if self.is_disjoint else 0
+        found = []
+        for start, owner in itertools.islice(self.live, low, None):
+            if start >= offset + size_bytes:
+                break
+            if start + self.storages[owner].size_bytes > offset:
+                found.append(owner)
+        return found
+
+    def _die(self, owner: str) -> None:
+        storage = self.storages.pop(owner, None)
+        if storage is None:
+            return
+        if not storage.in_arena:
+            self.outside_bytes -= storage.size_bytes
+        elif storage.size_bytes:
+            del self.live[bisect.bisect_left(self.live, (storage.offset, owner))]
+
+    def _bind(self, call: StepCall, region: RegionProfile, position: int, value: str) -> None:
+        slot = region.outputs[position]
+        owner: str | None = None
+        if slot.storage is Storage.ARENA:
+            assert slot.index is not None, f"{call.name}: ARENA output without a buffer"
+            inside = next((one.value for one in call.into if one.buffer == slot.index), None)
+            buffer = f"{call.name}/{region.buffers[slot.index].name}"
+            owner = buffer if inside is None else self.place_of.get(inside)
+        elif slot.storage is Storage.INPUT:
+            assert slot.index is not None, f"{call.name}: INPUT output without an input"
+            owner = self.place_of.get(call.inputs[slot.index])
+        elif slot.storage is Storage.OUTSIDE:
+            owner = _outside_owner(value)
+        elif slot.storage is Storage.EXTERNAL and call.phase is Phase.FORWARD:
+            self.results.add(value)
+            if not self.problem.keeps_outputs and self.reads_left.get(value, 0):
+                owner = f"{value}{_FOR_USER}"
+        self.place_of[value] = owner
+        if owner is not None and owner in self.storages:
+            self.storages[owner].values.add(value)
+
+    def _free_if_unread(self, value: str) -> None:
+        owner = self.place_of.get(value)
+        if owner is not None and self._is_unread(owner):
+            self._die(owner)
+
+    def _complain(self, problem: str) -> None:
+        self.problems.append(problem)
+
+
+_FOR_USER = " for the user"
+
+
+def _uses(call: StepCall) -> tuple[str, ...]:
+    """The values whose bytes the call needs."""
+    return (*call.inputs, *(into.value for into in call.into))
+
+
+def _outside_owner(value: str) -> str:
+    return f"{value} outside"

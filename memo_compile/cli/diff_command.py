@@ -1,0 +1,92 @@
+"""``memo diff A.json B.json``: what changed between two plans, or two problems."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memo_compile.cli.dumps import read_text
+from memo_compile.cli.options import AsJson
+from memo_compile.cli.tables import format_table
+from memo_compile.errors import InputError
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import Problem
+from memo_compile.step.serialise import from_json
+
+if TYPE_CHECKING:
+    from memo_compile.reporting.differences import Difference, Differences
+
+MAX_ROWS = 40
+"""Of each kind in the table; ``--json`` has all."""
+
+GROUPS = ("numbers", "decisions", "offsets", "parts")
+
+
+def diff_files(
+    first_file: Annotated[Path, typer.Argument(metavar="A.json", help="A plan or a problem.")],
+    second_file: Annotated[Path, typer.Argument(metavar="B.json", help="Another of its kind.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show what changed between two plans or two problems: numbers, decisions, offsets.
+
+    How long planning took does not count. Exit 0 when they are equal, 1 otherwise.
+    """
+    from memo_compile.reporting.differences import differences
+
+    first, second = _read(first_file), _read(second_file)
+    if type(first) is not type(second):
+        raise InputError(
+            f"{second_file}: expected a {type(first).__name__} like {first_file}, "
+            f"got a {type(second).__name__}"
+        )
+    found = differences(first, second)
+    kind = type(first).__name__.lower()
+    if as_json:
+        print(json.dumps({"equal": found.equal, "kind": kind, **as_dict(found)}))
+    elif found.equal:
+        print(f"equal {kind}s")
+    else:
+        print(as_text(found))
+    raise typer.Exit(0 if found.equal else 1)
+
+
+def _read(path: Path) -> Plan | Problem:
+    """The plan or the problem in ``path``, whichever the file says it is."""
+    text = read_text(path)
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON: {error}") from error
+    kind = content.get("kind") if isinstance(content, dict) else None
+    if kind == Plan.__name__:
+        return from_json(text, Plan, where=str(path))
+    if kind == Problem.__name__:
+        return from_json(text, Problem, where=str(path))
+    raise InputError(f"{path}: expected a plan.json or a problem.json of memo")
+
+
+def as_dict(found: "Differences") -> dict[str, Any]:
+    """Every change as plain data, by group."""
+    return {
+        group: [dataclasses.asdict(change) for change in getattr(found, group)] for group in GROUPS
+    }
+
+
+def as_text(found: "Differences") -> str:
+    """A table for each group in which something changed, at most MAX_ROWS rows each."""
+    tables = []
+    for group in GROUPS:
+        changes: tuple[Difference, ...] = getattr(found, group)
+        if not changes:
+            continue
+        rows = [(row.what, _word(row.first), _word(row.second)) for row in changes[:MAX_ROWS]]
+        table = format_table((group, "first", "second"), rows)
+        more = len(changes) - MAX_ROWS
+        tables.append(table + (f"\n... and {more} more; --json has them" if more > 0 else ""))
+    return "\n\n".join(tables)
+
+
+def _word(value: Any) -> str:
+    return "-" if value is None else str(value)

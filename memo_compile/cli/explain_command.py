@@ -1,0 +1,57 @@
+"""``memo explain SCRIPT.py [ARGS...]``: run a script as Python would, then print memo's report."""
+
+import atexit
+import json
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from memo_compile.cli.options import Script, require_script
+from memo_compile.offline.script import run_script
+
+
+def explain(
+    context: typer.Context,
+    script: Script,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="The report as JSON; the script's output goes to stderr."),
+    ] = False,
+) -> None:
+    """Run a training script and print what memo planned in it, and why.
+
+    The exit code is the script's own; an exception of the script is shown as Python shows it, and
+    the report still comes.
+    """
+    require_script(script)
+    # Registered before the script runs, so it comes last: after Python has waited for the script's
+    # threads (joining them here would wait for idle workers of thread pools, for ever) and after
+    # the script's own exit handlers.
+    atexit.register(_print_report, os.getpid(), _stdout_to_stderr() if as_json else None)
+    raise typer.Exit(code=run_script(script, context.args))
+
+
+def _print_report(process: int, json_descriptor: int | None) -> None:
+    """Print the report in ``process`` itself, and not in children that it forked."""
+    if os.getpid() != process:
+        return
+    sys.stdout.flush()
+    import memo_compile
+
+    report = memo_compile.report()
+    if json_descriptor is None:
+        print(report, flush=True)
+        return
+    with os.fdopen(json_descriptor, "w") as stream:
+        json.dump(report.as_dict(), stream, indent=2)
+        stream.write("\n")
+
+
+def _stdout_to_stderr() -> int:
+    """Point descriptor 1 at stderr, for child processes and C code too; returns the old stdout."""
+    sys.stdout.flush()
+    original = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return original

@@ -1,0 +1,88 @@
+"""``memo place``: offsets for the buffers of a file."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from memo_compile.cli.options import EXIT_CODES
+from memo_compile.errors import InputError
+from memo_compile.text_files import write_text
+from memo_compile.units import format_bytes, format_seconds, parse_size
+
+
+def place_file(
+    file: Annotated[Path, typer.Argument(help="CSV (id,lower,upper,size,...) or .json problem")],
+    capacity: Annotated[str | None, typer.Option(help="bytes of the arena, e.g. 1MiB")] = None,
+    alignment: Annotated[str, typer.Option(help="bytes that offsets are multiples of")] = "1",
+    solver: Annotated[
+        Literal["auto", "greedy", "mip", "search"], typer.Option(help="how offsets are found")
+    ] = "auto",
+    time_limit: Annotated[float, typer.Option(min=0.0, help="seconds")] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="write the offsets to this CSV")] = None,
+    svg: Annotated[Path | None, typer.Option(help="draw the arena to this SVG")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Give every buffer an offset so that no two that live together share a byte."""
+    from memo_compile.planners.placement import check_placement, place
+    from memo_compile.planners.placement.files import format_csv, read_problem
+    from memo_compile.planners.placement.picture import draw_svg
+
+    problem = read_problem(
+        file,
+        capacity=None if capacity is None else parse_size(capacity, what="--capacity"),
+        alignment=_alignment(alignment),
+    )
+    placement = place(problem, solver=solver, time_limit_s=time_limit)
+    status = placement.status.value
+    fits = EXIT_CODES[status] == 0
+    if placement.offsets:
+        check_placement(problem, placement, capacity=fits)
+    for path, text in ((out, format_csv), (svg, draw_svg)):
+        if path is None:
+            continue
+        if fits:
+            write_text(path, text(problem, placement.offsets))
+        else:
+            print(f"memo: {path} is not written: {status}", file=sys.stderr)
+    summary: dict[str, object] = {
+        "status": status,
+        "height_bytes": placement.height_bytes if status != "infeasible" else None,
+        "lower_bound_bytes": placement.lower_bound_bytes,
+        "seconds": placement.seconds,
+        "solver": placement.solver,
+    }
+    if status == "infeasible":
+        summary["conflict"] = list(placement.conflict)
+    print(json.dumps(summary) if as_json else _sentence(summary, problem.capacity))
+    raise typer.Exit(EXIT_CODES[status])
+
+
+def _alignment(text: str) -> int:
+    value = parse_size(text, what="--alignment")
+    if value < 1:
+        raise InputError(f"--alignment: expected at least 1 byte, got {text}")
+    return value
+
+
+def _sentence(summary: dict[str, object], capacity: int | None) -> str:
+    """What happened, for people: one line, and the conflict in a second one."""
+    height, bound = summary["height_bytes"], summary["lower_bound_bytes"]
+    assert isinstance(bound, int)
+    assert isinstance(summary["seconds"], float)
+    took = f"{format_seconds(summary['seconds'])}, {summary['solver']}"
+    room = "" if capacity is None else f", capacity {capacity} ({format_bytes(capacity)})"
+    if not isinstance(height, int):
+        conflict = summary.get("conflict")
+        assert isinstance(conflict, list)
+        names = ", ".join(map(str, conflict))
+        return (
+            f"infeasible: at least {bound} bytes ({format_bytes(bound)}) are needed{room} "
+            f"[{took}]\nthese {len(conflict)} buffers cannot fit together: {names}"
+        )
+    return (
+        f"{summary['status']}: height {height} bytes ({format_bytes(height)}), "
+        f"lower bound {bound} ({format_bytes(bound)}){room} [{took}]"
+    )

@@ -1,0 +1,264 @@
+"""``memo plan``: will it fit? A training step planned without its memory and without the device."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memo_compile.cli.options import AsJson, Hardware, parse_count
+from memo_compile.errors import Infeasible, InputError
+from memo_compile.text_files import write_text
+from memo_compile.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from memo_compile.offline.forecast import Forecast, Question
+
+
+PLAIN_WIDTH = 140
+"""Characters of a line where stdout is a file or a pipe."""
+
+
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(help="A named shape, a config.json, or package.module:function."),
+    ],
+    seq: Annotated[
+        int | None, typer.Option(parser=parse_count, metavar="N", help="Tokens of one sequence.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Of parameters and activations.")] = "bfloat16",
+    hardware: Hardware = "h200",
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Device memory of the step: 60GiB, 80%. Default: all but 1 GiB."),
+    ] = None,
+    host_budget: Annotated[
+        str | None, typer.Option(help="Host memory for offloaded activations. Default: no bound.")
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Tensor and sequence parallel devices.")] = 1,
+    cp: Annotated[int, typer.Option(help="Context parallel devices.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    dp: Annotated[int, typer.Option(help="Data parallel replicas; ZeRO-1 over dp x cp.")] = 1,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adamw-fp32 (float32 master weights), sgd, none.")
+    ] = "adamw",
+    policy: Annotated[str, typer.Option(help="auto, or a named one for ablation.")] = "auto",
+    max_seq: Annotated[bool, typer.Option(help="Search the longest sequence that fits.")] = False,
+    emit: Annotated[
+        str | None, typer.Option(help="Settings of hf, torchtitan or megatron on stdout.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan one training step on any machine: does it fit, how fast is it, what sets the peak."""
+    from memo_compile.costs.hardware import find_hardware
+    from memo_compile.offline.forecast import Question
+    from memo_compile.offline.shapes.load import parse_dtype
+    from memo_compile.offline.shapes.transformer import Degrees
+    from memo_compile.reporting.emit import EMITTERS
+
+    if emit is not None and emit not in EMITTERS:
+        raise InputError(f"emit: expected one of {', '.join(EMITTERS)}, got {emit!r}")
+    if emit is not None and as_json:
+        raise InputError("emit: prints settings, --json prints JSON; give one of the two")
+    question = Question(
+        model=model,
+        hardware=find_hardware(hardware),
+        seq=seq,
+        batch=batch,
+        dtype=parse_dtype(dtype),
+        degrees=Degrees(tp=tp, cp=cp, pp=pp, dp=dp),
+        budget=budget,
+        host_budget=host_budget,
+        optimizer=optimizer,
+        policy=policy,
+    )
+    answer, longest_seq = _answer(question, max_seq=max_seq, as_json=as_json)
+    _write_files(answer, report, out)
+    if emit is not None:
+        print(_settings_text(emit, answer), end="")
+    elif as_json:
+        more = {} if longest_seq is None else {"max_seq": longest_seq}
+        print(json.dumps(_as_dict(answer) | more))
+    else:
+        _print(answer, longest_seq)
+    if not answer.fits:
+        over = format_bytes(answer.peak_bytes - answer.budget_bytes)
+        print(f"memo: does not fit: {over} over the budget", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[Forecast, int | None]":
+    """The forecast, and with ``max_seq`` the longest sequence that it is for."""
+    from rich.console import Console
+
+    from memo_compile.offline.forecast import forecast, longest
+
+    console = Console(stderr=True, highlight=False)
+    found: int | None = None
+    try:
+        if max_seq:
+            with _busy(console, "searching the longest sequence"):
+                found = longest(question, lambda seq, fits: _tried(console, seq, fits))
+            if found == 0:
+                raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget")
+            question = dataclasses.replace(question, seq=found)
+        with _busy(console, "planning"):
+            return forecast(question), found
+    except Infeasible as error:
+        if as_json:
+            more = {} if found is None else {"max_seq": found}
+            print(json.dumps({"fits": False, "conflict": str(error)} | more))
+        raise
+
+
+@contextmanager
+def _busy(console: "Console", what: str) -> Iterator[None]:
+    """A spinner on stderr, where that is a terminal."""
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+def _tried(console: "Console", seq: int, fits: bool) -> None:
+    console.print(f"{seq} tokens: {'fits' if fits else 'does not fit'}")
+
+
+def _write_files(answer: "Forecast", report: Path | None, out: Path | None) -> None:
+    from memo_compile.step.serialise import to_json
+
+    if report is not None:
+        from memo_compile.reporting.write import write_report
+
+        write_report(report, answer.step.problem, answer.step.plan)
+    if out is not None:
+        write_text(out, to_json(answer.step.plan))
+
+
+def _settings_text(tool: str, answer: "Forecast") -> str:
+    from memo_compile.reporting.emit import Settings, emit
+
+    question, plan = answer.question, answer.step.plan
+    return emit(
+        tool,
+        Settings(
+            model=answer.name,
+            num_layers=sum(cls.num_layers for cls in plan.layer_classes),
+            seq=question.seq,
+            batch=question.batch,
+            tp=question.degrees.tp,
+            cp=question.degrees.cp,
+            pp=question.degrees.pp,
+            decisions=plan.decisions,
+        ),
+    )
+
+
+def _as_dict(answer: "Forecast") -> dict[str, Any]:
+    plan, question = answer.step.plan, answer.question
+    peak, fixed = answer.peak_at, dataclasses.asdict(plan.fixed)
+    del fixed["new_gradients"]
+    tensors = [
+        {"tensor": tensor.name, "bytes": tensor.size_bytes, "source": tensor.source}
+        for tensor in (() if peak is None else peak.tensors)
+    ]
+    return {
+        "model": answer.name,
+        "hardware": question.hardware.name,
+        "seq": question.seq,
+        "batch": question.batch,
+        "fits": answer.fits,
+        "peak_bytes": answer.peak_bytes,
+        "budget_bytes": answer.budget_bytes,
+        "headroom_bytes": answer.budget_bytes - answer.peak_bytes,
+        "arena_bytes": plan.arena_bytes,
+        "lower_bound_bytes": plan.lower_bound_bytes,
+        "outside_bytes": answer.outside_bytes,
+        "host_bytes": answer.host_bytes,
+        "step_s": answer.step_s,
+        "mfu": answer.mfu,
+        "tokens_per_s": answer.tokens_per_s,
+        "peak_at": None if peak is None else dataclasses.asdict(peak) | {"tensors": tensors},
+        "buffers": "exact" if answer.step.exact else "estimated",
+        "layer_classes": [dataclasses.asdict(cls) for cls in plan.layer_classes],
+        "decisions": [dataclasses.asdict(decision) for decision in plan.decisions],
+        "fixed_bytes": fixed,
+        "policy": plan.policy,
+        "micro_batches_in_flight": answer.in_flight,
+        "check": str(plan.check),
+        "notes": list(answer.notes),
+    }
+
+
+def _print(answer: "Forecast", max_seq: int | None) -> None:
+    """The answer as tables."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from memo_compile.reporting.view import short_source
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PLAIN_WIDTH)
+    question, plan = answer.question, answer.step.plan
+    room = format_bytes(abs(answer.budget_bytes - answer.peak_bytes))
+    verdict = f"fits, {room} to spare" if answer.fits else f"does not fit: {room} too much"
+    seq = "" if question.seq is None else f", {question.batch} x {question.seq} tokens"
+    console.print(f"[bold]{escape(answer.name)}{seq} on {question.hardware.name}: {verdict}[/bold]")
+    numbers = Table(show_header=False, box=None)
+    for name, text in _numbers(answer, max_seq):
+        numbers.add_row(name, text)
+    console.print(numbers)
+    table = Table("tensor", "layers", "size", "decision", "tokens", "reason", "source")
+    for row in plan.decisions:
+        table.add_row(
+            escape(row.tensor),
+            escape(row.layer_class),
+            format_bytes(row.bytes),
+            row.decision,
+            f"{row.token_fraction:.0%}",
+            escape(row.reason),
+            escape(short_source(row.source)),
+        )
+    if plan.decisions:
+        console.print(table)
+    for note in answer.notes:
+        console.print(f"note: {escape(note)}")
+
+
+def _numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str]]:
+    plan, fixed, peak = answer.step.plan, answer.step.plan.fixed, answer.peak_at
+    kind = "exact" if answer.step.exact else "estimated, an upper bound"
+    if max_seq is not None:
+        yield "longest sequence", str(max_seq)
+    yield "peak", f"{format_bytes(answer.peak_bytes)} of {format_bytes(answer.budget_bytes)}"
+    yield "activations", f"{format_bytes(plan.arena_bytes)} arena ({kind}), policy {plan.policy}"
+    yield (
+        "model",
+        f"{format_bytes(fixed.parameters)} parameters, {format_bytes(fixed.gradients)} gradients, "
+        f"{format_bytes(fixed.optimizer_state)} optimizer state ({answer.question.optimizer})",
+    )
+    yield "outside", f"{format_bytes(answer.outside_bytes)} of libraries"
+    bound = ""
+    if answer.host_bytes and answer.question.host_budget is None:
+        bound = " on each device's host (no --host-budget was given)"
+    yield "host", f"{format_bytes(answer.host_bytes)} of pinned memory{bound}"
+    if peak is not None:
+        largest = ", ".join(f"{t.name} {format_bytes(t.size_bytes)}" for t in peak.tensors)
+        yield "set by", f"{peak.call} ({peak.phase}): {largest}"
+    speed = "" if answer.tokens_per_s is None else f", {answer.tokens_per_s:.0f} tokens/s"
+    yield "step", f"{format_seconds(answer.step_s)}, MFU {answer.mfu:.1%}{speed} (roofline)"
+    if plan.timeline is not None:
+        yield "stalls", format_seconds(plan.timeline.stall_s)

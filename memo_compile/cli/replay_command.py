@@ -1,0 +1,122 @@
+"""``memo replay DUMP_DIR``: place, check, simulate and draw a dumped step once more, anywhere."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memo_compile.cli.diff_command import as_dict, as_text
+from memo_compile.cli.dumps import read_data
+from memo_compile.cli.options import AsJson
+from memo_compile.errors import InputError
+from memo_compile.step.movable import StepCosts
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import Problem
+from memo_compile.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from memo_compile.reporting.differences import Differences
+
+
+def replay(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DUMP_DIR", help="Holds problem.json and plan.json.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Write plan and pictures to this folder.")
+    ] = None,
+    solver: Annotated[
+        str, typer.Option(metavar="auto|greedy|mip|search", help="How offsets are found.")
+    ] = "auto",
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for the placement.")] = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    """Plan the step of a dump again, without torch, and say whether the same plan comes out.
+
+    The stages: problem.json -> placement -> check -> simulation (where costs.json is there) ->
+    pictures (--out). Exit 0 when the plan equals plan.json, 1 when it differs.
+    """
+    from memo_compile.reporting.differences import differences
+
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; expected one that options dump wrote")
+    problem = read_data(folder / "problem.json", Problem)
+    before = read_data(folder / "plan.json", Plan)
+    costs_file = folder / "costs.json"
+    costs = read_data(costs_file, StepCosts) if costs_file.is_file() else None
+    after = _plan_again(problem, before, costs, solver, time_limit)
+    if out is not None:
+        from memo_compile.reporting.write import write_pictures
+
+        for path in write_pictures(out, problem, after, costs):
+            print(f"wrote {path}", file=sys.stderr)
+    found = differences(before, after)
+    if as_json:
+        print(json.dumps(_as_dict(found, after)))
+    else:
+        print(_as_text(found, after, simulated=costs is not None))
+    raise typer.Exit(0 if found.equal else 1)
+
+
+_PLACED = (
+    "offsets arena_bytes lower_bound_bytes outside_bytes_by_kind peak_bytes fixed layer_classes "
+    "resident_bytes solver planning_s num_regions check"
+).split()
+"""Fields of a plan that follow from its problem alone."""
+
+
+def _plan_again(
+    problem: Problem, before: Plan, costs: StepCosts | None, solver: str, time_limit_s: float
+) -> Plan:
+    """The stages from the problem on; what was decided before them is taken from ``before``."""
+    from memo_compile.planners.place_step import place_step
+    from memo_compile.step.simulate import simulate
+
+    placed = place_step(
+        problem,
+        name=before.name,
+        solver=solver,
+        time_limit_s=time_limit_s,
+        decisions=before.decisions,
+        budget_bytes=before.budget_bytes,
+        releases_pages=any(size != before.arena_bytes for size in before.resident_bytes),
+    )
+    timeline = before.timeline if costs is None else simulate(problem, costs)
+    return dataclasses.replace(
+        before, timeline=timeline, **{name: getattr(placed, name) for name in _PLACED}
+    )
+
+
+def _as_dict(found: "Differences", plan: Plan) -> dict[str, Any]:
+    return {
+        "equal": found.equal,
+        "arena_bytes": plan.arena_bytes,
+        "lower_bound_bytes": plan.lower_bound_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "step_s": plan.timeline.step_s if plan.timeline else None,
+        "check": str(plan.check),
+        "solver": plan.solver,
+        "seconds": plan.planning_s,
+        **as_dict(found),
+    }
+
+
+def _as_text(found: "Differences", plan: Plan, *, simulated: bool) -> str:
+    """One line for each stage, then the verdict, and what differs."""
+    needed = f"at least {format_bytes(plan.lower_bound_bytes)} needed"
+    lines = [
+        f"placement   {format_bytes(plan.arena_bytes)} by {plan.solver} in "
+        f"{format_seconds(plan.planning_s)}, {needed}",
+        f"check       {plan.check}",
+    ]
+    if simulated and plan.timeline is not None:
+        step, stall = plan.timeline.step_s, plan.timeline.stall_s
+        lines.append(f"simulation  {format_seconds(step)}, {format_seconds(stall)} of it stalled")
+    else:
+        lines.append("simulation  skipped: the dump has no costs.json")
+    if found.equal:
+        return "\n".join([*lines, "the plan equals plan.json"])
+    return "\n".join([*lines, "the plan differs from plan.json (first: the file)", as_text(found)])

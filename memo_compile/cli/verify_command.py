@@ -1,0 +1,205 @@
+"""``memo verify SCRIPT.py [ARGS...]``: does memo keep its promise for this script?"""
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memo_compile.cli.options import Script, require_script
+from memo_compile.errors import InputError
+from memo_compile.units import format_bytes
+
+TOLERANCE = 1e-3
+"""Relative, of losses and gradients in float32: kernels that fuse differently round differently."""
+
+HALF_TOLERANCE = 5e-2
+"""The same where a parameter is in bfloat16 or float16: a few of their last bits."""
+
+SMALL_GRADIENT = 1e-4
+"""Of the norm of all gradients together: below it, a gradient is rounding and is not judged."""
+
+PEAK_SLACK = 0.02
+"""Of the planned peak: what the interpreter and the C allocator add to a process."""
+
+PEAK_SLACK_BYTES = 8 * 2**20
+"""And at least this: code and stacks of a first use."""
+
+
+_STDERR = 2
+"""The descriptor: sys.stderr may be no file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """Whether the promise holds, and by how much."""
+
+    num_steps: int
+    loss_difference: float
+    """The largest of a step's, relative to eager's."""
+    gradient_difference: float
+    planned_peak_bytes: int | None
+    measured_peak_bytes: int | None
+    faults: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        """True when nothing was found."""
+        return not self.faults
+
+    def __str__(self) -> str:
+        if self.faults:
+            return f"memo does not keep its promise: {'; '.join(self.faults)}"
+        peak = "peak not measured"
+        if self.measured_peak_bytes is not None and self.planned_peak_bytes is not None:
+            measured = format_bytes(self.measured_peak_bytes)
+            peak = f"peak {measured}, planned {format_bytes(self.planned_peak_bytes)}"
+        return (
+            f"memo keeps its promise: {self.num_steps} steps, losses within "
+            f"{self.loss_difference:.1e}, gradients within {self.gradient_difference:.1e} of "
+            f"eager's; {peak}"
+        )
+
+
+def verify(
+    context: typer.Context,
+    script: Script,
+    steps: Annotated[int, typer.Option(help="Training steps to compare.", min=1)] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="The verdict as JSON.")] = False,
+) -> None:
+    """Run a training script eagerly and with memo; compare losses and gradients, measure the peak.
+
+    Both runs are child processes with the same seed, ended after the steps that are compared. The
+    script must compile with backend memo and call backward; other sources of difference between
+    two runs of it (threads, unseeded data) are its own.
+    """
+    require_script(script)
+    with tempfile.TemporaryDirectory() as folder:
+        eager = _run("eager", script, context.args, steps, Path(folder))
+        if eager is None:
+            raise InputError(f"{script}: fails without memo too; its own output is above")
+        if not eager["steps"]:
+            raise InputError(
+                f'{script}: no training step went through torch.compile(backend="memo"); compile '
+                "the model with it, and call backward on the loss"
+            )
+        memo = _run("memo", script, context.args, steps, Path(folder))
+    verdict = judge(eager, memo)
+    if as_json:
+        print(json.dumps(_as_dict(verdict)))
+    else:
+        print(verdict)
+    if not verdict.holds:
+        raise typer.Exit(1)
+
+
+def _run(
+    arm: str, script: Path, arguments: Sequence[str], steps: int, folder: Path
+) -> dict[str, Any] | None:
+    """What one run recorded; None when it left nothing. Its stdout goes to stderr."""
+    out = folder / f"{arm}.json"
+    command = [sys.executable, "-m", "memo_compile.offline.record", arm, str(out), str(steps)]
+    done = subprocess.run([*command, str(script), *arguments], stdout=_STDERR, check=False)
+    if not out.exists():
+        return None
+    found: dict[str, Any] = json.loads(out.read_text())
+    failed = done.returncode != 0 and len(found["steps"]) < steps
+    return None if failed and arm == "eager" else found | {"failed": failed}
+
+
+def judge(eager: Mapping[str, Any], memo: Mapping[str, Any] | None) -> Verification:
+    """What the recorded steps of both runs say."""
+    if memo is None:
+        return _verdict(0, 0.0, 0.0, {}, ["the process with memo died"])
+    faults = list(_state_faults(memo, len(eager["steps"])))
+    losses = gradients = 0.0
+    pairs = list(zip(eager["steps"], memo["steps"], strict=False))
+    for number, (left, right) in enumerate(pairs, start=1):
+        half = left["half"] or right["half"]
+        bound = HALF_TOLERANCE if half else TOLERANCE
+        loss, gradient = _loss_difference(left, right), _gradient_difference(left, right)
+        if not loss <= bound:
+            faults.append(f"step {number}: losses differ by {loss:.1e}, more than {bound:g}")
+        if not gradient <= bound:
+            faults.append(f"step {number}: gradients differ by {gradient:.1e}, more than {bound:g}")
+        losses, gradients = max(losses, loss), max(gradients, gradient)
+    return _verdict(len(pairs), losses, gradients, memo, faults)
+
+
+def _verdict(
+    num_steps: int,
+    losses: float,
+    gradients: float,
+    memo: Mapping[str, Any],
+    faults: list[str],
+) -> Verification:
+    planned, measured = memo.get("planned_peak_bytes"), memo.get("measured_peak_bytes")
+    if planned is not None and measured is not None:
+        allowed = planned + max(PEAK_SLACK_BYTES, int(PEAK_SLACK * planned))
+        if measured > allowed:
+            faults.append(
+                f"the peak is {format_bytes(measured)}, planned were {format_bytes(planned)}"
+            )
+    return Verification(
+        num_steps=num_steps,
+        loss_difference=losses,
+        gradient_difference=gradients,
+        planned_peak_bytes=planned,
+        measured_peak_bytes=measured,
+        faults=tuple(faults),
+    )
+
+
+def _state_faults(memo: Mapping[str, Any], num_steps: int) -> Iterator[str]:
+    if memo["failed"]:
+        yield f"the script failed with memo after {len(memo['steps'])} steps"
+    elif len(memo["steps"]) != num_steps:
+        yield f"{num_steps} steps without memo, {len(memo['steps'])} with it"
+    if not memo["active"]:
+        yield "memo is not active: " + ("; ".join(memo["notes"]) or "no plan was made")
+    if memo["unplanned_steps"]:
+        yield f"{memo['unplanned_steps']} steps ran without their plan"
+    yield from (f"the checker: {fault}" for fault in memo["check"])
+
+
+def _loss_difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
+    """The largest relative difference; infinite where the losses are not the same in number."""
+    mine, theirs = left["losses"], right["losses"]
+    if len(mine) != len(theirs):
+        return math.inf
+    return max((_relative(a, b, abs(a)) for a, b in zip(mine, theirs, strict=True)), default=0.0)
+
+
+def _gradient_difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
+    """The largest difference of a gradient's digest, relative to its norm."""
+    mine, theirs = left["gradients"], right["gradients"]
+    if [g is None for g in mine] != [g is None for g in theirs]:
+        return math.inf
+    known = [(a, b) for a, b in zip(mine, theirs, strict=True) if a is not None]
+    total = math.sqrt(sum(a[0] ** 2 for a, _ in known))
+    worst = 0.0
+    for a, b in known:
+        scale = max(a[0], SMALL_GRADIENT * total)
+        worst = max([worst, *(_relative(x, y, scale) for x, y in zip(a, b, strict=True))])
+    return worst
+
+
+def _relative(mine: float, theirs: float, scale: float) -> float:
+    """Infinite where only one of both is finite, or a scale is missing; max() keeps no NaN."""
+    if mine == theirs or (math.isnan(mine) and math.isnan(theirs)):
+        return 0.0
+    difference = abs(mine - theirs)
+    return difference / scale if scale > 0 and math.isfinite(difference) else math.inf
+
+
+def _as_dict(verdict: Verification) -> dict[str, Any]:
+    body = {"holds": verdict.holds, **asdict(verdict)}
+    for name in ("loss_difference", "gradient_difference"):
+        body[name] = body[name] if math.isfinite(body[name]) else None
+    return body

@@ -1,0 +1,1 @@
+"""What things cost: seconds of operators and copies, bytes of devices, hosts and models."""

@@ -1,0 +1,181 @@
+"""How fast this machine copies between a device and the host, measured once and remembered.
+
+Nominal figures are never believed: MEMO's own tables imply 10 to 12 GB/s where it states 32.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import statistics
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from memo_runtime.copies import Lane, engine_of
+from memo_runtime.host_store import FILE_PREFIX, HostStore, HostStoreError
+
+from memo_compile.config import cache_folder
+from memo_compile.costs.hardware_measure import device_name, run_times
+
+log = logging.getLogger("memo")
+
+COPY_BYTES = 64 * 2**20
+"""Above most last-level caches; 1 ms over PCIe 5.0, long beside a launch."""
+
+SMALL_BYTES = 4096
+"""A copy whose time is all latency."""
+
+REPEATS = 5
+"""Of each copy; the median counts. Together 10 ms on a GPU, 100 ms on a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyBandwidth:
+    """The speed of copies between one device and the host, one direction at a time."""
+
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    latency_s: float
+    """From the issue of a copy of no size to its end."""
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "latency_s"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and math.isfinite(value)
+            if not number or value < 0 or (value == 0 and name != "latency_s"):
+                raise ValueError(f"{name}: expected a number above 0, got {value!r}")
+        if not isinstance(self.source, str):
+            raise ValueError(f"source: expected a text, got {self.source!r}")
+
+
+def copy_bandwidth(device: torch.device, kind: str, *, folder: Path | None = None) -> CopyBandwidth:
+    """The speed of copies to host memory of ``kind``: remembered, or measured now.
+
+    Where memory cannot be pinned, that of pageable memory, which steps take then.
+    What is remembered holds for one version of torch, one device and driver, one host. Anything
+    else, or a file that cannot be read, is measured again. ``folder`` is where it is kept, by
+    default the user's cache folder.
+    """
+    folder = cache_folder() if folder is None else folder
+    fingerprint = {**_fingerprint(device), "host_store": kind}
+    name = f"copies-{device.type}-{device.index or 0}-{_slug(kind)}.json"
+    path = None if folder is None else folder / name
+    known = None if path is None else _read(path, fingerprint)
+    if known is not None:
+        return known
+    try:
+        measured = measure_copies(device, kind)
+    except HostStoreError as error:
+        if kind != "pinned":
+            raise
+        log.warning("memo: copies are timed with pageable memory: %s", error)
+        return copy_bandwidth(device, "shm", folder=folder)
+    if path is not None:
+        _write(path, fingerprint, measured)
+    return measured
+
+
+def _slug(kind: str) -> str:
+    """``kind`` as a part of a file's name; folders are told apart by their hash."""
+    if not kind.startswith(FILE_PREFIX):
+        return kind
+    return f"file-{hashlib.sha256(kind.encode()).hexdigest()[:12]}"
+
+
+def measure_copies(device: torch.device, kind: str) -> CopyBandwidth:
+    """Times copies with the engine that steps use and host memory of ``kind``.
+
+    Files are timed as far as the system's cache takes them; a disk may be slower in the long run.
+
+    Raises:
+        HostStoreError: the host refused even 64 MiB of it.
+    """
+    store = HostStore(kind, COPY_BYTES)
+    own = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    host = store.bytes(COPY_BYTES)
+    try:
+        latency_s = _copy_s(device, Lane.D2H, host[:SMALL_BYTES], own[:SMALL_BYTES])
+        d2h_s = _copy_s(device, Lane.D2H, host, own)
+        h2d_s = _copy_s(device, Lane.H2D, own, host)
+    finally:
+        del host
+        store.close()
+    return CopyBandwidth(
+        d2h_bytes_per_s=COPY_BYTES / _above(d2h_s, latency_s),
+        h2d_bytes_per_s=COPY_BYTES / _above(h2d_s, latency_s),
+        latency_s=latency_s,
+        source=f"measured: {COPY_BYTES >> 20} MiB between {device_name(device)} and {store.kind}",
+    )
+
+
+def _above(seconds: float, latency_s: float) -> float:
+    """Seconds of the transfer alone, at least half of the whole: latency is measured with noise."""
+    return max(seconds - latency_s, seconds / 2)
+
+
+def _copy_s(
+    device: torch.device, lane: Lane, destination: torch.Tensor, source: torch.Tensor
+) -> float:
+    """Median seconds; the first run, which touches new pages, does not count."""
+    engine = engine_of(device)
+
+    def run() -> None:
+        ticket = engine.issue(lane, destination, source)
+        engine.wait(ticket)
+        engine.settle(ticket)  # on CUDA a wait does not block the host
+
+    return statistics.median(run_times(run, runs=REPEATS))
+
+
+def _fingerprint(device: torch.device) -> dict[str, Any]:
+    """What a measurement holds for."""
+    return {
+        "torch": torch.__version__,
+        "device": device_name(device),
+        "driver": _driver_version() if device.type == "cuda" else None,
+        "host": platform.node(),
+        "num_cpus": os.cpu_count(),
+        "copy_bytes": COPY_BYTES,
+    }
+
+
+def _driver_version() -> str:
+    """The version of NVIDIA's kernel module; what torch was built with where /proc is silent."""
+    try:
+        line = Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+    except OSError:
+        return f"cuda {torch.version.cuda}"
+    return line
+
+
+def _read(path: Path, fingerprint: dict[str, Any]) -> CopyBandwidth | None:
+    """What ``path`` remembers, None when it does not hold here or is no such file."""
+    try:
+        content = json.loads(path.read_text())
+        if content["fingerprint"] != fingerprint:
+            return None
+        return CopyBandwidth(**content["copies"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        log.info("memo: %s is not used, copies are timed again: %s", path, error)
+        return None
+
+
+def _write(path: Path, fingerprint: dict[str, Any], measured: CopyBandwidth) -> None:
+    """Remember ``measured``; another process sees the whole file or the old one."""
+    text = json.dumps({"fingerprint": fingerprint, "copies": asdict(measured)}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            whole = Path(folder) / path.name
+            whole.write_text(text)
+            os.replace(whole, path)
+    except OSError as error:
+        log.info("memo: the copy speed is not remembered: %s", error)

@@ -1,0 +1,93 @@
+"""Seconds of a region that is too large to be run by itself, from runs on fewer tokens.
+
+    t = a L + b Q
+
+L, Q: roofline seconds of the operators whose work grows in proportion to the tokens, and of those
+whose work grows faster (attention). Runs on an eighth and on a quarter of the tokens give a and b:
+how far from the roofline either kind is on this device. (MEMO, arXiv 2407.12117, section 4.1,
+profiles such layers in unified memory instead.)
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from memo_compile import shim
+from memo_compile.analysis.regions import RegionGraph
+from memo_compile.config import MemoConfig
+from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.costs.measure_regions import measure
+from memo_compile.costs.roofline import node_seconds
+from memo_compile.lowering.lower import lower_regions
+from memo_compile.passes.shorten import shorten
+
+PARTS = (8, 4)
+"""One eighth and one quarter of the tokens are run."""
+
+_IN_PROPORTION = 1.2
+"""An operator whose roofline seconds, per token, grow by more from a quarter to the whole of the
+tokens is of the kind that grows faster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionWork:
+    """Roofline seconds of a region, by how they grow with the tokens."""
+
+    in_proportion_s: float
+    faster_s: float
+
+
+def extrapolated_seconds(
+    region: RegionGraph, config: MemoConfig, profile: HardwareProfile
+) -> float:
+    """Seconds of ``region`` at its full length.
+
+    Raises:
+        UnsupportedGraph: it cannot be cut to fewer tokens, or these do not fit either.
+    """
+    with shim.failing_fakes_unlogged():
+        shorter = [shorten(region, part) for part in PARTS]
+    lowered = lower_regions(shorter, config)
+    seconds = [measure(lowered[one.name], one) for one in shorter]
+    faster = _grows_faster(region.gm, shorter[-1].gm, profile)
+    works = [_work(one.gm, faster, profile) for one in (*shorter, region)]
+    return extrapolate(works[:-1], seconds, works[-1])
+
+
+def extrapolate(works: Sequence[RegionWork], seconds: Sequence[float], whole: RegionWork) -> float:
+    """``a L + b Q`` of the whole, from two lengths; one factor for both where they disagree.
+
+    They do where a factor would be negative, or where nothing grows faster than the tokens.
+    """
+    (one, two), (one_s, two_s) = works, seconds
+    determinant = one.in_proportion_s * two.faster_s - two.in_proportion_s * one.faster_s
+    if determinant > 0:
+        a = (one_s * two.faster_s - two_s * one.faster_s) / determinant
+        b = (one.in_proportion_s * two_s - two.in_proportion_s * one_s) / determinant
+        if a >= 0 and b >= 0:
+            return a * whole.in_proportion_s + b * whole.faster_s
+    return two_s * _total(whole) / _total(two) if _total(two) else two_s
+
+
+def _total(work: RegionWork) -> float:
+    return work.in_proportion_s + work.faster_s
+
+
+def _grows_faster(
+    whole: fx.GraphModule, part: fx.GraphModule, profile: HardwareProfile
+) -> tuple[bool, ...]:
+    """Per node of both graphs, which have the same nodes."""
+    return tuple(
+        node_seconds(large, profile) > _IN_PROPORTION * PARTS[-1] * node_seconds(small, profile)
+        for large, small in zip(whole.graph.nodes, part.graph.nodes, strict=True)
+    )
+
+
+def _work(gm: fx.GraphModule, faster: Sequence[bool], profile: HardwareProfile) -> RegionWork:
+    seconds = [node_seconds(node, profile) for node in gm.graph.nodes]
+    return RegionWork(
+        in_proportion_s=math.fsum(s for s, f in zip(seconds, faster, strict=True) if not f),
+        faster_s=math.fsum(s for s, f in zip(seconds, faster, strict=True) if f),
+    )

@@ -1,0 +1,229 @@
+"""A profile of the machine that this runs on, from timed matrix products and copies.
+
+Each figure is the best of several runs: what the device can do when nothing else uses it. What one
+process cannot time (the network, a link to a device that is not there) is taken from the named
+profile of the same device or assumed, and its source says so.
+"""
+
+import datetime
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from memo_compile.costs.hardware import FigureSource, HardwareProfile, declared_for
+from memo_compile.costs.host import host_memory, processor_name
+from memo_compile.errors import InputError
+
+MIN_RUNS = 3
+"""Of one kernel, whatever it takes."""
+
+BUDGET_S = 0.5
+"""Time for the runs of one kernel; a second process of the machine disturbs some of them."""
+
+MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns: 20 ms on two cores, 2 ms on the fastest GPU, long beside a launch."""
+
+COPY_BYTES = 256 * 2**20
+"""Above every last-level cache, so that memory is timed; 16 ms over PCIe 4.0."""
+
+ASSUMED_NETWORK_BYTES_PER_S = {"cpu": 1e9, "cuda": 25e9}
+"""10 Gb/s Ethernet, and one 200 Gb/s adapter for each GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Times kernels on one device. ``say`` is told what is being measured."""
+
+    device: torch.device
+    say: Callable[[str], None]
+
+    def best_s(self, what: str, kernel: Callable[[], object]) -> float:
+        """Seconds of the fastest run of ``kernel`` after one run to warm up."""
+        self.say(what)
+
+        def run() -> None:
+            kernel()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+        return min(run_times(run, runs=MIN_RUNS, budget_s=BUDGET_S))
+
+    def flops_per_s(self) -> float:
+        """Of a square matrix product: bfloat16 on a GPU, float32 on a CPU."""
+        size = MATMUL_SIZE[self.device.type]
+        dtype = matmul_dtype(self.device)
+        left = torch.randn(size, size, device=self.device).to(dtype)
+        right = torch.randn(size, size, device=self.device).to(dtype)
+        out = torch.empty(size, size, device=self.device, dtype=dtype)
+        return 2 * size**3 / self.best_s("matrix product", lambda: torch.mm(left, right, out=out))
+
+    def copy_bytes_per_s(self) -> float:
+        """Memory traffic of a copy within the device: every byte is read and written."""
+        source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * COPY_BYTES / self.best_s("device memory", lambda: target.copy_(source))
+
+    def host_bytes_per_s(self) -> tuple[float, float]:
+        """Device to host and host to device, with a pinned host buffer on a GPU."""
+        pinned = self.device.type == "cuda"
+        host = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        own = torch.ones(COPY_BYTES, dtype=torch.uint8, device=self.device)
+        out_s = self.best_s("device to host", lambda: host.copy_(own, non_blocking=True))
+        in_s = self.best_s("host to device", lambda: own.copy_(host, non_blocking=True))
+        return COPY_BYTES / out_s, COPY_BYTES / in_s
+
+    def link_bytes_per_s(self) -> float | None:
+        """Between this device and another of the machine; None when it is alone."""
+        if self.device.type != "cuda" or torch.cuda.device_count() < 2:
+            return None
+        index = self.device.index or 0
+        other = torch.device("cuda", 1 if index == 0 else 0)
+        own = torch.ones(COPY_BYTES, dtype=torch.uint8, device=self.device)
+        far = torch.empty(COPY_BYTES, dtype=torch.uint8, device=other)
+
+        def copy() -> None:
+            far.copy_(own, non_blocking=True)
+            torch.cuda.synchronize(other)
+
+        return COPY_BYTES / self.best_s("link between devices", copy)
+
+
+def run_times(run: Callable[[], object], *, runs: int, budget_s: float = 0.0) -> list[float]:
+    """Seconds of at least ``runs`` runs that last ``budget_s`` together, after one to warm up."""
+    run()
+    times: list[float] = []
+    while len(times) < runs or sum(times) < budget_s:
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return times
+
+
+def matmul_dtype(device: torch.device) -> torch.dtype:
+    """What ``peak_flops_per_s`` is measured in: what models are trained in on such a device."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device called ``name``; None is the first GPU, or the CPU where there is none.
+
+    Raises:
+        InputError: not a CPU or CUDA device, or not in this machine.
+    """
+    if name is None:
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"device: expected cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise InputError(f"device: expected cpu, cuda or cuda:N, got {name!r}")
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise InputError(f"device: this machine has {torch.cuda.device_count()} GPUs, not {name!r}")
+    return torch.device("cuda", index)
+
+
+def measure_hardware(
+    device: torch.device, *, say: Callable[[str], None] = lambda what: None
+) -> HardwareProfile:
+    """The profile of ``device``, measured in a few seconds. Takes 768 MiB on it, 256 on the host.
+
+    Raises:
+        InputError: the machine does not say how much memory it has.
+    """
+    bench = Bench(device=device, say=say)
+    name = device_name(device)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    flops_per_s = bench.flops_per_s()
+    memory_bytes_per_s = bench.copy_bytes_per_s()
+    d2h_bytes_per_s, h2d_bytes_per_s = bench.host_bytes_per_s()
+    link_bytes_per_s, link_source = _link(bench, name, d2h_bytes_per_s, today)
+    network_bytes_per_s, network_source = _network(device, name, today)
+    stated = FigureSource(document="as the system states it", date=today)
+    return HardwareProfile(
+        name=name,
+        peak_flops_per_s=flops_per_s,
+        hbm_bytes_per_s=memory_bytes_per_s,
+        memory_bytes=memory_bytes(device),
+        d2h_bytes_per_s=d2h_bytes_per_s,
+        h2d_bytes_per_s=h2d_bytes_per_s,
+        link_bytes_per_s=link_bytes_per_s,
+        network_bytes_per_s=network_bytes_per_s,
+        devices_per_node=max(1, torch.cuda.device_count()) if device.type == "cuda" else 1,
+        source=f"measured on {name} with torch {torch.__version__}",
+        date=today,
+        figure_sources={
+            **_timed(device, today),
+            "memory_bytes": stated,
+            "devices_per_node": stated,
+            "link_bytes_per_s": link_source,
+            "network_bytes_per_s": network_source,
+        },
+    )
+
+
+def _timed(device: torch.device, today: str) -> dict[str, FigureSource]:
+    """What was timed for each of the four figures that every device gets measured."""
+    dtype = str(matmul_dtype(device)).removeprefix("torch.")
+    size, mib = MATMUL_SIZE[device.type], COPY_BYTES >> 20
+    host = "pinned host memory" if device.type == "cuda" else "a host buffer"
+    documents = {
+        "peak_flops_per_s": f"measured: product of two {size} x {size} {dtype} matrices",
+        "hbm_bytes_per_s": f"measured: copy of {mib} MiB, read and written",
+        "d2h_bytes_per_s": f"measured: copy of {mib} MiB into {host}",
+        "h2d_bytes_per_s": f"measured: copy of {mib} MiB from {host}",
+    }
+    return {figure: FigureSource(document=text, date=today) for figure, text in documents.items()}
+
+
+def device_name(device: torch.device) -> str:
+    """The maker's name of the device."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return processor_name()
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All memory of the device; of a CPU, the host's or what its control group may have of it.
+
+    Raises:
+        InputError: the host does not say.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    memory = host_memory()
+    known = [b for b in (memory.total_bytes, memory.cgroup_limit_bytes) if b is not None]
+    if not known:
+        raise InputError("memory_bytes: this host does not say how much memory it has")
+    return min(known)
+
+
+def _link(
+    bench: Bench, name: str, host_bytes_per_s: float, today: str
+) -> tuple[float, FigureSource]:
+    measured = bench.link_bytes_per_s()
+    if measured is not None:
+        return measured, FigureSource(document="measured: copy to another device", date=today)
+    named = _declared(bench.device, name)
+    if named is not None:
+        return named.link_bytes_per_s, named.source_of("link_bytes_per_s")
+    assumed = "assumed: as fast as device to host; there is one device to measure"
+    return host_bytes_per_s, FigureSource(document=assumed, date=today)
+
+
+def _network(device: torch.device, name: str, today: str) -> tuple[float, FigureSource]:
+    named = _declared(device, name)
+    if named is not None:
+        return named.network_bytes_per_s, named.source_of("network_bytes_per_s")
+    assumed = "assumed: a single machine cannot measure it"
+    return ASSUMED_NETWORK_BYTES_PER_S[device.type], FigureSource(document=assumed, date=today)
+
+
+def _declared(device: torch.device, name: str) -> HardwareProfile | None:
+    """The named profile of a GPU; that of the CPU is itself assumed and adds nothing."""
+    return declared_for(name) if device.type == "cuda" else None

@@ -1,0 +1,263 @@
+"""How long lowered regions take on this machine: each is run a few times on made-up inputs.
+
+Inputs are small random numbers, and zeros where the type is whole: an index of zero is valid
+everywhere. Work that depends on values (tokens per expert) is therefore not what a step sees.
+"""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from memo_runtime.arena import FrameView, Slab
+from memo_runtime.current import current
+from memo_runtime.pages import trim_heap
+
+from memo_compile.analysis.purity import is_collective, is_known
+from memo_compile.analysis.regions import LoweredRegion, RegionGraph
+from memo_compile.costs.host import host_memory
+from memo_compile.errors import UnsupportedGraph
+from memo_compile.planners.placement import Buffer, PlacementProblem, place
+from memo_compile.step.problem import ALIGNMENT_BYTES, RegionProfile
+from memo_compile.units import format_bytes
+
+INPUT_SCALE = 0.02
+"""Standard deviation of made-up inputs, as of freshly initialised weights: nothing overflows."""
+
+ROOM = 0.9
+"""Of the free memory, what a region that is timed may take."""
+
+_FAILURES = (RuntimeError, AssertionError, ValueError, TypeError, IndexError, MemoryError)
+"""What running out of memory, a kernel, or a check of generated code raises."""
+
+
+Average = Callable[[Sequence[float]], float]
+"""Several timings to one."""
+
+
+class TooLarge(UnsupportedGraph):
+    """A region that does not fit into the memory that is free now, with all of its inputs."""
+
+
+def measure_all(
+    lowered: Mapping[str, LoweredRegion],
+    graphs: Mapping[str, RegionGraph],
+    *,
+    repeats: int = 3,
+    average: Average = statistics.median,
+    too_large: Callable[[RegionGraph, str], float] | None = None,
+) -> dict[str, float]:
+    """Seconds of every lowered region, by name; memory is freed between two regions.
+
+    ``repeats`` and ``average`` as for ``measure``. ``too_large`` gives the seconds of a region that
+    does not fit whole, and is told why.
+
+    Raises:
+        UnsupportedGraph: a region cannot be run by itself. All or nothing: seconds that were
+            measured and seconds that were computed do not compare.
+    """
+    for name in lowered:
+        _require_runs_alone(graphs[name])
+    seconds = {}
+    for name, one in lowered.items():
+        refused = None
+        try:
+            seconds[name] = measure(one, graphs[name], repeats=repeats, average=average)
+        except TooLarge as error:
+            if too_large is None:
+                raise
+            refused = str(error)  # the error itself holds the tensors of the run that failed
+        finally:
+            _free(graphs[name].device)
+        if refused is not None and too_large is not None:
+            seconds[name] = too_large(graphs[name], refused)
+            _free(graphs[name].device)
+    return seconds
+
+
+def measure(
+    lowered: LoweredRegion,
+    region: RegionGraph,
+    *,
+    repeats: int = 3,
+    average: Average = statistics.median,
+) -> float:
+    """The average seconds of ``repeats`` runs of one region, after one run to warm up.
+
+    The median forgets what disturbed one run; to compare with a whole step, which does not forget,
+    take the mean.
+
+    Its inputs and its frame are made for the call and freed after it, so that writes into inputs
+    are lost. Random number generators are as before.
+
+    Raises:
+        TooLarge: the region does not fit into the memory that is left.
+        UnsupportedGraph: the region talks to other ranks, or a kernel failed.
+    """
+    _require_runs_alone(region)
+    _require_fits(lowered, region)
+    try:
+        with torch_as_before(region.device):
+            inputs = _inputs(region)
+            with _frame(lowered, region.device):
+                timed = _cuda_s if region.device.type == "cuda" else _cpu_s
+                lowered.run(list(inputs))
+                return average([timed(lambda: lowered.run(list(inputs))) for _ in range(repeats)])
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition("\n")[0]
+        raise TooLarge(f"region {region.name} does not fit to be timed: {reason}") from error
+    except _FAILURES as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UnsupportedGraph(
+            f"region {region.name} cannot be timed: {reason}; set costs='roofline' or free memory"
+        ) from error
+
+
+def _require_runs_alone(region: RegionGraph) -> None:
+    """Refuse what waits for other ranks, or might: they do not measure at the same time."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    for node in region.gm.graph.nodes:
+        unknown = (
+            isinstance(node.target, torch._ops.OpOverload)
+            and not is_known(node)
+            and node.target.namespace != "memo"
+        )
+        if is_collective(node) or (distributed and unknown):
+            raise UnsupportedGraph(
+                f"region {region.name} cannot be timed: {node.name} ({node.target}) talks to "
+                "other ranks, or may; set costs='roofline'"
+            )
+
+
+def _require_fits(lowered: LoweredRegion, region: RegionGraph) -> None:
+    """Refuse what the system would kill the process for."""
+    needed = sum(layout_elements(one) * one.element_size() for one in _tensors(region))
+    needed += _offsets(lowered.profile)[1]
+    needed += sum(one.size_bytes for one in lowered.profile.outside)
+    free = _free_bytes(region.device)
+    if free is not None and needed > ROOM * free:
+        raise TooLarge(
+            f"region {region.name} does not fit to be timed: {format_bytes(needed)} of "
+            f"{format_bytes(free)} that are free"
+        )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory of the device that this process may still take; None where nobody says."""
+    if device.type != "cuda":
+        return host_memory().usable_bytes
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free) + int(unused)
+
+
+def _tensors(region: RegionGraph) -> list[torch.Tensor]:
+    return [one for one in region.example_inputs() if isinstance(one, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def torch_as_before(device: torch.device) -> Iterator[None]:
+    """Random states are restored and nothing is recorded for gradients."""
+    on_cuda = device.type == "cuda"
+    guard = torch.cuda.device(device) if on_cuda else contextlib.nullcontext()
+    with guard:
+        devices = [torch.cuda.current_device()] if on_cuda else []
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            yield
+
+
+def _inputs(region: RegionGraph) -> list[torch.Tensor]:
+    """A tensor of its own for every placeholder, with the strides that the region expects."""
+    generators: dict[torch.device, torch.Generator] = {}
+    made = []
+    for node in region.gm.graph.find_nodes(op="placeholder"):
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedGraph(
+                f"region {region.name} cannot be timed: its input {node.name} is no tensor but "
+                f"{type(value).__name__}"
+            )
+        if value.device not in generators:
+            generators[value.device] = torch.Generator(value.device).manual_seed(0)
+        made.append(_made_up(value, generators[value.device]))
+    return made
+
+
+def _made_up(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Numbers with the layout of ``value``; where strides overlap, one element serves several."""
+    num_elements = layout_elements(value)
+    flat = torch.zeros(num_elements, dtype=value.dtype, device=value.device)
+    if (flat.is_floating_point() or flat.is_complex()) and flat.element_size() > 1:
+        flat.normal_(0.0, INPUT_SCALE, generator=generator)
+    elif flat.is_floating_point():  # float8 types have no generator of their own
+        wide = torch.empty(num_elements, device=value.device)
+        flat.copy_(wide.normal_(0.0, INPUT_SCALE, generator=generator))
+    return flat.as_strided(value.shape, value.stride())
+
+
+def layout_elements(value: torch.Tensor) -> int:
+    """Elements from the first to the last of a tensor, gaps included."""
+    layout = zip(value.shape, value.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in layout) if value.numel() else 0
+
+
+@contextlib.contextmanager
+def _frame(lowered: LoweredRegion, device: torch.device) -> Iterator[None]:
+    """The region's buffers lie in memory of their own while the block runs."""
+    offsets, size_bytes = _offsets(lowered.profile)
+    slab = Slab(device, max(size_bytes, ALIGNMENT_BYTES))
+    row = [
+        FrameView(offset_bytes=offset, dtype=spec.dtype, size=spec.size, stride=spec.stride)
+        for offset, spec in zip(offsets, lowered.views, strict=True)
+    ]
+    before = current.views, current.inputs
+    current.views, current.inputs = slab.tables(0, [row])[0], {}
+    try:
+        yield
+    finally:
+        current.views, current.inputs = before
+
+
+def _offsets(profile: RegionProfile) -> tuple[Sequence[int], int]:
+    """Where each buffer lies when buffers that live one after the other share bytes."""
+    buffers = tuple(
+        Buffer(
+            id=str(index),
+            lower=one.start,
+            upper=one.end,
+            size=one.size_bytes,
+            alignment=ALIGNMENT_BYTES,
+        )
+        for index, one in enumerate(profile.buffers)
+    )
+    placed = place(PlacementProblem(buffers=buffers, alignment=ALIGNMENT_BYTES), solver="greedy")
+    offsets = [placed.offsets[one.id] for one in buffers]
+    ends = (offset + one.size for offset, one in zip(offsets, buffers, strict=True))
+    return offsets, max(ends, default=0)
+
+
+def _cpu_s(run: Callable[[], Any]) -> float:
+    """As in a step, results come from memory that was given back before."""
+    trim_heap()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _cuda_s(run: Callable[[], Any]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _free(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        trim_heap()

@@ -1,0 +1,186 @@
+"""What an operator costs: floating point operations, bytes of memory traffic, seconds by roofline.
+
+Legend: an operator takes ``max(flops / F, bytes / B)`` seconds, where ``F`` and ``B`` are what a
+device reaches in practice: its nominal rates times MATMUL_EFFICIENCY and MEMORY_EFFICIENCY.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.views import is_view, storage_of
+from memo_compile.costs.hardware import HardwareProfile
+
+MATMUL_EFFICIENCY = 0.6
+"""Of the nominal rate. Large dense products reach 60 to 75 % of it under a GPU's power limit, the
+narrow ones of a layer less; 0.6 is between a training step's 0.4 to 0.5 and a benchmark's 0.75."""
+
+MEMORY_EFFICIENCY = 0.8
+"""Of the nominal bandwidth: what streaming kernels that read and write reach on HBM and on DDR."""
+
+_ATTENTION_LIKE = {
+    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_fused_attention_overrideable": "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        "_scaled_dot_product_flash_attention_backward"
+    ),
+    "_scaled_dot_product_fused_attention_overrideable_backward": (
+        "_scaled_dot_product_flash_attention_backward"
+    ),
+}
+"""Attention kernels that torch's registry lacks -> one with the same first arguments."""
+
+_LOOK_UPS = frozenset(("embedding", "gather", "index", "index_select"))
+"""Operators that read as much of their table as they return."""
+
+_FUSED = frozenset(
+    (
+        "amax amin any argmax argmin mean prod sum var var_mean arange cat constant_pad_nd full "
+        "iota convert_element_type embedding gather index inductor_lookup_seed inductor_random "
+        "_softmax _log_softmax native_layer_norm _fused_rms_norm"
+    ).split()
+)
+"""Beside torch's pointwise operators, what Inductor fuses with its neighbours into one kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCost:
+    """Work of one operator or of several."""
+
+    flops: int
+    """Of matrix products, convolutions and attention; a multiplication and an addition are two."""
+    bytes: int
+    """Read from and written to the device's memory."""
+
+
+NOTHING = NodeCost(flops=0, bytes=0)
+
+
+def node_cost(node: fx.Node) -> NodeCost:
+    """The cost of ``node`` on the shapes of its fake values; views and items of a tuple cost 0.
+
+    A value that only passes from one fusible operator to others never reaches memory, as in
+    Inductor's kernels. An operator that torch's registry of FLOPs does not know counts its bytes.
+    """
+    if node.op != "call_function" or is_view(node) or op_name(node) == "":
+        return NOTHING
+    return NodeCost(flops=_flops(node), bytes=_read_bytes(node) + _written_bytes(node))
+
+
+def graph_cost(gm: fx.GraphModule) -> NodeCost:
+    """The sum over all nodes."""
+    costs = [node_cost(node) for node in gm.graph.nodes]
+    return NodeCost(flops=sum(one.flops for one in costs), bytes=sum(one.bytes for one in costs))
+
+
+def roofline_s(cost: NodeCost, profile: HardwareProfile) -> float:
+    """Seconds of ``cost`` on a device: limited by arithmetic or by memory, whichever is slower."""
+    compute_s = cost.flops / (profile.peak_flops_per_s * MATMUL_EFFICIENCY)
+    return max(compute_s, cost.bytes / (profile.hbm_bytes_per_s * MEMORY_EFFICIENCY))
+
+
+def node_seconds(node: fx.Node, profile: HardwareProfile) -> float:
+    """Roofline seconds of one node."""
+    return roofline_s(node_cost(node), profile)
+
+
+def graph_seconds(gm: fx.GraphModule, profile: HardwareProfile) -> float:
+    """Roofline seconds of a graph, one operator after the other."""
+    return math.fsum(node_seconds(node, profile) for node in gm.graph.nodes)
+
+
+def _flops(node: fx.Node) -> int:
+    formula = _formula(node)
+    if formula is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _fake)
+    flops = formula(*args, **kwargs, out_val=node.meta.get("val"))
+    return int(flops) // 2 if _is_causal(node) else int(flops)
+
+
+def _formula(node: fx.Node) -> Any:
+    """Torch's formula for the operator of ``node``, None where it has none."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return flop_registry.get(target)
+    name = op_name(node)
+    if target.namespace == "aten" and name in _ATTENTION_LIKE:
+        return flop_registry.get(getattr(torch.ops.aten, _ATTENTION_LIKE[name]))
+    return flop_registry.get(target.overloadpacket)
+
+
+def _is_causal(node: fx.Node) -> bool:
+    """True for attention that leaves out the upper half of the scores."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    for position, declared in enumerate(node.target._schema.arguments):
+        if declared.name == "is_causal":
+            given = node.args[position] if position < len(node.args) else declared.default_value
+            return bool(node.kwargs.get("is_causal", given))
+    return False
+
+
+def _fake(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _read_bytes(node: fx.Node) -> int:
+    """Bytes of the inputs that lie in memory, each storage element once."""
+    written = _bytes(node.meta.get("val"))
+    total = 0
+    for position, source in enumerate(node.all_input_nodes):
+        if not _is_in_memory(storage_of(source)):
+            continue
+        size = _bytes(source.meta.get("val"))
+        is_table = position == 0 and op_name(node) in _LOOK_UPS
+        total += min(size, written) if is_table else size
+    return total
+
+
+def _written_bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    if isinstance(value, tuple | list) and _is_fusible(node):
+        return sum(_bytes(item.meta.get("val")) for item in node.users if _is_in_memory(item))
+    return _bytes(value) if _is_in_memory(node) else 0
+
+
+def _is_in_memory(node: fx.Node) -> bool:
+    """False for a value that Inductor keeps in registers: fusible operators make and read it."""
+    if node.op != "call_function" or not _is_fusible(_maker(node)):
+        return True
+    return any(user.op == "output" or not _is_fusible(user) for user in _readers(node))
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    return node.all_input_nodes[0] if op_name(node) == "" and node.all_input_nodes else node
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads the value of ``node``, through views and items."""
+    for user in node.users:
+        if is_view(user) or (op_name(user) == "" and user.op == "call_function"):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in node.target.tags or op_name(node) in _FUSED
+
+
+def _bytes(value: Any) -> int:
+    """Bytes of the distinct elements of a tensor, or of all tensors in a sequence."""
+    if isinstance(value, tuple | list):
+        return sum(_bytes(one) for one in value)
+    if isinstance(value, Mapping) or not isinstance(value, torch.Tensor):
+        return 0
+    sizes = zip(value.shape, value.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride != 0) * value.element_size()

@@ -1,0 +1,290 @@
+"""A planned step that runs: the plan bound to the runtime, planned again when it must be."""
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from memo_runtime.arena import ArenaError, arena_of
+from memo_runtime.heap import HeapWatch
+from memo_runtime.host_store import HostStoreError
+from memo_runtime.leases import StepCounters
+from memo_runtime.pages import gives_pages_back
+from memo_runtime.run_step import StepPlan, run_backward, run_forward
+
+from memo_compile import shim
+from memo_compile.analysis.joint_units import JointUnits
+from memo_compile.config import MemoConfig
+from memo_compile.driver.bind import Binder
+from memo_compile.driver.facts import GraphFacts, gradient_bytes
+from memo_compile.driver.out_of_memory import OutOfMemory
+from memo_compile.driver.step_planner import PlannedStep, StepPlanner
+from memo_compile.errors import Infeasible
+from memo_compile.passes.cut import Cut
+from memo_compile.reporting import state
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import Problem, Storage
+from memo_compile.step.residency import heap_slack, step_constant_bytes
+from memo_compile.units import format_bytes
+
+log = logging.getLogger("memo")
+
+_keys = itertools.count(1)
+
+MAX_REFUSALS = 6
+"""So often a step is planned again for less: three quarters each time."""
+
+MIN_KEPT_BYTES = 2**20
+"""Results that matter to a plan; losses and small statistics are always held."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Assembly:
+    """A planned step that runs."""
+
+    planner: StepPlanner
+    forward_cut: Cut
+    backward_cut: Cut
+    plan: Plan = field(init=False)
+    problem: Problem = field(init=False)
+    step: StepPlan = field(init=False)
+
+    _returned: list[tuple[Any, int]] = field(default_factory=list)
+    """Weak references to the storages of the last forward's results, and their bytes."""
+    _made: tuple[int, ...] = ()
+    """Positions among the forward's results of what it made in ordinary memory."""
+    _kept_bytes: int = 0
+    """Of those that were still held when their backward had ended."""
+    _memory: OutOfMemory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._memory = OutOfMemory(dump=self.planner.config.dump)
+        self._bind(self.planner.plan())
+
+    def _bind(self, planned: PlannedStep) -> None:
+        config, device = self.planner.config, self.planner.facts.device
+        poison = "poison" in config.debug
+        binder = Binder(planned, self.forward_cut, self.backward_cut, poison)
+        self.problem, self.plan = planned.problem, planned.plan
+        self._made = _made_for_user(self.forward_cut, planned.problem)
+        self.step = StepPlan(
+            key=next(_keys),
+            device=device,
+            arena_bytes=planned.plan.arena_bytes,
+            table=binder.table(),
+            forward=binder.half(self.forward_cut),
+            backward=binder.half(self.backward_cut),
+            max_inflight=config.max_inflight,
+            poison=poison,
+            host_bytes=planned.problem.host_bytes,
+            host_store=config.host_kind(device.type),
+            schedule=config.copy_schedule(),
+            measure_stall="stalls" in config.debug,
+            throttle_bytes_per_s=config.copy_speeds(),
+            on_step_end=self._count,
+            heap=_heap_watch(planned) if gives_pages_back(device) and not poison else None,
+        )
+
+    def forward(self, args: list[Any]) -> list[Any]:
+        """The forward's results; empties ``args``."""
+        self._count_existing_gradients(args)
+        self._count_kept_outputs()
+        with self._memory.explained(self.problem, self.plan):
+            results = run_forward(self.step, args)
+        made = [] if self._returned else [results[position] for position in self._made]
+        self._returned = shim.storages_of(made)  # with two forwards nobody knows whose they are
+        return results
+
+    def backward(self, args: list[Any]) -> list[Any]:
+        """The backward's results; empties ``args``."""
+        with self._memory.explained(self.problem, self.plan):
+            results = run_backward(self.step, args, keep_graph=shim.keep_graph())
+        if not self.problem.keeps_outputs:
+            held = (size for storage, size in self._returned if not storage.expired())
+            self._kept_bytes = sum(held)
+        self._returned = []  # weak references must not outlive torch when the process ends
+        return results
+
+    def reserve(self) -> None:
+        """The step's frames are there: a refusal comes now and not in the first step.
+
+        What is refused is planned again, a few times: pinned memory as pageable, everything else
+        for less. The report says so.
+
+        Raises:
+            ArenaError: the device refused the arena of every plan.
+            HostStoreError: the host refused the memory for offloaded activations likewise.
+        """
+        for _ in range(MAX_REFUSALS):
+            refused = self._refused()
+            if refused is None:
+                return
+            arena_of(self.step.device).forget(self.step.key)  # regions are timed in that memory
+            if self.step.host_store == "pinned" and isinstance(refused, HostStoreError):
+                self._plan_pageable(refused)
+            else:
+                self._plan_smaller(refused)
+        refused = self._refused()
+        if refused is not None:
+            raise type(refused)(f"{refused}; no plan of this step needs less")
+
+    def _refused(self) -> ArenaError | HostStoreError | None:
+        """Why the step cannot have its frames; None where it can."""
+        try:
+            with shim.real_tensors():
+                self.step.reserve()
+        except (ArenaError, HostStoreError) as error:
+            return error.with_traceback(None)  # which would keep a refused step's arena alive
+        return None
+
+    def _plan_pageable(self, refused: HostStoreError) -> None:
+        """Plan again with the speed of copies through pageable memory, instead of pinned."""
+        self.planner.offload_to("shm")
+        planned = self.planner.plan(self.planner.facts.existing_gradient_bytes())
+        if planned.problem.host_bytes:
+            _say(f"copies go through pageable memory and may block: {refused}")
+        self._bind_again(planned)
+
+    def _plan_smaller(self, refused: ArenaError | HostStoreError) -> None:
+        """Plan again with a quarter of what was refused less, or with the least that a step needs.
+
+        The bound is on the step's peak, which may fall while the arena does not: it is lowered
+        further at every refusal.
+
+        Raises:
+            ArenaError, HostStoreError: ``refused``, where there is no smaller plan.
+        """
+        plan, planner, host_bytes = self.plan, self.planner, self.problem.host_bytes
+        if isinstance(refused, ArenaError):
+            step_bytes = plan.peak_bytes - step_constant_bytes(self.problem)
+            known = planner.granted_step_bytes
+            least = step_bytes if known is None else min(known, step_bytes)
+            planner.granted_step_bytes = least - plan.arena_bytes // 4
+        else:
+            known = planner.granted_host_bytes
+            planner.granted_host_bytes = min(known or host_bytes, host_bytes) * 3 // 4
+        try:
+            planned = planner.plan(planner.facts.existing_gradient_bytes())
+        except Infeasible as error:
+            raise type(refused)(f"{refused}; no plan of this step needs less: {error}") from None
+        sizes = (planned.plan.arena_bytes, planned.problem.host_bytes)
+        shrinks = sizes[0] < plan.arena_bytes or sizes[1] < host_bytes
+        if not shrinks and planned.plan.peak_bytes >= plan.peak_bytes:
+            raise type(refused)(f"{refused}; no plan of this step needs less")
+        arena, host = (format_bytes(size) for size in sizes)
+        _say(f"{refused}. Planned again: arena {arena}, host memory {host}")
+        self._bind_again(planned)
+
+    def on_unplanned(self, call: Callable[[], None]) -> None:
+        """``call`` is told of every step that runs in ordinary memory."""
+        self.step.on_unplanned = call
+
+    def retire(self) -> None:
+        """Drop the views that the device's arena holds for this plan."""
+        arena_of(self.step.device).forget(self.step.key)
+
+    def _count_existing_gradients(self, args: Sequence[Any]) -> None:
+        """Count gradients that are kept between steps: they are there twice then.
+
+        At compile time there are none yet, and nobody knows whether the user will keep them. Where
+        the step no longer fits its budget, it is planned again.
+
+        Raises:
+            Infeasible: with the kept gradients no plan fits the budget.
+        """
+        before, fixed = self.plan, self.plan.fixed
+        existing = gradient_bytes(args)
+        more = max(0, existing + fixed.new_gradients - fixed.gradients)
+        if more:
+            fixed = replace(fixed, gradients=fixed.gradients + more)
+            self.plan = replace(before, fixed=fixed, peak_bytes=before.peak_bytes + more)
+        budget = before.budget_bytes
+        if budget is not None and self.plan.peak_bytes > budget and self.step.live == 0:
+            try:
+                self._bind_again(self.planner.plan(existing))
+                self.reserve()
+            except Infeasible as error:
+                self.plan = before  # which holds again once the gradients are gone
+                raise Infeasible(
+                    f"{error}. Gradients were kept from the last step, which makes them exist "
+                    "twice: zero_grad(set_to_none=True) frees them, accumulation needs them",
+                    floor_bytes=error.floor_bytes,
+                ) from None
+        if self.plan is not before:
+            state.replace_plan(before, self.plan)
+
+    def _count_kept_outputs(self) -> None:
+        """Plan again once it turns out that the user holds what the forward returned.
+
+        Large results (logits) mostly go before the backward, and the plan counts on it. In the
+        first step nobody knows; a budget may be exceeded by them in that step only.
+        """
+        if self._kept_bytes < MIN_KEPT_BYTES or self.step.live:
+            return
+        self._kept_bytes = 0
+        before = self.plan
+        self.planner.keep_outputs()
+        self._bind_again(self.planner.plan(self.planner.facts.existing_gradient_bytes()))
+        self.reserve()
+        state.replace_plan(before, self.plan)
+
+    def _bind_again(self, planned: PlannedStep) -> None:
+        old = self.step
+        self._bind(planned)
+        self.on_unplanned(old.on_unplanned)
+        arena_of(old.device).forget(old.key)  # a backward that is still to come makes them anew
+
+    def _count(self, counted: StepCounters) -> None:
+        """Keep what the step that just ended moved, for the report."""
+        plan = self.plan
+        moved = (counted.offloaded_bytes, counted.recomputed_bytes)
+        self.plan = replace(
+            plan,
+            offloaded_bytes=moved[0],
+            recomputed_bytes=moved[1],
+            stall_s=counted.stall_s,
+        )
+        state.replace_plan(plan, self.plan)
+
+
+def assemble(
+    forward: Cut,
+    backward: Cut,
+    units: JointUnits,
+    facts: GraphFacts,
+    config: MemoConfig,
+    name: str,
+) -> Assembly:
+    """Lower each distinct region once, plan the step, bind it to the runtime.
+
+    Raises:
+        Infeasible: no plan fits the budget; nothing has run.
+        ArenaError, HostStoreError: as ``Assembly.reserve``.
+    """
+    planner = StepPlanner(forward, backward, units, facts, config, name)
+    assembly = Assembly(planner=planner, forward_cut=forward, backward_cut=backward)
+    assembly.reserve()
+    return assembly
+
+
+def _made_for_user(forward: Cut, problem: Problem) -> tuple[int, ...]:
+    made = {
+        value
+        for call in problem.calls
+        for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True)
+        if slot.storage is Storage.EXTERNAL
+    }
+    return tuple(at for at, value in enumerate(forward.results) if value in made)
+
+
+def _say(note: str) -> None:
+    """``note`` is in the report, and once in the log."""
+    if state.add_note(note):
+        log.warning("memo: %s", note.removeprefix("memo: "))
+
+
+def _heap_watch(planned: PlannedStep) -> HeapWatch:
+    """Half of what the plan leaves for the heap may be free heap."""
+    step_bytes = planned.plan.peak_bytes - step_constant_bytes(planned.problem)
+    return HeapWatch(allowed_bytes=heap_slack(step_bytes) // 2)

@@ -1,0 +1,337 @@
+"""Binds a planned step to the runtime: values become slots, buffers become views of the frame."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from memo_runtime.arena import FrameView
+from memo_runtime.instructions import CopyRange, Instruction, RunCall, StartOffload, StartReload
+from memo_runtime.instructions import WaitCopy as Wait
+from memo_runtime.run_step import RunHalf
+
+from memo_compile.analysis.regions import ViewSpec
+from memo_compile.driver.step_planner import PlannedStep
+from memo_compile.passes.cut import Cut, CutCall, InputView
+from memo_compile.step.problem import (
+    CallKind,
+    Phase,
+    Problem,
+    StepCall,
+    Storage,
+    arena_buffers,
+    call_starts,
+)
+from memo_compile.step.residency import beside_bytes
+
+
+@dataclass(slots=True)
+class Binder:
+    """One planned step, and what both of its halves need to know of it."""
+
+    planned: PlannedStep
+    forward: Cut
+    backward: Cut
+    poison: bool
+    numbers: dict[str, int] = field(init=False)
+    """Copies of the step by the name of their call."""
+    places: dict[str, tuple[int, ViewSpec]] = field(init=False)
+    """Value in the arena -> offset of its buffer, and how it is read."""
+    offload_of: dict[str, str] = field(init=False)
+    """Name of a reload -> of the offload that wrote its bytes."""
+    leased: tuple[str, ...] = field(init=False)
+    """What the forward leaves for the backward beside what autograd hands over."""
+
+    def __post_init__(self) -> None:
+        calls = self.planned.problem.calls
+        copies = [one.name for one in calls if one.copy is not None]
+        self.numbers = {name: number for number, name in enumerate(copies)}
+        self.offload_of = dict(_offloads_of(self.planned.problem))
+        self.places = dict(_places(self.planned))
+        self.leased = tuple(_leased(self.planned.problem, self.backward))
+
+    def table(self) -> list[list[FrameView]]:
+        """Per call of the step the views of its buffers."""
+        problem, offsets = self.planned.problem, self.planned.plan.offsets
+        rows = []
+        for call in problem.calls:
+            if call.kind is CallKind.RELOAD:
+                rows.append([_view(*self.places[call.outputs[0]])])
+                continue
+            if call.kind in (CallKind.OFFLOAD, CallKind.WAIT):
+                rows.append([])
+                continue
+            lowered = self.planned.lowered[call.region]
+            inside = {one.buffer: one for one in call.into}
+            row = []
+            for index, (buffer, spec) in enumerate(
+                zip(lowered.profile.buffers, lowered.views, strict=True)
+            ):
+                place = self.places.get(inside[index].value) if index in inside else None
+                if index not in inside:
+                    row.append(_view(offsets[f"{call.name}/{buffer.name}"], spec))
+                elif place is not None:
+                    row.append(_view(place[0] + inside[index].offset_bytes, spec))
+                else:
+                    row.append(replace(_view(0, spec), in_frame=False))
+            rows.append(row)
+        return rows
+
+    def half(self, cut: Cut) -> RunHalf:
+        """The half with values replaced by slots of its environment."""
+        steps = [
+            (index, call)
+            for index, call in enumerate(self.planned.problem.calls)
+            if call.phase is cut.phase
+        ]
+        names = [*cut.constants, *cut.arguments, *self.leased]
+        for _, call in steps:
+            names += [*call.inputs, *call.outputs, *(one.value for one in call.into)]
+        names += [cut.handle, *(value for value in cut.results if value is not None)]
+        slots = {value: index for index, value in enumerate(dict.fromkeys(names))}
+        half = _Half(self, cut, slots, steps)
+        return RunHalf(
+            num_slots=len(slots),
+            constants=tuple((slots[key], value) for key, value in cut.constants.items()),
+            arguments=tuple(slots[value] for value in cut.arguments),
+            calls=tuple(half.instruction(index, call) for index, call in steps),
+            results=tuple(None if value is None else slots[value] for value in cut.results),
+            leased=tuple(slots[value] for value in self.leased),
+            checked=self._checked(slots) if cut.phase is Phase.FORWARD else (),
+            planned_bytes=half.planned_bytes(steps[0][0]) if steps else 0,
+            resident_bytes=half.resident_after(),
+            handle=slots[cut.handle],
+        )
+
+    def _checked(self, slots: Mapping[str, int]) -> tuple[int, ...]:
+        """Slots of the step's own inputs that the lease keeps, whole or a view of them."""
+        source: dict[str, str] = {}
+        for call in self.planned.problem.calls:
+            region = self.planned.problem.regions[call.region]
+            for slot, value in zip(region.outputs, call.outputs, strict=True):
+                if slot.storage is Storage.INPUT and slot.index is not None:
+                    viewed = call.inputs[slot.index]
+                    source[value] = source.get(viewed, viewed)
+        kept = dict.fromkeys(source.get(value, value) for value in self.leased)
+        return tuple(slots[value] for value in kept if value in self.forward.arguments)
+
+
+class _Half:
+    """One half while its calls are bound."""
+
+    def __init__(
+        self, binder: Binder, cut: Cut, slots: Mapping[str, int], steps: list[tuple[int, StepCall]]
+    ) -> None:
+        self.binder = binder
+        self.problem = binder.planned.problem
+        self.plan = binder.planned.plan
+        self.slots = slots
+        self.phase = cut.phase
+        self.cut_calls = {call.name: call for call in cut.calls}
+        self.results = {value for value in cut.results if value is not None}
+        kept = set(self.results)
+        if cut.phase is Phase.FORWARD:
+            kept |= set(binder.leased)
+        self.kept = kept
+        self.beside = beside_bytes(self.problem)
+        self.last = {
+            value: index
+            for index, call in steps
+            for value in (*call.inputs, *(one.value for one in call.into))
+        }
+        self.dying = _dying_inputs(binder) if binder.poison else {}
+
+    def instruction(self, index: int, call: StepCall) -> Instruction:
+        """What the runtime executes for ``call``."""
+        if call.kind is CallKind.OFFLOAD:
+            value = call.inputs[0]
+            return StartOffload(copy=self._range(call, value), input=self.slots[value])
+        if call.kind is CallKind.RELOAD:
+            value = call.outputs[0]
+            return StartReload(
+                copy=self._range(call, value),
+                table=index,
+                output=self.slots[value],
+                of=self.binder.numbers[self.binder.offload_of[call.name]],
+            )
+        if call.kind is CallKind.WAIT:
+            assert call.waits_for is not None, f"{call.name} waits for nothing"
+            dying = tuple((offset, size) for _, offset, size in self.dying.get(index, ()))
+            return Wait(number=self.binder.numbers[call.waits_for], dying=dying)
+        return self._run(index, call)
+
+    def planned_bytes(self, index: int) -> int:
+        """What the step holds as call ``index`` begins."""
+        return self.plan.resident_bytes[index] + self.beside.before[index]
+
+    def _taken_again(self, index: int) -> int:
+        """Work space that kernels of call ``index`` freed and that the next call takes again.
+
+        Where the next call is of the same region, and no budget asks for the last megabyte, it
+        stays: it would be given back only to be faulted in.
+        """
+        if self.plan.budget_bytes is not None:
+            return 0
+        runs = (CallKind.RUN, CallKind.RECOMPUTE)
+        later = range(index + 1, len(self.problem.calls))
+        following = next((i for i in later if self.problem.calls[i].kind in runs), None)
+        calls = self.problem.calls
+        if following is None or calls[following].region != calls[index].region:
+            return 0
+        beside = self.beside
+        return max(
+            0, beside.most[following] - max(beside.before[following], beside.after[following])
+        )
+
+    def resident_after(self) -> int | None:
+        """The arena that the backward's first call needs, for the forward of a training step."""
+        if self.phase is Phase.BACKWARD:
+            return None
+        first = (i for i, one in enumerate(self.problem.calls) if one.phase is Phase.BACKWARD)
+        index = next(first, None)
+        return None if index is None else self.plan.resident_bytes[index]
+
+    def _range(self, call: StepCall, value: str) -> CopyRange:
+        assert call.copy is not None, f"{call.name} copies nothing"
+        return CopyRange(
+            number=self.binder.numbers[call.name],
+            frame_offset_bytes=self.binder.places[value][0],
+            start_bytes=call.copy.start_bytes,
+            end_bytes=call.copy.end_bytes,
+            host_offset_bytes=call.copy.host_offset,
+        )
+
+    def _run(self, index: int, call: StepCall) -> RunCall:
+        lowered = self.binder.planned.lowered[call.region]
+        slots = self.slots
+        dead = {v for v in (*call.inputs, *call.outputs) if self.last.get(v, -1) <= index}
+        dead -= self.kept
+        ordinary = [one for one in call.into if one.value not in self.binder.places]
+        recomputes = call.kind is CallKind.RECOMPUTE
+        return RunCall(
+            run=lowered.run,
+            views=tuple((at, *view) for at, view in sorted(self._views(call).items())),
+            resident_bytes=self.plan.resident_bytes[index],
+            table=index,
+            inputs=tuple(slots[value] for value in call.inputs),
+            outputs=tuple(slots[value] for value in call.outputs),
+            drop=tuple(slots[value] for value in dict.fromkeys(call.inputs) if value in dead),
+            unread=tuple(slots[value] for value in call.outputs if value in dead),
+            copies=tuple(self._unsafe_outputs(call)),
+            dying=tuple(self.dying.get(index, ())),
+            into=tuple((one.buffer, slots[one.value], one.offset_bytes) for one in ordinary),
+            planned_bytes=self.plan.resident_bytes[index]
+            + self.beside.after[index]
+            + self._taken_again(index),
+            recomputed_bytes=_output_bytes(lowered.views, call, self.problem) if recomputes else 0,
+        )
+
+    def _views(self, call: StepCall) -> Mapping[int, InputView]:
+        """Inputs that the region reads as another view than their value's own."""
+        known: CutCall | None = self.cut_calls.get(call.name)
+        if known is not None:
+            return known.views
+        graph = self.binder.planned.graphs[call.region]
+        found = {}
+        for position, value in enumerate(graph.example_inputs()):
+            if position not in graph.static_inputs and isinstance(value, torch.Tensor):
+                found[position] = (tuple(value.shape), tuple(value.stride()), 0)
+        return found
+
+    def _unsafe_outputs(self, call: StepCall) -> Iterable[int]:
+        """Outputs that the user receives although their storage lies in the arena."""
+        for position, value in enumerate(call.outputs):
+            if value in self.results and value in self.binder.places:
+                yield position
+
+
+def _view(offset: int, spec: ViewSpec) -> FrameView:
+    return FrameView(offset_bytes=offset, dtype=spec.dtype, size=spec.size, stride=spec.stride)
+
+
+def _output_bytes(views: tuple[ViewSpec, ...], call: StepCall, problem: Problem) -> int:
+    """Bytes that a recompute call makes for the backward."""
+    outputs = problem.regions[call.region].outputs
+    made = [views[slot.index] for slot in outputs if slot.index is not None]
+    return sum(_num_bytes(spec) for spec in made)
+
+
+def _num_bytes(spec: ViewSpec) -> int:
+    total = spec.dtype.itemsize
+    for size in spec.size:
+        total *= size
+    return total
+
+
+def _offloads_of(problem: Problem) -> Iterator[tuple[str, str]]:
+    """(reload, the offload that wrote its bytes) of every reload."""
+    wrote: dict[int, str] = {}
+    for call in problem.calls:
+        if call.copy is not None and call.kind is CallKind.OFFLOAD:
+            wrote[call.copy.host_offset] = call.name
+        if call.copy is not None and call.kind is CallKind.RELOAD:
+            yield call.name, wrote[call.copy.host_offset]
+
+
+def _places(planned: PlannedStep) -> Iterator[tuple[str, tuple[int, ViewSpec]]]:
+    """(value, (offset, view)) of every value whose storage lies in the arena, aliases included.
+
+    The view of a reloaded value is that of its buffer's bytes; how they are read the runtime takes
+    from the value that was offloaded.
+    """
+    found: dict[str, tuple[int, ViewSpec]] = {}
+    for call in planned.problem.calls:
+        if call.kind is CallKind.RELOAD:
+            size_bytes = planned.problem.regions[call.region].buffers[0].size_bytes
+            spec = ViewSpec(dtype=torch.uint8, size=(size_bytes,), stride=(1,))
+            found[call.outputs[0]] = (planned.plan.offsets[f"{call.name}/data"], spec)
+        if call.kind not in (CallKind.RUN, CallKind.RECOMPUTE):
+            continue
+        lowered = planned.lowered[call.region]
+        inside = call.into_buffers()
+        for slot, value in zip(lowered.profile.outputs, call.outputs, strict=True):
+            if slot.storage is Storage.ARENA and slot.index is not None:
+                if slot.index not in inside:
+                    name = lowered.profile.buffers[slot.index].name
+                    offset = planned.plan.offsets[f"{call.name}/{name}"]
+                    found[value] = (offset, lowered.views[slot.index])
+            elif slot.storage is Storage.INPUT and slot.index is not None:
+                source_place = found.get(call.inputs[slot.index])
+                if source_place is not None:
+                    found[value] = source_place
+    yield from found.items()
+
+
+def _leased(problem: Problem, backward: Cut) -> Iterator[str]:
+    """Values that the backward reads and that neither it nor autograd provides."""
+    known = {*backward.constants, *backward.arguments}
+    wanted: dict[str, None] = {}
+    for call in problem.calls:
+        if call.phase is Phase.BACKWARD:
+            wanted.update(dict.fromkeys(call.inputs))
+            wanted.update(dict.fromkeys(one.value for one in call.into))
+            known.update(call.outputs)
+    wanted.update(dict.fromkeys(value for value in backward.results if value is not None))
+    yield from (value for value in wanted if value not in known)
+
+
+def _dying_inputs(binder: Binder) -> dict[int, list[tuple[int, int, int]]]:
+    """Call -> (input, offset, bytes) of the crossing buffers whose life ends inside that call."""
+    problem, plan = binder.planned.problem, binder.planned.plan
+    starts = call_starts(problem)
+    ends = {one.id: (one.end, one.size_bytes) for one in arena_buffers(problem)}
+    owner: dict[str, str] = {}
+    dying: dict[int, list[tuple[int, int, int]]] = {}
+    for index, call in enumerate(problem.calls):
+        region = problem.regions[call.region]
+        for position, value in enumerate(call.inputs):
+            end, size = ends.get(owner.get(value, ""), (-1, 0))
+            if end == starts[index] + region.input_ends[position]:
+                dying.setdefault(index, []).append((position, plan.offsets[owner[value]], size))
+        for slot, value in zip(region.outputs, call.outputs, strict=True):
+            if slot.storage is Storage.ARENA and slot.index is not None:
+                owner[value] = f"{call.name}/{region.buffers[slot.index].name}"
+            elif slot.storage is Storage.INPUT and slot.index is not None:
+                source = owner.get(call.inputs[slot.index])
+                if source is not None:
+                    owner[value] = source
+    return dying

@@ -1,0 +1,241 @@
+"""Decides what is kept, offloaded and recomputed, and lowers the regions that recompute.
+
+The policies choose with estimates of recompute regions; what they choose is lowered. Where lowering
+told otherwise than the estimates, they choose again, until everything that is chosen is known.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from memo_compile.analysis.regions import LoweredRegion, RegionGraph
+from memo_compile.check.check_moves import check_moves, remakes_of
+from memo_compile.config import MemoConfig
+from memo_compile.driver.left_whole import UNEXPECTED, say_bug, say_dropped
+from memo_compile.driver.movable_step import ClassGraph, Movable
+from memo_compile.driver.probe import Verdict, probe_rows
+from memo_compile.errors import InvalidPlan, MemoError, UnsupportedGraph, described
+from memo_compile.lowering.aten import estimate
+from memo_compile.lowering.lower import lower_regions
+from memo_compile.passes.recompute import recompute_graph
+from memo_compile.planners.moves import recompute_seconds
+from memo_compile.planners.policy import Choice, choose
+from memo_compile.planners.policy.candidates import SearchedMoves
+from memo_compile.planners.policy.frontier import NothingFits, confirmed
+from memo_compile.reporting import state
+from memo_compile.step.movable import MovableStep, RecomputeKey, RecomputeRegion, RegionInput
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import CallKind, Problem
+
+log = logging.getLogger("memo")
+
+MAX_ROUNDS = 5
+"""Of choosing and lowering. Estimates are close: the first round is nearly always confirmed."""
+
+MeasureRegions = Callable[
+    [Mapping[str, LoweredRegion], Mapping[str, RegionGraph]], Mapping[str, float]
+]
+"""Seconds of every region by name."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RecomputeLibrary:
+    """The recompute regions of a step: estimated when first asked for, exact once lowered."""
+
+    step: MovableStep
+    graphs: Mapping[str, ClassGraph]
+    config: MemoConfig
+    measure: MeasureRegions
+    may_run: bool = True
+    """False where nothing may be computed while planning: slices of rows are believed then."""
+    refused: dict[RecomputeKey, str] = field(default_factory=dict)
+    """Regions that cannot be, and why."""
+    regions: dict[RecomputeKey, RecomputeRegion] = field(default_factory=dict)
+    region_graphs: dict[RecomputeKey, RegionGraph] = field(default_factory=dict)
+    lowered: dict[str, LoweredRegion] = field(default_factory=dict)
+
+    def __call__(self, key: RecomputeKey) -> RecomputeRegion:
+        """The region of ``key``.
+
+        Raises:
+            UnsupportedGraph: there is none.
+        """
+        if key in self.refused:
+            raise UnsupportedGraph(self.refused[key])
+        if key not in self.regions:
+            try:
+                self.regions[key] = self._estimated(key)
+            except UnsupportedGraph as error:
+                self.refused[key] = str(error)
+                raise
+            except UNEXPECTED as error:  # one way to save memory less: the others remain
+                self._refuse(key, described(error))
+                say_dropped(f"{key.region} is not made", error)
+                raise UnsupportedGraph(self.refused[key]) from error
+        return self.regions[key]
+
+    def _refuse(self, key: RecomputeKey, reason: str) -> None:
+        self.refused[key] = f"{key.region}: {reason}"
+        self.regions.pop(key, None)
+
+    def known(self, key: RecomputeKey) -> RecomputeRegion:
+        """The region of ``key`` if it is lowered.
+
+        Raises:
+            UnsupportedGraph: it is not.
+        """
+        if key in self.refused or key.region not in self.lowered:
+            raise UnsupportedGraph(f"{key.region} is not lowered yet")
+        return self.regions[key]
+
+    def proved(self, choice: Choice[Plan]) -> Choice[Plan]:
+        """``choice``, whose program computes what the step under policy SAVE does.
+
+        Raises:
+            InvalidPlan: it does not; the message says where.
+        """
+        made = remakes_of(self.step, choice.problem, self.regions.values())
+        verdict = check_moves(self.step.problem, choice.problem, made)
+        if not verdict.ok:
+            raise InvalidPlan(f"moves of policy {choice.moves.policy}: {verdict}")
+        return choice
+
+    def _graph(self, key: RecomputeKey) -> tuple[RegionGraph, tuple[RegionInput, ...]]:
+        graph = self.graphs[key.class_key]
+        return recompute_graph(
+            graph.region,
+            key,
+            output_of_slot={slot: at for at, slot in graph.slot_of_output.items()},
+            input_of_slot={slot: at for at, slot in graph.slot_of_input.items()},
+            num_rows=graph.num_rows,
+            row_seeds=graph.row_seeds,
+        )
+
+    def _estimated(self, key: RecomputeKey) -> RecomputeRegion:
+        region, inputs = self._graph(key)
+        self.region_graphs[key] = region
+        return RecomputeRegion(
+            key=key,
+            profile=replace(estimate(region), name=key.region),
+            inputs=inputs,
+            seconds=recompute_seconds(self.step, key),
+            exact=False,
+        )
+
+    def lower(self, problem: Problem) -> bool:
+        """Lower what ``problem`` recomputes with; False when all of it was known already.
+
+        What computes other rows than the whole, or cannot be lowered, is refused instead.
+        """
+        called = {one.region for one in problem.calls if one.kind is CallKind.RECOMPUTE}
+        missing = [
+            key for key in self.regions if key.region in called and key.region not in self.lowered
+        ]
+        if not missing:
+            return False
+        log.info("memo: lowering %d recompute regions", len(missing))
+        kept = [key for key in missing if self._agrees(key)]
+        graphs = {key.region: self.region_graphs[key] for key in kept}
+        found = self._lowered(kept)
+        seconds = self.measure(found, {name: graphs[name] for name in found})
+        for key in kept:
+            if key.region not in found:
+                continue
+            lowered = found[key.region]
+            self.lowered[key.region] = lowered
+            self.regions[key] = replace(
+                self.regions[key],
+                profile=replace(lowered.profile, name=key.region),
+                seconds=seconds[key.region],
+                exact=True,
+            )
+        return True
+
+    def _lowered(self, keys: Sequence[RecomputeKey]) -> dict[str, LoweredRegion]:
+        """The regions of ``keys``; without those whose lowering fails."""
+        graphs = [replace(self.region_graphs[key], name=key.region) for key in keys]
+        try:
+            return lower_regions(graphs, self.config)
+        except (MemoError, *UNEXPECTED) as together:
+            found: dict[str, LoweredRegion] = {}
+            for key, graph in zip(keys, graphs, strict=True):
+                try:
+                    found.update(lower_regions([graph], self.config))
+                except (MemoError, *UNEXPECTED) as error:
+                    self._refuse(key, described(error))
+                    say_dropped(f"{key.region} is not lowered", error)
+            if len(found) == len(keys):
+                say_dropped("recompute regions are lowered one by one", together)
+            return found
+
+    def _agrees(self, key: RecomputeKey) -> bool:
+        """False for a slice of rows that computes something else than the whole's first rows."""
+        if key.rows is None or not self.may_run:
+            return True
+        whole, _ = self._graph(replace(key, rows=None))
+        probe = probe_rows(whole, self.region_graphs[key])
+        if probe.verdict is Verdict.DIFFERS:
+            self._refuse(key, f"its rows differ from the whole's: {probe.reason}")
+            say_bug(f"{key.region} is not used: its rows differ from the whole's", probe.reason)
+        elif probe.verdict is Verdict.NOT_RUN:
+            state.add_note(f"{key.region}: was not compared with the whole: {probe.reason}")
+        return probe.verdict is not Verdict.DIFFERS
+
+    def lowered_graphs(self) -> dict[str, RegionGraph]:
+        """The graphs of the regions that were lowered."""
+        return {key.region: one for key, one in self.region_graphs.items()}
+
+
+def decide(
+    movable: Movable,
+    library: RecomputeLibrary,
+    config: MemoConfig,
+    *,
+    budget_bytes: int | None,
+    host_budget_bytes: int | None,
+    place: Callable[[Problem], Plan],
+) -> Choice[Plan]:
+    """The fastest step that fits, every region that it calls lowered.
+
+    A round either ends or lowers regions that were only estimated before. After ``MAX_ROUNDS`` what
+    is lowered must do; only where that does not fit more is lowered.
+
+    Raises:
+        Infeasible: nothing fits; the message names the floor (of lowered regions) and its parts.
+            Whatever might have fitted is lowered by then, so that a floor that was named is kept.
+    """
+    searched, num_refused = SearchedMoves(), len(library.refused)
+    for number in itertools.count(1):
+        if len(library.refused) != num_refused:  # what was found may call what is refused now
+            searched, num_refused = SearchedMoves(), len(library.refused)
+        last = number == MAX_ROUNDS
+        try:
+            choice = choose(
+                movable.step,
+                budget_bytes=budget_bytes,
+                host_budget_bytes=host_budget_bytes,
+                policy=config.policy,
+                alpha=config.alpha,
+                exact=config.exact,
+                recompute=library.known if last else library,
+                place=place,
+                searched=None if last else searched,
+            )
+        except NothingFits as error:
+            if library.lower(error.problem) or last:
+                continue
+            if any([library.lower(one) for one in error.hopeful]):
+                continue
+            raise
+        before = len(library.refused)
+        if not library.lower(choice.problem):
+            return library.proved(choice)
+        if len(library.refused) != before:
+            continue
+        known = confirmed(
+            choice, movable.step, budget_bytes=budget_bytes, recompute=library, place=place
+        )
+        if known is not None:
+            return library.proved(known)
+    raise AssertionError("every round lowers a region, and there are not so many")

@@ -1,0 +1,118 @@
+"""One row of the report for each saved tensor of a layer class: what happens to it, and why."""
+
+from collections.abc import Iterable, Iterator
+
+from memo_compile.analysis.joint_units import JointUnits
+from memo_compile.config import MemoConfig
+from memo_compile.passes.cut import Cut
+from memo_compile.planners.policy import Choice, reasons
+from memo_compile.step.movable import Action, LayerClass, Mode, MovableStep, Slot
+from memo_compile.step.plans import Decision, Plan
+from memo_compile.step.problem import Phase, Problem
+from memo_compile.units import format_bytes
+
+MIN_NAMED_BYTES = 2**20
+"""Results that are smaller (losses, statistics) do not matter to a plan."""
+
+
+def saved_rows(problem: Problem, forward: Cut, units: JointUnits) -> tuple[Decision, ...]:
+    """The rows of policy SAVE, read off each class's first layer."""
+    leased = set(forward.leased)
+    labels = {one.class_key: one.module_path for one in units.structure.classes}
+    rows: list[Decision] = []
+    for call in problem.calls:
+        if call.phase is not Phase.FORWARD or call.instance or call.layer_class is None:
+            continue
+        for value in call.outputs:
+            if value not in leased:
+                continue
+            info, tensor = problem.tensors[value], forward.nodes[value].meta["val"]
+            rows.append(
+                Decision(
+                    tensor=f"{value} {list(info.shape)}",
+                    layer_class=labels.get(call.layer_class) or call.region,
+                    bytes=tensor.numel() * tensor.element_size(),
+                    decision="SAVE",
+                    token_fraction=1.0,
+                    reason="read by the layer's backward; min-cut keeps it",
+                    source=info.source,
+                )
+            )
+    return tuple(rows)
+
+
+def moved_rows(step: MovableStep, choice: Choice[Plan], units: JointUnits) -> tuple[Decision, ...]:
+    """The rows of a step whose tensors move; layers of a class that differ have rows apart."""
+    why = reasons(step, choice)
+    paths = {one.class_key: one.module_path for one in units.structure.classes}
+    calls = {call.name: call for call in step.problem.calls}
+    rows: list[Decision] = []
+    for key, cls in step.classes.items():
+        members = [
+            (layer, mode)
+            for layer, mode in zip(step.layers, choice.moves.modes, strict=True)
+            if layer.class_key == key
+        ]
+        call = calls[members[0][0].forward]
+        label = paths.get(call.layer_class or "") or key
+        for first, last, mode in _runs([mode for _, mode in members]):
+            where = label if last - first + 1 == len(members) else f"{label} [{first}:{last + 1}]"
+            for index, slot in enumerate(cls.slots):
+                reason = why.get((key, index), "")
+                rows.extend(_rows_of(step, cls, slot, index, mode, where, reason))
+    return tuple(rows)
+
+
+def step_notes(problem: Problem, rows: Iterable[Decision], config: MemoConfig) -> Iterator[str]:
+    """What the user should know of a step that does not simply keep everything."""
+    sliced = any(row.decision == Action.RECOMPUTE.value and row.token_fraction < 1 for row in rows)
+    for what, happens in (
+        ("a part of the tokens is recomputed", sliced),
+        ("wide chains run in tiles of tokens", (config.token_tiles or 1) > 1),
+    ):
+        if happens:
+            yield f"{what}: products of fewer rows may round differently; exact=True forbids it"
+    if config.memory_budget is not None and problem.fixed.outputs >= MIN_NAMED_BYTES:
+        size = format_bytes(problem.fixed.outputs)
+        yield (
+            f"the forward returns {size} that exist whole: if these are logits, compile a function "
+            "that returns only the loss"
+        )
+
+
+def _runs(modes: list[Mode]) -> Iterator[tuple[int, int, Mode]]:
+    """(first, last, mode) of every run of equal modes."""
+    first = 0
+    for index, mode in enumerate(modes):
+        if index + 1 == len(modes) or modes[index + 1] != mode:
+            yield first, index, mode
+            first = index + 1
+
+
+def _rows_of(
+    step: MovableStep,
+    cls: LayerClass,
+    slot: Slot,
+    index: int,
+    mode: Mode,
+    where: str,
+    reason: str,
+) -> Iterator[Decision]:
+    """One row; two for a tensor whose tokens are recomputed in part and offloaded in part."""
+    info = step.problem.tensors.get(slot.name)
+    shape = "" if info is None else f" {list(info.shape)}"
+    action = mode.actions[index]
+    parts = [(action, 1.0)]
+    if action is Action.RECOMPUTE and mode.recompute_rows is not None:
+        fraction = mode.recompute_rows / slot.num_rows
+        parts = [(Action.RECOMPUTE, fraction), (Action.OFFLOAD, 1.0 - fraction)]
+    for done, fraction in parts:
+        yield Decision(
+            tensor=f"{slot.name}{shape}",
+            layer_class=where,
+            bytes=slot.size_bytes,
+            decision=done.value,
+            token_fraction=fraction,
+            reason=reason,
+            source=None if info is None else info.source,
+        )

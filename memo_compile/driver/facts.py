@@ -1,0 +1,141 @@
+"""What the plan must know of a graph's inputs: device, parameters, buffers, bytes."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from memo_compile.analysis.joint_units import is_tangent
+from memo_compile.costs.host import host_memory
+from memo_compile.costs.measure import resident_bytes
+from memo_compile.errors import RuntimeMisuse
+from memo_compile.step.problem import FixedBytes
+
+OPTIMIZER_TENSORS = 2
+"""Optimizer state that does not exist yet: Adam's two moments, of the parameter's dtype."""
+
+
+class GraphFacts:
+    """Facts about one Dynamo graph, read from its real example inputs and the AOT forward."""
+
+    def __init__(self, example_inputs: Sequence[Any]) -> None:
+        tensors = [one for one in example_inputs if isinstance(one, torch.Tensor)]
+        self._parameters = [one for one in tensors if isinstance(one, torch.nn.Parameter)]
+        self._trainable = [weakref.ref(one) for one in _unique(self._parameters)]
+        self.device = _main_device(tensors)
+        self.static_names: frozenset[str] = frozenset()
+        self._static_bytes = 0
+        self._input_bytes = 0
+
+    def device_bytes(self) -> int | None:
+        """All memory of the device that the arena lies on; None where it is unknown."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.device).total_memory)
+        return host_memory().total_bytes
+
+    def bytes_left(self) -> int | None:
+        """What this process has of the device's memory and may still take; None where unknown."""
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            cached = torch.cuda.memory_reserved(self.device)
+            return int(free) + int(cached)
+        usable = host_memory().usable_bytes
+        try:
+            return None if usable is None else usable + resident_bytes()
+        except RuntimeMisuse:
+            return None
+
+    def read_forward(self, placeholders: Sequence[fx.Node], static: frozenset[str]) -> None:
+        """Take the bytes of the AOT forward's inputs; ``static`` are parameters and buffers."""
+        self.static_names = static
+        for node in placeholders:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                size = value.numel() * value.element_size()
+                if node.name in static:
+                    self._static_bytes += size
+                else:
+                    self._input_bytes += size
+
+    def existing_gradient_bytes(self) -> int:
+        """Bytes of the gradients that exist now; a backward makes its own beside them."""
+        alive = (ref() for ref in self._trainable)
+        return sum(_bytes(one.grad) for one in alive if one is not None and one.grad is not None)
+
+    def constant_bytes(self, state_bytes_per_parameter: float | None = None) -> int:
+        """Parameters, a gradient for each that is trained, and optimizer state."""
+        unique = _unique(self._parameters)
+        trained = [one for one in unique if one.requires_grad]
+        gradients = sum(_bytes(one) for one in trained)
+        state = OPTIMIZER_TENSORS * gradients
+        if state_bytes_per_parameter is not None:
+            state = int(sum(one.numel() for one in trained) * state_bytes_per_parameter)
+        return sum(_bytes(one) for one in unique) + gradients + state
+
+    def fixed_bytes(
+        self, outputs_bytes: int, state_bytes_per_parameter: float | None = None
+    ) -> FixedBytes:
+        """Device memory of the step beside the arena.
+
+        A gradient counts twice where a ``.grad`` exists already (it is accumulated into).
+        Optimizer state is ``state_bytes_per_parameter`` for each trainable number, by default
+        OPTIMIZER_TENSORS tensors of its dtype.
+        """
+        unique = _unique(self._parameters)
+        parameters = sum(_bytes(one) for one in unique)
+        gradients = sum(_bytes(one) for one in unique if one.requires_grad)
+        existing = self.existing_gradient_bytes()
+        state = self.constant_bytes(state_bytes_per_parameter) - parameters - gradients
+        self._parameters = []  # from here on the model alone keeps its parameters alive
+        return FixedBytes(
+            parameters=parameters,
+            buffers=max(0, self._static_bytes - parameters),
+            gradients=gradients + existing,
+            optimizer_state=state,
+            new_gradients=gradients,
+            inputs=self._input_bytes,
+            outputs=outputs_bytes,
+        )
+
+
+def gradient_bytes(inputs: Sequence[Any]) -> int:
+    """Bytes of the gradients that the parameters among a step's own inputs hold now."""
+    leaves = (one for one in inputs if isinstance(one, torch.Tensor) and one.is_leaf)
+    return sum(_bytes(one.grad) for one in leaves if one.grad is not None)
+
+
+def tangents(placeholders: Sequence[fx.Node]) -> dict[str, int]:
+    """Bytes of a backward's incoming gradients; autograd makes zeros for unused outputs."""
+    return {
+        node.name: _bytes(node.meta["val"])
+        for node in placeholders
+        if is_tangent(node) and isinstance(node.meta.get("val"), torch.Tensor)
+    }
+
+
+def profile_name(device: torch.device) -> str:
+    """What the device calls itself: ``NVIDIA H200``, ``cpu``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _unique(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor per storage: tied weights count once."""
+    return list({one.untyped_storage()._cdata: one for one in parameters}.values())
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _main_device(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The device that holds most of the inputs' bytes."""
+    held: dict[torch.device, int] = {}
+    for one in tensors:
+        held[one.device] = held.get(one.device, 0) + _bytes(one)
+    if not held:
+        return torch.device("cpu")
+    accelerators = {device: size for device, size in held.items() if device.type != "cpu"}
+    best = accelerators or held
+    return max(best, key=lambda device: best[device])

@@ -1,0 +1,318 @@
+"""A captured step as layers whose saved tensors may move: ``movable.MovableStep`` from two cuts.
+
+A forward call of every unit is a layer; calls of the same region whose saved outputs and inputs
+stand at the same positions are one class. What a layer may move is what lies in the arena under one
+name, is read by one forward call at most, and is read by a backward. All else stays.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from memo_compile.analysis.purity import is_write
+from memo_compile.analysis.regions import RegionGraph
+from memo_compile.analysis.rows import RowDim, attention_rows, row_dims, row_layout
+from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.views import storage_of
+from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.costs.roofline import node_seconds
+from memo_compile.passes.cut import Cut, CutCall
+from memo_compile.passes.recompute import layer_ops
+from memo_compile.step.movable import Layer, LayerClass, LayerOp, MovableStep, Slot, StepCosts
+from memo_compile.step.problem import CallKind, Phase, Problem, StepCall, Storage
+
+MIN_MOVE_BYTES = 1024
+"""A smaller tensor is kept: its copy costs a latency and frees a page at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassGraph:
+    """The forward region of a layer class, and which of its inputs and outputs are slots."""
+
+    region: RegionGraph
+    slot_of_output: Mapping[int, int]
+    slot_of_input: Mapping[int, int]
+    num_rows: int
+    row_seeds: Mapping[fx.Node, RowDim]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Movable:
+    """The step for the policies, and the graphs behind its classes."""
+
+    step: MovableStep
+    graphs: Mapping[str, ClassGraph]
+
+
+def movable_step(
+    forward: Cut,
+    backward: Cut,
+    problem: Problem,
+    costs: StepCosts,
+    *,
+    num_units: int,
+    profile: HardwareProfile,
+    token_granule: int,
+    slices_rows: bool = True,
+) -> Movable:
+    """The layers of ``problem``, which is the step under policy SAVE.
+
+    Unless it ``slices_rows`` no tensor can be split along its rows.
+    """
+    builder = _Builder(forward, backward, problem, costs, num_units, profile, slices_rows)
+    return builder.build(token_granule)
+
+
+class _Builder:
+    def __init__(
+        self,
+        forward: Cut,
+        backward: Cut,
+        problem: Problem,
+        costs: StepCosts,
+        num_units: int,
+        profile: HardwareProfile,
+        slices_rows: bool,
+    ) -> None:
+        self.slices_rows = slices_rows
+        self.forward = forward
+        self.problem = problem
+        self.costs = costs
+        self.profile = profile
+        self.backward_of = {  # the first of several at one position
+            num_units - 1 - call.position: call.name for call in reversed(backward.calls)
+        }
+        self.index = {call.name: at for at, call in enumerate(problem.calls)}
+        self.position = {call.name: call.position for call in forward.calls}
+        self.regions = forward.regions
+        calls = {call.name: call for call in problem.calls}
+        self.steps = [calls[call.name] for call in forward.calls]
+        self.sizes = _arena_sizes(problem)
+        self.forward_readers = _readers(problem, Phase.FORWARD)
+        self.backward_readers = _readers(problem, Phase.BACKWARD)
+        self.user_values = {value for value in forward.results if value is not None}
+        self.made_at = {value: call.position for call in forward.calls for value in call.outputs}
+        self.written = {*_written(forward), *_written(backward)}
+        self.filled = _filled(problem)
+
+    def build(self, token_granule: int) -> Movable:
+        keys: dict[tuple[str, tuple[int, ...], tuple[int, ...], bool], str] = {}
+        classes: dict[str, LayerClass] = {}
+        graphs: dict[str, ClassGraph] = {}
+        layers = []
+        for cut_call, call in zip(self.forward.calls, self.steps, strict=True):
+            backward = self.backward_of.get(cut_call.position)
+            inputs, outputs = self._input_slots(call), self._output_slots(call)
+            if backward is None or not (inputs or outputs):
+                continue
+            signature = (call.region, inputs, outputs, self._keeps_inputs(call))
+            if signature not in keys:
+                keys[signature] = _fresh(call.region, classes)
+                graph = self._graph(call, inputs, outputs)
+                graphs[keys[signature]] = graph
+                classes[keys[signature]] = self._class(keys[signature], cut_call, call, graph)
+            values = [call.inputs[at] for at in inputs] + [call.outputs[at] for at in outputs]
+            layers.append(
+                Layer(
+                    class_key=keys[signature],
+                    forward=call.name,
+                    backward=backward,
+                    values=tuple(values),
+                )
+            )
+        step = MovableStep(
+            problem=self.problem,
+            classes=classes,
+            layers=tuple(layers),
+            costs=self.costs,
+            token_granule=token_granule,
+        )
+        return Movable(step=step, graphs=graphs)
+
+    def _input_slots(self, call: StepCall) -> tuple[int, ...]:
+        """Positions of inputs that another call made, that only this call reads in the forward."""
+        found: dict[str, int] = {}
+        for position, value in enumerate(call.inputs):
+            if self._may_move(value) and self._reading_layers(value) == {self._layer(call)}:
+                found.setdefault(value, position)
+        return tuple(found.values())
+
+    def _layer(self, call: StepCall) -> int:
+        return self.position[call.name]
+
+    def _reading_layers(self, value: str) -> set[int]:
+        """Positions of the forward calls that read ``value``, but for its maker's own."""
+        readers = {self.position[name] for name in self.forward_readers.get(value, ())}
+        return readers - {self.made_at.get(value, -1)}
+
+    def _output_slots(self, call: StepCall) -> tuple[int, ...]:
+        """Positions of outputs that are left for the backward and that no later call reads."""
+        return tuple(
+            position
+            for position, value in enumerate(call.outputs)
+            if self._may_move(value)
+            and not self._reading_layers(value)
+            and value in self.backward_readers
+        )
+
+    def _may_move(self, value: str) -> bool:
+        return self.sizes.get(value, 0) >= MIN_MOVE_BYTES and value not in self.user_values
+
+    def _graph(
+        self, call: StepCall, inputs: tuple[int, ...], outputs: tuple[int, ...]
+    ) -> ClassGraph:
+        region = self.regions[call.region]
+        placeholders = region.gm.graph.find_nodes(op="placeholder")
+        seeds, num_rows = {}, 1
+        for position in inputs if self.slices_rows else ():
+            found = _rows_of(placeholders[position].meta["val"])
+            if found is not None and num_rows in (1, found[1]):
+                seeds[placeholders[position]], num_rows = found
+        if seeds and num_rows > 1:
+            seeds.update(attention_rows(region.gm, seeds, num_rows))
+        return ClassGraph(
+            region=region,
+            slot_of_input={position: slot for slot, position in enumerate(inputs)},
+            slot_of_output={at: slot for slot, at in enumerate(outputs, start=len(inputs))},
+            num_rows=num_rows,
+            row_seeds=seeds,
+        )
+
+    def _class(self, key: str, cut_call: CutCall, call: StepCall, graph: ClassGraph) -> LayerClass:
+        seconds = self._seconds(call, graph.region)
+        ops = layer_ops(
+            graph.region,
+            slot_of_output=graph.slot_of_output,
+            input_slots=graph.slot_of_input,
+            seconds_of=lambda node: seconds[node],
+            row_seeds=graph.row_seeds,
+            num_rows=graph.num_rows,
+        )
+        nodes = self._slot_nodes(graph)
+        dims = row_dims(graph.region.gm, graph.row_seeds, graph.num_rows) if graph.row_seeds else {}
+        able = _can_recompute(ops) if self._keeps_inputs(call) else set()
+        slots = []
+        values = [call.inputs[at] for at in graph.slot_of_input]
+        values += [call.outputs[at] for at in graph.slot_of_output]
+        for slot, value in enumerate(values):
+            node = nodes[slot]
+            dim = dims.get(node)
+            row_bytes = None if dim is None else row_layout(node.meta["val"], dim, graph.num_rows)
+            slots.append(
+                Slot(
+                    name=value,
+                    size_bytes=self.sizes[value],
+                    can_recompute=slot in able
+                    and value in self.backward_readers
+                    and value not in self.filled,
+                    is_input=slot < len(graph.slot_of_input),
+                    is_attention=_is_attention(node),
+                    num_rows=graph.num_rows if row_bytes else 1,
+                    row_bytes=row_bytes or 0,
+                )
+            )
+        return LayerClass(key=key, slots=tuple(slots), ops=ops)
+
+    def _keeps_inputs(self, call: StepCall) -> bool:
+        """True when the inputs of ``call`` hold in the backward what they held when it ran."""
+        at = self.index[call.name]
+        filled_later = any(self.filled.get(value, at) > at for value in call.inputs)
+        return self.written.isdisjoint(call.inputs) and not filled_later
+
+    def _seconds(self, call: StepCall, region: RegionGraph) -> dict[fx.Node, float]:
+        """Roofline seconds of every node, scaled so that they add up to the region's own."""
+        nodes = [node for node in region.gm.graph.nodes if node.op == "call_function"]
+        seconds = {node: node_seconds(node, self.profile) for node in nodes}
+        total = sum(seconds.values())
+        scale = self.costs.region_s[call.region] / total if total > 0 else 0.0
+        return {node: one * scale for node, one in seconds.items()}
+
+    def _slot_nodes(self, graph: ClassGraph) -> list[fx.Node]:
+        placeholders = graph.region.gm.graph.find_nodes(op="placeholder")
+        outputs = graph.region.gm.graph.find_nodes(op="output")[0].args[0]
+        nodes = [placeholders[position] for position in graph.slot_of_input]
+        return nodes + [outputs[position] for position in graph.slot_of_output]
+
+
+def _arena_sizes(problem: Problem) -> dict[str, int]:
+    """Value -> bytes of its buffer, for values that alone own an arena buffer in the forward."""
+    sizes: dict[str, int] = {}
+    aliased: set[str] = set()
+    for call in problem.calls:
+        region = problem.regions[call.region]
+        owners: dict[int, list[str]] = {}
+        for slot, value in zip(region.outputs, call.outputs, strict=True):
+            if slot.storage is Storage.ARENA and slot.index is not None:
+                owners.setdefault(slot.index, []).append(value)
+            elif slot.storage is Storage.INPUT and slot.index is not None:
+                aliased.add(call.inputs[slot.index])
+        if call.phase is Phase.FORWARD and call.kind is CallKind.RUN:
+            for index, values in owners.items():
+                if len(values) == 1:
+                    sizes[values[0]] = region.buffers[index].size_bytes
+    return {value: size for value, size in sizes.items() if value not in aliased}
+
+
+def _written(cut: Cut) -> Iterator[str]:
+    """Values that a region of ``cut`` overwrites (a buffer's new state, say)."""
+    for call in cut.calls:
+        placeholders = cut.regions[call.region].gm.graph.find_nodes(op="placeholder")
+        position = {node: at for at, node in enumerate(placeholders)}
+        for node in cut.regions[call.region].gm.graph.nodes:
+            root = storage_of(node.all_input_nodes[0]) if is_write(node) else None
+            if root in position:
+                yield call.inputs[position[root]]
+
+
+def _filled(problem: Problem) -> dict[str, int]:
+    """Value -> the last call that writes into it: its maker alone cannot make it again."""
+    return {into.value: at for at, call in enumerate(problem.calls) for into in call.into}
+
+
+def _readers(problem: Problem, phase: Phase) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for call in problem.calls:
+        if call.phase is phase:
+            for value in call.inputs:
+                found.setdefault(value, set()).add(call.name)
+    return found
+
+
+def _fresh(base: str, taken: Mapping[str, object]) -> str:
+    """``base``, or ``base#2`` where the same region is called with other slots."""
+    number, name = 1, base
+    while name in taken:
+        number += 1
+        name = f"{base}#{number}"
+    return name
+
+
+def _rows_of(value: torch.Tensor) -> tuple[RowDim, int] | None:
+    """The outermost dimension of an activation that can be split: batch, or tokens if B is 1."""
+    if not value.is_floating_point():
+        return None
+    for dim, size in enumerate(value.shape[:-1]):
+        if size > 1:
+            return RowDim(dim=dim, factor=1), int(size)
+    return None
+
+
+def _is_attention(node: fx.Node) -> bool:
+    """True for what an attention kernel returns."""
+    root = storage_of(node)
+    sources = [root, *root.all_input_nodes] if op_name(root) == "" else [root]
+    return any("attention" in op_name(one) for one in sources)
+
+
+def _can_recompute(ops: tuple[LayerOp, ...]) -> set[int]:
+    """Slots that can be made from other slots of the layer and from what is always there."""
+    available: list[bool] = []
+    found = set()
+    for op in ops:
+        from_inputs = op.can_recompute and all(available[index] for index in op.inputs)
+        if from_inputs and op.slot is not None:
+            found.add(op.slot)
+        available.append(from_inputs or op.slot is not None)
+    return found

@@ -1,0 +1,396 @@
+"""Compares, on numbers, a region that runs in slices of rows with the region that runs whole.
+
+What makes slices is proposed by rules about operators (``analysis/row_rules.py``). This check knows
+none of them. It runs the region on random tensors of its real shapes, whole and as the step program
+would call its parts, and compares every result. Sizes that agree by chance are the cause of most
+wrong slices, so that no dimension is made smaller, except the rows themselves where the whole is
+too large: there the chain is compared for two rows against one row at a time.
+
+Numbers are float64 where every kernel takes it, so that a difference is no rounding.
+"""
+
+import enum
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from memo_compile import shim
+from memo_compile.analysis.purity import is_collective
+from memo_compile.analysis.regions import RegionGraph
+from memo_compile.analysis.row_rules import argument, shape_of
+from memo_compile.analysis.structure import op_name
+from memo_compile.costs.measure_regions import layout_elements, torch_as_before
+from memo_compile.costs.roofline import graph_cost
+from memo_compile.errors import UnsupportedGraph
+from memo_compile.lowering.aten import interpret
+from memo_compile.passes.tile_chains import transient_bytes
+from memo_compile.passes.tile_cut import Tiling
+
+MAX_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
+"""Inputs and temporaries of a run, in float64 where that is tried."""
+
+MAX_FLOPS = {"cpu": 4e9, "cuda": 4e12}
+"""About half a second on a core, or on a device; a region class is run twice."""
+
+TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 2e-3}
+"""Of the largest number of a result; rows in another order sum in another order."""
+
+COARSE = 5e-2
+"""The same for shorter types."""
+
+MAX_NOT_FINITE = 0.1
+"""Of a result: where more of it is no number (roots and logarithms of made-up inputs), a second run
+with positive inputs is compared as well."""
+
+_WIDE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
+
+
+class Verdict(enum.Enum):
+    """What a probe found."""
+
+    AGREES = "agrees"
+    DIFFERS = "differs"
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A verdict, and why where it is not AGREES."""
+
+    verdict: Verdict
+    reason: str = ""
+
+
+class _NotRunError(Exception):
+    """A probe cannot run; the message says why."""
+
+
+class _DiffersError(Exception):
+    """Results differ; the message says which."""
+
+
+Run = Callable[[list[Any]], Sequence[Any]]
+"""A region's results from its inputs."""
+
+
+def probe_tiling(tiling: Tiling) -> Probe:
+    """Whether the parts of a region in tiles, called in order, make what the region makes.
+
+    The whole is compared in float64; where it is too large or a kernel does not take that, the
+    chain alone, which has no such kernels, two rows against one row at a time; last the whole in
+    its own types.
+    """
+    for run in (_probe_whole(True), _probe_chain, _probe_whole(False)):
+        probe = run(tiling)
+        if probe.verdict is not Verdict.NOT_RUN:
+            return probe
+    return probe
+
+
+def _probe_whole(wide: bool) -> Callable[[Tiling], Probe]:
+    def run(tiling: Tiling) -> Probe:
+        def tiled(wide: bool) -> Run:
+            graphs = {name: _prepared(part, wide) for name, part in tiling.parts.items()}
+            return lambda inputs: _run_calls(tiling, graphs, inputs)
+
+        return _compare(tiling.region, tiled, types=(wide,))
+
+    return run
+
+
+def _probe_chain(tiling: Tiling) -> Probe:
+    probe = Probe(verdict=Verdict.NOT_RUN, reason="it has too few rows")
+    for rows in (1, 2):  # one row is another thing where an operator drops dimensions of size 1
+        if 2 * rows <= tiling.tiled.num_rows:
+            try:
+                both, part = tiling.tiled.chain_of(2 * rows), tiling.tiled.chain_of(rows)
+            except UnsupportedGraph as error:
+                probe = Probe(verdict=Verdict.NOT_RUN, reason=str(error))
+                continue
+            return probe_rows(both, part, num_parts=2)
+    return probe
+
+
+def probe_rows(whole: RegionGraph, part: RegionGraph, *, num_parts: int = 1) -> Probe:
+    """Whether ``part``, on the first rows of the inputs of ``whole``, makes the first rows.
+
+    Where an input's or a result's shape is smaller in ``part``, its rows are there. With
+    ``num_parts`` the next rows are compared too, so many times.
+    """
+    assert num_parts >= 1, num_parts
+
+    def sliced(number: int) -> Callable[[bool], Run]:
+        def made(wide: bool) -> Run:
+            run = _prepared(part, wide)
+            examples = part.example_inputs()
+            return lambda inputs: run(
+                [
+                    _narrowed(value, example, number)
+                    for value, example in zip(inputs, examples, strict=True)
+                ]
+            )
+
+        return made
+
+    for number in range(num_parts):
+        probe = _compare(whole, sliced(number), number=number)
+        if probe.verdict is not Verdict.AGREES:
+            return probe
+    return probe
+
+
+def _narrowed(value: Any, like: Any, number: int) -> Any:
+    """Range ``number`` of ``value`` that has the shape of ``like``."""
+    if not isinstance(value, torch.Tensor) or value.shape == like.shape:
+        return value
+    different = [dim for dim in range(value.dim()) if value.shape[dim] != like.shape[dim]]
+    if len(different) != 1:
+        raise _DiffersError(f"shapes {tuple(value.shape)} and {tuple(like.shape)} are no range")
+    (dim,) = different
+    return value.narrow(dim, number * like.shape[dim], like.shape[dim])
+
+
+def _compare(
+    region: RegionGraph,
+    parts: Callable[[bool], Run],
+    *,
+    number: int = 0,
+    types: Sequence[bool] = (True, False),
+) -> Probe:
+    """Whole against parts, in float64 if its kernels take it, else in the region's own types."""
+    reason = ""
+    for wide in types:
+        try:
+            _require_small(region, wide)
+            with shim.real_tensors(), torch_as_before(region.device):
+                _compare_once(region, parts(wide), wide, number)
+        except _NotRunError as error:
+            reason = str(error)
+        except _DiffersError as error:
+            return Probe(verdict=Verdict.DIFFERS, reason=str(error))
+        else:
+            return Probe(verdict=Verdict.AGREES)
+    return Probe(verdict=Verdict.NOT_RUN, reason=reason)
+
+
+def _compare_once(region: RegionGraph, parts: Run, wide: bool, number: int) -> None:
+    whole = _prepared(region, wide)
+    for positive in (False, True):
+        inputs = made_up_inputs(region, wide=wide, positive=positive)
+        try:
+            expected = _seeded(whole, inputs)
+        except Exception as error:  # kernels raise what they like: nothing can be compared
+            raise _NotRunError(f"{type(error).__name__}: {_first_line(error)}") from error
+        try:
+            found = _seeded(parts, inputs)
+        except _DiffersError:
+            raise
+        except torch.OutOfMemoryError as error:
+            raise _NotRunError(_first_line(error)) from error
+        except Exception as error:  # the whole runs: what its parts raise is their fault
+            raise _DiffersError(
+                f"the parts raise {type(error).__name__}: {_first_line(error)}"
+            ) from error
+        for at, (one, other) in enumerate(zip(expected, found, strict=True)):
+            _require_close(at, _like(one, other, number), other)
+        if all(_is_mostly_finite(one) for one in expected):
+            return
+
+
+def _seeded(run: Run, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Results with fresh random states; nothing that is compared writes into its inputs."""
+    torch.manual_seed(0)
+    return run(list(inputs))
+
+
+def _like(whole: Any, part: Any, number: int) -> Any:
+    if isinstance(whole, torch.Tensor) and isinstance(part, torch.Tensor):
+        if whole.dim() != part.dim():
+            raise _DiffersError(f"shapes {tuple(whole.shape)} and {tuple(part.shape)}")
+        return _narrowed(whole, part, number)
+    return whole
+
+
+def _is_mostly_finite(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return True
+    return bool((~value.isfinite()).double().mean() <= MAX_NOT_FINITE)
+
+
+def _require_close(at: int, expected: Any, found: Any) -> None:
+    if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
+        if expected is not found and expected != found:
+            raise _DiffersError(f"result {at}: {found} for {expected}")
+        return
+    same = expected == found
+    if expected.is_floating_point() or expected.is_complex():
+        same |= expected.isnan() & found.isnan()
+        finite = expected[expected.isfinite()]
+        scale = float(finite.abs().max()) if finite.numel() else 0.0
+        difference = (expected - found).abs()
+        same |= difference <= TOLERANCE.get(expected.dtype, COARSE) * scale
+    wrong = int((~same).sum())
+    if wrong:
+        raise _DiffersError(f"result {at}: {wrong} of {same.numel()} numbers differ")
+
+
+def _require_small(region: RegionGraph, wide: bool) -> None:
+    """Refuse what would take long, or memory that a step may need."""
+    for node in region.gm.graph.nodes:
+        if is_collective(node):
+            raise _NotRunError(f"{node.name} talks to other ranks")
+    kind = region.device.type if region.device.type in MAX_BYTES else "cpu"
+    size = transient_bytes(region.gm) + sum(_bytes_of(one) for one in region.example_inputs())
+    results = region.gm.graph.output_node().args[0]
+    assert isinstance(results, list | tuple)
+    made = (one.meta.get("val") for one in results if isinstance(one, fx.Node))
+    size += sum(map(_bytes_of, made))
+    if size * (2 if wide else 1) > MAX_BYTES[kind]:
+        raise _NotRunError(f"a run takes {size} bytes")
+    flops = graph_cost(region.gm).flops
+    if flops > MAX_FLOPS[kind]:
+        raise _NotRunError(f"a run takes {flops:.2g} FLOPs")
+
+
+def _bytes_of(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _prepared(region: RegionGraph, wide: bool) -> Run:
+    """``region`` op by op; ``wide``: with float64 for every shorter type."""
+    gm = region.gm
+    if wide:
+        graph = shim.copy_graph(gm.graph)
+        for node in graph.nodes:
+            if node.op == "call_function":
+                node.args = fx.node.map_aggregate(node.args, _widened)
+                node.kwargs = fx.node.map_aggregate(node.kwargs, _widened)
+        gm = fx.GraphModule(gm, graph)
+    return interpret(gm)
+
+
+def _widened(value: Any) -> Any:
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _run_calls(tiling: Tiling, graphs: Mapping[str, Run], inputs: Sequence[Any]) -> list[Any]:
+    """The region's outputs by the calls of its parts, plain tensors in place of the frame."""
+    values: dict[str, Any] = {f"in{at}": value for at, value in enumerate(inputs)}
+    for call in tiling.calls:
+        given = [_seen(values[name], call.views.get(at)) for at, name in enumerate(call.inputs)]
+        made = list(graphs[call.region](given))
+        fakes = tiling.parts[call.region].gm.graph.output_node().args[0]
+        assert isinstance(fakes, list | tuple)
+        for into in call.into:
+            made_by = fakes[into.output]
+            assert isinstance(made_by, fx.Node)
+            fake = made_by.meta["val"]
+            at = into.offset_bytes // fake.element_size()
+            target = _seen(values[into.value], (tuple(fake.shape), tuple(fake.stride()), at))
+            made[into.output] = target.copy_(made[into.output])
+        values.update(zip(call.outputs, made, strict=True))
+    results = tiling.region.gm.graph.output_node().args[0]
+    assert isinstance(results, list | tuple)
+    return [values[f"out{at}"] for at in range(len(results))]
+
+
+def _seen(value: Any, view: tuple[tuple[int, ...], tuple[int, ...], int] | None) -> Any:
+    if view is None:
+        return value
+    size, stride, offset = view
+    return value.as_strided(size, stride, value.storage_offset() + offset)
+
+
+def made_up_inputs(region: RegionGraph, *, wide: bool, positive: bool) -> list[Any]:
+    """Random tensors in the layouts of the region's inputs.
+
+    Whole numbers are valid indices for whatever reads them; every last dimension of a mask allows
+    its first entry.
+    """
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for node in region.gm.graph.find_nodes(op="placeholder"):
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            raise _NotRunError(f"input {node.name} is no tensor but {type(value).__name__}")
+        flat = _numbers(value, _index_bound(node), positive, generator)
+        if wide:
+            flat = flat.to(_WIDE.get(value.dtype, value.dtype))
+        tensor = flat.to(value.device).as_strided(value.shape, value.stride())
+        if value.dtype is torch.bool and value.dim():
+            tensor[..., 0] = True
+        made.append(tensor)
+    return made
+
+
+def _numbers(
+    value: torch.Tensor, bound: int, positive: bool, generator: torch.Generator
+) -> torch.Tensor:
+    count = layout_elements(value)
+    if value.dtype is torch.bool:
+        return torch.rand(count, generator=generator) < 0.7
+    if not (value.is_floating_point() or value.is_complex()):
+        return torch.randint(0, bound, (count,), generator=generator).to(value.dtype)
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    numbers = torch.randn(count, generator=generator, dtype=wide) / 2
+    return (numbers.abs() + 0.1 if positive else numbers).to(value.dtype)
+
+
+_LEAST_BOUND = 2
+
+
+def _index_bound(node: fx.Node) -> int:
+    """All that reads ``node`` as an index has at least so many entries there."""
+    bounds = list(_bounds(node, set()))
+    return max(min(bounds), 1) if bounds else _LEAST_BOUND
+
+
+def _bounds(node: fx.Node, seen: set[fx.Node]) -> Iterable[int]:
+    if node in seen:
+        return
+    seen.add(node)
+    for user in node.users:
+        value = user.meta.get("val")
+        if user.op != "call_function" or user.target is operator.getitem:
+            continue
+        bound = _bound_in(user, node)
+        if bound is not None:
+            yield bound
+        elif isinstance(value, torch.Tensor) and not value.is_floating_point():
+            yield from _bounds(user, seen)
+
+
+def _bound_in(user: fx.Node, index: fx.Node) -> int | None:
+    """Entries of the dimension that ``user`` reads or writes at ``index``; None: it does not."""
+    name = op_name(user)
+    if name == "embedding":
+        return shape_of(user.args[0])[0] if user.args[1] is index else None  # type: ignore[arg-type]
+    if name == "embedding_dense_backward":
+        rows = argument(user, "num_weights")
+        return int(rows) if user.args[1] is index else None
+    if name in ("index", "_unsafe_index", "index_put", "_unsafe_index_put"):
+        positions = user.args[1]
+        assert isinstance(positions, list | tuple)
+        sizes = shape_of(user.args[0])  # type: ignore[arg-type]
+        return next((sizes[at] for at, one in enumerate(positions) if one is index), None)
+    if not isinstance(user.target, torch._ops.OpOverload) or "index" not in {
+        one.name for one in user.target._schema.arguments
+    }:
+        return None
+    if argument(user, "index") is not index:
+        return None
+    table = shape_of(user.args[0])  # type: ignore[arg-type]
+    return table[argument(user, "dim")] if table else 1

@@ -1,0 +1,105 @@
+"""From two cuts and their lowered regions to the Problem of the whole step (policy SAVE)."""
+
+from collections.abc import Iterable, Mapping
+
+from torch import fx
+
+from memo_compile.analysis.joint_units import JointUnits, source_line
+from memo_compile.analysis.regions import LoweredRegion
+from memo_compile.config import MemoConfig
+from memo_compile.driver.facts import GraphFacts, tangents
+from memo_compile.errors import UnsupportedGraph
+from memo_compile.passes.cut import Cut, CutCall, CutInto
+from memo_compile.step.problem import (
+    Into,
+    LayerClassInfo,
+    Phase,
+    Problem,
+    StepCall,
+    Storage,
+    TensorInfo,
+)
+
+
+def step_problem(
+    forward: Cut,
+    backward: Cut,
+    lowered: Mapping[str, LoweredRegion],
+    units: JointUnits,
+    facts: GraphFacts,
+    config: MemoConfig,
+) -> Problem:
+    """The step that keeps everything: its calls in order, its regions, its fixed memory."""
+    calls = [
+        *(_step_call(call, Phase.FORWARD, units, lowered) for call in forward.calls),
+        *(_step_call(call, Phase.BACKWARD, units, lowered) for call in backward.calls),
+    ]
+    outputs_bytes = sum(
+        slot.size_bytes
+        for call in forward.calls
+        for slot in lowered[call.region].profile.outputs
+        if slot.storage is Storage.EXTERNAL
+    )
+    return Problem(
+        regions={key: region.profile for key, region in lowered.items()},
+        calls=tuple(calls),
+        inputs=(*forward.constants, *forward.arguments, *backward.constants, *backward.arguments),
+        fixed=facts.fixed_bytes(outputs_bytes, config.optimizer_state_bytes_per_parameter),
+        tangents=tangents(backward.program.graph.find_nodes(op="placeholder")),
+        layer_classes=_layer_classes(units, calls),
+        tensors={value: _tensor_info(forward.nodes[value]) for value in forward.leased},
+        live_steps=config.max_inflight,
+    )
+
+
+def _step_call(
+    call: CutCall, phase: Phase, units: JointUnits, lowered: Mapping[str, LoweredRegion]
+) -> StepCall:
+    index = call.position if phase is Phase.FORWARD else units.num_units - 1 - call.position
+    unit = units.structure.units[index]
+    return StepCall(
+        name=call.name,
+        region=call.region,
+        phase=phase,
+        inputs=call.inputs,
+        outputs=call.outputs,
+        layer_class=unit.class_key,
+        instance=unit.instance,
+        into=tuple(_into(one, lowered[call.region]) for one in call.into),
+    )
+
+
+def _into(one: CutInto, region: LoweredRegion) -> Into:
+    """Where an output goes, by the buffer that lowering gave it."""
+    slot = region.profile.outputs[one.output]
+    if slot.storage is not Storage.ARENA or slot.index is None:
+        raise UnsupportedGraph(
+            f"region {region.profile.name}: output {one.output} of a tile is no buffer of its own; "
+            "set token_tiles=1"
+        )
+    return Into(buffer=slot.index, value=one.value, offset_bytes=one.offset_bytes)
+
+
+def _layer_classes(units: JointUnits, calls: Iterable[StepCall]) -> tuple[LayerClassInfo, ...]:
+    regions: dict[str | None, set[str]] = {}
+    for call in calls:
+        regions.setdefault(call.layer_class, set()).add(call.region)
+    return tuple(
+        LayerClassInfo(
+            num_layers=one.num_layers,
+            module_path=one.module_path,
+            period=one.period,
+            num_regions=len(regions.get(one.class_key, ())),
+        )
+        for one in units.structure.classes
+    )
+
+
+def _tensor_info(node: fx.Node) -> TensorInfo:
+    value = node.meta["val"]
+    return TensorInfo(
+        shape=tuple(value.shape),
+        dtype=str(value.dtype).removeprefix("torch."),
+        op=str(node.target),
+        source=source_line(node),
+    )

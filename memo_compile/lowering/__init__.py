@@ -1,0 +1,1 @@
+"""A region of the step as code: through Inductor, or operator by operator."""

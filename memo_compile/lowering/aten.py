@@ -1,0 +1,357 @@
+"""Lowering op by op: the portable reference against which the Inductor lowering is tested.
+
+Views run as views. An operator with an ``out=`` overload writes straight into its planned buffer;
+any other computes in ordinary memory and is copied in, which is counted as memory outside.
+A collective's result stays in the memory that it was given until it has been waited for; what it
+reads is kept as long.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from memo_runtime.current import current
+from torch import fx
+
+from memo_compile import shim
+from memo_compile.analysis.purity import in_flight, is_wait, is_write
+from memo_compile.analysis.regions import LoweredRegion, RegionGraph, ViewSpec
+from memo_compile.analysis.views import is_tensor, is_view, storage_of
+from memo_compile.lowering.eager_ops import runnable
+from memo_compile.step.problem import (
+    OutputSlot,
+    OutsideBuffer,
+    RegionBuffer,
+    RegionProfile,
+    Storage,
+    align,
+)
+
+Env = dict[fx.Node, Any]
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """A planned buffer: the node that makes it, its index, and its life in lines."""
+
+    index: int
+    node: fx.Node
+    size_bytes: int
+    start: int
+    end: int = 0
+
+
+def lower(region: RegionGraph, *, poison: bool = False) -> LoweredRegion:
+    """``region`` as a list of operator calls on planned buffers."""
+    return _AtenRegion(region, poison=poison).lowered()
+
+
+def interpret(gm: fx.GraphModule) -> Callable[..., Any]:
+    """``gm`` run op by op in ordinary memory, boxed: takes a list of arguments and empties it."""
+
+    class _Interpreter(fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            return runnable(target)(*args, **kwargs)
+
+    def run(args: list[Any]) -> Any:
+        inputs = list(args)
+        args.clear()
+        with torch.no_grad():
+            return _Interpreter(gm).run(*inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+class _AtenRegion:
+    def __init__(self, region: RegionGraph, *, poison: bool) -> None:
+        self.region = region
+        self.poison = poison
+        self.nodes = list(region.gm.graph.nodes)
+        self.inputs = region.gm.graph.find_nodes(op="placeholder")
+        self.outputs: list[Any] = list(self.nodes[-1].args[0])
+        self.line = {node: number for number, node in enumerate(self.nodes)}
+        self.last_use = self._last_uses()
+        self.dropped = self._dropped()
+        self.external = {storage_of(self.outputs[index]) for index in region.external_outputs}
+        self.kept = {storage_of(node) for node in self.outputs if isinstance(node, fx.Node)}
+        self.buffers: dict[fx.Node, _Buffer] = {}
+        self.outside: list[OutsideBuffer] = []
+        self._place()
+        self.writers = {node: self._writes_out(node) for node in self.buffers}
+        self._count_copies()
+
+    def _last_uses(self) -> dict[fx.Node, int]:
+        """Storage -> the last line that reads it, through views and tuples."""
+        last: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            for source in _read_by(node):
+                root = storage_of(source)
+                last[root] = max(last.get(root, 0), self.line[node])
+        return last
+
+    def _dropped(self) -> dict[int, list[fx.Node]]:
+        """Line -> values that no later line takes as an argument; what they show may live on."""
+        last: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            last.update(dict.fromkeys((node, *node.all_input_nodes), self.line[node]))
+        found: dict[int, list[fx.Node]] = {}
+        for node, line in last.items():
+            found.setdefault(line, []).append(node)
+        return found
+
+    def _place(self) -> None:
+        for node in self.nodes:
+            if node.op != "call_function" or not is_tensor(node) or is_view(node):
+                continue
+            value = node.meta["val"]
+            if node in self.external or is_write(node):
+                continue
+            if in_flight(node) and node not in self.kept:
+                continue  # its wait's result is placed
+            if value.device.type != self.region.device.type or value.numel() == 0:
+                continue
+            self.buffers[node] = _Buffer(
+                index=len(self.buffers),
+                node=node,
+                size_bytes=align(_storage_bytes(value)),
+                start=self.line[node if is_wait(node) else _maker(node)],
+                end=self._end(node),
+            )
+
+    def _end(self, node: fx.Node) -> int:
+        if node in self.kept:
+            return len(self.nodes)
+        return max(self.last_use.get(node, 0), self.line[node]) + 1
+
+    def _count_copies(self) -> None:
+        for node, buffer in self.buffers.items():
+            if not self.writers[node]:
+                self.outside.append(
+                    OutsideBuffer(
+                        kind=str(_maker(node).target),
+                        size_bytes=buffer.size_bytes,
+                        start=self.line[_maker(node)],
+                        end=self.line[node] + 1,
+                    )
+                )
+
+    def lowered(self) -> LoweredRegion:
+        buffers = list(self.buffers.values())
+        profile = RegionProfile(
+            name=self.region.name,
+            num_lines=len(self.nodes),
+            buffers=tuple(
+                RegionBuffer(
+                    name=one.node.name, size_bytes=one.size_bytes, start=one.start, end=one.end
+                )
+                for one in buffers
+            ),
+            input_ends=tuple(self._input_end(node) for node in self.inputs),
+            outputs=tuple(self._slots()),
+            outside=tuple(self.outside),
+        )
+        views = tuple(_view_spec(one.node.meta["val"]) for one in buffers)
+        return LoweredRegion(profile=profile, views=views, run=self._run)
+
+    def _input_end(self, node: fx.Node) -> int:
+        if node in self.kept:
+            return len(self.nodes)
+        return self.last_use[node] + 1 if node in self.last_use else 0
+
+    def _slots(self) -> Iterator[OutputSlot]:
+        counted: set[fx.Node] = set()
+        for index, node in enumerate(self.outputs):
+            slot = self._slot(index, node)
+            root = storage_of(node) if isinstance(node, fx.Node) else None
+            yield slot if root not in counted else replace(slot, size_bytes=0)
+            if root is not None:
+                counted.add(root)
+
+    def _slot(self, index: int, node: Any) -> OutputSlot:
+        if not isinstance(node, fx.Node):
+            return OutputSlot(storage=Storage.NONE)
+        root = storage_of(node)
+        if root in self.buffers:
+            return OutputSlot(storage=Storage.ARENA, index=self.buffers[root].index)
+        if root.op == "placeholder":
+            return OutputSlot(storage=Storage.INPUT, index=self.inputs.index(root))
+        if is_write(root) and root.all_input_nodes[0].op == "placeholder":
+            source = self.inputs.index(root.all_input_nodes[0])
+            return OutputSlot(storage=Storage.INPUT, index=source)
+        value = root.meta.get("val")
+        size = align(_storage_bytes(value)) if isinstance(value, torch.Tensor) else 0
+        if index in self.region.external_outputs:
+            start = self.line[_maker(root)] if root in self.line else 0
+            return OutputSlot(storage=Storage.EXTERNAL, size_bytes=size, start=start)
+        return OutputSlot(storage=Storage.OUTSIDE, size_bytes=size)
+
+    def _writes_out(self, node: fx.Node) -> bool:
+        """True when the operator's ``out=`` overload takes these arguments, tried on fakes."""
+        out = _out_overload(node)
+        if out is None or runnable(node.target) is not node.target:
+            return False
+        values = [one.meta.get("val") for one in node.all_input_nodes]
+        mode = shim.detect_fake_mode([*values, node.meta["val"]])
+        if mode is None:
+            return False
+        fake = node.meta["val"]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+        with mode:
+            target = torch.empty_strided(
+                fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device
+            )
+            try:
+                result = out(*args, **_out_kwargs(out, kwargs, target))
+            except (RuntimeError, TypeError, NotImplementedError):
+                return False
+        return result.shape == fake.shape and result.stride() == fake.stride()
+
+    def _run(self, args: list[Any]) -> list[Any]:
+        env: Env = dict(zip(self.inputs, args, strict=True))
+        args.clear()
+        views = current.views
+        with torch.no_grad():
+            for node in self.nodes[:-1]:
+                if node.op == "get_attr":
+                    env[node] = getattr(self.region.gm, str(node.target))
+                elif node.op == "call_function":
+                    env[node] = self._call(node, env, views)
+                self._poison_dead(node)
+                for dead in self.dropped.get(self.line[node], ()):
+                    env.pop(dead, None)
+            self._poison_dead(self.nodes[-1])
+        return [env[one] if isinstance(one, fx.Node) else one for one in self.outputs]
+
+    def _call(self, node: fx.Node, env: Env, views: Sequence[torch.Tensor]) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: env[one])
+        if node.target in _STORAGE_OFFSET:
+            args = _at_real_offset(node, args)
+        buffer = self.buffers.get(node)
+        if buffer is None:
+            return runnable(node.target)(*args, **kwargs)
+        view = views[buffer.index]
+        if in_flight(node):  # leaves the region, and a copy of it cannot be waited for
+            wait = torch.ops._c10d_functional.wait_tensor.default
+            return view.copy_(wait(runnable(node.target)(*args, **kwargs)))
+        if self.writers[node]:
+            out = _out_overload(node)
+            assert out is not None, f"{node.name}: an out= overload that was there is gone"
+            out(*args, **_out_kwargs(out, kwargs, view))
+        else:
+            view.copy_(runnable(node.target)(*args, **kwargs))
+        return view
+
+    def _poison_dead(self, node: fx.Node) -> None:
+        """In poison mode, what is dead after this line is overwritten."""
+        if not self.poison:
+            return
+        number = self.line[node]
+        for source in (node, *_read_by(node)):
+            root = storage_of(source)
+            dead = self.last_use.get(root, self.line[root]) <= number
+            if not dead or root in self.kept:
+                continue
+            if root in self.buffers:
+                current.poison(self.buffers[root].index)
+            elif root.op == "placeholder" and node.op != "placeholder":
+                current.input_done(self.inputs.index(root))
+
+
+_STORAGE_OFFSET: dict[Any, int] = {
+    torch.ops.aten.as_strided.default: 3,
+    torch.ops.aten.as_strided_scatter.default: 4,
+}
+"""Operators that count from the start of the storage, which here is the slab's; the argument."""
+
+
+def _at_real_offset(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args`` with the offset counted from where the traced tensor began."""
+    position = _STORAGE_OFFSET[node.target]
+    if len(args) <= position or args[position] is None:
+        return args
+    shift = args[0].storage_offset() - node.all_input_nodes[0].meta["val"].storage_offset()
+    return (*args[:position], args[position] + shift, *args[position + 1 :])
+
+
+def _storage_bytes(value: torch.Tensor) -> int:
+    """Bytes from the first to the last element of ``value``."""
+    if value.numel() == 0:
+        return 0
+    last = sum(
+        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
+    return int(last + 1) * value.element_size()
+
+
+def _view_spec(value: torch.Tensor) -> ViewSpec:
+    return ViewSpec(dtype=value.dtype, size=tuple(value.shape), stride=tuple(value.stride()))
+
+
+def _is_item(node: fx.Node) -> bool:
+    """True for an element of a tuple that an operator returned."""
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """The operator that makes ``node``: itself, its tuple's, or the collective it waits for."""
+    if is_wait(node):
+        awaited = storage_of(node.all_input_nodes[0])
+        return _maker(awaited) if in_flight(awaited) else node
+    return node.all_input_nodes[0] if _is_item(node) else node
+
+
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    """The inputs of ``node``, and of the collective that it waits for, which reads them until then.
+
+    A result that leaves its region is waited for at once.
+    """
+    if not is_wait(node):
+        return node.all_input_nodes
+    return [*node.all_input_nodes, *_maker(node).all_input_nodes]
+
+
+def _out_overload(node: fx.Node) -> torch._ops.OpOverload | None:
+    """The overload of ``node``'s operator that writes into one given tensor, if it is a real one.
+
+    Overloads that torch generates (tag ``generated``) allocate inside and copy: no gain.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return None
+    packet = target.overloadpacket
+    name = "out" if target._overloadname == "default" else f"{target._overloadname}_out"
+    known = packet.overloads()
+    others = (one for one in known if one.endswith("out"))  # sum.dim_IntList has sum.IntList_out
+    for candidate in (name, "out", *others):
+        if candidate in known:
+            overload = getattr(packet, candidate)
+            plain = len(overload._schema.returns) == 1 and torch.Tag.generated not in overload.tags
+            if plain and _same_arguments(target, overload):
+                return overload
+    return None
+
+
+def _same_arguments(target: torch._ops.OpOverload, out: torch._ops.OpOverload) -> bool:
+    ours = [(arg.name, str(arg.type)) for arg in target._schema.arguments if not arg.kwarg_only]
+    theirs = [(arg.name, str(arg.type)) for arg in out._schema.arguments if not arg.kwarg_only]
+    return ours == theirs
+
+
+def _out_kwargs(
+    out: torch._ops.OpOverload, kwargs: dict[str, Any], target: torch.Tensor
+) -> dict[str, Any]:
+    """The keywords that ``out`` knows, and the tensor to write into."""
+    known = {arg.name for arg in out._schema.arguments}
+    name = next(arg.name for arg in out._schema.arguments if arg.is_out)
+    return {**{key: value for key, value in kwargs.items() if key in known}, name: target}
+
+
+def estimate(region: RegionGraph) -> RegionProfile:
+    """What lowering ``region`` op by op would tell, found without running anything.
+
+    For choosing what to lower. Inductor mostly needs less, since it fuses; it needs more where a
+    kernel is given room for results that nobody reads. Cost: 1 to 20 ms, for the fakes.
+    """
+    return lower(region).profile

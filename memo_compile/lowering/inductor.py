@@ -1,0 +1,136 @@
+"""Lowering through Inductor: every allocation of a region becomes a view at a planned offset.
+
+Each region goes through ``compile_fx_inner`` once, with a wrapper class whose one override,
+``run_wrapper_ir_passes``, sees the allocation lines after fusion and ordering. It records sizes
+and lifetimes and replaces
+
+    buf3 = empty_strided_cpu((64, 32), (32, 1), torch.float32)   ->   buf3 = memo_current.views[2]
+
+so that the same code serves every layer of a class, each call with a table of its own.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+
+from memo_compile import shim
+from memo_compile.analysis.regions import LoweredRegion, RegionGraph
+from memo_compile.lowering.lines import LineScan
+
+
+@dataclasses.dataclass
+class _Recorder:
+    """Carries a region into the wrapper class and its profile out of it."""
+
+    region: RegionGraph
+    poison: bool
+    scan: LineScan | None = None
+
+
+_recorders: list[_Recorder] = []
+"""The region being lowered, on top. Inductor builds the wrapper object itself, without arguments;
+lowering holds torch's compile lock, so that a plain stack is enough."""
+
+
+class ArenaWrapper(shim.PythonWrapperCodegen):
+    """Inductor's Python wrapper with its buffers taken from the current call's table of views."""
+
+    supports_caching = False
+
+    @staticmethod
+    def create(
+        is_subgraph: bool,
+        subgraph_name: str | None,
+        parent_wrapper: Any,
+        partition_signatures: Any = None,
+    ) -> Any:
+        """The wrapper of a graph; subgraphs of higher-order operators stay unplanned."""
+        if is_subgraph:
+            return shim.SubgraphPythonWrapperCodegen(
+                subgraph_name or "", parent_wrapper, partition_signatures
+            )
+        return ArenaWrapper()
+
+    def run_wrapper_ir_passes(self, is_inference: bool) -> None:
+        """Replace Inductor's own buffer reuse by the plan."""
+        recorder = _recorders[-1]
+        self.header.writeline("from memo_runtime.current import current as memo_current")
+        self.header.writeline("from memo_runtime.pages import own_mapping as memo_own_mapping")
+        scan = LineScan(self, recorder.region)
+        self.lines = scan.rewrite(poison=recorder.poison)
+        recorder.scan = scan
+
+
+@contextlib.contextmanager
+def _arena_codegen(recorder: _Recorder) -> Iterator[None]:
+    """Inductor generates code through ArenaWrapper inside this context."""
+    codegens = shim.device_codegens()
+    patched = {
+        device: dataclasses.replace(codegen, wrapper_codegen=ArenaWrapper)
+        for device, codegen in codegens.items()
+        if device in ("cpu", "cuda")
+    }
+    _recorders.append(recorder)
+    try:
+        with mock.patch.dict(codegens, patched):
+            yield
+    finally:
+        _recorders.pop()
+
+
+INDUCTOR_SETTINGS: dict[str, Any] = {
+    "allow_buffer_reuse": False,
+    "graph_partition": False,
+    **shim.NO_GRAPH_CACHE,
+    "cpp_wrapper": False,
+    "memory_planning": False,
+    "triton.cudagraphs": False,
+}
+"""Reuse is the plan's business; a partitioned or cached graph would bypass the wrapper class."""
+
+
+@contextlib.contextmanager
+def session(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Regions are lowered inside; their kernels compile in the background until it ends.
+
+    ``settings`` are the user's for Inductor; memo's own win.
+    """
+    with (
+        shim.inductor_patch({**settings, **INDUCTOR_SETTINGS}),
+        shim.kernels_in_background(),
+    ):
+        yield
+
+
+def lower(region: RegionGraph, *, poison: bool = False) -> LoweredRegion:
+    """``region`` compiled by Inductor, its buffers in the arena.
+
+    Call it inside a ``session``. All outputs keep the strides they were traced with, since the
+    next region was traced with them too.
+    """
+    examples = region.example_inputs()
+    output = region.gm.graph.find_nodes(op="output")[0]
+    output.meta["user_visible_output_idxs"] = [
+        index for index, value in enumerate(output.args[0]) if isinstance(value, torch.fx.Node)
+    ]
+    recorder = _Recorder(region=region, poison=poison)
+    with (
+        shim.own_tracing_context(examples),
+        _arena_codegen(recorder),
+    ):
+        compiled = shim.compile_fx_inner(
+            region.gm,
+            examples,
+            static_input_idxs=region.static_inputs,
+            is_backward=region.is_backward,
+        )
+    scan = recorder.scan
+    if scan is None:  # a region without kernels: Inductor returns its forward as it is
+        from memo_compile.lowering import aten
+
+        return aten.lower(region)
+    return LoweredRegion(profile=scan.profile(), views=tuple(scan.views), run=compiled)

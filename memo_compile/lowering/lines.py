@@ -1,0 +1,301 @@
+"""Reads Inductor's wrapper lines: which buffer is born, reused, aliased and freed on which line.
+
+The line classes (AllocateLine, FreeIfNotReusedLine, ReuseLine, ReinterpretLine, FreeLine,
+ExternKernelAllocLine, MultiOutputLine) have the same fields in torch 2.11 to 2.13.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from memo_compile import shim
+from memo_compile.analysis.regions import RegionGraph, ViewSpec
+from memo_compile.errors import UnsupportedGraph
+from memo_compile.step.problem import (
+    OutputSlot,
+    OutsideBuffer,
+    RegionBuffer,
+    RegionProfile,
+    Storage,
+    align,
+)
+
+
+class _Groups:
+    """Union-find over buffer names that share one storage."""
+
+    def __init__(self) -> None:
+        self._parent: dict[str, str] = {}
+
+    def root(self, name: str) -> str:
+        while (parent := self._parent.get(name, name)) != name:
+            name = parent
+        return name
+
+    def join(self, child: str, parent: str) -> None:
+        child, parent = self.root(child), self.root(parent)
+        if child != parent:
+            self._parent[child] = parent
+
+
+class ArenaLine(shim.MemoryPlanningLine):
+    """``buf = memo_current.views[index]`` where Inductor would have allocated ``buf``."""
+
+    def __init__(self, wrapper: Any, name: str, index: int) -> None:
+        self.wrapper, self.name, self.index = wrapper, name, index
+
+    def codegen(self, code: Any) -> None:
+        """Write the line."""
+        code.writeline(f"{self.name} = memo_current.views[{self.index}]")
+
+
+class ResultLine(shim.MemoryPlanningLine):
+    """``buf = memo_own_mapping(...)``: what the user is given, in a mapping of its own (CPU)."""
+
+    def __init__(self, wrapper: Any, node: Any) -> None:
+        self.wrapper, self.node = wrapper, node
+
+    def codegen(self, code: Any) -> None:
+        """Write the line."""
+        spec = _view_spec(self.node)
+        name = self.node.get_name()
+        code.writeline(f"{name} = memo_own_mapping({spec.size}, {spec.stride}, {spec.dtype})")
+
+
+class CallLine(shim.WrapperLine):
+    """A statement of memo's own between two kernels."""
+
+    def __init__(self, statement: str) -> None:
+        self.statement = statement
+
+    def codegen(self, code: Any) -> None:
+        """Write the statement."""
+        code.writeline(self.statement)
+
+
+class LineScan:
+    """One pass over a region's wrapper lines.
+
+    A buffer that is never freed lives to the end of the region: Inductor drops trailing frees.
+    """
+
+    def __init__(self, wrapper: Any, region: RegionGraph) -> None:
+        self._wrapper = wrapper
+        self._region = region
+        self._graph = shim.current_graph()
+        self._lines: list[Any] = list(wrapper.lines)
+        self._groups = _Groups()
+        self._births: dict[str, tuple[int, Any]] = {}
+        self._frees: dict[str, int] = {}
+        self._handed_over: set[str] = set()
+        self._outside: dict[str, tuple[int, int, str]] = {}
+        self._copied: list[OutsideBuffer] = []
+        self.views: list[ViewSpec] = []
+        self._arena: dict[str, int] = {}
+        self._read_lines()
+        self._choose_arena()
+
+    def _removed(self, name: str) -> bool:
+        return name in self._graph.removed_buffers
+
+    def _read_lines(self) -> None:
+        for number, line in enumerate(self._lines):
+            if isinstance(line, shim.AllocateLine):
+                self._births.setdefault(line.node.get_name(), (number, line.node))
+            elif isinstance(line, shim.ReuseLine | shim.ReinterpretLine):
+                self._groups.join(line.reused_as.get_name(), line.node.get_name())
+                if isinstance(line, shim.ReuseLine) and line.delete_old:
+                    self._handed_over.add(line.node.get_name())
+            elif isinstance(line, shim.FreeIfNotReusedLine | shim.FreeLine):
+                self._frees[line.node.get_name()] = number
+            elif isinstance(line, shim.ExternKernelAllocLine):
+                self._read_extern(number, line.node)
+            elif isinstance(line, shim.MultiOutputLine):
+                self._read_multi_output(number, line)
+
+    def _read_extern(self, number: int, node: Any) -> None:
+        if shim.copies_results(node):
+            self._read_copied(number, node)
+            return
+        name = node.get_name()
+        aliased = node.get_inputs_that_alias_output()
+        for source in aliased:
+            self._groups.join(name, source)
+        if not aliased and not shim.has_multi_output_layout(node):
+            self._outside[name] = (number, self._size_bytes(node), _kernel_name(node))
+
+    def _read_copied(self, number: int, node: Any) -> None:
+        """A kernel whose own results exist beside the buffers that they are copied to."""
+        names = shim.written_buffers(node)
+        size = sum(self._size_bytes(self._graph.get_buffer(name)) for name in names)
+        kind = _kernel_name(node)
+        self._copied.append(OutsideBuffer(kind=kind, size_bytes=size, start=number, end=number + 1))
+
+    def _read_multi_output(self, number: int, line: Any) -> None:
+        node = self._graph.name_to_buffer.get(line.result_name)
+        source = self._graph.name_to_buffer.get(line.arg_name)
+        if node is None or source is None or not shim.is_tensor_buffer(node):
+            return
+        aliased = source.get_inputs_that_alias_output()
+        for name in aliased:
+            self._groups.join(line.result_name, name)
+        if not aliased:
+            size = self._size_bytes(node)
+            self._outside[line.result_name] = (number, size, _kernel_name(source))
+
+    def _size_bytes(self, node: Any) -> int:
+        """Bytes of the storage of ``node``, aligned; 0 where a size is not known."""
+        elements = self._graph.get_allocation_storage_size(node)
+        try:
+            return align(int(elements) * node.get_dtype().itemsize)
+        except TypeError as error:
+            raise UnsupportedGraph(
+                f"region {self._region.name}: the size of {node.get_name()} depends on data"
+            ) from error
+
+    def _ends(self) -> dict[str, int]:
+        """Group root -> the line after its storage's last use."""
+        members: dict[str, list[str]] = {}
+        names = [*self._births, *self._outside, *self._graph.graph_inputs, *self._frees]
+        names += list(self._groups._parent)
+        for name in dict.fromkeys(names):
+            members.setdefault(self._groups.root(name), []).append(name)
+        ends = {}
+        for root, group in members.items():
+            alive = [n for n in group if n not in self._handed_over and not self._removed(n)]
+            known = [self._frees[name] for name in alive if name in self._frees]
+            complete = alive and len(known) == len(alive)
+            ends[root] = max(known) + 1 if complete else len(self._lines)
+        return ends
+
+    def _choose_arena(self) -> None:
+        """Buffers for the arena: static, on the region's device, not behind a user's output."""
+        names = self._graph.get_output_names()
+        external = {self._groups.root(names[index]) for index in self._region.external_outputs}
+        for name, (_, node) in self._births.items():
+            root = self._groups.root(name)
+            device = node.get_device()
+            fits = device is not None and device.type == self._region.device.type
+            if root in external or root != name or not fits or self._removed(name):
+                continue
+            if not shim.is_static(node):
+                continue
+            self._arena[name] = len(self.views)
+            self.views.append(_view_spec(node))
+
+    def _results(self) -> set[str]:
+        """Buffers that a forward region makes for the user in the host's memory."""
+        if self._region.is_backward or self._region.device.type != "cpu":
+            return set()
+        names = self._graph.get_output_names()
+        given = {self._groups.root(names[index]) for index in self._region.external_outputs}
+        return {
+            name
+            for name, (_, node) in self._births.items()
+            if name in given and node.get_device().type == "cpu" and shim.is_static(node)
+        }
+
+    def rewrite(self, *, poison: bool) -> list[Any]:
+        """The lines with arena buffers in place of allocations, and poison where lives end."""
+        ends = self._ends()
+        dying: dict[int, list[str]] = {}
+        for name in self._arena:
+            dying.setdefault(ends[self._groups.root(name)] - 1, []).append(name)
+        return list(self._rewritten(dying if poison else {}, poison=poison))
+
+    def _rewritten(self, dying: dict[int, list[str]], *, poison: bool) -> Iterator[Any]:
+        outputs = {self._groups.root(name) for name in self._graph.get_output_names()}
+        inputs = list(self._graph.graph_input_names)
+        results = self._results()
+        for number, line in enumerate(self._lines):
+            yield self._replaced(line, results)
+            for name in dying.get(number, ()):
+                if self._groups.root(name) not in outputs:
+                    yield CallLine(f"memo_current.poison({self._arena[name]})")
+            if poison and isinstance(line, shim.FreeLine) and line.node.get_name() in inputs:
+                position = inputs.index(line.node.get_name())
+                yield CallLine(f"memo_current.input_done({position})")
+
+    def _replaced(self, line: Any, results: set[str]) -> Any:
+        plans = isinstance(line, shim.MemoryPlanningLine) and not isinstance(line, shim.NullLine)
+        if not plans:
+            return line
+        name = line.node.get_name()
+        if self._removed(name):
+            return shim.NullLine(self._wrapper)
+        if isinstance(line, shim.AllocateLine) and name in self._arena:
+            return ArenaLine(self._wrapper, name, self._arena[name])
+        if isinstance(line, shim.AllocateLine) and name in results:
+            return ResultLine(self._wrapper, line.node)
+        return line
+
+    def profile(self) -> RegionProfile:
+        """The region's buffers, outputs and memory outside, in lines."""
+        ends = self._ends()
+        buffers = tuple(
+            RegionBuffer(
+                name=name,
+                size_bytes=self._size_bytes(self._births[name][1]),
+                start=self._births[name][0],
+                end=max(ends[self._groups.root(name)], self._births[name][0] + 1),
+            )
+            for name in self._arena
+        )
+        inputs = self._graph.graph_input_names
+        output_roots = {self._groups.root(name) for name in self._graph.get_output_names()}
+        return RegionProfile(
+            name=self._region.name,
+            num_lines=len(self._lines),
+            buffers=buffers,
+            input_ends=tuple(ends[self._groups.root(name)] for name in inputs),
+            outputs=tuple(self._slots()),
+            outside=tuple(self._outside_buffers(ends, output_roots)),
+        )
+
+    def _slots(self) -> Iterator[OutputSlot]:
+        inputs = {name: position for position, name in enumerate(self._graph.graph_input_names)}
+        names = self._graph.get_output_names()
+        counted: set[str] = set()
+        for index, name in enumerate(names):
+            root = self._groups.root(name)
+            if root in self._arena:
+                yield OutputSlot(storage=Storage.ARENA, index=self._arena[root])
+            elif root in inputs:
+                yield OutputSlot(storage=Storage.INPUT, index=inputs[root])
+            elif root in self._births or root in self._outside:
+                size = self._size_bytes(self._graph.name_to_buffer[root])
+                size = 0 if root in counted else size
+                counted.add(root)
+                user = index in self._region.external_outputs
+                storage = Storage.EXTERNAL if user else Storage.OUTSIDE
+                start = self._births[root][0] if root in self._births else self._outside[root][0]
+                yield OutputSlot(storage=storage, size_bytes=size, start=start if user else 0)
+            else:
+                yield OutputSlot(storage=Storage.NONE)
+
+    def _outside_buffers(self, ends: dict[str, int], outputs: set[str]) -> Iterator[OutsideBuffer]:
+        yield from self._copied
+        for name, (start, size_bytes, kind) in self._outside.items():
+            root = self._groups.root(name)
+            if root not in outputs and size_bytes:
+                end = max(ends[root], start + 1)
+                yield OutsideBuffer(kind=kind, size_bytes=size_bytes, start=start, end=end)
+        for name, (start, node) in self._births.items():
+            root = self._groups.root(name)
+            left = name not in self._arena and root == name and root not in outputs
+            if left and not self._removed(name) and shim.is_static(node):
+                size = self._size_bytes(node)
+                end = max(ends[root], start + 1)
+                yield OutsideBuffer(kind="other device", size_bytes=size, start=start, end=end)
+
+
+def _view_spec(node: Any) -> ViewSpec:
+    return ViewSpec(
+        dtype=node.get_dtype(),
+        size=tuple(int(value) for value in node.get_size()),
+        stride=tuple(int(value) for value in node.get_stride()),
+    )
+
+
+def _kernel_name(node: Any) -> str:
+    name = node.get_kernel_name() if hasattr(node, "get_kernel_name") else None
+    return (name or type(node).__name__).removeprefix("torch.ops.")

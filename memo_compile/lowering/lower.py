@@ -1,0 +1,44 @@
+"""Which lowering runs a region, and what happens to graphs that memo does not plan."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from memo_compile import shim
+from memo_compile.analysis.regions import LoweredRegion, RegionGraph
+from memo_compile.config import MemoConfig
+from memo_compile.lowering import aten, inductor
+from memo_compile.lowering.own_outputs import own_outputs
+
+
+def lower_regions(regions: Iterable[RegionGraph], config: MemoConfig) -> dict[str, LoweredRegion]:
+    """Every region by its name, lowered as ``config.lowering`` says."""
+    poison = "poison" in config.debug
+    if config.lowering == "aten":
+        return {one.name: aten.lower(one, poison=poison) for one in regions}
+    with inductor.session(config.inductor_options):
+        return {one.name: _lowered(one, poison) for one in regions}
+
+
+def _lowered(region: RegionGraph, poison: bool) -> LoweredRegion:
+    if region.op_by_op:
+        return aten.lower(region, poison=poison)
+    return inductor.lower(own_outputs(_copied(region)), poison=poison)
+
+
+def _copied(region: RegionGraph) -> RegionGraph:
+    """``region`` with a graph of its own: lowering rewrites it, and others still read the first."""
+    graph = shim.copy_graph(region.gm.graph)
+    return replace(region, gm=shim.with_graph(region.gm, graph))
+
+
+def plain_inner(
+    gm: fx.GraphModule, examples: Sequence[Any], config: MemoConfig, kwargs: dict[str, Any]
+) -> Callable[..., Any]:
+    """A graph without a plan (inference): plain Inductor, or op by op under the aten lowering."""
+    if config.lowering == "aten":
+        return aten.interpret(gm)
+    compiled: Callable[..., Any] = shim.compile_fx_inner(gm, examples, **kwargs)
+    return compiled

@@ -1,0 +1,160 @@
+"""Gives kernels that allocate their own results a planned buffer to copy them into."""
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from memo_runtime.ops import into
+from torch import fx
+
+from memo_compile import shim
+from memo_compile.analysis.regions import RegionGraph
+from memo_compile.analysis.views import storage_of
+
+_aten = torch.ops.aten
+_ALLOCATING = ("convolution", "scaled_dot_product", "flash_attn", "efficient_attention", "cudnn")
+"""Parts of operator names whose Inductor lowering is an extern kernel without ``out=``."""
+
+
+def own_outputs(region: RegionGraph) -> RegionGraph:
+    """``region`` in which every result that leaves it lies in a buffer of its own.
+
+    Rewrite (``out`` and ``lse`` leave the region):
+        t = attention(q, k, v)            out = empty_strided(...); lse = empty_strided(...)
+        out = t[0]; lse = t[1]       ->   attention_into(out, lse, q, k, v)
+        return out, lse                   return out, lse
+
+    Where ``t`` holds more than tensors, ``copy_into(out, t[0])`` follows it. Results that stay
+    inside are left alone: a copy would cost time and save nothing. Results that the user keeps are
+    left alone too: they are not in the arena.
+    """
+    graph = region.gm.graph
+    outputs = list(graph.find_nodes(op="output")[0].args[0])
+    external = {storage_of(outputs[index]) for index in region.external_outputs}
+    leaving = {storage_of(node) for node in outputs if isinstance(node, fx.Node)} - external
+    changed = False
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not _allocates(node.target):
+            continue
+        results = _results(node)
+        made = results.values()
+        if any(one in leaving for one in made) or _may_become(node.target, made, leaving):
+            changed |= _rewrite(node, results)
+        elif not results:
+            changed |= _copy_leaving(node, leaving)
+    if changed:
+        graph.lint()
+        region.gm.recompile()
+    return region
+
+
+def _allocates(target: Any) -> bool:
+    """True for an operator that Inductor calls as a kernel which allocates its own results."""
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    if any(part in target._schema.name for part in _ALLOCATING):
+        return True
+    if _is_custom(target):
+        # A custom operator becomes a fallback when it is first lowered: too late for its region.
+        return shim.falls_back(target) or not shim.has_lowering(target)
+    return shim.falls_back(target) and target.overloadpacket not in (_aten.empty_strided,)
+
+
+def _is_custom(target: torch._ops.OpOverload) -> bool:
+    return target.namespace not in ("aten", "prims", "memo")
+
+
+def _may_become(target: Any, made: Iterable[fx.Node], leaving: Iterable[fx.Node]) -> bool:
+    """True for a custom operator's result that Inductor may turn into an output in place.
+
+    A sum that is the result's last reader is written over it when both are of one size; the output
+    would then lie in the operator's own memory. Torch's own kernels are left alone: a copy costs
+    more often than it helps.
+    """
+    sizes = {_num_bytes(one) for one in leaving}
+    return _is_custom(target) and any(_num_bytes(one) in sizes for one in made)
+
+
+def _num_bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else -1
+
+
+def _results(node: fx.Node) -> dict[int, fx.Node]:
+    """Position -> the node of each tensor result; empty where the results are of another kind."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return {0: node}
+    if not isinstance(value, tuple | list):
+        return {}
+    if not all(isinstance(item, torch.Tensor) for item in value):
+        return {}
+    if not all(user.target is operator.getitem for user in node.users):
+        return {}
+    if not _declares_tensors(node.target):
+        return {}
+    return {int(user.args[1]): user for user in node.users}  # type: ignore[arg-type]
+
+
+def _declares_tensors(target: Any) -> bool:
+    return all(str(one.type) == "Tensor" for one in target._schema.returns)
+
+
+def _rewrite(node: fx.Node, results: dict[int, fx.Node]) -> bool:
+    """Replace ``node`` by buffers and the operator that fills them."""
+    graph, target = node.graph, node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    value = node.meta["val"]
+    values = [value] if isinstance(value, torch.Tensor) else list(value)
+    with graph.inserting_before(node):
+        buffers = [_empty(graph, one) for one in values]
+        call = graph.call_function(into(target), (*buffers, *_all_arguments(node)))
+        call.meta["val"] = None
+    for position, old in results.items():
+        old.replace_all_uses_with(buffers[position])
+        if old is not node:
+            graph.erase_node(old)
+    graph.erase_node(node)
+    return True
+
+
+def _copy_leaving(node: fx.Node, leaving: set[fx.Node]) -> bool:
+    """Copy the tensors that leave the region out of a result that holds other things too.
+
+    CUDA's attention kernels return sizes and random states beside their tensors, so that they
+    cannot be called as one operator that fills buffers.
+    """
+    items = [user for user in node.users if user.target is operator.getitem and user in leaving]
+    for item in items:
+        with node.graph.inserting_before(item.next):
+            buffer = _empty(node.graph, item.meta["val"])
+            item.replace_all_uses_with(buffer)
+            call = node.graph.call_function(torch.ops.memo.copy_into.default, (buffer, item))
+            call.meta["val"] = None
+    return bool(items)
+
+
+def _empty(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
+    node = graph.call_function(
+        _aten.empty_strided.default,
+        (list(value.shape), list(value.stride())),
+        {"dtype": value.dtype, "device": value.device},
+    )
+    node.meta["val"] = value
+    return node
+
+
+def _all_arguments(node: fx.Node) -> list[Any]:
+    """Every argument of ``node`` by position, defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    arguments: list[Any] = []
+    given = list(node.args)
+    for argument in node.target._schema.arguments:
+        if given and not argument.kwarg_only:
+            arguments.append(given.pop(0))
+        elif argument.name in node.kwargs:
+            arguments.append(node.kwargs[argument.name])
+        else:
+            arguments.append(argument.default_value)
+    return arguments

@@ -1,0 +1,302 @@
+"""What ``memo doctor`` looks at. Each probe is a small function that yields findings.
+
+A probe tries the thing itself (solves a model, compiles a file) instead of asking for a version.
+torch is imported by the probes that need it, so that a missing torch is a finding, not a crash.
+"""
+
+import functools
+import importlib
+import platform
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from memo_compile.config import local_world_size
+from memo_compile.costs.host import host_memory, processor_name
+from memo_compile.errors import ConfigError, MemoError
+from memo_compile.planners import solver
+from memo_compile.units import format_bytes
+
+OLDEST_TORCH = (2, 11)
+NEWEST_TRIED_TORCH = (2, 13)
+COMPILE_TIMEOUT_S = 60.0
+"""For a file of three lines: only a hanging compiler takes so long."""
+_LOCKED_BYTES_WANTED = 2**30
+"""Below this, a pinned host pool that is worth having is refused on systems that enforce it."""
+_CPP_PROBE = (
+    '#include <Python.h>\n#include <omp.h>\nextern "C" int f() { return omp_get_max_threads(); }\n'
+)
+
+
+class Health(Enum):
+    """How good a finding is."""
+
+    OK = "ok"
+    LIMITED = "limited"
+    """memo runs, but slower or without a feature."""
+    BROKEN = "broken"
+    """memo cannot run until this is mended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the table."""
+
+    group: str
+    name: str
+    value: str | int | None
+    """As JSON has it; sizes in bytes."""
+    text: str
+    """As the table has it."""
+    health: Health = Health.OK
+    remedy: str = ""
+    """What to do; empty where nothing is missing."""
+
+
+def examine() -> Iterator[Finding]:
+    """All findings, in the order of the table."""
+    yield from _versions()
+    yield from _devices()
+    yield from _entry_point()
+    yield from _compiler()
+    yield from _solvers()
+    yield from _memory()
+
+
+def _versions() -> Iterator[Finding]:
+    finding = functools.partial(Finding, group="versions")
+    yield finding(name="python", value=platform.python_version(), text=platform.python_version())
+    memo = _version("memo-compile")
+    yield finding(name="memo", value=memo, text=memo or "not installed (running from a folder)")
+    yield _torch_version()
+    triton = _version("triton") or _version("pytorch-triton")
+    needed = triton is None and _has_cuda()
+    yield finding(
+        name="triton",
+        value=triton,
+        text=triton or ("not installed" if needed else "not needed without CUDA"),
+        health=Health.BROKEN if needed else Health.OK,
+        remedy="Inductor needs it on CUDA: pip install triton" if needed else "",
+    )
+    numba = _version("numba")
+    yield finding(
+        name="numba",
+        value=numba,
+        text=numba or "not installed",
+        health=Health.OK if numba else Health.LIMITED,
+        remedy="" if numba else "placement searches faster with it: pip install memo-compile[fast]",
+    )
+
+
+def _torch_version() -> Finding:
+    finding = functools.partial(Finding, group="versions", name="torch")
+    span = "{}.{} to {}.{}".format(*OLDEST_TORCH, *NEWEST_TRIED_TORCH)
+    try:
+        version = str(importlib.import_module("torch").__version__)
+    except (ImportError, OSError) as error:  # OSError: one of its shared libraries is not there
+        remedy = f"install torch {span}: https://pytorch.org/get-started"
+        health = Health.BROKEN
+        return finding(value=None, text=f"cannot import: {error}", health=health, remedy=remedy)
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if numbers < OLDEST_TORCH:
+        remedy = f"memo supports torch {span}: pip install -U torch"
+        return finding(value=version, text=version, health=Health.BROKEN, remedy=remedy)
+    if numbers > NEWEST_TRIED_TORCH:
+        remedy = f"memo was tried with torch {span}; on trouble install one of those"
+        return finding(value=version, text=version, health=Health.LIMITED, remedy=remedy)
+    return finding(value=version, text=version)
+
+
+def _devices() -> Iterator[Finding]:
+    finding = functools.partial(Finding, group="devices")
+    name = _cpu_name()
+    yield finding(name="cpu", value=name, text=name)
+    if not _has_cuda():
+        yield finding(name="cuda", value=None, text="none; memo plans for the CPU's memory")
+        return
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        text = f"{properties.name}, {format_bytes(total)}, {format_bytes(free)} free"
+        yield finding(name=f"cuda:{index}", value=total, text=text)
+
+
+def _entry_point() -> Iterator[Finding]:
+    """Whether ``torch.compile(backend="memo")`` finds and loads the backend."""
+    finding = functools.partial(Finding, group="backend", name="memo")
+    remedy = "install memo into this Python: pip install memo-compile"
+    try:
+        import torch
+    except (ImportError, OSError):
+        yield finding(value=None, text="unknown without torch", health=Health.BROKEN)
+        return
+    if "memo" not in torch.compiler.list_backends(exclude_tags=()):
+        text = "torch.compile does not know it"
+        yield finding(value=None, text=text, health=Health.BROKEN, remedy=remedy)
+        return
+    try:
+        torch.compile(torch.nn.Identity(), backend="memo")  # loads the backend, compiles nothing
+    # Loading runs memo's own modules and torch's private ones: whatever it raises is the finding.
+    except Exception as error:
+        text = f"found, but does not load: {type(error).__name__}: {error}"
+        remedy = f"memo and torch do not fit together; {remedy} --upgrade"
+        yield finding(value=None, text=text, health=Health.BROKEN, remedy=remedy)
+        return
+    yield finding(value="loaded", text='torch.compile(backend="memo") finds it')
+
+
+def _compiler() -> Iterator[Finding]:
+    """The C++ compiler that Inductor uses for the CPU, tried on a file with OpenMP."""
+    finding = functools.partial(Finding, group="compiler", name="C++")
+    remedy = "install g++ (with OpenMP) and Python's headers, e.g. apt install g++ python3-dev"
+    try:
+        from memo_compile import shim
+
+        command = shim.cpp_compiler()
+    except (ImportError, OSError):
+        return
+    # Inductor raises InvalidCxxCompiler, a RuntimeError, when it finds none.
+    except RuntimeError as error:
+        text = str(error).splitlines()[0]
+        yield finding(value=None, text=text, health=_cpp_health(), remedy=remedy)
+        return
+    problem = try_compiler(command)
+    if problem:
+        yield finding(value=command, text=problem, health=_cpp_health(), remedy=remedy)
+    else:
+        yield finding(value=command, text=f"{command} compiles with OpenMP")
+
+
+def try_compiler(command: str) -> str:
+    """Compile a shared object with OpenMP and Python's headers; why it failed, or an empty text."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cpp"
+        source.write_text(_CPP_PROBE)
+        include = sysconfig.get_path("include")
+        flags = ["-shared", "-fPIC", "-fopenmp", f"-I{include}", "-o", f"{folder}/probe.so"]
+        try:
+            done = subprocess.run(
+                [command, str(source), *flags],
+                capture_output=True,
+                text=True,
+                timeout=COMPILE_TIMEOUT_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{command}: {error}"
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr.strip()]
+    return f"{command} fails: {lines[0]}"
+
+
+def _cpp_health() -> Health:
+    """Without a compiler nothing compiles for the CPU; with CUDA only host code is affected."""
+    return Health.LIMITED if _has_cuda() else Health.BROKEN
+
+
+def _solvers() -> Iterator[Finding]:
+    finding = functools.partial(Finding, group="solvers")
+    mip = _version("mip")
+    none_works = True
+    for engine in solver.Engine:
+        problem = try_engine(engine)
+        none_works = none_works and bool(problem)
+        yield finding(
+            name=engine.value,
+            value=None if problem else f"mip {mip}",
+            text=problem or f"solves (mip {mip})",
+            health=Health.LIMITED if problem else Health.OK,
+            remedy=_ENGINE_REMEDIES[engine] if problem else "",
+        )
+    if none_works:
+        yield finding(
+            name="fallback",
+            value="greedy",
+            text="greedy planners only",
+            health=Health.LIMITED,
+            remedy="plans are valid but not optimal until a solver works: pip install mip highspy",
+        )
+
+
+_ENGINE_REMEDIES = {
+    solver.Engine.HIGHS: "the preferred engine: pip install highspy",
+    solver.Engine.CBC: "comes with python-mip: pip install mip",
+}
+
+
+def try_engine(engine: solver.Engine) -> str:
+    """Solve max x + 2y, x + y <= 3, x and y integers up to 2; what went wrong, or an empty text."""
+    try:
+        model = solver.make_model("doctor", sense=solver.Sense.MAXIMIZE, engine=engine)
+    except ConfigError:
+        return "does not start"
+    x, y = (model.add_var(name=name, var_type="I", lb=0, ub=2) for name in "xy")
+    model.add_constr(x + y <= 3)
+    model.objective = x + 2 * y
+    try:
+        status = solver.solve(model, time_limit_s=10.0)
+        found = (solver.integer_value(x), solver.integer_value(y)) if status.has_solution else None
+    # Engines fail in ways of their own (ctypes, cffi, assertion): all are the same finding.
+    except Exception as error:
+        return f"fails: {type(error).__name__}: {error}"
+    return "" if found == (1, 2) else f"wrong answer {found} ({status.value}) to a known model"
+
+
+def _memory() -> Iterator[Finding]:
+    finding = functools.partial(Finding, group="host memory")
+    try:
+        host = host_memory()
+        ranks = local_world_size()
+    except MemoError as error:
+        yield finding(name="limits", value=None, text=str(error), health=Health.LIMITED)
+        return
+    sizes = {
+        "total": host.total_bytes,
+        "available": host.available_bytes,
+        "cgroup limit": host.cgroup_limit_bytes,
+        "usable": host.usable_bytes,
+    }
+    for name, size in sizes.items():
+        absent = "none" if name == "cgroup limit" else "unknown"
+        yield finding(name=name, value=size, text=absent if size is None else format_bytes(size))
+    locked = host.locked_limit_bytes
+    small = locked is not None and locked < _LOCKED_BYTES_WANTED and _has_cuda()
+    yield finding(
+        name="locked limit",
+        value=locked,
+        text="unlimited" if locked is None else format_bytes(locked),
+        health=Health.LIMITED if small else Health.OK,
+        remedy="pinned memory may be refused: ulimit -l unlimited" if small else "",
+    )
+    yield finding(name="ranks on this host", value=ranks, text=f"{ranks} (LOCAL_WORLD_SIZE)")
+
+
+def _has_cuda() -> bool:
+    try:
+        import torch
+    except (ImportError, OSError):
+        return False
+    return torch.cuda.is_available()
+
+
+def _version(distribution: str) -> str | None:
+    import importlib.metadata  # 30 ms, which no other command needs
+
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    """The processor's marketing name with its count of cores."""
+    import psutil
+
+    return f"{processor_name()}, {psutil.cpu_count(logical=False) or psutil.cpu_count()} cores"

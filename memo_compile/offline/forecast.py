@@ -1,0 +1,294 @@
+"""Will it fit? A model, a device and a budget answered by a plan that never runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from memo_compile.config import resolve
+from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.errors import Infeasible, InputError
+from memo_compile.offline.plan_offline import OfflineStep, plan_step_offline
+from memo_compile.offline.shapes.load import Loaded, load
+from memo_compile.offline.shapes.transformer import Degrees
+from memo_compile.step.problem import arena_buffers, call_starts
+from memo_compile.step.simulate import memory_curve
+from memo_compile.units import parse_size
+
+CONTEXT_BYTES = 2**30
+"""Of a GPU's memory that is no step's: CUDA's context and loaded kernels take 0.5 to 0.8 GiB."""
+
+CUBLAS_BYTES = 32 * 2**20
+"""cuBLAS's workspace on Hopper and Blackwell; 8 MiB elsewhere."""
+
+ESTIMATE_MARGIN = 0.01
+"""Of the arena, where a GPU's plan is made without it. Triton splits long reductions in two, which
+leaves partial sums of 1/128 of the reduced tensor; all else that differs is smaller."""
+
+OPTIMIZERS = {"adamw": 2.0, "adamw-fp32": None, "sgd": 0.0, "sgd-momentum": 1.0, "none": 0.0}
+"""Tensors of the parameters' dtype for each parameter."""
+
+ADAMW_FP32_BYTES = 12.0
+"""Master weights and two moments in float32, as Megatron keeps them."""
+
+SEQ_GRANULE = 1024
+"""``longest`` searches multiples of this for each device that shares the tokens."""
+
+NUM_LARGEST = 5
+"""Tensors that are named at the peak."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked."""
+
+    model: str
+    hardware: HardwareProfile
+    seq: int | None = None
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    degrees: Degrees = Degrees()  # noqa: RUF009 - frozen
+    budget: str | int | None = None
+    host_budget: str | int | None = None
+    optimizer: str = "adamw"
+    policy: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(
+                f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}"
+            )
+
+    @property
+    def budget_bytes(self) -> int:
+        """Device memory that the step may take; by default what CUDA's context leaves."""
+        total = self.hardware.memory_bytes
+        if self.budget is not None:
+            return parse_size(self.budget, total_bytes=total, what="budget")
+        return total if self.hardware.name == "cpu" else total - CONTEXT_BYTES
+
+    def state_bytes_per_parameter(self, parameter_bytes: float) -> float:
+        """Optimizer state of a parameter of that size, sharded over dp x cp (ZeRO-1)."""
+        tensors = OPTIMIZERS[self.optimizer]
+        size_bytes = ADAMW_FP32_BYTES if tensors is None else tensors * parameter_bytes
+        return size_bytes / (self.degrees.dp * self.degrees.cp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorAtPeak:
+    """A buffer that is alive where most memory is in use."""
+
+    name: str
+    size_bytes: int
+    source: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakAt:
+    """Where in the step most memory is in use."""
+
+    call: str
+    region: str
+    phase: str
+    tensors: tuple[TensorAtPeak, ...]
+    """The largest ones in the arena, largest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The answer."""
+
+    question: Question
+    name: str
+    step: OfflineStep
+    peak_bytes: int
+    """Of all micro-batches in flight, with what an estimate may miss."""
+    budget_bytes: int
+    outside_bytes: int
+    host_bytes: int
+    in_flight: int
+    tokens_per_s: float | None
+    """Of the whole job."""
+    peak_at: PeakAt | None
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """True when the peak is within the budget."""
+        return self.peak_bytes <= self.budget_bytes
+
+    @property
+    def step_s(self) -> float:
+        """Simulated seconds of one micro-batch, forward and backward."""
+        timeline = self.step.plan.timeline
+        assert timeline is not None, "an offline plan is simulated"
+        return timeline.step_s
+
+    @property
+    def mfu(self) -> float:
+        """In [0, 1]: the model's FLOPs, without recomputation, over what the device could do."""
+        rate = self.question.hardware.peak_flops_per_s
+        return self.step.model_flops / (self.step_s * rate) if self.step_s else 0.0
+
+
+def forecast(question: Question) -> Forecast:
+    """The plan of the step that is asked for; where nothing fits, that of the smallest peak.
+
+    Raises:
+        InputError: the model or a degree cannot be used.
+        MemoError: the model cannot be planned.
+    """
+    loaded = _load(question)
+    try:
+        return _within(question, loaded, question.budget_bytes)
+    except Infeasible as error:
+        available = _without_margin(question, question.budget_bytes)
+        if error.floor_bytes is None or error.floor_bytes <= available:
+            raise
+        return _answer(question, loaded, _plan(question, loaded, error.floor_bytes))
+
+
+def fits(question: Question) -> bool:
+    """True when a plan fits the budget. Cheaper than ``forecast`` where none does."""
+    try:
+        return _within(question, _load(question), question.budget_bytes).fits
+    except Infeasible:
+        return False
+
+
+def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
+    """The longest sequence that fits, a multiple of SEQ_GRANULE x tp x cp; 0 where none does.
+
+    Doubles from ``question.seq`` or the shortest until it does not fit, then bisects. ``tried`` is
+    told each length and whether it fits. Cost: a plan for each, 2 log2 of the answer at most.
+    """
+    granule = SEQ_GRANULE * question.degrees.tp * question.degrees.cp
+
+    def try_one(count: int) -> bool:
+        found = fits(replace(question, seq=count * granule))
+        tried(count * granule, found)
+        return found
+
+    start = max(1, (question.seq or granule) // granule)
+    low, high = 0, start
+    while try_one(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if try_one(middle):
+            low = middle
+        else:
+            high = middle
+    return low * granule
+
+
+def _load(question: Question) -> Loaded:
+    return load(
+        question.model,
+        seq=question.seq,
+        batch=question.batch,
+        dtype=question.dtype,
+        degrees=question.degrees,
+    )
+
+
+def _within(question: Question, loaded: Loaded, budget_bytes: int) -> Forecast:
+    """The answer for a budget of all micro-batches in flight together.
+
+    Each of n holds a frame of its own: with F = peak - arena, a plan for F + (budget - F) / n has
+    an arena of (budget - F) / n at most, and n of them with F are within the budget.
+    """
+    available = _without_margin(question, budget_bytes)
+    step = _plan(question, loaded, available)
+    answer = _answer(question, loaded, step)
+    if answer.fits or answer.in_flight == 1:
+        return answer
+    beside = step.plan.peak_bytes - step.plan.arena_bytes
+    per_frame = beside + max(0, available - beside) // answer.in_flight
+    return _answer(question, loaded, _plan(question, loaded, per_frame))
+
+
+def _without_margin(question: Question, budget_bytes: int) -> int:
+    if question.hardware.name == "cpu":
+        return budget_bytes
+    return int(max(0, budget_bytes - CUBLAS_BYTES) / (1 + ESTIMATE_MARGIN))
+
+
+def _plan(question: Question, loaded: Loaded, budget_bytes: int) -> OfflineStep:
+    options: dict[str, Any] = {
+        "memory_budget": budget_bytes,
+        "policy": question.policy,
+        "optimizer_state_bytes_per_parameter": question.state_bytes_per_parameter(
+            _parameter_bytes(loaded, question.dtype)
+        ),
+    }
+    if question.host_budget is not None:
+        options["host_budget"] = question.host_budget
+    return plan_step_offline(
+        loaded.model,
+        loaded.args,
+        loaded.kwargs,
+        config=resolve(options, None),
+        hardware=question.hardware,
+        loss=loaded.loss,
+    )
+
+
+def _parameter_bytes(loaded: Loaded, dtype: torch.dtype) -> float:
+    """Of one trainable number, on average over the model; of ``dtype`` where there is no module."""
+    if not isinstance(loaded.model, torch.nn.Module):
+        return dtype.itemsize
+    trainable = [parameter for parameter in loaded.model.parameters() if parameter.requires_grad]
+    numbers = sum(parameter.numel() for parameter in trainable)
+    return sum(parameter.nbytes for parameter in trainable) / numbers if numbers else dtype.itemsize
+
+
+def _answer(question: Question, loaded: Loaded, step: OfflineStep) -> Forecast:
+    plan, in_flight = step.plan, question.degrees.pp
+    assert plan.timeline is not None, "an offline plan is simulated"
+    frames = in_flight * plan.arena_bytes
+    missed = 0 if step.exact else CUBLAS_BYTES + int(ESTIMATE_MARGIN * frames)
+    tokens_per_s = None
+    if loaded.num_tokens is not None and plan.timeline.step_s:
+        tokens_per_s = loaded.num_tokens * question.degrees.dp / plan.timeline.step_s
+    return Forecast(
+        question=question,
+        name=loaded.name,
+        step=step,
+        peak_bytes=plan.peak_bytes + (in_flight - 1) * plan.arena_bytes + missed,
+        budget_bytes=question.budget_bytes,
+        outside_bytes=plan.outside_bytes + missed,
+        host_bytes=in_flight * step.problem.host_bytes,
+        in_flight=in_flight,
+        tokens_per_s=tokens_per_s,
+        peak_at=_peak_at(step),
+        notes=loaded.notes,
+    )
+
+
+def _peak_at(step: OfflineStep) -> PeakAt | None:
+    """The call during which most bytes are alive, and the largest tensors of the arena there."""
+    problem = step.problem
+    if not problem.calls:
+        return None
+    line = max(memory_curve(problem), key=lambda point: point[1])[0]
+    starts = call_starts(problem)
+    index = max(i for i in range(len(problem.calls)) if starts[i] <= line)
+    call = problem.calls[index]
+    alive = [buffer for buffer in arena_buffers(problem) if buffer.start <= line < buffer.end]
+    alive.sort(key=lambda buffer: (-buffer.size_bytes, buffer.id))
+    found = []
+    for buffer in alive[:NUM_LARGEST]:
+        maker = problem.calls[buffer.call]
+        slots = problem.regions[maker.region].output_of_buffer()
+        value = maker.outputs[slots[buffer.index]] if buffer.index in slots else None
+        info = problem.tensors.get(value) if value is not None else None
+        found.append(
+            TensorAtPeak(
+                name=buffer.id if value is None else f"{maker.name}/{value}",
+                size_bytes=buffer.size_bytes,
+                source=None if info is None else info.source,
+            )
+        )
+    return PeakAt(call=call.name, region=call.region, phase=call.phase.value, tensors=tuple(found))

@@ -1,0 +1,172 @@
+"""MODEL of ``memo plan``: a named shape, a Hugging Face config.json, or a user's function."""
+
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memo_compile.costs.models import find_model
+from memo_compile.errors import InputError, require_at_least
+from memo_compile.offline.shapes.transformer import Degrees, default_dtype, first_stage
+from memo_compile.shim import fake_mode
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
+
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""Fields of a config.json without which transformers would silently take a default shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A step's model and inputs as fakes: one device's share."""
+
+    name: str
+    model: Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss: Callable[[Any], Any] | None = None
+    num_tokens: int | None = None
+    """Of the step on one data-parallel replica; None where it is unknown."""
+    notes: tuple[str, ...] = ()
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The dtype called ``name``.
+
+    Raises:
+        InputError: unknown.
+    """
+    if name not in DTYPES:
+        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def load(
+    model: str, *, seq: int | None, batch: int, dtype: torch.dtype, degrees: Degrees
+) -> Loaded:
+    """``model`` built on fake tensors: nothing is allocated.
+
+    Raises:
+        InputError: it is unknown, lacks a field, or cannot be cut as ``degrees`` say.
+    """
+    require_at_least(1, {"batch": batch})
+    if ":" in model and not Path(model).exists():
+        _require_one_device(model, degrees)
+        return _of_function(model, seq=seq, batch=batch, dtype=dtype)
+    if seq is None:
+        raise InputError("seq: missing; give --seq N, the number of tokens of one sequence")
+    require_at_least(1, {"seq": seq})
+    if model.endswith(".json") or Path(model).exists():
+        _require_one_device(model, degrees)
+        return _of_config(Path(model), seq=seq, batch=batch, dtype=dtype)
+    shape = find_model(model)
+    with fake_mode():
+        made, inputs = first_stage(shape, degrees, seq=seq, batch=batch, dtype=dtype)
+    notes: tuple[str, ...] = ()
+    if degrees.pp > 1:
+        notes = (
+            f"planned is the first of {degrees.pp} pipeline stages, which has {degrees.pp} "
+            "micro-batches in flight (1F1B); bubbles are not in the step time",
+        )
+    return Loaded(name=shape.name, model=made, args=inputs, num_tokens=seq * batch, notes=notes)
+
+
+def _require_one_device(model: str, degrees: Degrees) -> None:
+    for name in ("tp", "cp", "pp"):
+        if getattr(degrees, name) > 1:
+            raise InputError(
+                f"{name}: only named shapes are cut over devices; give {model} as it is on one"
+            )
+
+
+def _of_config(path: Path, *, seq: int, batch: int, dtype: torch.dtype) -> Loaded:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise InputError(f"{path}: needs transformers; pip install transformers") from error
+    body = _read_config(path)
+    kind = body.pop("model_type", None)
+    try:
+        config = AutoConfig.for_model(str(kind), **body)
+    except Exception as error:  # transformers raises what it likes on a bad configuration
+        raise InputError(f"{path}: transformers refuses it: {_first_line(error)}") from error
+    for name in _NEEDED:
+        if name not in body and config.attribute_map.get(name) not in body:
+            raise InputError(f"{path}: field {name!r} is missing")
+    config.use_cache = False
+    try:
+        with fake_mode(), default_dtype(dtype):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+            ids = torch.ones(batch, seq, dtype=torch.long)
+            labels = torch.ones(batch, seq, dtype=torch.long)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InputError(f"{path}: transformers refuses it: {_first_line(error)}") from error
+    return Loaded(
+        name=f"{path.name} ({kind})",
+        model=model,
+        kwargs={"input_ids": ids, "labels": labels, "use_cache": False},
+        num_tokens=seq * batch,
+        notes=("the model returns its logits beside the loss; they are counted as an output",),
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not text; expected a config.json") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    if not isinstance(body, dict) or not isinstance(body.get("model_type"), str):
+        raise InputError(f"{path}: field 'model_type' is missing; expected a config.json")
+    return body
+
+
+def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) -> Loaded:
+    module_name, _, function_name = text.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` has it
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise InputError(f"{text}: cannot import {module_name}: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise InputError(f"{text}: {module_name} has no function {function_name!r}")
+    wanted = inspect.signature(function).parameters
+    given = {"seq": seq, "batch": batch, "dtype": dtype}
+    if seq is None and "seq" in wanted:
+        raise InputError(f"{text}: takes seq; give --seq N")
+    with fake_mode(real_inputs=True):
+        made = function(**{key: value for key, value in given.items() if key in wanted})
+    if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
+        raise InputError(f"{text}: expected (model, example inputs), got {type(made).__name__}")
+    model, inputs = made
+    num_tokens = seq * batch if seq is not None and "seq" in wanted else None
+    notes = (
+        () if seq is None or "seq" in wanted else ("the function takes no seq: --seq is unused",)
+    )
+    if isinstance(inputs, Mapping):
+        return Loaded(name=text, model=model, kwargs=inputs, num_tokens=num_tokens, notes=notes)
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    return Loaded(name=text, model=model, args=tuple(inputs), num_tokens=num_tokens, notes=notes)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -1,0 +1,311 @@
+"""Llama-like and GPT-like transformers of any ``ModelShape``, with their loss, on one device.
+
+With tensor parallelism the modules are one device's share, as Megatron cuts them: heads and ffn
+over tp, tokens between layers over tp too (sequence parallel). The output head is gathered for the
+device's own tokens, so that its logits hold ``seq / (tp * cp)`` tokens of the whole vocabulary:
+as many bytes as Megatron's logits of all tokens and a part of the vocabulary.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from memo_compile.costs.models import ModelShape
+from memo_compile.errors import InputError, require_at_least
+from memo_compile.offline.shapes.parallel import (
+    ColumnParallel,
+    GatherWeight,
+    ReduceScatter,
+    ring_attention,
+)
+
+VOCAB_MULTIPLE = 128
+"""Megatron pads a sharded vocabulary to a multiple of this for each device."""
+
+ROPE_BASE = 10000.0
+NORM_EPSILON = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degrees:
+    """Over how many devices tokens, heads, layers and batches are spread."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        require_at_least(1, asdict(self))
+
+    def require_divides(self, shape: ModelShape, seq: int) -> None:
+        """``shape`` and ``seq`` can be cut so.
+
+        Raises:
+            InputError: a degree does not divide what it cuts; it is named with the number.
+        """
+        kv = shape.num_kv_heads
+        checks = (
+            ("tp", self.tp, "the attention heads", shape.num_heads),
+            ("tp", self.tp, "the ffn width", shape.ffn),
+            ("cp", self.cp, "the sequence", seq),
+            ("tp * cp", self.tp * self.cp, "the sequence", seq),
+            ("pp", self.pp, "the layers", shape.num_layers),
+        )
+        for name, degree, what, number in checks:
+            if number % degree:
+                raise InputError(f"{name}: {degree} does not divide {what} ({number})")
+        if kv % self.tp and self.tp % kv:
+            raise InputError(
+                f"tp: {self.tp} neither divides the key/value heads ({kv}) nor is "
+                "a multiple of them"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One device's sizes."""
+
+    shape: ModelShape
+    degrees: Degrees
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.shape.num_heads // self.degrees.tp
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads; where tp is larger than their number, they are replicated."""
+        return max(1, self.shape.num_kv_heads // self.degrees.tp)
+
+    @property
+    def head_dim(self) -> int:
+        """Of every head."""
+        return self.shape.hidden // self.shape.num_heads
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP."""
+        return self.shape.ffn // self.degrees.tp
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the embedding table."""
+        tp = self.degrees.tp
+        if tp == 1:
+            return self.shape.vocab
+        return -(-self.shape.vocab // (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE
+
+    @property
+    def num_layers(self) -> int:
+        """Of the first pipeline stage."""
+        return self.shape.num_layers // self.degrees.pp
+
+
+def _weight(*size: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*size))
+
+
+class Norm(nn.Module):
+    """RMSNorm, or LayerNorm with a bias."""
+
+    def __init__(self, width: int, *, rms: bool) -> None:
+        super().__init__()
+        self.weight = _weight(width)
+        self.bias = None if rms else _weight(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` normalised along its last dimension."""
+        if self.bias is None:
+            return functional.rms_norm(x, x.shape[-1:], self.weight, NORM_EPSILON)
+        return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, NORM_EPSILON)
+
+
+class Project(nn.Module):
+    """Several projections of one input, their output widths cut over tp."""
+
+    def __init__(self, width: int, outs: tuple[int, ...], tp: int, *, bias: bool) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weights = nn.ParameterList(_weight(out, width) for out in outs)
+        self.biases = nn.ParameterList(_weight(out) for out in outs) if bias else None
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """One result for each projection, of all tokens of the context-parallel rank."""
+        biases = [None] * len(self.weights) if self.biases is None else list(self.biases)
+        if self.tp == 1:
+            pairs = zip(self.weights, biases, strict=True)
+            return [functional.linear(x, weight, bias) for weight, bias in pairs]
+        made = ColumnParallel.apply(x, self.tp, *self.weights)
+        return [out if b is None else out + b for out, b in zip(made, biases, strict=True)]
+
+
+class Close(nn.Module):
+    """The projection back to the residual stream: partial sums over tp, scattered to the tokens."""
+
+    def __init__(self, width: int, out: int, tp: int, *, bias: bool) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = _weight(out, width)
+        self.bias = _weight(out) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(batch, seq / (tp * cp), hidden)``."""
+        if self.tp == 1:
+            return functional.linear(x, self.weight, self.bias)
+        made: Tensor = ReduceScatter.apply(functional.linear(x, self.weight), self.tp)
+        return made if self.bias is None else made + self.bias
+
+
+class Attention(nn.Module):
+    """Causal attention; keys and values may have fewer heads; RoPE where ``rope`` is given."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__()
+        shape, tp = share.shape, share.degrees.tp
+        self.share = share
+        kv = share.num_kv_heads * share.head_dim
+        inner = share.num_heads * share.head_dim
+        self.qkv = Project(shape.hidden, (inner, kv, kv), tp, bias=not shape.gated)
+        self.out = Close(inner, shape.hidden, tp, bias=not shape.gated)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Attention of ``x`` to itself."""
+        q, k, v = (self._heads(projected) for projected in self.qkv(x))
+        if rope is not None:
+            q, k = _rotate(q, *rope), _rotate(k, *rope)
+        cp = self.share.degrees.cp
+        if cp > 1:
+            mixed, _ = ring_attention(q, k, v, cp, True)
+        else:
+            grouped = self.share.num_kv_heads != self.share.num_heads
+            mixed = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=grouped
+            )
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.share.head_dim)).transpose(1, 2)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Mlp(nn.Module):
+    """SwiGLU, or two projections around a GELU."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__()
+        shape, tp = share.shape, share.degrees.tp
+        outs = (share.ffn, share.ffn) if shape.gated else (share.ffn,)
+        self.opening = Project(shape.hidden, outs, tp, bias=not shape.gated)
+        self.closing = Close(share.ffn, shape.hidden, tp, bias=not shape.gated)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the same shape as ``x``."""
+        made = self.opening(x)
+        if len(made) == 1:
+            return self.closing(functional.gelu(made[0]))
+        return self.closing(functional.silu(made[0]) * made[1])
+
+
+class TransformerLayer(nn.Module):
+    """Norm, attention, residual; norm, MLP, residual."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__()
+        shape = share.shape
+        self.norm_1 = Norm(shape.hidden, rms=shape.gated)
+        self.norm_2 = Norm(shape.hidden, rms=shape.gated)
+        self.attention, self.mlp = Attention(share), Mlp(share)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """The residual stream after this layer."""
+        x = x + self.attention(self.norm_1(x), rope)
+        return x + self.mlp(self.norm_2(x))
+
+
+class Transformer(nn.Module):
+    """Embedding, layers, and on one stage the head and the loss.
+
+    With several pipeline stages this is the first one, which has the most micro-batches in flight;
+    it returns the residual stream.
+    """
+
+    frequencies: Tensor | None
+    """Of the rotary embedding; None for a model with learned positions."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__()
+        shape = share.shape
+        self.share = share
+        self.embedding = _weight(share.vocab, shape.hidden)
+        self.layers = nn.ModuleList(TransformerLayer(share) for _ in range(share.num_layers))
+        self.is_whole = share.degrees.pp == 1
+        if self.is_whole:
+            self.norm = Norm(shape.hidden, rms=shape.gated)
+            self.head = _weight(share.vocab, shape.hidden)
+        half = torch.arange(0, share.head_dim, 2, dtype=torch.float32) / share.head_dim
+        frequencies = ROPE_BASE**-half if shape.gated else None
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss of the device's own tokens, ``(batch, seq / (tp * cp))``."""
+        tp = self.share.degrees.tp
+        x = functional.embedding(ids, _whole(self.embedding, tp))
+        rope = None if self.frequencies is None else self._rope(x, self.frequencies)
+        for layer in self.layers:
+            x = layer(x, rope)
+        if not self.is_whole:
+            return x
+        logits = functional.linear(self.norm(x), _whole(self.head, tp))
+        return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    def _rope(self, x: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the tokens that attention sees: tp devices share theirs."""
+        positions = torch.arange(x.shape[1] * self.share.degrees.tp, device=x.device)
+        angles = positions[:, None] * frequencies[None, :]
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def _whole(weight: Tensor, tp: int) -> Tensor:
+    return weight if tp == 1 else GatherWeight.apply(weight, tp)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors made inside have ``dtype`` where none is given."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def first_stage(
+    shape: ModelShape, degrees: Degrees, *, seq: int, batch: int, dtype: torch.dtype
+) -> tuple[Transformer, tuple[Tensor, Tensor]]:
+    """One device's share of ``shape`` in ``dtype``, and token ids with labels for one step.
+
+    Call it under a FakeTensorMode: the weights are not initialised.
+
+    Raises:
+        InputError: a degree does not divide what it cuts.
+    """
+    degrees.require_divides(shape, seq)
+    if batch < 1 or seq < 1:
+        raise InputError(f"batch and seq: expected at least 1, got {batch} and {seq}")
+    with default_dtype(dtype):
+        model = Transformer(Share(shape=shape, degrees=degrees))
+    tokens = seq // (degrees.tp * degrees.cp)
+    ids = torch.empty(batch, tokens, dtype=torch.long)
+    return model, (ids, torch.empty(batch, tokens, dtype=torch.long))

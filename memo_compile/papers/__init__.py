@@ -1,0 +1,1 @@
+"""Planners as the papers print them. No compile uses what is here."""

@@ -1,0 +1,1 @@
+"""Kwai (USENIX ATC 24): pipeline schedules, memory of each rank, balanced checkpointing."""

@@ -1,0 +1,173 @@
+"""How much of each chunk a pipeline must offload: Kwai's memory model in closed form.
+
+Source: Kwai (USENIX ATC 24), section 3, recomputed; docs/many-gpus.md derives it. A chunk is
+``layers_per_chunk`` layers of one micro-batch; micro-batches have one sequence. Memory of rank 0:
+
+    M = 6 n + 12 n / (d c) + A [4 + (N - 4)(1 - alpha)]     alpha > 0;  N in the bracket at alpha 0
+
+n = parameters of rank 0 on one GPU, A = bytes of one chunk on one GPU, N = chunks in flight.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from memo_compile.costs.models import ELEMENT_BYTES, ModelShape
+from memo_compile.errors import InputError, require_at_least
+
+WEIGHT_AND_GRADIENT_BYTES = 6
+"""bfloat16 weight and float32 gradient."""
+
+OPTIMIZER_BYTES = 12
+"""float32 weight and Adam's two moments, divided over the dp * cp ranks that share the weight."""
+
+RESIDENT_CHUNKS = 4
+"""With offloading: the chunk just computed, the one being copied out, two reload buffers."""
+
+MIN_STAGES = 3
+"""The last two stages of plain 1F1B are never offloaded, so fewer stages leave nothing to do."""
+
+
+class Checkpoint(Enum):
+    """What a layer keeps for its backward."""
+
+    NONE = "none"
+    BALANCED = "balanced"
+    """All but the two norm outputs, the activation function's output and its product."""
+    FULL = "full"
+    """The layer's input only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How a model is divided over GPUs; construct with :func:`divide_gpus`."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    layers_per_chunk: int
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadPlan:
+    """The smallest offloaded share with which rank 0 stays within its budget."""
+
+    alpha: float
+    peak_bytes: float
+    chunks_in_flight: int
+    """N: chunks between their forward and their backward on rank 0."""
+    resident_chunks: float
+    """Chunks' worth of memory that they occupy at most."""
+    fits: bool
+
+
+def divide_gpus(
+    shape: ModelShape,
+    *,
+    gpus: int,
+    tp: int,
+    cp: int,
+    pp: int,
+    layers_per_chunk: int,
+    checkpoint: Checkpoint,
+) -> ParallelConfig:
+    """The configuration, with the data-parallel size that uses all ``gpus``.
+
+    Raises:
+        InputError: a size is below 1, tp * cp * pp does not divide the GPUs, pp the layers,
+            layers_per_chunk the layers of a stage, or tp the attention heads; it is named.
+    """
+    sizes = {"gpus": gpus, "tp": tp, "cp": cp, "pp": pp, "layers-per-chunk": layers_per_chunk}
+    require_at_least(1, sizes)
+    if gpus % (tp * cp * pp):
+        raise InputError(
+            f"gpus: {gpus} is not divisible by tp * cp * pp = {tp} * {cp} * {pp} = {tp * cp * pp}"
+        )
+    if shape.num_layers % pp:
+        raise InputError(f"pp: {pp} stages do not divide the {shape.num_layers} layers")
+    if (shape.num_layers // pp) % layers_per_chunk:
+        raise InputError(
+            f"layers-per-chunk: {layers_per_chunk} does not divide the "
+            f"{shape.num_layers // pp} layers of a stage"
+        )
+    if shape.num_heads % tp:
+        raise InputError(f"tp: {tp} does not divide the {shape.num_heads} attention heads")
+    return ParallelConfig(
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        dp=gpus // (tp * cp * pp),
+        layers_per_chunk=layers_per_chunk,
+        checkpoint=checkpoint,
+    )
+
+
+def saved_elements(shape: ModelShape, checkpoint: Checkpoint) -> float:
+    """Elements per token that one layer keeps for its backward, over all GPUs."""
+    h, f, kv = shape.hidden, shape.ffn, shape.kv_ratio
+    wide = 4 if shape.gated else 2
+    return {
+        Checkpoint.NONE: (6 + 2 * kv) * h + wide * f,
+        Checkpoint.BALANCED: (4 + 2 * kv) * h + wide / 2 * f,
+        Checkpoint.FULL: float(h),
+    }[checkpoint]
+
+
+def chunk_bytes(shape: ModelShape, seq: int, config: ParallelConfig) -> float:
+    """A: bytes that one chunk keeps on one GPU; the sequence is divided over tp and cp."""
+    per_token = config.layers_per_chunk * saved_elements(shape, config.checkpoint) * ELEMENT_BYTES
+    return per_token * seq / (config.cp * config.tp)
+
+
+def static_bytes(shape: ModelShape, config: ParallelConfig) -> float:
+    """Weights, gradients and optimizer state of rank 0, the one with the input embedding."""
+    layers = shape.num_layers // config.pp
+    parameters = (layers * shape.layer_parameters + shape.embedding_parameters) / config.tp
+    sharded = OPTIMIZER_BYTES * parameters / (config.dp * config.cp)
+    return WEIGHT_AND_GRADIENT_BYTES * parameters + sharded
+
+
+def chunks_in_flight(pp: int, num_chunks: int) -> int:
+    """N on rank 0: p for plain 1F1B, 2 (p - 1) + (v - 1) p + 1 with v > 1 chunks per rank."""
+    return pp if num_chunks == 1 else 2 * (pp - 1) + (num_chunks - 1) * pp + 1
+
+
+def resident_chunks(in_flight: int, alpha: float) -> float:
+    """Chunks' worth of memory that ``in_flight`` chunks occupy at offloaded share ``alpha``."""
+    if alpha == 0:
+        return float(in_flight)
+    return RESIDENT_CHUNKS + (in_flight - RESIDENT_CHUNKS) * (1 - alpha)
+
+
+def plan_offload(
+    shape: ModelShape, *, seq: int, config: ParallelConfig, budget_bytes: float
+) -> OffloadPlan:
+    """The smallest alpha with which rank 0 fits ``budget_bytes``; alpha 1 and not fits otherwise.
+
+    Raises:
+        InputError: ``seq`` is below 1.
+    """
+    require_at_least(1, {"seq": seq})
+    static = static_bytes(shape, config)
+    chunk = chunk_bytes(shape, seq, config)
+    num_chunks = shape.num_layers // (config.pp * config.layers_per_chunk)
+    in_flight = chunks_in_flight(config.pp, num_chunks)
+    can_offload = config.pp >= MIN_STAGES and in_flight > RESIDENT_CHUNKS
+    alpha = 0.0
+    if static + chunk * in_flight > budget_bytes:
+        alpha = 1.0
+        if can_offload:
+            room = (budget_bytes - static) / chunk - RESIDENT_CHUNKS
+            alpha = min(1.0, 1 - room / (in_flight - RESIDENT_CHUNKS))
+    resident = resident_chunks(in_flight, alpha if can_offload else 0.0)
+    peak = static + chunk * resident
+    fits = peak <= budget_bytes or (can_offload and math.isclose(peak, budget_bytes, rel_tol=1e-9))
+    return OffloadPlan(
+        alpha=alpha,
+        peak_bytes=peak,
+        chunks_in_flight=in_flight,
+        resident_chunks=resident,
+        fits=fits,
+    )

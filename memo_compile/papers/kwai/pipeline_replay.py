@@ -1,0 +1,229 @@
+"""Event replay of a pipeline step with offloading: times and memory of every rank.
+
+Each rank has three lanes: compute, copies out (D2H), copies back (H2D). Rules, Kwai's (USENIX ATC
+24, section 3): the copy of a chunk starts when its forward has ended; the compute lane joins the
+previous copy first, and the copied bytes are freed at that join. The reload for backward k + 1
+starts when backward k starts, the first one when warm-up has ended; two buffers that live for the
+whole step take turns. Memory is counted in chunks: 1 = what one forward keeps.
+"""
+
+from dataclasses import asdict, dataclass, field
+
+from memo_compile.errors import InputError, require_at_least
+from memo_compile.papers.kwai.schedule import Direction, PipelineShape, Work, order_work
+
+NUM_RELOAD_BUFFERS = 2
+
+Key = tuple[Direction, int, int]
+"""A direction, a virtual stage, a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTimes:
+    """Seconds that one chunk takes on each lane."""
+
+    forward_s: float
+    backward_s: float
+    copy_out_s: float = 0.0
+    reload_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_at_least(0, asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkSpan:
+    """Something that one lane did."""
+
+    lane: str
+    work: Work
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReplay:
+    """What one rank did in the step."""
+
+    spans: tuple[WorkSpan, ...]
+    memory: tuple[tuple[float, float], ...]
+    """(seconds, chunks held from then on), in the order of events."""
+    peak_chunks: float
+    waited_s: float
+    """Time that the compute lane waited for copies, not for other ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReplay:
+    """The whole step."""
+
+    step_s: float
+    ranks: tuple[RankReplay, ...]
+
+
+def is_offloaded(shape: PipelineShape, rank: int, chunk: int) -> bool:
+    """Whether a chunk is offloaded: not where its backward follows at once.
+
+    Plain 1F1B spares the last two stages, interleaved 1F1B the last chunk of the last rank.
+    """
+    if shape.num_chunks == 1:
+        return rank < shape.num_ranks - 2
+    return (rank, chunk) != (shape.num_ranks - 1, shape.num_chunks - 1)
+
+
+def replay_step(shape: PipelineShape, alpha: float, times: ChunkTimes) -> StepReplay:
+    """Run one step; every chunk offloads the share ``alpha`` of what it keeps.
+
+    Raises:
+        InputError: ``alpha`` lies outside [0, 1].
+    """
+    if not 0 <= alpha <= 1:
+        raise InputError(f"alpha: expected a share in [0, 1], got {alpha}")
+    ends: dict[Key, float] = {}
+    ranks = [_Rank(shape, rank, alpha, times) for rank in range(shape.num_ranks)]
+    while any(rank.pending for rank in ranks):
+        moved = [rank.advance(ends) for rank in ranks]
+        assert any(moved), f"the schedule of {shape} never ends"
+    return StepReplay(step_s=max(ends.values()), ranks=tuple(rank.result() for rank in ranks))
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank in execution."""
+
+    shape: PipelineShape
+    rank: int
+    alpha: float
+    times: ChunkTimes
+    position: int = 0
+    compute_free_s: float = 0.0
+    reload_free_s: float = 0.0
+    waited_s: float = 0.0
+    live: float = 0.0
+    memory: list[tuple[float, float]] = field(default_factory=list)
+    joining: Work | None = None
+    """The chunk whose copy has not been joined yet."""
+    copied_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    """End of each copy out, by chunk and micro-batch."""
+    reloaded_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    spans: list[WorkSpan] = field(default_factory=list)
+    order: tuple[Work, ...] = ()
+    reloads: list[Work] = field(default_factory=list)
+    """Backwards that still wait for their reload to be started, in order."""
+
+    def __post_init__(self) -> None:
+        self.order = order_work(self.shape, self.rank)
+        backwards = [work for work in self.order if work.direction is Direction.BACKWARD]
+        self.reloads = [work for work in backwards if self._moves(work)]
+        if self.reloads:
+            self._hold(NUM_RELOAD_BUFFERS * self.alpha, 0.0)
+
+    @property
+    def pending(self) -> bool:
+        return self.position < len(self.order)
+
+    def advance(self, ends: dict[Key, float]) -> bool:
+        """Run until something of another rank is missing; True when anything ran."""
+        before = self.position
+        while self.pending:
+            ready = self._ready_s(self.order[self.position], ends)
+            if ready is None:
+                break
+            self._run(self.order[self.position], max(ready, self.compute_free_s), ends)
+            self.position += 1
+        return self.position > before
+
+    def result(self) -> RankReplay:
+        return RankReplay(
+            spans=tuple(self.spans),
+            memory=tuple(self.memory),
+            peak_chunks=max(live for _, live in self.memory),
+            waited_s=self.waited_s,
+        )
+
+    def _moves(self, work: Work) -> bool:
+        return self.alpha > 0 and is_offloaded(self.shape, self.rank, work.chunk)
+
+    def _ready_s(self, work: Work, ends: dict[Key, float]) -> float | None:
+        """When the other ranks have delivered the input of ``work``; None = not known yet."""
+        stage = work.chunk * self.shape.num_ranks + self.rank
+        if work.direction is Direction.FORWARD:
+            if stage == 0:
+                return 0.0
+            return ends.get((Direction.FORWARD, stage - 1, work.micro_batch))
+        if stage == self.shape.num_stages - 1:
+            return ends.get((Direction.FORWARD, stage, work.micro_batch))
+        return ends.get((Direction.BACKWARD, stage + 1, work.micro_batch))
+
+    def _run(self, work: Work, start_s: float, ends: dict[Key, float]) -> None:
+        if self.position == self.shape.num_warmup(self.rank):
+            self._start_reload(start_s)
+        if work.direction is Direction.FORWARD:
+            end_s = self._forward(work, start_s)
+        else:
+            end_s = self._backward(work, start_s)
+        stage = work.chunk * self.shape.num_ranks + self.rank
+        ends[work.direction, stage, work.micro_batch] = end_s
+
+    def _forward(self, work: Work, start_s: float) -> float:
+        end_s = start_s + self.times.forward_s
+        self._hold(1.0, start_s)
+        self._span("compute", work, start_s, end_s)
+        self.compute_free_s = end_s
+        if self._moves(work):
+            self._join(end_s)
+            copy_end_s = self.compute_free_s + self.times.copy_out_s
+            self._span("d2h", work, self.compute_free_s, copy_end_s)
+            self.copied_s[work.chunk, work.micro_batch] = copy_end_s
+            self.joining = work
+        return end_s
+
+    def _join(self, now_s: float) -> None:
+        """Wait for the copy on its way, if any, and free what it copied."""
+        if self.joining is None:
+            return
+        done_s = self.copied_s[self.joining.chunk, self.joining.micro_batch]
+        self.waited_s += max(0.0, done_s - now_s)
+        self.compute_free_s = max(now_s, done_s)
+        self._hold(-self.alpha, self.compute_free_s)
+        self.joining = None
+
+    def _backward(self, work: Work, start_s: float) -> float:
+        moves = self._moves(work)
+        key = (work.chunk, work.micro_batch)
+        if moves:
+            if self.joining is not None and (self.joining.chunk, self.joining.micro_batch) == key:
+                self._join(start_s)
+                start_s = max(start_s, self.compute_free_s)
+            if key not in self.reloaded_s:
+                self._start_reload(start_s)
+            self.waited_s += max(0.0, self.reloaded_s[key] - start_s)
+            start_s = max(start_s, self.reloaded_s[key])
+            self._start_reload(start_s)
+        end_s = start_s + self.times.backward_s
+        self._span("compute", work, start_s, end_s)
+        self.compute_free_s = end_s
+        self._hold(self.alpha - 1 if moves else -1.0, end_s)
+        return end_s
+
+    def _start_reload(self, now_s: float) -> None:
+        """Bring the next chunk back, if its forward has run, into the buffer that is free."""
+        if not self.reloads:
+            return
+        work = self.reloads[0]
+        copied_s = self.copied_s.get((work.chunk, work.micro_batch))
+        if copied_s is None:
+            return
+        self.reloads.pop(0)
+        start_s = max(now_s, self.reload_free_s, copied_s)
+        self.reload_free_s = start_s + self.times.reload_s
+        self.reloaded_s[work.chunk, work.micro_batch] = self.reload_free_s
+        self._span("h2d", work, start_s, self.reload_free_s)
+
+    def _hold(self, chunks: float, now_s: float) -> None:
+        """Hold ``chunks`` more from ``now_s`` on; negative frees."""
+        self.live += chunks
+        self.memory.append((now_s, self.live))
+
+    def _span(self, lane: str, work: Work, start_s: float, end_s: float) -> None:
+        self.spans.append(WorkSpan(lane=lane, work=work, start_s=start_s, end_s=end_s))

@@ -1,0 +1,102 @@
+"""What each saved tensor of a transformer layer weighs, and what making it again costs.
+
+Per token of one layer, not divided over devices: ratios do not depend on tp and cp. Matrix products
+and attention run at a share of peak FLOP/s, everything else at a share of the memory bandwidth,
+every operand read and every result written once. Elements have 2 bytes.
+"""
+
+from dataclasses import dataclass
+
+from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.costs.models import ELEMENT_BYTES, ModelShape
+from memo_compile.errors import InputError, require_at_least
+
+BACKWARD_FACTOR = 2.0
+"""Backward time over forward time: two products, or twice the traffic, for each of the forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Shares of a device's nominal rates that its kernels reach, in (0, 1]."""
+
+    gemm: float
+    hbm: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("gemm-efficiency", self.gemm), ("hbm-efficiency", self.hbm)):
+            if not 0 < value <= 1:
+                raise InputError(f"{name}: expected a share in (0, 1], got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorCost:
+    """One tensor that the layer's backward reads."""
+
+    name: str
+    bytes_per_token: int
+    flops_per_token: float
+    """Matrix products and attention that make it."""
+    moved_bytes_per_token: float
+    """Memory traffic of the bandwidth-bound operators that make it."""
+
+    def seconds_per_token(self, hardware: HardwareProfile, efficiency: Efficiency) -> float:
+        """Time to make it once from its inputs."""
+        compute = self.flops_per_token / (hardware.peak_flops_per_s * efficiency.gemm)
+        return compute + self.moved_bytes_per_token / (hardware.hbm_bytes_per_s * efficiency.hbm)
+
+
+def layer_tensors(shape: ModelShape, seq: int) -> tuple[TensorCost, ...]:
+    """The saved tensors in the order of the forward, the layer input ``x`` first and free.
+
+    Names: x, n1, q, k, v, o, x2, n2, then gate, up, silu, product (or fc1, gelu without a gate).
+    Attention is causal: 2 h s FLOPs per token. Its log-sum-exp, 4 bytes per head, is not counted.
+    """
+    require_at_least(1, {"seq": seq})
+    h, f, kv = shape.hidden, shape.ffn, shape.hidden * shape.num_kv_heads // shape.num_heads
+    rows: list[tuple[str, int, float, float]] = [
+        ("x", h, 0, 0),
+        ("n1", h, 0, 2 * h),
+        ("q", h, 2 * h * h, 0),
+        ("k", kv, 2 * h * kv, 0),
+        ("v", kv, 2 * h * kv, 0),
+        ("o", h, 2 * h * seq, 0),
+        ("x2", h, 2 * h * h, 3 * h),
+        ("n2", h, 0, 2 * h),
+    ]
+    if shape.gated:
+        rows += [
+            ("gate", f, 2 * h * f, 0),
+            ("up", f, 2 * h * f, 0),
+            ("silu", f, 0, 2 * f),
+            ("product", f, 0, 3 * f),
+        ]
+    else:
+        rows += [("fc1", f, 2 * h * f, 0), ("gelu", f, 0, 2 * f)]
+    return tuple(
+        TensorCost(
+            name=name,
+            bytes_per_token=ELEMENT_BYTES * elements,
+            flops_per_token=float(flops),
+            moved_bytes_per_token=float(ELEMENT_BYTES * moved),
+        )
+        for name, elements, flops, moved in rows
+    )
+
+
+def layer_output(shape: ModelShape) -> TensorCost:
+    """The down projection with its residual: never kept for backward, part of the forward."""
+    h, f = shape.hidden, shape.ffn
+    return TensorCost(
+        name="output",
+        bytes_per_token=ELEMENT_BYTES * h,
+        flops_per_token=2.0 * f * h,
+        moved_bytes_per_token=float(ELEMENT_BYTES * 3 * h),
+    )
+
+
+def forward_seconds_per_token(
+    shape: ModelShape, seq: int, hardware: HardwareProfile, efficiency: Efficiency
+) -> float:
+    """Time of one layer's forward for one token."""
+    parts = (*layer_tensors(shape, seq), layer_output(shape))
+    return sum(part.seconds_per_token(hardware, efficiency) for part in parts)

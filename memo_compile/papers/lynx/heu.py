@@ -1,0 +1,278 @@
+"""Lynx-HEU: what one layer of a stage keeps, and in which of five phases it recomputes the rest.
+
+Source: Lynx (arXiv 2406.08756), equations 2 to 9, with the corrections that docs/many-gpus.md
+argues. Symbols: S_i = output i is kept; R_ti = operator i (or a fraction of its tokens) is
+recomputed in phase t; C, M = time and memory of an operator; Nl, Nb = layers of the stage and
+micro-batches in flight. Phases 1, 2 are forward communications, 3, 4 those of the following
+layer's backward, 5 is on demand. Inside the program times are in units of the longest operator
+and memory in units of the budget.
+"""
+
+import dataclasses
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from memo_compile.papers.lynx.fields import Number
+from memo_compile.papers.lynx.linear import (
+    TIE_SLACK,
+    add_share,
+    better_plan,
+    exceeds,
+    fraction_value,
+    within_budget,
+)
+from memo_compile.papers.lynx.lynx_instance import NUM_PHASES, NUM_WINDOWS, HeuInstance
+from memo_compile.papers.lynx.lynx_replay import SPLIT_TOLERANCE, replay_heu
+from memo_compile.papers.lynx.solution import Conflict, HeuSolution, Part
+from memo_compile.planners import solver
+from memo_compile.planners.solver import SolveStatus, exact_model, total, weighted
+
+ON_DEMAND = NUM_PHASES - 1
+"""Index of the phase on the critical path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Program:
+    """The model, its variables, and the linear forms that are minimised one after the other."""
+
+    model: Any
+    keep: tuple[Any, ...]
+    recompute: tuple[tuple[Any, ...], ...]
+    """``[phase][operator]``; the constant 0 where equation 6 or the last-stage rule forbids it."""
+    critical: Any
+    total: Any
+    memory: Any
+    """In units of ``memory_unit``."""
+    memory_unit: float
+
+
+def solve_heu(
+    instance: HeuInstance,
+    *,
+    token_split: bool = False,
+    break_ties: bool = True,
+    time_limit_s: float = math.inf,
+) -> HeuSolution:
+    """The least time on the critical path; then the least recomputation, then the least memory.
+
+    ``token_split`` lets operators outside ``ops.whole`` be cut along their tokens; the plan with
+    whole operators is returned where cutting them saves no time. Without ``break_ties`` the first
+    optimum is returned. The solution has passed :func:`replay_heu`.
+    """
+    if everything := _keep_everything(instance):
+        return everything
+    deadline_s = time.monotonic() + time_limit_s
+    whole = _solve_one(instance, False, break_ties, deadline_s)
+    if not token_split or (whole.status.has_solution and whole.critical_time == 0):
+        return whole
+    split = _solve_one(instance, True, break_ties, deadline_s)
+    return better_plan(whole, split)
+
+
+def _solve_one(
+    instance: HeuInstance, token_split: bool, break_ties: bool, deadline_s: float
+) -> HeuSolution:
+    """The optimum of one of the two programs, with whole operators or with cut ones."""
+
+    def attempt(budget: Number) -> HeuSolution:
+        program = _build(instance, token_split)
+        limit = float(budget) / program.memory_unit
+        program.model.add_constr(program.memory <= limit, "memory_eq7")
+        return _minimise(program, instance, break_ties, deadline_s)
+
+    found = within_budget(instance.budget, attempt)
+    if found.status is SolveStatus.INFEASIBLE:
+        return HeuSolution(status=found.status, conflict=_conflict(instance, token_split))
+    return _validated(instance, found) if found.status.has_solution else found
+
+
+def memory_needed(instance: HeuInstance, *, token_split: bool = False) -> Number:
+    """The least budget under which ``instance`` has a plan, by the same program."""
+    program = _build(instance, token_split)
+    program.model.objective = program.memory
+    status = solver.solve(program.model)
+    assert status is SolveStatus.OPTIMAL, f"memory floor: {status}"
+    return _read(program, instance, status).peak
+
+
+def _keep_everything(instance: HeuInstance) -> HeuSolution | None:
+    """The plan without recomputation, where the budget allows it: no program is needed then.
+
+    None also where an operator takes no time: remaking it saves memory at equal time.
+    """
+    needed = zip(instance.ops.times[:-1], instance.need, strict=False)
+    if any(wanted and not seconds for seconds, wanted in needed):
+        return None
+    keep = (*instance.need[:-1], True)
+    per_layer = sum(m for m, kept in zip(instance.ops.sizes, keep, strict=True) if kept)
+    copies = instance.num_layers * instance.num_batches
+    if instance.static + copies * per_layer > instance.budget:
+        return None
+    everything = HeuSolution(status=SolveStatus.OPTIMAL, keep=keep, windows=((),) * NUM_PHASES)
+    return _validated(instance, everything)
+
+
+def _build(instance: HeuInstance, token_split: bool) -> _Program:
+    """The program without objective and without the bound on memory."""
+    ops = instance.ops
+    model = exact_model("lynx-heu")
+    keep = tuple(model.add_var(f"S_{i}", var_type="B") for i in range(ops.count))
+    recompute = _recompute_variables(model, instance, token_split)
+    model.add_constr(keep[-1] == 1, "output_kept")
+    _add_availability(model, instance, keep, recompute)
+    unit = float(max(*ops.times, 0)) or 1.0
+    cost = [t / unit for t in ops.times]
+    for phase, limit in enumerate(instance.window_limits):
+        load = weighted(cost, recompute[phase])
+        model.add_constr(load <= limit / unit, f"window_{phase + 1}_eq5")
+    memory_unit = float(max(instance.budget, *ops.sizes)) or 1.0
+    return _Program(
+        model=model,
+        keep=keep,
+        recompute=recompute,
+        critical=weighted(cost, recompute[ON_DEMAND]),
+        total=weighted(cost * NUM_PHASES, [r for row in recompute for r in row]),
+        memory=_memory(instance, keep, recompute, memory_unit),
+        memory_unit=memory_unit,
+    )
+
+
+def _recompute_variables(
+    model: Any, instance: HeuInstance, token_split: bool
+) -> tuple[tuple[Any, ...], ...]:
+    """R_ti, without communications in windows (equation 6) and without windows of length 0."""
+    ops, limits = instance.ops, (*instance.window_limits, math.inf)
+    rows = []
+    for phase in range(NUM_PHASES):
+        row: list[Any] = []
+        for i in range(ops.count):
+            barred = phase < NUM_WINDOWS and (i in ops.comm or limits[phase] == 0 < ops.times[i])
+            barred = barred or (phase < 2 and not instance.forward_windows)
+            name = f"R_{phase + 1}_{i}"
+            if barred:
+                row.append(0)
+            elif token_split and i not in ops.whole:
+                row.append(add_share(model, name, ops.num_slices))
+            else:
+                row.append(model.add_var(name, var_type="B"))
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def _add_availability(
+    model: Any, instance: HeuInstance, keep: tuple[Any, ...], recompute: tuple[tuple[Any, ...], ...]
+) -> None:
+    """Equation 3 (what backward reads is kept or recomputed once) and 4 (inputs come first).
+
+    Fractions are prefixes of the tokens, so the same inequality states causality for them.
+    """
+    for i in range(instance.ops.count):
+        made = total([row[i] for row in recompute])
+        model.add_constr(made + keep[i] <= 1, f"once_{i}_eq3")
+        if instance.need[i]:
+            model.add_constr(made + keep[i] >= 1, f"needed_{i}_eq3")
+        for phase in range(NUM_PHASES):
+            so_far = total([row[i] for row in recompute[: phase + 1]])
+            for j in instance.ops.deps[i]:
+                have = total([keep[j], *(row[j] for row in recompute[: phase + 1])])
+                model.add_constr(so_far <= have, f"causal_{phase + 1}_{i}_{j}_eq4")
+
+
+def _memory(
+    instance: HeuInstance,
+    keep: tuple[Any, ...],
+    recompute: tuple[tuple[Any, ...], ...],
+    unit: float,
+) -> Any:
+    """Left side of equation 7' in units of ``unit``.
+
+    Kept outputs count in every layer and micro-batch in flight, what phases 1 and 2 rebuild in
+    every layer of one micro-batch, what phases 3 to 5 rebuild in one layer.
+    """
+    layers, batches = instance.num_layers, instance.num_batches
+    sizes = [m / unit for m in instance.ops.sizes]
+    scaled = [(layers * batches * m, s) for m, s in zip(sizes, keep, strict=True)]
+    for phase, row in enumerate(recompute):
+        copies = layers if phase < 2 else 1
+        scaled += [(copies * m, r) for m, r in zip(sizes, row, strict=True)]
+    return weighted([w for w, _ in scaled], [v for _, v in scaled]) + instance.static / unit
+
+
+def _minimise(
+    program: _Program, instance: HeuInstance, break_ties: bool, deadline_s: float
+) -> HeuSolution:
+    """Solve for the critical path; then, with what came before held fixed, for each tie-break."""
+    best: HeuSolution | None = None
+    status = SolveStatus.TIME_LIMIT
+    goals = (program.critical, program.total, program.memory)
+    for goal in goals if break_ties else goals[:1]:
+        program.model.objective = goal
+        status = solver.solve(program.model, deadline_s - time.monotonic())
+        if not status.has_solution:
+            break
+        found = _read(program, instance, status)
+        if best is not None and exceeds(found.critical_time, best.critical_time, SPLIT_TOLERANCE):
+            break
+        best = found if best is None else dataclasses.replace(found, status=best.status)
+        if status is not SolveStatus.OPTIMAL or found.peak > instance.budget:
+            break
+        program.model.add_constr(goal <= float(program.model.objective_value) + TIE_SLACK)
+    return best or HeuSolution(status=status)
+
+
+def _read(program: _Program, instance: HeuInstance, status: SolveStatus) -> HeuSolution:
+    """The solution that the solved variables hold, with exact times and peak, not yet judged."""
+    keep = tuple(bool(solver.integer_value(s)) for s in program.keep)
+    slices = instance.ops.num_slices
+    values = [[fraction_value(r, slices) for r in row] for row in program.recompute]
+    windows = tuple(
+        tuple(Part(op=i, fraction=x) for i, x in enumerate(row) if x > 0) for row in values
+    )
+    unlimited = dataclasses.replace(instance, budget=math.inf)
+    return _validated(unlimited, HeuSolution(status=status, keep=keep, windows=windows))
+
+
+def _validated(instance: HeuInstance, solution: HeuSolution) -> HeuSolution:
+    """``solution`` with the cost that its replay counted.
+
+    Raises:
+        InvalidPlan: the replay refuses it.
+    """
+    cost = replay_heu(instance, solution.keep, solution.windows)
+    return dataclasses.replace(
+        solution,
+        critical_time=cost.critical_time,
+        recompute_time=cost.recompute_time,
+        peak=cost.peak,
+    )
+
+
+def _conflict(instance: HeuInstance, token_split: bool) -> Conflict | None:
+    """The smallest part of equation 7' that alone exceeds the budget; None when all of it fits.
+
+    Parts in growing order: static memory; with the outputs that every layer must keep; with what
+    the backward of one layer reads, kept or rebuilt (the least that any plan needs).
+    """
+    budget, static = instance.budget, instance.static
+    if static > budget:
+        message = f"static memory {static} > budget {budget}; raise the budget"
+        return Conflict(constraint="static", message=message, floor=static, budget=budget)
+    layers, batches, output = instance.num_layers, instance.num_batches, instance.ops.sizes[-1]
+    kept = static + layers * batches * output
+    if exceeds(kept, budget):
+        message = (
+            f"static {static} + layer outputs kept by {layers} layers x {batches} micro-batches "
+            f"x {output} = {kept} > budget {budget}; raise the budget or use fewer layers"
+        )
+        return Conflict(constraint="layer_outputs", message=message, floor=kept, budget=budget)
+    rebuilt = memory_needed(instance, token_split=token_split)
+    if exceeds(rebuilt, budget):
+        message = (
+            f"least memory of any plan {rebuilt} (static {static}, kept layer outputs "
+            f"{kept - static}, rebuilding one layer {rebuilt - kept}) > budget {budget}; "
+            "raise the budget or use fewer layers"
+        )
+        return Conflict(constraint="layer_rebuild", message=message, floor=rebuilt, budget=budget)
+    return None

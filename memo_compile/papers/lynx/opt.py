@@ -1,0 +1,385 @@
+"""Lynx-OPT: an optimal schedule of a small graph, with recomputation behind communications.
+
+Source: Lynx (arXiv 2406.08756), Table 2, with the corrections that docs/many-gpus.md argues; the
+memory recurrence is Checkmate's. Phase t computes operator t for the first time. Symbols: S_ti =
+output i is resident when phase t starts; Rc_ti = operator i is computed in phase t before operator
+t; Ro_ti = it is recomputed behind operator t, a communication; U_ti = memory while operator i of
+phase t runs; F_tdi = output d is freed after operator i of phase t.
+
+With a token split, Z_ti = operator i is recomputed in phase t partly behind the communication: a
+first part of its tokens, Xc_ti, before operator t and the rest, Ro_ti, behind it.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memo_compile.papers.lynx.fields import Number
+from memo_compile.papers.lynx.linear import (
+    TIE_SLACK,
+    add_share,
+    better_plan,
+    exceeds,
+    fraction_value,
+    within_budget,
+)
+from memo_compile.papers.lynx.lynx_instance import OptInstance
+from memo_compile.papers.lynx.lynx_replay import SPLIT_TOLERANCE, replay_opt
+from memo_compile.papers.lynx.solution import Conflict, OptSolution
+from memo_compile.planners import solver
+from memo_compile.planners.solver import SolveStatus, exact_model, total, weighted
+
+Cell = Any
+"""A variable of the model, or an int where the entry is fixed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Program:
+    """The model and its matrices; row = phase, entries beyond the phase's operator are 0."""
+
+    model: Any
+    resident: tuple[tuple[Cell, ...], ...]
+    """S, with one row more than there are phases: what must be resident at the end."""
+    critical: tuple[tuple[Cell, ...], ...]
+    """Rc."""
+    started: tuple[tuple[Cell, ...], ...]
+    """Xc: the part of a split operator before the communication; 0 without a token split."""
+    overlapped: tuple[tuple[Cell, ...], ...]
+    """Ro: the part behind the communication."""
+    hidden: tuple[tuple[Cell, ...], ...]
+    """Z: 1 where Ro > 0; Ro itself without a token split."""
+    bound: Any
+    """Limit on memory, in units of ``memory_unit``: a number, or a variable to be minimised."""
+    memory_unit: float
+    time_unit: float
+
+
+def solve_opt(
+    instance: OptInstance, *, token_split: bool = False, time_limit_s: float = math.inf
+) -> OptSolution:
+    """The schedule with the least time on the critical path; then the least hidden recomputation.
+
+    It has passed :func:`replay_opt`.
+
+    ``token_split`` lets operators outside ``ops.whole`` be cut along their tokens, so that a part
+    fits a window; the schedule with whole operators is returned where cutting saves no time. The
+    cost is exponential in the worst case: meant for up to a dozen operators.
+    """
+    if trivial := _working_set_conflict(instance):
+        return OptSolution(status=SolveStatus.INFEASIBLE, conflict=trivial)
+    if instance.ops.count == 1:
+        return _judged(instance, SolveStatus.OPTIMAL, [[0]], [[1.0]], [[0.0]])
+    deadline_s = time.monotonic() + time_limit_s
+    whole = _solve_one(instance, False, deadline_s)
+    if not token_split or not instance.ops.comm:
+        return whole
+    return better_plan(whole, _solve_one(instance, True, deadline_s))
+
+
+def _solve_one(instance: OptInstance, token_split: bool, deadline_s: float) -> OptSolution:
+    """The optimum of one of the two programs, with whole operators or with cut ones."""
+
+    def attempt(budget: Number) -> OptSolution:
+        program = _build(instance, token_split, budget)
+        costs = [t / program.time_unit for t in instance.ops.times]
+        rows = [*program.critical, *program.started]
+        program.model.objective = weighted(costs * len(rows), [x for row in rows for x in row])
+        status = solver.solve(program.model, deadline_s - time.monotonic())
+        if not status.has_solution:
+            return OptSolution(status=status)
+        solution = _read(program, instance, status)
+        if exceeds(solution.peak, instance.budget):
+            return solution
+        return _with_least_hidden(program, instance, solution, deadline_s)
+
+    found = within_budget(instance.budget, attempt)
+    if found.status is SolveStatus.INFEASIBLE:
+        return OptSolution(status=found.status, conflict=_floor_conflict(instance, token_split))
+    return found
+
+
+def _with_least_hidden(
+    program: _Program, instance: OptInstance, solution: OptSolution, deadline_s: float
+) -> OptSolution:
+    """A solution as fast as ``solution`` that hides the least recomputation.
+
+    Hidden time is free, so without this an output is remade behind a communication although there
+    is memory to keep it. ``solution`` itself where the engine finds nothing in time.
+    """
+    if solution.status is not SolveStatus.OPTIMAL or not any(solution.windows):
+        return solution
+    model, costs = program.model, [t / program.time_unit for t in instance.ops.times]
+    model.add_constr(model.objective <= solution.critical_time / program.time_unit + TIE_SLACK)
+    hidden = [x for row in program.overlapped for x in row]
+    model.objective = weighted(costs * instance.ops.count, hidden)
+    if not solver.solve(model, deadline_s - time.monotonic()).has_solution:
+        return solution
+    found = _read(program, instance, solution.status)
+    slower = exceeds(found.critical_time, solution.critical_time, SPLIT_TOLERANCE)
+    return solution if slower or exceeds(found.peak, instance.budget) else found
+
+
+def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _Program:
+    """The program without objective; without a budget its bound is a variable to minimise."""
+    model = exact_model("lynx-opt")
+    ops, num_ops = instance.ops, instance.ops.count
+    unit = float(max(budget or 0, *ops.sizes, instance.static)) or 1.0
+    matrix = _Matrix(model, num_ops, ops.num_slices)
+    before = {(t, i) for t in range(num_ops) for i in range(t)}
+    can_hide = {(t, i) for t, i in before if t in ops.comm and i not in ops.comm}
+    splittable = {(t, i) for t, i in can_hide if i not in ops.whole} if token_split else set()
+    hidden = matrix.binary("Z" if token_split else "Ro", can_hide)
+    program = _Program(
+        model=model,
+        resident=(*matrix.binary("S", before), tuple(int(kept) for kept in instance.keep)),
+        critical=_with_diagonal(matrix.binary("Rc", before)),
+        started=matrix.shares("Xc", splittable),
+        overlapped=_where(splittable, matrix.shares("Ro", splittable), hidden),
+        hidden=hidden,
+        bound=model.add_var("peak") if budget is None else budget / unit,
+        memory_unit=unit,
+        time_unit=float(max(ops.times)) or 1.0,
+    )
+    for t, i in sorted(splittable):
+        parts = program.started[t][i] + program.overlapped[t][i]
+        model.add_constr(parts == hidden[t][i], f"split_{t}_{i}")
+    for t in range(num_ops):
+        _add_causality(program, instance, t)
+        _add_memory(program, instance, t)
+    return program
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """Makes square matrices of variables in [0, 1] with 0 outside the given cells."""
+
+    model: Any
+    size: int
+    num_slices: int
+
+    def binary(self, name: str, cells: set[tuple[int, int]]) -> tuple[tuple[Cell, ...], ...]:
+        """The matrix ``name`` with a 0/1 variable in each of ``cells``."""
+        return self._fill(cells, lambda at: self.model.add_var(f"{name}_{at}", var_type="B"))
+
+    def shares(self, name: str, cells: set[tuple[int, int]]) -> tuple[tuple[Cell, ...], ...]:
+        """The matrix ``name`` with a share of the tokens in each of ``cells``."""
+        return self._fill(cells, lambda at: add_share(self.model, f"{name}_{at}", self.num_slices))
+
+    def _fill(
+        self, cells: set[tuple[int, int]], make: Callable[[str], Cell]
+    ) -> tuple[tuple[Cell, ...], ...]:
+        size = range(self.size)
+        return tuple(tuple(make(f"{t}_{i}") if (t, i) in cells else 0 for i in size) for t in size)
+
+
+def _with_diagonal(rows: tuple[tuple[Cell, ...], ...]) -> tuple[tuple[Cell, ...], ...]:
+    """D3: phase t computes operator t."""
+    return tuple(tuple(1 if t == i else x for i, x in enumerate(row)) for t, row in enumerate(rows))
+
+
+def _where(
+    cells: set[tuple[int, int]], yes: tuple[tuple[Cell, ...], ...], no: tuple[tuple[Cell, ...], ...]
+) -> tuple[tuple[Cell, ...], ...]:
+    """Entries of ``yes`` in ``cells``, of ``no`` elsewhere."""
+    size = range(len(yes))
+    return tuple(tuple((yes if (t, i) in cells else no)[t][i] for i in size) for t in size)
+
+
+def _add_causality(program: _Program, instance: OptInstance, t: int) -> None:
+    """Constraints of phase ``t`` on what may be computed and what may stay.
+
+    D1c: before operator t an operator reads what is resident or computed before it. D1o: behind
+    operator t also what is recomputed there. D2: the next phase starts with nothing that this one
+    neither had nor made. C2: what is hidden fits the communication. An output is made at most
+    once, and never when it is resident: a second copy would cost time or memory for nothing.
+    """
+    model, ops = program.model, instance.ops
+    have, crit = program.resident[t], program.critical[t]
+    begun, hide = program.started[t], program.hidden[t]
+    for i in range(t + 1):
+        for j in ops.deps[i]:
+            ready = total([crit[j], have[j]])
+            model.add_constr(total([crit[i]]) <= ready, f"D1c_{t}_{i}_{j}")
+            if isinstance(hide[i], int):
+                continue
+            model.add_constr(begun[i] <= ready + begun[j], f"D1x_{t}_{i}_{j}")
+            model.add_constr(hide[i] <= ready + hide[j], f"D1o_{t}_{i}_{j}")
+        made = total([have[i], crit[i], hide[i]])
+        model.add_constr(total([program.resident[t + 1][i]]) <= made, f"D2_{t}_{i}")
+        if i < t:
+            model.add_constr(made <= 1, f"once_{t}_{i}")
+    if t in ops.comm:
+        load = weighted([c / program.time_unit for c in ops.times], program.overlapped[t])
+        model.add_constr(load <= ops.times[t] / program.time_unit, f"C2_{t}")
+
+
+def _add_memory(program: _Program, instance: OptInstance, t: int) -> None:
+    """U of phase ``t`` stays within the bound while each operator runs.
+
+    Operator t, when it communicates, has its input, its output and everything recomputed behind it
+    at once.
+    """
+    ops, unit = instance.ops, program.memory_unit
+    sizes = [m / unit for m in ops.sizes]
+    freed = _freed_variables(program, instance, t)
+    level = weighted(sizes, program.resident[t]) + instance.static / unit
+    for i in range(t + 1):
+        level = level + weighted([sizes[i]] * 2, [program.critical[t][i], program.started[t][i]])
+        at_once = level + weighted(sizes, program.overlapped[t]) if i == t else level
+        program.model.add_constr(at_once <= program.bound, f"M_{t}_{i}")
+        for d in (*ops.deps[i], i):
+            if (d, i) in freed:
+                level = level - sizes[d] * freed[d, i]
+
+
+def _freed_variables(
+    program: _Program, instance: OptInstance, t: int
+) -> dict[tuple[int, int], Any]:
+    """F of phase ``t``, by (output d, operator i after which it is freed), for i < t.
+
+    An output is freed at most once, only if it is there, and not before its last reader of the
+    phase; never when the next phase or anything behind the communication wants it. All of that is
+    0 or 1 and freeing only ever helps, so F may stay continuous; stating each obstacle for all
+    earlier operators at once cuts off fractional solutions that free one output several times.
+    """
+    model, critical = program.model, program.critical[t]
+    freed: dict[tuple[int, int], Any] = {}
+    for d, readers in enumerate(instance.ops.users()[:t]):
+        moments = [i for i in (d, *readers) if i < t]
+        for i in moments:
+            freed[d, i] = model.add_var(f"F_{t}_{d}_{i}", ub=1.0)
+            model.add_constr(freed[d, i] <= critical[i])
+        once = total([freed[d, i] for i in moments])
+        model.add_constr(once <= total([program.resident[t][d], critical[d]]))
+        behind = [program.hidden[t][j] for j in readers if j < t]
+        for obstacle in (program.resident[t + 1][d], *behind):
+            model.add_constr(once + obstacle <= 1)
+        for j in readers:
+            if j <= t:
+                before = total([freed[d, i] for i in moments if i < j])
+                model.add_constr(before + critical[j] <= 1)
+    return freed
+
+
+def _read(program: _Program, instance: OptInstance, status: SolveStatus) -> OptSolution:
+    """The schedule that the solved variables hold, pruned, with the cost that its replay counts."""
+    num_ops = instance.ops.count
+    resident = [[round(fraction_value(x)) for x in row] for row in program.resident[:num_ops]]
+    slices = instance.ops.num_slices
+    overlapped = [[fraction_value(x, slices) for x in row] for row in program.overlapped]
+    critical = [
+        [fraction_value(x) or fraction_value(y, slices) for x, y in zip(row, begun, strict=True)]
+        for row, begun in zip(program.critical, program.started, strict=True)
+    ]
+    _prune(instance, resident, critical, overlapped)
+    return _judged(replace(instance, budget=math.inf), status, resident, critical, overlapped)
+
+
+def _judged(
+    instance: OptInstance,
+    status: SolveStatus,
+    resident: list[list[int]],
+    critical: list[list[float]],
+    overlapped: list[list[float]],
+) -> OptSolution:
+    """The schedule with the cost that its replay counts.
+
+    Raises:
+        InvalidPlan: the replay refuses it.
+    """
+    cost = replay_opt(instance, resident, critical, overlapped)
+    return OptSolution(
+        status=status,
+        resident=tuple(map(tuple, resident)),
+        critical=tuple(map(tuple, critical)),
+        overlapped=tuple(map(tuple, overlapped)),
+        critical_time=cost.critical_time,
+        peak=cost.peak,
+    )
+
+
+def _prune(
+    instance: OptInstance,
+    resident: list[list[int]],
+    critical: list[list[float]],
+    overlapped: list[list[float]],
+) -> None:
+    """Drop in place what nothing reads and the engine had no reason to remove.
+
+    Neither time nor memory rises.
+    """
+    num_ops, deps = instance.ops.count, instance.ops.deps
+    wanted = {i for i in range(num_ops) if instance.keep[i]}
+    for t in reversed(range(num_ops)):
+        reads = wanted | {t}
+        for i in reversed(range(num_ops)):
+            if i not in reads:
+                critical[t][i] = overlapped[t][i] = resident[t][i] = 0
+            if critical[t][i] or overlapped[t][i]:
+                reads |= set(deps[i])
+        wanted = {i for i in range(num_ops) if resident[t][i]}
+
+
+def _working_set_conflict(instance: OptInstance) -> Conflict | None:
+    """The first thing that exceeds the budget on its own; None when each of them fits.
+
+    In this order: static memory, one operator with its inputs, the outputs kept at the end.
+    """
+    ops, static, budget = instance.ops, instance.static, instance.budget
+    sets = [("static", f"static memory {static}", static)]
+    for i, row in enumerate(ops.deps):
+        need = static + ops.sizes[i] + sum(ops.sizes[j] for j in row)
+        text = f"operator {i} with its inputs {list(row)} and static memory {static} needs {need}"
+        sets.append((f"operator_{i}", text, need))
+    kept = [i for i in range(ops.count) if instance.keep[i] or i == ops.count - 1]
+    need = static + sum(ops.sizes[i] for i in kept)
+    sets.append(
+        ("keep", f"outputs {kept} that must stay with static memory {static}: {need}", need)
+    )
+    for constraint, text, need in sets:
+        if exceeds(need, budget):
+            message = f"{text} > budget {budget}; raise the budget"
+            return Conflict(constraint=constraint, message=message, floor=need, budget=budget)
+    return None
+
+
+def _floor_conflict(instance: OptInstance, token_split: bool) -> Conflict:
+    """The first operator that no schedule reaches within the budget, and the least it needs."""
+    for count in range(2, instance.ops.count + 1):
+        prefix = _prefix(instance, count)
+        reach = solver.solve(_build(prefix, token_split, instance.budget).model)
+        if reach is not SolveStatus.INFEASIBLE:
+            continue
+        program = _build(prefix, token_split, None)
+        program.model.objective = total([program.bound])
+        status = solver.solve(program.model)
+        assert status is SolveStatus.OPTIMAL, f"memory floor: {status}"
+        floor = _read(program, prefix, status).peak
+        message = (
+            f"no schedule reaches operator {count - 1} with less than {floor} "
+            f"> budget {instance.budget}; raise the budget"
+        )
+        name = f"reach_operator_{count - 1}"
+        return Conflict(constraint=name, message=message, floor=floor, budget=instance.budget)
+    raise AssertionError("infeasible, but every operator can be reached within the budget")
+
+
+def _prefix(instance: OptInstance, count: int) -> OptInstance:
+    """The first ``count`` operators, with nothing to keep unless that is the whole graph."""
+    ops = instance.ops
+    if count == ops.count:
+        return instance
+    return replace(
+        instance,
+        ops=replace(
+            ops,
+            times=ops.times[:count],
+            sizes=ops.sizes[:count],
+            deps=ops.deps[:count],
+            comm=frozenset(i for i in ops.comm if i < count),
+            whole=frozenset(i for i in ops.whole if i < count),
+        ),
+        keep=(False,) * count,
+    )

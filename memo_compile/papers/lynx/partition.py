@@ -1,0 +1,167 @@
+"""Splitting layers over pipeline stages so that the slowest stage is as fast as possible.
+
+Source: Lynx (arXiv 2406.08756), section 5. ``split_exact`` is a dynamic programme; ``split_paper``
+is the paper's greedy with two mends: it starts from a split that fits, and when the fastest stage
+cannot take a layer it offers the layer to the next-fastest. Both read a table of stage times,
+where None says that a stage runs out of memory with that many layers.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from memo_compile.papers.lynx.fields import Number
+from memo_compile.papers.lynx.lynx_instance import StageTimes
+from memo_compile.planners.solver import SolveStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Layers of each stage and the time of the slowest; or, when infeasible, what forbids it."""
+
+    status: SolveStatus
+    layers: tuple[int, ...] = ()
+    slowest: Number = 0
+    conflict: str = ""
+
+
+def split_exact(table: StageTimes) -> Split:
+    """The split with the least slowest stage; among those the one with the least total time.
+
+    O(stages x layers^2).
+    """
+    if conflict := find_conflict(table):
+        return Split(status=SolveStatus.INFEASIBLE, conflict=conflict)
+    fastest = _best_split(table, max)
+    if fastest is None:
+        return Split(status=SolveStatus.INFEASIBLE, conflict=_gap_conflict(table))
+    slowest = _checked(table, SolveStatus.OPTIMAL, fastest).slowest
+    rows = tuple(
+        tuple(None if time is None or time > slowest else time for time in row)
+        for row in table.rows
+    )
+    layers_of = _best_split(StageTimes(rows=rows, num_layers=table.num_layers), operator.add)
+    assert layers_of is not None, f"no split at {slowest}, but one was found"
+    return _checked(table, SolveStatus.OPTIMAL, layers_of)
+
+
+def _best_split(
+    table: StageTimes, combine: Callable[[Number, Number], Number]
+) -> tuple[int, ...] | None:
+    """The split whose combined time is least, or None; the first stages take fewer layers at ties.
+
+    Dynamic programme over stages; ``combine`` must not decrease in its first argument.
+    """
+    best: dict[int, tuple[Number, tuple[int, ...]]] = {0: (0, ())}
+    for row in table.rows:
+        reached: dict[int, tuple[Number, tuple[int, ...]]] = {}
+        for done, (so_far, layers_of) in best.items():
+            for layers, time in _fitting(row, table.num_layers - done):
+                cost = combine(so_far, time)
+                known = reached.get(done + layers)
+                if known is not None and cost > known[0]:
+                    continue
+                candidate = (cost, (*layers_of, layers))
+                if known is None or candidate < known:
+                    reached[done + layers] = candidate
+        best = reached
+    return best[table.num_layers][1] if table.num_layers in best else None
+
+
+def split_paper(table: StageTimes) -> Split:
+    """The paper's greedy: move a layer from the slowest stage to the fastest that can take it.
+
+    A move is accepted while the slowest stage gets faster. It may stop short of the optimum.
+    """
+    layers_of = _even(table)
+    if not _fits(table, layers_of):
+        exact = split_exact(_without_times(table, layers_of))
+        if exact.status is SolveStatus.INFEASIBLE:
+            return exact
+        layers_of = list(exact.layers)
+    improved = True
+    while improved:
+        improved = _improve(table, layers_of)
+    return _checked(table, SolveStatus.FEASIBLE, layers_of)
+
+
+def find_conflict(table: StageTimes) -> str:
+    """The smallest reason why no split exists, in words; empty when none was found."""
+    least = most = 0
+    for s, row in enumerate(table.rows):
+        possible = [layers for layers, _ in _fitting(row, len(row))]
+        if not possible:
+            return f"stage_times[{s}]: stage {s} runs out of memory with every number of layers"
+        least, most = least + possible[0], most + possible[-1]
+    if most < table.num_layers:
+        return f"num_layers: {table.num_layers} layers, but all stages together hold {most}"
+    if least > table.num_layers:
+        return f"num_layers: {table.num_layers} layers, but the stages need at least {least}"
+    return ""
+
+
+def _gap_conflict(table: StageTimes) -> str:
+    return (
+        f"num_layers: no combination of the layer counts that fit adds up to {table.num_layers}; "
+        "some stages run out of memory in the middle of their range"
+    )
+
+
+def _fitting(row: Sequence[Number | None], most: int) -> list[tuple[int, Number]]:
+    """Layer counts up to ``most`` with which a stage fits, and its times."""
+    return [(i, time) for i, time in enumerate(row[: most + 1]) if time is not None]
+
+
+def _even(table: StageTimes) -> list[int]:
+    """The even split, earlier stages taking what is left over."""
+    each, extra = divmod(table.num_layers, len(table.rows))
+    return [each + (s < extra) for s in range(len(table.rows))]
+
+
+def _time(table: StageTimes, stage: int, layers: int) -> Number | None:
+    row = table.rows[stage]
+    return row[layers] if 0 <= layers < len(row) else None
+
+
+def _fits(table: StageTimes, layers_of: Sequence[int]) -> bool:
+    return all(_time(table, s, n) is not None for s, n in enumerate(layers_of))
+
+
+def _without_times(table: StageTimes, wanted: Sequence[int]) -> StageTimes:
+    """The table whose optimum is a feasible split near ``wanted``: times become distances."""
+    rows = tuple(
+        tuple(None if time is None else abs(i - want) for i, time in enumerate(row))
+        for row, want in zip(table.rows, wanted, strict=True)
+    )
+    return StageTimes(rows=rows, num_layers=table.num_layers)
+
+
+def _improve(table: StageTimes, layers_of: list[int]) -> bool:
+    """Make one move in place that makes the slowest stage faster; False when there is none."""
+
+    def time_of(stage: int) -> Number:
+        time = _time(table, stage, layers_of[stage])
+        assert time is not None, f"stage {stage} does not fit {layers_of[stage]} layers"
+        return time
+
+    by_time = sorted(range(len(layers_of)), key=lambda s: (time_of(s), s))
+    source, slowest = by_time[-1], time_of(by_time[-1])
+    shrunk = _time(table, source, layers_of[source] - 1)
+    if shrunk is None or shrunk >= slowest:
+        return False
+    for target in by_time[:-1]:
+        grown = _time(table, target, layers_of[target] + 1)
+        if grown is not None and grown < slowest:
+            layers_of[source] -= 1
+            layers_of[target] += 1
+            return True
+    return False
+
+
+def _checked(table: StageTimes, status: SolveStatus, layers_of: Sequence[int]) -> Split:
+    """The split with its slowest stage, read again from the table."""
+    times = [_time(table, s, n) for s, n in enumerate(layers_of)]
+    assert sum(layers_of) == table.num_layers, f"{layers_of} is not {table.num_layers} layers"
+    known = [time for time in times if time is not None]
+    assert len(known) == len(table.rows), f"{layers_of} runs out of memory"
+    return Split(status=status, layers=tuple(layers_of), slowest=max(known))

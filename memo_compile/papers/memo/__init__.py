@@ -1,0 +1,1 @@
+"""MEMO (arXiv 2407.12117) in closed form: alpha, and the seconds of a step."""

@@ -1,0 +1,150 @@
+"""Fits the cost model's shares to a handful of measured runs.
+
+Least squares of log(predicted / measured) over the logarithms of the shares, with a prior around
+the defaults: few runs move only the shares that they say something about. Gauss-Newton with
+numerical derivatives; each step is halved until the sum of squares falls.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.errors import InputError
+from memo_compile.papers.lynx.fields import number, read_object
+from memo_compile.papers.search.cost import CostModel, Workload, describe_workload, evaluate
+from memo_compile.papers.search.measurements import Measurement
+from memo_compile.papers.search.space import columns_of
+
+NOISE = 0.02
+"""Standard deviation of a measured time, relative: run-to-run spread of large clusters."""
+
+PRIOR_SPREAD = {
+    "gemm_efficiency": 0.20,
+    "hbm_efficiency": 0.10,
+    "link_efficiency": 0.30,
+    "network_efficiency": 0.50,
+    "host_efficiency": 0.50,
+    "chunk_overhead_s": 1.00,
+}
+"""Standard deviation of each share's logarithm around its default: how little is known of it."""
+
+MAX_ROUNDS = 50
+DERIVATIVE_STEP = 1e-4
+SMALLEST_STEP = 2.0**-20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The fitted shares and how well they explain each run."""
+
+    model: CostModel
+    predicted_s: tuple[float, ...]
+    measured_s: tuple[float, ...]
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """Predicted over measured, less one, for each run."""
+        pairs = zip(self.predicted_s, self.measured_s, strict=True)
+        return tuple(predicted / measured - 1 for predicted, measured in pairs)
+
+
+def calibrate(
+    runs: Sequence[Measurement], hardware: HardwareProfile, start: CostModel | None = None
+) -> Fit:
+    """The shares that explain ``runs`` best; shares stay at most 1."""
+    prior = start or CostModel()
+    names = tuple(PRIOR_SPREAD)
+    spread = np.array([PRIOR_SPREAD[name] for name in names])
+    centre = np.log([getattr(prior, name) for name in names])
+    top = np.array([np.inf if name.endswith("_s") else 0.0 for name in names])
+    measured = np.array([run.iteration_s for run in runs])
+    predict = _predictor(runs, hardware)
+
+    def residuals(logs: Any) -> Any:
+        data = np.log(predict(_model(names, logs)) / measured) / NOISE
+        return np.concatenate([data, (logs - centre) / spread])
+
+    logs = _gauss_newton(residuals, centre, top)
+    model = _model(names, logs)
+    return Fit(
+        model=model,
+        predicted_s=tuple(float(s) for s in predict(model)),
+        measured_s=tuple(float(s) for s in measured),
+    )
+
+
+def predict_seconds(
+    runs: Sequence[Measurement], hardware: HardwareProfile, model: CostModel
+) -> tuple[float, ...]:
+    """Seconds of each run's step as ``model`` predicts them."""
+    return tuple(float(seconds) for seconds in _predictor(runs, hardware)(model))
+
+
+def read_cost_model(path: Path) -> CostModel:
+    """The shares that ``memo calibrate --json`` printed into ``path``.
+
+    Raises:
+        InputError: not such a file, or a share is unknown, not positive, or above 1.
+    """
+    data = read_object(path)
+    shares = data.get("model", data)
+    known = {field.name for field in dataclasses.fields(CostModel)}
+    if not isinstance(shares, dict) or not set(shares) <= known:
+        raise InputError(f"{path}: model: expected an object with {', '.join(sorted(known))}")
+    for name in shares:
+        value = number(shares, name)
+        if value == 0 or (value > 1 and not name.endswith("_s")):
+            raise InputError(f"{path}: {name}: expected a share in (0, 1], got {value}")
+    return CostModel(**shares)
+
+
+def _model(names: Sequence[str], logs: Any) -> CostModel:
+    values = {name: float(np.exp(x)) for name, x in zip(names, logs, strict=True)}
+    return CostModel(**values)
+
+
+def _predictor(runs: Sequence[Measurement], hardware: HardwareProfile) -> Any:
+    """A function from a cost model to the predicted seconds of each run."""
+    works = [describe_workload(run.shape, run.seq, run.global_batch) for run in runs]
+    stacked = Workload(
+        **{
+            field.name: np.stack([getattr(work, field.name) for work in works], axis=-1)
+            for field in dataclasses.fields(Workload)
+        }
+    )
+    columns = columns_of(run.config for run in runs)
+    alpha = np.array([run.alpha for run in runs])
+
+    def predict(model: CostModel) -> Any:
+        return evaluate(stacked, columns, hardware, model, np.inf, alpha=alpha).iteration_s
+
+    return predict
+
+
+def _gauss_newton(residuals: Any, start: Any, top: Any) -> Any:
+    logs, now = start, residuals(start)
+    for _ in range(MAX_ROUNDS):
+        jacobian = np.stack(
+            [
+                (residuals(logs + DERIVATIVE_STEP * unit) - now) / DERIVATIVE_STEP
+                for unit in np.eye(len(logs))
+            ],
+            axis=1,
+        )
+        step = np.linalg.lstsq(jacobian, -now, rcond=None)[0]
+        scale = 1.0
+        while scale > SMALLEST_STEP:
+            candidate = np.minimum(logs + scale * step, top)
+            after = residuals(candidate)
+            if after @ after < now @ now * (1 - 1e-10):
+                break
+            scale /= 2
+        else:
+            return logs
+        logs, now = candidate, after
+    return logs

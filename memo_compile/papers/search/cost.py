@@ -1,0 +1,254 @@
+"""Memory and time of every configuration at once, as numpy expressions.
+
+Memory is Kwai's closed form (kwai/offload.py). Time of a step, for m micro-batches of one
+sequence, v chunks per rank, T seconds of one micro-batch on one stage:
+
+    step = m (T + head) + (p - 1) T / v + point to point + exposed copies + gradients + optimizer
+
+A layer's forward is its matrix products and attention at ``gemm_efficiency`` of peak, its other
+operators at ``hbm_efficiency`` of bandwidth, four collectives of tensor parallelism, and the part
+of the context-parallel ring that attention does not hide; backward is twice the compute; a
+checkpoint policy adds what it recomputes. docs/many-gpus.md lists what is left out.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.costs.models import ELEMENT_BYTES, ModelShape
+from memo_compile.papers.kwai.balanced import BALANCED
+from memo_compile.papers.kwai.offload import (
+    MIN_STAGES,
+    OPTIMIZER_BYTES,
+    RESIDENT_CHUNKS,
+    WEIGHT_AND_GRADIENT_BYTES,
+    Checkpoint,
+    saved_elements,
+)
+from memo_compile.papers.layer_costs import layer_output, layer_tensors
+from memo_compile.papers.search.space import CHECKPOINTS, Columns
+
+TP_COLLECTIVES = 4
+"""All-gathers and reduce-scatters of one layer's forward with sequence parallelism."""
+
+GRADIENT_TRAFFIC_BYTES = 4 + 2
+"""Reduce-scatter of a float32 gradient and all-gather of a bfloat16 weight, per parameter."""
+
+OPTIMIZER_TRAFFIC_BYTES = 2 * OPTIMIZER_BYTES + WEIGHT_AND_GRADIENT_BYTES
+"""Adam reads and writes its state and reads the gradient, per parameter of its shard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Shares of nominal rates that a training step reaches; ``memo calibrate`` fits them."""
+
+    gemm_efficiency: float = 0.60
+    """Kwai's setting for its own estimates."""
+    hbm_efficiency: float = 0.80
+    """Kwai's setting for its own estimates."""
+    link_efficiency: float = 0.60
+    """Ring collectives over NVLink, typical of 100 MB messages."""
+    network_efficiency: float = 0.50
+    """Ring collectives over the network."""
+    host_efficiency: float = 0.35
+    """MEMO's tables imply 10 to 12 of 32 GB/s: a third."""
+    chunk_overhead_s: float = 2e-4
+    """Launches and gaps of one pass over one chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What a model and a step ask for; floats, or arrays with one entry for each measured row."""
+
+    num_layers: Any
+    hidden: Any
+    kv_hidden: Any
+    layer_parameters: Any
+    embedding_parameters: Any
+    num_heads: Any
+    seq: Any
+    global_batch: Any
+    moved_bytes: Any
+    """Memory traffic of one layer's bandwidth-bound operators, per token."""
+    balanced_bytes: Any
+    """The part of it that balanced checkpointing repeats."""
+    saved_elements: Any
+    """Per checkpoint policy the elements per token that a layer keeps; a row per policy."""
+    flops: Any
+    """FLOPs of the step without recomputation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The predicted step of each configuration; arrays of one length."""
+
+    alpha: Any
+    peak_bytes: Any
+    iteration_s: Any
+    mfu: Any
+    usable: Any
+    """True where memory fits and the batch divides over replicas and stages."""
+
+
+def describe_workload(shape: ModelShape, seq: int, global_batch: int) -> Workload:
+    """The numbers of ``shape`` that the expressions below need.
+
+    Raises:
+        InputError: ``seq`` is below 1.
+    """
+    tensors = (*layer_tensors(shape, seq), layer_output(shape))
+    moved = sum(tensor.moved_bytes_per_token for tensor in tensors)
+    balanced = sum(t.moved_bytes_per_token for t in tensors if t.name in BALANCED)
+    return Workload(
+        num_layers=float(shape.num_layers),
+        hidden=float(shape.hidden),
+        kv_hidden=shape.hidden * shape.kv_ratio,
+        layer_parameters=float(shape.layer_parameters),
+        embedding_parameters=float(shape.embedding_parameters),
+        num_heads=float(shape.num_heads),
+        seq=float(seq),
+        global_batch=float(global_batch),
+        moved_bytes=moved,
+        balanced_bytes=balanced,
+        saved_elements=np.array([saved_elements(shape, policy) for policy in CHECKPOINTS]),
+        flops=shape.flops_per_token(seq) * seq * global_batch,
+    )
+
+
+def evaluate(
+    work: Workload,
+    columns: Columns,
+    hardware: HardwareProfile,
+    model: CostModel,
+    budget_bytes: float,
+    alpha: Any = None,
+) -> Evaluation:
+    """Memory, offloaded share and time of every configuration.
+
+    ``alpha`` prescribes the offloaded shares (measured runs); else the smallest that fits is
+    taken. O(number of configurations), without a Python loop over them.
+    """
+    chunks = work.num_layers / (columns.pp * columns.layers_per_chunk)
+    in_flight = np.where(
+        chunks == 1, columns.pp, 2 * (columns.pp - 1) + (chunks - 1) * columns.pp + 1
+    )
+    stage_parameters = (
+        work.num_layers / columns.pp * work.layer_parameters + work.embedding_parameters
+    ) / columns.tp
+    replicas = columns.dp * columns.cp
+    static = stage_parameters * (WEIGHT_AND_GRADIENT_BYTES + OPTIMIZER_BYTES / replicas)
+    elements = _per_policy(work.saved_elements, columns.checkpoint)
+    shard = columns.tp * columns.cp
+    chunk = columns.layers_per_chunk * elements * (ELEMENT_BYTES * work.seq) / shard
+    if alpha is None:
+        alpha = _smallest_alpha(columns.pp, in_flight, static, chunk, budget_bytes)
+    held = RESIDENT_CHUNKS + (in_flight - RESIDENT_CHUNKS) * (1 - alpha)
+    peak = static + chunk * np.where(alpha == 0, in_flight, held)
+    step = _step_seconds(
+        work, columns, hardware, model, chunks, in_flight, stage_parameters, alpha * chunk
+    )
+    batches = work.global_batch / columns.dp
+    usable = (peak <= budget_bytes * (1 + 1e-9)) & (batches % 1 == 0)
+    usable &= ((chunks == 1) | (batches % columns.pp == 0)) & (work.num_heads % columns.tp == 0)
+    gpus = shard * columns.pp * columns.dp
+    mfu = work.flops / (gpus * hardware.peak_flops_per_s * step)
+    return Evaluation(alpha=alpha, peak_bytes=peak, iteration_s=step, mfu=mfu, usable=usable)
+
+
+def _per_policy(table: Any, checkpoint: Any) -> Any:
+    """``table[policy]`` for each configuration; ``table`` may have a column for each of them."""
+    if table.ndim == 1:
+        return table[checkpoint]
+    return table[checkpoint, np.arange(len(checkpoint))]
+
+
+def _smallest_alpha(pp: Any, in_flight: Any, static: Any, chunk: Any, budget_bytes: float) -> Any:
+    """Kwai's closed form: 0 where nothing need or can be offloaded."""
+    room = (budget_bytes - static) / chunk
+    spare = in_flight - RESIDENT_CHUNKS
+    can_offload = (pp >= MIN_STAGES) & (spare > 0)
+    alpha = 1 - (room - RESIDENT_CHUNKS) / np.maximum(spare, 1)
+    return np.where(can_offload, np.clip(alpha, 0.0, 1.0), 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSeconds:
+    """One layer of one micro-batch on its tp * cp GPUs; arrays over configurations."""
+
+    forward: Any
+    backward: Any
+    repeated: Any
+    """What the checkpoint policy computes again in backward."""
+
+
+def layer_seconds(
+    work: Workload, columns: Columns, hardware: HardwareProfile, model: CostModel
+) -> LayerSeconds:
+    """Compute, tensor-parallel collectives, and the exposed part of the context-parallel ring."""
+    tp, cp = columns.tp, columns.cp
+    shard = tp * cp
+    flops_rate = hardware.peak_flops_per_s * model.gemm_efficiency * shard
+    moved_rate = hardware.hbm_bytes_per_s * model.hbm_efficiency * shard
+    link_rate = hardware.link_bytes_per_s * model.link_efficiency
+    network_rate = hardware.network_bytes_per_s * model.network_efficiency
+    attention = 2 * work.hidden * work.seq**2 / flops_rate
+    compute = 2 * work.layer_parameters * work.seq / flops_rate + attention
+    compute = compute + work.moved_bytes * work.seq / moved_rate
+    activation_bytes = ELEMENT_BYTES * work.seq * work.hidden / cp
+    tp_s = TP_COLLECTIVES * activation_bytes * (tp - 1) / tp / link_rate
+    ring_rate = np.where(shard <= hardware.devices_per_node, link_rate, network_rate)
+    ring = 2 * ELEMENT_BYTES * work.kv_hidden * work.seq * (cp - 1) / shard / ring_rate
+    forward = compute + tp_s + np.maximum(0, ring - attention)
+    again = work.balanced_bytes * work.seq / moved_rate
+    policy = columns.checkpoint
+    return LayerSeconds(
+        forward=forward,
+        backward=2 * compute + tp_s + np.maximum(0, 2 * ring - 2 * attention),
+        repeated=np.where(
+            policy == CHECKPOINTS.index(Checkpoint.FULL),
+            forward,
+            np.where(policy == CHECKPOINTS.index(Checkpoint.BALANCED), again, 0.0),
+        ),
+    )
+
+
+def _step_seconds(
+    work: Workload,
+    columns: Columns,
+    hardware: HardwareProfile,
+    model: CostModel,
+    chunks: Any,
+    in_flight: Any,
+    stage_parameters: Any,
+    copied_bytes: Any,
+) -> Any:
+    """The sum in the module's docstring; ``copied_bytes`` leave and return for each chunk."""
+    tp, cp, pp, dp = columns.tp, columns.cp, columns.pp, columns.dp
+    shard = tp * cp
+    link_rate = hardware.link_bytes_per_s * model.link_efficiency
+    network_rate = hardware.network_bytes_per_s * model.network_efficiency
+    hbm_rate = hardware.hbm_bytes_per_s * model.hbm_efficiency
+    flops_rate = hardware.peak_flops_per_s * model.gemm_efficiency * shard
+    layer = layer_seconds(work, columns, hardware, model)
+    layers = columns.layers_per_chunk
+    chunk_forward = layers * layer.forward + model.chunk_overhead_s
+    chunk_backward = layers * (layer.backward + layer.repeated) + model.chunk_overhead_s
+    stage = chunks * (chunk_forward + chunk_backward)
+    batches = work.global_batch / dp
+    passes = batches * chunks
+    head = 6 * work.embedding_parameters * work.seq / flops_rate
+    boundary_bytes = 2 * ELEMENT_BYTES * work.seq * work.hidden / shard
+    boundary = np.where(pp > 1, boundary_bytes / network_rate, 0.0)
+    copy = copied_bytes / (hardware.d2h_bytes_per_s * model.host_efficiency)
+    steep = np.minimum(in_flight, passes)
+    exposed = np.maximum(0, copy - chunk_forward) + np.maximum(0, copy - chunk_backward)
+    steady = np.maximum(0, copy - chunk_forward - chunk_backward)
+    exposed = steep * exposed + (passes - steep) * steady
+    replicas = dp * cp
+    gradient_rate = np.where(shard * dp <= hardware.devices_per_node, link_rate, network_rate)
+    gradients = GRADIENT_TRAFFIC_BYTES * stage_parameters * (replicas - 1) / replicas
+    optimizer = OPTIMIZER_TRAFFIC_BYTES * stage_parameters / replicas
+    step = batches * (stage + head) + (pp - 1) * stage / chunks + passes * boundary + exposed
+    return step + gradients / gradient_rate + optimizer / hbm_rate

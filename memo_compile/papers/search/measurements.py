@@ -1,0 +1,133 @@
+"""Reading measured steps from CSV: one row per run, with the configuration and its speed.
+
+Columns (other names in brackets): model, seq [seqlen], gpus, global_batch [gbs], tp, cp, pp,
+layers_per_chunk [layers_per_vstage], checkpoint [ckpt], alpha, and tokens_per_s or iteration_s.
+"""
+
+import csv
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from memo_compile.costs.models import ModelShape, find_model
+from memo_compile.errors import InputError, MemoError
+from memo_compile.papers.kwai.offload import Checkpoint, ParallelConfig, divide_gpus
+
+_NAMES = {
+    **{name: (name,) for name in ("model", "gpus", "tp", "cp", "pp", "alpha")},
+    "seq": ("seq", "seqlen"),
+    "global_batch": ("global_batch", "gbs"),
+    "layers_per_chunk": ("layers_per_chunk", "layers_per_vstage"),
+    "checkpoint": ("checkpoint", "ckpt"),
+}
+
+_POLICIES = {
+    "none": Checkpoint.NONE,
+    "no": Checkpoint.NONE,
+    "balanced": Checkpoint.BALANCED,
+    "ours": Checkpoint.BALANCED,
+    "full": Checkpoint.FULL,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One measured run."""
+
+    shape: ModelShape
+    seq: int
+    global_batch: int
+    config: ParallelConfig
+    alpha: float
+    iteration_s: float
+
+
+def read_measurements(path: Path) -> tuple[Measurement, ...]:
+    """The runs in ``path``, at least one.
+
+    Raises:
+        InputError: the file cannot be read, a column is missing, or a value cannot be used; the
+            message starts with file:line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(f"{path}: cannot read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    reader = csv.DictReader(text.splitlines())
+    header = [name.strip() for name in reader.fieldnames or ()]
+    reader.fieldnames = header
+    columns = {field: _column(path, header, names) for field, names in _NAMES.items()}
+    if not {"tokens_per_s", "iteration_s"} & set(header):
+        raise InputError(f"{path}:1: expected a column tokens_per_s or iteration_s")
+    rows = []
+    for row in reader:
+        where = f"{path}:{reader.line_num}"
+        if None in row.values() or None in row:
+            raise InputError(f"{where}: expected {len(header)} values")
+        try:
+            rows.append(_measurement(row, columns))
+        except MemoError as error:
+            raise InputError(f"{where}: {error}") from error
+    if not rows:
+        raise InputError(f"{path}: expected at least one measured run")
+    return tuple(rows)
+
+
+def _column(path: Path, header: list[str], names: tuple[str, ...]) -> str:
+    for name in names:
+        if name in header:
+            return name
+    raise InputError(f"{path}:1: missing column {' or '.join(names)}")
+
+
+def _measurement(row: dict[str, str], columns: dict[str, str]) -> Measurement:
+    def value(field: str, kind: Callable[[str], float]) -> float:
+        text = row[columns[field]].strip()
+        try:
+            number = kind(text)
+        except ValueError:
+            raise InputError(f"{columns[field]}: expected a number, got {text!r}") from None
+        return _positive(columns[field], number, least=0.0 if field == "alpha" else 1.0)
+
+    shape = find_model(row[columns["model"]].strip())
+    policy = row[columns["checkpoint"]].strip().lower()
+    if policy not in _POLICIES:
+        raise InputError(
+            f"{columns['checkpoint']}: expected none, balanced or full, got {policy!r}"
+        )
+    config = divide_gpus(
+        shape,
+        checkpoint=_POLICIES[policy],
+        **{name: int(value(name, int)) for name in ("gpus", "tp", "cp", "pp", "layers_per_chunk")},
+    )
+    alpha = value("alpha", float)
+    if alpha > 1:
+        raise InputError(f"{columns['alpha']}: expected a share in [0, 1], got {alpha}")
+    seq, batch = int(value("seq", int)), int(value("global_batch", int))
+    return Measurement(
+        shape=shape,
+        seq=seq,
+        global_batch=batch,
+        config=config,
+        alpha=alpha,
+        iteration_s=_iteration_seconds(row, seq * batch),
+    )
+
+
+def _iteration_seconds(row: dict[str, str], tokens: int) -> float:
+    name = "iteration_s" if row.get("iteration_s", "").strip() else "tokens_per_s"
+    try:
+        number = float(row[name])
+    except (KeyError, ValueError):
+        raise InputError(f"{name}: expected a number, got {row.get(name)!r}") from None
+    number = _positive(name, number, least=1e-12)
+    return number if name == "iteration_s" else tokens / number
+
+
+def _positive(name: str, number: float, least: float) -> float:
+    if not (math.isfinite(number) and number >= least):
+        raise InputError(f"{name}: expected a finite number of at least {least:g}, got {number}")
+    return number

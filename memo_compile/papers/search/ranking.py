@@ -1,0 +1,147 @@
+"""The search itself: enumerate, evaluate, rank."""
+
+import time
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.costs.models import ModelShape
+from memo_compile.errors import require_at_least
+from memo_compile.papers.kwai.offload import Checkpoint
+from memo_compile.papers.search.cost import CostModel, Evaluation, describe_workload, evaluate
+from memo_compile.papers.search.space import CHECKPOINTS, SIZES, enumerate_space
+from memo_compile.units import format_bytes, format_seconds
+
+DEFAULT_BUDGET_SHARE = 65000 / 81920
+"""Share of a device's memory that a plan may fill: 65000 MiB of 80 GiB reproduces Kwai's choices;
+the rest is CUDA's context, communication buffers and fragmentation."""
+
+
+COLUMNS = ("tp", "cp", "pp", "dp", "layers/chunk", "checkpoint", "alpha", "step", "MFU", "peak")
+"""Of a table of configurations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """One way to run the step, with its prediction."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    layers_per_chunk: int
+    checkpoint: Checkpoint
+    alpha: float
+    iteration_s: float
+    mfu: float
+    peak_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self) | {"checkpoint": self.checkpoint.value}
+
+    def cells(self) -> tuple[str, ...]:
+        """A row under COLUMNS."""
+        return (
+            *map(str, (self.tp, self.cp, self.pp, self.dp, self.layers_per_chunk)),
+            self.checkpoint.value,
+            f"{self.alpha:.3f}",
+            format_seconds(self.iteration_s),
+            f"{self.mfu:.1%}",
+            format_bytes(self.peak_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """Usable configurations, fastest first, out of ``num_points`` that were evaluated."""
+
+    num_points: int
+    evaluation_s: float
+    """One evaluation of all points, after a first one that pays numpy's start-up costs."""
+    configurations: tuple[Configuration, ...]
+    conflict: str = ""
+    """Why no configuration is usable, in words; empty otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchQuestion:
+    """The arguments of a search."""
+
+    shape: ModelShape
+    gpus: int
+    seq: int
+    global_batch: int
+    hardware: HardwareProfile
+    budget_bytes: float | None
+    model: CostModel
+
+    def search(self, top: int) -> SearchResult:
+        """The ``top`` fastest configurations."""
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        return search(**settings, top=top)
+
+
+def search(
+    shape: ModelShape,
+    *,
+    gpus: int,
+    seq: int,
+    global_batch: int,
+    hardware: HardwareProfile,
+    budget_bytes: float | None = None,
+    model: CostModel | None = None,
+    top: int | None = None,
+) -> SearchResult:
+    """Evaluate every configuration and return the ``top`` fastest that fit (all with None).
+
+    Ties go to the smaller peak, then to fewer chunks, then to smaller tp, cp, pp.
+
+    Raises:
+        InputError: a size is below 1; it is named.
+    """
+    require_at_least(1, {"global-batch": global_batch, "top": 1 if top is None else top})
+    columns = enumerate_space(shape, gpus)
+    work = describe_workload(shape, seq, global_batch)
+    budget = hardware.memory_bytes * DEFAULT_BUDGET_SHARE if budget_bytes is None else budget_bytes
+    model = model or CostModel()
+    evaluate(work, columns, hardware, model, budget)
+    started = time.perf_counter()
+    found = evaluate(work, columns, hardware, model, budget)
+    evaluation_s = time.perf_counter() - started
+    keys = (columns.pp, columns.cp, columns.tp, -columns.layers_per_chunk, found.peak_bytes)
+    order = np.lexsort((*keys, found.iteration_s))
+    best = order[found.usable[order]][:top]
+    return SearchResult(
+        num_points=len(columns),
+        evaluation_s=evaluation_s,
+        configurations=tuple(
+            Configuration(
+                **{name: int(getattr(columns, name)[i]) for name in SIZES},
+                checkpoint=CHECKPOINTS[columns.checkpoint[i]],
+                alpha=float(found.alpha[i]),
+                iteration_s=float(found.iteration_s[i]),
+                mfu=float(found.mfu[i]),
+                peak_bytes=round(float(found.peak_bytes[i])),
+            )
+            for i in best
+        ),
+        conflict="" if len(best) else _explain(found, budget, gpus, global_batch),
+    )
+
+
+def _explain(found: Evaluation, budget: float, gpus: int, global_batch: int) -> str:
+    """The constraint that no configuration meets."""
+    least = float(found.peak_bytes.min())
+    if least > budget:
+        return (
+            f"budget {format_bytes(budget)} < {format_bytes(least)}, the smallest peak of "
+            f"{len(found.peak_bytes)} configurations; use more GPUs, a shorter sequence or a "
+            "larger budget"
+        )
+    return (
+        f"global-batch: {global_batch} sequences cannot be divided over the replicas and stages "
+        f"of any configuration of {gpus} GPUs that fits the budget {format_bytes(budget)}"
+    )

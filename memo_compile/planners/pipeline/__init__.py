@@ -1,1 +1,0 @@
-"""Pipeline parallelism: schedules, memory of each rank, offloading that knows the schedule."""

@@ -1,0 +1,106 @@
+"""Problem -> Plan: lifetimes, placement, the numbers of the plan, and the checker's verdict."""
+
+import time
+
+from memo_compile.check.check_plan import require_valid
+from memo_compile.errors import Infeasible
+from memo_compile.planners.placement import Block, Buffer, Placement, PlacementProblem, place
+from memo_compile.step.plans import Decision, Plan
+from memo_compile.step.problem import (
+    ALIGNMENT_BYTES,
+    Problem,
+    arena_buffers,
+    call_starts,
+    live_bytes,
+    outside_peak,
+)
+from memo_compile.step.residency import residency
+from memo_compile.units import format_bytes
+
+
+def place_step(
+    problem: Problem,
+    *,
+    name: str = "",
+    solver: str = "auto",
+    time_limit_s: float = 5.0,
+    lowering_s: float = 0.0,
+    decisions: tuple[Decision, ...] = (),
+    budget_bytes: int | None = None,
+    releases_pages: bool = False,
+) -> Plan:
+    """A checked plan of one step.
+
+    Raises:
+        Infeasible: the step needs more than ``budget_bytes``.
+        InvalidPlan: the checker found a fault in what the planner made.
+    """
+    start = time.perf_counter()
+    placed = place(placement_problem(problem), solver=solver, time_limit_s=time_limit_s)
+    lower_bound = max(live_bytes(arena_buffers(problem)).values(), default=0)
+    arena_bytes = _height(problem, placed)
+    resident = residency(problem, placed.offsets, arena_bytes, releases_pages=releases_pages)
+    plan = Plan(
+        name=name,
+        offsets=placed.offsets,
+        arena_bytes=arena_bytes,
+        peak_bytes=resident.peak_bytes,
+        resident_bytes=resident.resident_bytes,
+        lower_bound_bytes=lower_bound,
+        outside_bytes_by_kind=outside_peak(problem),
+        fixed=problem.fixed,
+        layer_classes=problem.layer_classes,
+        decisions=decisions,
+        budget_bytes=budget_bytes,
+        solver=placed.solver,
+        lowering_s=lowering_s,
+        planning_s=time.perf_counter() - start,
+        num_regions=len(problem.regions),
+    )
+    require_budget(plan)
+    return require_valid(problem, plan)
+
+
+def require_budget(plan: Plan) -> None:
+    """``plan`` fits its budget.
+
+    Raises:
+        Infeasible: it does not; the peak is given as the floor, because nothing else was tried.
+    """
+    if plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes:
+        return
+    fixed = plan.fixed
+    raise Infeasible(
+        f"budget {format_bytes(plan.budget_bytes)} < floor {format_bytes(plan.peak_bytes)} "
+        f"(parameters {format_bytes(fixed.parameters)}, gradients {format_bytes(fixed.gradients)}, "
+        f"optimizer state {format_bytes(fixed.optimizer_state)}, arena "
+        f"{format_bytes(plan.arena_bytes)}, outside {format_bytes(plan.outside_bytes)}); "
+        "raise memory_budget or shorten the sequence",
+        floor_bytes=plan.peak_bytes,
+    )
+
+
+def placement_problem(problem: Problem) -> PlacementProblem:
+    """The step's buffers as rectangles; every call is the block of its own transients."""
+    starts = call_starts(problem)
+    blocks = tuple(
+        Block(id=call.name, class_key=call.region, lower=starts[i], upper=starts[i + 1])
+        for i, call in enumerate(problem.calls)
+    )
+    buffers = tuple(
+        Buffer(
+            id=one.id,
+            lower=one.start,
+            upper=one.end,
+            size=one.size_bytes,
+            alignment=ALIGNMENT_BYTES,
+            block=problem.calls[one.call].name if one.transient else None,
+        )
+        for one in arena_buffers(problem)
+    )
+    return PlacementProblem(buffers=buffers, blocks=blocks, alignment=ALIGNMENT_BYTES)
+
+
+def _height(problem: Problem, placed: Placement) -> int:
+    ends = (placed.offsets[one.id] + one.size_bytes for one in arena_buffers(problem))
+    return max(ends, default=0)

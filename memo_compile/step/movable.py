@@ -1,0 +1,206 @@
+"""A planned step seen as layers whose saved tensors may move: what the policies decide on.
+
+Every layer (and prologue, middle, epilogue, as a class of one layer) has *slots*: its input, and
+the tensors that its forward leaves for its backward. A *mode* says for each slot of a layer what
+happens to it between forward and backward. No torch here.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from memo_compile.errors import InputError
+from memo_compile.step.problem import Problem, RegionProfile
+
+MEASURED = "measured"
+"""``StepCosts.source`` of costs that were measured: not quite the same in the next process."""
+
+
+class Action(enum.Enum):
+    """What happens to a saved tensor between the forward and the backward."""
+
+    SAVE = "SAVE"
+    OFFLOAD = "OFFLOAD"
+    RECOMPUTE = "RECOMPUTE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One saved tensor of a layer class; sizes are of one layer."""
+
+    name: str
+    """Of the value in the class's first layer."""
+    size_bytes: int
+    """Of its buffer, a multiple of ALIGNMENT_BYTES."""
+    can_offload: bool = True
+    """False for what must stay where it is: views of inputs, memory outside the arena."""
+    can_recompute: bool = False
+    """True when its own layer can make it again from other slots (``LayerOp``)."""
+    is_input: bool = False
+    """The layer's input; the layer before made it, so that it cannot be recomputed here."""
+    is_attention: bool = False
+    """An attention kernel's output or log-sum-exp: policy ``memo`` always offloads it."""
+    num_rows: int = 1
+    """Rows (tokens) along which the buffer can be split; 1 for a tensor that moves whole."""
+    row_bytes: int = 0
+    """Row r is bytes ``[r * row_bytes, (r + 1) * row_bytes)`` of the storage, when num_rows > 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerOp:
+    """One operator of a layer's forward, for the cost of recomputing."""
+
+    name: str
+    seconds: float
+    """On all rows. 0 for a layer input."""
+    output_bytes: int
+    inputs: tuple[int, ...] = ()
+    """Indices of earlier operators of the layer; parameters and shared inputs are not listed."""
+    slot: int | None = None
+    """The slot that holds its output, if that is saved."""
+    can_recompute: bool = True
+    """False for layer inputs, random numbers, collectives and operators not known to be safe."""
+    row_wise: bool = False
+    """True when row r of the output depends on row r of every input only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerClass:
+    """What all layers of one class have in common. Operators are in an order that can run."""
+
+    key: str
+    slots: tuple[Slot, ...]
+    ops: tuple[LayerOp, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer of the step."""
+
+    class_key: str
+    forward: str
+    """The name of its forward call."""
+    backward: str
+    """The name of its backward call, the first reader of its slots."""
+    values: tuple[str, ...]
+    """Per slot of the class, the value's name in the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """Seconds of every region and the speed of the copies."""
+
+    region_s: Mapping[str, float]
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    copy_latency_s: float = 0.0
+    source: str = "declared"
+    """Where the numbers come from, for the report: ``measured``, ``roofline: h200`` ..."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeKey:
+    """Which region recomputes: the class, the slots it makes, and how many rows (None: all).
+
+    Rows are the first ones, ``[0, rows)``.
+    """
+
+    class_key: str
+    slots: tuple[int, ...]
+    rows: int | None = None
+
+    @property
+    def region(self) -> str:
+        """The region's name in ``Problem.regions``."""
+        rows = "" if self.rows is None else f".rows{self.rows}"
+        return f"{self.class_key}.again.{'.'.join(map(str, self.slots))}{rows}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionInput:
+    """Where an input of a recompute region comes from: exactly one of the two is set."""
+
+    forward_input: int | None = None
+    """Position among the inputs of the layer's forward call."""
+    slot: int | None = None
+    """A slot of the layer that is saved or reloaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeRegion:
+    """A region that makes slots again, lowered or estimated. Output i is ``key.slots[i]``."""
+
+    key: RecomputeKey
+    profile: RegionProfile
+    inputs: tuple[RegionInput, ...]
+    seconds: float
+    exact: bool = True
+    """False while ``profile`` is an estimate made before lowering."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """What one layer does with its slots.
+
+    With ``recompute_rows`` the RECOMPUTE slots are recomputed for rows ``[0, recompute_rows)`` and
+    offloaded for the rest (MEMO's token-wise mix: alpha = 1 - recompute_rows / num_rows); all of
+    them must then have ``num_rows`` > 1. None recomputes all rows.
+    """
+
+    actions: tuple[Action, ...]
+    recompute_rows: int | None = None
+
+    def slots(self, action: Action) -> tuple[int, ...]:
+        """Indices of the slots with ``action``."""
+        return tuple(index for index, one in enumerate(self.actions) if one is action)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How long copies may be in flight, in layers; None leaves it to the simulated time.
+
+    ``offload_lag`` 1 means: before the forward of layer i + 2 begins, the copy-out of layer i has
+    ended (MEMO). ``reload_lead`` 1 means: the reload of layer i starts at the earliest when the
+    backward of layer i + 2 has ended.
+    """
+
+    offload_lag: int | None = None
+    reload_lead: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("offload_lag", "reload_lead"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise InputError(f"{name}: expected None or at least 0 layers, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moves:
+    """All decisions of one step: a mode for each layer of ``MovableStep.layers``."""
+
+    modes: tuple[Mode, ...]
+    schedule: Schedule = field(default_factory=Schedule)
+    policy: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovableStep:
+    """What the policies get: the step under policy SAVE, its layers in forward order, costs."""
+
+    problem: Problem
+    classes: Mapping[str, LayerClass]
+    layers: tuple[Layer, ...]
+    costs: StepCosts
+    token_granule: int = 128
+    """``recompute_rows`` is a multiple of this."""
+
+    def class_of(self, layer: Layer) -> LayerClass:
+        """The class of ``layer``."""
+        return self.classes[layer.class_key]
+
+    def save_all(self) -> Moves:
+        """Policy SAVE."""
+        modes = (
+            Mode(actions=(Action.SAVE,) * len(self.class_of(one).slots)) for one in self.layers
+        )
+        return Moves(modes=tuple(modes), policy="save")

@@ -1,0 +1,127 @@
+"""What was planned, as pure data: the offset of every buffer and the plan's numbers.
+
+No torch here. ``to_json`` and ``from_json`` of Problem and Plan live in ``serialise.py``.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from memo_compile.step.problem import FixedBytes, LayerClassInfo
+
+SCHEMA_VERSION = 1
+"""Of plan.json; raised when a field changes its meaning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckVerdict:
+    """What the independent checker found. ``problems`` is empty for a valid plan."""
+
+    problems: tuple[str, ...] = ()
+    num_buffers: int = 0
+    num_reads: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """True when the plan is valid."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"ok ({self.num_buffers} buffers, {self.num_reads} reads checked)"
+        return "; ".join(self.problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What happens to one saved tensor of a layer class between forward and backward."""
+
+    tensor: str
+    layer_class: str
+    bytes: int
+    """Per layer."""
+    decision: str
+    """``SAVE``, ``OFFLOAD`` or ``RECOMPUTE``."""
+    token_fraction: float
+    reason: str
+    source: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Something that a lane does during ``[start_s, end_s)`` of the simulated step."""
+
+    lane: str
+    """``compute``, ``d2h``, ``h2d`` or ``communication``; ``stall`` is compute that waits."""
+    name: str
+    """The call's name."""
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A simulated step."""
+
+    step_s: float
+    stall_s: float
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """One plan that was considered: what it costs and what it needs."""
+
+    policy: str
+    step_s: float
+    peak_bytes: int
+    host_bytes: int
+    chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One planned step. All sizes in bytes."""
+
+    offsets: Mapping[str, int]
+    """Buffer id (``call/buffer``) -> byte offset in the arena."""
+    arena_bytes: int
+    lower_bound_bytes: int
+    """The largest sum of bytes alive in the arena at one time."""
+    outside_bytes_by_kind: Mapping[str, int]
+    peak_bytes: int
+    """Upper bound of the device memory of the step, from forward entry to backward exit."""
+    fixed: FixedBytes
+    layer_classes: tuple[LayerClassInfo, ...]
+    decisions: tuple[Decision, ...] = ()
+    resident_bytes: tuple[int, ...] = ()
+    """Per call the bytes of the arena, from its start, that stay in memory."""
+    budget_bytes: int | None = None
+    solver: str = "greedy"
+    planning_s: float = 0.0
+    lowering_s: float = 0.0
+    num_regions: int = 0
+    name: str = ""
+    check: CheckVerdict = field(default_factory=CheckVerdict)
+    policy: str = "save"
+    host_bytes: int = 0
+    """Of the host frame that offloaded activations are copied to."""
+    timeline: Timeline | None = None
+    """The simulated step, where costs are known."""
+    frontier: tuple[FrontierPoint, ...] = ()
+    """Step time against memory, fastest first; where a budget made memo choose."""
+    offloaded_bytes: int = 0
+    """Copied to the host in the last step, counted while it ran."""
+    recomputed_bytes: int = 0
+    """Made again in the last step, counted while it ran."""
+    stall_s: float = 0.0
+    """How long computation stood still for copies in the last step, measured."""
+
+    @property
+    def outside_bytes(self) -> int:
+        """Memory that kernels allocate themselves, at its largest."""
+        return sum(self.outside_bytes_by_kind.values())
+
+    def with_check(self, verdict: CheckVerdict) -> "Plan":
+        """The same plan with the checker's verdict."""
+        return dataclasses.replace(self, check=verdict)

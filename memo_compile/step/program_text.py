@@ -1,0 +1,85 @@
+"""The step program as text, a line for each call: what runs, what is copied, what runs beside what.
+
+      P                    in -> x0
+      offload              x0  8.00 KiB -> host[0:8192]
+      L@0                  x0 -> x1, y0                              | out x0
+      wait                 offload.x0
+
+Behind the bar stand the copies that are issued and not yet waited for while a region runs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from memo_compile.step.problem import CallKind, Into, Phase, Problem, RegionProfile, StepCall
+from memo_compile.units import format_bytes
+
+NAME_WIDTH = 20
+TEXT_WIDTH = 60
+"""Columns before the copies in flight."""
+
+MAX_VALUES = 6
+"""Values listed of one kind; of the others only their number."""
+
+
+def program_text(problem: Problem) -> str:
+    """The calls of ``problem`` in order; equal programs have equal texts."""
+    return "\n".join(_lines(problem)) + "\n"
+
+
+def _lines(problem: Problem) -> Iterator[str]:
+    if problem.host_bytes:
+        yield f"host frame {format_bytes(problem.host_bytes)}"
+    phase: Phase | None = None
+    flying: dict[str, tuple[CallKind, str]] = {}
+    for call in problem.calls:
+        if call.phase is not phase:
+            phase = call.phase
+            yield f"{phase.value}:"
+        if call.kind is CallKind.WAIT:
+            flying.pop(call.waits_for or "", None)
+        name = call.name if call.kind is CallKind.RUN else call.kind.value
+        line = f"  {name:<{NAME_WIDTH}} {_text(call, problem.regions[call.region])}"
+        if call.kind in (CallKind.RUN, CallKind.RECOMPUTE) and flying:
+            line = f"{line:<{TEXT_WIDTH}} | {_in_flight(flying)}"
+        yield line.rstrip()
+        if call.copy is not None:
+            flying[call.name] = (call.kind, (*call.inputs, *call.outputs)[0])
+
+
+def _text(call: StepCall, region: RegionProfile) -> str:
+    if call.kind is CallKind.WAIT:
+        return call.waits_for or ""
+    copy = call.copy
+    if copy is not None:
+        value = call.inputs[0] if call.kind is CallKind.OFFLOAD else call.outputs[0]
+        arrow = "->" if call.kind is CallKind.OFFLOAD else "<-"
+        part = f"[{copy.start_bytes}:{copy.end_bytes}]" if copy.start_bytes else ""
+        host = f"host[{copy.host_offset}:{copy.host_offset + copy.num_bytes}]"
+        return f"{value}{part}  {format_bytes(copy.num_bytes)} {arrow} {host}"
+    text = f"{_listed(call.inputs)} -> {_listed(call.outputs)}"
+    if call.kind is CallKind.RECOMPUTE:
+        text = f"{call.region}  {text}"
+    if call.into:
+        text += f"  into {_listed([_into_text(one, region) for one in call.into])}"
+    return text
+
+
+def _into_text(into: Into, region: RegionProfile) -> str:
+    end = into.offset_bytes + region.buffers[into.buffer].size_bytes
+    return f"{into.value}[{into.offset_bytes}:{end}]"
+
+
+def _listed(values: Sequence[str]) -> str:
+    shown = ", ".join(value or "_" for value in values[:MAX_VALUES])
+    more = len(values) - MAX_VALUES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _in_flight(flying: Mapping[str, tuple[CallKind, str]]) -> str:
+    """The values that are on their way, by direction."""
+    texts = []
+    for word, kind in (("out", CallKind.OFFLOAD), ("back", CallKind.RELOAD)):
+        values = [value for one, value in flying.values() if one is kind]
+        if values:
+            texts.append(f"{word} {_listed(values)}")
+    return "; ".join(texts)

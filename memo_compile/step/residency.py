@@ -1,0 +1,120 @@
+"""How much of the arena must be in memory during each call, and the peak of the whole step.
+
+Gradients leave the arena: while the backward runs they fill ordinary memory, and the saved
+activations whose place they take are dead. Where the device can give single pages back (CPU), the
+dead tail of the arena is given back just as fast as the gradients grow, so that the step's peak is
+that of what is alive. Elsewhere the whole arena stays.
+
+Symbols: for call c, tail(c) = highest end of a buffer alive in c or later; beside(c) = the largest
+sum, at one line of c, of outputs made so far and memory that kernels allocate themselves.
+    peak        = fixed + heap slack (CPU) + max_c (tail(c) + beside(c)) + waiting
+    resident(c) = min(resident(c-1), max_d (tail(d) + beside(d)) - beside(c))       >= tail(c)
+so that no more pages are given back (and faulted in again in the next step) than the peak needs.
+``waiting`` are the whole frames of other steps whose backward is still to come (max_inflight).
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from memo_compile.step.problem import (
+    Problem,
+    arena_buffers,
+    call_starts,
+    ordinary_events,
+    outside_events,
+)
+
+HEAP_SLACK = 0.03
+"""CPU: what kernels' work space and the C allocator's fragments add to a step's own memory, of that
+memory, up to MAX_HEAP_SLACK_BYTES. On CUDA nothing is added; that was not measured yet."""
+
+MAX_HEAP_SLACK_BYTES = 5 * 2**20
+"""2.0, 3.1 and 4.1 MiB were measured on Llama steps of 381, 240 and 173 MiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residency:
+    """Per call the bytes of the arena, from its start, that stay in memory; and the peak."""
+
+    resident_bytes: tuple[int, ...]
+    peak_bytes: int
+    """Of the whole step: fixed memory, arena, outputs and kernels' own memory."""
+
+
+def residency(
+    problem: Problem, offsets: Mapping[str, int], arena_bytes: int, *, releases_pages: bool
+) -> Residency:
+    """The residency of a placed step. Cost: buffers x log calls."""
+    fixed = step_constant_bytes(problem)
+    beside = beside_bytes(problem).most
+    tails = _tails(problem, offsets) if releases_pages else [arena_bytes] * len(beside)
+    most = max((tail + more for tail, more in zip(tails, beside, strict=True)), default=0)
+    resident, current = [], arena_bytes
+    for tail, more in zip(tails, beside, strict=True):
+        current = max(tail, min(current, most - more))
+        resident.append(current)
+    slack = heap_slack(most) if releases_pages else 0
+    waiting = (problem.live_steps - 1) * waiting_step_bytes(problem, arena_bytes)
+    return Residency(resident_bytes=tuple(resident), peak_bytes=fixed + most + slack + waiting)
+
+
+def waiting_step_bytes(problem: Problem, arena_bytes: int) -> int:
+    """What a step holds from the end of its forward: its frame, and results that are kept."""
+    return arena_bytes + (problem.fixed.outputs if problem.keeps_outputs else 0)
+
+
+def heap_slack(step_bytes: int) -> int:
+    """Bytes to plan for on top of the ``step_bytes`` that a step adds to what is constant (CPU)."""
+    return min(int(step_bytes * HEAP_SLACK), MAX_HEAP_SLACK_BYTES)
+
+
+def step_constant_bytes(problem: Problem) -> int:
+    """Memory that is there from the forward's entry to the backward's exit."""
+    fixed = problem.fixed
+    old_gradients = max(0, fixed.gradients - fixed.new_gradients)
+    return fixed.parameters + fixed.buffers + fixed.optimizer_state + fixed.inputs + old_gradients
+
+
+class Beside(NamedTuple):
+    """Ordinary memory per call: what kernels hold themselves, and outputs made so far."""
+
+    before: list[int]
+    """When the call begins; at the turn with the gradients of the results."""
+    most: list[int]
+    """At one of the call's lines."""
+    after: list[int]
+    """When the call has ended."""
+
+
+def beside_bytes(problem: Problem) -> Beside:
+    """What the step holds beside its arena."""
+    starts = call_starts(problem)
+    events = [(line, change) for line, change, _ in outside_events(problem)]
+    events += ordinary_events(problem)
+    events.sort()
+    found, alive, position = Beside([], [], []), 0, 0
+    for start, end in itertools.pairwise(starts):
+        best = before = alive
+        while position < len(events) and events[position][0] < end:
+            alive += events[position][1]
+            best = max(best, alive)
+            before = alive if events[position][0] == start else before
+            position += 1
+        found.before.append(before)
+        found.most.append(best)
+        found.after.append(alive)
+    return found
+
+
+def _tails(problem: Problem, offsets: Mapping[str, int]) -> list[int]:
+    """Per call the highest end of a buffer that is alive in it or later."""
+    starts = call_starts(problem)
+    ends = sorted((one.end, offsets[one.id] + one.size_bytes) for one in arena_buffers(problem))
+    tails, highest = [], 0
+    for start in reversed(starts[:-1]):
+        while ends and ends[-1][0] >= start:  # an unused input dies on the first line
+            highest = max(highest, ends.pop()[1])
+        tails.append(highest)
+    return tails[::-1]
