@@ -1,0 +1,66 @@
+"""The rooms of the code: one name for one thing, and private torch behind one door."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("memo_compile", "runtime/memo_runtime")
+
+
+def sources() -> Iterator[Path]:
+    for folder in FOLDERS:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def module_names(paths: Iterator[Path]) -> list[tuple[str, str]]:
+    """Each module and package with its own, last name."""
+    return [
+        (path.parent.name if path.stem == "__init__" else path.stem, str(path)) for path in paths
+    ]
+
+
+def public_classes(path: Path) -> list[tuple[str, str]]:
+    body = ast.parse(path.read_text()).body
+    classes = (node for node in body if isinstance(node, ast.ClassDef))
+    return [(node.name, str(path)) for node in classes if not node.name.startswith("_")]
+
+
+def duplicates(named: list[tuple[str, str]]) -> dict[str, list[str]]:
+    places: dict[str, list[str]] = {}
+    for name, place in named:
+        places.setdefault(name, []).append(place)
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The dotted names that a module imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_duplicates_are_found():
+    assert duplicates([("plan", "a.py"), ("plan", "b.py"), ("cut", "a.py")]) == {
+        "plan": ["a.py", "b.py"]
+    }
+
+
+def test_no_two_modules_have_one_name():
+    assert duplicates(module_names(sources())) == {}
+
+
+def test_no_two_public_classes_have_one_name():
+    assert duplicates([found for path in sources() for found in public_classes(path)]) == {}
+
+
+def test_private_torch_is_imported_in_the_shim_only():
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for path in sources()
+        for name in imported(path)
+        if name.startswith("torch._")
+    }
+    assert users == {"memo_compile/shim.py"}
