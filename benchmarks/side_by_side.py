@@ -50,7 +50,7 @@ class CompiledStep:
     prepare: Callable[[], None]
     """What comes before each step and is not timed: the gradients go."""
     run: Callable[[], None]
-    number: int
+    plan_name: str
     """Of its plan in memo's report."""
     assembly: Any
     """What memo assembled: the planner, its lowered regions and the step program."""
@@ -60,7 +60,7 @@ class CompiledStep:
         """Its plan, with what the last step counted."""
         import memo_compile
 
-        return memo_compile.report().plans[self.number]
+        return next(plan for plan in memo_compile.report().plans if plan.name == self.plan_name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,14 +140,17 @@ def compiled_step(name: str, model: Any, ids: Any, options: Mapping[str, Any]) -
     def run() -> None:
         step(input_ids=ids, labels=ids).loss.backward()
 
-    before = len(memo_compile.report().plans)
+    before = {plan.name for plan in memo_compile.report().plans}
     with _assemblies() as assembled:
         prepare()
         run()
     report = memo_compile.report()
-    if len(report.plans) != before + 1 or not report.active:
-        raise RuntimeError(f"{name}: expected one plan more than {before}, got\n{report}")
-    return CompiledStep(name=name, prepare=prepare, run=run, number=before, assembly=assembled[-1])
+    new = [plan.name for plan in report.plans if plan.name not in before]
+    if len(new) != 1 or not report.active:
+        raise RuntimeError(f"{name}: expected one new plan, got {len(new)}\n{report}")
+    return CompiledStep(
+        name=name, prepare=prepare, run=run, plan_name=new[0], assembly=assembled[-1]
+    )
 
 
 @contextlib.contextmanager

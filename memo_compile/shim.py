@@ -373,7 +373,8 @@ def has_fsdp_modules() -> bool:
         return False
     from torch.distributed.fsdp import FSDPModule
 
-    return bool(FSDPModule.__subclasses__())
+    # torch's own ReplicateModule derives from FSDPModule too, and is no module yet.
+    return any(issubclass(one, torch.nn.Module) for one in FSDPModule.__subclasses__())
 
 
 def dynamo_counts() -> tuple[dict[str, int], int]:

@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from memo_compile.backends.capture import StepCompiler
 from memo_compile.backends.left_out import DynamoWatch
 from memo_compile.backends.specialise import specialise, symbol_positions
 from memo_compile.config import MemoConfig, resolve
+from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import REPORT, UNEXPECTED, say_dropped
 from memo_compile.driver.tiling import tile_order
@@ -50,7 +53,7 @@ def memo(
         MemoError: planning failed and ``strict`` is set.
     """
     with _failure_reported():
-        config = resolve(options, mode)
+        config = _with_own_dump(resolve(options, mode))
         _note_mode(config)
         _note_distributed()
         if not symbol_positions(gm, example_inputs):
@@ -194,11 +197,17 @@ def _plan_once(
         )
     if compiler.assembly is not None:
         compiler.assembly.on_unplanned(_on_unplanned)
-        weakref.finalize(compiler, compiler.assembly.retire).atexit = False
+        weakref.finalize(compiler, _retire, compiler.assembly).atexit = False
         state.add_plan(compiler.assembly.plan)
     elif compiler.saw_training:
         raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
     return compiled
+
+
+def _retire(assembly: Assembly) -> None:
+    """Nothing of a model that is gone is held."""
+    assembly.retire()
+    state.plan_is_gone(assembly.plan)
 
 
 def _on_unplanned() -> None:
@@ -241,11 +250,19 @@ def _named(error: Exception) -> Exception:
     return named
 
 
+def _several_ranks() -> bool:
+    """True in a process group of more than one."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return distributed.get_world_size() > 1
+
+
 def _note_distributed() -> None:
     """Name what memo does not do yet when several ranks train together."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
-    if torch.distributed.get_world_size() > 1:
+    if _several_ranks():
         _warn_once("each rank plans its own graph; that the ranks' plans agree is not checked yet")
     if shim.has_fsdp_modules():
         _warn_once(
@@ -262,6 +279,23 @@ def _note_distributed() -> None:
 def _warn_once(note: str) -> None:
     if state.add_note(note):
         log.warning("memo: %s", note)
+
+
+def _with_own_dump(config: MemoConfig) -> MemoConfig:
+    """``config`` with a dump folder of this rank; with none, and a note, where nothing can go."""
+    if config.dump is None:
+        return config
+    folder = Path(config.dump)
+    if _several_ranks():
+        folder /= f"rank{torch.distributed.get_rank()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        _warn_once(f"nothing is dumped: {folder} cannot be written: {error.strerror or error}")
+        return dataclasses.replace(config, dump=None)
+    return dataclasses.replace(config, dump=str(folder))
 
 
 def _note_mode(config: MemoConfig) -> None:

@@ -15,7 +15,7 @@ class Report:
     active: bool
     """True when a plan stands and no training graph runs without one."""
     plans: tuple[Plan, ...]
-    """Newest last."""
+    """Newest last. A plan whose model is gone stays until the next one stands."""
     unplanned_steps: int
     """Training steps that ran in ordinary memory although a plan exists."""
     notes: tuple[str, ...]
@@ -40,13 +40,16 @@ LeftOut = tuple[tuple[str, ...], bool]
 @dataclass(slots=True)
 class _State:
     plans: list[Plan] = field(default_factory=list)
+    gone: list[Plan] = field(default_factory=list)
+    """Of ``plans``, those whose models are gone."""
     notes: list[str] = field(default_factory=list)
     unplanned_steps: int = 0
     failed: bool = False
     refused: bool = False
     left_out: Callable[[], LeftOut] = lambda: ((), False)
     begin: Callable[[], None] = lambda: None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held again by its holder when the collector finds a model gone meanwhile."""
 
 
 _state = _State()
@@ -73,6 +76,7 @@ def reset() -> None:
     """Forget everything: for tests and notebooks."""
     with _state.lock:
         _state.plans.clear()
+        _state.gone.clear()
         _state.notes.clear()
         _state.unplanned_steps = 0
         _state.failed = _state.refused = False
@@ -80,9 +84,11 @@ def reset() -> None:
 
 
 def add_plan(plan: Plan) -> None:
-    """A plan stands."""
+    """A plan stands; those of models that are gone leave the report."""
     with _state.lock:
-        _state.plans.append(plan)
+        gone, _state.gone = _state.gone, []
+        left = {id(known) for known in gone}
+        _state.plans = [*(known for known in _state.plans if id(known) not in left), plan]
         _state.refused = False
 
 
@@ -90,6 +96,12 @@ def replace_plan(old: Plan, new: Plan) -> None:
     """``new`` says more than ``old`` about the same step."""
     with _state.lock:
         _state.plans = [new if plan is old else plan for plan in _state.plans]
+
+
+def plan_is_gone(plan: Plan) -> None:
+    """No step of ``plan`` will run any more: its model is gone."""
+    with _state.lock:
+        _state.gone.append(plan)
 
 
 def add_note(note: str) -> bool:

@@ -22,6 +22,7 @@ def test_gradients_are_those_of_one_process(tmp_path, sequence, lowering):
         found = outcome.found
         assert found["active"]
         assert found["unplanned_steps"] == 0
+        assert not any("FSDP" in note for note in found["notes"])
         for errors in found["errors"]:
             wrong = {
                 name: error

@@ -72,6 +72,16 @@ def test_fully_sharded_modules_are_seen():
     assert (before, shim.has_fsdp_modules()) == (False, True)
 
 
+def test_what_torch_derives_itself_is_no_sharded_module(monkeypatch):
+    from torch.distributed.fsdp import FSDPModule
+
+    class ReplicateModule(FSDPModule):
+        """As in torch.distributed._composable, which others import: not a module yet."""
+
+    monkeypatch.setattr(FSDPModule, "__subclasses__", lambda: [ReplicateModule])
+    assert not shim.has_fsdp_modules()
+
+
 def notes(rows, outputs=0, **options):
     problem = replace(two_layers(), fixed=FixedBytes(outputs=outputs))
     return list(step_notes(problem, rows, MemoConfig(**options)))

@@ -55,6 +55,22 @@ def test_a_refused_graph_counts_until_its_next_try(plan):
     assert memo_compile.report().active
 
 
+def test_a_plan_whose_model_is_gone_leaves_with_the_next_plan(plan):
+    state.add_plan(plan)
+    state.plan_is_gone(plan)
+    assert memo_compile.report().plans == (plan,)  # printed after the training is over
+    other = dataclasses.replace(plan, name="graph4")
+    state.add_plan(other)
+    state.add_plan(plan)
+    assert memo_compile.report().plans == (other, plan)
+
+
+def test_the_collector_may_find_a_model_gone_during_a_report(plan):
+    state.add_plan(plan)
+    with state._state.lock:
+        state.plan_is_gone(plan)
+
+
 def test_notes_are_kept_once_in_order():
     assert state.add_note("b")
     assert state.add_note("a")

@@ -1,0 +1,60 @@
+"""Where a dump goes: a folder for each rank, and nowhere when the folder cannot be written."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memo_compile
+from memo_compile.backends import entry
+from memo_compile.config import MemoConfig
+from memo_compile.reporting import state
+
+pytestmark = pytest.mark.usefixtures("fresh_report")
+
+
+def step(**options: object) -> nn.Module:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    compiled = torch.compile(
+        model, backend="memo", options={"lowering": "aten", "strict": True, **options}
+    )
+    compiled(torch.ones(2, 4)).sum().backward()
+    return model
+
+
+def test_one_process_dumps_where_it_was_told(tmp_path):
+    config = entry._with_own_dump(MemoConfig(dump=str(tmp_path / "new" / "folder")))
+    assert config.dump == str(tmp_path / "new" / "folder")
+
+
+@pytest.mark.parametrize(("ranks", "folders"), [(1, ["."]), (2, ["rank0", "rank1"])])
+def test_each_of_several_ranks_has_a_folder_of_its_own(tmp_path, monkeypatch, ranks, folders):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    found = []
+    for rank in range(ranks):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        found.append(entry._with_own_dump(MemoConfig(dump=str(tmp_path))).dump)
+    assert found == [str(tmp_path / folder) for folder in folders]
+    assert all(Path(folder).is_dir() for folder in found)
+
+
+def test_a_folder_that_cannot_be_written_costs_no_plan(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    step(dump=str(tmp_path / "file" / "folder"))
+    report = memo_compile.report()
+    assert report.active
+    (note,) = report.notes
+    assert note.startswith(f"nothing is dumped: {tmp_path / 'file' / 'folder'} cannot be written: ")
+
+
+def test_plans_of_models_that_are_gone_do_not_pile_up():
+    for _ in range(3):
+        step()
+        torch._dynamo.reset()
+        gc.collect()
+    assert len(memo_compile.report().plans) == 1
+    assert state.report().active
