@@ -6,7 +6,9 @@ the file named by ``MEMO_CONFIG`` (JSON) > defaults. This is the only file that 
 
 import dataclasses
 import difflib
+import functools
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +17,8 @@ from typing import Any
 
 from memo_compile.errors import ConfigError
 from memo_compile.units import parse_size
+
+log = logging.getLogger("memo")
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 LOWERINGS = ("inductor", "aten")
@@ -82,22 +86,14 @@ class MemoConfig:
         _one_of("mode", self.mode, MODES)
         _one_of("policy", self.policy, POLICIES)
         _one_of("costs", self.costs, COSTS)
-        if self.host_store not in ("auto", "shm") and not self.host_store.startswith("file:"):
-            raise ConfigError(
-                f"host_store: expected auto, shm or file:DIR, got {self.host_store!r}"
-            )
+        self._require_host_store()
+        self._require_types()
         if self.alpha is not None and self.alpha not in ALPHAS:
             raise ConfigError(f"alpha: expected one of {ALPHAS}, got {self.alpha!r}")
         for flag in self.debug:
             _one_of("debug", flag, DEBUG_FLAGS)
-        for name in ("max_inflight", "max_plans", "token_granule"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
         if self.exact and (self.token_tiles or 1) > 1:
             raise ConfigError("token_tiles: exact=True forbids tiles, which round differently")
-        if self.token_tiles is not None and not self.token_tiles >= 1:
-            raise ConfigError(f"token_tiles: expected at least 1, got {self.token_tiles!r}")
         state_bytes = self.optimizer_state_bytes_per_parameter
         if state_bytes is not None and not state_bytes >= 0:
             raise ConfigError(
@@ -112,6 +108,24 @@ class MemoConfig:
                 f"placement_time_limit_s: expected seconds above 0, got "
                 f"{self.placement_time_limit_s!r}"
             )
+
+    def _require_host_store(self) -> None:
+        store = self.host_store
+        if store not in ("auto", "shm") and not store.startswith("file:"):
+            raise ConfigError(f"host_store: expected auto, shm or file:DIR, got {store!r}")
+        if store == "file:":
+            raise ConfigError("host_store: file:DIR needs a folder, got 'file:'")
+
+    def _require_types(self) -> None:
+        for name in ("exact", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+        for name in ("max_inflight", "max_plans", "token_granule", "token_tiles"):
+            value = getattr(self, name)
+            if value is None and name == "token_tiles":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
 
     def budget_bytes(self, device_bytes: int | None) -> int | None:
         """The budget in bytes; ``80%`` is of ``device_bytes``."""
@@ -155,6 +169,7 @@ class MemoConfig:
 
 
 _FIELDS = {one.name: one for one in dataclasses.fields(MemoConfig)}
+_VARIABLES = ("MEMO_CONFIG", *(f"MEMO_{name.upper()}" for name in _FIELDS))
 _configured: dict[str, Any] = {}
 
 
@@ -202,12 +217,23 @@ def unknown_option(key: str, where: str) -> str:
 
 
 def _from_environment() -> dict[str, Any]:
+    for variable in os.environ:
+        if variable.startswith("MEMO_") and variable not in _VARIABLES:
+            _warn_misspelt(variable)
     found = {}
     for name, one in _FIELDS.items():
         text = os.environ.get(f"MEMO_{name.upper()}")
         if text:
             found[name] = _parsed(name, one.type, text)
     return found
+
+
+@functools.cache
+def _warn_misspelt(variable: str) -> None:
+    """Name the variable that ``variable`` may have been meant for; others are not memo's."""
+    near = difflib.get_close_matches(variable, _VARIABLES, n=1, cutoff=0.75)
+    if near:
+        log.warning("memo: %s sets no option; did you mean %s?", variable, near[0])
 
 
 def _parsed(name: str, kind: Any, text: str) -> Any:
@@ -220,7 +246,7 @@ def _parsed(name: str, kind: Any, text: str) -> Any:
     try:
         if "bool" in kind:
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
-        if kind.startswith("<class 'int'") or kind == "int":
+        if kind in ("<class 'int'>", "int | None"):
             return int(text)
         if "float" in kind:
             return float(text)

@@ -35,7 +35,9 @@ class UnsupportedGraph(MemoError):
 class Infeasible(MemoError):
     """No plan satisfies the bound; the message states the floor and what makes it.
 
-    ``floor_bytes`` is the smallest bound that could be kept, where it is known.
+    ``floor_bytes`` is the smallest bound that could be kept, where it is known. While torch
+    compiles, Dynamo wraps what a backend raises: this error is then the ``inner_exception`` of a
+    ``torch._dynamo.exc.BackendCompilerFailed``. A step that is planned anew raises it as it is.
     """
 
     def __init__(self, message: str, *, floor_bytes: int | None = None) -> None:

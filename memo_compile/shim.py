@@ -7,7 +7,7 @@ import contextlib
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 from unittest import mock
 
@@ -269,6 +269,11 @@ def known_inductor_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """``settings`` without the keys that this version of Inductor lacks."""
     known = inductor_config._config  # type: ignore[attr-defined]
     return {key: value for key, value in settings.items() if key in known}
+
+
+def inductor_settings() -> Collection[str]:
+    """The names of all settings of this version of Inductor."""
+    return inductor_config._config  # type: ignore[attr-defined, no-any-return]
 
 
 class _Partitioner(CustomPartitionerFn):

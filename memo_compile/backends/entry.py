@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import difflib
 import itertools
 import logging
+import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 from memo_runtime.arena import ArenaError
-from memo_runtime.host_store import HostStoreError
+from memo_runtime.host_store import FILE_PREFIX, HostStoreError
 from torch import fx
 
 from memo_compile import shim
@@ -54,6 +56,7 @@ def memo(
     """
     with _failure_reported():
         config = _with_own_dump(resolve(options, mode))
+        _require_usable(config)
         _note_mode(config)
         _note_distributed()
         if not symbol_positions(gm, example_inputs):
@@ -279,6 +282,25 @@ def _note_distributed() -> None:
 def _warn_once(note: str) -> None:
     if state.add_note(note):
         log.warning("memo: %s", note)
+
+
+def _require_usable(config: MemoConfig) -> None:
+    """What only this machine and this torch can tell of the options.
+
+    Raises:
+        ConfigError: Inductor has no such setting, or the folder to offload to is not there.
+    """
+    settings = shim.inductor_settings()
+    for name in config.inductor_options:
+        if name not in settings:
+            near = difflib.get_close_matches(name, settings, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"inductor_options: unknown setting {name!r}{hint}")
+    store = config.host_store
+    if store.startswith(FILE_PREFIX):
+        folder = store.removeprefix(FILE_PREFIX)
+        if not os.access(folder, os.W_OK | os.X_OK) or not Path(folder).is_dir():
+            raise ConfigError(f"host_store: expected a folder that can be written, got {folder!r}")
 
 
 def _with_own_dump(config: MemoConfig) -> MemoConfig:

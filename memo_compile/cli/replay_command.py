@@ -82,7 +82,7 @@ def _plan_again(
         time_limit_s=time_limit_s,
         decisions=before.decisions,
         budget_bytes=before.budget_bytes,
-        releases_pages=any(size != before.arena_bytes for size in before.resident_bytes),
+        releases_pages=before.releases_pages,
     )
     timeline = before.timeline if costs is None else simulate(problem, costs)
     return dataclasses.replace(

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Iterator
 from memo_compile.analysis.joint_units import JointUnits
 from memo_compile.config import MemoConfig
 from memo_compile.passes.cut import Cut
+from memo_compile.planners.moves import original_name
 from memo_compile.planners.policy import Choice, reasons
 from memo_compile.step.movable import Action, LayerClass, Mode, MovableStep, Slot
 from memo_compile.step.plans import Decision, Plan
-from memo_compile.step.problem import Phase, Problem
+from memo_compile.step.problem import CallKind, Phase, Problem
 from memo_compile.units import format_bytes
 
 MIN_NAMED_BYTES = 2**20
@@ -42,8 +43,12 @@ def saved_rows(problem: Problem, forward: Cut, units: JointUnits) -> tuple[Decis
 
 
 def moved_rows(step: MovableStep, choice: Choice[Plan], units: JointUnits) -> tuple[Decision, ...]:
-    """The rows of a step whose tensors move; layers of a class that differ have rows apart."""
+    """The rows of a step whose tensors move; layers of a class that differ have rows apart.
+
+    What the backward does not read in these layers is neither kept nor moved, and has no row.
+    """
     why = reasons(step, choice)
+    read = _read_in_backward(choice.problem)
     paths = {one.class_key: one.module_path for one in units.structure.classes}
     calls = {call.name: call for call in step.problem.calls}
     rows: list[Decision] = []
@@ -57,10 +62,23 @@ def moved_rows(step: MovableStep, choice: Choice[Plan], units: JointUnits) -> tu
         label = paths.get(call.layer_class or "") or key
         for first, last, mode in _runs([mode for _, mode in members]):
             where = label if last - first + 1 == len(members) else f"{label} [{first}:{last + 1}]"
+            values = [layer.values for layer, _ in members[first : last + 1]]
             for index, slot in enumerate(cls.slots):
-                reason = why.get((key, index), "")
+                if not any(of_layer[index] in read for of_layer in values):
+                    continue
+                reason = why[key, index, mode]
                 rows.extend(_rows_of(step, cls, slot, index, mode, where, reason))
     return tuple(rows)
+
+
+def _read_in_backward(problem: Problem) -> set[str]:
+    """Values of the forward that the backward reads, kept, reloaded or recomputed."""
+    read = set()
+    for call in problem.calls:
+        if call.phase is Phase.BACKWARD and call.kind is not CallKind.WAIT:
+            targets = (into.value for into in call.into)
+            read.update(original_name(value) for value in (*call.inputs, *targets))
+    return read
 
 
 def step_notes(problem: Problem, rows: Iterable[Decision], config: MemoConfig) -> Iterator[str]:

@@ -159,12 +159,16 @@ class StepPlanner:
         rows = moved_rows(self.movable().step, choice, self.units)
         for note in (*choice.notes, *step_notes(self.problem, rows, self.config)):
             state.add_note(note)
+        placed = self._placed(choice)
         plan = replace(
-            self._placed(choice),
+            placed,
             decisions=rows,
             policy=choice.moves.policy,
             timeline=choice.timeline,
-            frontier=choice.frontier,
+            frontier=tuple(
+                replace(point, peak_bytes=placed.peak_bytes) if point.chosen else point
+                for point in choice.frontier
+            ),
             host_bytes=choice.problem.host_bytes,
         )
         return self._planned(choice.problem, plan)
@@ -205,7 +209,7 @@ class StepPlanner:
     def _placed(self, choice: Choice[Plan]) -> Plan:
         """The chosen step placed with all effort; candidates were placed quickly."""
         best = self._place(choice.problem)
-        return best if best.peak_bytes < choice.plan.peak_bytes else choice.plan
+        return best if best.peak_bytes <= choice.plan.peak_bytes else choice.plan
 
     def _place(self, problem: Problem, solver: str | None = None) -> Plan:
         return place_step(

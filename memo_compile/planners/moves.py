@@ -52,6 +52,7 @@ from memo_compile.step.problem import (
 __all__ = [
     "apply_moves",
     "modes_valid",
+    "original_name",
     "recomputable",
     "recompute_closure",
     "recompute_seconds",
@@ -402,9 +403,17 @@ def _reading(call: StepCall, renamed: Mapping[str, str]) -> StepCall:
     return replace(call, inputs=inputs, into=into)
 
 
+_AGAIN, _RELOADED = "again.", "reloaded."
+
+
 def _again_name(value: str) -> str:
-    return f"again.{value}"
+    return f"{_AGAIN}{value}"
 
 
 def _reloaded_name(value: str) -> str:
-    return f"reloaded.{value}"
+    return f"{_RELOADED}{value}"
+
+
+def original_name(value: str) -> str:
+    """The forward's value that ``value`` is a recomputation or a reload of; else itself."""
+    return value.removeprefix(_AGAIN).removeprefix(_RELOADED)

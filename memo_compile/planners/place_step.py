@@ -46,6 +46,7 @@ def place_step(
         arena_bytes=arena_bytes,
         peak_bytes=resident.peak_bytes,
         resident_bytes=resident.resident_bytes,
+        releases_pages=releases_pages,
         lower_bound_bytes=lower_bound,
         outside_bytes_by_kind=outside_peak(problem),
         fixed=problem.fixed,

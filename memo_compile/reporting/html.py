@@ -95,7 +95,7 @@ def _cards(plan: Plan, view: StepView) -> list[tuple[str, str, str]]:
         share = f"{100 * stall / step:.1f} % waits for copies" if stall else "no stalls"
         cards.append(("simulated step", format_seconds(step), share))
     if plan.host_bytes:
-        cards.append(("moved to the host", format_bytes(plan.host_bytes), "in pinned memory"))
+        cards.append(("moved to the host", format_bytes(plan.host_bytes), "in host memory"))
     else:
         cards.append(("moved to the host", "nothing", "all tensors stay on the device"))
     kinds = Counter(row.decision for row in plan.decisions)

@@ -96,6 +96,9 @@ class Plan:
     decisions: tuple[Decision, ...] = ()
     resident_bytes: tuple[int, ...] = ()
     """Per call the bytes of the arena, from its start, that stay in memory."""
+    releases_pages: bool = False
+    """True where single pages of the arena can be given back (CPU); ``peak_bytes`` then counts
+    what the heap adds."""
     budget_bytes: int | None = None
     solver: str = "greedy"
     planning_s: float = 0.0

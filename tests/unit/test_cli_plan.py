@@ -146,6 +146,7 @@ def test_tables_say_what_fits_and_what_sets_the_peak(capsys, tmp_path):
     ("arguments", "message"),
     [
         (("gpt-7c", "--seq", "1024"), "model: unknown 'gpt-7c'; did you mean gpt-7b?"),
+        (("gpt-7c",), "model: unknown 'gpt-7c'; did you mean gpt-7b?"),
         (("tiny-gpt",), "seq: missing"),
         (
             ("tiny-gpt", "--seq", "1024", "--tp", "3"),

@@ -77,6 +77,7 @@ def test_an_option_like_no_other_lists_all():
         ("STRICT", "1", True),
         ("STRICT", "false", False),
         ("MAX_INFLIGHT", "3", 3),
+        ("TOKEN_TILES", "4", 4),
         ("PLACEMENT_TIME_LIMIT_S", "2.5", 2.5),
         ("DEBUG", "poison", ("poison",)),
         ("MEMORY_BUDGET", "6GiB", "6GiB"),
@@ -107,6 +108,10 @@ def test_environment_that_cannot_be_used(monkeypatch, name, text):
         ({"mode": "fast"}, "mode: expected one of"),
         ({"debug": "poisson"}, "debug: expected one of poison, .*, got 'poisson'"),
         ({"max_inflight": 0}, "max_inflight: expected an integer of at least 1, got 0"),
+        ({"token_tiles": 2.0}, "token_tiles: expected an integer of at least 1, got 2.0"),
+        ({"exact": "false"}, "exact: expected True or False, got 'false'"),
+        ({"strict": 1}, "strict: expected True or False, got 1"),
+        ({"host_store": "file:"}, "host_store: file:DIR needs a folder"),
         ({"max_plans": True}, "max_plans: expected an integer"),
         ({"copy_bytes_per_s": 0}, "copy_bytes_per_s: expected speeds above 0, got 0"),
         ({"copy_bytes_per_s": (1e9, -1)}, r"copy_bytes_per_s: expected speeds above 0, got \(1"),
@@ -117,6 +122,18 @@ def test_environment_that_cannot_be_used(monkeypatch, name, text):
 def test_values_that_cannot_be_used(options, message):
     with pytest.raises(ConfigError, match=message):
         resolve(options, None)
+
+
+def test_misspelt_variables_are_named_once_with_the_nearest(monkeypatch, caplog):
+    config._warn_misspelt.cache_clear()
+    for variable in ("MEMO_MEMORY_BUGDET", "MEMO_TILES", "MEMO_BENCHMARK_RESULT", "MEMOIR"):
+        monkeypatch.setenv(variable, "1")
+    resolve(None, None)
+    resolve(None, None)
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        "memo: MEMO_MEMORY_BUGDET sets no option; did you mean MEMO_MEMORY_BUDGET?",
+        "memo: MEMO_TILES sets no option; did you mean MEMO_TOKEN_TILES?",
+    ]
 
 
 def test_one_copy_speed_bounds_both_directions():

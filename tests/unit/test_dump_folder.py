@@ -9,6 +9,7 @@ from torch import nn
 
 import memo_compile
 from memo_compile.backends import entry
+from memo_compile.cli.main import main
 from memo_compile.config import MemoConfig
 from memo_compile.reporting import state
 
@@ -17,11 +18,11 @@ pytestmark = pytest.mark.usefixtures("fresh_report")
 
 def step(**options: object) -> nn.Module:
     torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
     compiled = torch.compile(
         model, backend="memo", options={"lowering": "aten", "strict": True, **options}
     )
-    compiled(torch.ones(2, 4)).sum().backward()
+    compiled(torch.ones(512, 64)).sum().backward()
     return model
 
 
@@ -49,6 +50,23 @@ def test_a_folder_that_cannot_be_written_costs_no_plan(tmp_path):
     assert report.active
     (note,) = report.notes
     assert note.startswith(f"nothing is dumped: {tmp_path / 'file' / 'folder'} cannot be written: ")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"policy": "full-offload"}, {"policy": "full-recompute", "memory_budget": "1GiB"}],
+    ids=["save", "offload", "recompute"],
+)
+def test_a_fresh_dump_is_replayed_to_the_same_plan(tmp_path, capsys, options):
+    """The chosen point of the frontier, if any, is the plan."""
+    step(dump=str(tmp_path), **options)
+    (folder,) = tmp_path.iterdir()
+    with pytest.raises(SystemExit) as left:
+        main(["replay", str(folder)])
+    assert capsys.readouterr().out.splitlines()[-1] == "the plan equals plan.json"
+    assert left.value.code == 0
+    (plan,) = memo_compile.report().plans
+    assert all(one.peak_bytes == plan.peak_bytes for one in plan.frontier if one.chosen)
 
 
 def test_plans_of_models_that_are_gone_do_not_pile_up():

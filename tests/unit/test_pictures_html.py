@@ -209,3 +209,9 @@ def test_text_is_legible_and_marks_stand_out(scheme):
             assert contrast(found[text], found[ground]) >= 4.5, (text, ground)
     for mark in ("saved", "offloaded", "recomputed", "stall", "backward", "live"):
         assert contrast(found[mark], found["panel"]) >= 2.5, mark
+
+
+def test_host_memory_is_called_pinned_nowhere():
+    """A plan does not say which kind it was made for: on CPU nothing is pinned."""
+    problem, plan = layered()
+    assert "pinned" not in render_html(problem, dataclasses.replace(plan, host_bytes=4096))

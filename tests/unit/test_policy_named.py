@@ -237,14 +237,20 @@ def test_reasons_state_the_numbers():
     step = movable_step(6, bytes_per_s=FAST)
     choice = decided(step, "memo", alpha=0.25)
     why = reasons(step, choice)
-    assert set(why) == {("L", slot) for slot in range(5)}
-    assert why["L", 0].startswith("in 4 of 6 layers: its copy 31.25 ms hides")
-    assert why["L", 0].endswith("it cannot be made again in its layer")
-    assert "rows 0 to 6 of 8 are recomputed" in why["L", 3]
-    assert reasons(step, decided(step))["L", 0] == "nothing of these layers needs to move"
-    again = reasons(movable_step(6), decided(movable_step(6), "full-recompute"))
-    assert again["L", 4].startswith("recompute costs 50.00 ms, its copy 2.00 s does not hide")
-    assert again["L", 1].startswith("kept: its copy takes 500.00 ms")
+    moved, kept = dict.fromkeys(choice.moves.modes)
+    assert set(why) == {("L", slot, mode) for slot in range(5) for mode in (moved, kept)}
+    assert why["L", 0, moved].startswith("in 4 of 6 layers: its copy 31.25 ms hides")
+    assert why["L", 0, moved].endswith("it cannot be made again in its layer")
+    assert "rows 0 to 6 of 8 are recomputed" in why["L", 3, moved]
+    assert why["L", 0, kept].startswith("in 2 of 6 layers: kept, which moves it less often: its")
+    saved = decided(step)
+    said = reasons(step, saved)["L", 0, saved.moves.modes[0]]
+    assert said == "nothing of these layers needs to move"
+    recomputed = decided(movable_step(6), "full-recompute")
+    mode = recomputed.moves.modes[0]
+    again = reasons(movable_step(6), recomputed)
+    assert again["L", 4, mode].startswith("recompute costs 50.00 ms, its copy 2.00 s does not hide")
+    assert again["L", 1, mode].startswith("kept: its copy takes 500.00 ms")
 
 
 def test_candidates_above_the_host_budget_are_left_out():

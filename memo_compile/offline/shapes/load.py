@@ -66,13 +66,13 @@ def load(
     if ":" in model and not Path(model).exists():
         _require_one_device(model, degrees)
         return _of_function(model, seq=seq, batch=batch, dtype=dtype)
+    shape = None if model.endswith(".json") or Path(model).exists() else find_model(model)
     if seq is None:
         raise InputError("seq: missing; give --seq N, the number of tokens of one sequence")
     require_at_least(1, {"seq": seq})
-    if model.endswith(".json") or Path(model).exists():
+    if shape is None:
         _require_one_device(model, degrees)
         return _of_config(Path(model), seq=seq, batch=batch, dtype=dtype)
-    shape = find_model(model)
     with fake_mode():
         made, inputs = first_stage(shape, degrees, seq=seq, batch=batch, dtype=dtype)
     notes: tuple[str, ...] = ()

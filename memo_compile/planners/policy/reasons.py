@@ -20,24 +20,15 @@ class Decided(Protocol):
         ...
 
 
-def reasons(step: MovableStep, choice: Decided) -> Mapping[tuple[str, int], str]:
-    """(class key, slot) -> why most layers of the class do what they do with the slot."""
+def reasons(step: MovableStep, choice: Decided) -> Mapping[tuple[str, int, Mode], str]:
+    """(class key, slot, mode) -> why layers of that mode do what they do with the slot."""
     found = {}
     for class_key in dict.fromkeys(layer.class_key for layer in step.layers):
         facts = _ClassFacts.of(step, choice.moves, class_key)
-        for slot in range(len(facts.cls.slots)):
-            found[class_key, slot] = facts.reason(slot)
+        for mode in dict.fromkeys(facts.modes):
+            for slot in range(len(facts.cls.slots)):
+                found[class_key, slot, mode] = facts.reason(slot, mode)
     return found
-
-
-def main_action(modes: list[Mode], slot: int) -> tuple[Action, int]:
-    """What most of ``modes`` do with ``slot``, and how many do; any move wins over SAVE."""
-    count = {action: 0 for action in (Action.OFFLOAD, Action.RECOMPUTE, Action.SAVE)}
-    for mode in modes:
-        count[mode.actions[slot]] += 1
-    moved = max((Action.OFFLOAD, Action.RECOMPUTE), key=lambda action: count[action])
-    action = moved if count[moved] else Action.SAVE
-    return action, count[action]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +59,14 @@ class _ClassFacts:
             policy=moves.policy,
         )
 
-    def reason(self, slot: int) -> str:
-        """The sentence for ``slot``."""
-        action, count = main_action(self.modes, slot)
+    def reason(self, slot: int, mode: Mode) -> str:
+        """The sentence for ``slot`` in layers of ``mode``."""
+        action = mode.actions[slot]
+        count = sum(other.actions[slot] is action for other in self.modes)
         total = len(self.modes)
         where = "" if count == total else f"in {count} of {total} layers: "
         if action is Action.SAVE:
-            return self._kept(slot)
-        mode = next(mode for mode in self.modes if mode.actions[slot] is action)
+            return where + self._kept(slot, moves_elsewhere=count != total)
         said = self._offloaded(slot, mode) if action is Action.OFFLOAD else self._again(slot, mode)
         return where + said
 
@@ -99,7 +90,7 @@ class _ClassFacts:
     def _can_again(self, slot: int) -> bool:
         return recomputable(self.step, self.layer, slot)
 
-    def _kept(self, slot: int) -> str:
+    def _kept(self, slot: int, *, moves_elsewhere: bool) -> str:
         kept = self.cls.slots[slot]
         if not kept.can_offload and not self._can_again(slot):
             return "cannot be moved: it can be neither copied nor made again in its layer"
@@ -110,7 +101,10 @@ class _ClassFacts:
             options.append(f"recomputing it costs {format_seconds(self._again_s(slot))}")
         if kept.can_offload:
             options.append(f"its copy takes {format_seconds(self._copy_s(slot))}")
-        return f"kept: {' and '.join(options)}, more than its {format_bytes(kept.size_bytes)} need"
+        costs = " and ".join(options)
+        if moves_elsewhere:
+            return f"kept, which moves it less often: {costs}"
+        return f"kept: {costs}, more than its {format_bytes(kept.size_bytes)} need"
 
     def _offloaded(self, slot: int, mode: Mode) -> str:
         copies, window = self._layer_copy_s(mode), self.forward_s
