@@ -273,7 +273,7 @@ def known_inductor_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 def inductor_settings() -> Collection[str]:
     """The names of all settings of this version of Inductor."""
-    return inductor_config._config  # type: ignore[attr-defined, no-any-return]
+    return inductor_config._config  # type: ignore[attr-defined]
 
 
 class _Partitioner(CustomPartitionerFn):

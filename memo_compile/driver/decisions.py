@@ -73,7 +73,7 @@ def moved_rows(step: MovableStep, choice: Choice[Plan], units: JointUnits) -> tu
 
 def _read_in_backward(problem: Problem) -> set[str]:
     """Values of the forward that the backward reads, kept, reloaded or recomputed."""
-    read = set()
+    read: set[str] = set()
     for call in problem.calls:
         if call.phase is Phase.BACKWARD and call.kind is not CallKind.WAIT:
             targets = (into.value for into in call.into)
