@@ -61,8 +61,17 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
         *(("copies-late",), ("copies-early",)),
     ),
     "exact": (False, False, False, False, True),
+    "host_budget": (None, None, None, 0),
     "costs": ("roofline", "roofline", "roofline", "measured"),
 }
+
+MLPS = ("mlp", "gated", "fused_gate")
+
+LAYERED = 0.3
+"""How many models are stacks of equal layers of attention and an MLP; others rarely repeat."""
+
+MOVABLE = 256
+"""Entries of a hidden state that may move in every dtype: memo leaves less than 512 B where it is."""
 
 BUDGETS = ((), (0.7,), (0.5,), (), (0.3,), (), (0.0,))
 """How much of the arena of the step that keeps everything a budget leaves; what is refused is
@@ -157,12 +166,17 @@ def _once(case: Case) -> bool:
 def draw_case(seed: int, lowering: str) -> Case:
     """The case of ``seed``; cases for Inductor are smaller because it compiles each for long."""
     source = random.Random(f"{lowering}-{seed}")
-    sizes = draw_sizes(source)
     dtype = source.choice(DTYPES)
     small = lowering == "inductor"
-    groups = [
-        _group(source, sizes, dtype, (1, 2, 2, 3, 3, 4), (1, 1, 2) if small else (1, 1, 2, 2, 3))
-    ]
+    layered = source.random() < LAYERED
+    sizes = draw_sizes(source)
+    while layered and sizes.batch * sizes.tokens * sizes.width < MOVABLE:
+        sizes = draw_sizes(source)
+    if layered:
+        groups = [_transformer_layers(source, sizes, dtype, (2, 3) if small else (3, 3, 4))]
+    else:
+        counts = (1, 1, 2) if small else (1, 1, 2, 2, 3)
+        groups = [_group(source, sizes, dtype, (1, 2, 2, 3, 3, 4), counts)]
     if source.random() < (0.1 if small else 0.3):
         groups.append(_group(source, sizes, dtype, (1, 1, 2), (1,)))
     head = _chosen(source, losses.HEADS)
@@ -174,6 +188,9 @@ def draw_case(seed: int, lowering: str) -> Case:
     head["weight"] = "self.head.weight" if head["head"] == "linear" else "self.embed.weight"
     kind = _weighted(source, losses.LOSSES)
     options = {name: source.choice(values) for name, values in OPTIONS.items()}
+    if layered and source.random() < 0.5:  # slices of tokens are recomputed by this policy mostly
+        options |= {"policy": "memo", "exact": False, "host_budget": None}
+        options["token_granule"] = source.choice((1, 2, 3))
     if options["policy"] != "memo":
         options["alpha"] = None
     if options["exact"]:
@@ -204,10 +221,26 @@ def _group(
     return Group(pieces=pieces, repeats=source.choice(repeats), shared=source.random() < 0.1)
 
 
-def _piece(source: random.Random, sizes: Sizes, dtype: str) -> Piece:
+def _transformer_layers(
+    source: random.Random, sizes: Sizes, dtype: str, repeats: tuple[int, ...]
+) -> Group:
+    """Attention and an MLP, which memo finds as layers and may recompute by slices of tokens."""
+    pieces = [
+        _piece(source, sizes, dtype, attention.KINDS),
+        _piece(source, sizes, dtype, {name: pointwise.KINDS[name] for name in MLPS}),
+    ]
+    if source.random() < 0.4:
+        pieces.insert(source.randrange(3), _piece(source, sizes, dtype))
+    kept = [dataclasses.replace(piece, after="residual") for piece in pieces]
+    return Group(pieces=tuple(kept), repeats=source.choice(repeats))
+
+
+def _piece(
+    source: random.Random, sizes: Sizes, dtype: str, kinds: Mapping[str, Kind] = KINDS
+) -> Piece:
     fit = {
         name: kind
-        for name, kind in KINDS.items()
+        for name, kind in kinds.items()
         if kind.allowed(sizes) and not (kind.sharp and dtype == "bfloat16")
     }
     name = _weighted(source, fit)

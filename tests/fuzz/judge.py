@@ -14,7 +14,7 @@ OWN_ERROR = 20.0
 """Times what eager itself misses a more precise run by: a sum that cancels is judged by that."""
 
 LARGEST = {"float32": 1e-6, "float64": 1e-14, "bfloat16": 1e-2}
-"""Of the largest gradient of the step: a gradient below it is what rounding left."""
+"""Of the step's largest of its kind (gradient, output): one below it is what rounding left."""
 
 COARSE = 2.0**-29
 """float64's rounding is that part of float32's, which is what is known of a float64 model."""
@@ -32,17 +32,23 @@ def tolerances(
     factor = OWN_ERROR * (COARSE if dtype == "float64" else 1.0)
     found = []
     for precise, own in zip(exact, eager, strict=True):
-        gradients = [_size(one) for name, one in precise.items() if name.startswith("gradient")]
-        floor = LARGEST[dtype] * max(gradients, default=0.0)
+        largest: dict[str, float] = {}
+        for name, value in precise.items():
+            largest[_kind(name)] = max(largest.get(_kind(name), 0.0), _size(value))
         found.append(
             {
                 name: RELATIVE[dtype] * _size(value)
                 + factor * distance(own[name], value)
-                + (floor if name.startswith("gradient") else 0.0)
+                + LARGEST[dtype] * largest[_kind(name)]
                 for name, value in precise.items()
             }
         )
     return found
+
+
+def _kind(name: str) -> str:
+    """``gradient`` of "gradient head.weight"."""
+    return name.split()[0]
 
 
 def faults(

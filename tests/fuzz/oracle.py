@@ -275,7 +275,7 @@ def _aside(notes: tuple[str, ...]) -> list[str]:
 
 def _is_refusal(reason: str) -> bool:
     """True for what memo names itself; everything else escaped from its planning."""
-    return reason.split(":")[0] in ("UnsupportedGraph", "Infeasible")
+    return reason.split(":")[0] in ("UnsupportedGraph", "Infeasible", "NothingFits")
 
 
 def _sort(fault: str) -> str:

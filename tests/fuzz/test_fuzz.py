@@ -15,9 +15,6 @@ CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
 ATEN_SEEDS = range(4)
 INDUCTOR_SEEDS = range(1)
 
-FAILING: dict[str, frozenset[int]] = {"aten": frozenset({3}), "inductor": frozenset()}
-"""Seeds of the above whose faults are known and not mended yet."""
-
 
 def assert_right(case):
     outcome = run_case(case)
@@ -26,13 +23,13 @@ def assert_right(case):
     assert not found, "\n\n".join(found)
 
 
-@pytest.mark.parametrize("seed", [one for one in ATEN_SEEDS if one not in FAILING["aten"]])
+@pytest.mark.parametrize("seed", ATEN_SEEDS)
 def test_op_by_op(seed):
     assert_right(draw_case(seed, "aten"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [one for one in INDUCTOR_SEEDS if one not in FAILING["inductor"]])
+@pytest.mark.parametrize("seed", INDUCTOR_SEEDS)
 def test_inductor(seed):
     assert_right(draw_case(seed, "inductor"))
 
