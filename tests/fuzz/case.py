@@ -71,7 +71,7 @@ LAYERED = 0.3
 """How many models are stacks of equal layers of attention and an MLP; others rarely repeat."""
 
 MOVABLE = 256
-"""Entries of a hidden state that may move in every dtype: memo leaves less than 512 B where it is."""
+"""Entries of a hidden state that may move in every dtype: less than 512 B stays where it is."""
 
 BUDGETS = ((), (0.7,), (0.5,), (), (0.3,), (), (0.0,))
 """How much of the arena of the step that keeps everything a budget leaves; what is refused is
