@@ -24,6 +24,7 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 LOWERINGS = ("inductor", "aten")
 POLICIES = ("auto", "save", "full-recompute", "full-offload", "memo", "greedy")
 COSTS = ("auto", "measured", "roofline")
+OUTPUTS = ("auto", "held", "dropped")
 DEBUG_FLAGS = ("poison", "copies-early", "copies-late", "copies-serial", "stalls")
 ALPHAS = (0.0, 0.125, 0.25, 0.5, 1.0)
 """MEMO's fractions of the tokens (section 4.2 of the paper)."""
@@ -41,6 +42,10 @@ class MemoConfig:
     policy: str = "auto"
     """``auto``, or a named one for ablation: ``save``, ``full-recompute``, ``full-offload``,
     ``memo``, ``greedy``."""
+    outputs: str = "auto"
+    """What becomes of what the forward returns: ``held`` to the end of the step, and by its name
+    until the next forward has ended; ``dropped`` before the backward, a promise; ``auto``: held
+    under a budget, else dropped until they were seen to be held."""
     alpha: float | None = None
     """Policy ``memo``: the part of the tokens that is offloaded; by default MEMO's program's."""
     optimizer_state_bytes_per_parameter: float | None = None
@@ -86,6 +91,7 @@ class MemoConfig:
         _one_of("mode", self.mode, MODES)
         _one_of("policy", self.policy, POLICIES)
         _one_of("costs", self.costs, COSTS)
+        _one_of("outputs", self.outputs, OUTPUTS)
         self._require_host_store()
         self._require_types()
         if self.alpha is not None and self.alpha not in ALPHAS:

@@ -83,8 +83,8 @@ class _Replay:
         self.num_reads = 0
         self.highest = 0
         """The highest address that the call being replayed uses."""
-        self.outside_bytes = 0
-        """What kernels hold now in memory of their own."""
+        self.outside_bytes = problem.rebound_bytes
+        """What kernels hold now in memory of their own, and what the step before left."""
         self.most_outside_bytes = 0
         self.turned = False
         self.results: set[str] = set()
@@ -96,6 +96,7 @@ class _Replay:
             + fixed.buffers
             + fixed.optimizer_state
             + fixed.inputs
+            + fixed.earlier_outputs
             + max(0, fixed.gradients - fixed.new_gradients)
         )
         waiting = plan.arena_bytes + (fixed.outputs if problem.keeps_outputs else 0)
@@ -138,6 +139,7 @@ class _Replay:
         if call.phase is Phase.BACKWARD and not self.turned:
             self._turn()
         self.most_outside_bytes = self.outside_bytes
+        self._die(_LOSS)
         self.contents.replay(call)
         for value in call.inputs:
             self._check_alive(call, value)
@@ -160,6 +162,8 @@ class _Replay:
     def _turn(self) -> None:
         """The forward has ended: gradients come in, results that nothing reads may be dropped."""
         self.turned = True
+        self.outside_bytes -= self.problem.rebound_bytes
+        self._bear_outside(_LOSS, self.problem.loss_bytes)
         for value, size_bytes in self.problem.tangents.items():
             owner = f"{value} given"
             self._bear_outside(owner, size_bytes)
@@ -207,6 +211,8 @@ class _Replay:
             yield outside.start, True, owner, outside.size_bytes, False
             yield outside.end, False, owner, 0, False
         for slot, value in zip(region.outputs, call.outputs, strict=True):
+            if slot.same_as is not None:
+                continue
             if slot.storage is Storage.OUTSIDE:
                 yield 0, True, _outside_owner(value), slot.size_bytes, False
             elif slot.storage is Storage.EXTERNAL:
@@ -236,6 +242,8 @@ class _Replay:
         """True when no call to come uses what ``owner`` holds, and no copy is at work on it."""
         storage = self.storages.get(owner)
         if storage is None or self.contents.is_busy(owner):
+            return False
+        if self._is_result(owner) and not self.turned:
             return False
         return not any(self.reads_left.get(value, 0) for value in storage.values)
 
@@ -296,6 +304,7 @@ class _Replay:
 
     def _bind(self, call: StepCall, region: RegionProfile, position: int, value: str) -> None:
         slot = region.outputs[position]
+        holder = value if slot.same_as is None else call.outputs[slot.same_as]
         owner: str | None = None
         if slot.storage is Storage.ARENA:
             assert slot.index is not None, f"{call.name}: ARENA output without a buffer"
@@ -306,11 +315,11 @@ class _Replay:
             assert slot.index is not None, f"{call.name}: INPUT output without an input"
             owner = self.place_of.get(call.inputs[slot.index])
         elif slot.storage is Storage.OUTSIDE:
-            owner = _outside_owner(value)
+            owner = _outside_owner(holder)
         elif slot.storage is Storage.EXTERNAL and call.phase is Phase.FORWARD:
             self.results.add(value)
             if not self.problem.keeps_outputs and self.reads_left.get(value, 0):
-                owner = f"{value}{_FOR_USER}"
+                owner = f"{holder}{_FOR_USER}"
         self.place_of[value] = owner
         if owner is not None and owner in self.storages:
             self.storages[owner].values.add(value)
@@ -325,6 +334,7 @@ class _Replay:
 
 
 _FOR_USER = " for the user"
+_LOSS = "a loss outside the graph"
 
 
 def _uses(call: StepCall) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from memo_runtime.heap import HeapWatch
 from memo_runtime.host_store import HostStoreError
 from memo_runtime.leases import StepCounters
 from memo_runtime.pages import gives_pages_back
-from memo_runtime.run_step import StepPlan, run_backward, run_forward
+from memo_runtime.run_step import StepPlan, ran_before, run_backward, run_forward
 
 from memo_compile import shim
 from memo_compile.analysis.joint_units import JointUnits
@@ -20,12 +20,13 @@ from memo_compile.driver.bind import Binder
 from memo_compile.driver.facts import GraphFacts, gradient_bytes
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.step_planner import PlannedStep, StepPlanner
-from memo_compile.errors import Infeasible
+from memo_compile.driver.user_outputs import ResultWatch, held_bytes, result_storages
+from memo_compile.errors import Infeasible, RuntimeMisuse
 from memo_compile.passes.cut import Cut
 from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
-from memo_compile.step.problem import Problem, Storage
-from memo_compile.step.residency import heap_slack, step_constant_bytes
+from memo_compile.step.problem import FixedBytes, Problem
+from memo_compile.step.residency import heap_slack, retained_peak_bytes, step_constant_bytes
 from memo_compile.units import format_bytes
 
 log = logging.getLogger("memo")
@@ -50,12 +51,13 @@ class Assembly:
     problem: Problem = field(init=False)
     step: StepPlan = field(init=False)
 
-    _returned: list[tuple[Any, int]] = field(default_factory=list)
-    """Weak references to the storages of the last forward's results, and their bytes."""
+    _watch: ResultWatch = field(default_factory=ResultWatch)
     _made: tuple[int, ...] = ()
-    """Positions among the forward's results of what it made in ordinary memory."""
+    """Positions among the forward's results of what lies in ordinary memory that it made."""
     _kept_bytes: int = 0
-    """Of those that were still held when their backward had ended."""
+    """Of those that were still held when their backward had ended, though planned as dropped."""
+    _unburdened: PlannedStep | None = None
+    """The last plan that counts no results of earlier steps."""
     _memory: OutOfMemory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,11 +65,13 @@ class Assembly:
         self._bind(self.planner.plan())
 
     def _bind(self, planned: PlannedStep) -> None:
+        if not planned.problem.fixed.earlier_outputs:
+            self._unburdened = planned
         config, device = self.planner.config, self.planner.facts.device
         poison = "poison" in config.debug
         binder = Binder(planned, self.forward_cut, self.backward_cut, poison)
         self.problem, self.plan = planned.problem, planned.plan
-        self._made = _made_for_user(self.forward_cut, planned.problem)
+        self._made = tuple(result_storages(planned.problem, self.forward_cut.results))
         self.step = StepPlan(
             key=next(_keys),
             device=device,
@@ -88,23 +92,45 @@ class Assembly:
 
     def forward(self, args: list[Any]) -> list[Any]:
         """The forward's results; empties ``args``."""
-        self._count_existing_gradients(args)
+        self._count_what_exists(args)
         self._count_kept_outputs()
         with self._memory.explained(self.problem, self.plan):
             results = run_forward(self.step, args)
-        made = [] if self._returned else [results[position] for position in self._made]
-        self._returned = shim.storages_of(made)  # with two forwards nobody knows whose they are
+        self._watch.returned([results[position] for position in self._made])
         return results
 
     def backward(self, args: list[Any]) -> list[Any]:
-        """The backward's results; empties ``args``."""
+        """The backward's results; empties ``args``.
+
+        Raises:
+            RuntimeMisuse: it would break the budget; nothing has run.
+        """
+        keep_graph = shim.keep_graph()
+        self._require_room(args, keep_graph=keep_graph)
         with self._memory.explained(self.problem, self.plan):
-            results = run_backward(self.step, args, keep_graph=shim.keep_graph())
+            results = run_backward(self.step, args, keep_graph=keep_graph)
+        kept = self._watch.end(keep_graph=keep_graph)
         if not self.problem.keeps_outputs:
-            held = (size for storage, size in self._returned if not storage.expired())
-            self._kept_bytes = sum(held)
-        self._returned = []  # weak references must not outlive torch when the process ends
+            self._kept_bytes = kept
         return results
+
+    def _require_room(self, args: list[Any], *, keep_graph: bool) -> None:
+        """What only the backward shows fits too: results that are held, and retain_graph's copy."""
+        plan, problem = self.plan, self.problem
+        earlier, own = self._watch.turn(args)
+        planned = plan.fixed.earlier_outputs + (self._held_bytes() if problem.keeps_outputs else 0)
+        held = max(0, earlier + own - planned)
+        again = plan.fixed.new_gradients if ran_before(self.step, args) else 0
+        copied = retained_peak_bytes(problem, plan) - plan.peak_bytes if keep_graph else 0
+        peak, budget = plan.peak_bytes + held + again + copied, plan.budget_bytes
+        if budget is not None and peak > budget:
+            raise RuntimeMisuse(_no_room(peak, budget, held=held, again=again, copied=copied))
+        if peak > plan.peak_bytes and (copied or budget is not None):
+            self.plan = replace(plan, peak_bytes=peak)
+            state.replace_plan(plan, self.plan)
+
+    def _held_bytes(self) -> int:
+        return held_bytes(self.problem, self.forward_cut.results)
 
     def reserve(self) -> None:
         """The step's frames are there: a refusal comes now and not in the first step.
@@ -184,35 +210,68 @@ class Assembly:
         """Drop the views that the device's arena holds for this plan."""
         arena_of(self.step.device).forget(self.step.key)
 
-    def _count_existing_gradients(self, args: Sequence[Any]) -> None:
-        """Count gradients that are kept between steps: they are there twice then.
+    def _count_what_exists(self, args: Sequence[Any]) -> None:
+        """Count gradients and results of earlier steps that are kept: they are there beside new.
 
         At compile time there are none yet, and nobody knows whether the user will keep them. Where
         the step no longer fits its budget, it is planned again.
 
         Raises:
-            Infeasible: with the kept gradients no plan fits the budget.
+            Infeasible: with what is kept no plan fits the budget.
         """
+        existing, alone = gradient_bytes(args), self.step.live == 0
+        earlier = lasting = 0
+        if alone and self.plan.budget_bytes is not None:
+            earlier = self._watch.begin()
+            lasting = self._watch.lasting_bytes()
+            if not lasting and self.plan.fixed.earlier_outputs and self._unburdened is not None:
+                self._rebind(self._unburdened)
         before, fixed = self.plan, self.plan.fixed
-        existing = gradient_bytes(args)
-        more = max(0, existing + fixed.new_gradients - fixed.gradients)
-        if more:
-            fixed = replace(fixed, gradients=fixed.gradients + more)
-            self.plan = replace(before, fixed=fixed, peak_bytes=before.peak_bytes + more)
+        fixed = replace(
+            fixed,
+            gradients=max(fixed.gradients, existing + fixed.new_gradients),
+            earlier_outputs=max(fixed.earlier_outputs, lasting),
+        )
+        more = fixed.gradients - before.fixed.gradients
+        more += fixed.earlier_outputs - before.fixed.earlier_outputs
         budget = before.budget_bytes
-        if budget is not None and self.plan.peak_bytes > budget and self.step.live == 0:
-            try:
-                self._bind_again(self.planner.plan(existing))
-                self.reserve()
-            except Infeasible as error:
-                self.plan = before  # which holds again once the gradients are gone
-                raise Infeasible(
-                    f"{error}. Gradients were kept from the last step, which makes them exist "
-                    "twice: zero_grad(set_to_none=True) frees them, accumulation needs them",
-                    floor_bytes=error.floor_bytes,
-                ) from None
-        if self.plan is not before:
+        if budget is None or before.peak_bytes + more <= budget or not alone:
+            self._count_more(fixed, more)
+        else:
+            self._plan_with(existing, lasting, replaced=earlier <= self.problem.rebound_bytes)
+        if self.step.heap is not None and alone:
+            replaced = max(0, earlier - self.plan.fixed.earlier_outputs)
+            self.step.heap.replaced_bytes = min(replaced, self.problem.rebound_bytes)
+
+    def _count_more(self, fixed: FixedBytes, more: int) -> None:
+        before = self.plan
+        if more:
+            self.plan = replace(before, fixed=fixed, peak_bytes=before.peak_bytes + more)
             state.replace_plan(before, self.plan)
+
+    def _plan_with(self, existing: int, lasting: int, *, replaced: bool) -> None:
+        """Plan again with kept gradients and results.
+
+        Where that cannot be, results that may yet be ``replaced`` by this forward's are taken to
+        be: the backward looks, before it begins.
+        """
+        before = self.plan
+        try:
+            try:
+                planned = self.planner.plan(existing, lasting)
+            except Infeasible:
+                if not lasting or not replaced:
+                    raise
+                planned = self.planner.plan(existing)
+        except Infeasible as error:
+            text = _kept(error, existing, lasting)
+            raise Infeasible(text, floor_bytes=error.floor_bytes) from None
+        self._rebind(planned)
+        state.replace_plan(before, self.plan)
+
+    def _rebind(self, planned: PlannedStep) -> None:
+        self._bind_again(planned)
+        self.reserve()
 
     def _count_kept_outputs(self) -> None:
         """Plan again once it turns out that the user holds what the forward returned.
@@ -225,8 +284,7 @@ class Assembly:
         self._kept_bytes = 0
         before = self.plan
         self.planner.keep_outputs()
-        self._bind_again(self.planner.plan(self.planner.facts.existing_gradient_bytes()))
-        self.reserve()
+        self._rebind(self.planner.plan(self.planner.facts.existing_gradient_bytes()))
         state.replace_plan(before, self.plan)
 
     def _bind_again(self, planned: PlannedStep) -> None:
@@ -268,14 +326,36 @@ def assemble(
     return assembly
 
 
-def _made_for_user(forward: Cut, problem: Problem) -> tuple[int, ...]:
-    made = {
-        value
-        for call in problem.calls
-        for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True)
-        if slot.storage is Storage.EXTERNAL
+def _kept(error: Infeasible, gradients: int, results: int) -> str:
+    """``error``, and what the user keeps that the first step did not find."""
+    text = str(error)
+    if gradients:
+        text += (
+            ". Gradients were kept from the last step, which makes them exist twice: "
+            "zero_grad(set_to_none=True) frees them, accumulation needs them"
+        )
+    if results:
+        text += (
+            f". {format_bytes(results)} of results of earlier steps are held: let go of them, or "
+            "keep .detach().cpu() of what is small"
+        )
+    return text
+
+
+def _no_room(peak: int, budget: int, *, held: int, again: int, copied: int) -> str:
+    """What a backward needs beside its plan, and what to do."""
+    why = {
+        "results of forwards that are held, though they were planned as gone by now; set "
+        "outputs='held', or let go of them": held,
+        "gradients of this graph's first backward; add the losses up and call backward once": again,
+        "the copy of the arena that retain_graph=True makes; add the losses up and call backward "
+        "once, or run the forward twice": copied,
     }
-    return tuple(at for at, value in enumerate(forward.results) if value in made)
+    parts = "; ".join(f"{format_bytes(size)}: {what}" for what, size in why.items() if size)
+    return (
+        f"this backward would need {format_bytes(peak)} > memory_budget {format_bytes(budget)}, "
+        f"and has not begun. Beside its plan: {parts}; or raise memory_budget"
+    )
 
 
 def _say(note: str) -> None:

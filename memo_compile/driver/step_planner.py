@@ -29,6 +29,7 @@ from memo_compile.driver.facts import GraphFacts, profile_name
 from memo_compile.driver.left_whole import UNEXPECTED, say_dropped
 from memo_compile.driver.movable_step import Movable, movable_step
 from memo_compile.driver.step_problem import step_problem
+from memo_compile.driver.user_outputs import held_bytes
 from memo_compile.errors import (
     ConfigError,
     Infeasible,
@@ -42,10 +43,10 @@ from memo_compile.passes.cut import Cut
 from memo_compile.planners.place_step import place_step, require_budget
 from memo_compile.planners.policy import Choice
 from memo_compile.reporting import state
-from memo_compile.step.movable import MEASURED, StepCosts
+from memo_compile.step.movable import MEASURED, MovableStep, StepCosts
 from memo_compile.step.plans import Plan
-from memo_compile.step.problem import Problem
-from memo_compile.step.residency import step_constant_bytes
+from memo_compile.step.problem import FixedBytes, Problem
+from memo_compile.step.residency import residency, step_constant_bytes
 from memo_compile.units import format_bytes
 
 log = logging.getLogger("memo")
@@ -98,35 +99,56 @@ class StepPlanner:
         self.granted_host_bytes: int | None = None
         """The same for host memory."""
 
-    def plan(self, existing_gradient_bytes: int = 0) -> PlannedStep:
-        """The plan, with gradients that exist before the step counted beside its own.
+    def plan(self, existing_gradient_bytes: int = 0, earlier_output_bytes: int = 0) -> PlannedStep:
+        """The plan, with what exists before the step counted: gradients, results of earlier steps.
 
         Raises:
             Infeasible: the budget is below what any plan needs.
         """
         start = time.perf_counter()
-        known = self.problem, self._movable, self._library
-        self._count_gradients(existing_gradient_bytes)
+        known = self.problem
+        fixed = known.fixed
+        gradients = max(fixed.gradients, existing_gradient_bytes + fixed.new_gradients)
+        fixed = replace(fixed, gradients=gradients, earlier_outputs=earlier_output_bytes)
+        self._set_problem(replace(known, fixed=fixed))
         try:
             planned = self._decide(self._budget_bytes())
-        except Infeasible:
-            self.problem, self._movable, self._library = known
-            raise
-        plan = replace(planned.plan, planning_s=time.perf_counter() - start)
+        except Infeasible as error:
+            self._set_problem(known)
+            raise with_both_floors(error, fixed) from None
+        plan = replace(
+            planned.plan,
+            planning_s=time.perf_counter() - start,
+            dropping_saves_bytes=self._saved_by_dropping(planned),
+        )
         return replace(planned, plan=plan)
 
-    def _count_gradients(self, existing: int) -> None:
-        fixed = self.problem.fixed
-        more = max(0, existing + fixed.new_gradients - fixed.gradients)
-        if more:
-            fixed = replace(fixed, gradients=fixed.gradients + more)
-            self.problem = replace(self.problem, fixed=fixed)
-            self._movable = self._library = None
+    def _saved_by_dropping(self, planned: PlannedStep) -> int:
+        problem, plan = planned.problem, planned.plan
+        if not problem.keeps_outputs:
+            return 0
+        dropped = replace(problem, keeps_outputs=False, rebound_bytes=0, loss_bytes=0)
+        needs = residency(
+            dropped, plan.offsets, plan.arena_bytes, releases_pages=self._releases_pages()
+        )
+        return max(0, plan.peak_bytes - needs.peak_bytes)
+
+    def _set_problem(self, problem: Problem) -> None:
+        """Plan with other ordinary memory from now on; what moves and how stays known."""
+        self.problem = problem
+        if self._movable is not None:
+            self._set_step(replace(self._movable.step, problem=problem))
+
+    def _set_step(self, step: MovableStep) -> None:
+        assert self._movable is not None, "a step is changed once it is known"
+        self._movable = replace(self._movable, step=step)
+        if self._library is not None:
+            self._library.step = step
 
     def keep_outputs(self) -> None:
         """Count the forward's results to the end of the step from now on: the user holds them."""
-        self.problem = replace(self.problem, keeps_outputs=True)
-        self._movable = self._library = None
+        held = held_bytes(self.problem, self.forward.results)
+        self._set_problem(replace(self.problem, keeps_outputs=True, rebound_bytes=held))
 
     def offload_to(self, host_store: str) -> None:
         """Plan with the copy speeds of another kind of host memory from now on."""
@@ -134,10 +156,7 @@ class StepPlanner:
         if self._movable is None:
             return
         step = self._movable.step
-        step = replace(step, costs=replace(step.costs, **self._copy_speeds()))
-        self._movable = replace(self._movable, step=step)
-        if self._library is not None:
-            self._library.step = step
+        self._set_step(replace(step, costs=replace(step.costs, **self._copy_speeds())))
 
     def _decide(self, budget_bytes: int | None) -> PlannedStep:
         if self.config.policy in ("auto", "save"):
@@ -218,8 +237,11 @@ class StepPlanner:
             solver=solver or self.config.placement_solver,
             time_limit_s=self.config.placement_time_limit_s,
             lowering_s=self.lowering_s,
-            releases_pages=self.runs_here() and gives_pages_back(self.facts.device),
+            releases_pages=self._releases_pages(),
         )
+
+    def _releases_pages(self) -> bool:
+        return self.runs_here() and gives_pages_back(self.facts.device)
 
     def _planned(self, problem: Problem, plan: Plan) -> PlannedStep:
         """``problem`` as planned, proved to be the original step plus moves."""
@@ -381,3 +403,15 @@ class StepPlanner:
         if kind.startswith("file:"):
             return default_file_budget_bytes(kind.removeprefix("file:"), local_world_size())
         return default_host_budget_bytes(memory, local_world_size())
+
+
+def with_both_floors(error: Infeasible, fixed: FixedBytes) -> Infeasible:
+    """``error``, which also names the floor of a step that finds gradients from the one before.
+
+    They are there from its beginning to its end, so that every plan needs that much more.
+    """
+    if error.floor_bytes is None or fixed.gradients > fixed.new_gradients:
+        return error
+    accumulating = format_bytes(error.floor_bytes + fixed.new_gradients)
+    text = f"{error}; floor where .grad exists before the step (accumulation): {accumulating}"
+    return Infeasible(text, floor_bytes=error.floor_bytes)

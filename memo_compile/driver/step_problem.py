@@ -8,6 +8,7 @@ from memo_compile.analysis.joint_units import JointUnits, source_line
 from memo_compile.analysis.regions import LoweredRegion
 from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import GraphFacts, tangents
+from memo_compile.driver.user_outputs import assume_held
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.cut import Cut, CutCall, CutInto
 from memo_compile.step.problem import (
@@ -40,16 +41,18 @@ def step_problem(
         for slot in lowered[call.region].profile.outputs
         if slot.storage is Storage.EXTERNAL
     )
-    return Problem(
+    given = backward.program.graph.find_nodes(op="placeholder")
+    problem = Problem(
         regions={key: region.profile for key, region in lowered.items()},
         calls=tuple(calls),
         inputs=(*forward.constants, *forward.arguments, *backward.constants, *backward.arguments),
         fixed=facts.fixed_bytes(outputs_bytes, config.optimizer_state_bytes_per_parameter),
-        tangents=tangents(backward.program.graph.find_nodes(op="placeholder")),
+        tangents=tangents(given),
         layer_classes=_layer_classes(units, calls),
         tensors={value: _tensor_info(forward.nodes[value]) for value in forward.leased},
         live_steps=config.max_inflight,
     )
+    return assume_held(problem, forward.results, given, config)
 
 
 def _step_call(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from memo_runtime.current import current
+from memo_runtime.pages import own_mapping
 from torch import fx
 
 from memo_compile import shim
@@ -80,6 +81,7 @@ class _AtenRegion:
         self.outside: list[OutsideBuffer] = []
         self._place()
         self.writers = {node: self._writes_out(node) for node in self.buffers}
+        self.mapped = {node for node in self.external if self._is_mapped(node)}
         self._count_copies()
 
     def _last_uses(self) -> dict[fx.Node, int]:
@@ -161,13 +163,14 @@ class _AtenRegion:
         return self.last_use[node] + 1 if node in self.last_use else 0
 
     def _slots(self) -> Iterator[OutputSlot]:
-        counted: set[fx.Node] = set()
+        counted: dict[fx.Node, int] = {}
         for index, node in enumerate(self.outputs):
             slot = self._slot(index, node)
-            root = storage_of(node) if isinstance(node, fx.Node) else None
-            yield slot if root not in counted else replace(slot, size_bytes=0)
-            if root is not None:
-                counted.add(root)
+            if slot.storage in (Storage.EXTERNAL, Storage.OUTSIDE):
+                same_as = counted.setdefault(storage_of(node), index)
+                if same_as != index:
+                    slot = replace(slot, size_bytes=0, same_as=same_as)
+            yield slot
 
     def _slot(self, index: int, node: Any) -> OutputSlot:
         if not isinstance(node, fx.Node):
@@ -186,6 +189,17 @@ class _AtenRegion:
             start = self.line[_maker(root)] if root in self.line else 0
             return OutputSlot(storage=Storage.EXTERNAL, size_bytes=size, start=start)
         return OutputSlot(storage=Storage.OUTSIDE, size_bytes=size)
+
+    def _is_mapped(self, node: fx.Node) -> bool:
+        """True for what a forward makes for the user in the host's memory, as Inductor's regions.
+
+        In the heap it would stay in memory when the user has dropped it.
+        """
+        on_cpu = self.region.device.type == "cpu" and is_tensor(node)
+        if self.region.is_backward or not on_cpu or node.op != "call_function":
+            return False
+        known = not is_view(node) and not is_write(node) and node.meta["val"].device.type == "cpu"
+        return known and self._writes_out(node)
 
     def _writes_out(self, node: fx.Node) -> bool:
         """True when the operator's ``out=`` overload takes these arguments, tried on fakes."""
@@ -229,6 +243,11 @@ class _AtenRegion:
         if node.target in _STORAGE_OFFSET:
             args = _at_real_offset(node, args)
         buffer = self.buffers.get(node)
+        if node in self.mapped:
+            spec = _view_spec(node.meta["val"])
+            target = own_mapping(spec.size, spec.stride, spec.dtype)
+            self._write(node, args, kwargs, target)
+            return target
         if buffer is None:
             return runnable(node.target)(*args, **kwargs)
         view = views[buffer.index]
@@ -236,12 +255,15 @@ class _AtenRegion:
             wait = torch.ops._c10d_functional.wait_tensor.default
             return view.copy_(wait(runnable(node.target)(*args, **kwargs)))
         if self.writers[node]:
-            out = _out_overload(node)
-            assert out is not None, f"{node.name}: an out= overload that was there is gone"
-            out(*args, **_out_kwargs(out, kwargs, view))
+            self._write(node, args, kwargs, view)
         else:
             view.copy_(runnable(node.target)(*args, **kwargs))
         return view
+
+    def _write(self, node: fx.Node, args: Any, kwargs: Any, target: torch.Tensor) -> None:
+        out = _out_overload(node)
+        assert out is not None, f"{node.name}: an out= overload that was there is gone"
+        out(*args, **_out_kwargs(out, kwargs, target))
 
     def _poison_dead(self, node: fx.Node) -> None:
         """In poison mode, what is dead after this line is overwritten."""

@@ -254,7 +254,7 @@ class LineScan:
     def _slots(self) -> Iterator[OutputSlot]:
         inputs = {name: position for position, name in enumerate(self._graph.graph_input_names)}
         names = self._graph.get_output_names()
-        counted: set[str] = set()
+        counted: dict[str, int] = {}
         for index, name in enumerate(names):
             root = self._groups.root(name)
             if root in self._arena:
@@ -263,12 +263,18 @@ class LineScan:
                 yield OutputSlot(storage=Storage.INPUT, index=inputs[root])
             elif root in self._births or root in self._outside:
                 size = self._size_bytes(self._graph.name_to_buffer[root])
-                size = 0 if root in counted else size
-                counted.add(root)
+                same_as = counted.get(root)
+                size = 0 if same_as is not None else size
+                counted.setdefault(root, index)
                 user = index in self._region.external_outputs
                 storage = Storage.EXTERNAL if user else Storage.OUTSIDE
                 start = self._births[root][0] if root in self._births else self._outside[root][0]
-                yield OutputSlot(storage=storage, size_bytes=size, start=start if user else 0)
+                yield OutputSlot(
+                    storage=storage,
+                    size_bytes=size,
+                    start=start if user else 0,
+                    same_as=same_as,
+                )
             else:
                 yield OutputSlot(storage=Storage.NONE)
 

@@ -52,6 +52,15 @@ def _numbers(plan: Plan) -> Table:
     table.add_row("optimizer state", format_bytes(fixed.optimizer_state), remark)
     rest = fixed.buffers + fixed.inputs + fixed.outputs
     table.add_row("buffers, inputs, outputs", format_bytes(rest), "")
+    if plan.dropping_saves_bytes:
+        saved = format_bytes(plan.dropping_saves_bytes)
+        table.add_row(
+            "results count as held",
+            format_bytes(fixed.outputs),
+            f"dropped before the backward: {saved} less (outputs='dropped')",
+        )
+    if fixed.earlier_outputs:
+        table.add_row("results of earlier steps", format_bytes(fixed.earlier_outputs), "held")
     for cls in plan.layer_classes:
         table.add_row(
             "layers", str(cls.num_layers), f"{cls.module_path or 'no module'}, period {cls.period}"

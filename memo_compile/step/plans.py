@@ -119,6 +119,9 @@ class Plan:
     """Made again in the last step, counted while it ran."""
     stall_s: float = 0.0
     """How long computation stood still for copies in the last step, measured."""
+    dropping_saves_bytes: int = 0
+    """How much lower the peak would be if the user dropped the forward's results before the
+    backward, with the same moves."""
 
     @property
     def outside_bytes(self) -> int:

@@ -104,6 +104,8 @@ class OutputSlot:
     """EXTERNAL and OUTSIDE: bytes of ordinary memory."""
     start: int = 0
     """EXTERNAL: the line that allocates it."""
+    same_as: int | None = None
+    """EXTERNAL and OUTSIDE: the earlier output whose storage this is, and where its bytes count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +259,8 @@ class FixedBytes:
     """Of the forward."""
     new_gradients: int = 0
     """The part of ``gradients`` that this backward makes."""
+    earlier_outputs: int = 0
+    """Results of earlier steps that the user holds during this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,6 +283,12 @@ class Problem:
     keeps_outputs: bool = False
     """True when the user holds what the forward returned until the step has ended. Else it goes
     when the forward ends, or where the backward last reads it."""
+    rebound_bytes: int = 0
+    """Results of the step before that exist until the forward has ended: in ``out = model(x)`` of a
+    loop the name lets go of the old ones when it is given the new ones."""
+    loss_bytes: int = 0
+    """What a loss that is computed outside the graph is taken to hold, beside results and their
+    gradients, when the backward begins."""
     live_steps: int = 1
     """So many forwards may wait for their backwards at one time (max_inflight), each with a frame
     of its own."""
@@ -354,7 +364,8 @@ def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
     """Value -> the line after its last read, its aliases' reads included.
 
     An output whose storage is an input (Storage.INPUT) makes the input's storage live as long
-    as the output; walking the calls backwards settles chains of such aliases in one go.
+    as the output, and one that shares an earlier output's storage makes that output's; walking
+    the calls backwards settles chains of such aliases in one go.
     """
     last: dict[str, int] = {}
     for index in reversed(range(len(problem.calls))):
@@ -365,6 +376,9 @@ def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
         for into in call.into:
             last[into.value] = max(last.get(into.value, 0), starts[index] + region.num_lines)
         for slot, value in zip(region.outputs, call.outputs, strict=True):
+            if slot.same_as is not None:
+                first = call.outputs[slot.same_as]
+                last[first] = max(last.get(first, 0), last.get(value, 0))
             if slot.storage is Storage.INPUT and slot.index is not None:
                 source = call.inputs[slot.index]
                 alive = max(last.get(value, 0), starts[index] + region.num_lines)
@@ -389,11 +403,16 @@ def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
     """(line, bytes born or minus bytes gone) of ordinary memory: outputs, incoming gradients.
 
     What the backward makes for the user stays, and so does an incoming gradient that no call reads.
+    What only the loss needs is gone after the backward's first line.
     """
     starts = call_starts(problem)
     backward = (at for at, call in enumerate(problem.calls) if call.phase is Phase.BACKWARD)
     turn = starts[next(backward, len(problem.calls))]
     last_read = last_reads(problem, starts)
+    yield 0, problem.rebound_bytes
+    yield turn, -problem.rebound_bytes
+    yield turn, problem.loss_bytes
+    yield turn + 1, -problem.loss_bytes
     for value, size_bytes in problem.tangents.items():
         yield turn, size_bytes
         if value in last_read:

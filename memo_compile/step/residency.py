@@ -18,7 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from memo_compile.step.plans import Plan
 from memo_compile.step.problem import (
+    Phase,
     Problem,
     arena_buffers,
     call_starts,
@@ -74,7 +76,25 @@ def step_constant_bytes(problem: Problem) -> int:
     """Memory that is there from the forward's entry to the backward's exit."""
     fixed = problem.fixed
     old_gradients = max(0, fixed.gradients - fixed.new_gradients)
-    return fixed.parameters + fixed.buffers + fixed.optimizer_state + fixed.inputs + old_gradients
+    given = fixed.parameters + fixed.buffers + fixed.optimizer_state + fixed.inputs
+    return given + old_gradients + fixed.earlier_outputs
+
+
+def retained_peak_bytes(problem: Problem, plan: Plan) -> int:
+    """The peak of a step whose backward keeps its graph: a copy of the frame lies beside it.
+
+    The frame is whole again when that backward has ended.
+    """
+    beside = beside_bytes(problem)
+    needs = [stay + more for stay, more in zip(plan.resident_bytes, beside.most, strict=True)]
+    backward = [
+        need
+        for need, call in zip(needs, problem.calls, strict=True)
+        if call.phase is Phase.BACKWARD
+    ]
+    most, end = max(needs, default=0), plan.arena_bytes + sum(beside.after[-1:])
+    retained = plan.arena_bytes + max([end, *backward])
+    return plan.peak_bytes + max(0, retained - most)
 
 
 class Beside(NamedTuple):

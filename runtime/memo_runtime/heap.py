@@ -31,14 +31,18 @@ class HeapWatch:
     """By so much memory may be above the plan before the free heap is given back."""
     base_bytes: int | None = None
     """Anonymous resident memory without the step's own; None before the first step."""
+    replaced_bytes: int = 0
+    """Of what is there when the next step begins, so much is in its plan: results of the step
+    before, which go when its forward has ended."""
 
     def begin(self, resident_bytes: int) -> None:
         """A step begins; of its frame ``resident_bytes`` may be in memory from the last one."""
         beside = anonymous_bytes() - resident_bytes
-        if self.base_bytes is None or beside > self.base_bytes + self.allowed_bytes:
+        known = None if self.base_bytes is None else self.base_bytes + self.replaced_bytes
+        if known is None or beside > known + self.allowed_bytes:
             trim_heap()  # where last step's gradients were
             beside = anonymous_bytes() - resident_bytes
-        self.base_bytes = beside
+        self.base_bytes = beside - self.replaced_bytes
 
     def turn(self, planned_bytes: int) -> None:
         """The backward begins: results that the user dropped and what forward kernels freed go.

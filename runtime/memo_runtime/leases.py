@@ -61,6 +61,8 @@ class Lease:
         self.checked: list[tuple[torch.Tensor, int]] = []
         """The step's own inputs behind ``saved``, and their versions when its forward ended."""
         self.active = True
+        self.ran = False
+        """Its backward has run, and may run again (retain_graph)."""
         self.host: HostStore | None = None
         self.engine: CopyEngine | None = None
         self.tickets: dict[int, Ticket] = {}

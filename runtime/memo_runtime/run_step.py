@@ -34,6 +34,7 @@ __all__ = [
     "StepError",
     "StepPlan",
     "WaitCopy",
+    "ran_before",
     "run_backward",
     "run_forward",
 ]
@@ -214,6 +215,12 @@ def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:
         raise
 
 
+def ran_before(plan: StepPlan, args: list[Any]) -> bool:
+    """True when the backward of the step whose handle is among ``args`` ran already."""
+    lease = leases.find(args[plan.backward.arguments.index(plan.backward.handle)])
+    return lease is not None and lease.ran
+
+
 def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[Any]:
     """The gradients of the step whose handle is among ``args``.
 
@@ -258,6 +265,7 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
         else:
             lease.settle()  # before a reload in flight can overwrite what is restored
             lease.restore(snapshot)
+    lease.ran = True
     plan.last = counted
     plan.on_step_end(counted)
     return results

@@ -1,0 +1,147 @@
+"""What the user holds of what forwards returned: told before the first step, watched while it runs.
+
+A graph does not know what becomes of its results. Under a budget they count as held to the end of
+the step, and those of the step before until they are replaced (``out = model(x)`` in a loop). What
+is held longer is seen before the next forward.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from memo_compile import shim
+from memo_compile.analysis.joint_units import is_tangent
+from memo_compile.config import MemoConfig
+from memo_compile.step.problem import Phase, Problem, Storage
+
+LARGE_RESULT_BYTES = 2**16
+"""Results above this are followed; losses and small statistics lie within a plan's slack."""
+
+LOSS_TENSORS = 2
+"""A loss outside the graph holds so many float32 tensors of its input's shape when it hands its
+gradient over: cross_entropy the log-probabilities and their gradient."""
+
+
+def result_storages(problem: Problem, results: Sequence[str | None]) -> dict[int, str]:
+    """Position of a result -> the value that counts the ordinary memory that it keeps alive.
+
+    Views, and results that share one storage, lead to the same value.
+    """
+    root: dict[str, str] = {}
+    for call in problem.calls:
+        for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
+            if slot.storage is Storage.EXTERNAL:
+                root[value] = value if slot.same_as is None else call.outputs[slot.same_as]
+            elif slot.storage is Storage.INPUT and slot.index is not None:
+                source = call.inputs[slot.index]
+                if source in root:
+                    root[value] = root[source]
+    return {at: root[value] for at, value in enumerate(results) if value in root}
+
+
+def held_bytes(problem: Problem, results: Sequence[str | None]) -> int:
+    """Bytes of the large results: each storage once."""
+    sizes = {
+        value: slot.size_bytes
+        for call in problem.calls
+        if call.phase is Phase.FORWARD
+        for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True)
+    }
+    roots = set(result_storages(problem, results).values())
+    return sum(sizes[one] for one in roots if sizes[one] > LARGE_RESULT_BYTES)
+
+
+def assume_held(
+    problem: Problem,
+    results: Sequence[str | None],
+    tangents: Sequence[fx.Node],
+    config: MemoConfig,
+) -> Problem:
+    """``problem`` with what ``config`` says of the user's results, or what caution asks for."""
+    cautious = config.outputs == "auto" and config.memory_budget is not None
+    if not cautious and config.outputs != "held":
+        return problem
+    held = held_bytes(problem, results)
+    return replace(
+        problem,
+        keeps_outputs=held > 0,
+        rebound_bytes=held,
+        loss_bytes=_loss_bytes([one.meta["val"] for one in tangents if is_tangent(one)]),
+    )
+
+
+def _loss_bytes(gradients: Sequence[Any]) -> int:
+    """What the loss holds where it is computed outside: no result of the graph is a number."""
+    tensors = [one for one in gradients if isinstance(one, torch.Tensor)]
+    if any(one.numel() == 1 for one in tensors):
+        return 0
+    found = 0
+    for one in tensors:
+        if one.numel() * one.element_size() > LARGE_RESULT_BYTES:
+            casts = one.element_size() < torch.float32.itemsize
+            found += one.numel() * torch.float32.itemsize * (LOSS_TENSORS + casts)
+    return found
+
+
+Held = list[tuple[Any, int]]
+"""Weak references to storages, and their bytes."""
+
+
+@dataclass(slots=True)
+class ResultWatch:
+    """Follows the large results of one graph's forwards. It keeps none of them alive."""
+
+    _last: Held = field(default_factory=list)
+    """Of the forwards whose backward has not ended."""
+    _earlier: Held = field(default_factory=list)
+    _at_entry_bytes: int = 0
+    """Of earlier steps, alive when the last forward began."""
+    _replaced_bytes: int = 0
+    """So much of it went before that step's backward."""
+
+    def begin(self) -> int:
+        """A forward begins, no other is live: bytes of earlier results that are held."""
+        self._earlier = [*_alive(self._earlier), *_alive(self._last)]
+        self._last = []
+        self._at_entry_bytes = _sum(self._earlier)
+        return self._at_entry_bytes
+
+    def lasting_bytes(self) -> int:
+        """Of those, what is not replaced by this forward's: all of it until that was seen."""
+        return max(0, self._at_entry_bytes - self._replaced_bytes)
+
+    def returned(self, results: Sequence[Any]) -> None:
+        """The forward has ended."""
+        storages = shim.storages_of(results)
+        self._last += [one for one in storages if one[1] > LARGE_RESULT_BYTES]
+
+    def turn(self, args: Sequence[Any]) -> tuple[int, int]:
+        """A backward begins: bytes held of earlier results, and of this step's.
+
+        Those among ``args`` do not count: who holds them beside autograd is not known.
+        """
+        self._earlier = _alive(self._earlier)
+        earlier = _sum(self._earlier)
+        self._replaced_bytes = self._at_entry_bytes - earlier
+        given = _sum(one for one in shim.storages_of(args) if one[1] > LARGE_RESULT_BYTES)
+        return earlier, max(0, _sum(_alive(self._last)) - given)
+
+    def end(self, *, keep_graph: bool) -> int:
+        """The backward has ended: bytes of this step's results that are held now."""
+        self._last = _alive(self._last)
+        kept = _sum(self._last)
+        if not keep_graph:
+            self._earlier += self._last
+            self._last = []
+        return kept
+
+
+def _alive(held: Held) -> Held:
+    return [one for one in held if not one[0].expired()]
+
+
+def _sum(held: Iterable[tuple[Any, int]]) -> int:
+    return sum(size for _, size in held)

@@ -1,0 +1,225 @@
+"""The budget holds in every step, the first included, in the usual ways to write one.
+
+Measured: anonymous resident memory from the forward's entry to the step's end, above what is there
+when the forward begins. What compiling leaves behind, or gives back, is not the step's: the watch
+begins when the plan stands.
+"""
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from memo_runtime.arena import arena_of
+from torch import nn
+from torch.nn import functional
+
+import memo_compile
+from memo_compile.costs.measure import watch_memory
+from memo_compile.driver import assemble
+from memo_compile.errors import Infeasible
+from memo_compile.reporting import state
+from tests.numerics.small import CPU, Block
+from tests.numerics.training import FLOOR, assert_planned, gradient_error
+
+HIDDEN, ROWS, VOCABULARY = 256, 2048, 1024
+LOGITS_BYTES = 4 * ROWS * VOCABULARY
+MOST_OVER_BUDGET = 1.005
+OPTIONS = {
+    "lowering": "aten",
+    "strict": True,
+    "costs": "roofline",
+    "token_granule": 64,
+    "optimizer_state_bytes_per_parameter": 0,
+}
+
+
+class Decoder(nn.Module):
+    """Residual layers and a wide head. ``returns``: what beside the loss, or ``logits`` alone."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block(HIDDEN) for _ in range(4))
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.returns = returns
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        states = [x]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        logits = self.head(states[-1])
+        if self.returns == "logits":
+            return {"logits": logits}
+        loss = functional.cross_entropy(logits, y)
+        if self.returns == "states":
+            return {"loss": loss, "states": tuple(states)}
+        return {"loss": loss, "logits": logits.view(2, ROWS // 2, VOCABULARY)}
+
+
+@dataclass
+class Training:
+    """A model, its data, and every tensor that the program holds between steps."""
+
+    model: nn.Module
+    x: torch.Tensor
+    y: torch.Tensor
+    names: dict[str, Any] = field(default_factory=dict)
+    """What the program's variables hold."""
+    peaks: list[int] = field(default_factory=list)
+    """Measured, one a step."""
+
+    def held_bytes(self) -> int:
+        tensors = [*self.model.parameters(), self.x, self.y, *_tensors(self.names)]
+        tensors += [one.grad for one in self.model.parameters() if one.grad is not None]
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+        return sum(one.nbytes() for one in storages.values())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+Step = Callable[[Training, nn.Module], None]
+
+
+def output_in_scope(training: Training, runner: nn.Module) -> None:
+    training.model.zero_grad()
+    training.names["out"] = runner(training.x, training.y)
+    training.names["out"]["loss"].backward()
+
+
+def outputs_in_a_list(training: Training, runner: nn.Module) -> None:
+    training.model.zero_grad()
+    kept = training.names.setdefault("outs", [])
+    kept.append(runner(training.x, training.y))
+    kept[-1]["loss"].backward()
+
+
+def loss_outside(training: Training, runner: nn.Module) -> None:
+    training.model.zero_grad()
+    training.names["out"] = runner(training.x, training.y)
+    functional.cross_entropy(training.names["out"]["logits"], training.y).backward()
+
+
+def gradients_kept(training: Training, runner: nn.Module) -> None:
+    training.names["out"] = runner(training.x, training.y)
+    training.names["out"]["loss"].backward()
+
+
+def dropped(training: Training, runner: nn.Module) -> None:
+    training.model.zero_grad()
+    runner(training.x, training.y)["loss"].backward()
+
+
+def training_of(returns: str) -> Training:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, HIDDEN, generator=generator)
+    return Training(Decoder(returns), x, torch.randint(VOCABULARY, (ROWS,), generator=generator))
+
+
+def compiled(model: nn.Module, budget: int, **options: Any) -> nn.Module:
+    torch._dynamo.reset()
+    state.reset()
+    options = {**OPTIONS, "memory_budget": budget, **options}
+    return torch.compile(model, backend="memo", options=options)
+
+
+def refusal(returns: str, **options: Any) -> Infeasible:
+    training = training_of(returns)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+        compiled(training.model, 1, **options)(training.x, training.y)
+    error = raised.value.inner_exception
+    assert isinstance(error, Infeasible)
+    return error
+
+
+def floor_of(returns: str, **options: Any) -> int:
+    floor = refusal(returns, **options).floor_bytes
+    assert floor is not None
+    return floor
+
+
+@contextlib.contextmanager
+def measured(training: Training, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The block's step is measured from its planned forward on."""
+    run_forward = assemble.run_forward
+    watch = contextlib.ExitStack()
+    seen: list[Any] = []
+
+    def watched(*args: Any) -> Any:
+        arena_of(CPU).release_pages()
+        gc.collect()
+        seen.append((training.held_bytes(), watch.enter_context(watch_memory())))
+        return run_forward(*args)
+
+    with monkeypatch.context() as patched, watch:
+        patched.setattr(assemble, "run_forward", watched)
+        yield
+    ((held, memory),) = seen
+    training.peaks.append(held + memory.growth_bytes)
+
+
+def assert_within(
+    returns: str,
+    step: Step,
+    budget: int,
+    monkeypatch: pytest.MonkeyPatch,
+    num_steps: int = 3,
+    **options: Any,
+) -> None:
+    training = training_of(returns)
+    twin = copy.deepcopy(training)
+    runner = compiled(training.model, budget, **options)
+    for _ in range(num_steps):
+        with measured(training, monkeypatch):
+            step(training, runner)
+        step(twin, twin.model)
+        assert gradient_error(training.model, twin.model) <= FLOOR
+    ratios = [peak / budget for peak in training.peaks]
+    assert max(ratios) <= MOST_OVER_BUDGET, ratios
+    assert_planned()
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+def test_output_in_scope(lowering, monkeypatch):
+    """``out = model(...); out.loss.backward()``; the logits are a view of a product."""
+    budget = floor_of("both", lowering=lowering)
+    assert_within("both", output_in_scope, budget, monkeypatch, lowering=lowering)
+
+
+def test_outputs_of_three_steps_in_a_list(monkeypatch):
+    budget = floor_of("both") + 2 * LOGITS_BYTES
+    assert_within("both", outputs_in_a_list, budget, monkeypatch)
+
+
+def test_hidden_states(monkeypatch):
+    assert_within("states", output_in_scope, floor_of("states"), monkeypatch)
+
+
+def test_loss_outside_the_graph(monkeypatch):
+    assert_within("logits", loss_outside, floor_of("logits"), monkeypatch)
+
+
+def test_gradients_kept(monkeypatch):
+    """The first refusal names what is needed where gradients exist before the step."""
+    error = refusal("both")
+    gradients = sum(4 * one.numel() for one in Decoder("both").parameters())
+    assert memo_compile.units.format_bytes(error.floor_bytes + gradients) in str(error)
+    assert "accumulation" in str(error)
+    assert_within("both", gradients_kept, error.floor_bytes + gradients, monkeypatch)
+
+
+def test_outputs_that_are_dropped_need_less(monkeypatch):
+    """A promise: what is kept all the same is refused before it breaks the budget."""
+    floor = floor_of("both", outputs="dropped")
+    assert floor < floor_of("both")
+    assert_within("both", dropped, floor, monkeypatch, outputs="dropped")
