@@ -61,7 +61,7 @@ class Decoder(nn.Module):
         return {"loss": loss, "logits": logits.view(2, ROWS // 2, VOCABULARY)}
 
 
-@dataclass
+@dataclass(slots=True, kw_only=True)
 class Training:
     """A model, its data, and every tensor that the program holds between steps."""
 
@@ -123,7 +123,8 @@ def dropped(training: Training, runner: nn.Module) -> None:
 def training_of(returns: str) -> Training:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(ROWS, HIDDEN, generator=generator)
-    return Training(Decoder(returns), x, torch.randint(VOCABULARY, (ROWS,), generator=generator))
+    y = torch.randint(VOCABULARY, (ROWS,), generator=generator)
+    return Training(model=Decoder(returns), x=x, y=y)
 
 
 def compiled(model: nn.Module, budget: int, **options: Any) -> nn.Module:
@@ -219,7 +220,53 @@ def test_gradients_kept(monkeypatch):
 
 
 def test_outputs_that_are_dropped_need_less(monkeypatch):
-    """A promise: what is kept all the same is refused before it breaks the budget."""
     floor = floor_of("both", outputs="dropped")
     assert floor < floor_of("both")
     assert_within("both", dropped, floor, monkeypatch, outputs="dropped")
+
+
+def test_a_promise_that_is_not_kept_is_refused():
+    """What was said to be dropped is still held when the next step begins."""
+    training = training_of("states")
+    runner = compiled(training.model, floor_of("states", outputs="dropped"), outputs="dropped")
+    out = runner(training.x, training.y)
+    out["loss"].backward()
+    training.model.zero_grad()
+    with pytest.raises(Infeasible, match="results of earlier steps are held"):
+        runner(training.x, training.y)
+
+
+def test_retain_graph_fits_or_is_refused(monkeypatch):
+    """The copy of the frame counts; gradients of the first backward exist in the second."""
+    floor = floor_of("both")
+    training = training_of("both")
+    twin = copy.deepcopy(training)
+    runner = compiled(training.model, floor)
+    out = runner(training.x, training.y)
+    with pytest.raises(RuntimeMisuse, match="copy of the arena") as refused:
+        out["loss"].backward(retain_graph=True)
+    assert all(one.grad is None for one in training.model.parameters())
+    assert "raise memory_budget" in str(refused.value)
+    training.names["out"] = out
+    del out
+    runner = compiled(training.model, 6 * floor)
+    with measured(training, monkeypatch):
+        twice(training, runner)
+    twice(twin, twin.model)
+    assert gradient_error(training.model, twin.model) <= FLOOR
+    (plan,) = memo_compile.report().plans
+    assert training.peaks[0] <= MOST_OVER_BUDGET * plan.peak_bytes <= MOST_OVER_BUDGET * 6 * floor
+
+
+def twice(training: Training, runner: nn.Module) -> None:
+    training.names["out"] = runner(training.x, training.y)
+    training.names["out"]["loss"].backward(retain_graph=True)
+    training.names["out"]["loss"].backward()
+
+
+def test_the_report_says_what_dropping_would_save():
+    training = training_of("both")
+    dropped(training, compiled(training.model, 10 * 2**30))
+    (plan,) = memo_compile.report().plans
+    assert LOGITS_BYTES <= plan.dropping_saves_bytes <= 2 * LOGITS_BYTES
+    assert "outputs='dropped'" in str(memo_compile.report())
