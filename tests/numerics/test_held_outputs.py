@@ -21,7 +21,7 @@ from torch.nn import functional
 import memo_compile
 from memo_compile.costs.measure import watch_memory
 from memo_compile.driver import assemble
-from memo_compile.errors import Infeasible
+from memo_compile.errors import Infeasible, RuntimeMisuse
 from memo_compile.reporting import state
 from tests.numerics.small import CPU, Block
 from tests.numerics.training import FLOOR, assert_planned, gradient_error
