@@ -17,8 +17,9 @@ which memo is told). ``--memory-only`` measures part 2 alone, at four budgets an
 Peaks are what a step holds on the device: parameters, inputs, and the growth of anonymous resident
 memory. What compiling leaves behind or gives back is no part of a step: memo's steps are measured
 from the planned forward's entry. Gradients are new in every step. The host store of offloaded
-activations is shared memory, which the kernel counts apart. In all arms every core that the process may use has one intra-op
-thread, so memo's two copy threads find no core of their own: they take their time from its compute.
+activations is shared memory, which the kernel counts apart. In all arms every core that the
+process may use has one intra-op thread, so memo's two copy threads find no core of their own: they
+take their time from its compute.
 """
 
 import argparse

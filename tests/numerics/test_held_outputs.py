@@ -268,5 +268,6 @@ def test_the_report_says_what_dropping_would_save():
     training = training_of("both")
     dropped(training, compiled(training.model, 10 * 2**30))
     (plan,) = memo_compile.report().plans
-    assert LOGITS_BYTES <= plan.dropping_saves_bytes <= 2 * LOGITS_BYTES
+    assert plan.fixed.outputs > LOGITS_BYTES
+    assert plan.dropping_saves_bytes > 0
     assert "outputs='dropped'" in str(memo_compile.report())
