@@ -331,7 +331,8 @@ def first_peak(model: Any, ids: Any, kept: dict[str, Any], run: Callable[[], Non
 
     from memo_compile.driver import assemble
 
-    run_forward, seen = assemble.run_forward, []
+    run_forward = assemble.run_forward
+    seen: list[harness.Peak] = []
     with contextlib.ExitStack() as watch:
 
         def watched(*args: Any) -> Any:
