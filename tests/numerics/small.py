@@ -11,7 +11,8 @@ from memo_runtime.instructions import Instruction
 from torch import nn
 from torch.nn import functional
 
-from tests.numerics.training import FLOOR, gradient_error, memo_compiled
+from tests.numerics.closeness import assert_equals_eager
+from tests.numerics.training import memo_compiled
 
 CPU = torch.device("cpu")
 
@@ -68,7 +69,7 @@ class Pair:
         run(self.eager)
 
     def assert_equal(self) -> None:
-        assert gradient_error(self.ours, self.eager) <= FLOOR
+        assert_equals_eager(self.ours, self.eager)
 
     def assert_step(self, *inputs: torch.Tensor) -> None:
         """A fresh step of both gives equal gradients."""

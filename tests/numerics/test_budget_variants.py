@@ -11,6 +11,7 @@ from memo_compile.errors import Infeasible
 from memo_compile.step.plans import Plan
 from tests import models
 from tests.models import ModelCase
+from tests.numerics import closeness
 from tests.numerics.budget_cases import (
     Case,
     assert_bitwise,
@@ -21,14 +22,13 @@ from tests.numerics.budget_cases import (
     run,
     save_run,
 )
+from tests.numerics.closeness import Reference
 from tests.numerics.small import leased_slabs
 from tests.numerics.training import (
     ATEN,
-    FLOOR,
     Run,
+    Starts,
     assert_planned,
-    error,
-    gradients_of,
     memo_compiled,
     sgd,
     train,
@@ -42,22 +42,24 @@ POLICIES = {
 }
 
 
-def under(case: ModelCase, **options: object) -> tuple[Run, Plan]:
+def under(case: ModelCase, starts: Starts = (), **options: object) -> tuple[Run, Plan]:
     torch._dynamo.reset()
     compiled = functools.partial(
         torch.compile, backend="memo", options={**ATEN, **MOVING, **options}
     )
-    done = train(case, compiled, [sgd], 2)
+    done = train(case, compiled, [sgd], 2, starts)
     assert_planned()
     return done, memo_compile.report().plans[-1]
 
 
 def assert_equals_eager(case: ModelCase, **options: object) -> Plan:
     """Gradients are eager's, and those of policy save bit for bit where nothing is made again."""
-    ours, plan = under(case, **options)
-    assert error(ours, train(case, lambda model: model, [sgd], 2)) <= FLOOR
+    reference = Reference(case, [sgd], 2)
+    starts = reference.eager.starts
+    ours, plan = under(case, starts, **options)
+    reference.assert_close(ours)
     if not plan.recomputed_bytes:
-        assert_bitwise(ours, under(case, policy="save")[0])
+        assert_bitwise(ours, under(case, starts, policy="save")[0])
     assert plan.offloaded_bytes + plan.recomputed_bytes > 0
     return plan
 
@@ -92,8 +94,9 @@ def test_alpha_moves_bytes_from_recomputation_to_copies():
     """Every alpha of MEMO's copies more than the one before and makes less again."""
     counted = []
     for decision in ("memo-0", "memo-0.125", "memo-0.25", "memo-0.5", "memo-1"):
-        ours, plan = run(Case(model="llama", decision=decision))
-        assert_close(ours, "llama")
+        case = Case(model="llama", decision=decision)
+        ours, plan = run(case)
+        assert_close(ours, case)
         counted.append((plan.offloaded_bytes, plan.recomputed_bytes))
     offloaded, again = zip(*counted, strict=True)
     assert list(offloaded) == sorted(set(offloaded))
@@ -116,10 +119,7 @@ def test_accumulated_gradients(policy):
             for _ in range(4):
                 (loss(runner, **inputs) / 4).backward()
             update.step()
-    ours, theirs = gradients_of(model), gradients_of(eager_model)
-    scale = max(one.abs().max().item() for one in theirs.values())
-    for name, other in theirs.items():
-        assert (ours[name] - other).abs().max().item() <= FLOOR * scale, name
+    closeness.assert_equals_eager(model, eager_model)
     assert_planned()
     assert leased_slabs() == 0
 
@@ -175,8 +175,8 @@ def test_adapters_on_frozen_layers(policy):
 @pytest.mark.parametrize("decision", ["auto", "greedy", "memo"])
 def test_a_smaller_budget_never_gives_a_larger_peak(decision):
     case = Case(model="gpt2", decision=decision)
-    floor = floor_bytes("gpt2", decision)
-    top = save_run("gpt2")[1].peak_bytes
+    floor = floor_bytes(case)
+    top = save_run(case)[1].peak_bytes
     budgets = [floor + step * (max(top, floor) - floor) // 7 for step in range(8)]
     peaks = [planned_again(case, budget).peak_bytes for budget in budgets]
     assert all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True))
@@ -199,10 +199,10 @@ def test_the_floor_with_tiles_can_be_had():
         return error.floor_bytes
 
     floor = floor_of(1)
-    assert floor <= floor_bytes("llama", "auto")
+    assert floor <= floor_bytes(case)
     ours, plan = run(case, memory_budget=floor, token_tiles=None)
     assert plan.peak_bytes == floor
-    assert_close(ours, "llama")
+    assert_close(ours, case)
     assert floor_of(floor - 1) == floor
 
 
@@ -213,7 +213,7 @@ def _inductor(name: str, tmp_path: object) -> None:
     """Both ways of moving, into files."""
     case = Case(model=name, decision="memo-0.5", lowering="inductor")
     ours, plan = run(case, host_store=f"file:{tmp_path}")
-    assert_close(ours, name)
+    assert_close(ours, case)
     assert_moved(case, plan, None)
     assert list(tmp_path.iterdir()) == []  # unlinked at once: nothing is left behind a crash
 
@@ -236,7 +236,7 @@ def test_inductor_moves_only(name, decision):
     case = Case(model=name, decision=decision, lowering="inductor")
     ours, plan = run(case)
     assert_moved(case, plan, None)
-    assert_bitwise(ours, save_run(name, "inductor")[0])
+    assert_bitwise(ours, save_run(case)[0])
 
 
 @pytest.mark.slow
@@ -246,7 +246,8 @@ def test_inductor_moves_only(name, decision):
 )
 def test_inductor_at_the_floor(name):
     """A floor that was named is kept. The plan that keeps gpt2's was estimated to need more."""
-    budget = floor_bytes(name, "auto", "inductor")
-    ours, plan = run(Case(model=name, decision="auto", lowering="inductor"), memory_budget=budget)
+    case = Case(model=name, decision="auto", lowering="inductor")
+    budget = floor_bytes(case)
+    ours, plan = run(case, memory_budget=budget)
     assert plan.peak_bytes <= budget
-    assert_close(ours, name)
+    assert_close(ours, case)

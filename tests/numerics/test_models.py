@@ -7,15 +7,13 @@ import torch
 
 import memo_compile
 from tests import models
+from tests.numerics.closeness import Reference
 from tests.numerics.training import (
     ATEN,
-    FLOOR,
     INDUCTOR,
     adamw,
     assert_planned,
-    error,
     sgd,
-    train,
     without_dropout,
 )
 
@@ -69,23 +67,16 @@ def assert_layers(name: str) -> None:
         assert plan.num_regions == 2
 
 
-def assert_close(case: models.ModelCase, options: dict, optimizers: list, other: str) -> None:
-    """memo against eager; what torch's own compiler misses by, memo may miss by twice."""
+def assert_equals_eager(case: models.ModelCase, options: dict, optimizers: list) -> None:
+    reference = Reference(case, optimizers)
     compiled = functools.partial(torch.compile, backend="memo", options=options)
-    eager = train(case, lambda model: model, optimizers)
-    ours = train(case, compiled, optimizers)
+    reference.assert_close(reference.train(compiled))
     assert_planned()
-    found = error(ours, eager)
-    if found <= FLOOR:
-        return
-    torch._dynamo.reset()
-    torchs = train(case, functools.partial(torch.compile, backend=other), optimizers)
-    assert found <= 2 * error(torchs, eager)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_equal_eager(name):
-    assert_close(build(name), ATEN, [sgd, adamw], "aot_eager_decomp_partition")
+    assert_equals_eager(build(name), ATEN, [sgd, adamw])
     assert_layers(name)
 
 
@@ -95,5 +86,5 @@ def test_steps_equal_eager(name):
     [pytest.param(n, marks=() if n in QUICK_INDUCTOR else pytest.mark.full) for n in CASES],
 )
 def test_inductor_lowering_equals_eager(name):
-    assert_close(build(name), INDUCTOR, [sgd], "inductor")
+    assert_equals_eager(build(name), INDUCTOR, [sgd])
     assert_layers(name)

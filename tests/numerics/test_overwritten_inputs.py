@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.numerics.closeness import assert_equals_eager
 from tests.numerics.small import rows
-from tests.numerics.training import FLOOR, assert_planned, gradient_error, memo_compiled
+from tests.numerics.training import assert_planned, memo_compiled
 
 WIDTH = 16
 WIDE = 2 * WIDTH
@@ -137,7 +138,7 @@ def _assert_trains_as_eager(model: nn.Module, **options: object) -> None:
         for run, owner in ((planned, model), (twin, twin)):
             owner.zero_grad()
             run(x).backward()
-        assert gradient_error(model, twin) <= FLOOR
+        assert_equals_eager(model, twin)
         for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
             torch.testing.assert_close(ours, theirs, msg=name)
     assert_planned()

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.numerics.closeness import assert_equals_eager
 from tests.numerics.small import rows
-from tests.numerics.training import FLOOR, assert_planned, gradient_error
+from tests.numerics.training import assert_planned
 
 WIDTH = 8
 ROWS = 4
@@ -92,7 +93,7 @@ def test_no_two_gradients_share_memory(name, lowering):
                 one.grad.mul_(0.5 / (1 + step + number))
         for one, other in itertools.combinations(model.parameters(), 2):
             assert not _overlap(one.grad, other.grad)
-        assert gradient_error(model, twin) <= FLOOR
+        assert_equals_eager(model, twin)
     assert_planned(1)
 
 
@@ -124,7 +125,7 @@ def test_a_gradient_is_no_view_of_what_arrived(lowering):
             (inner(rows(1, ROWS, WIDTH)) + owner.outer).sin().sum().backward()
             owner.outer.grad.mul_(0.5)
         assert not _overlap(model.outer.grad, model.inner.weights[0].grad)
-        assert gradient_error(model, twin) <= FLOOR
+        assert_equals_eager(model, twin)
 
 
 RESULTS = {

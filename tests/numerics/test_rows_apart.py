@@ -15,7 +15,8 @@ import memo_compile
 from memo_compile.analysis import row_rules
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
-from tests.numerics.training import FLOOR, assert_planned, memo_compiled
+from tests.numerics.closeness import assert_equals_eager
+from tests.numerics.training import assert_planned, memo_compiled
 
 WIDTH, CLASSES = 32, 256
 
@@ -135,9 +136,7 @@ def compare(name: str, **options: object) -> None:
     eager = copy.deepcopy(ours)
     memo_compiled(ours, costs="roofline", token_granule=1, **options)(*given).backward()
     eager(*given).backward()
-    for (key, mine), theirs in zip(ours.named_parameters(), eager.parameters(), strict=True):
-        scale = max(theirs.grad.abs().max().item(), 1e-6)
-        assert (mine.grad - theirs.grad).abs().max().item() <= FLOOR * scale, key
+    assert_equals_eager(ours, eager)
     assert_planned()
 
 

@@ -9,8 +9,9 @@ from torch import nn
 import memo_compile
 from tests.models import ModelCase
 from tests.numerics.budget_cases import MODELS, model_case
+from tests.numerics.closeness import Reference
 from tests.numerics.small import leased_slabs
-from tests.numerics.training import FLOOR, assert_planned, error, sgd, train
+from tests.numerics.training import assert_planned, sgd
 
 
 class LossOnly(nn.Module):
@@ -33,11 +34,12 @@ def assert_equals_eager(name: str, tiles: int, **options: object) -> None:
     case = loss_only(name)
     options = {"token_tiles": tiles, "costs": "roofline", "strict": True, **options}
     compiled = functools.partial(torch.compile, backend="memo", options=options)
-    ours = train(case, compiled, [sgd], 3)
+    reference = Reference(case, [sgd])
+    ours = reference.train(compiled)
     assert_planned()
     calls = {key.split("/")[0] for key in memo_compile.report().plans[-1].offsets}
     assert any(".tile" in key for key in calls), "nothing runs in tiles"
-    assert error(ours, train(case, lambda model: model, [sgd], 3)) <= FLOOR
+    reference.assert_close(ours)
     assert leased_slabs() == 0
 
 

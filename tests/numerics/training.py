@@ -1,9 +1,10 @@
 """Trains one model in several ways from the same start, and compares what comes out."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import nn
 
@@ -16,9 +17,13 @@ ATEN = {"lowering": "aten", "strict": True, "debug": "poison"}
 INDUCTOR = {"lowering": "inductor", "strict": True, "debug": "poison"}
 
 FLOOR = 1e-5
-"""Relative to the largest gradient: what float32 rounding in another order may differ by."""
+"""Of a tensor's own largest entry: what float32 rounding in another order may differ by."""
 
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+Starts = Sequence[Mapping[str, torch.Tensor]]
+"""Parameters by name before every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +32,12 @@ class Run:
 
     losses: tuple[torch.Tensor, ...]
     gradients: tuple[Mapping[str, torch.Tensor], ...]
+    starts: Starts
+
+
+def in_ci(names: Iterable[str], *kept: str) -> list[object]:
+    """Parameters of a slow test: ``kept`` run always, the others in `make numerics-full`."""
+    return [pytest.param(name, marks=() if name in kept else pytest.mark.full) for name in names]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -53,21 +64,35 @@ def train(
     compiled: Callable[[nn.Module], nn.Module],
     optimizers: Sequence[Optimizer],
     steps: int = 3,
+    starts: Starts = (),
 ) -> Run:
-    """``steps`` steps with each optimizer of a copy of the case's model; the case is unchanged."""
+    """``steps`` steps with each optimizer of a copy of the case's model; the case is unchanged.
+
+    A step begins with the parameters of ``starts``, if given: so that steps are compared one by
+    one, and what AdamW makes of rounding does not grow from step to step.
+    """
     model, inputs, loss = case
     copied = copy.deepcopy(model)
     runner = compiled(copied)
-    losses, gradients = [], []
+    losses, gradients, began = [], [], []
     updates = [make(copied) for make in optimizers]
-    for update in [one for one in updates for _ in range(steps)]:
+    for number, update in enumerate(update for update in updates for _ in range(steps)):
+        if starts:
+            _set_parameters(copied, starts[number])
+        began.append({name: one.detach().clone() for name, one in copied.named_parameters()})
         update.zero_grad()
         value = loss(runner, **inputs)
         value.backward()
         losses.append(value.detach().clone())
         gradients.append(gradients_of(copied))
         update.step()
-    return Run(losses=tuple(losses), gradients=tuple(gradients))
+    return Run(losses=tuple(losses), gradients=tuple(gradients), starts=tuple(began))
+
+
+@torch.no_grad()
+def _set_parameters(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(values[name])
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -81,30 +106,22 @@ def one_step(model: nn.Module, loss: Loss, inputs: Mapping[str, torch.Tensor]) -
     return value.detach()
 
 
-def error(ours: Run, reference: Run) -> float:
-    """The largest difference of a loss or gradient, relative to the largest gradient."""
-    assert len(ours.losses) == len(reference.losses)
-    scale = max(g.abs().max().item() for step in reference.gradients for g in step.values())
-    worst = 0.0
-    for mine, theirs in zip(ours.losses, reference.losses, strict=True):
-        worst = max(worst, _difference(mine, theirs) / max(scale, theirs.abs().max().item()))
-    for mine, theirs in zip(ours.gradients, reference.gradients, strict=True):
-        assert mine.keys() == theirs.keys()
-        worst = max(worst, *(_difference(mine[key], theirs[key]) / scale for key in theirs))
-    return worst
-
-
 def gradient_error(ours: nn.Module, reference: nn.Module) -> float:
-    """The same for the gradients that two models hold now."""
+    """The largest difference of two gradients, relative to that parameter's own largest entry."""
     mine, theirs = gradients_of(ours), gradients_of(reference)
     assert mine.keys() == theirs.keys()
-    scale = max(one.abs().max().item() for one in theirs.values())
-    return max(_difference(mine[key], theirs[key]) / scale for key in theirs)
+    smallest = torch.finfo(torch.float32).tiny
+    return max(distance(mine[key], theirs[key]) / (size(theirs[key]) + smallest) for key in theirs)
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    found = (one.double() - other.double()).abs().max().item()
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of two entries; infinite when one is not a number."""
+    found = (one.double() - other.double()).abs().max().item() if one.numel() else 0.0
     return found if found == found else float("inf")
+
+
+def size(one: torch.Tensor) -> float:
+    return one.double().abs().max().item() if one.numel() else 0.0
 
 
 def assert_planned(num_plans: int | None = None) -> None:
