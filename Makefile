@@ -15,7 +15,7 @@ STAMP := $(VENV)/.memo-stamp
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test numerics-full fuzz check lint types layers sizes format clean
+.PHONY: help setup demo quick test numerics-full fuzz check lint types layers sizes format clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -28,10 +28,13 @@ setup: $(STAMP)  ## create .venv with the pinned development versions
 demo: $(STAMP)   ## train a small model, memo beside eager, and print the report
 	$(BIN)/python examples/train_stdlib.py $(ARGS)
 
+quick: $(STAMP)  ## run the tests of single modules and of graphs: what to run while you work
+	$(PYTEST) -m "not full" tests/unit tests/graph $(ARGS)
+
 test: $(STAMP)   ## run the tests
 	$(PYTEST) -m "not full" $(ARGS)
 
-numerics-full: $(STAMP) ## every model through Inductor, every budget case against eager (hours)
+numerics-full: $(STAMP) ## what CI leaves out: every model through Inductor, every budget case (hours)
 	rm -f numerics-full.xml
 	$(PYTEST) -m full tests/numerics --junitxml=numerics-full.xml $(ARGS); status=$$?; \
 	$(BIN)/python -m benchmarks.numerics_full numerics-full.xml && exit $$status

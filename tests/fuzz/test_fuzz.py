@@ -28,7 +28,6 @@ def test_op_by_op(seed):
     assert_right(draw_case(seed, "aten"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", INDUCTOR_SEEDS)
 def test_inductor(seed):
     assert_right(draw_case(seed, "inductor"))

@@ -338,7 +338,6 @@ def llama_7b():
     return model, [ids, ids]
 
 
-@pytest.mark.slow
 def test_seven_billion_parameters_are_cut_without_memory():
     """32 layers of 7B size on fakes: traced, partitioned and cut; 27 GB never exist."""
     step_programs(lambda: layers(2))  # torch's own imports and caches

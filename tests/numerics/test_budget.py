@@ -24,19 +24,20 @@ from tests.numerics.budget_cases import (
 from tests.numerics.training import Run
 
 FACTORS = {
-    "model": tuple(MODELS),
-    "decision": DECISIONS,
+    "model": ("llama", "gemma", "t5"),
+    "decision": tuple(one for one in DECISIONS if one not in ("memo-0.125", "memo-0.25")),
     "budget": BUDGETS,
     "schedule": SCHEDULES,
     "shape": tuple(SHAPES),
 }
+"""Of what CI runs. `make numerics-full` runs the product of all models and decisions."""
 
 PAIRWISE = [Case(**row) for row in covering(FACTORS)]
 PRODUCT = [
     Case(model=model, decision=decision, budget=budget, shape=shape)
     for model, decision, budget, shape in itertools.product(MODELS, DECISIONS, BUDGETS, SHAPES)
 ]
-"""Each of them runs under every schedule."""
+"""Of all models; each of them runs under every schedule."""
 
 
 def check(case: Case) -> None:
@@ -63,7 +64,7 @@ def test_every_pair_is_covered():
     for one, other in itertools.combinations(FACTORS, 2):
         for first, second in itertools.product(FACTORS[one], FACTORS[other]):
             assert ((one, first), (other, second)) in seen
-    assert len(PAIRWISE) < 70 < len(PRODUCT) * len(SCHEDULES)
+    assert len(PAIRWISE) < 50 < len(PRODUCT) * len(SCHEDULES)
     assert PAIRWISE == [Case(**row) for row in covering(FACTORS)]
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import memo_compile
 from memo_compile.errors import Infeasible
+from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
 from tests import models
 from tests.models import ModelCase
@@ -29,6 +30,7 @@ from tests.numerics.training import (
     Run,
     Starts,
     assert_planned,
+    in_ci,
     memo_compiled,
     sgd,
     train,
@@ -188,22 +190,25 @@ def test_a_smaller_budget_never_gives_a_larger_peak(decision):
 
 def test_the_floor_with_tiles_can_be_had():
     """What the error of torch.compile names is enough, and nothing less; wide chains are tiled."""
-    case = Case(model="llama", decision="auto")
+    case = flat(32)
 
-    def floor_of(budget: int) -> int:
+    def floor_of(**options: object) -> int:
+        state.reset()
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
-            run(case, memory_budget=budget, token_tiles=None)
+            under(case, **options)
+        state.reset()
         error = raised.value.inner_exception
         assert isinstance(error, Infeasible)
         assert error.floor_bytes is not None
         return error.floor_bytes
 
-    floor = floor_of(1)
-    assert floor <= floor_bytes(case)
-    ours, plan = run(case, memory_budget=floor, token_tiles=None)
+    floor = floor_of(memory_budget=1, token_tiles=None)
+    assert floor < floor_of(memory_budget=1)
+    reference = Reference(case, [sgd], 2)
+    ours, plan = under(case, reference.eager.starts, memory_budget=floor, token_tiles=None)
+    reference.assert_close(ours)
     assert plan.peak_bytes == floor
-    assert_close(ours, case)
-    assert floor_of(floor - 1) == floor
+    assert floor_of(memory_budget=floor - 1, token_tiles=None) == floor
 
 
 INDUCTOR = ("llama", "gpt2", "gemma", "mixtral", "t5")
@@ -218,16 +223,11 @@ def _inductor(name: str, tmp_path: object) -> None:
     assert list(tmp_path.iterdir()) == []  # unlinked at once: nothing is left behind a crash
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    INDUCTOR,
-)
+@pytest.mark.parametrize("name", in_ci(INDUCTOR, "llama"))
 def test_inductor_with_files(name, tmp_path):
     _inductor(name, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("decision", ["full-offload", "memo-1"])
 @pytest.mark.parametrize("name", INDUCTOR)
@@ -239,11 +239,7 @@ def test_inductor_moves_only(name, decision):
     assert_bitwise(ours, save_run(case)[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=() if one == "gpt2" else pytest.mark.full) for one in INDUCTOR],
-)
+@pytest.mark.parametrize("name", in_ci(INDUCTOR, "gpt2"))
 def test_inductor_at_the_floor(name):
     """A floor that was named is kept. The plan that keeps gpt2's was estimated to need more."""
     case = Case(model=name, decision="auto", lowering="inductor")

@@ -13,6 +13,7 @@ from tests.numerics.training import (
     INDUCTOR,
     adamw,
     assert_planned,
+    in_ci,
     sgd,
     without_dropout,
 )
@@ -40,7 +41,6 @@ CASES = {
 EXTRA_REGIONS = {"t5": 3}
 """Layers whose backward differs in a detail that lowering cannot share. T5: the first layer to run
 backward begins the sums of gradients (relative bias, encoder output) that the others add to."""
-QUICK_INDUCTOR = ("llama", "gpt2", "gemma2", "functional_transformer")
 
 
 def build(name: str) -> models.ModelCase:
@@ -80,11 +80,7 @@ def test_steps_equal_eager(name):
     assert_layers(name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in QUICK_INDUCTOR else pytest.mark.full) for n in CASES],
-)
+@pytest.mark.parametrize("name", in_ci(CASES, "llama", "functional_transformer"))
 def test_inductor_lowering_equals_eager(name):
     assert_equals_eager(build(name), INDUCTOR, [sgd])
     assert_layers(name)

@@ -172,7 +172,6 @@ def test_policies(name, policy):
     compare(name, policy=policy)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES)[:2])
 def test_inductor(name):
     compare(name, token_tiles=4, lowering="inductor")

@@ -11,7 +11,7 @@ from tests.models import ModelCase
 from tests.numerics.budget_cases import MODELS, model_case
 from tests.numerics.closeness import Reference
 from tests.numerics.small import leased_slabs
-from tests.numerics.training import assert_planned, sgd
+from tests.numerics.training import assert_planned, in_ci, sgd
 
 
 class LossOnly(nn.Module):
@@ -58,17 +58,12 @@ INDUCTOR = tuple(name for name in MODELS if name != "mixtral")
 """Inductor puts two results of mixtral's tiles into one buffer, which memo refuses."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=() if one == "llama" else pytest.mark.full) for one in INDUCTOR],
-)
+@pytest.mark.parametrize("name", in_ci(INDUCTOR, "llama"))
 def test_inductor(name):
     """A sum over tiles that Inductor makes of several kernels must not overwrite its own start."""
     assert_equals_eager(name, 4, lowering="inductor")
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_tiles_that_inductor_does_not_keep_apart():
     """Refused with the option to change, never computed wrong."""

@@ -16,7 +16,6 @@ def run(argv, capsys):
     return caught.value.code, capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_this_machine_can_run_memo(capsys):
     code, out = run(["--json"], capsys)
     found = json.loads(out)

@@ -139,7 +139,6 @@ def test_a_script_is_compared_and_its_peak_measured(tmp_path):
     assert "step 4" not in done.stderr
 
 
-@pytest.mark.slow
 def test_a_script_that_computes_something_else_with_memo_is_caught(tmp_path):
     scale = "(1.1 if 'memo' in sys.argv[0] or 'memo' in sys.orig_argv else 1.0)"
     source = "import sys\n" + textwrap.dedent(TRAINING).replace("SCALE", scale)
@@ -159,7 +158,6 @@ def test_a_missing_script_is_refused(capsys, tmp_path):
     assert "no such file" in refused(capsys, str(tmp_path / "none.py"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "message"),
     [

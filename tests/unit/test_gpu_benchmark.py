@@ -13,7 +13,7 @@ def options(*flags: str):
 @pytest.mark.parametrize(
     ("arm", "tokens"),
     [
-        pytest.param("memo", [128], marks=pytest.mark.slow),  # compiles
+        ("memo", [128]),  # compiles
         ("offloaded-checkpointing", [128, 256]),
     ],
 )
