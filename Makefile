@@ -1,12 +1,13 @@
 # Every target creates what it needs: `make demo` and `make test` work in a fresh clone.
 # PYTHON: the interpreter to build .venv from.  WORKERS: parallel test processes.  ARGS: for pytest.
-# SECONDS, LOWERING (aten, inductor, both), SEED: for `make fuzz`.
+# SECONDS, LOWERING (aten, inductor, both), SEED: for `make fuzz`.  MUTATIONS: for `make mutate`.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); [ $$n -gt 8 ] && echo 8 || echo $$n)
 SECONDS ?= 600
 LOWERING ?= both
 SEED ?= 0
+MUTATIONS ?= 2000
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.memo-stamp
@@ -15,7 +16,7 @@ STAMP := $(VENV)/.memo-stamp
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quick test numerics-full fuzz check lint types layers sizes format clean
+.PHONY: help setup demo quick test numerics-full fuzz mutate check lint types layers sizes format clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -41,6 +42,10 @@ numerics-full: $(STAMP) ## what CI leaves out: every model through Inductor, eve
 
 fuzz: $(STAMP)   ## random models against eager for SECONDS; what fails is in fuzz-failures/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --lowering $(LOWERING) \
+		--seed $(SEED) $(ARGS)
+
+mutate: $(STAMP) ## MUTATIONS random mutations of plans: none that changes a number may pass
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.steps.mutations --mutations $(MUTATIONS) \
 		--seed $(SEED) $(ARGS)
 
 check: lint types layers sizes test  ## everything that CI runs

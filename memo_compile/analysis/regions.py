@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile.step.problem import RegionProfile
+from memo_compile.step.problem import Layout, Layouts, RegionProfile
 
 RunRegion = Callable[[list[Any]], Sequence[Any]]
 
@@ -44,6 +44,18 @@ class RegionGraph:
         """The fake values of the placeholders, in order."""
         return [node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder")]
 
+    def input_layouts(self) -> Layouts:
+        """How the inputs lie."""
+        return tuple(map(layout_of, self.example_inputs()))
+
+    def output_layouts(self) -> Layouts:
+        """How the results lie."""
+        results = self.gm.graph.output_node().args[0]
+        assert isinstance(results, list | tuple)
+        return tuple(
+            layout_of(one.meta.get("val")) if isinstance(one, fx.Node) else None for one in results
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoweredRegion:
@@ -52,3 +64,15 @@ class LoweredRegion:
     profile: RegionProfile
     views: tuple[ViewSpec, ...]
     run: RunRegion
+
+
+def layout_of(value: object) -> Layout | None:
+    """How a tensor lies, from its own first element on; None for what is no strided tensor."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return Layout(
+        dtype=str(value.dtype).removeprefix("torch."),
+        item_bytes=value.element_size(),
+        size=tuple(value.shape),
+        stride=tuple(value.stride()),
+    )

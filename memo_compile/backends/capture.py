@@ -38,7 +38,7 @@ from memo_compile.passes.lease import Halves, lease_saved
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.runner import PassRunner, graph_text
 from memo_compile.passes.separate import SeparateResults
-from memo_compile.passes.tile_cut import Tiling, tile_cut
+from memo_compile.passes.tile_cut import RegionTiling, tile_cut
 from memo_compile.reporting import state
 from memo_compile.reporting.write import write_pictures
 from memo_compile.step.problem import Phase
@@ -221,7 +221,7 @@ class StepCompiler:
         )
         return tile_cut(whole, self.config.token_tiles or 1, self._accepts, say_dropped)
 
-    def _accepts(self, tiling: Tiling) -> bool:
+    def _accepts(self, tiling: RegionTiling) -> bool:
         """False for tiles that compute something else than their region, run on random numbers."""
         if not self.may_run:
             return True

@@ -115,7 +115,7 @@ class _Comparison:
 
     def _compare_frames(self) -> None:
         original, moved = self.original.problem, self.moved.problem
-        for name in ("inputs", "fixed"):
+        for name in ("inputs", "halves", "fixed"):
             if getattr(original, name) != getattr(moved, name):
                 self._complain(f"the moved step has other {name}")
         for name, region in original.regions.items():
@@ -192,7 +192,7 @@ def _code(call: StepCall) -> tuple[object, ...]:
     """What must be equal in both steps: all but the names of the values that are used."""
     into = tuple((one.buffer, one.offset_bytes) for one in call.into)
     counts = (call.kind, len(call.inputs))
-    return call.name, call.region, call.phase, call.outputs, counts, into
+    return call.name, call.region, call.phase, call.outputs, counts, into, call.reads
 
 
 def _with_tail(got: Pieces, expected: Pieces) -> Pieces:

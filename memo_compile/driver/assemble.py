@@ -25,7 +25,7 @@ from memo_compile.errors import Infeasible, RuntimeMisuse
 from memo_compile.passes.cut import Cut
 from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
-from memo_compile.step.problem import FixedBytes, Problem
+from memo_compile.step.problem import FixedBytes, Phase, Problem
 from memo_compile.step.residency import heap_slack, retained_peak_bytes, step_constant_bytes
 from memo_compile.units import format_bytes
 
@@ -69,7 +69,8 @@ class Assembly:
             self._unburdened = planned
         config, device = self.planner.config, self.planner.facts.device
         poison = "poison" in config.debug
-        binder = Binder(planned, self.forward_cut, self.backward_cut, poison)
+        constants = {cut.phase: cut.constants for cut in (self.forward_cut, self.backward_cut)}
+        binder = Binder(planned, constants, poison)
         self.problem, self.plan = planned.problem, planned.plan
         self._made = tuple(result_storages(planned.problem, self.forward_cut.results))
         self.step = StepPlan(
@@ -77,8 +78,8 @@ class Assembly:
             device=device,
             arena_bytes=planned.plan.arena_bytes,
             table=binder.table(),
-            forward=binder.half(self.forward_cut),
-            backward=binder.half(self.backward_cut),
+            forward=binder.half(Phase.FORWARD),
+            backward=binder.half(Phase.BACKWARD),
             max_inflight=config.max_inflight,
             poison=poison,
             host_bytes=planned.problem.host_bytes,

@@ -1,19 +1,32 @@
-"""Binds a planned step to the runtime: values become slots, buffers become views of the frame."""
+"""Binds a planned step to the runtime: values become slots, buffers become views of the frame.
+
+What runs is what the Problem and the Plan say, which is what the checker has seen: beside them a
+region has its code, the layouts of its buffers, and the graph its constants.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from memo_runtime.arena import FrameView
-from memo_runtime.instructions import CopyRange, Instruction, RunCall, StartOffload, StartReload
+from memo_runtime.instructions import (
+    CopyRange,
+    InputView,
+    Instruction,
+    RunCall,
+    StartOffload,
+    StartReload,
+)
 from memo_runtime.instructions import WaitCopy as Wait
 from memo_runtime.run_step import RunHalf
 
 from memo_compile.analysis.regions import ViewSpec
 from memo_compile.driver.step_planner import PlannedStep
-from memo_compile.passes.cut import Cut, CutCall, InputView
 from memo_compile.step.problem import (
     CallKind,
+    Half,
+    Layout,
     Phase,
     Problem,
     StepCall,
@@ -29,9 +42,10 @@ class Binder:
     """One planned step, and what both of its halves need to know of it."""
 
     planned: PlannedStep
-    forward: Cut
-    backward: Cut
+    constants: Mapping[Phase, Mapping[str, Any]]
+    """The tensors that each half carries itself."""
     poison: bool
+    halves: dict[Phase, Half] = field(init=False)
     numbers: dict[str, int] = field(init=False)
     """Copies of the step by the name of their call."""
     places: dict[str, tuple[int, ViewSpec]] = field(init=False)
@@ -40,14 +54,18 @@ class Binder:
     """Name of a reload -> of the offload that wrote its bytes."""
     leased: tuple[str, ...] = field(init=False)
     """What the forward leaves for the backward beside what autograd hands over."""
+    views: dict[int, tuple[InputView, ...]] = field(init=False)
+    """Call -> the inputs that it reads as something else than what their maker left."""
 
     def __post_init__(self) -> None:
+        self.halves = {half.phase: half for half in self.planned.problem.halves}
         calls = self.planned.problem.calls
         copies = [one.name for one in calls if one.copy is not None]
         self.numbers = {name: number for number, name in enumerate(copies)}
         self.offload_of = dict(_offloads_of(self.planned.problem))
         self.places = dict(_places(self.planned))
-        self.leased = tuple(_leased(self.planned.problem, self.backward))
+        self.leased = tuple(_leased(self.planned.problem, self.halves[Phase.BACKWARD]))
+        self.views = dict(_views(self.planned.problem, self.offload_of))
 
     def table(self) -> list[list[FrameView]]:
         """Per call of the step the views of its buffers."""
@@ -76,30 +94,31 @@ class Binder:
             rows.append(row)
         return rows
 
-    def half(self, cut: Cut) -> RunHalf:
+    def half(self, phase: Phase) -> RunHalf:
         """The half with values replaced by slots of its environment."""
+        data = self.halves[phase]
         steps = [
             (index, call)
             for index, call in enumerate(self.planned.problem.calls)
-            if call.phase is cut.phase
+            if call.phase is phase
         ]
-        names = [*cut.constants, *cut.arguments, *self.leased]
+        names = [*data.constants, *data.arguments, *self.leased]
         for _, call in steps:
             names += [*call.inputs, *call.outputs, *(one.value for one in call.into)]
-        names += [cut.handle, *(value for value in cut.results if value is not None)]
+        names += [data.handle, *(value for value in data.results if value is not None)]
         slots = {value: index for index, value in enumerate(dict.fromkeys(names))}
-        half = _Half(self, cut, slots, steps)
+        half = _Half(self, data, slots, steps)
         return RunHalf(
             num_slots=len(slots),
-            constants=tuple((slots[key], value) for key, value in cut.constants.items()),
-            arguments=tuple(slots[value] for value in cut.arguments),
+            constants=tuple((slots[key], self.constants[phase][key]) for key in data.constants),
+            arguments=tuple(slots[value] for value in data.arguments),
             calls=tuple(half.instruction(index, call) for index, call in steps),
-            results=tuple(None if value is None else slots[value] for value in cut.results),
+            results=tuple(None if value is None else slots[value] for value in data.results),
             leased=tuple(slots[value] for value in self.leased),
-            checked=self._checked(slots) if cut.phase is Phase.FORWARD else (),
+            checked=self._checked(slots) if phase is Phase.FORWARD else (),
             planned_bytes=half.planned_bytes(steps[0][0]) if steps else 0,
             resident_bytes=half.resident_after(),
-            handle=slots[cut.handle],
+            handle=slots[data.handle],
         )
 
     def _checked(self, slots: Mapping[str, int]) -> tuple[int, ...]:
@@ -112,24 +131,28 @@ class Binder:
                     viewed = call.inputs[slot.index]
                     source[value] = source.get(viewed, viewed)
         kept = dict.fromkeys(source.get(value, value) for value in self.leased)
-        return tuple(slots[value] for value in kept if value in self.forward.arguments)
+        arguments = self.halves[Phase.FORWARD].arguments
+        return tuple(slots[value] for value in kept if value in arguments)
 
 
 class _Half:
     """One half while its calls are bound."""
 
     def __init__(
-        self, binder: Binder, cut: Cut, slots: Mapping[str, int], steps: list[tuple[int, StepCall]]
+        self,
+        binder: Binder,
+        half: Half,
+        slots: Mapping[str, int],
+        steps: list[tuple[int, StepCall]],
     ) -> None:
         self.binder = binder
         self.problem = binder.planned.problem
         self.plan = binder.planned.plan
         self.slots = slots
-        self.phase = cut.phase
-        self.cut_calls = {call.name: call for call in cut.calls}
-        self.results = {value for value in cut.results if value is not None}
+        self.phase = half.phase
+        self.results = {value for value in half.results if value is not None}
         kept = set(self.results)
-        if cut.phase is Phase.FORWARD:
+        if half.phase is Phase.FORWARD:
             kept |= set(binder.leased)
         self.kept = kept
         self.beside = beside_bytes(self.problem)
@@ -209,7 +232,7 @@ class _Half:
         recomputes = call.kind is CallKind.RECOMPUTE
         return RunCall(
             run=lowered.run,
-            views=tuple((at, *view) for at, view in sorted(self._views(call).items())),
+            views=self.binder.views.get(index, ()),
             resident_bytes=self.plan.resident_bytes[index],
             table=index,
             inputs=tuple(slots[value] for value in call.inputs),
@@ -224,18 +247,6 @@ class _Half:
             + self._taken_again(index),
             recomputed_bytes=_output_bytes(lowered.views, call, self.problem) if recomputes else 0,
         )
-
-    def _views(self, call: StepCall) -> Mapping[int, InputView]:
-        """Inputs that the region reads as another view than their value's own."""
-        known: CutCall | None = self.cut_calls.get(call.name)
-        if known is not None:
-            return known.views
-        graph = self.binder.planned.graphs[call.region]
-        found = {}
-        for position, value in enumerate(graph.example_inputs()):
-            if position not in graph.static_inputs and isinstance(value, torch.Tensor):
-                found[position] = (tuple(value.shape), tuple(value.stride()), 0)
-        return found
 
     def _unsafe_outputs(self, call: StepCall) -> Iterable[int]:
         """Outputs that the user receives although their storage lies in the arena."""
@@ -301,7 +312,32 @@ def _places(planned: PlannedStep) -> Iterator[tuple[str, tuple[int, ViewSpec]]]:
     yield from found.items()
 
 
-def _leased(problem: Problem, backward: Cut) -> Iterator[str]:
+def _views(
+    problem: Problem, offload_of: Mapping[str, str]
+) -> Iterator[tuple[int, tuple[InputView, ...]]]:
+    """(call, its inputs that are read as something else than what their maker left)."""
+    halves = {half.phase: half for half in problem.halves}
+    calls = {call.name: call for call in problem.calls}
+    held: dict[str, Layout | None] = {}
+    phase = None
+    for index, call in enumerate(problem.calls):
+        if call.phase is not phase:
+            phase = call.phase
+            held.update(halves[phase].given())
+        if call.kind is CallKind.RELOAD:  # shown as what was offloaded is shown
+            held[call.outputs[0]] = held.get(calls[offload_of[call.name]].inputs[0])
+            continue
+        found = tuple(
+            (at, read.size, read.stride, read.offset)
+            for at, (value, read) in enumerate(zip(call.inputs, call.reads, strict=False))
+            if read is not None and read != held.get(value)
+        )
+        if found:
+            yield index, found
+        held.update(zip(call.outputs, problem.regions[call.region].output_layouts, strict=False))
+
+
+def _leased(problem: Problem, backward: Half) -> Iterator[str]:
     """Values that the backward reads and that neither it nor autograd provides."""
     known = {*backward.constants, *backward.arguments}
     wanted: dict[str, None] = {}

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
-from memo_compile.check.check_moves import check_moves, remakes_of
 from memo_compile.config import MemoConfig
 from memo_compile.driver.left_whole import UNEXPECTED, say_bug, say_dropped
 from memo_compile.driver.movable_step import ClassGraph, Movable
 from memo_compile.driver.probe import Verdict, probe_rows
-from memo_compile.errors import InvalidPlan, MemoError, UnsupportedGraph, described
+from memo_compile.errors import MemoError, UnsupportedGraph, described
 from memo_compile.lowering.aten import estimate
 from memo_compile.lowering.lower import lower_regions
 from memo_compile.passes.recompute import recompute_graph
@@ -89,18 +88,6 @@ class RecomputeLibrary:
             raise UnsupportedGraph(f"{key.region} is not lowered yet")
         return self.regions[key]
 
-    def proved(self, choice: Choice[Plan]) -> Choice[Plan]:
-        """``choice``, whose program computes what the step under policy SAVE does.
-
-        Raises:
-            InvalidPlan: it does not; the message says where.
-        """
-        made = remakes_of(self.step, choice.problem, self.regions.values())
-        verdict = check_moves(self.step.problem, choice.problem, made)
-        if not verdict.ok:
-            raise InvalidPlan(f"moves of policy {choice.moves.policy}: {verdict}")
-        return choice
-
     def _graph(self, key: RecomputeKey) -> tuple[RegionGraph, tuple[RegionInput, ...]]:
         graph = self.graphs[key.class_key]
         return recompute_graph(
@@ -117,7 +104,12 @@ class RecomputeLibrary:
         self.region_graphs[key] = region
         return RecomputeRegion(
             key=key,
-            profile=replace(estimate(region), name=key.region),
+            profile=replace(
+                estimate(region),
+                name=key.region,
+                input_layouts=region.input_layouts(),
+                output_layouts=region.output_layouts(),
+            ),
             inputs=inputs,
             seconds=recompute_seconds(self.step, key),
             exact=False,
@@ -230,12 +222,12 @@ def decide(
             raise
         before = len(library.refused)
         if not library.lower(choice.problem):
-            return library.proved(choice)
+            return choice
         if len(library.refused) != before:
             continue
         known = confirmed(
             choice, movable.step, budget_bytes=budget_bytes, recompute=library, place=place
         )
         if known is not None:
-            return library.proved(known)
+            return known
     raise AssertionError("every round lowers a region, and there are not so many")

@@ -12,7 +12,7 @@ Numbers are float64 where every kernel takes it, so that a difference is no roun
 import enum
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.analysis.purity import is_collective
-from memo_compile.analysis.regions import RegionGraph
+from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.row_rules import argument, shape_of
 from memo_compile.analysis.structure import op_name
 from memo_compile.costs.measure_regions import layout_elements, torch_as_before
@@ -28,7 +28,8 @@ from memo_compile.costs.roofline import graph_cost
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.aten import interpret
 from memo_compile.passes.tile_chains import transient_bytes
-from memo_compile.passes.tile_cut import Tiling
+from memo_compile.passes.tile_cut import RegionTiling
+from memo_compile.step.problem import Layout
 
 MAX_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
 """Inputs and temporaries of a run, in float64 where that is tried."""
@@ -82,7 +83,7 @@ Run = Callable[[list[Any]], Sequence[Any]]
 """A region's results from its inputs."""
 
 
-def probe_tiling(tiling: Tiling) -> Probe:
+def probe_tiling(tiling: RegionTiling) -> Probe:
     """Whether the parts of a region in tiles, called in order, make what the region makes.
 
     The whole is compared in float64; where it is too large or a kernel does not take that, the
@@ -96,8 +97,8 @@ def probe_tiling(tiling: Tiling) -> Probe:
     return probe
 
 
-def _probe_whole(wide: bool) -> Callable[[Tiling], Probe]:
-    def run(tiling: Tiling) -> Probe:
+def _probe_whole(wide: bool) -> Callable[[RegionTiling], Probe]:
+    def run(tiling: RegionTiling) -> Probe:
         def tiled(wide: bool) -> Run:
             graphs = {name: _prepared(part, wide) for name, part in tiling.parts.items()}
             return lambda inputs: _run_calls(tiling, graphs, inputs)
@@ -107,7 +108,7 @@ def _probe_whole(wide: bool) -> Callable[[Tiling], Probe]:
     return run
 
 
-def _probe_chain(tiling: Tiling) -> Probe:
+def _probe_chain(tiling: RegionTiling) -> Probe:
     probe = Probe(verdict=Verdict.NOT_RUN, reason="it has too few rows")
     for rows in (1, 2):  # one row is another thing where an operator drops dimensions of size 1
         if 2 * rows <= tiling.tiled.num_rows:
@@ -286,32 +287,37 @@ def _widened(value: Any) -> Any:
     return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
-def _run_calls(tiling: Tiling, graphs: Mapping[str, Run], inputs: Sequence[Any]) -> list[Any]:
+def _run_calls(tiling: RegionTiling, graphs: Mapping[str, Run], inputs: Sequence[Any]) -> list[Any]:
     """The region's outputs by the calls of its parts, plain tensors in place of the frame."""
     values: dict[str, Any] = {f"in{at}": value for at, value in enumerate(inputs)}
+    layouts = {f"in{at}": one for at, one in enumerate(tiling.region.input_layouts())}
     for call in tiling.calls:
-        given = [_seen(values[name], call.views.get(at)) for at, name in enumerate(call.inputs)]
+        given = [
+            values[name] if read == layouts.get(name) else _seen(values[name], read)
+            for name, read in zip(call.inputs, call.reads, strict=True)
+        ]
         made = list(graphs[call.region](given))
         fakes = tiling.parts[call.region].gm.graph.output_node().args[0]
         assert isinstance(fakes, list | tuple)
         for into in call.into:
             made_by = fakes[into.output]
             assert isinstance(made_by, fx.Node)
-            fake = made_by.meta["val"]
-            at = into.offset_bytes // fake.element_size()
-            target = _seen(values[into.value], (tuple(fake.shape), tuple(fake.stride()), at))
+            layout = layout_of(made_by.meta["val"])
+            assert layout is not None, made_by
+            at = into.offset_bytes // layout.item_bytes
+            target = _seen(values[into.value], replace(layout, offset=at))
             made[into.output] = target.copy_(made[into.output])
         values.update(zip(call.outputs, made, strict=True))
+        layouts.update(zip(call.outputs, tiling.parts[call.region].output_layouts(), strict=True))
     results = tiling.region.gm.graph.output_node().args[0]
     assert isinstance(results, list | tuple)
     return [values[f"out{at}"] for at in range(len(results))]
 
 
-def _seen(value: Any, view: tuple[tuple[int, ...], tuple[int, ...], int] | None) -> Any:
-    if view is None:
+def _seen(value: Any, layout: Layout | None) -> Any:
+    if layout is None:
         return value
-    size, stride, offset = view
-    return value.as_strided(size, stride, value.storage_offset() + offset)
+    return value.as_strided(layout.size, layout.stride, value.storage_offset() + layout.offset)
 
 
 def made_up_inputs(region: RegionGraph, *, wide: bool, positive: bool) -> list[Any]:

@@ -11,6 +11,8 @@ from memo_runtime.pages import gives_pages_back
 from memo_compile import shim
 from memo_compile.analysis.joint_units import JointUnits
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
+from memo_compile.check.check_moves import Remake, remakes_of
+from memo_compile.check.prove import require_proved
 from memo_compile.config import MemoConfig, local_world_size
 from memo_compile.costs.bandwidth import copy_bandwidth
 from memo_compile.costs.extrapolate import extrapolated_seconds
@@ -28,7 +30,7 @@ from memo_compile.driver.decisions import moved_rows, saved_rows, step_notes
 from memo_compile.driver.facts import GraphFacts, profile_name
 from memo_compile.driver.left_whole import UNEXPECTED, say_dropped
 from memo_compile.driver.movable_step import Movable, movable_step
-from memo_compile.driver.step_problem import step_problem
+from memo_compile.driver.step_problem import step_problem, whole_step
 from memo_compile.driver.user_outputs import held_bytes
 from memo_compile.errors import (
     ConfigError,
@@ -91,6 +93,7 @@ class StepPlanner:
             self.lowered = with_workspaces(self.lowered, self.graphs)
         self.lowering_s = time.perf_counter() - start
         self.problem = step_problem(forward, backward, self.lowered, units, facts, config)
+        self.whole = whole_step(forward, backward)
         self._movable: Movable | None = None
         self._library: RecomputeLibrary | None = None
         self.granted_step_bytes: int | None = None
@@ -249,12 +252,19 @@ class StepPlanner:
         budget = self._declared_budget_bytes()
         if budget is not None and plan.peak_bytes > budget:
             raise InvalidPlan(f"plan {plan.name}: peak {plan.peak_bytes} > budget {budget}")
+        require_proved(self.whole, self.problem, problem, self.remakes(problem))
         return PlannedStep(
             problem=problem,
             plan=replace(plan, budget_bytes=budget),
             lowered={**self.lowered, **(library.lowered if library else {})},
             graphs={**self.graphs, **(library.lowered_graphs() if library else {})},
         )
+
+    def remakes(self, problem: Problem) -> Mapping[str, Remake]:
+        """What the RECOMPUTE calls of ``problem`` make of what."""
+        if problem is self.problem or self._library is None:
+            return {}
+        return remakes_of(self.movable().step, problem, self._library.regions.values())
 
     def movable(self) -> Movable:
         """The step as layers with slots."""

@@ -5,13 +5,14 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from memo_compile.analysis.joint_units import JointUnits, source_line
-from memo_compile.analysis.regions import LoweredRegion
+from memo_compile.analysis.regions import LoweredRegion, layout_of
 from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import GraphFacts, tangents
 from memo_compile.driver.user_outputs import assume_held
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.cut import Cut, CutCall, CutInto
 from memo_compile.step.problem import (
+    Half,
     Into,
     LayerClassInfo,
     Phase,
@@ -20,6 +21,7 @@ from memo_compile.step.problem import (
     Storage,
     TensorInfo,
 )
+from memo_compile.step.tilings import WholeStep
 
 
 def step_problem(
@@ -46,6 +48,7 @@ def step_problem(
         regions={key: region.profile for key, region in lowered.items()},
         calls=tuple(calls),
         inputs=(*forward.constants, *forward.arguments, *backward.constants, *backward.arguments),
+        halves=(_half(forward), _half(backward)),
         fixed=facts.fixed_bytes(outputs_bytes, config.optimizer_state_bytes_per_parameter),
         tangents=tangents(given),
         layer_classes=_layer_classes(units, calls),
@@ -53,6 +56,26 @@ def step_problem(
         live_steps=config.max_inflight,
     )
     return assume_held(problem, forward.results, given, config)
+
+
+def whole_step(forward: Cut, backward: Cut) -> WholeStep:
+    """The step as its graphs say it, for the checker."""
+    return WholeStep(
+        calls=tuple(
+            StepCall(
+                name=call.name,
+                region=call.region,
+                phase=half.phase,
+                inputs=call.inputs,
+                outputs=call.outputs,
+                reads=call.reads,
+            )
+            for half in (forward, backward)
+            for call in half.whole_calls
+        ),
+        halves=(_half(forward), _half(backward)),
+        tilings={**forward.tilings, **backward.tilings},
+    )
 
 
 def _step_call(
@@ -69,6 +92,24 @@ def _step_call(
         layer_class=unit.class_key,
         instance=unit.instance,
         into=tuple(_into(one, lowered[call.region]) for one in call.into),
+        reads=call.reads,
+    )
+
+
+def _half(cut: Cut) -> Half:
+    """What autograd gives the half and what it returns."""
+    placeholders = cut.program.graph.find_nodes(op="placeholder")
+    layouts = {
+        **{name: layout_of(value) for name, value in cut.constants.items()},
+        **{node.name: layout_of(node.meta.get("val")) for node in placeholders},
+    }
+    return Half(
+        phase=cut.phase,
+        constants=tuple(cut.constants),
+        arguments=cut.arguments,
+        results=cut.results,
+        handle=cut.handle,
+        layouts=tuple(layouts[name] for name in (*cut.constants, *cut.arguments)),
     )
 
 

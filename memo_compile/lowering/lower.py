@@ -17,9 +17,19 @@ def lower_regions(regions: Iterable[RegionGraph], config: MemoConfig) -> dict[st
     """Every region by its name, lowered as ``config.lowering`` says."""
     poison = "poison" in config.debug
     if config.lowering == "aten":
-        return {one.name: aten.lower(one, poison=poison) for one in regions}
+        return {one.name: _laid_out(one, aten.lower(one, poison=poison)) for one in regions}
     with inductor.session(config.inductor_options):
-        return {one.name: _lowered(one, poison) for one in regions}
+        return {one.name: _laid_out(one, _lowered(one, poison)) for one in regions}
+
+
+def _laid_out(region: RegionGraph, lowered: LoweredRegion) -> LoweredRegion:
+    """``lowered``, whose profile says what its code reads and makes."""
+    profile = replace(
+        lowered.profile,
+        input_layouts=region.input_layouts(),
+        output_layouts=region.output_layouts(),
+    )
+    return replace(lowered, profile=profile)
 
 
 def _lowered(region: RegionGraph, poison: bool) -> LoweredRegion:

@@ -26,15 +26,13 @@ from torch import fx
 
 from memo_compile.analysis.overwrites import runs_once
 from memo_compile.analysis.purity import is_constant, is_write
-from memo_compile.analysis.regions import RegionGraph
+from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, storage_of
 from memo_compile.passes.lease import HANDLE
-from memo_compile.step.problem import Phase
+from memo_compile.step.problem import Layouts, Phase
+from memo_compile.step.tilings import Tiling
 
 KERNEL_ALIGNMENT_BYTES = 16
-
-InputView = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Size, stride and offset, in elements, from where the value starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +53,8 @@ class CutCall:
     position: int
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    views: Mapping[int, InputView] = field(default_factory=dict)
-    """Inputs that are read as a view of their value, by position."""
+    reads: Layouts
+    """As what each input is read, from where its value begins."""
     into: tuple[CutInto, ...] = ()
 
 
@@ -80,6 +78,10 @@ class Cut:
     program: fx.GraphModule
     nodes: Mapping[str, fx.Node] = field(default_factory=dict)
     """Value -> the node that makes it, for reports."""
+    whole_calls: tuple[CutCall, ...] = ()
+    """The calls as they were before any region ran in tiles."""
+    tilings: Mapping[str, Tiling] = field(default_factory=dict)
+    """Region -> how it runs in tiles, for the checker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +190,7 @@ class _Cutter:
             region=self.keys[key],
             position=border.position,
             inputs=tuple(self.value(base_of(node)) for node in inputs),
-            views=_views(inputs),
+            reads=tuple(layout_of(node.meta["val"]) for node in inputs),
             outputs=tuple(self.value(node) for node in outputs),
         )
 
@@ -209,6 +211,7 @@ class _Cutter:
             phase=self.request.phase,
             regions=self.regions,
             calls=tuple(calls),
+            whole_calls=tuple(calls),
             arguments=tuple(node.name for node in placeholders),
             results=results,
             leased=tuple(self.value(node) for node in leased),
@@ -305,16 +308,6 @@ def _written(node: fx.Node) -> fx.Node:
     while node.target is torch.ops.aten.copy_.default:
         node = storage_of(node.all_input_nodes[0])
     return node
-
-
-def _views(inputs: Sequence[fx.Node]) -> dict[int, InputView]:
-    """Position -> size and stride of the inputs that are views of their value."""
-    found = {}
-    for position, node in enumerate(inputs):
-        if base_of(node) is not node:
-            value = node.meta["val"]
-            found[position] = (tuple(value.shape), tuple(value.stride()), 0)
-    return found
 
 
 def _is_submodule(node: fx.Node) -> bool:

@@ -16,13 +16,15 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.regions import RegionGraph, ViewSpec
-from memo_compile.passes.cut import Cut, CutCall, CutInto, InputView
+from memo_compile.passes.cut import Cut, CutCall, CutInto
 from memo_compile.passes.tile_sums import Term, TileSum, take_sums_out
-from memo_compile.passes.tiles import Ref, Source, TiledRegion, TileInput, tilings
+from memo_compile.passes.tiles import TiledRegion, TileInput, tilings
+from memo_compile.step.problem import Layout
+from memo_compile.step.tilings import Operand, Ref, Rows, RunningSum, Slice, Source, Tiling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling:
+class RegionTiling:
     """A region in tiles as the step program would run it, for whoever checks it."""
 
     region: RegionGraph
@@ -33,14 +35,14 @@ class Tiling:
     and so on."""
 
 
-Accepts = Callable[[Tiling], bool]
+Accepts = Callable[[RegionTiling], bool]
 """False for tiles that must not run; the one who answers says why."""
 
 Dropped = Callable[[str, Exception], None]
 """Told what is left whole, and the error for which it is."""
 
 
-def _accept_all(tiling: Tiling) -> bool:
+def _accept_all(tiling: RegionTiling) -> bool:
     del tiling
     return True
 
@@ -76,7 +78,13 @@ def tile_cut(
     calls: list[CutCall] = []
     for call in cut.calls:
         calls.extend(split[call.region].calls(call) if call.region in split else (call,))
-    return replace(cut, regions=regions, calls=tuple(calls))
+    return replace(
+        cut,
+        regions=regions,
+        calls=tuple(calls),
+        whole_calls=cut.calls,
+        tilings={name: one.claim(cut.regions[name]) for name, one in split.items()},
+    )
 
 
 def _split(name: str, region: RegionGraph, tiles: int, accepts: Accepts) -> "_Split | None":
@@ -145,7 +153,7 @@ class _Split:
         if self.tiled.after is not None:
             yield f"{self.name}.after", self.tiled.after
 
-    def tiling(self, region: RegionGraph) -> Tiling:
+    def tiling(self, region: RegionGraph) -> RegionTiling:
         """One call of ``region`` by its parts."""
         call = CutCall(
             name=f"{self.name}@probe",
@@ -153,13 +161,60 @@ class _Split:
             position=0,
             inputs=tuple(f"in{at}" for at in range(len(region.example_inputs()))),
             outputs=tuple(f"out{at}" for at in range(_num_outputs(region))),
+            reads=region.input_layouts(),
         )
-        return Tiling(
+        return RegionTiling(
             region=region,
             tiled=self.tiled,
             parts=dict(self.parts()),
             calls=tuple(self.calls(call)),
         )
+
+    def claim(self, region: RegionGraph) -> Tiling:
+        """What the calls of a tiled ``region`` must do, for the checker."""
+        tiled = self.tiled
+        return Tiling(
+            num_tiles=tiled.num_tiles,
+            before=f"{self.name}.before",
+            before_inputs=tiled.before_inputs,
+            tile=f"{self.name}.tile",
+            tile_inputs=tuple(
+                self._operand(one) for one in tiled.tile_inputs if one.accumulator is None
+            ),
+            rows=tuple(
+                Rows(whole=self.wholes[at], slice=Slice(dim=one.dim, length=one.length))
+                for at, one in enumerate(tiled.tile_outputs)
+                if one.dim is not None
+            ),
+            sums=tuple(
+                RunningSum(
+                    region=f"{self.name}.sum{number}",
+                    total=self.wholes[one.output],
+                    terms=tuple(map(self._term_operand, one.terms)),
+                )
+                for number, one in enumerate(self.sums)
+            ),
+            after=None if tiled.after is None else f"{self.name}.after",
+            after_inputs=tuple(map(self.made, tiled.after_inputs)),
+            outputs=tuple(self.made(one) for one in tiled.outputs if one is not None),
+            output_layouts=region.output_layouts(),
+        )
+
+    def _operand(self, one: TileInput) -> Operand:
+        part = None if one.dim is None else Slice(dim=one.dim, length=one.view.size[one.dim])
+        return Operand(value=self.made(one.value), whole=_layout(one.whole), slice=part)
+
+    def _term_operand(self, term: Term) -> Operand:
+        if term.is_input:
+            return self._operand(self.tiled.tile_inputs[term.index])
+        made = self.tile.output_layouts()[term.index]
+        return Operand(value=Ref(source=Source.TILE, index=term.index), whole=made)
+
+    def made(self, ref: Ref) -> Ref:
+        """What holds ``ref`` when the tiles have run: for their outputs, what they fill."""
+        if ref.source is not Source.TILE:
+            return ref
+        return Ref(source=Source.BEFORE, index=self.wholes[ref.index])
 
     def calls(self, call: CutCall) -> Iterator[CutCall]:
         """The calls that do what ``call`` did, with the same values where it had any."""
@@ -170,7 +225,7 @@ class _Split:
             position=call.position,
             inputs=tuple(call.inputs[at] for at in self.tiled.before_inputs),
             outputs=tuple(names.before(at) for at in range(_num_outputs(self.before))),
-            views=_picked(call, list(self.tiled.before_inputs)),
+            reads=tuple(call.reads[at] for at in self.tiled.before_inputs),
         )
         for number in range(self.tiled.num_tiles):
             yield self._tile_call(call, names, number)
@@ -183,10 +238,7 @@ class _Split:
                 position=call.position,
                 inputs=tuple(names.value(ref) for ref in refs),
                 outputs=tuple(names.after(at) for at in range(_num_outputs(self.tiled.after))),
-                views=_picked(
-                    call,
-                    [ref.index if ref.source is Source.REGION_INPUT else None for ref in refs],
-                ),
+                reads=tuple(self._whole(call, ref) for ref in refs),
             )
 
     def _tile_call(self, call: CutCall, names: "_Names", number: int) -> CutCall:
@@ -198,7 +250,7 @@ class _Split:
             position=call.position,
             inputs=tuple(names.value(one.value) for one in inputs),
             outputs=tuple(names.tile(number, at) for at in range(_num_outputs(self.tile))),
-            views={at: _slice(one, number) for at, one in enumerate(inputs)},
+            reads=tuple(_slice(one, number) for one in inputs),
             into=tuple(
                 CutInto(
                     output=at,
@@ -213,12 +265,8 @@ class _Split:
         """What tile ``number`` adds to the running sums."""
         for at, one in enumerate(self.sums):
             total = names.before(self.wholes[one.output])
-            values, views = [total], {}
-            for position, term in enumerate(one.terms, start=1):
-                value, view = self._term(term, names, number)
-                values.append(value)
-                if view is not None:
-                    views[position] = view
+            terms = [self._term(term, names, number) for term in one.terms]
+            values = [total, *(value for value, _ in terms)]
             name = f"{call.name}.tile{number}.sum{at}"
             yield CutCall(
                 name=name,
@@ -226,16 +274,25 @@ class _Split:
                 position=call.position,
                 inputs=tuple(values),
                 outputs=(f"{name}:0",),
-                views=views,
+                reads=(
+                    self.before.output_layouts()[self.wholes[one.output]],
+                    *(r for _, r in terms),
+                ),
                 into=(CutInto(output=0, value=total, offset_bytes=0),),
             )
 
-    def _term(self, term: Term, names: "_Names", number: int) -> tuple[str, InputView | None]:
-        """The value that a sum reads, and as which view."""
+    def _whole(self, call: CutCall, ref: Ref) -> Layout | None:
+        """How what ``ref`` stands for lies, an output of the tiles being the whole."""
+        if ref.source is Source.REGION_INPUT:
+            return call.reads[ref.index]
+        return self.before.output_layouts()[self.made(ref).index]
+
+    def _term(self, term: Term, names: "_Names", number: int) -> tuple[str, Layout | None]:
+        """The value that a sum reads, and as what."""
         if term.is_input:
             given = self.tiled.tile_inputs[term.index]
             return names.value(given.value), _slice(given, number)
-        return names.tile(number, term.index), None
+        return names.tile(number, term.index), self.tile.output_layouts()[term.index]
 
 
 class _Names:
@@ -248,9 +305,7 @@ class _Names:
         for ref, value in zip(split.tiled.outputs, call.outputs, strict=True):
             if ref is None:
                 continue
-            if ref.source is Source.TILE:
-                ref = Ref(source=Source.BEFORE, index=split.wholes[ref.index])
-            self.known[ref] = value
+            self.known[split.made(ref)] = value
 
     def before(self, index: int) -> str:
         """Output ``index`` of the part before the tiles."""
@@ -270,24 +325,24 @@ class _Names:
         """What ``ref`` stands for, an output of the tiles being the whole that they fill."""
         if ref.source is Source.REGION_INPUT:
             return self.call.inputs[ref.index]
-        if ref.source is Source.TILE:
-            return self.before(self.split.wholes[ref.index])
-        return self.before(ref.index) if ref.source is Source.BEFORE else self.after(ref.index)
+        if ref.source is Source.AFTER:
+            return self.after(ref.index)
+        return self.before(self.split.made(ref).index)
 
 
-def _slice(one: TileInput, number: int) -> InputView:
+def _slice(one: TileInput, number: int) -> Layout:
     """What tile ``number`` reads of an input's value."""
     offset = number * (one.step_bytes or 0) // one.view.dtype.itemsize
-    return one.view.size, one.view.stride, offset
+    return replace(_layout(one.view), offset=offset)
 
 
-def _picked(call: CutCall, positions: list[int | None]) -> dict[int, InputView]:
-    """The views of ``call``'s inputs for a part that takes the inputs at ``positions``."""
-    return {
-        at: call.views[position]
-        for at, position in enumerate(positions)
-        if position is not None and position in call.views
-    }
+def _layout(spec: ViewSpec) -> Layout:
+    return Layout(
+        dtype=str(spec.dtype).removeprefix("torch."),
+        item_bytes=spec.dtype.itemsize,
+        size=spec.size,
+        stride=spec.stride,
+    )
 
 
 def _num_outputs(region: RegionGraph) -> int:

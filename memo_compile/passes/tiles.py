@@ -14,7 +14,6 @@ Rewrite, x [4096, 64], w [64, 32768], 8 tiles:
                                                # after     loss = mul(acc, scale)
 """
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,10 +33,9 @@ from memo_compile.passes.tile_chains import (
     storage_bytes,
     transient_bytes,
 )
+from memo_compile.step.tilings import Ref, Source
 
 __all__ = [
-    "Ref",
-    "Source",
     "TileInput",
     "TileOutput",
     "TiledRegion",
@@ -53,34 +51,20 @@ MIN_SAVING = 1 / 8
 """Of the region's transient bytes: for less, reading the weights once per tile is not worth it."""
 
 
-class Source(enum.Enum):
-    """Which list a value stands in."""
-
-    REGION_INPUT = "region input"
-    BEFORE = "output of before"
-    TILE = "output of tile"
-    AFTER = "output of after"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ref:
-    """A value: the ``index``-th of ``source``."""
-
-    source: Source
-    index: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileInput:
     """Where an input of the tile region comes from.
 
     ``step_bytes`` is None for a value that every tile reads whole. Else tile i reads ``view``,
-    starting ``i * step_bytes`` behind the value's first byte. ``accumulator`` is the output that
-    the input is the running sum of; the tile's result lies in the same bytes.
+    starting ``i * step_bytes`` behind the value's first byte, which is its part of ``whole`` in
+    dimension ``dim``. ``accumulator`` is the output that the input is the running sum of; the
+    tile's result lies in the same bytes.
     """
 
     value: Ref
     view: ViewSpec
+    whole: ViewSpec
+    dim: int | None = None
     step_bytes: int | None = None
     accumulator: int | None = None
 
@@ -90,10 +74,13 @@ class TileOutput:
     """Where an output of the tile region goes: a range of rows, or the accumulator in place.
 
     Tile i makes bytes ``[i * step_bytes, (i + 1) * step_bytes)`` of a value that looks like
-    ``whole``. ``step_bytes`` is None for an accumulator; input ``accumulator`` is its buffer.
+    ``whole``, ``length`` entries of its dimension ``dim``. ``step_bytes`` is None for an
+    accumulator; input ``accumulator`` is its buffer.
     """
 
     whole: ViewSpec
+    dim: int | None = None
+    length: int = 0
     row_bytes: int | None = None
     step_bytes: int | None = None
     accumulator: int | None = None
@@ -191,6 +178,9 @@ class _Splitter:
         part = _extract(self.region.gm, [*row_outputs, *_inputs_of(sums)], self._ends_tile)
         if not all(map(is_tensor, part.inputs)):
             return None
+        for node in part.inputs:
+            if self._is_copied(node):
+                part.made[node].meta["val"] = _dense(node.meta["val"])
         early = self._early([*after.inputs, *map(self._value_of, part.inputs)])
         before = _extract(self.region.gm, early, lambda node: node.op == "placeholder")
         zeros = self._finish_before(before, early, sums)
@@ -282,6 +272,10 @@ class _Splitter:
         base = base_of(node)
         return node if is_view(base) else base
 
+    def _is_copied(self, node: fx.Node) -> bool:
+        """True for an input of the tile that ``before`` copies, which lies dense then."""
+        return is_view(node) and self._value_of(node) is node
+
     def _early(self, values: Sequence[fx.Node]) -> list[fx.Node]:
         """What ``before`` makes: inputs of the other parts, and results of the region."""
         wanted = {*values, *(one for one in self.made if one not in self.behind)}
@@ -298,29 +292,37 @@ class _Splitter:
         if row_bytes is None:
             return None
         return TileOutput(
-            whole=_spec(node.meta["val"]), row_bytes=row_bytes, step_bytes=row_bytes * self.rows
+            whole=_spec(node.meta["val"]),
+            dim=dim.dim,
+            length=self.rows * dim.factor,
+            row_bytes=row_bytes,
+            step_bytes=row_bytes * self.rows,
         )
 
     def _tile_input(self, node: fx.Node, places: Mapping[fx.Node, Ref]) -> TileInput:
         value = self._value_of(node)
         fake = node.meta["val"]
-        if value is node and is_view(node):
+        if self._is_copied(node):
             fake = _dense(fake)
         spec, dim = _spec(fake), self.dims.get(node)
         if dim is None:  # read whole, as is what an earlier stage mixed
-            return TileInput(value=places[value], view=spec)
+            return TileInput(value=places[value], view=spec, whole=spec)
         count = self.rows * dim.factor
         size = (*spec.size[: dim.dim], count, *spec.size[dim.dim + 1 :])
         return TileInput(
             value=places[value],
             view=ViewSpec(dtype=spec.dtype, size=size, stride=spec.stride),
+            whole=spec,
+            dim=dim.dim,
             step_bytes=count * spec.stride[dim.dim] * fake.element_size(),
         )
 
     def _sum_input(self, node: fx.Node, index: int, accumulator: int) -> TileInput:
+        total = _spec(node.meta["val"])
         return TileInput(
             value=Ref(source=Source.BEFORE, index=index),
-            view=_spec(node.meta["val"]),
+            view=total,
+            whole=total,
             accumulator=accumulator,
         )
 

@@ -338,6 +338,7 @@ class _Builder:
             instance=owner.instance,
             kind=CallKind.RECOMPUTE,
             into=self._into(one),
+            reads=one.region.profile.input_layouts,
         )
 
     def _at_hand(self, one: _Again, value: str) -> str:

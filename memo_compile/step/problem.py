@@ -9,8 +9,9 @@ No torch here: a Problem is saved as JSON, planned, checked and replayed on any 
 """
 
 import enum
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memo_compile.errors import InputError
 
@@ -58,6 +59,52 @@ class Storage(enum.Enum):
 def align(size_bytes: int) -> int:
     """``size_bytes`` rounded up to a multiple of ALIGNMENT_BYTES."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a tensor's numbers lie in memory. ``size``, ``stride`` and ``offset`` are in elements.
+
+    A value begins at its own first element; ``offset`` counts from there.
+    """
+
+    dtype: str
+    item_bytes: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.size) != len(self.stride) or self.item_bytes < 1:
+            raise InputError(f"layout: expected one stride for each dimension, got {self}")
+
+    @property
+    def num_elements(self) -> int:
+        """How many numbers the tensor shows."""
+        return math.prod(self.size)
+
+    @property
+    def end(self) -> int:
+        """The first element, from where the value begins, behind all that the tensor shows."""
+        if 0 in self.size:
+            return self.offset
+        spans = ((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return self.offset + sum(spans) + 1
+
+    def part(self, dim: int, number: int, length: int) -> "Layout":
+        """Entries ``[number * length, (number + 1) * length)`` of dimension ``dim``."""
+        return replace(
+            self,
+            size=(*self.size[:dim], length, *self.size[dim + 1 :]),
+            offset=self.offset + number * length * self.stride[dim],
+        )
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.size)} with strides {list(self.stride)} from {self.offset}"
+
+
+Layouts = tuple[Layout | None, ...]
+"""Of a call's or a region's values by position; None for what is no tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +166,9 @@ class RegionProfile:
     """Per input the first line after its last use; 0 for an unused input."""
     outputs: tuple[OutputSlot, ...]
     outside: tuple[OutsideBuffer, ...] = ()
+    input_layouts: Layouts = ()
+    """What the code was made for; empty for copies, and where no code is known."""
+    output_layouts: Layouts = ()
 
     def output_of_buffer(self) -> dict[int, int]:
         """Buffer index -> the first output whose storage it is."""
@@ -188,6 +238,9 @@ class StepCall:
     waits_for: str | None = None
     """WAIT: the name of the copy's call."""
     into: tuple[Into, ...] = ()
+    reads: Layouts = ()
+    """As what the call reads each of its inputs, from where the value begins. Empty for a copy or
+    a wait, which takes bytes, and where no code is known."""
 
     def into_buffers(self) -> frozenset[int]:
         """Indices of the region's buffers that lie inside other values."""
@@ -221,6 +274,26 @@ def copy_regions(reload_sizes: Iterable[int]) -> dict[str, RegionProfile]:
 def reload_region(size_bytes: int) -> str:
     """The name of the region of RELOADs whose buffer has ``size_bytes``."""
     return f"memo.reload.{size_bytes}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Half:
+    """What autograd gives one half of the step, and what the half returns, by names of values."""
+
+    phase: Phase
+    constants: tuple[str, ...]
+    """Tensors that the graph carries itself."""
+    arguments: tuple[str, ...]
+    """In order; the handle is among a backward's."""
+    results: tuple[str | None, ...]
+    handle: str
+    """What the forward's lease makes, what arrives in the backward."""
+    layouts: Layouts
+    """How the constants lie, and behind them the arguments."""
+
+    def given(self) -> dict[str, Layout | None]:
+        """How what the half is given lies, by value."""
+        return dict(zip((*self.constants, *self.arguments), self.layouts, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +344,8 @@ class Problem:
     calls: tuple[StepCall, ...]
     inputs: tuple[str, ...] = ()
     """Values that the step is given: parameters, graph inputs, tangents, constants."""
+    halves: tuple[Half, ...] = ()
+    """The forward and the backward; empty for a step that only stands on paper."""
     fixed: FixedBytes = field(default_factory=FixedBytes)
     layer_classes: tuple[LayerClassInfo, ...] = ()
     tensors: Mapping[str, TensorInfo] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.driver import probe
 from memo_compile.driver.probe import Verdict, made_up_inputs, probe_rows, probe_tiling
-from memo_compile.passes.tile_cut import Tiling, _Split
+from memo_compile.passes.tile_cut import RegionTiling, _Split
 from memo_compile.passes.tiles import tile
 
 TOKENS, WIDTH, INNER = 8, 16, 512
@@ -66,7 +66,7 @@ def mlp(x, up, down):
     return (x + (x @ up).relu() @ down,)
 
 
-def tiling_of(whole: RegionGraph) -> Tiling:
+def tiling_of(whole: RegionGraph) -> RegionTiling:
     tiled = tile(whole, 4)
     assert tiled is not None
     return _Split.of("part", whole, tiled).tiling(whole)
@@ -86,7 +86,7 @@ def test_a_tile_that_reads_the_rows_of_another_differs():
     calls = list(found.calls)
     at = next(at for at, call in enumerate(calls) if call.name.endswith("tile2"))
     before = next(call for call in calls if call.name.endswith("tile1"))
-    calls[at] = replace(calls[at], views=before.views)
+    calls[at] = replace(calls[at], reads=before.reads)
     found = replace(found, calls=tuple(calls))
     assert probe_tiling(found).verdict is Verdict.DIFFERS
 

@@ -1,0 +1,106 @@
+"""What a step's calls read: that it is what the code was made for, and that it is there.
+
+Part of the independent checker; it needs no plan. Every region says as what its code takes each
+input and makes each output. A call reads a value from where that begins; how the value lies is
+what its maker left. So a read
+
+- looks like the region's input: type, size and strides;
+- is of the type that was left, and within it.
+
+From which element a call reads is the program's to say (``check_program.py``). A recomputation is
+no part of that: it reads from the first element.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from memo_compile.step.problem import (
+    CallKind,
+    Layout,
+    Layouts,
+    Phase,
+    Problem,
+    RegionProfile,
+    StepCall,
+)
+
+COPIES = (CallKind.OFFLOAD, CallKind.RELOAD, CallKind.WAIT)
+
+
+def misread_calls(problem: Problem) -> tuple[str, ...]:
+    """What calls read that they must not, in words. Cost: linear in the reads."""
+    return tuple(_Reads(problem).run())
+
+
+class _Reads:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.given = {half.phase: half.given() for half in problem.halves}
+        self.held: dict[str, Layout | None] = {}
+        """Value -> how its maker left it; None for what is no tensor."""
+        self.copied: dict[int, str] = {}
+        """Host offset -> the value that was copied there last."""
+        self.phase: Phase | None = None
+
+    def run(self) -> Iterator[str]:
+        for call in self.problem.calls:
+            if call.phase is not self.phase:
+                self.phase = call.phase
+                self.held.update(self.given.get(call.phase, {}))
+            if call.kind in COPIES:
+                yield from self._copy(call)
+            else:
+                yield from self._run(call, self.problem.regions[call.region])
+
+    def _copy(self, call: StepCall) -> Iterator[str]:
+        if call.reads:
+            yield f"{call.name} copies bytes and reads nothing, got {_text(call.reads)}"
+        if call.copy is None:
+            return
+        if call.kind is CallKind.OFFLOAD:
+            self.copied[call.copy.host_offset] = call.inputs[0]
+        elif call.copy.host_offset in self.copied:
+            source = self.copied[call.copy.host_offset]
+            if source in self.held:
+                self.held[call.outputs[0]] = self.held[source]
+
+    def _run(self, call: StepCall, region: RegionProfile) -> Iterator[str]:
+        if len(call.reads) != len(region.input_layouts):
+            yield (
+                f"{call.name}: expected {len(region.input_layouts)} reads of {call.region}, "
+                f"got {len(call.reads)}"
+            )
+        else:
+            taken = zip(call.inputs, call.reads, region.input_layouts, strict=True)
+            for value, read, expected in taken:
+                yield from self._read(call, value, read, expected)
+        for value in call.outputs:
+            self.held.pop(value, None)
+        if region.output_layouts:
+            self.held.update(zip(call.outputs, region.output_layouts, strict=True))
+
+    def _read(
+        self, call: StepCall, value: str, read: Layout | None, expected: Layout | None
+    ) -> Iterator[str]:
+        if read is None or expected is None:
+            if read is not expected:
+                yield f"{call.name} reads {value} as {read}, {call.region} takes {expected}"
+            return
+        if replace(read, offset=expected.offset) != expected:
+            yield f"{call.name} reads {value} as {read}, {call.region} takes {expected}"
+        if call.kind is CallKind.RECOMPUTE and read.offset:
+            yield f"{call.name} reads {value} from element {read.offset}, expected its first rows"
+        if value not in self.held:
+            return
+        held = self.held[value]
+        if held is None or (held.dtype, held.item_bytes) != (read.dtype, read.item_bytes):
+            yield f"{call.name} reads {value} as {read}, which is {held}"
+        elif read.offset < 0 or read.end > held.end:
+            yield (
+                f"{call.name} reads elements [{read.offset}, {read.end}) of {value}, which has "
+                f"{held.end}"
+            )
+
+
+def _text(reads: Layouts) -> str:
+    return ", ".join(str(one) for one in reads)

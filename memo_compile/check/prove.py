@@ -1,0 +1,52 @@
+"""The proof that a planned step computes what its graphs say; without a plan, of its calls alone.
+
+    the graphs' calls = the step in tiles     (``check_program``)
+                      = the step with moves   (``check_moves``)
+
+What calls read is what their code takes (``check_reads``), and ``check`` proves that the plan's
+bytes hold it. Like all of the checker it imports data only.
+"""
+
+from collections.abc import Mapping
+
+from memo_compile.check.check_contents import misshapen_calls
+from memo_compile.check.check_moves import MAX_PROBLEMS, Remake, check_moves
+from memo_compile.check.check_program import foreign_calls
+from memo_compile.check.check_reads import misread_calls
+from memo_compile.errors import InvalidPlan
+from memo_compile.step.plans import CheckVerdict
+from memo_compile.step.problem import Problem
+from memo_compile.step.tilings import WholeStep
+
+
+def prove(
+    whole: WholeStep, unmoved: Problem, planned: Problem, remakes: Mapping[str, Remake]
+) -> CheckVerdict:
+    """Why ``planned`` may compute something else than ``whole``, in words.
+
+    ``unmoved`` keeps everything; it is ``planned`` itself where nothing moves. ``remakes`` says
+    what RECOMPUTE calls make (``check_moves.remakes_of``).
+    """
+    misshapen = misshapen_calls(planned)
+    if misshapen:
+        return CheckVerdict(problems=misshapen[:MAX_PROBLEMS])
+    found = [*foreign_calls(whole, unmoved), *misread_calls(planned)]
+    num_reads = sum(len(call.reads) for call in planned.calls)
+    if planned is not unmoved:
+        moved = check_moves(unmoved, planned, remakes)
+        found += moved.problems
+        num_reads += moved.num_reads
+    return CheckVerdict(problems=tuple(found[:MAX_PROBLEMS]), num_reads=num_reads)
+
+
+def require_proved(
+    whole: WholeStep, unmoved: Problem, planned: Problem, remakes: Mapping[str, Remake]
+) -> None:
+    """``planned`` computes what ``whole`` computes.
+
+    Raises:
+        InvalidPlan: it may not; the message names the calls.
+    """
+    verdict = prove(whole, unmoved, planned, remakes)
+    if not verdict.ok:
+        raise InvalidPlan(f"the planned step is not the step: {verdict}")

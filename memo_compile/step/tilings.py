@@ -1,0 +1,96 @@
+"""What a step in tiles must do, as pure data: the step before any tiles, and what each tile takes.
+
+A tiled region is three parts: ``before`` makes room and what all tiles read, ``tile`` runs once for
+each slice of the rows, ``after`` does the rest. Each tile's terms are added to running sums by
+regions of their own. The checker proves that the calls of a step do just this
+(``check_program.py``); that the parts compute what the region computes is tried on numbers
+(``backends/probe.py``).
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from memo_compile.step.problem import Half, Layout, Layouts, StepCall
+
+
+class Source(enum.Enum):
+    """Which list a value stands in."""
+
+    REGION_INPUT = "region input"
+    BEFORE = "output of before"
+    TILE = "output of tile"
+    AFTER = "output of after"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ref:
+    """A value: the ``index``-th of ``source``."""
+
+    source: Source
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.source.value} {self.index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Tile i has entries ``[i * length, (i + 1) * length)`` of dimension ``dim``."""
+
+    dim: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """What a tile, or a sum behind it, reads: a value as ``whole``, or its slice of that."""
+
+    value: Ref
+    whole: Layout | None
+    slice: Slice | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What an output of the tile is: a slice of output ``whole`` of ``before``, in its place."""
+
+    whole: int
+    slice: Slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningSum:
+    """``region(total, *terms)`` written over ``total``, an output of ``before``, by every tile."""
+
+    region: str
+    total: int
+    terms: tuple[Operand, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """One region in tiles. Parts are names of regions; ``outputs`` are the region's."""
+
+    num_tiles: int
+    before: str
+    before_inputs: tuple[int, ...]
+    tile: str
+    tile_inputs: tuple[Operand, ...]
+    rows: tuple[Rows, ...]
+    """The tile's first outputs; what it makes behind them only its sums read."""
+    sums: tuple[RunningSum, ...]
+    after: str | None
+    after_inputs: tuple[Ref, ...]
+    outputs: tuple[Ref, ...]
+    output_layouts: Layouts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeStep:
+    """The step before tiles and moves, as its graphs say it: calls in order, results, tilings."""
+
+    calls: tuple[StepCall, ...]
+    halves: tuple[Half, ...]
+    tilings: Mapping[str, Tiling] = field(default_factory=dict)
+    """Region -> how it runs in tiles."""

@@ -1,0 +1,148 @@
+"""A planned step that is changed anywhere is refused, or computes the same numbers.
+
+``make mutate`` does the same for thousands of mutations of more steps.
+"""
+
+import dataclasses
+import random
+from functools import cache
+
+import pytest
+
+from memo_compile.check.prove import require_proved
+from memo_compile.errors import InvalidPlan
+from memo_compile.step.problem import CallKind, Problem
+from memo_compile.step.serialise import from_json, to_json
+from tests.steps import mutations
+from tests.steps.running import SETUPS, Ready, same
+
+NUM = {"slices": 35, "tiles": 45}
+
+
+@cache
+def ready(name: str) -> Ready:
+    return SETUPS[name].ready()
+
+
+def named(problem: Problem, ending: str) -> int:
+    return next(at for at, call in enumerate(problem.calls) if call.name.endswith(ending))
+
+
+def refused(name: str, problem: Problem, match: str) -> None:
+    """What production calls says what is wrong, and in which call."""
+    planner = ready(name).planner
+    moves = ready(name).planned.problem is not planner.problem
+    remakes = planner.remakes(problem) if moves else {}
+    with pytest.raises(InvalidPlan, match=match):
+        require_proved(planner.whole, planner.problem if moves else problem, problem, remakes)
+
+
+def changed(problem: Problem, at: int, **changes: object) -> Problem:
+    call = dataclasses.replace(problem.calls[at], **changes)
+    return dataclasses.replace(problem, calls=(*problem.calls[:at], call, *problem.calls[at + 1 :]))
+
+
+@pytest.mark.parametrize("name", NUM)
+def test_no_mutation_that_changes_a_number_passes(name):
+    found = mutations.outcomes(ready(name), NUM[name], seed=1)
+    assert [one for one in found if one.verdict == "changed"] == []
+    assert sum(one.verdict == "refused" for one in found) > NUM[name] // 2
+
+
+def test_what_calls_read_is_what_runs():
+    """Without the proof, steps that read otherwise run, and many compute other numbers."""
+    step = ready("tiles")
+    problem, plan = step.planned.problem, step.planned.plan
+    expected = step.numbers(problem, plan)
+    assert same(step.numbers(problem, plan), expected)
+    draw, num_changed = random.Random(0), 0
+    for _ in range(20):
+        broken, _ = mutations.read_otherwise(draw, problem, plan)
+        try:
+            num_changed += not same(step.numbers(broken, plan), expected)
+        except (AssertionError, RuntimeError):
+            num_changed += 1
+    assert num_changed >= 10
+
+
+def test_a_problem_with_reads_and_halves_survives_json():
+    problem = ready("tiles").planned.problem
+    assert problem.halves
+    assert all(call.reads for call in problem.calls if call.inputs)
+    assert from_json(to_json(problem), Problem) == problem
+
+
+def test_a_tile_that_reads_the_rows_of_another():
+    problem = ready("tiles").planned.problem
+    one, other = named(problem, ".tile1"), named(problem, ".tile2")
+    broken = changed(problem, one, reads=problem.calls[other].reads)
+    refused("tiles", broken, rf"{problem.calls[one].name} reads .*, expected ")
+
+
+def test_a_tile_that_writes_the_rows_of_another():
+    problem = ready("tiles").planned.problem
+    at = next(i for i, call in enumerate(problem.calls) if "tile1" in call.name and call.into)
+    into = [dataclasses.replace(one, offset_bytes=0) for one in problem.calls[at].into]
+    if into == list(problem.calls[at].into):
+        into = into[1:]
+    refused("tiles", changed(problem, at, into=tuple(into)), r"tile1.* writes .*, expected ")
+
+
+def test_a_term_of_another_tile():
+    problem = ready("tiles").planned.problem
+    one, other = named(problem, ".tile1.sum0"), named(problem, ".tile2.sum0")
+    inputs = problem.calls[other].inputs
+    assert inputs != problem.calls[one].inputs
+    refused("tiles", changed(problem, one, inputs=inputs), r"tile1.sum0 reads .*, expected ")
+
+
+def test_a_term_that_is_left_out_or_added_twice():
+    problem = ready("tiles").planned.problem
+    at = named(problem, ".tile1.sum0")
+    without = dataclasses.replace(problem, calls=(*problem.calls[:at], *problem.calls[at + 1 :]))
+    refused("tiles", without, "must run")
+    twice = (*problem.calls[: at + 1], *problem.calls[at:])
+    refused(
+        "tiles", dataclasses.replace(problem, calls=twice), r"tile1.sum0 is a run of .*must run"
+    )
+
+
+def test_two_outputs_that_changed_places():
+    problem = ready("tiles").planned.problem
+    at = next(
+        i
+        for i, call in enumerate(problem.calls)
+        if call.name.endswith(".before") and len(set(call.outputs)) > 1
+    )
+    outputs = tuple(reversed(problem.calls[at].outputs))
+    refused("tiles", changed(problem, at, outputs=outputs), "expected ")
+
+
+def test_tiles_that_leave_rows_out():
+    step = ready("tiles")
+    planner = step.planner
+    region, tiling = next(iter(planner.whole.tilings.items()))
+    fewer = dataclasses.replace(tiling, num_tiles=tiling.num_tiles - 1)
+    whole = dataclasses.replace(planner.whole, tilings={**planner.whole.tilings, region: fewer})
+    with pytest.raises(InvalidPlan, match=rf"{region}: 3 tiles of \d+ rows"):
+        require_proved(whole, planner.problem, planner.problem, {})
+
+
+def test_a_wrong_stride_of_a_recomputation():
+    problem = ready("slices").planned.problem
+    at = next(i for i, call in enumerate(problem.calls) if call.kind is CallKind.RECOMPUTE)
+    reads = list(problem.calls[at].reads)
+    position = next(i for i, read in enumerate(reads) if read is not None and len(read.size) > 1)
+    read = reads[position]
+    assert read is not None
+    reads[position] = dataclasses.replace(read, stride=tuple(2 * step for step in read.stride))
+    broken = changed(problem, at, reads=tuple(reads))
+    refused("slices", broken, rf"{problem.calls[at].name} reads .* takes ")
+
+
+def test_results_that_changed_places():
+    problem = ready("slices").planned.problem
+    forward, backward = problem.halves
+    results = tuple(reversed(backward.results))
+    halves = (forward, dataclasses.replace(backward, results=results))
+    refused("slices", dataclasses.replace(problem, halves=halves), "other halves")
