@@ -77,6 +77,8 @@ def misshapen_calls(problem: Problem) -> tuple[str, ...]:
         got = (len(call.inputs), len(call.outputs), call.copy is not None, bool(call.waits_for))
         if got[:2] != ports:
             found.append(f"{call.name}: {call.region} has (inputs, outputs) {ports}, got {got[:2]}")
+        if any(not 0 <= into.buffer < len(region.buffers) for into in call.into):
+            found.append(f"{call.name} writes a buffer that {call.region} has not got")
         expected = {
             CallKind.OFFLOAD: (1, 0, True, False),
             CallKind.RELOAD: (0, 1, True, False),

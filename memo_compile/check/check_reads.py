@@ -7,6 +7,9 @@ what its maker left. So a read
 - looks like the region's input: type, size and strides;
 - is of the type that was left, and within it.
 
+A buffer's size is rounded up, so that the last bytes of a copy may be missing elsewhere in the
+checker; here it is known which of them hold numbers, and those are copied.
+
 From which element a call reads is the program's to say (``check_program.py``). A recomputation is
 no part of that: it reads from the first element.
 """
@@ -40,6 +43,8 @@ class _Reads:
         """Value -> how its maker left it; None for what is no tensor."""
         self.copied: dict[int, str] = {}
         """Host offset -> the value that was copied there last."""
+        self.reloaded_from: dict[str, int] = {}
+        """RELOADed value -> the first byte of it that the copy brings."""
         self.phase: Phase | None = None
 
     def run(self) -> Iterator[str]:
@@ -58,11 +63,32 @@ class _Reads:
         if call.copy is None:
             return
         if call.kind is CallKind.OFFLOAD:
+            source: str | None = call.inputs[0]
             self.copied[call.copy.host_offset] = call.inputs[0]
-        elif call.copy.host_offset in self.copied:
-            source = self.copied[call.copy.host_offset]
-            if source in self.held:
+        else:
+            source = self.copied.get(call.copy.host_offset)
+            self.reloaded_from[call.outputs[0]] = call.copy.start_bytes
+            if source is not None and source in self.held:
                 self.held[call.outputs[0]] = self.held[source]
+        held = None if source is None else self.held.get(source)
+        if held is not None and call.copy.end_bytes < held.end * held.item_bytes:
+            yield (
+                f"{call.name} copies to byte {call.copy.end_bytes} of {source}, which has "
+                f"{held.end * held.item_bytes}"
+            )
+
+    def _gaps(self, call: StepCall, region: RegionProfile) -> Iterator[str]:
+        """Bytes between what is made again and what is reloaded, which only rounding up covers."""
+        made = dict(
+            zip((slot.index for slot in region.outputs), region.output_layouts, strict=False)
+        )
+        for into in call.into:
+            layout, start = made.get(into.buffer), self.reloaded_from.get(into.value)
+            if layout is None or start is None:
+                continue
+            end = into.offset_bytes + layout.end * layout.item_bytes
+            if end < start:
+                yield f"{call.name} leaves bytes [{end}, {start}) of {into.value} unwritten"
 
     def _run(self, call: StepCall, region: RegionProfile) -> Iterator[str]:
         if len(call.reads) != len(region.input_layouts):
@@ -74,6 +100,7 @@ class _Reads:
             taken = zip(call.inputs, call.reads, region.input_layouts, strict=True)
             for value, read, expected in taken:
                 yield from self._read(call, value, read, expected)
+        yield from self._gaps(call, region)
         for value in call.outputs:
             self.held.pop(value, None)
         if region.output_layouts:

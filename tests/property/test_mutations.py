@@ -140,6 +140,42 @@ def test_a_wrong_stride_of_a_recomputation():
     refused("slices", broken, rf"{problem.calls[at].name} reads .* takes ")
 
 
+@pytest.mark.parametrize("kind", [CallKind.OFFLOAD, CallKind.RELOAD])
+def test_a_copy_that_leaves_the_last_number_out(kind):
+    """A buffer's size is rounded up, but not here."""
+    problem = ready("slices").planned.problem
+    at = next(i for i, call in enumerate(problem.calls) if call.kind is kind)
+    copy = problem.calls[at].copy
+    assert copy is not None
+    shorter = dataclasses.replace(copy, end_bytes=copy.end_bytes - 4)
+    refused(
+        "slices", changed(problem, at, copy=shorter), f"{problem.calls[at].name} copies to byte"
+    )
+
+
+def test_a_gap_between_rows_made_again_and_rows_reloaded():
+    problem = ready("slices").planned.problem
+    again = next(call for call in problem.calls if call.into)
+    at = next(
+        i
+        for i, call in enumerate(problem.calls)
+        if call.kind is CallKind.RELOAD and call.outputs[0] == again.into[0].value
+    )
+    copy = problem.calls[at].copy
+    assert copy is not None
+    later = dataclasses.replace(
+        copy, start_bytes=copy.start_bytes + 4, host_offset=copy.host_offset + 4
+    )
+    refused("slices", changed(problem, at, copy=later), f"{again.name} leaves bytes .* unwritten")
+
+
+def test_a_buffer_that_is_not_there():
+    problem = ready("slices").planned.problem
+    at = next(i for i, call in enumerate(problem.calls) if call.into)
+    into = tuple(dataclasses.replace(one, buffer=99) for one in problem.calls[at].into)
+    refused("slices", changed(problem, at, into=into), "writes a buffer that")
+
+
 def test_results_that_changed_places():
     problem = ready("slices").planned.problem
     forward, backward = problem.halves
