@@ -6,7 +6,6 @@ one step.
 """
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,31 +16,27 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.analysis.joint_units import (
     JointUnits,
-    backward_positions,
-    forward_positions,
     tag_units,
 )
 from memo_compile.analysis.saved import equal_cut
 from memo_compile.backends.artifacts import emit_artifacts
 from memo_compile.config import MemoConfig
-from memo_compile.driver.assemble import Assembly, assemble
+from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.left_whole import say_bug, say_dropped
+from memo_compile.driver.left_whole import say_bug
+from memo_compile.driver.pipeline import assemble, cut_step
 from memo_compile.driver.probe import Verdict, probe_tiling
+from memo_compile.driver.stages import CapturedStep, CutStep
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.lower import plain_inner
-from memo_compile.passes.accumulate import AccumulateInPlace
 from memo_compile.passes.cse import MergeCommonSubexpressions
-from memo_compile.passes.cut import Cut, CutRequest, cut
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import Halves, lease_saved
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.runner import PassRunner, graph_text
-from memo_compile.passes.separate import SeparateResults
-from memo_compile.passes.tile_cut import RegionTiling, tile_cut
+from memo_compile.passes.tile_cut import RegionTiling
 from memo_compile.reporting import state
 from memo_compile.reporting.write import write_pictures
-from memo_compile.step.problem import Phase
 from memo_compile.step.program_text import program_text
 from memo_compile.step.serialise import to_json
 
@@ -77,8 +72,8 @@ class StepCompiler:
         self._units: JointUnits | None = None
         self._num_results = 0
         """Of the forward; behind them it returns what autograd keeps for the backward."""
-        self._forward: Cut | None = None
-        self._started = time.perf_counter()
+        self._own_results: tuple[int, ...] = ()
+        self._forward: fx.GraphModule | None = None
 
     def partition(
         self,
@@ -140,14 +135,15 @@ class StepCompiler:
         if self._units is None or kwargs.get("is_inference"):
             return plain_inner(gm, examples, self.config, kwargs)
         if kwargs.get("is_backward"):
-            return self._backward(gm, kwargs)
+            return self._backward(gm)
         return self._forward_half(gm, kwargs)
 
     def _forward_half(self, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Callable[..., Any]:
         placeholders = gm.graph.find_nodes(op="placeholder")
         static = frozenset(placeholders[i].name for i in kwargs.get("static_input_idxs", ()))
         self.facts.read_forward(placeholders, static)
-        self._forward = self._cut(gm, Phase.FORWARD, static)
+        self._own_results = shim.results_of_their_own()
+        self._forward = shim.with_graph(gm, shim.copy_graph(gm.graph))
 
         def forward(args: list[Any]) -> Any:
             if self.assembly is None:
@@ -158,16 +154,12 @@ class StepCompiler:
         forward._boxed_call = True  # type: ignore[attr-defined]
         return forward
 
-    def _backward(self, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Callable[..., Any]:
-        del kwargs
+    def _backward(self, gm: fx.GraphModule) -> Callable[..., Any]:
         shim.allow_second_backward()
-        assert self._forward is not None, "the backward is compiled after its forward"
-        assert self._units is not None, "the partitioner runs before the inner compiler"
-        static = self.facts.static_names
-        backward = self._cut(gm, Phase.BACKWARD, static)
-        assembly = self.assemble(self._forward, backward, self._units)
+        step = cut_step(self._captured(gm), self.config, self.runner, self._accepts)
+        assembly = self.assemble(step)
         self.assembly = assembly
-        self._dump_plan(assembly, backward)
+        self._dump_plan(assembly, step)
         emit_artifacts(self.name, {"plan.json": lambda: to_json(assembly.plan)})
 
         def run(args: list[Any]) -> Any:
@@ -177,49 +169,30 @@ class StepCompiler:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def assemble(self, forward: Cut, backward: Cut, units: JointUnits) -> Assembly:
-        """The step, planned and bound to the runtime; under a budget its memory is taken now."""
-        assembly = assemble(forward, backward, units, self.facts, self.config, self.name)
-        if self.config.memory_budget is not None:
-            with shim.real_tensors():
-                assembly.step.reserve()
-        return assembly
+    def _captured(self, backward: fx.GraphModule) -> CapturedStep:
+        assert self._forward is not None, "the backward is compiled after its forward"
+        assert self._units is not None, "the partitioner runs before the inner compiler"
+        return CapturedStep(
+            name=self.name,
+            forward=self._forward,
+            backward=shim.with_graph(backward, shim.copy_graph(backward.graph)),
+            units=self._units,
+            facts=self.facts,
+            num_results=self._num_results,
+            own_results=self._own_results,
+        )
 
-    def _dump_plan(self, assembly: Assembly, backward: Cut) -> None:
+    def assemble(self, step: CutStep) -> Assembly:
+        """The step, planned and bound to the runtime; its memory is taken now."""
+        return assemble(step, self.config)
+
+    def _dump_plan(self, assembly: Assembly, step: CutStep) -> None:
         if self.dump is None:
             return
-        assert self._forward is not None
-        self.runner.write("step-forward.txt", graph_text(self._forward.program))
-        self.runner.write("step-backward.txt", graph_text(backward.program))
+        self.runner.write("step-forward.txt", graph_text(step.forward.program))
+        self.runner.write("step-backward.txt", graph_text(step.backward.program))
         self.runner.write("step-program.txt", program_text(assembly.problem))
         write_pictures(self.dump, assembly.problem, assembly.plan, assembly.planner.known_costs())
-
-    def _cut(self, gm: fx.GraphModule, phase: Phase, static: frozenset[str]) -> Cut:
-        assert self._units is not None
-        num_units = self._units.num_units
-        gm = shim.with_graph(gm, shim.copy_graph(gm.graph))
-        if phase is Phase.FORWARD:
-            apart = SeparateResults(own=shim.results_of_their_own(), num_results=self._num_results)
-            gm = self.runner.run(gm, [apart], stage="forward")
-            positions = forward_positions(gm.graph)
-        else:
-            (gradients,) = gm.graph.output_node().args
-            assert isinstance(gradients, list | tuple), "a backward returns a tuple"
-            apart = SeparateResults(own=tuple(range(len(gradients))))
-            in_place = AccumulateInPlace(num_units=num_units)
-            gm = self.runner.run(gm, [apart, in_place], stage="backward")
-            positions = backward_positions(gm.graph, num_units)
-        whole = cut(
-            CutRequest(
-                gm=gm,
-                positions=positions,
-                phase=phase,
-                static_inputs=static,
-                device=self.facts.device,
-                names=_region_names(self._units, phase),
-            )
-        )
-        return tile_cut(whole, self.config.token_tiles or 1, self._accepts, say_dropped)
 
     def _accepts(self, tiling: RegionTiling) -> bool:
         """False for tiles that compute something else than their region, run on random numbers."""
@@ -232,28 +205,6 @@ class StepCompiler:
         elif probe.verdict is Verdict.NOT_RUN:
             state.add_note(f"region {name}: its tiles were not compared with it: {probe.reason}")
         return probe.verdict is not Verdict.DIFFERS
-
-
-def _region_names(units: JointUnits, phase: Phase) -> dict[int, str]:
-    """Position -> name: ``layer0_fwd`` for the first class, ``prologue_fwd``, ``epilogue_fwd``."""
-    suffix = "fwd" if phase is Phase.FORWARD else "bwd"
-    spans = units.structure.units
-    classes = list(dict.fromkeys(one.class_key for one in spans if one.class_key is not None))
-    names: dict[int, str] = {}
-    for index, unit in enumerate(spans):
-        position = index if phase is Phase.FORWARD else len(spans) - 1 - index
-        if unit.class_key is not None:
-            stem = f"layer{classes.index(unit.class_key)}"
-        elif len(spans) == 1:
-            stem = "step"
-        elif index == 0:
-            stem = "prologue"
-        elif index == len(spans) - 1:
-            stem = "epilogue"
-        else:
-            stem = "middle"
-        names[position] = f"{stem}_{suffix}"
-    return names
 
 
 def _note_other_offloader() -> None:

@@ -1,37 +1,29 @@
 """A planned step that runs: the plan bound to the runtime, planned again when it must be."""
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from memo_runtime.arena import ArenaError, arena_of
-from memo_runtime.heap import HeapWatch
 from memo_runtime.host_store import HostStoreError
 from memo_runtime.leases import StepCounters
-from memo_runtime.pages import gives_pages_back
 from memo_runtime.run_step import StepPlan, ran_before, run_backward, run_forward
 
 from memo_compile import shim
-from memo_compile.analysis.joint_units import JointUnits
-from memo_compile.config import MemoConfig
-from memo_compile.driver.bind import Binder
-from memo_compile.driver.facts import GraphFacts, gradient_bytes
+from memo_compile.driver.bind import bind_step
+from memo_compile.driver.facts import gradient_bytes
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.step_planner import PlannedStep, StepPlanner
 from memo_compile.driver.user_outputs import ResultWatch, held_bytes, result_storages
 from memo_compile.errors import Infeasible, RuntimeMisuse
-from memo_compile.passes.cut import Cut
 from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
-from memo_compile.step.problem import FixedBytes, Phase, Problem
-from memo_compile.step.residency import heap_slack, retained_peak_bytes, step_constant_bytes
+from memo_compile.step.problem import FixedBytes, Problem
+from memo_compile.step.residency import retained_peak_bytes, step_constant_bytes
 from memo_compile.units import format_bytes
 
 log = logging.getLogger("memo")
-
-_keys = itertools.count(1)
 
 MAX_REFUSALS = 6
 """So often a step is planned again for less: three quarters each time."""
@@ -45,8 +37,7 @@ class Assembly:
     """A planned step that runs."""
 
     planner: StepPlanner
-    forward_cut: Cut
-    backward_cut: Cut
+    planned: InitVar[PlannedStep]
     plan: Plan = field(init=False)
     problem: Problem = field(init=False)
     step: StepPlan = field(init=False)
@@ -60,36 +51,16 @@ class Assembly:
     """The last plan that counts no results of earlier steps."""
     _memory: OutOfMemory = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, planned: PlannedStep) -> None:
         self._memory = OutOfMemory(dump=self.planner.config.dump)
-        self._bind(self.planner.plan())
+        self._bind(planned)
 
     def _bind(self, planned: PlannedStep) -> None:
         if not planned.problem.fixed.earlier_outputs:
             self._unburdened = planned
-        config, device = self.planner.config, self.planner.facts.device
-        poison = "poison" in config.debug
-        constants = {cut.phase: cut.constants for cut in (self.forward_cut, self.backward_cut)}
-        binder = Binder(planned, constants, poison)
         self.problem, self.plan = planned.problem, planned.plan
-        self._made = tuple(result_storages(planned.problem, self.forward_cut.results))
-        self.step = StepPlan(
-            key=next(_keys),
-            device=device,
-            arena_bytes=planned.plan.arena_bytes,
-            table=binder.table(),
-            forward=binder.half(Phase.FORWARD),
-            backward=binder.half(Phase.BACKWARD),
-            max_inflight=config.max_inflight,
-            poison=poison,
-            host_bytes=planned.problem.host_bytes,
-            host_store=config.host_kind(device.type),
-            schedule=config.copy_schedule(),
-            measure_stall="stalls" in config.debug,
-            throttle_bytes_per_s=config.copy_speeds(),
-            on_step_end=self._count,
-            heap=_heap_watch(planned) if gives_pages_back(device) and not poison else None,
-        )
+        self._made = tuple(result_storages(planned.problem, self.planner.forward.results))
+        self.step = bind_step(planned, self.planner.cut, self.planner.config, self._count)
 
     def forward(self, args: list[Any]) -> list[Any]:
         """The forward's results; empties ``args``."""
@@ -131,7 +102,7 @@ class Assembly:
             state.replace_plan(plan, self.plan)
 
     def _held_bytes(self) -> int:
-        return held_bytes(self.problem, self.forward_cut.results)
+        return held_bytes(self.problem, self.planner.forward.results)
 
     def reserve(self) -> None:
         """The step's frames are there: a refusal comes now and not in the first step.
@@ -307,26 +278,6 @@ class Assembly:
         state.replace_plan(plan, self.plan)
 
 
-def assemble(
-    forward: Cut,
-    backward: Cut,
-    units: JointUnits,
-    facts: GraphFacts,
-    config: MemoConfig,
-    name: str,
-) -> Assembly:
-    """Lower each distinct region once, plan the step, bind it to the runtime.
-
-    Raises:
-        Infeasible: no plan fits the budget; nothing has run.
-        ArenaError, HostStoreError: as ``Assembly.reserve``.
-    """
-    planner = StepPlanner(forward, backward, units, facts, config, name)
-    assembly = Assembly(planner=planner, forward_cut=forward, backward_cut=backward)
-    assembly.reserve()
-    return assembly
-
-
 def _kept(error: Infeasible, gradients: int, results: int) -> str:
     """``error``, and what the user keeps that the first step did not find."""
     text = str(error)
@@ -363,9 +314,3 @@ def _say(note: str) -> None:
     """``note`` is in the report, and once in the log."""
     if state.add_note(note):
         log.warning("memo: %s", note.removeprefix("memo: "))
-
-
-def _heap_watch(planned: PlannedStep) -> HeapWatch:
-    """Half of what the plan leaves for the heap may be free heap."""
-    step_bytes = planned.plan.peak_bytes - step_constant_bytes(planned.problem)
-    return HeapWatch(allowed_bytes=heap_slack(step_bytes) // 2)

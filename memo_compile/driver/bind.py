@@ -4,12 +4,14 @@ What runs is what the Problem and the Plan say, which is what the checker has se
 region has its code, the layouts of its buffers, and the graph its constants.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from memo_runtime.arena import FrameView
+from memo_runtime.heap import HeapWatch
 from memo_runtime.instructions import (
     CopyRange,
     InputView,
@@ -19,9 +21,13 @@ from memo_runtime.instructions import (
     StartReload,
 )
 from memo_runtime.instructions import WaitCopy as Wait
-from memo_runtime.run_step import RunHalf
+from memo_runtime.leases import StepCounters
+from memo_runtime.pages import gives_pages_back
+from memo_runtime.run_step import RunHalf, StepPlan
 
 from memo_compile.analysis.regions import ViewSpec
+from memo_compile.config import MemoConfig
+from memo_compile.driver.stages import CutStep
 from memo_compile.driver.step_planner import PlannedStep
 from memo_compile.step.problem import (
     CallKind,
@@ -34,7 +40,45 @@ from memo_compile.step.problem import (
     arena_buffers,
     call_starts,
 )
-from memo_compile.step.residency import beside_bytes
+from memo_compile.step.residency import beside_bytes, heap_slack, step_constant_bytes
+
+_keys = itertools.count(1)
+
+
+def bind_step(
+    planned: PlannedStep,
+    step: CutStep,
+    config: MemoConfig,
+    on_step_end: Callable[[StepCounters], None],
+) -> StepPlan:
+    """What the runtime runs: ``on_step_end`` is told what each step moved."""
+    device = step.facts.device
+    poison = "poison" in config.debug
+    constants = {half.phase: half.constants for half in (step.forward, step.backward)}
+    binder = Binder(planned, constants, poison)
+    return StepPlan(
+        key=next(_keys),
+        device=device,
+        arena_bytes=planned.plan.arena_bytes,
+        table=binder.table(),
+        forward=binder.half(Phase.FORWARD),
+        backward=binder.half(Phase.BACKWARD),
+        max_inflight=config.max_inflight,
+        poison=poison,
+        host_bytes=planned.problem.host_bytes,
+        host_store=config.host_kind(device.type),
+        schedule=config.copy_schedule(),
+        measure_stall="stalls" in config.debug,
+        throttle_bytes_per_s=config.copy_speeds(),
+        on_step_end=on_step_end,
+        heap=_heap_watch(planned) if gives_pages_back(device) and not poison else None,
+    )
+
+
+def _heap_watch(planned: PlannedStep) -> HeapWatch:
+    """Half of what the plan leaves for the heap may be free heap."""
+    step_bytes = planned.plan.peak_bytes - step_constant_bytes(planned.problem)
+    return HeapWatch(allowed_bytes=heap_slack(step_bytes) // 2)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ from typing import Any
 from memo_runtime.pages import gives_pages_back
 
 from memo_compile import shim
-from memo_compile.analysis.joint_units import JointUnits
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.check.check_moves import Remake, remakes_of
 from memo_compile.check.prove import require_proved
@@ -27,10 +26,10 @@ from memo_compile.costs.measure_regions import measure_all
 from memo_compile.costs.roofline import graph_seconds
 from memo_compile.driver.decide import RecomputeLibrary, decide
 from memo_compile.driver.decisions import moved_rows, saved_rows, step_notes
-from memo_compile.driver.facts import GraphFacts, profile_name
+from memo_compile.driver.facts import profile_name
 from memo_compile.driver.left_whole import UNEXPECTED, say_dropped
 from memo_compile.driver.movable_step import Movable, movable_step
-from memo_compile.driver.step_problem import step_problem, whole_step
+from memo_compile.driver.stages import LoweredStep
 from memo_compile.driver.user_outputs import held_bytes
 from memo_compile.errors import (
     ConfigError,
@@ -39,9 +38,6 @@ from memo_compile.errors import (
     MemoError,
     UnsupportedGraph,
 )
-from memo_compile.lowering.lower import lower_regions
-from memo_compile.lowering.workspace import with_workspaces
-from memo_compile.passes.cut import Cut
 from memo_compile.planners.place_step import place_step, require_budget
 from memo_compile.planners.policy import Choice
 from memo_compile.reporting import state
@@ -73,27 +69,19 @@ class StepPlanner:
 
     def __init__(
         self,
-        forward: Cut,
-        backward: Cut,
-        units: JointUnits,
-        facts: GraphFacts,
+        step: LoweredStep,
         config: MemoConfig,
-        name: str,
         hardware: HardwareProfile | None = None,
         *,
         may_run: bool = True,
     ) -> None:
-        self.forward, self.backward = forward, backward
-        self.units, self.facts, self.config, self.name = units, facts, config, name
-        self.hardware, self.may_run = hardware, may_run
-        self.graphs: dict[str, RegionGraph] = {**forward.regions, **backward.regions}
-        start = time.perf_counter()
-        self.lowered = lower_regions(self.graphs.values(), config)
-        if self._is_for_cuda():
-            self.lowered = with_workspaces(self.lowered, self.graphs)
-        self.lowering_s = time.perf_counter() - start
-        self.problem = step_problem(forward, backward, self.lowered, units, facts, config)
-        self.whole = whole_step(forward, backward)
+        self.cut = step.cut
+        self.forward, self.backward = step.cut.forward, step.cut.backward
+        self.units, self.facts, self.name = step.cut.units, step.cut.facts, step.cut.name
+        self.config, self.hardware, self.may_run = config, hardware, may_run
+        self.graphs, self.lowered = step.cut.regions, step.regions
+        self.problem, self.lowering_s = step.problem, step.lowering_s
+        self.whole = step.whole
         self._movable: Movable | None = None
         self._library: RecomputeLibrary | None = None
         self.granted_step_bytes: int | None = None
@@ -338,9 +326,6 @@ class StepPlanner:
             "h2d_bytes_per_s": min(h2d, slowest[1] or h2d),
             "copy_latency_s": latency,
         }
-
-    def _is_for_cuda(self) -> bool:
-        return self.facts.device.type == "cuda" or not self.runs_here()
 
     def runs_here(self) -> bool:
         """False for a step that is planned for another kind of device than its tensors lie on."""

@@ -14,16 +14,16 @@ import torch
 from torch import fx
 
 from memo_compile import shim
-from memo_compile.analysis.joint_units import JointUnits
 from memo_compile.backends.capture import StepCompiler
 from memo_compile.backends.entry import plan_graph
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.hardware import HardwareProfile, find_hardware
 from memo_compile.costs.roofline import graph_cost
 from memo_compile.driver.facts import GraphFacts
+from memo_compile.driver.pipeline import lower_step
+from memo_compile.driver.stages import CutStep
 from memo_compile.driver.step_planner import StepPlanner
 from memo_compile.errors import MemoError, UnsupportedGraph
-from memo_compile.passes.cut import Cut
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
@@ -96,35 +96,27 @@ def plan_step_offline(
     config = replace(config, costs="roofline")
     if hardware is not None and hardware.name != "cpu":
         config = replace(config, inductor_options={**config.inductor_options, **_PLAIN_LOOPS})
-    seen: list[_PlannedSignal] = []
+    planned: list[OfflineStep] = []
 
     def make(options: MemoConfig, facts: GraphFacts, name: str) -> StepCompiler:
-        return _OfflineCompiler(options, facts, name, hardware)
+        return _OfflineCompiler(options, facts, name, hardware, planned.append)
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Never:
-        try:
-            memory = hardware.memory_bytes if hardware else None
-            plan_graph(gm, examples, config, make, device_bytes=memory)
-        except _PlannedSignal as signal:
-            seen.append(signal)
-            raise
+        memory = hardware.memory_bytes if hardware else None
+        plan_graph(gm, examples, config, make, device_bytes=memory)
         raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
 
     with _fake_mode_of(model, args, kwargs), torch.enable_grad(), shim.without_kernels():
         try:
             shim.trace_whole(_with_loss(model, loss), backend, args, kwargs)
         except Exception as error:
-            if not seen:
+            if not planned:
                 _raise_bare(error)
-    return seen[0].step
+    return planned[0]
 
 
 class _PlannedSignal(Exception):
-    """Carries the planned step out of the compilation, which has nothing more to do."""
-
-    def __init__(self, step: OfflineStep) -> None:
-        super().__init__("planned; nothing is to be compiled")
-        self.step = step
+    """Ends the compilation, which has nothing more to do."""
 
 
 class _OfflineCompiler(StepCompiler):
@@ -133,10 +125,15 @@ class _OfflineCompiler(StepCompiler):
     may_run = False
 
     def __init__(
-        self, config: MemoConfig, facts: GraphFacts, name: str, hardware: HardwareProfile | None
+        self,
+        config: MemoConfig,
+        facts: GraphFacts,
+        name: str,
+        hardware: HardwareProfile | None,
+        done: Callable[[OfflineStep], None],
     ) -> None:
         super().__init__(config, facts, name)
-        self.hardware = hardware
+        self.hardware, self.done = hardware, done
 
     def inner(
         self, gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any
@@ -149,27 +146,21 @@ class _OfflineCompiler(StepCompiler):
             )
         return super().inner(gm, examples, **kwargs)
 
-    def assemble(self, forward: Cut, backward: Cut, units: JointUnits) -> Never:
-        """Plan, and hand the plan out."""
-        planner = StepPlanner(
-            forward,
-            backward,
-            units,
-            self.facts,
-            self.config,
-            self.name,
-            self.hardware,
-            may_run=False,
-        )
+    def assemble(self, step: CutStep) -> Never:
+        """Plan, hand the plan to ``done``, and end the compilation."""
+        device = step.facts.device.type
+        for_cuda = device == "cuda" or (self.hardware is not None and self.hardware.name != device)
+        lowered = lower_step(step, self.config, for_cuda=for_cuda)
+        planner = StepPlanner(lowered, self.config, self.hardware, may_run=False)
         planned = planner.plan()
         costs = planner.costs()
         made = planned.plan
         if made.timeline is None:
             made = replace(made, timeline=simulate(planned.problem, costs))
         forward_flops = sum(
-            graph_cost(forward.regions[one.region].gm).flops for one in forward.calls
+            graph_cost(step.regions[call.region].gm).flops for call in step.forward.calls
         )
-        raise _PlannedSignal(
+        self.done(
             OfflineStep(
                 problem=planned.problem,
                 plan=made,
@@ -178,6 +169,7 @@ class _OfflineCompiler(StepCompiler):
                 exact=planner.runs_here(),
             )
         )
+        raise _PlannedSignal("planned; nothing is to be compiled")
 
 
 def _with_loss(model: Callable[..., Any], loss: Callable[[Any], Any] | None) -> Callable[..., Any]:

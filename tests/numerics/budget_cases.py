@@ -13,7 +13,7 @@ from memo_runtime.run_step import StepPlan
 
 import memo_compile
 from memo_compile.config import resolve
-from memo_compile.driver import assemble
+from memo_compile.driver import bind, pipeline
 from memo_compile.driver.step_planner import StepPlanner
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
@@ -170,7 +170,7 @@ def _saved(name: str, shape: str, lowering: str) -> tuple[Run, Plan, StepPlanner
         made.append(StepPlanner(*args))
         return made[-1]
 
-    with mock.patch.object(assemble, "StepPlanner", keep):
+    with mock.patch.object(pipeline, "StepPlanner", keep):
         done, plan = run(Case(model=name, decision="save", shape=shape, lowering=lowering))
     return done, plan, made[0]
 
@@ -236,7 +236,7 @@ def run_schedules(case: Case, **more: object) -> Iterator[tuple[Case, Run, Plan]
     torch._dynamo.reset()
     state.reset()
     poisoned = None
-    with mock.patch.object(assemble, "StepPlan", keep):
+    with mock.patch.object(bind, "StepPlan", keep):
         for schedule in SCHEDULES:
             one = replace(case, schedule=schedule)
             if poisoned != ("poison" in schedule):

@@ -11,7 +11,7 @@ from memo_runtime.run_step import StepPlan
 from torch import nn
 
 import memo_compile
-from memo_compile.driver import assemble
+from memo_compile.driver import bind
 from memo_compile.reporting import state
 from tests.numerics.small import (
     Pair,
@@ -61,7 +61,7 @@ def test_the_forward_leaves_only_what_the_backward_uses(pair, monkeypatch):
         made.append(StepPlan(**fields))
         return made[-1]
 
-    monkeypatch.setattr(assemble, "StepPlan", keep)
+    monkeypatch.setattr(bind, "StepPlan", keep)
     pair.compiled(rows(1))
     first = next(one for one in made[0].backward.calls if isinstance(one, RunCall))
     assert made[0].forward.resident_bytes == first.resident_bytes
@@ -76,7 +76,7 @@ def test_work_space_stays_for_the_next_layer_only_without_a_budget(monkeypatch):
         made.append(StepPlan(**fields))
         return made[-1]
 
-    monkeypatch.setattr(assemble, "StepPlan", keep)
+    monkeypatch.setattr(bind, "StepPlan", keep)
     for options in ({}, {"memory_budget": "1GiB"}):
         torch._dynamo.reset()
         Pair(Stack(), **options).compiled(rows(1))

@@ -13,6 +13,7 @@ from memo_compile.backends import capture
 from memo_compile.backends.capture import StepCompiler
 from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import GraphFacts
+from memo_compile.driver.stages import CutStep
 from memo_compile.passes.cut import Cut, step_order
 
 
@@ -41,8 +42,8 @@ def step_programs(
     """The step programs of what ``make`` builds under FakeTensorMode: a function and its inputs."""
     found: list[Programs] = []
 
-    def stop(forward: Cut, backward: Cut, *_: Any) -> None:
-        found.append(Programs(forward=forward, backward=backward))
+    def stop(step: CutStep, *_: Any) -> None:
+        found.append(Programs(forward=step.forward, backward=step.backward))
         raise _CutError
 
     def backend(gm, examples):

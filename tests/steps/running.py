@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from memo_compile.check.check_plan import check
 from memo_compile.check.prove import prove
-from memo_compile.driver import assemble
+from memo_compile.driver import assemble, pipeline
 from memo_compile.driver.bind import Binder
 from memo_compile.driver.step_planner import PlannedStep, StepPlanner
 from memo_compile.reporting import state
@@ -155,8 +155,8 @@ def _recorded(call: Callable[[], torch.Tensor]) -> "Ready":
     state.reset()
     original = assemble.Assembly
     with (
-        mock.patch.object(assemble, "StepPlanner", Kept),
-        mock.patch.object(assemble, "Assembly", assembled),
+        mock.patch.object(pipeline, "StepPlanner", Kept),
+        mock.patch.object(pipeline, "Assembly", assembled),
         mock.patch.object(assemble, "run_forward", forward),
         mock.patch.object(assemble, "run_backward", backward),
     ):
@@ -164,7 +164,7 @@ def _recorded(call: Callable[[], torch.Tensor]) -> "Ready":
     (assembly,) = made
     planner = assembly.planner
     assert isinstance(planner, Kept)
-    cuts = (assembly.forward_cut, assembly.backward_cut)
+    cuts = (assembly.planner.forward, assembly.planner.backward)
     return Ready(
         planner=planner,
         planned=planner.last,

@@ -1,0 +1,141 @@
+"""The way of a training step, from what torch captured to what runs. Read this file first.
+
+    CapturedStep   two graphs of AOTAutograd, the layers in them        (``backends.capture``)
+      cut_step     -> CutStep: regions, and the calls of each half
+      lower_step   -> LoweredStep: each region as code, the step that keeps everything
+      plan         -> PlannedStep: what moves, where every buffer lies  (``StepPlanner.plan``)
+      bind_step    -> StepPlan: what the runtime runs                   (``driver.bind``)
+
+``assemble`` goes the whole way. ``memo_compile.plan`` stops before the last stage. Plan and bind
+are repeated while the program runs, when the device refuses memory or the user keeps what the
+plan took to be gone (``driver.assemble``).
+"""
+
+import time
+from collections.abc import Callable
+
+from memo_compile.analysis.joint_units import JointUnits, backward_positions, forward_positions
+from memo_compile.config import MemoConfig
+from memo_compile.driver.assemble import Assembly
+from memo_compile.driver.left_whole import say_dropped
+from memo_compile.driver.stages import CapturedStep, CutStep, LoweredStep
+from memo_compile.driver.step_planner import StepPlanner
+from memo_compile.driver.step_problem import step_problem, whole_step
+from memo_compile.lowering.lower import lower_regions
+from memo_compile.lowering.workspace import with_workspaces
+from memo_compile.passes.accumulate import AccumulateInPlace
+from memo_compile.passes.cut import Cut, CutRequest, cut
+from memo_compile.passes.runner import GraphPass, PassRunner
+from memo_compile.passes.separate import SeparateResults
+from memo_compile.passes.tile_cut import RegionTiling, tile_cut
+from memo_compile.step.problem import Phase
+
+
+def assemble(step: CutStep, config: MemoConfig) -> Assembly:
+    """The step lowered, planned and bound to the runtime, its memory granted.
+
+    Raises:
+        Infeasible: no plan fits the budget; nothing has run.
+        ArenaError, HostStoreError: as ``Assembly.reserve``.
+    """
+    lowered = lower_step(step, config, for_cuda=step.facts.device.type == "cuda")
+    planner = StepPlanner(lowered, config)
+    assembly = Assembly(planner=planner, planned=planner.plan())
+    assembly.reserve()
+    return assembly
+
+
+def cut_step(
+    step: CapturedStep,
+    config: MemoConfig,
+    runner: PassRunner,
+    accepts: Callable[[RegionTiling], bool],
+) -> CutStep:
+    """Both halves as regions and their calls; wide chains in tiles, as far as ``accepts`` lets."""
+    tiles = config.token_tiles or 1
+
+    def tiled(whole: Cut) -> Cut:
+        return tile_cut(whole, tiles, accepts, say_dropped)
+
+    return CutStep(
+        name=step.name,
+        forward=tiled(_cut_forward(step, runner)),
+        backward=tiled(_cut_backward(step, runner)),
+        units=step.units,
+        facts=step.facts,
+    )
+
+
+def lower_step(step: CutStep, config: MemoConfig, *, for_cuda: bool) -> LoweredStep:
+    """Each distinct region as code, once, and the problem of the step that keeps everything."""
+    start = time.perf_counter()
+    regions = lower_regions(step.regions.values(), config)
+    if for_cuda:
+        regions = with_workspaces(regions, step.regions)
+    lowering_s = time.perf_counter() - start
+    problem = step_problem(step.forward, step.backward, regions, step.units, step.facts, config)
+    return LoweredStep(
+        cut=step,
+        regions=regions,
+        problem=problem,
+        whole=whole_step(step.forward, step.backward),
+        lowering_s=lowering_s,
+    )
+
+
+def _cut_forward(step: CapturedStep, runner: PassRunner) -> Cut:
+    apart = SeparateResults(own=step.own_results, num_results=step.num_results)
+    gm = runner.run(step.forward, [apart], stage="forward")
+    return cut(
+        CutRequest(
+            gm=gm,
+            positions=forward_positions(gm.graph),
+            phase=Phase.FORWARD,
+            static_inputs=step.facts.static_names,
+            device=step.facts.device,
+            names=_region_names(step.units, Phase.FORWARD),
+        )
+    )
+
+
+def _cut_backward(step: CapturedStep, runner: PassRunner) -> Cut:
+    num_units = step.units.num_units
+    (gradients,) = step.backward.graph.output_node().args
+    assert isinstance(gradients, list | tuple), "a backward returns a tuple"
+    passes: tuple[GraphPass, ...] = (
+        SeparateResults(own=tuple(range(len(gradients)))),
+        AccumulateInPlace(num_units=num_units),
+    )
+    gm = runner.run(step.backward, passes, stage="backward")
+    return cut(
+        CutRequest(
+            gm=gm,
+            positions=backward_positions(gm.graph, num_units),
+            phase=Phase.BACKWARD,
+            static_inputs=step.facts.static_names,
+            device=step.facts.device,
+            names=_region_names(step.units, Phase.BACKWARD),
+        )
+    )
+
+
+def _region_names(units: JointUnits, phase: Phase) -> dict[int, str]:
+    """Position -> name: ``layer0_fwd`` for the first class, ``prologue_fwd``, ``epilogue_fwd``."""
+    suffix = "fwd" if phase is Phase.FORWARD else "bwd"
+    spans = units.structure.units
+    classes = list(dict.fromkeys(one.class_key for one in spans if one.class_key is not None))
+    names: dict[int, str] = {}
+    for index, unit in enumerate(spans):
+        position = index if phase is Phase.FORWARD else len(spans) - 1 - index
+        if unit.class_key is not None:
+            stem = f"layer{classes.index(unit.class_key)}"
+        elif len(spans) == 1:
+            stem = "step"
+        elif index == 0:
+            stem = "prologue"
+        elif index == len(spans) - 1:
+            stem = "epilogue"
+        else:
+            stem = "middle"
+        names[position] = f"{stem}_{suffix}"
+    return names
