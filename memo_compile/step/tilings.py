@@ -4,7 +4,7 @@ A tiled region is three parts: ``before`` makes room and what all tiles read, ``
 each slice of the rows, ``after`` does the rest. Each tile's terms are added to running sums by
 regions of their own. The checker proves that the calls of a step do just this
 (``check_program.py``); that the parts compute what the region computes is tried on numbers
-(``backends/probe.py``).
+(``driver/probe.py``).
 """
 
 import enum

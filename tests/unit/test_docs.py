@@ -1,0 +1,207 @@
+"""What the documents name exists: files, functions, tests, options, commands, stages."""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from memo_compile import config
+from memo_compile.cli import main as cli
+from memo_compile.config import MemoConfig
+from memo_compile.driver import bind, pipeline, stages, step_planner
+
+ROOT = Path(__file__).parents[2]
+DOCS = (
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+)
+HOMES = ("", "memo_compile", "runtime", "docs", "tests")
+"""Where a document's relative path may begin."""
+
+MADE_LATER = ("tests/fuzz/corpus",)
+"""Made by whoever needs it first."""
+
+PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)+/?|[\w-]+\.(?:py|md)")
+DEFINED = r"^ *(?:(?:def|class) {name}\b|{name} *[:=])"
+NUM_SITUATIONS = 46
+
+
+def spans(path: Path) -> list[str]:
+    """What stands between backticks, outside of fenced blocks."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def sources() -> Iterator[Path]:
+    for folder in ("memo_compile", "runtime", "tests", "benchmarks", "examples", "tools", "docs"):
+        yield from (path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md"))
+
+
+def is_citation(text: str) -> bool:
+    """True for a path in the repository: lower case, and of a kind that documents cite."""
+    name, _, _ = text.partition("::")
+    first = name.split("/")[0]
+    known = (ROOT / first).is_dir() or (ROOT / "memo_compile" / first).is_dir()
+    is_path = PATH.fullmatch(name) is not None and name == name.lower()
+    return is_path and (name.endswith((".py", ".md")) or known)
+
+
+def file_of(name: str) -> Path | None:
+    """The file or folder that a document means by ``name``; a bare file name may lie anywhere."""
+    for home in HOMES:
+        if (ROOT / home / name).exists():
+            return ROOT / home / name
+    if "/" in name:
+        return None
+    return next((path for path in sources() if path.name == name), None)
+
+
+def test_a_citation_is_told_from_other_words():
+    cited = ("driver/pipeline.py", "cse.py", "tests/numerics", "step/problem.py::StepCall")
+    assert [is_citation(text) for text in cited] == [True] * 4
+    others = (
+        "report.html",
+        "memo/compile",
+        "x[i,m]",
+        "path/to/config.json",
+        "docs/seedN.py",
+        "shm",
+    )
+    assert [is_citation(text) for text in others] == [False] * 6
+    assert file_of("driver/never.py") is None
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_files_and_what_is_cited_in_them_exist(path):
+    missing = []
+    for text in filter(is_citation, spans(path)):
+        name, _, symbol = text.partition("::")
+        if name in MADE_LATER:
+            continue
+        found = file_of(name)
+        if found is None:
+            missing.append(text)
+        elif symbol:
+            pattern = DEFINED.format(name=re.escape(symbol))
+            if not re.search(pattern, found.read_text(), re.MULTILINE):
+                missing.append(text)
+    assert missing == []
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    targets = re.findall(r"\]\(([^)#]+)(?:#[\w-]*)?\)", path.read_text())
+    local = [target for target in targets if "://" not in target]
+    assert [one for one in local if not (path.parent / one).exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_modules_exist(path):
+    text = path.read_text()
+    for dotted in re.findall(r"\b(?:memo_compile|memo_runtime|benchmarks)(?:\.[a-z_]+)+\b", text):
+        first, *rest = dotted.split(".")
+        found = ROOT / ("runtime" if first == "memo_runtime" else "") / first
+        while rest and ((found / rest[0]).is_dir() or (found / f"{rest[0]}.py").exists()):
+            found /= rest.pop(0)
+        if rest and rest[0] != "md":
+            module = found.with_suffix(".py") if found.with_suffix(".py").exists() else found
+            source = module / "__init__.py" if module.is_dir() else module
+            assert re.search(rf"\b{rest[0]}\b", source.read_text()), dotted
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_commands_and_targets_exist(path):
+    text = "\n".join(spans(path))
+    for command in re.findall(r"^memo ([a-z][a-z-]*)", text, re.MULTILINE):
+        assert command in cli._COMMANDS
+    for target in re.findall(r"^make ([a-z][a-z-]*)", text, re.MULTILINE):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_options_on_the_command_line_exist(path):
+    code = [one.read_text() for one in sources() if one.suffix == ".py"]
+    for option in set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", "\n".join(spans(path)))):
+        name = option.replace("-", "_")
+        declared = re.compile(rf"--{option}\b|^    {name}: ", re.MULTILINE)
+        assert any(declared.search(text) for text in code), option
+
+
+def test_every_option_is_in_the_index_and_no_other():
+    text = (ROOT / "docs" / "index.md").read_text()
+    table = text[text.index("| option | meaning |") :].split("\n\n")[0]
+    first_cells = "".join(line.split("|")[1] for line in table.splitlines())
+    assert set(re.findall(r"`(\w+)`", first_cells)) == {
+        field.name for field in dataclasses.fields(MemoConfig)
+    }
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_variables_exist(path):
+    found = set(re.findall(r"\bMEMO_[A-Z_]*[A-Z]\b", path.read_text()))
+    assert found <= {*config._VARIABLES, "MEMO_NAME"}
+
+
+def situations() -> dict[int, str]:
+    """Row -> the row's text."""
+    text = (ROOT / "docs" / "situations.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|(.*)\|$", text, re.MULTILINE)
+    assert len(rows) == len({number for number, _ in rows}), "a row stands twice"
+    return {int(number): row for number, row in rows}
+
+
+def test_every_situation_names_a_test_or_says_that_it_is_not_handled():
+    rows = situations()
+    assert set(range(1, NUM_SITUATIONS + 1)) <= set(rows)
+    for number, row in rows.items():
+        assert re.search(r"`tests/[\w/]+\.py|not handled yet: ", row, re.IGNORECASE), number
+
+
+def test_the_rows_that_tests_cite_exist():
+    rows = situations()
+    for path in (ROOT / "tests").rglob("*.py"):
+        for several in re.findall(r"\"\"\"Rows? ([\d, and]+)[:.]", path.read_text()):
+            assert {int(one) for one in re.findall(r"\d+", several)} <= set(rows), path.name
+
+
+def indented_block(text: str) -> str:
+    """The first block of ``text`` that is indented by four spaces, without the indentation."""
+    lines = [line for line in text.splitlines() if line.startswith("    ")]
+    return "\n".join(line[4:] for line in lines)
+
+
+def test_the_picture_of_the_stages_is_that_of_the_pipeline():
+    design = (ROOT / "docs" / "design.md").read_text()
+    shown = re.search(r"## The stages\n.*?```text\n(.*?)\n```", design, re.DOTALL)
+    assert shown is not None
+    assert shown[1] == indented_block(pipeline.__doc__)
+
+
+def test_the_readme_names_the_stages_in_their_order():
+    picture = (ROOT / "README.md").read_text().split("## How it works")[1].split("\n## ")[0]
+    named = re.findall(r"^       \|  (\w+): ", picture, re.MULTILINE)
+    stages_named = re.findall(r"^  (\w+) +-> ", indented_block(pipeline.__doc__), re.MULTILINE)
+    assert [name for name in named if name != "analysis"] == stages_named
+
+
+def test_the_stages_of_the_picture_are_functions_that_fit_together():
+    """Each takes the value of the one before and returns the one that the picture names."""
+    picture = indented_block(pipeline.__doc__)
+    named = re.findall(r"^  (\w+) +-> (\w+)", picture, re.MULTILINE)
+    functions = {
+        "cut_step": (pipeline.cut_step,),
+        "lower_step": (pipeline.lower_step,),
+        "plan": (step_planner.StepPlanner.__init__, step_planner.StepPlanner.plan),
+        "bind_step": (bind.bind_step,),
+    }
+    assert [name for name, _ in named] == list(functions)
+    given = stages.CapturedStep
+    for name, made in named:
+        taken = typing.get_type_hints(functions[name][0])
+        returned = typing.get_type_hints(functions[name][-1])["return"]
+        assert given in taken.values(), name
+        assert returned.__name__ == made
+        given = returned
