@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import tomllib
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,6 +166,16 @@ def test_the_rows_that_tests_cite_exist():
     for path in (ROOT / "tests").rglob("*.py"):
         for several in re.findall(r"\"\"\"Rows? ([\d, and]+)[:.]", path.read_text()):
             assert {int(one) for one in re.findall(r"\d+", several)} <= set(rows), path.name
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/design.md"])
+def test_the_rooms_are_those_of_the_layers_from_top_to_bottom(name):
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = (one["layers"] for one in linter["contracts"] if one["type"] == "layers")
+    section = (ROOT / name).read_text().split("## The rooms\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
+    rooms = [re.findall(r"`(?:memo_compile/)?(\w+)(?:\.py)?`", cell) for cell in cells]
+    assert rooms == [layer.split(" | ") for layer in layers]
 
 
 def indented_block(text: str) -> str:
