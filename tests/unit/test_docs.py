@@ -1,10 +1,10 @@
 """What the documents name exists: files, functions, tests, options, commands, stages."""
 
 import dataclasses
+import functools
 import re
 import tomllib
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,9 +36,16 @@ def spans(path: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
 
-def sources() -> Iterator[Path]:
-    for folder in ("memo_compile", "runtime", "tests", "benchmarks", "examples", "tools", "docs"):
-        yield from (path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md"))
+@functools.cache
+def sources() -> tuple[Path, ...]:
+    folders = ("memo_compile", "runtime", "tests", "benchmarks", "examples", "tools", "docs")
+    found = (path for folder in folders for path in sorted((ROOT / folder).rglob("*")))
+    return tuple(path for path in found if path.suffix in (".py", ".md"))
+
+
+@functools.cache
+def code() -> str:
+    return "\n".join(path.read_text() for path in sources() if path.suffix == ".py")
 
 
 def is_citation(text: str) -> bool:
@@ -124,11 +131,10 @@ def test_commands_and_targets_exist(path):
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_options_on_the_command_line_exist(path):
-    code = [one.read_text() for one in sources() if one.suffix == ".py"]
     for option in set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", "\n".join(spans(path)))):
         name = option.replace("-", "_")
         declared = re.compile(rf"--{option}\b|^    {name}: ", re.MULTILINE)
-        assert any(declared.search(text) for text in code), option
+        assert declared.search(code()), option
 
 
 def test_every_option_is_in_the_index_and_no_other():
