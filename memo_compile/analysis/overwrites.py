@@ -30,8 +30,8 @@ def _written_by_the_caller(graph: fx.Graph) -> Iterator[fx.Node]:
     for node in graph.find_nodes(op="placeholder"):
         if node.meta.get("desc") is not None:
             described[node.meta["desc"]] = node
-    for one in graph.output_node().meta.get("desc") or ():
-        source = described.get(getattr(one, "mutated_input", None))
+    for description in graph.output_node().meta.get("desc") or ():
+        source = described.get(getattr(description, "mutated_input", None))
         if source is not None:
             yield source
 

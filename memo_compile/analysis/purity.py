@@ -89,4 +89,4 @@ def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
         given = node.args[position] if position < len(node.args) else node.kwargs.get(declared.name)
         if declared.alias_info is not None and declared.alias_info.is_write:
             several = given if isinstance(given, list | tuple) else (given,)
-            yield from (one for one in several if isinstance(one, fx.Node))
+            yield from (value for value in several if isinstance(value, fx.Node))

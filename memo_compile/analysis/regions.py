@@ -53,7 +53,8 @@ class RegionGraph:
         results = self.gm.graph.output_node().args[0]
         assert isinstance(results, list | tuple)
         return tuple(
-            layout_of(one.meta.get("val")) if isinstance(one, fx.Node) else None for one in results
+            layout_of(result.meta.get("val")) if isinstance(result, fx.Node) else None
+            for result in results
         )
 
 

@@ -84,9 +84,9 @@ def argument(node: fx.Node, name: str) -> Any:
     if name in node.kwargs:
         return node.kwargs[name]
     assert isinstance(node.target, torch._ops.OpOverload), f"{node.name} has no schema"
-    for position, one in enumerate(node.target._schema.arguments):
-        if one.name == name:
-            return node.args[position] if position < len(node.args) else one.default_value
+    for position, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name:
+            return node.args[position] if position < len(node.args) else declared.default_value
     return None
 
 
@@ -128,7 +128,7 @@ def _dims(node: fx.Node, name: str, ndim: int) -> set[int] | None:
     given = argument(node, name)
     if given is None or given == []:
         return None
-    return {one % ndim for one in (given if isinstance(given, list | tuple) else [given])}
+    return {dim % ndim for dim in (given if isinstance(given, list | tuple) else [given])}
 
 
 def _broadcast(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
@@ -195,8 +195,8 @@ def _permute(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
     elif op_name(node) == "t":
         order.reverse()
     else:
-        one, other = (argument(node, name) % len(order) for name in ("dim0", "dim1"))
-        order[one], order[other] = order[other], order[one]
+        dim0, dim1 = (argument(node, name) % len(order) for name in ("dim0", "dim1"))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
     return Carried(out=RowDim(dim=order.index(row.dim), factor=row.factor))
 
 
@@ -229,7 +229,7 @@ def _squeeze(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
 
 def _argument_names(node: fx.Node) -> set[str]:
     assert isinstance(node.target, torch._ops.OpOverload)
-    return {one.name for one in node.target._schema.arguments}
+    return {declared.name for declared in node.target._schema.arguments}
 
 
 def _slice(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
@@ -303,9 +303,11 @@ def _matmul(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
     assert isinstance(right, fx.Node)
     ndim = len(shape_of(left))
     contracted = {left: ndim - 1, right: ndim - 2}
-    if left is right or any(one in rows and rows[one].dim == contracted[one] for one in contracted):
+    if left is right or any(
+        operand in rows and rows[operand].dim == contracted[operand] for operand in contracted
+    ):
         return None
-    addends = [one for one in addend if isinstance(one, fx.Node)]
+    addends = [item for item in addend if isinstance(item, fx.Node)]
     joined = _join(rows, addends, ndim, broadcasts=True)
     if joined is None:
         return None
@@ -353,13 +355,13 @@ def _index(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
     table, given = node.args[0], node.args[1]
     assert isinstance(table, fx.Node)
     assert isinstance(given, list | tuple)
-    at = [position for position, one in enumerate(given) if one is not None]
-    indices = [one for one in given if isinstance(one, fx.Node)]
+    at = [position for position, index in enumerate(given) if index is not None]
+    indices = [index for index in given if isinstance(index, fx.Node)]
     if not at or at != list(range(at[0], at[-1] + 1)) or table in indices:
         return None
-    if any(one.meta["val"].dtype in (torch.bool, torch.uint8) for one in indices):
+    if any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in indices):
         return None
-    width = max(len(shape_of(one)) for one in indices)
+    width = max(len(shape_of(index)) for index in indices)
     if table not in rows:
         joined = _join(rows, indices, width, broadcasts=True)
         if joined is None:
@@ -453,7 +455,7 @@ def _attention(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
     if not all(carries[source] for source in rows):
         return None
     out = next(iter(rows.values()))
-    needs = [(one, out) for one, wanted in carries.items() if wanted and one not in rows]
+    needs = [(source, out) for source, wanted in carries.items() if wanted and source not in rows]
     return Carried(out=out, needs=tuple(needs))
 
 
@@ -545,7 +547,7 @@ def _select_scatter(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
     if out.dim == at:
         return None
     own = RowDim(dim=out.dim - (at < out.dim), factor=out.factor)
-    needs = [(one, row) for one, row in ((into, out), (source, own)) if one not in rows]
+    needs = [(source, row) for source, row in ((into, out), (source, own)) if source not in rows]
     return Carried(out=out, needs=tuple(needs))
 
 

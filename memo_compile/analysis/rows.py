@@ -104,11 +104,11 @@ def _settle(
     gm: fx.GraphModule, known: dict[fx.Node, RowDim], num_rows: int, *, any_source: bool
 ) -> dict[fx.Node, RowDim | None]:
     while True:
-        one = _Pass(gm, known, num_rows, any_source=any_source)
-        one.run()
-        if not one.found:
-            return one.dims
-        known.update(one.found)
+        sweep = _Pass(gm, known, num_rows, any_source=any_source)
+        sweep.run()
+        if not sweep.found:
+            return sweep.dims
+        known.update(sweep.found)
 
 
 def attention_rows(
@@ -137,7 +137,9 @@ def attention_rows(
 
 def _rows_of_queries(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> RowDim | None:
     queries = node.args[0] if node.args else None
-    if not isinstance(queries, fx.Node) or any(one not in dims for one in node.all_input_nodes):
+    if not isinstance(queries, fx.Node) or any(
+        source not in dims for source in node.all_input_nodes
+    ):
         return None
     row = dims[queries]
     if row is None or "attention" in op_name(node):
@@ -178,7 +180,9 @@ class _Pass:
                 self._visit(node)
 
     def _visit(self, node: fx.Node) -> None:
-        rows = {one: row for one in node.all_input_nodes if (row := self.dims[one]) is not None}
+        rows = {
+            source: row for source in node.all_input_nodes if (row := self.dims[source]) is not None
+        }
         if not rows:
             if is_repeatable(node):
                 self.dims[node] = None
@@ -282,7 +286,9 @@ def slice_rows(
     if not 0 < rows <= num_rows:
         raise UnsupportedGraph(f"rows: expected 1 to {num_rows} rows, got {rows}")
     missing = [
-        one for one in gm.graph.nodes if one.op != "output" and not is_row_wise(one, dims, num_rows)
+        node
+        for node in gm.graph.nodes
+        if node.op != "output" and not is_row_wise(node, dims, num_rows)
     ]
     if missing:
         raise UnsupportedGraph(
@@ -302,7 +308,9 @@ def is_row_wise(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], num_rows: 
     row = dims[node]
     if row is None or node.op == "placeholder":
         return True
-    rows = {one: given for one in node.all_input_nodes if (given := dims.get(one)) is not None}
+    rows = {
+        source: given for source in node.all_input_nodes if (given := dims.get(source)) is not None
+    }
     if not rows and _is_uniform(node, row):
         return True
     rule = rule_of(node)
@@ -338,13 +346,13 @@ class _Slicer:
     def run(self) -> fx.GraphModule:
         for node in self.gm.graph.nodes:
             if node.op == "output":
-                self.graph.output(fx.node.map_arg(node.args[0], lambda one: self.made[one]))
+                self.graph.output(fx.node.map_arg(node.args[0], lambda source: self.made[source]))
             else:
                 self.made[node] = self._copy(node)
         return fx.GraphModule(self.gm, self.graph)
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        copy = self.graph.node_copy(node, lambda one: self.made[one])
+        copy = self.graph.node_copy(node, lambda source: self.made[source])
         copy.meta = dict(node.meta)
         row = self.dims[node]
         if row is None:
@@ -392,7 +400,7 @@ class _Slicer:
             copy.update_kwarg(name, shape)
         else:
             given = argument(node, name)
-            copy.update_arg(next(i for i, one in enumerate(node.args) if one is given), shape)
+            copy.update_arg(next(i for i, arg in enumerate(node.args) if arg is given), shape)
 
     def _make_dense(self, copy: fx.Node) -> None:
         """A view that the whole tensor allows may need a copy of a part of it."""
@@ -422,14 +430,12 @@ def row_layout(value: torch.Tensor, dim: RowDim, num_rows: int) -> int | None:
     """
     if value.dim() <= dim.dim or value.shape[dim.dim] != num_rows * dim.factor:
         return None
-    order = sorted(
-        (one for one in range(value.dim()) if value.shape[one] > 1), key=lambda d: value.stride(d)
-    )
+    order = sorted((axis for axis in range(value.dim()) if value.shape[axis] > 1), key=value.stride)
     expected = 1
-    for one in order:
-        if value.stride(one) != expected:
+    for axis in order:
+        if value.stride(axis) != expected:
             return None
-        expected *= value.shape[one]
+        expected *= value.shape[axis]
     if not order or order[-1] != dim.dim:
         return None
     return int(dim.factor * value.stride(dim.dim) * value.element_size())

@@ -52,10 +52,10 @@ def equal_cut(
     by_name = {node.name: node for node in joint.graph.nodes}
     forward = set(units.forward)
     chosen = {
-        base_of(one)
+        base_of(node)
         for name in names
         if name in by_name
-        for one in _made_in_forward(by_name[name], forward)
+        for node in _made_in_forward(by_name[name], forward)
     }
     if for_tiles:
         chosen -= _wide(units)
@@ -106,14 +106,14 @@ def _near_attention(node: fx.Node) -> bool:
     """True for what an attention kernel returns or reads, through views."""
     stack, seen = [node], set()
     while stack:
-        one = stack.pop()
-        if one in seen:
+        reached = stack.pop()
+        if reached in seen:
             continue
-        seen.add(one)
-        if "attention" in op_name(one):
+        seen.add(reached)
+        if "attention" in op_name(reached):
             return True
-        if one is node or is_movable_view(one) or op_name(one) == "":
-            stack.extend(one.users)
+        if reached is node or is_movable_view(reached) or op_name(reached) == "":
+            stack.extend(reached.users)
     return any("attention" in op_name(source) for source in node.all_input_nodes)
 
 

@@ -29,9 +29,9 @@ class ByteMap(Generic[T]):
             if piece_end > end:
                 kept.append((end, piece_end, old))
         kept.append((start, end, tag))
-        kept.sort(key=lambda one: one[0])
+        kept.sort(key=lambda piece: piece[0])
         self._pieces[low:high] = kept
-        self._starts[low:high] = [one[0] for one in kept]
+        self._starts[low:high] = [piece[0] for piece in kept]
 
     def pieces(self, start: int, end: int) -> list[tuple[int, int, T]]:
         """What lies in ``[start, end)``, cut to it, in order; equal neighbours are one piece."""

@@ -372,7 +372,9 @@ class StepContents:
             return
         if slot.storage is Storage.ARENA:
             assert slot.index is not None, f"{call.name}: ARENA output without a buffer"
-            inside = next((one.value for one in call.into if one.buffer == slot.index), None)
+            inside = next(
+                (target.value for target in call.into if target.buffer == slot.index), None
+            )
             if inside is not None:
                 self.storage_of[value] = self.storage_of.get(inside, inside)
                 return

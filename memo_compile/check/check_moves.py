@@ -41,7 +41,7 @@ def remakes_of(
     the region's key and the place of the call say what is made. A call for which they say nothing
     is left out; what it makes then equals nothing.
     """
-    by_name = {one.key.region: one for one in regions}
+    by_name = {region.key.region: region for region in regions}
     layers_of: dict[tuple[str, str], Layer] = {
         (layer.backward, layer.class_key): layer for layer in step.layers
     }
@@ -62,12 +62,12 @@ def remakes_of(
 
 def _remake(forward: StepCall, layer: Layer, region: RecomputeRegion) -> Remake:
     inputs = []
-    for one in region.inputs:
-        if one.slot is not None:
-            inputs.append(layer.values[one.slot])
+    for source in region.inputs:
+        if source.slot is not None:
+            inputs.append(layer.values[source.slot])
         else:
-            assert one.forward_input is not None, f"{region.key.region}: an input from nowhere"
-            inputs.append(forward.inputs[one.forward_input])
+            assert source.forward_input is not None, f"{region.key.region}: an input from nowhere"
+            inputs.append(forward.inputs[source.forward_input])
     outputs = tuple(layer.values[slot] for slot in region.key.slots)
     return Remake(maker=forward.name, inputs=tuple(inputs), outputs=outputs)
 
@@ -136,8 +136,8 @@ class _Comparison:
 
     def _pairs(self, call: StepCall, expected: StepCall) -> Iterator[tuple[str, str]]:
         yield from zip(expected.inputs, call.inputs, strict=True)
-        for one, other in zip(expected.into, call.into, strict=True):
-            yield one.value, other.value
+        for original, moved in zip(expected.into, call.into, strict=True):
+            yield original.value, moved.value
 
     def _step_added(self, call: StepCall) -> None:
         remake = self.remakes.get(call.name)
@@ -190,7 +190,7 @@ class _Comparison:
 
 def _code(call: StepCall) -> tuple[object, ...]:
     """What must be equal in both steps: all but the names of the values that are used."""
-    into = tuple((one.buffer, one.offset_bytes) for one in call.into)
+    into = tuple((target.buffer, target.offset_bytes) for target in call.into)
     counts = (call.kind, len(call.inputs))
     return call.name, call.region, call.phase, call.outputs, counts, into, call.reads
 

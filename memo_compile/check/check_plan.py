@@ -134,7 +134,11 @@ class _Replay:
         return reads
 
     def _replay(self, call: StepCall, region: RegionProfile) -> None:
-        ends = (one.offset + one.size_bytes for one in self.storages.values() if one.in_arena)
+        ends = (
+            storage.offset + storage.size_bytes
+            for storage in self.storages.values()
+            if storage.in_arena
+        )
         self.highest = max(ends, default=0)
         if call.phase is Phase.BACKWARD and not self.turned:
             self._turn()
@@ -170,7 +174,7 @@ class _Replay:
             self.storages[owner].values.add(value)
             self.place_of[value] = owner
         if not self.problem.keeps_outputs:
-            for owner in [one for one in self.storages if self._is_result(one)]:
+            for owner in [owner for owner in self.storages if self._is_result(owner)]:
                 if self._is_unread(owner):
                     self._die(owner)
 
@@ -308,7 +312,9 @@ class _Replay:
         owner: str | None = None
         if slot.storage is Storage.ARENA:
             assert slot.index is not None, f"{call.name}: ARENA output without a buffer"
-            inside = next((one.value for one in call.into if one.buffer == slot.index), None)
+            inside = next(
+                (target.value for target in call.into if target.buffer == slot.index), None
+            )
             buffer = f"{call.name}/{region.buffers[slot.index].name}"
             owner = buffer if inside is None else self.place_of.get(inside)
         elif slot.storage is Storage.INPUT:

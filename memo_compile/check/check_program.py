@@ -80,7 +80,7 @@ class _Tiles:
         ):
             if region is not None:
                 made = enumerate(problem.regions[region].output_layouts)
-                self.layouts |= {Ref(source=source, index=at): one for at, one in made}
+                self.layouts |= {Ref(source=source, index=at): layout for at, layout in made}
 
     def run(self, rest: Iterator[StepCall]) -> Iterator[str]:
         """What is wrong, up to the first call that is."""
@@ -114,10 +114,15 @@ class _Tiles:
     def _wrong_slices(self) -> Iterator[str]:
         """Slices that leave rows out, take rows twice, or do not fit together."""
         tiling, name = self.tiling, self.call.region
-        filled = [one.whole for one in tiling.rows] + [one.total for one in tiling.sums]
+        filled = [rows.whole for rows in tiling.rows] + [
+            running_sum.total for running_sum in tiling.sums
+        ]
         if len(set(filled)) != len(filled):
             yield f"{name}: two outputs of its tiles go into one value: {filled}"
-        for operand in (*tiling.tile_inputs, *(t for one in tiling.sums for t in one.terms)):
+        for operand in (
+            *tiling.tile_inputs,
+            *(term for running_sum in tiling.sums for term in running_sum.terms),
+        ):
             held, whole, part = self.layouts[operand.value], operand.whole, operand.slice
             if part is None or held is None or whole is None:
                 if part is not None:
@@ -160,13 +165,15 @@ class _Tiles:
 
     def _take_sums(self, rest: Iterator[StepCall], number: int) -> Iterator[str]:
         """Tile ``number`` is added to every running sum, once."""
-        for one in self.tiling.sums:
-            total = Ref(source=Source.BEFORE, index=one.total)
-            operands = (Operand(value=total, whole=self.layouts[total]), *one.terms)
-            (slot,) = self.problem.regions[one.region].outputs
+        for running_sum in self.tiling.sums:
+            total = Ref(source=Source.BEFORE, index=running_sum.total)
+            operands = (Operand(value=total, whole=self.layouts[total]), *running_sum.terms)
+            (slot,) = self.problem.regions[running_sum.region].outputs
             buffer = -1 if slot.index is None else slot.index
             into = (Into(buffer=buffer, value=self.values[total], offset_bytes=0),)
-            yield from self._compare(next(rest, None), one.region, number, operands, into, 1)
+            yield from self._compare(
+                next(rest, None), running_sum.region, number, operands, into, 1
+            )
 
     def _compare(
         self,
@@ -184,10 +191,10 @@ class _Tiles:
             name=f"tile {number} of {self.call.name}",
             region=region,
             phase=self.call.phase,
-            inputs=tuple(self.values[one.value] for one in operands),
+            inputs=tuple(self.values[operand.value] for operand in operands),
             outputs=("",) * num_outputs,
             into=into,
-            reads=tuple(_layout(one, number) for one in operands),
+            reads=tuple(_layout(operand, number) for operand in operands),
         )
         yield from _differences(call, expected)
 
@@ -225,4 +232,4 @@ def _plainly(layout: Layout) -> Layout:
 
 
 def _text(reads: Layouts) -> str:
-    return ", ".join(str(one) for one in reads)
+    return ", ".join(str(layout) for layout in reads)

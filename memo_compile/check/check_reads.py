@@ -130,4 +130,4 @@ class _Reads:
 
 
 def _text(reads: Layouts) -> str:
-    return ", ".join(str(one) for one in reads)
+    return ", ".join(str(layout) for layout in reads)

@@ -50,9 +50,9 @@ def extrapolated_seconds(
     with shim.failing_fakes_unlogged():
         shorter = [shorten(region, part) for part in PARTS]
     lowered = lower_regions(shorter, config)
-    seconds = [measure(lowered[one.name], one) for one in shorter]
+    seconds = [measure(lowered[graph.name], graph) for graph in shorter]
     faster = _grows_faster(region.gm, shorter[-1].gm, profile)
-    works = [_work(one.gm, faster, profile) for one in (*shorter, region)]
+    works = [_work(graph.gm, faster, profile) for graph in (*shorter, region)]
     return extrapolate(works[:-1], seconds, works[-1])
 
 
@@ -61,14 +61,14 @@ def extrapolate(works: Sequence[RegionWork], seconds: Sequence[float], whole: Re
 
     They do where a factor would be negative, or where nothing grows faster than the tokens.
     """
-    (one, two), (one_s, two_s) = works, seconds
-    determinant = one.in_proportion_s * two.faster_s - two.in_proportion_s * one.faster_s
+    (first, second), (first_s, second_s) = works, seconds
+    determinant = first.in_proportion_s * second.faster_s - second.in_proportion_s * first.faster_s
     if determinant > 0:
-        a = (one_s * two.faster_s - two_s * one.faster_s) / determinant
-        b = (one.in_proportion_s * two_s - two.in_proportion_s * one_s) / determinant
+        a = (first_s * second.faster_s - second_s * first.faster_s) / determinant
+        b = (first.in_proportion_s * second_s - second.in_proportion_s * first_s) / determinant
         if a >= 0 and b >= 0:
             return a * whole.in_proportion_s + b * whole.faster_s
-    return two_s * _total(whole) / _total(two) if _total(two) else two_s
+    return second_s * _total(whole) / _total(second) if _total(second) else second_s
 
 
 def _total(work: RegionWork) -> float:

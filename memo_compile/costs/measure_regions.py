@@ -61,10 +61,10 @@ def measure_all(
     for name in lowered:
         _require_runs_alone(graphs[name])
     seconds = {}
-    for name, one in lowered.items():
+    for name, lowered_region in lowered.items():
         refused = None
         try:
-            seconds[name] = measure(one, graphs[name], repeats=repeats, average=average)
+            seconds[name] = measure(lowered_region, graphs[name], repeats=repeats, average=average)
         except TooLarge as error:
             if too_large is None:
                 raise
@@ -133,9 +133,9 @@ def _require_runs_alone(region: RegionGraph) -> None:
 
 def _require_fits(lowered: LoweredRegion, region: RegionGraph) -> None:
     """Refuse what the system would kill the process for."""
-    needed = sum(layout_elements(one) * one.element_size() for one in _tensors(region))
+    needed = sum(layout_elements(tensor) * tensor.element_size() for tensor in _tensors(region))
     needed += _offsets(lowered.profile)[1]
-    needed += sum(one.size_bytes for one in lowered.profile.outside)
+    needed += sum(buffer.size_bytes for buffer in lowered.profile.outside)
     free = _free_bytes(region.device)
     if free is not None and needed > ROOM * free:
         raise TooLarge(
@@ -154,7 +154,7 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _tensors(region: RegionGraph) -> list[torch.Tensor]:
-    return [one for one in region.example_inputs() if isinstance(one, torch.Tensor)]
+    return [value for value in region.example_inputs() if isinstance(value, torch.Tensor)]
 
 
 @contextlib.contextmanager
@@ -225,16 +225,16 @@ def _offsets(profile: RegionProfile) -> tuple[Sequence[int], int]:
     buffers = tuple(
         Buffer(
             id=str(index),
-            lower=one.start,
-            upper=one.end,
-            size=one.size_bytes,
+            lower=buffer.start,
+            upper=buffer.end,
+            size=buffer.size_bytes,
             alignment=ALIGNMENT_BYTES,
         )
-        for index, one in enumerate(profile.buffers)
+        for index, buffer in enumerate(profile.buffers)
     )
     placed = place(PlacementProblem(buffers=buffers, alignment=ALIGNMENT_BYTES), solver="greedy")
-    offsets = [placed.offsets[one.id] for one in buffers]
-    ends = (offset + one.size for offset, one in zip(offsets, buffers, strict=True))
+    offsets = [placed.offsets[buffer.id] for buffer in buffers]
+    ends = (offset + buffer.size for offset, buffer in zip(offsets, buffers, strict=True))
     return offsets, max(ends, default=0)
 
 

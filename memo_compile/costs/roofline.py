@@ -76,7 +76,9 @@ def node_cost(node: fx.Node) -> NodeCost:
 def graph_cost(gm: fx.GraphModule) -> NodeCost:
     """The sum over all nodes."""
     costs = [node_cost(node) for node in gm.graph.nodes]
-    return NodeCost(flops=sum(one.flops for one in costs), bytes=sum(one.bytes for one in costs))
+    return NodeCost(
+        flops=sum(cost.flops for cost in costs), bytes=sum(cost.bytes for cost in costs)
+    )
 
 
 def roofline_s(cost: NodeCost, profile: HardwareProfile) -> float:
@@ -179,7 +181,7 @@ def _is_fusible(node: fx.Node) -> bool:
 def _bytes(value: Any) -> int:
     """Bytes of the distinct elements of a tensor, or of all tensors in a sequence."""
     if isinstance(value, tuple | list):
-        return sum(_bytes(one) for one in value)
+        return sum(_bytes(item) for item in value)
     if isinstance(value, Mapping) or not isinstance(value, torch.Tensor):
         return 0
     sizes = zip(value.shape, value.stride(), strict=True)

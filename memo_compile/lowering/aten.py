@@ -146,15 +146,18 @@ class _AtenRegion:
             num_lines=len(self.nodes),
             buffers=tuple(
                 RegionBuffer(
-                    name=one.node.name, size_bytes=one.size_bytes, start=one.start, end=one.end
+                    name=buffer.node.name,
+                    size_bytes=buffer.size_bytes,
+                    start=buffer.start,
+                    end=buffer.end,
                 )
-                for one in buffers
+                for buffer in buffers
             ),
             input_ends=tuple(self._input_end(node) for node in self.inputs),
             outputs=tuple(self._slots()),
             outside=tuple(self.outside),
         )
-        views = tuple(_view_spec(one.node.meta["val"]) for one in buffers)
+        views = tuple(_view_spec(buffer.node.meta["val"]) for buffer in buffers)
         return LoweredRegion(profile=profile, views=views, run=self._run)
 
     def _input_end(self, node: fx.Node) -> int:
@@ -206,12 +209,12 @@ class _AtenRegion:
         out = _out_overload(node)
         if out is None or runnable(node.target) is not node.target:
             return False
-        values = [one.meta.get("val") for one in node.all_input_nodes]
+        values = [source.meta.get("val") for source in node.all_input_nodes]
         mode = shim.detect_fake_mode([*values, node.meta["val"]])
         if mode is None:
             return False
         fake = node.meta["val"]
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
         with mode:
             target = torch.empty_strided(
                 fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device
@@ -236,10 +239,10 @@ class _AtenRegion:
                 for dead in self.dropped.get(self.line[node], ()):
                     env.pop(dead, None)
             self._poison_dead(self.nodes[-1])
-        return [env[one] if isinstance(one, fx.Node) else one for one in self.outputs]
+        return [env[output] if isinstance(output, fx.Node) else output for output in self.outputs]
 
     def _call(self, node: fx.Node, env: Env, views: Sequence[torch.Tensor]) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: env[one])
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: env[source])
         if node.target in _STORAGE_OFFSET:
             args = _at_real_offset(node, args)
         buffer = self.buffers.get(node)
@@ -345,7 +348,7 @@ def _out_overload(node: fx.Node) -> torch._ops.OpOverload | None:
     packet = target.overloadpacket
     name = "out" if target._overloadname == "default" else f"{target._overloadname}_out"
     known = packet.overloads()
-    others = (one for one in known if one.endswith("out"))  # sum.dim_IntList has sum.IntList_out
+    others = (name for name in known if name.endswith("out"))  # sum.dim_IntList has sum.IntList_out
     for candidate in (name, "out", *others):
         if candidate in known:
             overload = getattr(packet, candidate)

@@ -17,9 +17,11 @@ def lower_regions(regions: Iterable[RegionGraph], config: MemoConfig) -> dict[st
     """Every region by its name, lowered as ``config.lowering`` says."""
     poison = "poison" in config.debug
     if config.lowering == "aten":
-        return {one.name: _laid_out(one, aten.lower(one, poison=poison)) for one in regions}
+        return {
+            region.name: _laid_out(region, aten.lower(region, poison=poison)) for region in regions
+        }
     with inductor.session(config.inductor_options):
-        return {one.name: _laid_out(one, _lowered(one, poison)) for one in regions}
+        return {region.name: _laid_out(region, _lowered(region, poison)) for region in regions}
 
 
 def _laid_out(region: RegionGraph, lowered: LoweredRegion) -> LoweredRegion:

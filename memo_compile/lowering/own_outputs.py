@@ -39,7 +39,7 @@ def own_outputs(region: RegionGraph) -> RegionGraph:
             continue
         results = _results(node)
         made = results.values()
-        if any(one in leaving for one in made) or _may_become(node.target, made, leaving):
+        if any(value in leaving for value in made) or _may_become(node.target, made, leaving):
             changed |= _rewrite(node, results)
         elif not results:
             changed |= _copy_leaving(node, leaving)
@@ -72,8 +72,8 @@ def _may_become(target: Any, made: Iterable[fx.Node], leaving: Iterable[fx.Node]
     would then lie in the operator's own memory. Torch's own kernels are left alone: a copy costs
     more often than it helps.
     """
-    sizes = {_num_bytes(one) for one in leaving}
-    return _is_custom(target) and any(_num_bytes(one) in sizes for one in made)
+    sizes = {_num_bytes(node) for node in leaving}
+    return _is_custom(target) and any(_num_bytes(node) in sizes for node in made)
 
 
 def _num_bytes(node: fx.Node) -> int:
@@ -98,7 +98,7 @@ def _results(node: fx.Node) -> dict[int, fx.Node]:
 
 
 def _declares_tensors(target: Any) -> bool:
-    return all(str(one.type) == "Tensor" for one in target._schema.returns)
+    return all(str(result.type) == "Tensor" for result in target._schema.returns)
 
 
 def _rewrite(node: fx.Node, results: dict[int, fx.Node]) -> bool:
@@ -108,7 +108,7 @@ def _rewrite(node: fx.Node, results: dict[int, fx.Node]) -> bool:
     value = node.meta["val"]
     values = [value] if isinstance(value, torch.Tensor) else list(value)
     with graph.inserting_before(node):
-        buffers = [_empty(graph, one) for one in values]
+        buffers = [_empty(graph, value) for value in values]
         call = graph.call_function(into(target), (*buffers, *_all_arguments(node)))
         call.meta["val"] = None
     for position, old in results.items():

@@ -28,7 +28,7 @@ def with_workspaces(
     lowered: Mapping[str, LoweredRegion], graphs: Mapping[str, RegionGraph]
 ) -> dict[str, LoweredRegion]:
     """``lowered`` with the libraries' memory on a CUDA device, for the whole of its region."""
-    return {name: _with_workspace(one, graphs[name]) for name, one in lowered.items()}
+    return {name: _with_workspace(region, graphs[name]) for name, region in lowered.items()}
 
 
 def _with_workspace(lowered: LoweredRegion, region: RegionGraph) -> LoweredRegion:

@@ -59,7 +59,7 @@ def facts_of(step: MovableStep) -> StepFacts:
 def _collect(step: MovableStep) -> StepFacts:
     problem = step.problem
     calls = problem.calls
-    turn = next((at for at, one in enumerate(calls) if one.phase is Phase.BACKWARD), len(calls))
+    turn = next((at for at, call in enumerate(calls) if call.phase is Phase.BACKWARD), len(calls))
     written_at: dict[str, int] = {}
     size_of: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
@@ -232,8 +232,7 @@ def _check_rows(
     if rows == num_rows:
         return
     for slot in again:
-        one = cls.slots[slot]
-        if not one.can_offload or not one.row_bytes:
+        if not cls.slots[slot].can_offload or not cls.slots[slot].row_bytes:
             raise InvalidPlan(
                 f"{cls.key}: slot {_name(cls, slot)} cannot be offloaded in part; "
                 "recompute all of its rows"

@@ -90,18 +90,18 @@ def placement_problem(problem: Problem) -> PlacementProblem:
     )
     buffers = tuple(
         Buffer(
-            id=one.id,
-            lower=one.start,
-            upper=one.end,
-            size=one.size_bytes,
+            id=buffer.id,
+            lower=buffer.start,
+            upper=buffer.end,
+            size=buffer.size_bytes,
             alignment=ALIGNMENT_BYTES,
-            block=problem.calls[one.call].name if one.transient else None,
+            block=problem.calls[buffer.call].name if buffer.transient else None,
         )
-        for one in arena_buffers(problem)
+        for buffer in arena_buffers(problem)
     )
     return PlacementProblem(buffers=buffers, blocks=blocks, alignment=ALIGNMENT_BYTES)
 
 
 def _height(problem: Problem, placed: Placement) -> int:
-    ends = (placed.offsets[one.id] + one.size_bytes for one in arena_buffers(problem))
+    ends = (placed.offsets[buffer.id] + buffer.size_bytes for buffer in arena_buffers(problem))
     return max(ends, default=0)

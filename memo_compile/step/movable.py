@@ -152,7 +152,9 @@ class Mode:
 
     def slots(self, action: Action) -> tuple[int, ...]:
         """Indices of the slots with ``action``."""
-        return tuple(index for index, one in enumerate(self.actions) if one is action)
+        return tuple(
+            index for index, slot_action in enumerate(self.actions) if slot_action is action
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +203,6 @@ class MovableStep:
     def save_all(self) -> Moves:
         """Policy SAVE."""
         modes = (
-            Mode(actions=(Action.SAVE,) * len(self.class_of(one).slots)) for one in self.layers
+            Mode(actions=(Action.SAVE,) * len(self.class_of(layer).slots)) for layer in self.layers
         )
         return Moves(modes=tuple(modes), policy="save")

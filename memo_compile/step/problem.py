@@ -244,7 +244,7 @@ class StepCall:
 
     def into_buffers(self) -> frozenset[int]:
         """Indices of the region's buffers that lie inside other values."""
-        return frozenset(one.buffer for one in self.into)
+        return frozenset(target.buffer for target in self.into)
 
 
 COPY_REGION = "memo.copy"
@@ -484,10 +484,10 @@ def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
     backward = (at for at, call in enumerate(problem.calls) if call.phase is Phase.BACKWARD)
     turn = starts[next(backward, len(problem.calls))]
     last_read = last_reads(problem, starts)
-    yield 0, problem.rebound_bytes
-    yield turn, -problem.rebound_bytes
-    yield turn, problem.loss_bytes
-    yield turn + 1, -problem.loss_bytes
+    if problem.rebound_bytes:
+        yield from ((0, problem.rebound_bytes), (turn, -problem.rebound_bytes))
+    if problem.loss_bytes:
+        yield from ((turn, problem.loss_bytes), (turn + 1, -problem.loss_bytes))
     for value, size_bytes in problem.tangents.items():
         yield turn, size_bytes
         if value in last_read:

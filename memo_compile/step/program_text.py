@@ -60,7 +60,7 @@ def _text(call: StepCall, region: RegionProfile) -> str:
     if call.kind is CallKind.RECOMPUTE:
         text = f"{call.region}  {text}"
     if call.into:
-        text += f"  into {_listed([_into_text(one, region) for one in call.into])}"
+        text += f"  into {_listed([_into_text(target, region) for target in call.into])}"
     return text
 
 
@@ -79,7 +79,7 @@ def _in_flight(flying: Mapping[str, tuple[CallKind, str]]) -> str:
     """The values that are on their way, by direction."""
     texts = []
     for word, kind in (("out", CallKind.OFFLOAD), ("back", CallKind.RELOAD)):
-        values = [value for one, value in flying.values() if one is kind]
+        values = [value for flying_kind, value in flying.values() if flying_kind is kind]
         if values:
             texts.append(f"{word} {_listed(values)}")
     return "; ".join(texts)

@@ -131,7 +131,9 @@ def beside_bytes(problem: Problem) -> Beside:
 def _tails(problem: Problem, offsets: Mapping[str, int]) -> list[int]:
     """Per call the highest end of a buffer that is alive in it or later."""
     starts = call_starts(problem)
-    ends = sorted((one.end, offsets[one.id] + one.size_bytes) for one in arena_buffers(problem))
+    ends = sorted(
+        (buffer.end, offsets[buffer.id] + buffer.size_bytes) for buffer in arena_buffers(problem)
+    )
     tails, highest = [], 0
     for start in reversed(starts[:-1]):
         while ends and ends[-1][0] >= start:  # an unused input dies on the first line

@@ -48,7 +48,9 @@ def from_json(text: str, kind: type[Data], *, where: str = "input") -> Data:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+        return {
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -62,7 +64,7 @@ def _restore(value: Any, kind: Any) -> Any:
     """``value`` from JSON as ``kind``: a dataclass, enum, tuple, mapping, or optional of these."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        inner = [one for one in arguments if one is not type(None)]
+        inner = [argument for argument in arguments if argument is not type(None)]
         return None if value is None else _restore(value, inner[0])
     if origin is tuple:
         return tuple(_restore(item, arguments[0]) for item in value)

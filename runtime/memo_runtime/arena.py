@@ -164,9 +164,9 @@ class DeviceArena:
             free = [slab for slab in self._slabs if not slab.leased]
             fitting = [slab for slab in free if slab.size_bytes >= size_bytes]
             if fitting:
-                slab = min(fitting, key=lambda one: one.size_bytes)
+                slab = min(fitting, key=lambda slab: slab.size_bytes)
             elif free:
-                slab = max(free, key=lambda one: one.size_bytes)
+                slab = max(free, key=lambda slab: slab.size_bytes)
                 slab.grow(size_bytes)
             else:
                 slab = Slab(self.device, size_bytes)

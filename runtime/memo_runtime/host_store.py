@@ -145,11 +145,11 @@ class HostPool:
         """
         with self.lock:
             # What a parent process made is shared with it: a forked child starts afresh.
-            self.stores = [one for one in self.stores if one.pid == os.getpid()]
-            free = [one for one in self.stores if not one.leased and one.kind == kind]
-            fitting = [one for one in free if one.size_bytes >= size_bytes]
+            self.stores = [store for store in self.stores if store.pid == os.getpid()]
+            free = [store for store in self.stores if not store.leased and store.kind == kind]
+            fitting = [store for store in free if store.size_bytes >= size_bytes]
             if fitting:
-                store = min(fitting, key=lambda one: one.size_bytes)
+                store = min(fitting, key=lambda store: store.size_bytes)
             else:
                 store = self._replacement(free, kind, size_bytes)
             store.leased = True
@@ -159,7 +159,7 @@ class HostPool:
     def _replacement(self, free: list[HostStore], kind: str, size_bytes: int) -> HostStore:
         plans: set[int] = set()
         if free:
-            small = max(free, key=lambda one: one.size_bytes)
+            small = max(free, key=lambda store: store.size_bytes)
             plans = small.plans
             self.stores.remove(small)
             small.close()

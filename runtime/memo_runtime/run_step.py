@@ -207,7 +207,7 @@ def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:
         checked = [env[slot] for slot in plan.forward.checked]
         lease.counted = _execute(plan, plan.forward, lease, env)
         lease.saved = [env[slot] for slot in plan.forward.leased]
-        lease.checked = [(one, one._version) for one in checked]
+        lease.checked = [(tensor, tensor._version) for tensor in checked]
         env[plan.forward.handle] = lease.handle()
         return [None if slot is None else env[slot] for slot in plan.forward.results]
     except BaseException:
@@ -246,7 +246,7 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
     plan = lease.plan
     half = plan.backward
     env = _environment(half, args)
-    if any(one._version != version for one, version in lease.checked):
+    if any(tensor._version != version for tensor, version in lease.checked):
         raise StepError(
             "memo: an input of the step was written in place between its forward and its backward, "
             "which reads it again. Write into it after the backward."
@@ -292,8 +292,8 @@ def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> Ste
         heap=plan.heap,
     )
     try:
-        for one in half.calls:
-            one.execute(running)
+        for call in half.calls:
+            call.execute(running)
         if half.resident_bytes is not None:
             running.keep(half.resident_bytes)
     finally:

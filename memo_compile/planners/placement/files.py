@@ -97,11 +97,11 @@ def parse_csv(
             name,
             num_windows,
         )
-    for first, second in fixed_collisions(buffers):
-        one, two = sorted((first, second), key=lambda b: line_of[b.id])
+    for colliding in fixed_collisions(buffers):
+        first, second = sorted(colliding, key=lambda b: line_of[b.id])
         raise InputError(
-            f"{name}:{line_of[two.id]}: offset: {two.id!r} at {two.offset} overlaps "
-            f"{one.id!r} at {one.offset} (line {line_of[one.id]}) while both are live"
+            f"{name}:{line_of[second.id]}: offset: {second.id!r} at {second.offset} overlaps "
+            f"{first.id!r} at {first.offset} (line {line_of[first.id]}) while both are live"
         )
     return PlacementProblem(buffers=tuple(buffers), capacity=capacity, alignment=alignment)
 

@@ -213,11 +213,11 @@ def fixed_collisions(buffers: Iterable[Buffer]) -> Iterator[tuple[Buffer, Buffer
         heapq.heappush(live, (upper, index))
 
 
-def share_bytes(one: Buffer, two: Buffer) -> bool:
+def share_bytes(first: Buffer, second: Buffer) -> bool:
     """True when the fixed address ranges of the two overlap, whenever they live."""
-    assert one.offset is not None
-    assert two.offset is not None
-    return one.offset < two.offset + two.size and two.offset < one.offset + one.size
+    assert first.offset is not None
+    assert second.offset is not None
+    return first.offset < second.offset + second.size and second.offset < first.offset + first.size
 
 
 def _first_duplicate(ids: Iterable[str]) -> str | None:

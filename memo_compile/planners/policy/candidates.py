@@ -137,7 +137,7 @@ class CandidateSource:
     def _greedy(self) -> tuple[Moves, ...]:
         if self.searched.greedy is None:
             models = self._models((ROTATING, WIDE))
-            found = (self._greedy_moves(one) for one in models.values())
+            found = (self._greedy_moves(model) for model in models.values())
             self.searched.greedy = tuple(itertools.chain.from_iterable(found))
         return self.searched.greedy
 
@@ -148,7 +148,7 @@ class CandidateSource:
 
     def _models(self, schedules: Iterable[Schedule]) -> dict[Schedule, StepModel]:
         modes = layer_modes(self.step, self.recompute, exact=self.exact)
-        return {one: build_model(self.step, modes, one) for one in schedules}
+        return {schedule: build_model(self.step, modes, schedule) for schedule in schedules}
 
     def named(self, policy: str, alphas: Sequence[float | None] = (None,)) -> list[Candidate]:
         """The plan of a named policy, for each of ``alphas``."""
@@ -168,9 +168,9 @@ class CandidateSource:
     def named_all(self) -> list[Candidate]:
         """Every named policy, ``memo`` with every alpha."""
         return [
-            one
+            candidate
             for policy in NAMED
-            for one in self.named(policy, QUANTA if policy == "memo" else (None,))
+            for candidate in self.named(policy, QUANTA if policy == "memo" else (None,))
         ]
 
     def _valid(self, found: Iterable[Moves]) -> list[Candidate]:
@@ -212,8 +212,8 @@ class CandidateSource:
                 pool.submit(self._solved, models[schedule], top, shares, deadline)
                 for schedule, shares in GRIDS.items()
             ]
-            for one in solved:
-                yield from one.result()
+            for answer in solved:
+                yield from answer.result()
 
     def _solved(
         self, model: StepModel, top: int, shares: Sequence[float], deadline: float

@@ -227,10 +227,10 @@ class _Windows:
 
     def absences(self, layer: int, mode: Mode) -> list[tuple[int, int, int]]:
         """(first call, end, bytes) of every slot that ``mode`` takes off the device."""
-        one = self.step.layers[layer]
+        owner = self.step.layers[layer]
         found = []
         for slot, action in enumerate(mode.actions):
-            value = one.values[slot]
+            value = owner.values[slot]
             if action is Action.SAVE or value not in self.first_backward_use:
                 continue
             start = self.last_forward_use[value] + 1
@@ -239,15 +239,15 @@ class _Windows:
                 start = max(start, self.freed_at[layer])
                 end = min(end, self.reload_at[layer])
             if start < end:
-                found.append((start, end, self._size(one, slot)))
+                found.append((start, end, self._size(owner, slot)))
         return found
 
     def recomputed_bytes(self, layer: int, mode: Mode) -> int:
         """Bytes that save-all counts before the backward and that are yet to be recomputed."""
-        one = self.step.layers[layer]
         if mode.recompute_rows is not None:
             return 0
-        return sum(self._size(one, slot) for slot in mode.slots(Action.RECOMPUTE))
+        owner = self.step.layers[layer]
+        return sum(self._size(owner, slot) for slot in mode.slots(Action.RECOMPUTE))
 
     def _size(self, layer: Layer, slot: int) -> int:
         return self.step.class_of(layer).slots[slot].size_bytes
