@@ -16,7 +16,7 @@ from memo_compile.driver.facts import gradient_bytes
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.step_planner import PlannedStep, StepPlanner
 from memo_compile.driver.user_outputs import ResultWatch, held_bytes, result_storages
-from memo_compile.errors import Infeasible, RuntimeMisuse
+from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import FixedBytes, Problem
@@ -75,7 +75,7 @@ class Assembly:
         """The backward's results; empties ``args``.
 
         Raises:
-            RuntimeMisuse: it would break the budget; nothing has run.
+            Infeasible: it would break the budget; nothing has run.
         """
         keep_graph = shim.keep_graph()
         self._require_room(args, keep_graph=keep_graph)
@@ -96,7 +96,8 @@ class Assembly:
         copied = retained_peak_bytes(problem, plan) - plan.peak_bytes if keep_graph else 0
         peak, budget = plan.peak_bytes + held + again + copied, plan.budget_bytes
         if budget is not None and peak > budget:
-            raise RuntimeMisuse(_no_room(peak, budget, held=held, again=again, copied=copied))
+            message = _no_room(peak, budget, held=held, again=again, copied=copied)
+            raise Infeasible(message, floor_bytes=peak)
         if peak > plan.peak_bytes and (copied or budget is not None):
             self.plan = replace(plan, peak_bytes=peak)
             state.replace_plan(plan, self.plan)

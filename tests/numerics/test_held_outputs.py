@@ -21,7 +21,7 @@ from torch.nn import functional
 import memo_compile
 from memo_compile.costs.measure import watch_memory
 from memo_compile.driver import assemble
-from memo_compile.errors import Infeasible, RuntimeMisuse
+from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
 from tests.numerics.small import CPU, Block
 from tests.numerics.training import FLOOR, assert_planned, gradient_error
@@ -243,7 +243,7 @@ def test_retain_graph_fits_or_is_refused(monkeypatch):
     twin = copy.deepcopy(training)
     runner = compiled(training.model, floor)
     out = runner(training.x, training.y)
-    with pytest.raises(RuntimeMisuse, match="copy of the arena") as refused:
+    with pytest.raises(Infeasible, match="copy of the arena") as refused:
         out["loss"].backward(retain_graph=True)
     assert all(one.grad is None for one in training.model.parameters())
     assert "raise memory_budget" in str(refused.value)
