@@ -1,4 +1,4 @@
-"""Which operators may be merged or run again: no effect, no randomness, no communication."""
+"""Which operators may be merged or recomputed: no effect, no randomness, no communication."""
 
 import operator
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def is_known(node: fx.Node) -> bool:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """True when ``node`` may be run again, or merged with an equal one, without a difference."""
+    """True when ``node`` may be recomputed, or merged with an equal one, without a difference."""
     if node.op != "call_function" or not is_known(node):
         return False
     if node.target is operator.getitem:
@@ -73,7 +73,7 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def is_constant(node: fx.Node) -> bool:
-    """True for a pure operator without tensor inputs: cheaper to make again than to pass on."""
+    """True for a pure operator without tensor inputs: cheaper to recompute than to pass on."""
     return is_pure(node) and not node.all_input_nodes
 
 

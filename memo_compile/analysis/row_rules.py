@@ -91,7 +91,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def is_repeatable(node: fx.Node) -> bool:
-    """True for an operator that gives the same again: pure ones, and attention without dropout.
+    """True for an operator that gives the same each time: pure ones, and attention without dropout.
 
     Attention kernels are declared random whatever their dropout is.
     """

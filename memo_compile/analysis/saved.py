@@ -24,8 +24,8 @@ from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, storage_of
 
 TILE_FACTOR = 2
-"""A saved tensor this many times larger than its unit's input is cheaper made again, in tiles, than
-kept: logits, and what lies between the two products of an MLP."""
+"""A saved tensor this many times larger than its unit's input is cheaper to recompute, in tiles,
+than to keep: logits, and what lies between the two products of an MLP."""
 
 
 def equal_cut(
@@ -47,7 +47,7 @@ def equal_cut(
        input that the step overwrites). Such an input, or a view of it, is never kept.
 
     With ``for_tiles`` what is much wider than its unit's input is left out, so that the backward
-    makes it again beside its readers, where ``passes.tiles`` can do both tile by tile.
+    recomputes it next to its readers, where ``passes.tiles`` can do both tile by tile.
     """
     by_name = {node.name: node for node in joint.graph.nodes}
     forward = set(units.forward)

@@ -3,8 +3,8 @@
 ``moved`` must run the regions of ``original`` in the same order, on the same values or on values
 that hold the same bytes. What holds the same bytes is proved by replaying both side by side
 (``check_contents.py``): every byte is named by the buffer that wrote it and by its place in the
-storage, copies carry these names along, and recomputation brings the names that a ``Remake``
-declares for it.
+storage, copies carry these names along, and a RECOMPUTE call brings the names that its
+``Recomputation`` declares.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,11 +20,11 @@ MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remake:
+class Recomputation:
     """What a RECOMPUTE call makes of what, in names of the step without moves, by position.
 
     An output of fewer rows than the value it stands for holds the first ones. ``maker`` is the call
-    of the forward whose operators run again: what others write into its outputs is not made again.
+    of the forward whose operators are recomputed: what other calls write into its outputs is not.
     """
 
     maker: str
@@ -32,9 +32,9 @@ class Remake:
     outputs: tuple[str, ...]
 
 
-def remakes_of(
+def recomputations_of(
     step: MovableStep, moved: Problem, regions: Iterable[RecomputeRegion]
-) -> dict[str, Remake]:
+) -> dict[str, Recomputation]:
     """What each RECOMPUTE call of ``moved`` must make, by the call's name.
 
     The layer is one of the next backward call's, of the key's class: not the names of values, but
@@ -46,7 +46,7 @@ def remakes_of(
         (layer.backward, layer.class_key): layer for layer in step.layers
     }
     calls = {call.name: call for call in step.problem.calls}
-    found: dict[str, Remake] = {}
+    found: dict[str, Recomputation] = {}
     reader = ""
     for call in reversed(moved.calls):
         if call.kind is CallKind.RUN:
@@ -56,11 +56,11 @@ def remakes_of(
             continue
         layer = layers_of.get((reader, region.key.class_key))
         if layer is not None:
-            found[call.name] = _remake(calls[layer.forward], layer, region)
+            found[call.name] = _recomputation(calls[layer.forward], layer, region)
     return found
 
 
-def _remake(forward: StepCall, layer: Layer, region: RecomputeRegion) -> Remake:
+def _recomputation(forward: StepCall, layer: Layer, region: RecomputeRegion) -> Recomputation:
     inputs = []
     for source in region.inputs:
         if source.slot is not None:
@@ -69,30 +69,32 @@ def _remake(forward: StepCall, layer: Layer, region: RecomputeRegion) -> Remake:
             assert source.forward_input is not None, f"{region.key.region}: an input from nowhere"
             inputs.append(forward.inputs[source.forward_input])
     outputs = tuple(layer.values[slot] for slot in region.key.slots)
-    return Remake(maker=forward.name, inputs=tuple(inputs), outputs=outputs)
+    return Recomputation(maker=forward.name, inputs=tuple(inputs), outputs=outputs)
 
 
 def check_moves(
-    original: Problem, moved: Problem, remakes: Mapping[str, Remake] | None = None
+    original: Problem, moved: Problem, recomputations: Mapping[str, Recomputation] | None = None
 ) -> CheckVerdict:
     """Why ``moved`` may compute something else than ``original``, in words.
 
-    ``remakes`` says by call name what RECOMPUTE calls make; without it nothing that was
+    ``recomputations`` says by call name what RECOMPUTE calls make; without it nothing that was
     recomputed may be read. Cost: linear in the calls, their reads, and the pieces that values
     are put together from.
     """
     misshapen = (*misshapen_calls(original), *misshapen_calls(moved))
     if misshapen:
         return CheckVerdict(problems=misshapen[:MAX_PROBLEMS])
-    return _Comparison(original, moved, remakes or {}).run()
+    return _Comparison(original, moved, recomputations or {}).run()
 
 
 class _Comparison:
-    def __init__(self, original: Problem, moved: Problem, remakes: Mapping[str, Remake]) -> None:
+    def __init__(
+        self, original: Problem, moved: Problem, recomputations: Mapping[str, Recomputation]
+    ) -> None:
         self.problems: list[str] = []
-        self.remakes = remakes
+        self.recomputations = recomputations
         self.original = StepContents(original, lambda text: self._complain(f"unmoved: {text}"))
-        self.moved = StepContents(moved, self._complain, self._made_again)
+        self.moved = StepContents(moved, self._complain, self._recomputed)
         self.stands_for: dict[str, str] = {}
         """Value of the moved step -> the value of the original it is a copy of."""
         self.num_reads = 0
@@ -140,31 +142,31 @@ class _Comparison:
             yield original.value, moved.value
 
     def _step_added(self, call: StepCall) -> None:
-        remake = self.remakes.get(call.name)
-        if call.kind is CallKind.RECOMPUTE and remake is not None:
-            counts = (len(remake.inputs), len(remake.outputs))
+        recomputation = self.recomputations.get(call.name)
+        if call.kind is CallKind.RECOMPUTE and recomputation is not None:
+            counts = (len(recomputation.inputs), len(recomputation.outputs))
             if counts != (len(call.inputs), len(call.outputs)):
                 self._complain(f"{call.name}: expected (inputs, outputs) {counts}")
                 return
-            for value, stand_in in zip(remake.inputs, call.inputs, strict=True):
+            for value, stand_in in zip(recomputation.inputs, call.inputs, strict=True):
                 self._compare(call, value, stand_in)
-            self.stands_for.update(zip(call.outputs, remake.outputs, strict=True))
+            self.stands_for.update(zip(call.outputs, recomputation.outputs, strict=True))
         self.moved.replay(call)
         if call.kind is CallKind.RELOAD:
             source = self.moved.source_of.get(call.outputs[0])
             if source is not None:
                 self.stands_for[call.outputs[0]] = self.stands_for.get(source, source)
 
-    def _made_again(self, call: StepCall, buffer: int) -> Pieces | None:
+    def _recomputed(self, call: StepCall, buffer: int) -> Pieces | None:
         """What the original's value holds that ``call`` writes into ``buffer``."""
-        remake = self.remakes.get(call.name)
-        if remake is None or call.kind is not CallKind.RECOMPUTE:
+        recomputation = self.recomputations.get(call.name)
+        if recomputation is None or call.kind is not CallKind.RECOMPUTE:
             return None
         slots = self.moved.problem.regions[call.region].outputs
-        for slot, value in zip(slots, remake.outputs, strict=True):
+        for slot, value in zip(slots, recomputation.outputs, strict=True):
             if slot.storage is Storage.ARENA and slot.index == buffer:
                 pieces = self.original.pieces_of(value)
-                made = all(tag.startswith(f"{remake.maker}/") for _, _, tag in pieces)
+                made = all(tag.startswith(f"{recomputation.maker}/") for _, _, tag in pieces)
                 return pieces if made else None
         return None
 

@@ -86,7 +86,7 @@ class _Replay:
         self.outside_bytes = problem.rebound_bytes
         """What kernels hold now in memory of their own, and what the step before left."""
         self.most_outside_bytes = 0
-        self.turned = False
+        self.in_backward = False
         self.results: set[str] = set()
         """What the forward made for the user."""
         """The most of it during the call being replayed."""
@@ -140,8 +140,8 @@ class _Replay:
             if storage.in_arena
         )
         self.highest = max(ends, default=0)
-        if call.phase is Phase.BACKWARD and not self.turned:
-            self._turn()
+        if call.phase is Phase.BACKWARD and not self.in_backward:
+            self._begin_backward()
         self.most_outside_bytes = self.outside_bytes
         self._die(_LOSS)
         self.contents.replay(call)
@@ -163,9 +163,9 @@ class _Replay:
         for value in (*_uses(call), *call.outputs):
             self._free_if_unread(value)
 
-    def _turn(self) -> None:
+    def _begin_backward(self) -> None:
         """The forward has ended: gradients come in, results that nothing reads may be dropped."""
-        self.turned = True
+        self.in_backward = True
         self.outside_bytes -= self.problem.rebound_bytes
         self._bear_outside(_LOSS, self.problem.loss_bytes)
         for value, size_bytes in self.problem.tangents.items():
@@ -247,7 +247,7 @@ class _Replay:
         storage = self.storages.get(owner)
         if storage is None or self.contents.is_busy(owner):
             return False
-        if self._is_result(owner) and not self.turned:
+        if self._is_result(owner) and not self.in_backward:
             return False
         return not any(self.reads_left.get(value, 0) for value in storage.values)
 

@@ -78,7 +78,7 @@ class _Reads:
             )
 
     def _gaps(self, call: StepCall, region: RegionProfile) -> Iterator[str]:
-        """Bytes between what is made again and what is reloaded, which only rounding up covers."""
+        """Bytes between what is recomputed and what is reloaded, which only rounding up covers."""
         made = dict(
             zip((slot.index for slot in region.outputs), region.output_layouts, strict=False)
         )

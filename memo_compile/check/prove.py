@@ -10,7 +10,7 @@ bytes hold it. Like all of the checker it imports data only.
 from collections.abc import Mapping
 
 from memo_compile.check.check_contents import misshapen_calls
-from memo_compile.check.check_moves import MAX_PROBLEMS, Remake, check_moves
+from memo_compile.check.check_moves import MAX_PROBLEMS, Recomputation, check_moves
 from memo_compile.check.check_program import foreign_calls
 from memo_compile.check.check_reads import misread_calls
 from memo_compile.errors import InvalidPlan
@@ -20,12 +20,15 @@ from memo_compile.step.tilings import WholeStep
 
 
 def prove(
-    whole: WholeStep, unmoved: Problem, planned: Problem, remakes: Mapping[str, Remake]
+    whole: WholeStep,
+    unmoved: Problem,
+    planned: Problem,
+    recomputations: Mapping[str, Recomputation],
 ) -> CheckVerdict:
     """Why ``planned`` may compute something else than ``whole``, in words.
 
-    ``unmoved`` keeps everything; it is ``planned`` itself where nothing moves. ``remakes`` says
-    what RECOMPUTE calls make (``check_moves.remakes_of``).
+    ``unmoved`` keeps everything; it is ``planned`` itself where nothing moves. ``recomputations``
+    says what RECOMPUTE calls make (``check_moves.recomputations_of``).
     """
     misshapen = misshapen_calls(planned)
     if misshapen:
@@ -33,20 +36,23 @@ def prove(
     found = [*foreign_calls(whole, unmoved), *misread_calls(planned)]
     num_reads = sum(len(call.reads) for call in planned.calls)
     if planned is not unmoved:
-        moved = check_moves(unmoved, planned, remakes)
+        moved = check_moves(unmoved, planned, recomputations)
         found += moved.problems
         num_reads += moved.num_reads
     return CheckVerdict(problems=tuple(found[:MAX_PROBLEMS]), num_reads=num_reads)
 
 
 def require_proved(
-    whole: WholeStep, unmoved: Problem, planned: Problem, remakes: Mapping[str, Remake]
+    whole: WholeStep,
+    unmoved: Problem,
+    planned: Problem,
+    recomputations: Mapping[str, Recomputation],
 ) -> None:
     """``planned`` computes what ``whole`` computes.
 
     Raises:
         InvalidPlan: it may not; the message names the calls.
     """
-    verdict = prove(whole, unmoved, planned, remakes)
+    verdict = prove(whole, unmoved, planned, recomputations)
     if not verdict.ok:
         raise InvalidPlan(f"the planned step is not the step: {verdict}")

@@ -37,9 +37,9 @@ def compare_files(
     from memo_compile.reporting.compare import compare, measure, read_snapshot
 
     plan = read_data(plan_file, Plan)
-    beside = plan_file.with_name("problem.json")
-    if problem_file is None and beside.is_file():
-        problem_file = beside
+    neighbour = plan_file.with_name("problem.json")
+    if problem_file is None and neighbour.is_file():
+        problem_file = neighbour
     problem = None if problem_file is None else read_data(problem_file, Problem)
     measured = measure(read_snapshot(snapshot_file), device=device, where=str(snapshot_file))
     found = compare(plan, measured, problem)

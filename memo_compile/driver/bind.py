@@ -40,7 +40,7 @@ from memo_compile.step.problem import (
     arena_buffers,
     call_starts,
 )
-from memo_compile.step.residency import beside_bytes, heap_slack, step_constant_bytes
+from memo_compile.step.residency import heap_slack, ordinary_bytes, step_constant_bytes
 
 _keys = itertools.count(1)
 
@@ -199,7 +199,7 @@ class _Half:
         if half.phase is Phase.FORWARD:
             kept |= set(binder.leased)
         self.kept = kept
-        self.beside = beside_bytes(self.problem)
+        self.ordinary = ordinary_bytes(self.problem)
         self.last = {
             value: index
             for index, call in steps
@@ -228,10 +228,10 @@ class _Half:
 
     def planned_bytes(self, index: int) -> int:
         """What the step holds as call ``index`` begins."""
-        return self.plan.resident_bytes[index] + self.beside.before[index]
+        return self.plan.resident_bytes[index] + self.ordinary.before[index]
 
-    def _taken_again(self, index: int) -> int:
-        """Work space that kernels of call ``index`` freed and that the next call takes again.
+    def _reused_bytes(self, index: int) -> int:
+        """Work space that kernels of call ``index`` freed and that the next call reuses.
 
         Where the next call is of the same region, and no budget asks for the last megabyte, it
         stays: it would be given back only to be faulted in.
@@ -244,9 +244,9 @@ class _Half:
         calls = self.problem.calls
         if following is None or calls[following].region != calls[index].region:
             return 0
-        beside = self.beside
+        ordinary = self.ordinary
         return max(
-            0, beside.most[following] - max(beside.before[following], beside.after[following])
+            0, ordinary.most[following] - max(ordinary.before[following], ordinary.after[following])
         )
 
     def resident_after(self) -> int | None:
@@ -287,8 +287,8 @@ class _Half:
             dying=tuple(self.dying.get(index, ())),
             into=tuple((one.buffer, slots[one.value], one.offset_bytes) for one in ordinary),
             planned_bytes=self.plan.resident_bytes[index]
-            + self.beside.after[index]
-            + self._taken_again(index),
+            + self.ordinary.after[index]
+            + self._reused_bytes(index),
             recomputed_bytes=_output_bytes(lowered.views, call, self.problem) if recomputes else 0,
         )
 

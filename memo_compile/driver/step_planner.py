@@ -10,7 +10,7 @@ from memo_runtime.pages import gives_pages_back
 
 from memo_compile import shim
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
-from memo_compile.check.check_moves import Remake, remakes_of
+from memo_compile.check.check_moves import Recomputation, recomputations_of
 from memo_compile.check.prove import require_proved
 from memo_compile.config import MemoConfig, local_world_size
 from memo_compile.costs.bandwidth import copy_bandwidth
@@ -240,7 +240,7 @@ class StepPlanner:
         budget = self._declared_budget_bytes()
         if budget is not None and plan.peak_bytes > budget:
             raise InvalidPlan(f"plan {plan.name}: peak {plan.peak_bytes} > budget {budget}")
-        require_proved(self.whole, self.problem, problem, self.remakes(problem))
+        require_proved(self.whole, self.problem, problem, self.recomputations(problem))
         return PlannedStep(
             problem=problem,
             plan=replace(plan, budget_bytes=budget),
@@ -248,11 +248,11 @@ class StepPlanner:
             graphs={**self.graphs, **(library.lowered_graphs() if library else {})},
         )
 
-    def remakes(self, problem: Problem) -> Mapping[str, Remake]:
+    def recomputations(self, problem: Problem) -> Mapping[str, Recomputation]:
         """What the RECOMPUTE calls of ``problem`` make of what."""
         if problem is self.problem or self._library is None:
             return {}
-        return remakes_of(self.movable().step, problem, self._library.regions.values())
+        return recomputations_of(self.movable().step, problem, self._library.regions.values())
 
     def movable(self) -> Movable:
         """The step as layers with slots."""

@@ -1,4 +1,4 @@
-"""What each saved tensor of a transformer layer weighs, and what making it again costs.
+"""What each saved tensor of a transformer layer weighs, and what recomputing it costs.
 
 Per token of one layer, not divided over devices: ratios do not depend on tp and cp. Matrix products
 and attention run at a share of peak FLOP/s, everything else at a share of the memory bandwidth,

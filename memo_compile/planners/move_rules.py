@@ -101,7 +101,7 @@ def _seconds(step: MovableStep, call: StepCall) -> float:
 def recompute_closure(
     cls: LayerClass, slots: Iterable[int], available: Collection[int]
 ) -> tuple[int, ...]:
-    """The operators that must run to make ``slots`` again when ``available`` are at hand, in order.
+    """The operators that recompute ``slots`` when ``available`` are at hand, in the order they run.
 
     An operator whose slot is in ``available`` does not run, unless the slot is itself wanted. What
     is neither is made on the way, even where its operator cannot be recomputed: see
@@ -124,7 +124,7 @@ def recompute_closure(
 
 
 def recompute_seconds(step: MovableStep, key: RecomputeKey) -> float:
-    """Seconds of making ``key.slots`` again, every other slot at hand; of a part of the rows."""
+    """Seconds to recompute ``key.slots``, every other slot at hand; of a part of the rows."""
     cls = step.classes[key.class_key]
     seconds = sum(cls.ops[at].seconds for at in _closure_of(cls, key.slots))
     if key.rows is None or not key.slots:
@@ -138,7 +138,7 @@ def _closure_of(cls: LayerClass, slots: Collection[int]) -> tuple[int, ...]:
 
 
 def recomputable(step: MovableStep, layer: Layer, slot: int) -> bool:
-    """True when ``slot`` can be made again before everything in the backward that reads it."""
+    """True when ``slot`` can be recomputed before everything in the backward that reads it."""
     if not step.class_of(layer).slots[slot].can_recompute:
         return False
     facts = facts_of(step)
@@ -148,10 +148,10 @@ def recomputable(step: MovableStep, layer: Layer, slot: int) -> bool:
 
 def recompute_rows(cls: LayerClass, mode: Mode) -> int | None:
     """How many rows ``mode`` recomputes; None for all of them."""
-    again = mode.slots(Action.RECOMPUTE)
-    if mode.recompute_rows is None or not again:
+    recomputed = mode.slots(Action.RECOMPUTE)
+    if mode.recompute_rows is None or not recomputed:
         return None
-    return None if mode.recompute_rows == cls.slots[again[0]].num_rows else mode.recompute_rows
+    return None if mode.recompute_rows == cls.slots[recomputed[0]].num_rows else mode.recompute_rows
 
 
 def modes_valid(step: MovableStep, moves: Moves) -> None:
@@ -192,36 +192,34 @@ def _check_mode(cls: LayerClass, mode: Mode, granule: int) -> None:
     for slot in mode.slots(Action.OFFLOAD):
         if not cls.slots[slot].can_offload:
             raise InvalidPlan(f"{cls.key}: slot {_name(cls, slot)} cannot be offloaded; SAVE it")
-    again = mode.slots(Action.RECOMPUTE)
-    for slot in again:
+    recomputed = mode.slots(Action.RECOMPUTE)
+    for slot in recomputed:
         if not cls.slots[slot].can_recompute:
             raise InvalidPlan(f"{cls.key}: slot {_name(cls, slot)} cannot be recomputed; SAVE it")
         if all(op.slot != slot for op in cls.ops):
-            raise InvalidPlan(
-                f"{cls.key}: no operator makes slot {_name(cls, slot)} again; SAVE it"
-            )
-    closure = _closure_of(cls, again)
+            raise InvalidPlan(f"{cls.key}: no operator recomputes slot {_name(cls, slot)}; SAVE it")
+    closure = _closure_of(cls, recomputed)
     for op in (cls.ops[at] for at in closure):
         if not op.can_recompute:
             raise InvalidPlan(
-                f"{cls.key}: recomputing {_names(cls, again)} runs {op.name}, which cannot be "
+                f"{cls.key}: recomputing {_names(cls, recomputed)} runs {op.name}, which cannot be "
                 "recomputed; SAVE or OFFLOAD what it makes"
             )
     if mode.recompute_rows is not None:
-        _check_rows(cls, mode.recompute_rows, again, closure, granule)
+        _check_rows(cls, mode.recompute_rows, recomputed, closure, granule)
 
 
 def _check_rows(
-    cls: LayerClass, rows: int, again: tuple[int, ...], closure: tuple[int, ...], granule: int
+    cls: LayerClass, rows: int, recomputed: tuple[int, ...], closure: tuple[int, ...], granule: int
 ) -> None:
-    """Raise when ``again`` cannot be recomputed for the first ``rows`` rows and copied beyond."""
-    if not again:
+    """Raise when these slots cannot be recomputed for the first ``rows`` rows and copied beyond."""
+    if not recomputed:
         raise InvalidPlan(f"{cls.key}: recompute_rows {rows} but no slot is to RECOMPUTE")
-    counts = {cls.slots[slot].num_rows for slot in again}
+    counts = {cls.slots[slot].num_rows for slot in recomputed}
     if len(counts) > 1 or 1 in counts:
         raise InvalidPlan(
             f"{cls.key}: recompute_rows {rows} needs slots of one number of rows above 1, got "
-            f"{sorted(counts)} of {_names(cls, again)}"
+            f"{sorted(counts)} of {_names(cls, recomputed)}"
         )
     num_rows = counts.pop()
     if not 0 < rows <= num_rows or (rows % granule and rows != num_rows):
@@ -231,7 +229,7 @@ def _check_rows(
         )
     if rows == num_rows:
         return
-    for slot in again:
+    for slot in recomputed:
         if not cls.slots[slot].can_offload or not cls.slots[slot].row_bytes:
             raise InvalidPlan(
                 f"{cls.key}: slot {_name(cls, slot)} cannot be offloaded in part; "
@@ -240,7 +238,7 @@ def _check_rows(
     for op in (cls.ops[at] for at in closure):
         if not op.row_wise:
             raise InvalidPlan(
-                f"{cls.key}: recomputing {_names(cls, again)} for {rows} rows runs {op.name}, "
+                f"{cls.key}: recomputing {_names(cls, recomputed)} for {rows} rows runs {op.name}, "
                 "which mixes rows; recompute all rows"
             )
 
@@ -248,14 +246,14 @@ def _check_rows(
 def _check_value(step: MovableStep, facts: StepFacts, layer: Layer, slot: int, mode: Mode) -> None:
     """Raise when this layer's value of ``slot`` cannot do what the mode says."""
     value = layer.values[slot]
-    again = mode.actions[slot] is Action.RECOMPUTE
-    if again and not recomputable(step, layer, slot):
+    recomputed = mode.actions[slot] is Action.RECOMPUTE
+    if recomputed and not recomputable(step, layer, slot):
         reader = facts.problem.calls[facts.backward_readers[value][0]].name
         raise InvalidPlan(
             f"{layer.forward}: {value} cannot be recomputed before {layer.backward}, since "
             f"{reader} reads it earlier; SAVE or OFFLOAD it"
         )
-    if (not again or mode.recompute_rows is not None) and value not in facts.size_of:
+    if (not recomputed or mode.recompute_rows is not None) and value not in facts.size_of:
         raise InvalidPlan(
             f"{layer.forward}: {value} cannot be copied, since no call of the forward makes it "
             "in the arena; SAVE it"

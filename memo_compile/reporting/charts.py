@@ -60,12 +60,12 @@ LANE_KINDS = (
 def program_axis(view: StepView) -> dict[str, Any]:
     """The x axis shared by memory and arena: the two phases, and layers as ticks."""
     end = max(view.starts[-1], 1)
-    turn = 100 * view.turn / end
+    backward = 100 * view.backward_start / end
     ticks = [
-        *_layer_ticks(view, 0, view.turn, turn),
-        *_layer_ticks(view, view.turn, end, 100 - turn),
+        *_layer_ticks(view, 0, view.backward_start, backward),
+        *_layer_ticks(view, view.backward_start, end, 100 - backward),
     ]
-    return {"turn": round(turn, 2), "ticks": ticks}
+    return {"turn": round(backward, 2), "ticks": ticks}
 
 
 def _layer_ticks(view: StepView, start: int, end: int, percent: float) -> list[dict[str, Any]]:

@@ -189,7 +189,7 @@ def _block(size: int, frames: Sequence[Mapping[str, Any]]) -> LiveBlock:
 
 
 def compare(plan: Plan, measured: Measured, problem: Problem | None = None) -> Comparison:
-    """``plan`` beside ``measured``; with its ``problem`` layer by layer.
+    """``plan`` next to ``measured``; with its ``problem`` layer by layer.
 
     Raises:
         InputError: the problem is not the plan's.

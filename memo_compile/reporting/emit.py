@@ -33,7 +33,7 @@ class Settings:
 
     @property
     def recomputes(self) -> bool:
-        """True when something is made again."""
+        """True when something is recomputed."""
         return self.bytes_of("RECOMPUTE") > 0
 
     @property
@@ -42,9 +42,9 @@ class Settings:
         return self.bytes_of("OFFLOAD") > 0
 
     def mostly_recomputes(self) -> bool:
-        """True when more of what moves is made again than copied or kept."""
-        again = self.bytes_of("RECOMPUTE")
-        return again > self.bytes_of("SAVE") + self.bytes_of("OFFLOAD")
+        """True when more bytes are recomputed than copied or kept."""
+        recomputed = self.bytes_of("RECOMPUTE")
+        return recomputed > self.bytes_of("SAVE") + self.bytes_of("OFFLOAD")
 
 
 def emit(tool: str, settings: Settings) -> str:

@@ -122,8 +122,10 @@ def _corners(left: float, right: float, low: float, high: float) -> list[tuple[f
 def _program_axis(axes: Any, view: StepView) -> None:
     end = max(view.starts[-1], 1)
     axes.set_xlim(0, end)
-    axes.axvline(view.turn, color="#1a1f26", linestyle=":", linewidth=1)
-    axes.set_xticks([view.turn / 2, (view.turn + end) / 2], ["forward", "backward"])
+    axes.axvline(view.backward_start, color="#1a1f26", linestyle=":", linewidth=1)
+    axes.set_xticks(
+        [view.backward_start / 2, (view.backward_start + end) / 2], ["forward", "backward"]
+    )
     axes.tick_params(axis="x", length=0)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

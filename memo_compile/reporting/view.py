@@ -39,7 +39,7 @@ class Role(enum.Enum):
     RELOADED = "reloaded"
     """Back from the host."""
     RECOMPUTED = "recomputed"
-    """Made again for the backward."""
+    """Recomputed for the backward."""
     SCRATCH = "scratch"
     """Needed only within its pass."""
 
@@ -88,7 +88,7 @@ class StepView:
     """Per call."""
     starts: tuple[int, ...]
     """The first line of each call, and the end of the step."""
-    turn: int
+    backward_start: int
     """The first line of the backward."""
     boxes: tuple[Box, ...]
     moments: tuple[Moment, ...]
@@ -146,14 +146,14 @@ def view_step(problem: Problem, plan: Plan) -> StepView:
     layers = _layers(problem)
     labels = tuple(_label(call, layer) for call, layer in zip(problem.calls, layers, strict=True))
     backward = (i for i, call in enumerate(problem.calls) if call.phase is Phase.BACKWARD)
-    turn = starts[next(backward, len(problem.calls))]
+    backward_start = starts[next(backward, len(problem.calls))]
     buffers, made = arena_buffers(problem), tuple(_made(problem))
     return StepView(
         labels=labels,
         layers=layers,
         starts=starts,
-        turn=turn,
-        boxes=_boxes(problem, plan, buffers, layers, turn),
+        backward_start=backward_start,
+        boxes=_boxes(problem, plan, buffers, layers, backward_start),
         moments=_moments(problem, plan, buffers),
         made=made,
         constant_bytes=step_constant_bytes(problem),
@@ -226,7 +226,7 @@ class _Names:
                 self.reloaded[(index, 0)] = origin
 
     def _decide(self, plan: Plan) -> None:
-        """Spread each class's decisions, told of its first layer, over all its layers."""
+        """Spread each class's decisions, which name its first layer, over all its layers."""
         by_tensor: dict[str, list[Decision]] = {}
         for decision in plan.decisions:
             by_tensor.setdefault(decision.tensor.split(" ")[0], []).append(decision)
@@ -257,7 +257,7 @@ class _Names:
         value = self.value_of.get(key, "")
         if value in self.decisions_of or value in self.problem.tensors:
             return value
-        # Made again or moved, a value carries the first one's name behind a prefix (``again.mm``).
+        # Recomputed or moved, a value carries the first one's name behind a prefix (``again.mm``).
         parts = [value[cut.end() :] for cut in re.finditer(r"[:.@/]", value)]
         parts += [value[: cut.start()] for cut in re.finditer(r"[:.@/]", value)]
         known = self.decisions_of.keys() | self.problem.tensors.keys()
@@ -279,7 +279,7 @@ def _boxes(
     plan: Plan,
     buffers: tuple[ArenaBuffer, ...],
     layers: tuple[int | None, ...],
-    turn: int,
+    backward_start: int,
 ) -> tuple[Box, ...]:
     names, found = _Names(problem, plan), []
     for buffer in buffers:
@@ -289,7 +289,7 @@ def _boxes(
             )
         key = (buffer.call, buffer.index)
         value = names.origin(key)
-        role = _role(problem.calls[buffer.call], buffer, key in names.offloaded, turn)
+        role = _role(problem.calls[buffer.call], buffer, key in names.offloaded, backward_start)
         decision, info = names.decision(value, role), problem.tensors.get(value)
         about = "" if info is None else f"{list(info.shape)} {info.dtype}, {info.op}"
         source = (info.source if info else None) or (decision.source if decision else None)
@@ -312,16 +312,16 @@ def _boxes(
     return tuple(found)
 
 
-def _role(call: StepCall, buffer: ArenaBuffer, offloaded: bool, turn: int) -> Role:
+def _role(call: StepCall, buffer: ArenaBuffer, offloaded: bool, backward_start: int) -> Role:
     if call.kind is CallKind.RELOAD:
         return Role.RELOADED
     if buffer.transient:
         return Role.SCRATCH
     if call.kind is CallKind.RECOMPUTE:
         return Role.RECOMPUTED
-    if offloaded and buffer.end <= turn:
+    if offloaded and buffer.end <= backward_start:
         return Role.OFFLOADED
-    if call.phase is Phase.FORWARD and buffer.end > turn:
+    if call.phase is Phase.FORWARD and buffer.end > backward_start:
         return Role.SAVED
     return Role.OFFLOADED if offloaded else Role.SCRATCH
 
@@ -343,20 +343,20 @@ def _moments(problem: Problem, plan: Plan, buffers: tuple[ArenaBuffer, ...]) -> 
             "the problem is another step's"
         )
     constant, found = step_constant_bytes(problem), []
-    alive = beside = made = 0
+    alive = by_kernels = made = 0
     for line in sorted({*live, *outside, *given, *starts[:-1]}):
         if line >= starts[-1]:
             break
-        alive, beside = live.get(line, alive), outside.get(line, beside)
+        alive, by_kernels = live.get(line, alive), outside.get(line, by_kernels)
         made = given.get(line, made)
         call = bisect.bisect_right(starts, line) - 1
         found.append(
             Moment(
                 line=line,
                 live_bytes=alive,
-                outside_bytes=beside,
+                outside_bytes=by_kernels,
                 made_bytes=made,
-                held_bytes=constant + resident[call] + beside + made,
+                held_bytes=constant + resident[call] + by_kernels + made,
             )
         )
     return tuple(found)

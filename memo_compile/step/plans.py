@@ -116,7 +116,7 @@ class Plan:
     offloaded_bytes: int = 0
     """Copied to the host in the last step, counted while it ran."""
     recomputed_bytes: int = 0
-    """Made again in the last step, counted while it ran."""
+    """Recomputed in the last step, counted while it ran."""
     stall_s: float = 0.0
     """How long computation stood still for copies in the last step, measured."""
     dropping_saves_bytes: int = 0

@@ -32,7 +32,7 @@ class CallKind(enum.Enum):
     RUN = "run"
     """A region of the forward or of the backward."""
     RECOMPUTE = "recompute"
-    """A region that makes saved activations again, before the backward that reads them."""
+    """A region that recomputes saved activations, before the backward that reads them."""
     OFFLOAD = "offload"
     """A copy from the device to the host begins. It reads its one input until a WAIT names it."""
     RELOAD = "reload"
@@ -131,7 +131,7 @@ class RegionBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutsideBuffer:
-    """Memory that a kernel of the region allocates itself, beside the arena."""
+    """Memory that a kernel of the region allocates itself, outside the arena."""
 
     kind: str
     """The operator, e.g. ``aten.convolution``."""
@@ -157,7 +157,7 @@ class OutputSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionProfile:
-    """What lowering one region told: its arena buffers, its memory outside, its lines."""
+    """What is known of a region once it is lowered: arena buffers, memory outside of it, lines."""
 
     name: str
     num_lines: int
@@ -362,7 +362,7 @@ class Problem:
     """Results of the step before that exist until the forward has ended: in ``out = model(x)`` of a
     loop the name lets go of the old ones when it is given the new ones."""
     loss_bytes: int = 0
-    """What a loss that is computed outside the graph is taken to hold, beside results and their
+    """What a loss that is computed outside the graph is taken to hold, besides results and their
     gradients, when the backward begins."""
     live_steps: int = 1
     """So many forwards may wait for their backwards at one time (max_inflight), each with a frame
@@ -482,23 +482,23 @@ def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
     """
     starts = call_starts(problem)
     backward = (at for at, call in enumerate(problem.calls) if call.phase is Phase.BACKWARD)
-    turn = starts[next(backward, len(problem.calls))]
+    backward_line = starts[next(backward, len(problem.calls))]
     last_read = last_reads(problem, starts)
     if problem.rebound_bytes:
-        yield from ((0, problem.rebound_bytes), (turn, -problem.rebound_bytes))
+        yield from ((0, problem.rebound_bytes), (backward_line, -problem.rebound_bytes))
     if problem.loss_bytes:
-        yield from ((turn, problem.loss_bytes), (turn + 1, -problem.loss_bytes))
+        yield from ((backward_line, problem.loss_bytes), (backward_line + 1, -problem.loss_bytes))
     for value, size_bytes in problem.tangents.items():
-        yield turn, size_bytes
+        yield backward_line, size_bytes
         if value in last_read:
-            yield max(turn + 1, last_read[value]), -size_bytes
+            yield max(backward_line + 1, last_read[value]), -size_bytes
     for index, call in enumerate(problem.calls):
         for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
             if slot.storage is not Storage.EXTERNAL or not slot.size_bytes:
                 continue
             yield starts[index] + slot.start, slot.size_bytes
             if call.phase is Phase.FORWARD and not problem.keeps_outputs:
-                yield max(turn, last_read.get(value, 0)), -slot.size_bytes
+                yield max(backward_line, last_read.get(value, 0)), -slot.size_bytes
 
 
 def outside_peak(problem: Problem) -> dict[str, int]:

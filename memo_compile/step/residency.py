@@ -5,10 +5,10 @@ activations whose place they take are dead. Where the device can give single pag
 dead tail of the arena is given back just as fast as the gradients grow, so that the step's peak is
 that of what is alive. Elsewhere the whole arena stays.
 
-Symbols: for call c, tail(c) = highest end of a buffer alive in c or later; beside(c) = the largest
-sum, at one line of c, of outputs made so far and memory that kernels allocate themselves.
-    peak        = fixed + heap slack (CPU) + max_c (tail(c) + beside(c)) + waiting
-    resident(c) = min(resident(c-1), max_d (tail(d) + beside(d)) - beside(c))       >= tail(c)
+Symbols: for call c, tail(c) = highest end of a buffer alive in c or later; ordinary(c) = the
+largest sum, at one line of c, of outputs made so far and memory that kernels allocate themselves.
+    peak        = fixed + heap slack (CPU) + max_c (tail(c) + ordinary(c)) + waiting
+    resident(c) = min(resident(c-1), max_d (tail(d) + ordinary(d)) - ordinary(c))     >= tail(c)
 so that no more pages are given back (and faulted in again in the next step) than the peak needs.
 ``waiting`` are the whole frames of other steps whose backward is still to come (max_inflight).
 """
@@ -50,11 +50,11 @@ def residency(
 ) -> Residency:
     """The residency of a placed step. Cost: buffers x log calls."""
     fixed = step_constant_bytes(problem)
-    beside = beside_bytes(problem).most
-    tails = _tails(problem, offsets) if releases_pages else [arena_bytes] * len(beside)
-    most = max((tail + more for tail, more in zip(tails, beside, strict=True)), default=0)
+    ordinary = ordinary_bytes(problem).most
+    tails = _tails(problem, offsets) if releases_pages else [arena_bytes] * len(ordinary)
+    most = max((tail + more for tail, more in zip(tails, ordinary, strict=True)), default=0)
     resident, current = [], arena_bytes
-    for tail, more in zip(tails, beside, strict=True):
+    for tail, more in zip(tails, ordinary, strict=True):
         current = max(tail, min(current, most - more))
         resident.append(current)
     slack = heap_slack(most) if releases_pages else 0
@@ -81,40 +81,40 @@ def step_constant_bytes(problem: Problem) -> int:
 
 
 def retained_peak_bytes(problem: Problem, plan: Plan) -> int:
-    """The peak of a step whose backward keeps its graph: a copy of the frame lies beside it.
+    """The peak of a step whose backward keeps its graph: its frame exists twice.
 
     The frame is whole again when that backward has ended.
     """
-    beside = beside_bytes(problem)
-    needs = [stay + more for stay, more in zip(plan.resident_bytes, beside.most, strict=True)]
+    ordinary = ordinary_bytes(problem)
+    needs = [stay + more for stay, more in zip(plan.resident_bytes, ordinary.most, strict=True)]
     backward = [
         need
         for need, call in zip(needs, problem.calls, strict=True)
         if call.phase is Phase.BACKWARD
     ]
-    most, end = max(needs, default=0), plan.arena_bytes + sum(beside.after[-1:])
+    most, end = max(needs, default=0), plan.arena_bytes + sum(ordinary.after[-1:])
     retained = plan.arena_bytes + max([end, *backward])
     return plan.peak_bytes + max(0, retained - most)
 
 
-class Beside(NamedTuple):
+class OrdinaryMemory(NamedTuple):
     """Ordinary memory per call: what kernels hold themselves, and outputs made so far."""
 
     before: list[int]
-    """When the call begins; at the turn with the gradients of the results."""
+    """When the call begins; for the first of the backward, with the gradients of the results."""
     most: list[int]
     """At one of the call's lines."""
     after: list[int]
     """When the call has ended."""
 
 
-def beside_bytes(problem: Problem) -> Beside:
-    """What the step holds beside its arena."""
+def ordinary_bytes(problem: Problem) -> OrdinaryMemory:
+    """What the step holds outside its arena, in ordinary memory."""
     starts = call_starts(problem)
     events = [(line, change) for line, change, _ in outside_events(problem)]
     events += ordinary_events(problem)
     events.sort()
-    found, alive, position = Beside([], [], []), 0, 0
+    found, alive, position = OrdinaryMemory([], [], []), 0, 0
     for start, end in itertools.pairwise(starts):
         best = before = alive
         while position < len(events) and events[position][0] < end:

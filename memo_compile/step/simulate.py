@@ -101,7 +101,7 @@ def memory_curve(problem: Problem, placed: Plan | None = None) -> list[tuple[int
     The arena counts with the buffers that are alive; with ``placed``, with the bytes that the plan
     keeps resident during each call.
     """
-    beside = running_sums(
+    ordinary = running_sums(
         [
             *((line, change) for line, change, _ in outside_events(problem)),
             *ordinary_events(problem),
@@ -113,8 +113,8 @@ def memory_curve(problem: Problem, placed: Plan | None = None) -> list[tuple[int
         else dict(zip(call_starts(problem), placed.resident_bytes, strict=False))
     )
     constant, held, more, curve = step_constant_bytes(problem), 0, 0, []
-    for line in sorted(arena.keys() | beside.keys()):
-        held, more = arena.get(line, held), beside.get(line, more)
+    for line in sorted(arena.keys() | ordinary.keys()):
+        held, more = arena.get(line, held), ordinary.get(line, more)
         curve.append((line, constant + held + more))
     return curve
 

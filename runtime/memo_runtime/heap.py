@@ -15,16 +15,16 @@ _RESIDENT, _SHARED = 1, 2
 """Fields of /proc/self/statm, in pages; shared are those of files and of shared memory."""
 
 
-MIN_TURN_BYTES = 32 * 2**20
+MIN_TRIM_BYTES = 32 * 2**20
 """A step that holds less is over too soon to be worth a trim between its halves."""
 
 
 @dataclass(slots=True, kw_only=True)
 class HeapWatch:
-    """What the process holds beside a step, as read when the step began.
+    """What the process holds that is not the step's, as read when the step began.
 
-    What stays above the plan after trimming is not the heap's: it is taken to be someone else's
-    until the next step begins, and not trimmed for again.
+    What stays above the plan after trimming is not the heap's: it is taken to be someone else's,
+    and until the next step begins no second trim is tried for it.
     """
 
     allowed_bytes: int
@@ -37,19 +37,19 @@ class HeapWatch:
 
     def begin(self, resident_bytes: int) -> None:
         """A step begins; of its frame ``resident_bytes`` may be in memory from the last one."""
-        beside = anonymous_bytes() - resident_bytes
+        others = anonymous_bytes() - resident_bytes
         known = None if self.base_bytes is None else self.base_bytes + self.replaced_bytes
-        if known is None or beside > known + self.allowed_bytes:
+        if known is None or others > known + self.allowed_bytes:
             trim_heap()  # where last step's gradients were
-            beside = anonymous_bytes() - resident_bytes
-        self.base_bytes = beside - self.replaced_bytes
+            others = anonymous_bytes() - resident_bytes
+        self.base_bytes = others - self.replaced_bytes
 
-    def turn(self, planned_bytes: int) -> None:
+    def begin_backward(self, planned_bytes: int) -> None:
         """The backward begins: results that the user dropped and what forward kernels freed go.
 
         Not all of the frame has been written yet, so what is free does not show in a sum.
         """
-        if planned_bytes >= MIN_TURN_BYTES:
+        if planned_bytes >= MIN_TRIM_BYTES:
             trim_heap()
         self.check(planned_bytes)
 

@@ -72,7 +72,7 @@ class RunCall:
     """(buffer, slot, offset in bytes) of buffers that lie in the storage of a value in ordinary
     memory; in the arena the table says it."""
     recomputed_bytes: int = 0
-    """Of saved activations that this call makes again."""
+    """Of saved activations that this call recomputes."""
     planned_bytes: int | None = None
     """CPU: what the step holds after this call, its frame and ordinary memory; more is the free
     heap's, which goes back to the system."""

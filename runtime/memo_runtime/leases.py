@@ -26,7 +26,7 @@ class _Tag(bytearray):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounters:
-    """What one step moved and made again while it ran."""
+    """What one step moved and recomputed while it ran."""
 
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0

@@ -113,7 +113,7 @@ class StepPlan:
 
     @property
     def last_recomputed_bytes(self) -> int:
-        """Bytes of saved activations that the last step made again."""
+        """Bytes of saved activations that the last step recomputed."""
         return self.last.recomputed_bytes
 
     @property
@@ -252,7 +252,7 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
             "which reads it again. Write into it after the backward."
         )
     if plan.heap is not None:
-        plan.heap.turn(half.planned_bytes)
+        plan.heap.begin_backward(half.planned_bytes)
     snapshot = lease.snapshot() if keep_graph else None
     for slot, value in zip(half.leased, lease.saved, strict=True):
         env[slot] = value

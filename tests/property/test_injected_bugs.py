@@ -10,7 +10,7 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from memo_compile.check.check_moves import check_moves, remakes_of
+from memo_compile.check.check_moves import check_moves, recomputations_of
 from memo_compile.check.check_plan import check
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import place_step
@@ -49,16 +49,18 @@ def moved_steps(draw) -> Shape:
         return regions[-1]
 
     moved = apply_moves(step, moves, recompute)
-    return Shape(original=step.problem, moved=moved, remakes=remakes_of(step, moved, regions))
+    return Shape(
+        original=step.problem, moved=moved, recomputations=recomputations_of(step, moved, regions)
+    )
 
 
 def faults(shape: Shape, moved: Problem, plan: Plan) -> list[str]:
-    found = check_moves(shape.original, moved, shape.remakes).problems
+    found = check_moves(shape.original, moved, shape.recomputations).problems
     return [*check(moved, plan).problems, *found]
 
 
 def works(shape: Shape, moved: Problem, plan: Plan) -> bool:
-    return is_right(shape.original, moved, plan, remakes=shape.remakes)
+    return is_right(shape.original, moved, plan, recomputations=shape.recomputations)
 
 
 @settings(max_examples=40, deadline=None)

@@ -4,14 +4,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from memo_compile.check.check_moves import check_moves, remakes_of
+from memo_compile.check.check_moves import check_moves, recomputations_of
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import place_step
 from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
 from memo_compile.step.movable import Action, Mode, Moves, RecomputeKey, Schedule
 from memo_compile.step.problem import CallKind, Problem, arena_buffers, call_starts, live_bytes
 from memo_compile.step.program_text import program_text
-from memo_compile.step.residency import beside_bytes, step_constant_bytes
+from memo_compile.step.residency import ordinary_bytes, step_constant_bytes
 from memo_compile.step.serialise import from_json, to_json
 from memo_compile.step.simulate import peak_live_bytes, simulate
 from tests.steps.movable import KIB, NUM_ROWS, movable_step, recomputer
@@ -112,7 +112,7 @@ def test_every_program_computes_what_the_step_computes(drawn):
         return asked[-1]
 
     problem = apply_moves(step, moves, recorded)
-    verdict = check_moves(step.problem, problem, remakes_of(step, problem, asked))
+    verdict = check_moves(step.problem, problem, recomputations_of(step, problem, asked))
     assert verdict.ok, str(verdict)
 
 
@@ -123,7 +123,7 @@ def test_the_live_peak_is_that_of_the_buffers(drawn):
     starts = call_starts(problem)
     curve = live_bytes(arena_buffers(problem))
     most = 0
-    beside = beside_bytes(problem).most
+    beside = ordinary_bytes(problem).most
     alive = 0
     for index, more in enumerate(beside):
         best = 0

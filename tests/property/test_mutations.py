@@ -32,9 +32,11 @@ def refused(name: str, problem: Problem, match: str) -> None:
     """What production calls says what is wrong, and in which call."""
     planner = ready(name).planner
     moves = ready(name).planned.problem is not planner.problem
-    remakes = planner.remakes(problem) if moves else {}
+    recomputations = planner.recomputations(problem) if moves else {}
     with pytest.raises(InvalidPlan, match=match):
-        require_proved(planner.whole, planner.problem if moves else problem, problem, remakes)
+        require_proved(
+            planner.whole, planner.problem if moves else problem, problem, recomputations
+        )
 
 
 def changed(problem: Problem, at: int, **changes: object) -> Problem:

@@ -30,12 +30,18 @@ def plan_of(name: str) -> Plan:
 def faults(shape: Shape, moved: Problem, plan: Plan | None = None) -> list[str]:
     """What the checker says; without a plan, on one in which no buffers share bytes."""
     of_plan = check(moved, roomy(moved) if plan is None else plan).problems
-    return [*of_plan, *check_moves(shape.original, moved, shape.remakes).problems]
+    return [*of_plan, *check_moves(shape.original, moved, shape.recomputations).problems]
 
 
 def works(shape: Shape, moved: Problem, plan: Plan | None = None) -> bool:
     plan = roomy(moved) if plan is None else plan
-    return is_right(shape.original, moved, plan, remakes=shape.remakes, used_bytes=shape.used_bytes)
+    return is_right(
+        shape.original,
+        moved,
+        plan,
+        recomputations=shape.recomputations,
+        used_bytes=shape.used_bytes,
+    )
 
 
 def is_ordered(moved: Problem) -> bool:

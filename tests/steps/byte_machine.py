@@ -10,7 +10,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping
 
-from memo_compile.check.check_moves import Remake
+from memo_compile.check.check_moves import Recomputation
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, Copy, Problem, RegionProfile, StepCall, Storage
 
@@ -66,12 +66,12 @@ class Machine:
         problem: Problem,
         plan: Plan,
         hurry: Hurry = SCHEDULES["early"],
-        remakes: Mapping[str, Remake] | None = None,
+        recomputations: Mapping[str, Recomputation] | None = None,
         reference: "Machine | None" = None,
         used_bytes: Mapping[tuple[str, str], int] | None = None,
     ) -> None:
         self.problem, self.plan, self.hurry = problem, plan, hurry
-        self.remakes, self.reference = remakes or {}, reference
+        self.recomputations, self.reference = recomputations or {}, reference
         self.used_bytes = used_bytes or {}
         self.arena: dict = {}
         self.host: dict = {}
@@ -165,23 +165,23 @@ class Machine:
         for position, (slot, value) in enumerate(zip(region.outputs, call.outputs, strict=True)):
             if slot.storage is Storage.ARENA:
                 self.values[value] = mine[slot.index]
-                self._remake(call, position, mine[slot.index])
+                self._recompute(call, position, mine[slot.index])
             elif slot.storage is Storage.INPUT:
                 self.values[value] = self.values[call.inputs[slot.index]]
             else:
                 self.values[value] = self._ordinary(value, 1, (digest, position))
                 self.results[value] = self.values[value].all()
 
-    def _remake(self, call: StepCall, position: int, storage: Cells) -> None:
+    def _recompute(self, call: StepCall, position: int, storage: Cells) -> None:
         """A recomputation of the right inputs gives what the forward gave."""
-        remake = self.remakes.get(call.name)
-        if remake is None or self.reference is None or call.kind is not CallKind.RECOMPUTE:
+        recomputation = self.recomputations.get(call.name)
+        if recomputation is None or self.reference is None or call.kind is not CallKind.RECOMPUTE:
             return
-        for value, stand_in in zip(remake.inputs, call.inputs, strict=True):
+        for value, stand_in in zip(recomputation.inputs, call.inputs, strict=True):
             expected = self.reference.last_read[value]
             if self.values[stand_in].all(len(expected)) != expected:
                 return
-        contents = self.reference.last_read[remake.outputs[position]]
+        contents = self.reference.last_read[recomputation.outputs[position]]
         for cell in range(min(storage.count, len(contents))):
             storage.put(cell, contents[cell])
 
@@ -214,7 +214,7 @@ def is_right(
     problem: Problem,
     plan: Plan,
     *,
-    remakes: Mapping[str, Remake] | None = None,
+    recomputations: Mapping[str, Recomputation] | None = None,
     used_bytes: Mapping[tuple[str, str], int] | None = None,
     num_random: int = 4,
 ) -> bool:
@@ -222,7 +222,7 @@ def is_right(
     reference = Machine(original, roomy(original), used_bytes=used_bytes).run()
     schedules = [*SCHEDULES.values(), *(now_and_then(seed) for seed in range(num_random))]
     for hurry in schedules:
-        machine = Machine(problem, plan, hurry, remakes, reference, used_bytes)
+        machine = Machine(problem, plan, hurry, recomputations, reference, used_bytes)
         try:
             machine.run()
         except Broken:

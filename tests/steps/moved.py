@@ -9,7 +9,7 @@ backward: g -> [B(n-1) reads y, s, a] -> ... -> [B0] -> gy0
 import dataclasses
 from collections.abc import Mapping
 
-from memo_compile.check.check_moves import Remake
+from memo_compile.check.check_moves import Recomputation
 from memo_compile.step.problem import (
     COPY_REGION,
     CallKind,
@@ -37,7 +37,7 @@ class Shape:
 
     original: Problem
     moved: Problem
-    remakes: Mapping[str, Remake] = dataclasses.field(default_factory=dict)
+    recomputations: Mapping[str, Recomputation] = dataclasses.field(default_factory=dict)
     used_bytes: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
 
 
@@ -208,11 +208,11 @@ def recompute() -> Shape:
         both,
         backward(0, 3, s="again.s0", a="again.a0"),
     )
-    remakes = {
-        "again0": Remake(maker="F0", inputs=("y0",), outputs=("s0", "a0")),
-        "again1": Remake(maker="F1", inputs=("y1",), outputs=("a1",)),
+    recomputations = {
+        "again0": Recomputation(maker="F0", inputs=("y0",), outputs=("s0", "a0")),
+        "again1": Recomputation(maker="F1", inputs=("y1",), outputs=("a1",)),
     }
-    return Shape(original=layers(3), moved=step(calls, Y), remakes=remakes)
+    return Shape(original=layers(3), moved=step(calls, Y), recomputations=recomputations)
 
 
 def token_mix(rows: int = 4) -> Shape:
@@ -250,14 +250,14 @@ def token_mix(rows: int = 4) -> Shape:
         wait(back[0], BACKWARD),
         backward(0, 2, s="reloaded.s0"),
     )
-    remakes = {
-        f"again{i}": Remake(maker=f"F{i}", inputs=(f"y{i}", f"a{i}"), outputs=(f"s{i}",))
+    recomputations = {
+        f"again{i}": Recomputation(maker=f"F{i}", inputs=(f"y{i}", f"a{i}"), outputs=(f"s{i}",))
         for i in range(2)
     }
     return Shape(
         original=layers(2, {profile.name: profile}),
         moved=step(calls, 2 * S - split, {profile.name: profile}),
-        remakes=remakes,
+        recomputations=recomputations,
         used_bytes={(profile.name, "s"): split},
     )
 

@@ -195,9 +195,9 @@ class Ready:
             return verdict.problems
         planner = self.planner
         moves = self.planned.problem is not planner.problem
-        remakes = planner.remakes(problem) if moves else {}
+        recomputations = planner.recomputations(problem) if moves else {}
         unmoved = planner.problem if moves else problem
-        return prove(planner.whole, unmoved, problem, remakes).problems
+        return prove(planner.whole, unmoved, problem, recomputations).problems
 
     def numbers(self, problem: Problem, plan: Plan, schedule: str = "normal") -> list[Any]:
         """All that a step returns, and its inputs as it leaves them."""

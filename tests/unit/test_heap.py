@@ -61,11 +61,11 @@ def test_what_forward_kernels_freed_goes_back_although_the_frame_is_not_full_yet
     watch.begin(0)
     machine.bytes += 60 * MIB
     machine.free_heap = 12 * MIB
-    watch.turn(100 * MIB)
+    watch.begin_backward(100 * MIB)
     assert machine.trims == 2
     assert machine.bytes == 1048 * MIB
     machine.bytes -= 30 * MIB
-    watch.turn(20 * MIB)  # a small step is quicker than a trim
+    watch.begin_backward(20 * MIB)  # a small step is quicker than a trim
     assert machine.trims == 2
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from memo_compile.check.check_moves import Remake, check_moves
+from memo_compile.check.check_moves import Recomputation, check_moves
 from memo_compile.check.check_plan import check
 from memo_compile.step.problem import CallKind, OutsideBuffer, arena_buffers, call_starts
 from tests.steps.bugs import (
@@ -41,7 +41,7 @@ def test_a_recomputation_reads_another_value(name, index):
     """The right shapes, but of another layer: only what the call stands for tells."""
     shape = shape_of(name)
     call = shape.moved.calls[index]
-    expected = shape.remakes[call.name].inputs[0]
+    expected = shape.recomputations[call.name].inputs[0]
     wrong = "y1" if expected == "y0" else "y0"
     moved = replaced(shape.moved, index, inputs=(wrong, *call.inputs[1:]))
     expect(faults(shape, moved), f"reads {wrong}, which is {wrong}, where it must read {expected}")
@@ -82,10 +82,16 @@ def test_what_recomputation_stands_for_must_be_known():
     shape = shape_of("recompute")
     found = check_moves(shape.original, shape.moved).problems
     expect(list(found), "B0 reads again.s0, which is again.s0, where it must read s0")
-    swapped = {**shape.remakes, "again0": Remake(maker="F0", inputs=("y0",), outputs=("a0", "s0"))}
+    swapped = {
+        **shape.recomputations,
+        "again0": Recomputation(maker="F0", inputs=("y0",), outputs=("a0", "s0")),
+    }
     found = check_moves(shape.original, shape.moved, swapped).problems
     expect(list(found), "B0 reads again.s0, which is a0, where it must read s0")
-    short = {**shape.remakes, "again0": Remake(maker="F0", inputs=("y0",), outputs=("s0",))}
+    short = {
+        **shape.recomputations,
+        "again0": Recomputation(maker="F0", inputs=("y0",), outputs=("s0",)),
+    }
     found = check_moves(shape.original, shape.moved, short).problems
     expect(list(found), "again0: expected (inputs, outputs) (1, 1)")
 
@@ -205,8 +211,8 @@ def test_what_others_wrote_into_a_value_is_not_made_again():
     again = run_call("again", "before", BACKWARD, ("y0",), ("again.s", "again.acc"), kind=RECOMPUTE)
     use = dataclasses.replace(kept[-1], inputs=("g", "again.s", "again.acc"))
     moved = with_calls(shape.moved, (*kept[:-1], again, use))
-    remake = Remake(maker="before", inputs=("y0",), outputs=("s", "acc"))
-    found = check_moves(shape.original, moved, {"again": remake}).problems
+    recomputation = Recomputation(maker="before", inputs=("y0",), outputs=("s", "acc"))
+    found = check_moves(shape.original, moved, {"again": recomputation}).problems
     expect(list(found), "use reads again.s for s: expected bytes")
 
 
@@ -315,7 +321,7 @@ def test_a_recomputation_makes_too_few_rows():
     }
     original = dataclasses.replace(shape.original, regions=regions)
     moved = dataclasses.replace(shape.moved, regions=regions)
-    found = check_moves(original, moved, shape.remakes).problems
+    found = check_moves(original, moved, shape.recomputations).problems
     assert found == (
         "B1 reads again.a1 for a1: expected bytes [0, 2048) of F1/a, got [0, 1536) of F1/a",
     )

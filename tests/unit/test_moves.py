@@ -289,7 +289,7 @@ CANNOT = {
     "no operator": (
         lambda s: with_op(s, D, slot=None),
         (mode(d=RECOMPUTE),),
-        r"no operator makes slot 4 \(d0\)",
+        r"no operator recomputes slot 4 \(d0\)",
     ),
     "closure": (
         lambda s: with_op(with_op(s, C, slot=None, can_recompute=False), C, name="dropout"),

@@ -41,7 +41,7 @@ def test_labels_count_layers_in_the_order_of_the_forward():
     assert view.labels[0] == "layer 0 forward"
     assert "head forward" in view.labels
     assert view.labels[-1] == "layer 0 backward"
-    assert view.labels[view.call_at(view.turn)] == "head backward"
+    assert view.labels[view.call_at(view.backward_start)] == "head backward"
     assert {"layer 0 copy to host", "layer 0 copy from host", "layer 1 recompute"} <= {*view.labels}
 
 

@@ -240,7 +240,7 @@ def test_reasons_state_the_numbers():
     moved, kept = dict.fromkeys(choice.moves.modes)
     assert set(why) == {("L", slot, mode) for slot in range(5) for mode in (moved, kept)}
     assert why["L", 0, moved].startswith("in 4 of 6 layers: its copy 31.25 ms hides")
-    assert why["L", 0, moved].endswith("it cannot be made again in its layer")
+    assert why["L", 0, moved].endswith("it cannot be recomputed in its layer")
     assert "rows 0 to 6 of 8 are recomputed" in why["L", 3, moved]
     assert why["L", 0, kept].startswith("in 2 of 6 layers: kept, which moves it less often: its")
     saved = decided(step)

@@ -19,7 +19,7 @@ from memo_compile.papers.layer_costs import (
     layer_tensors,
 )
 from memo_compile.planners import solver
-from memo_compile.planners.policy.subsets import remade
+from memo_compile.planners.policy.subsets import recomputed_steps
 from memo_compile.planners.solver import SolveStatus, exact_model, weighted
 
 MAX_ENUMERATED = 20
@@ -120,7 +120,7 @@ def enumerate_frontier(choices: Sequence[LayerTensor]) -> tuple[BalancedPoint, .
     subsets = np.arange(1 << len(choices), dtype=np.int64)
     kept = [(subsets >> i & 1).astype(bool) for i in range(len(choices))]
     wanted = [np.full(len(subsets), choice.needed) for choice in choices]
-    recomputed, seconds = remade(choices, wanted, kept)
+    recomputed, seconds = recomputed_steps(choices, wanted, kept)
     kept_bytes = np.zeros(len(subsets), dtype=np.int64)
     possible = np.ones(len(subsets), dtype=bool)
     for row, choice in zip(kept, choices, strict=True):

@@ -100,7 +100,7 @@ def memory_needed(instance: HeuInstance, *, token_split: bool = False) -> Number
 def _keep_everything(instance: HeuInstance) -> HeuSolution | None:
     """The plan without recomputation, where the budget allows it: no program is needed then.
 
-    None also where an operator takes no time: remaking it saves memory at equal time.
+    None also where an operator takes no time: recomputing it saves memory at equal time.
     """
     needed = zip(instance.ops.times[:-1], instance.need, strict=False)
     if any(wanted and not seconds for seconds, wanted in needed):

@@ -105,8 +105,8 @@ def _with_least_hidden(
 ) -> OptSolution:
     """A solution as fast as ``solution`` that hides the least recomputation.
 
-    Hidden time is free, so without this an output is remade behind a communication although there
-    is memory to keep it. ``solution`` itself where the engine finds nothing in time.
+    Hidden time is free, so without this an output is recomputed behind a communication although
+    there is memory to keep it. ``solution`` itself where the engine finds nothing in time.
     """
     if solution.status is not SolveStatus.OPTIMAL or not any(solution.windows):
         return solution

@@ -45,7 +45,7 @@ class MemoPolicy(enum.Enum):
     """MEMO's ablation (Table 4): what happens to a layer's activations until its backward."""
 
     FULL_RECOMPUTE = "full-recompute"
-    """All but the layer input are made again, flash attention too."""
+    """All but the layer input are recomputed, flash attention too."""
     FULL_OFFLOAD = "full-offload"
     MEMO = "memo"
     """Input and attention output are offloaded, of the others a share alpha of the tokens."""
@@ -100,7 +100,7 @@ class LayerTimes:
     backward_s: float
     """Without recomputation."""
     others_s: float
-    """Making again all but the layer's input, output and attention."""
+    """Recomputing all but the layer's input, output and attention."""
     always_bytes: float
     others_bytes: float
 

@@ -180,7 +180,7 @@ class LayerSeconds:
     forward: Any
     backward: Any
     repeated: Any
-    """What the checkpoint policy computes again in backward."""
+    """What the checkpoint policy recomputes in backward."""
 
 
 def layer_seconds(
@@ -201,7 +201,7 @@ def layer_seconds(
     ring_rate = np.where(shard <= hardware.devices_per_node, link_rate, network_rate)
     ring = 2 * ELEMENT_BYTES * work.kv_hidden * work.seq * (cp - 1) / shard / ring_rate
     forward = compute + tp_s + np.maximum(0, ring - attention)
-    again = work.balanced_bytes * work.seq / moved_rate
+    recompute_s = work.balanced_bytes * work.seq / moved_rate
     policy = columns.checkpoint
     return LayerSeconds(
         forward=forward,
@@ -209,7 +209,7 @@ def layer_seconds(
         repeated=np.where(
             policy == CHECKPOINTS.index(Checkpoint.FULL),
             forward,
-            np.where(policy == CHECKPOINTS.index(Checkpoint.BALANCED), again, 0.0),
+            np.where(policy == CHECKPOINTS.index(Checkpoint.BALANCED), recompute_s, 0.0),
         ),
     )
 

@@ -104,7 +104,7 @@ def copy_seconds(step: MovableStep, problem: Problem) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class SearchedMoves:
-    """What was found for one step; a later round weighs it again with better costs."""
+    """What was found for one step; a later round weighs it with better costs."""
 
     greedy: tuple[Moves, ...] | None = None
     program: tuple[Moves, ...] | None = None

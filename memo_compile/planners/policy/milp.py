@@ -259,8 +259,8 @@ class _Program:
         copies = []
         for call, own_s in enumerate(seconds):
             # With a recomputation, t[c] is when it begins: `ready` then also waits before it.
-            again = [i for i in layers if step.backward_at[i] == call]
-            more = sum(self._seconds(i, lambda mode: mode.recompute_s) for i in again)
+            recomputing = [i for i in layers if step.backward_at[i] == call]
+            more = sum(self._seconds(i, lambda mode: mode.recompute_s) for i in recomputing)
             model.add_constr(start[call + 1] >= start[call] + more + own_s, f"order_{call}")
         for i in layers:
             d, h = self._out_s(i), self._back_s(i)

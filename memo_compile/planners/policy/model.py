@@ -157,8 +157,8 @@ def build_model(
     windows = _Windows.of(step, schedule)
     during, border = call_bytes(step.problem)
     num_calls = len(step.problem.calls)
-    again = [border[at] for at in windows.backward_at]
-    base = np.array([*during, *again], dtype=np.int64)
+    before_backward = [border[at] for at in windows.backward_at]
+    base = np.array([*during, *before_backward], dtype=np.int64)
     deltas = []
     for layer, some in enumerate(modes):
         delta = np.zeros((len(some), len(base)), dtype=np.int64)
@@ -204,7 +204,7 @@ class _Windows:
         index_of = {call.name: at for at, call in enumerate(calls)}
         forward_at = tuple(index_of[layer.forward] for layer in step.layers)
         backward_at = tuple(index_of[layer.backward] for layer in step.layers)
-        turn = next(
+        first_backward = next(
             (at for at, call in enumerate(calls) if call.phase is Phase.BACKWARD), len(calls)
         )
         lag, lead = schedule.offload_lag or 0, schedule.reload_lead or 0
@@ -215,10 +215,13 @@ class _Windows:
             forward_at=forward_at,
             backward_at=backward_at,
             freed_at=tuple(
-                forward_at[i + lag + 1] if i + lag + 1 < count else turn for i in range(count)
+                forward_at[i + lag + 1] if i + lag + 1 < count else first_backward
+                for i in range(count)
             ),
             reload_at=tuple(
-                min(backward_at[i], backward_at[i + lead + 1] + 1) if i + lead + 1 < count else turn
+                min(backward_at[i], backward_at[i + lead + 1] + 1)
+                if i + lead + 1 < count
+                else first_backward
                 for i in range(count)
             ),
             last_forward_use=last,
@@ -284,11 +287,11 @@ def call_bytes(problem: Problem) -> tuple[list[int], list[int]]:
         outside[line] += size_bytes
     for line, size_bytes in ordinary_events(problem):
         outside[line] += size_bytes
-    beside = np.cumsum(outside)
+    held = np.cumsum(outside)
     during, border = [], []
     constant = step_constant_bytes(problem)
     for at in range(len(problem.calls)):
         before, lines = starts[at] - 1, slice(starts[at], starts[at + 1])
-        border.append(int(arena[before] + beside[before]) + constant if at else constant)
-        during.append(int(arena[lines].max() + beside[lines].max()) + constant)
+        border.append(int(arena[before] + held[before]) + constant if at else constant)
+        during.append(int(arena[lines].max() + held[lines].max()) + constant)
     return during, border

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.planners.move_rules import facts_of, recomputable, recompute_closure
-from memo_compile.planners.policy.subsets import recompute_sets, remake_s
+from memo_compile.planners.policy.subsets import recompute_s, recompute_sets
 from memo_compile.step.copy_times import copy_s
 from memo_compile.step.movable import (
     Action,
@@ -194,12 +194,12 @@ def layer_modes(
 
 def restricted(cls: LayerClass, mode: Mode, rights: Rights) -> Mode:
     """``mode`` as far as ``rights`` allow it."""
-    again = frozenset(mode.slots(Action.RECOMPUTE))
-    copied = again if mode.recompute_rows is not None else frozenset[int]()
-    if not again <= rights.recompute or not copied <= rights.offload:
+    recomputed = frozenset(mode.slots(Action.RECOMPUTE))
+    copied = recomputed if mode.recompute_rows is not None else frozenset[int]()
+    if not recomputed <= rights.recompute or not copied <= rights.offload:
         return make_mode(cls)
     moved = rights.offload.intersection(mode.slots(Action.OFFLOAD))
-    return make_mode(cls, recompute=again, offload=moved, rows=mode.recompute_rows)
+    return make_mode(cls, recompute=recomputed, offload=moved, rows=mode.recompute_rows)
 
 
 def class_modes(
@@ -235,15 +235,15 @@ def _hidden_seconds(step: MovableStep, class_key: str) -> tuple[float, float]:
 
 def _whole_modes(cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int) -> Iterable[Mode]:
     """Every recompute set with none, all, or a hideable prefix of the rest offloaded."""
-    for again in sets:
-        order = [slot for slot in offload_order(cls) if slot not in again]
+    for recomputed in sets:
+        order = [slot for slot in offload_order(cls) if slot not in recomputed]
         prefix, taken = [], 0
         for slot in order:
             if taken + cls.slots[slot].size_bytes <= hideable:
                 prefix.append(slot)
                 taken += cls.slots[slot].size_bytes
         for moved in dict.fromkeys((frozenset[int](), frozenset(prefix), frozenset(order))):
-            yield make_mode(cls, recompute=again, offload=moved)
+            yield make_mode(cls, recompute=recomputed, offload=moved)
 
 
 def _mixes(
@@ -253,13 +253,13 @@ def _mixes(
     found: dict[Mode, None] = {}
     halves: dict[Mode, None] = {}
     for whole in reversed(sets):
-        again = splittable(cls, whole)
-        if not again:
+        recomputed = splittable(cls, whole)
+        if not recomputed:
             continue
-        num_rows = cls.slots[min(again)].num_rows
-        rest = frozenset(slot for slot in offload_order(cls) if slot not in again)
+        num_rows = cls.slots[min(recomputed)].num_rows
+        rest = frozenset(slot for slot in offload_order(cls) if slot not in recomputed)
         rest_bytes = sum(cls.slots[slot].size_bytes for slot in rest)
-        mixed_bytes = sum(cls.slots[slot].size_bytes for slot in again)
+        mixed_bytes = sum(cls.slots[slot].size_bytes for slot in recomputed)
         choices = [
             (eighth, rows)
             for eighth in range(1, EIGHTHS)
@@ -273,7 +273,7 @@ def _mixes(
         half = [rows for eighth, rows in choices if eighth == EIGHTHS // 2]
         for mixes, some in ((found, hidden[:1]), (halves, half)):
             for rows in some:
-                mixes[make_mode(cls, recompute=again, offload=rest, rows=rows)] = None
+                mixes[make_mode(cls, recompute=recomputed, offload=rest, rows=rows)] = None
     return {**found, **halves}
 
 
@@ -293,9 +293,9 @@ def make_mode(
     return Mode(actions=tuple(actions), recompute_rows=rows)
 
 
-def can_split(cls: LayerClass, again: Iterable[int]) -> bool:
+def can_split(cls: LayerClass, recomputed: Iterable[int]) -> bool:
     """True when these slots can be recomputed for a part of their rows."""
-    slots = tuple(sorted(again))
+    slots = tuple(sorted(recomputed))
     rows = {cls.slots[slot].num_rows for slot in slots}
     movable = all(cls.slots[slot].can_offload for slot in slots)
     split = all(cls.slots[slot].row_bytes for slot in slots)
@@ -305,13 +305,13 @@ def can_split(cls: LayerClass, again: Iterable[int]) -> bool:
     return all(cls.ops[op].row_wise for op in recompute_closure(cls, slots, available))
 
 
-def splittable(cls: LayerClass, again: Iterable[int]) -> frozenset[int]:
-    """The slots among ``again`` that can be recomputed for a part of their rows, all else at hand.
+def splittable(cls: LayerClass, recomputed: Iterable[int]) -> frozenset[int]:
+    """The slots among these that can be recomputed for a part of their rows, all else at hand.
 
     Empty when they have different numbers of rows. Keys and values of grouped heads, say, lie in
     memory head by head: their rows cannot be copied as one range.
     """
-    part = frozenset(slot for slot in again if can_split(cls, (slot,)))
+    part = frozenset(slot for slot in recomputed if can_split(cls, (slot,)))
     return part if can_split(cls, part) else frozenset()
 
 
@@ -324,7 +324,7 @@ def offload_order(cls: LayerClass) -> list[int]:
     def price(slot: int) -> float:
         if not cls.slots[slot].can_recompute:
             return float("inf")
-        return remake_s(cls, (slot,)) / max(cls.slots[slot].size_bytes, 1)
+        return recompute_s(cls, (slot,)) / max(cls.slots[slot].size_bytes, 1)
 
     slots = [number for number, slot in enumerate(cls.slots) if slot.can_offload]
     return sorted(slots, key=lambda slot: (-price(slot), slot))

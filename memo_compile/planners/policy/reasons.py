@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from memo_compile.planners.move_rules import recomputable
-from memo_compile.planners.policy.subsets import remake_s
+from memo_compile.planners.policy.subsets import recompute_s
 from memo_compile.step.copy_times import copy_s
 from memo_compile.step.movable import Action, Layer, LayerClass, Mode, MovableStep, Moves
 from memo_compile.units import format_bytes, format_seconds
@@ -67,12 +67,16 @@ class _ClassFacts:
         where = "" if count == total else f"in {count} of {total} layers: "
         if action is Action.SAVE:
             return where + self._kept(slot, moves_elsewhere=count != total)
-        said = self._offloaded(slot, mode) if action is Action.OFFLOAD else self._again(slot, mode)
+        said = (
+            self._offloaded(slot, mode)
+            if action is Action.OFFLOAD
+            else self._recomputed(slot, mode)
+        )
         return where + said
 
-    def _again_s(self, slot: int) -> float:
+    def _recompute_s(self, slot: int) -> float:
         """Seconds to recompute the slot alone."""
-        return remake_s(self.cls, (slot,))
+        return recompute_s(self.cls, (slot,))
 
     def _copy_s(self, slot: int) -> float:
         costs = self.step.costs
@@ -87,18 +91,18 @@ class _ClassFacts:
                 total += share * self._copy_s(slot)
         return total
 
-    def _can_again(self, slot: int) -> bool:
+    def _can_recompute(self, slot: int) -> bool:
         return recomputable(self.step, self.layer, slot)
 
     def _kept(self, slot: int, *, moves_elsewhere: bool) -> str:
         kept = self.cls.slots[slot]
-        if not kept.can_offload and not self._can_again(slot):
-            return "cannot be moved: it can be neither copied nor made again in its layer"
+        if not kept.can_offload and not self._can_recompute(slot):
+            return "cannot be moved: it can be neither copied nor recomputed in its layer"
         if all(set(mode.actions) == {Action.SAVE} for mode in self.modes):
             return "nothing of these layers needs to move"
         options = []
-        if self._can_again(slot):
-            options.append(f"recomputing it costs {format_seconds(self._again_s(slot))}")
+        if self._can_recompute(slot):
+            options.append(f"recomputing it costs {format_seconds(self._recompute_s(slot))}")
         if kept.can_offload:
             options.append(f"its copy takes {format_seconds(self._copy_s(slot))}")
         costs = " and ".join(options)
@@ -119,12 +123,12 @@ class _ClassFacts:
                 f"its copy takes {own}; the layer's copies together, {format_seconds(copies)}, are "
                 f"longer than the next layer's forward, {format_seconds(window)}"
             )
-        if not self._can_again(slot):
-            return f"{hides}; it cannot be made again in its layer"
-        return f"{hides}; recomputing it costs {format_seconds(self._again_s(slot))}"
+        if not self._can_recompute(slot):
+            return f"{hides}; it cannot be recomputed in its layer"
+        return f"{hides}; recomputing it costs {format_seconds(self._recompute_s(slot))}"
 
-    def _again(self, slot: int, mode: Mode) -> str:
-        again, copy = self._again_s(slot), self._copy_s(slot)
+    def _recomputed(self, slot: int, mode: Mode) -> str:
+        recompute, copy = self._recompute_s(slot), self._copy_s(slot)
         slot_of = self.cls.slots[slot]
         if mode.recompute_rows is not None:
             rows = f"rows 0 to {mode.recompute_rows} of {slot_of.num_rows} are recomputed"
@@ -133,7 +137,7 @@ class _ClassFacts:
                 f"{rows}, the rest is offloaded: the layer's copies take {copies} of the "
                 f"{format_seconds(self.forward_s)} of the next layer's forward"
             )
-        said = f"recompute costs {format_seconds(again)}"
+        said = f"recompute costs {format_seconds(recompute)}"
         if not slot_of.can_offload:
             return f"{said}; it cannot be copied to the host"
         together = self._layer_copy_s(mode) + copy

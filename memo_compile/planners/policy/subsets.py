@@ -47,7 +47,7 @@ def slot_groups(cls: LayerClass) -> list[tuple[int, ...]]:
     """The recomputable slots, merged into at most MAX_GROUPS of a similar price per byte."""
 
     def price(group: tuple[int, ...]) -> float:
-        return remake_s(cls, group) / max(1, _bytes(cls, group))
+        return recompute_s(cls, group) / max(1, _bytes(cls, group))
 
     single: list[tuple[int, ...]] = [
         (number,) for number, slot in enumerate(cls.slots) if slot.can_recompute
@@ -66,8 +66,8 @@ def slot_groups(cls: LayerClass) -> list[tuple[int, ...]]:
     return groups
 
 
-def remake_s(cls: LayerClass, slots: Iterable[int]) -> float:
-    """Seconds of making ``slots`` again, with every other slot at hand."""
+def recompute_s(cls: LayerClass, slots: Iterable[int]) -> float:
+    """Seconds to recompute ``slots``, with every other slot at hand."""
     wanted = tuple(slots)
     others = [slot for slot in range(len(cls.slots)) if slot not in wanted]
     return sum(cls.ops[op].seconds for op in recompute_closure(cls, wanted, others))
@@ -83,15 +83,15 @@ def _table(cls: LayerClass, groups: list[tuple[int, ...]]) -> tuple[Any, Any, An
 
     rows = np.arange(1 << len(groups), dtype=np.int64)
     none = np.zeros(len(rows), dtype=bool)
-    again_of = {
+    recomputed_of = {
         slot: (rows >> bit & 1).astype(bool) for bit, group in enumerate(groups) for slot in group
     }
     freed = np.zeros(len(rows), dtype=np.int64)
-    for slot, again in again_of.items():
-        freed += again * cls.slots[slot].size_bytes
-    wanted = [none if op.slot is None else again_of.get(op.slot, none) for op in cls.ops]
-    kept = [none if op.slot is None else ~again_of.get(op.slot, none) for op in cls.ops]
-    runs, seconds = remade(cls.ops, wanted, kept)
+    for slot, recomputed in recomputed_of.items():
+        freed += recomputed * cls.slots[slot].size_bytes
+    wanted = [none if op.slot is None else recomputed_of.get(op.slot, none) for op in cls.ops]
+    kept = [none if op.slot is None else ~recomputed_of.get(op.slot, none) for op in cls.ops]
+    runs, seconds = recomputed_steps(cls.ops, wanted, kept)
     possible = ~none
     for op, running in zip(cls.ops, runs, strict=True):
         if not op.can_recompute:
@@ -99,7 +99,7 @@ def _table(cls: LayerClass, groups: list[tuple[int, ...]]) -> tuple[Any, Any, An
     return freed, seconds, possible
 
 
-class Remakable(Protocol):
+class Recomputable(Protocol):
     """Something that is made from earlier ones."""
 
     @property
@@ -111,13 +111,13 @@ class Remakable(Protocol):
         """Of making it once."""
 
 
-def remade(
-    steps: Sequence[Remakable], wanted: Sequence[Any], kept: Sequence[Any]
+def recomputed_steps(
+    steps: Sequence[Recomputable], wanted: Sequence[Any], kept: Sequence[Any]
 ) -> tuple[list[Any], Any]:
-    """Per step whether each subset makes it again, and the seconds of each subset.
+    """Per step whether each subset recomputes it, and the seconds of each subset.
 
-    A subset is a place in every array. A step is made again where it is ``wanted``, or read by one
-    that is, and not ``kept``.
+    A subset is a position in every array. A step is recomputed where it is not ``kept`` and is
+    ``wanted`` or read by one that is recomputed.
     """
     wanted = [row.copy() for row in wanted]
     found: list[Any] = [None] * len(steps)
