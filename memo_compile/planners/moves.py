@@ -241,6 +241,8 @@ class _Builder:
     def _deadline(self, one: _Moved) -> int:
         """The place at which the copy to the host has ended at last."""
         turn, lag = self.facts.turn, self.schedule.offload_lag
+        if self.schedule.at_once:
+            return one.issued
         if lag is None or one.layer + lag + 1 >= len(self.forward_at):
             return turn
         return min(turn, max(one.issued, self.forward_at[one.layer + lag + 1]))
@@ -275,6 +277,8 @@ class _Builder:
     def _earliest(self, one: _Moved) -> int:
         """The place from which the reload may be issued."""
         lead = self.schedule.reload_lead
+        if self.schedule.at_once:
+            return one.latest
         if lead is None or one.layer + lead + 1 >= len(self.backward_at):
             return 0
         return min(one.latest, self.place_of[self.backward_at[one.layer + lead + 1]] + 1)

@@ -168,6 +168,9 @@ class Schedule:
 
     offload_lag: int | None = None
     reload_lead: int | None = None
+    at_once: bool = False
+    """Nothing runs beside a copy to the host, and a reload begins where its value is needed: the
+    program does not depend on seconds."""
 
     def __post_init__(self) -> None:
         for name in ("offload_lag", "reload_lead"):

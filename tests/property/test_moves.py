@@ -41,7 +41,9 @@ def moved_steps(draw):
     waiting = st.none() | st.integers(0, 3)
     moves = Moves(
         modes=tuple(draw(modes()) for _ in range(num_layers)),
-        schedule=Schedule(offload_lag=draw(waiting), reload_lead=draw(waiting)),
+        schedule=Schedule(
+            offload_lag=draw(waiting), reload_lead=draw(waiting), at_once=draw(st.booleans())
+        ),
     )
     return step, moves, apply_moves(step, moves, recomputer(step))
 

@@ -1,11 +1,18 @@
-"""Whatever the step and the budget: a smaller budget never gives a larger peak or a faster step."""
+"""Whatever the step and the budget: a smaller budget never gives a larger peak or a faster step.
 
+A floor that one process names is kept by another, which measures other seconds.
+"""
+
+from dataclasses import replace
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memo_compile.errors import Infeasible
 from memo_compile.planners.place_step import place_step
 from memo_compile.planners.policy import choose
+from memo_compile.step.movable import MEASURED, MovableStep
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import peak_live_bytes
@@ -58,3 +65,51 @@ def test_smaller_budgets_never_give_larger_peaks(
             assert choice.timeline.step_s >= before.timeline.step_s * (1 - 1e-3)
         before = choice
     assert floor_bytes is None or floor_bytes > budget_bytes
+
+
+seconds = st.floats(0.05, 20.0)
+"""By so much another process may measure."""
+
+
+def measured(step: MovableStep, forward: float, backward: float, copies: float) -> MovableStep:
+    """``step`` as a process sees it that measured other seconds."""
+    factor = {"L": forward, "Lb": backward}
+    costs = replace(
+        step.costs,
+        region_s={name: s * factor.get(name, 1.0) for name, s in step.costs.region_s.items()},
+        d2h_bytes_per_s=step.costs.d2h_bytes_per_s / copies,
+        h2d_bytes_per_s=step.costs.h2d_bytes_per_s / copies,
+        source=MEASURED,
+    )
+    return replace(step, costs=costs)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    num_layers=st.integers(1, 5),
+    transient_bytes=st.sampled_from((2 * KIB, 40 * KIB)),
+    host_budget_bytes=st.sampled_from((None, 100 * KIB)),
+    policy=st.sampled_from(("auto", "greedy")),
+    here=st.tuples(seconds, seconds, seconds),
+    there=st.tuples(seconds, seconds, seconds),
+)
+def test_a_floor_is_kept_where_other_seconds_are_measured(
+    num_layers, transient_bytes, host_budget_bytes, policy, here, there
+):
+    step = movable_step(num_layers, transient_bytes=transient_bytes)
+
+    def chosen(budget_bytes: int, times: tuple[float, float, float]) -> Plan:
+        return choose(
+            measured(step, *times),
+            budget_bytes=budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+            policy=policy,
+            recompute=recomputer(step),
+            place=place,
+        ).plan
+
+    with pytest.raises(Infeasible) as refused:
+        chosen(1, here)
+    floor_bytes = refused.value.floor_bytes
+    assert floor_bytes is not None
+    assert chosen(floor_bytes, there).peak_bytes <= floor_bytes

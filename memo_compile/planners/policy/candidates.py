@@ -16,7 +16,7 @@ from memo_compile.planners.policy.cheapest_first import greedy_sequence
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
 from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel, build_model
 from memo_compile.planners.policy.modes import RecomputeOf, layer_modes, recompute_key
-from memo_compile.planners.policy.named import NAMED, ROTATING, named_moves
+from memo_compile.planners.policy.named import NAMED, ROTATING, named_moves, steady_moves
 from memo_compile.planners.policy.quanta import QUANTA
 from memo_compile.step.movable import MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.plans import Timeline
@@ -128,11 +128,15 @@ class CandidateSource:
         found = dict.fromkeys(self._greedy())
         if self.solver and self.step.layers:
             found.update(dict.fromkeys(self._program()))
-        return [*self._valid(found), *self.named_all()]
+        return [*self._valid(found), *self.named_all(), *self.steady()]
 
     def greedy(self) -> list[Candidate]:
         """What policy ``greedy`` chooses from."""
         return self._valid(self._greedy())
+
+    def steady(self) -> list[Candidate]:
+        """Plans that do not depend on measured seconds."""
+        return self._valid(steady_moves(self.step, self.recompute))
 
     def _greedy(self) -> tuple[Moves, ...]:
         if self.searched.greedy is None:

@@ -49,8 +49,12 @@ SAME = 0.01
 
 
 FLOOR_MARGIN = 0.005
-"""By so much a floor is named higher where costs are measured: they differ a little in the next
-process, and with them the plans that are considered; what was named must be kept there too."""
+"""By so much a named policy's floor is named higher where costs are measured: they differ a little
+in the next process, and with them the policy's program; what was named must be kept there too.
+Policies that search have plans that are the same in every process (``steady_moves``)."""
+
+ESTIMATED_OVER = 0.1
+"""By so much an estimated step's bytes alive may be above what its lowered regions need."""
 
 
 class NothingFits(Infeasible):
@@ -191,7 +195,8 @@ def _search(
         found = chooser.pick(saved)
         if found is not None:
             return saved, found
-        ordered = in_order([*saved, *source.greedy()], chooser.host_budget_bytes)
+        steady = source.steady() if policy == "greedy" else []
+        ordered = in_order([*saved, *source.greedy(), *steady], chooser.host_budget_bytes)
         found = chooser.pick(ordered)
         limit_s = saved[0].cost_s * (1 + GOOD_ENOUGH)
         if policy == "greedy" or (found is not None and found[0].cost_s <= limit_s):
@@ -224,14 +229,24 @@ def pareto(candidates: Iterable[Candidate], host_budget_bytes: int | None) -> li
 def in_order(candidates: Sequence[Candidate], host_budget_bytes: int | None) -> list[Candidate]:
     """The candidates to try: what no other beats, the named plans, those with fewest bytes alive.
 
-    The named plans are among them so that no choice needs more than full recomputation does.
+    The named plans are among them so that no choice needs more than full recomputation does, and
+    the steady ones so that a floor is kept.
     """
     best = pareto(candidates, host_budget_bytes)
     known = {id(one) for one in best}
     left = sorted((one for one in candidates if id(one) not in known), key=_bytes_first)
-    named = [one for one in left if one.moves.policy in NAMED]
-    others = [one for one in left if one.moves.policy not in NAMED]
-    return [*best, *named, *others[:MAX_MORE]]
+    known_plans = [one for one in left if _is_named(one) or _is_steady(one)]
+    others = [one for one in left if not _is_named(one) and not _is_steady(one)]
+    return [*best, *known_plans, *others[:MAX_MORE]]
+
+
+def _is_named(one: Candidate) -> bool:
+    return one.moves.policy in NAMED
+
+
+def _is_steady(one: Candidate) -> bool:
+    """True for a plan that measured seconds do not change."""
+    return one.moves.schedule.at_once or one.moves.policy == "full-recompute"
 
 
 def _bytes_first(one: Candidate) -> tuple[int, float]:
@@ -327,17 +342,25 @@ class _Chooser(Generic[PlacedT]):
             "raise memory_budget or shorten the sequence",
             floor_bytes=floor_bytes,
             problem=problem,
-            hopeful=[one.problem for one in within if self._may_fit(one)],
+            hopeful=[one.problem for one in within if self._may_fit(one) or self._is_close(one)],
         )
+
+    def _is_close(self, one: Candidate) -> bool:
+        """True for a steady plan that may fit once it is lowered: it fitted where it was named."""
+        assert self.budget_bytes is not None, "without a budget everything fits"
+        return _is_steady(one) and one.live_bytes <= self.budget_bytes * (1 + ESTIMATED_OVER)
 
     def _floor(
         self, step: MovableStep, candidates: Sequence[Candidate]
     ) -> tuple[int, Problem] | None:
         """The budget that can surely be kept, and the step that keeps it."""
+        if step.costs.source != MEASURED:
+            return self._lowest(candidates)
+        steady = self._lowest([one for one in candidates if _is_steady(one)])
+        if steady is not None:
+            return steady
         lowest = self._lowest(candidates)
-        if lowest is None or step.costs.source != MEASURED:
-            return lowest
-        return int(lowest[0] * (1 + FLOOR_MARGIN)), lowest[1]
+        return None if lowest is None else (int(lowest[0] * (1 + FLOOR_MARGIN)), lowest[1])
 
     def _lowest(self, candidates: Sequence[Candidate]) -> tuple[int, Problem] | None:
         """The smallest placed peak of what is placed already and of the next few, and its step.

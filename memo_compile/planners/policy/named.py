@@ -34,6 +34,8 @@ NAMED = ("save", "full-recompute", "full-offload", "memo")
 ROTATING = Schedule(offload_lag=1, reload_lead=1)
 """MEMO's two rotating buffers."""
 
+AT_ONCE = Schedule(offload_lag=0, reload_lead=0, at_once=True)
+
 KEPT_LAYERS = 2
 """Layers at the end that policy ``memo`` leaves alone: their backward comes first."""
 
@@ -93,6 +95,26 @@ def named_moves(
     repeating = repeating_layers(step)
     plan = _per_layer(step, policy, ROTATING, recompute, mode, only=repeating[:-KEPT_LAYERS])
     return replace(plan, notes=(*notes, *plan.notes, *_kept_by_memo(step, repeating)))
+
+
+def steady_moves(step: MovableStep, recompute: RecomputeOf) -> list[Moves]:
+    """Slow plans of few bytes that are the same whatever the regions and the copies take.
+
+    A floor that is named in one process is kept in the next by one of these. Everything is copied
+    to the host; or what can be is recomputed, with and without what attention returns.
+    """
+
+    def copied(cls: LayerClass, rights: Rights) -> Mode:
+        return make_mode(cls, offload=rights.offload)
+
+    def again(cls: LayerClass, rights: Rights) -> Mode:
+        return make_mode(cls, offload=rights.offload, recompute=rights.recompute)
+
+    def mixed(cls: LayerClass, rights: Rights) -> Mode:
+        return make_mode(cls, offload=rights.offload, recompute=_others(cls, rights))
+
+    made = (_per_layer(step, "steady", AT_ONCE, recompute, one) for one in (copied, again, mixed))
+    return list(dict.fromkeys(plan.moves for plan in made))
 
 
 def _kept_by_memo(step: MovableStep, repeating: list[int]) -> Iterator[str]:
