@@ -82,7 +82,7 @@ def follow() -> Mapping[str, str]:
         "model": inspect.getsource(Layer) + "\n\n" + inspect.getsource(Model),
         "dump": "\n".join(sorted(texts)),
         "joint graph": "\n".join(between(list(short(joint)), "add", "add_1")),
-        "halves": "\n".join(list(short(files["forward-half.txt"]))[-2:]),
+        "halves": "\n".join(list(short(files["forward-lease-saved.after.txt"]))[-2:]),
         "cut": "\n".join(short(files["step-forward.txt"])),
         "step program": files["step-program.txt"].rstrip(),
         "placement": "\n".join(places(problem, plan)),

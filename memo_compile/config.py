@@ -70,7 +70,10 @@ class MemoConfig:
     mode: str = "default"
     """torch.compile's mode. CUDA graphs of reduce-overhead are not used."""
     dump: str | None = None
-    """Folder for graphs before and after every pass, problem.json and plan.json."""
+    """Folder for graphs before and after every pass, their times, problem.json and plan.json."""
+    passes: tuple[str, ...] = ()
+    """To find a pass that makes a fault: ``-NAME`` leaves one out, ``..N`` all behind the first N.
+    Passes that a step cannot do without always run and are not counted."""
     debug: tuple[str, ...] = ()
     """``poison``: fill every range with NaN when its life ends. ``copies-early``, ``copies-late``:
     copy as soon, or as late, as the plan allows. ``copies-serial``: never beside computation.
@@ -176,6 +179,8 @@ class MemoConfig:
 
 _FIELDS = {one.name: one for one in dataclasses.fields(MemoConfig)}
 _VARIABLES = ("MEMO_CONFIG", *(f"MEMO_{name.upper()}" for name in _FIELDS))
+_LISTS = ("debug", "passes")
+"""Options that may be given as one text, with commas."""
 _configured: dict[str, Any] = {}
 
 
@@ -200,8 +205,9 @@ def resolve(options: Mapping[str, Any] | None, mode: str | None) -> MemoConfig:
     values.update(_checked(options or {}, "options"))
     if mode is not None:
         values["mode"] = mode
-    if isinstance(values.get("debug"), str):
-        values["debug"] = _flags(values["debug"])
+    for name in _LISTS:
+        if isinstance(values.get(name), str):
+            values[name] = _flags(values[name])
     try:
         return MemoConfig(**values)
     except TypeError as error:
@@ -244,7 +250,7 @@ def _warn_misspelt(variable: str) -> None:
 
 def _parsed(name: str, kind: Any, text: str) -> Any:
     """``text`` of an environment variable as the type of option ``name``."""
-    if name == "debug":
+    if name in _LISTS:
         return _flags(text)
     if name == "copy_bytes_per_s" and "," in text:
         return tuple(_parsed(name, "float", part) for part in text.split(","))

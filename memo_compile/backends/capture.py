@@ -31,7 +31,8 @@ from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.lower import plain_inner
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.hoist import HoistInvariants
-from memo_compile.passes.lease import Halves, lease_saved
+from memo_compile.passes.lease import FetchLeased, LeaseSaved, leased_names
+from memo_compile.passes.order import selection
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.runner import PassRunner, graph_text
 from memo_compile.passes.tile_cut import RegionTiling
@@ -41,13 +42,6 @@ from memo_compile.step.program_text import program_text
 from memo_compile.step.serialise import to_json
 
 log = logging.getLogger("memo")
-
-JOINT_PASSES = (
-    MergeCommonSubexpressions(),
-    HoistInvariants(),
-)
-"""What happens to the joint graph, before ``KeepOverwritten`` and before it is cut in two."""
-
 
 OTHER_OFFLOADER = (
     "two offloaders: saved_tensors_hooks are active around a forward that memo planned; they move "
@@ -66,7 +60,7 @@ class StepCompiler:
         self.facts = facts
         self.name = name
         self.dump = Path(config.dump) / name if config.dump else None
-        self.runner = PassRunner(self.dump)
+        self.runner = PassRunner(self.dump, selection(config.passes))
         self.assembly: Assembly | None = None
         self.saw_training = False
         self._units: JointUnits | None = None
@@ -93,40 +87,53 @@ class StepCompiler:
         self.saw_training = True
         _require_known(joint)
         _note_users_checkpoints(joint)
-        passes = (*JOINT_PASSES, KeepOverwritten(num_fwd_outputs=num_fwd_outputs))
+        passes = (
+            MergeCommonSubexpressions(),
+            HoistInvariants(),
+            KeepOverwritten(num_fwd_outputs=num_fwd_outputs),
+        )
         joint = self.runner.run(joint, passes, stage="joint")
         units = tag_units(joint)
-        names = shim.min_cut_saved_names(
+
+        def halves() -> tuple[fx.GraphModule, fx.GraphModule]:
+            names = shim.min_cut_saved_names(
+                joint,
+                joint_inputs,
+                num_fwd_outputs=num_fwd_outputs,
+                static_lifetime_input_indices=static_lifetime_input_indices,
+            )
+            saved = equal_cut(
+                joint,
+                units,
+                names,
+                num_fwd_outputs=num_fwd_outputs,
+                for_tiles=(self.config.token_tiles or 1) > 1,
+            )
+            return shim.extract_halves(joint, saved, num_fwd_outputs=num_fwd_outputs)
+
+        forward, backward = self.runner.derive(
+            "halves",
             joint,
-            joint_inputs,
-            num_fwd_outputs=num_fwd_outputs,
-            static_lifetime_input_indices=static_lifetime_input_indices,
+            halves,
+            stage="joint",
+            graphs=lambda made: {"forward": made[0], "backward": made[1]},
         )
-        saved = equal_cut(
-            joint,
-            units,
-            names,
-            num_fwd_outputs=num_fwd_outputs,
-            for_tiles=(self.config.token_tiles or 1) > 1,
-        )
-        forward, backward = shim.extract_halves(joint, saved, num_fwd_outputs=num_fwd_outputs)
-        backward = shim.reordering_to_mimic_autograd_engine(backward)
-        mode = shim.detect_fake_mode([n.meta.get("val") for n in joint.graph.nodes])
+        self._units, self._num_results = units, num_fwd_outputs
+        return self._leased(forward, shim.reordering_to_mimic_autograd_engine(backward))
+
+    def _leased(
+        self, forward: fx.GraphModule, backward: fx.GraphModule
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The halves when a handle travels between them instead of the saved activations."""
+        mode = shim.detect_fake_mode([node.meta.get("val") for node in forward.graph.nodes])
         if mode is None:
             raise UnsupportedGraph("the joint graph carries no fake tensors")
         with mode:
             handle = torch.empty(8, dtype=torch.uint8, device="cpu")
-        halves = lease_saved(
-            forward, backward, num_fwd_outputs=num_fwd_outputs, handle_value=handle
-        )
-        self._units, self._num_results = units, num_fwd_outputs
-        self._dump_halves(halves)
-        return halves.forward, halves.backward
-
-    def _dump_halves(self, halves: Halves) -> None:
-        if self.dump is not None:
-            self.runner.write("forward-half.txt", graph_text(halves.forward))
-            self.runner.write("backward-half.txt", graph_text(halves.backward))
+        lease = LeaseSaved(num_fwd_outputs=self._num_results, handle_value=handle)
+        forward = self.runner.run(forward, [lease], stage="forward")
+        fetch = FetchLeased(leased=leased_names(forward), handle_value=handle)
+        return forward, self.runner.run(backward, [fetch], stage="backward")
 
     def inner(
         self, gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any
@@ -189,6 +196,7 @@ class StepCompiler:
     def _dump_plan(self, assembly: Assembly, step: CutStep) -> None:
         if self.dump is None:
             return
+        self.runner.write_times()
         self.runner.write("step-forward.txt", graph_text(step.forward.program))
         self.runner.write("step-backward.txt", graph_text(step.backward.program))
         self.runner.write("step-program.txt", program_text(assembly.problem))

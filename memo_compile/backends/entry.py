@@ -24,7 +24,7 @@ from memo_compile.backends.specialise import specialise, symbol_positions
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.left_whole import REPORT, UNEXPECTED, say_dropped
+from memo_compile.driver.left_whole import REPORT, UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.tiling import tile_order
 from memo_compile.errors import ConfigError, Infeasible, MemoError, UnsupportedGraph, described
 from memo_compile.reporting import state
@@ -139,7 +139,7 @@ def plan_graph(
         unbounded = config.memory_budget is None and not isinstance(error, ArenaError)
         if unbounded or (first == 1 and not expected) or _ends_planning(error):
             raise
-        if not isinstance(error, MemoError | ArenaError):
+        if is_bug(error) and not isinstance(error, ArenaError):
             say_dropped(f"the graph is not planned in {first} tiles of tokens", error)
         log.info("memo: in %d tiles of tokens: %s; trying %d", first, error, second)
         again = dataclasses.replace(config, token_tiles=second)
@@ -236,7 +236,7 @@ def _step_aside(
     state.mark_failed(f"a graph runs through plain Inductor, without a plan: {reason}")
     if isinstance(error, UnsupportedGraph):
         log.warning("memo: no plan for this graph, plain Inductor runs it: %s", reason)
-    elif isinstance(error, MemoError):
+    elif not is_bug(error):
         log.error("memo: planning failed, plain Inductor runs this graph: %s", reason)
     else:
         log.error("memo: planning failed, plain Inductor runs this graph", exc_info=error)

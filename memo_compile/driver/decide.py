@@ -18,6 +18,7 @@ from memo_compile.errors import MemoError, UnsupportedGraph, described
 from memo_compile.lowering.aten import estimate
 from memo_compile.lowering.lower import lower_regions
 from memo_compile.passes.recompute import recompute_graph
+from memo_compile.passes.runner import PassRunner
 from memo_compile.planners.moves import recompute_seconds
 from memo_compile.planners.policy import Choice, choose
 from memo_compile.planners.policy.candidates import SearchedMoves
@@ -46,6 +47,7 @@ class RecomputeLibrary:
     graphs: Mapping[str, ClassGraph]
     config: MemoConfig
     measure: MeasureRegions
+    runner: PassRunner
     may_run: bool = True
     """False where nothing may be computed while planning: slices of rows are believed then."""
     refused: dict[RecomputeKey, str] = field(default_factory=dict)
@@ -90,13 +92,19 @@ class RecomputeLibrary:
 
     def _graph(self, key: RecomputeKey) -> tuple[RegionGraph, tuple[RegionInput, ...]]:
         graph = self.graphs[key.class_key]
-        return recompute_graph(
-            graph.region,
-            key,
-            output_of_slot={slot: at for at, slot in graph.slot_of_output.items()},
-            input_of_slot={slot: at for at, slot in graph.slot_of_input.items()},
-            num_rows=graph.num_rows,
-            row_seeds=graph.row_seeds,
+        return self.runner.derive(
+            "recompute",
+            graph.region.gm,
+            lambda: recompute_graph(
+                graph.region,
+                key,
+                output_of_slot={slot: at for at, slot in graph.slot_of_output.items()},
+                input_of_slot={slot: at for at, slot in graph.slot_of_input.items()},
+                num_rows=graph.num_rows,
+                row_seeds=graph.row_seeds,
+            ),
+            stage=key.region,
+            graphs=lambda made: {made[0].name: made[0].gm},
         )
 
     def _estimated(self, key: RecomputeKey) -> RecomputeRegion:

@@ -6,7 +6,7 @@ An error of a kind that no code raises on purpose is a fault of memo: the log as
 
 import logging
 
-from memo_compile.errors import MemoError, described
+from memo_compile.errors import MemoError, PassFailed, described
 from memo_compile.reporting import state
 
 log = logging.getLogger("memo")
@@ -20,15 +20,22 @@ UNEXPECTED = (
     ValueError,
     ArithmeticError,
     StopIteration,
+    PassFailed,
 )
-"""What rules, kernels and checks of torch raise where an operator is not what they take it for."""
+"""What rules, kernels and checks of torch raise where an operator is not what they take it for, and
+what the runner of passes makes of it."""
 
 REPORT = "please report this with the model, torch's version and the log"
 
 
+def is_bug(error: Exception) -> bool:
+    """True for an error that no code raises on purpose, as it is or named by the pass runner."""
+    return isinstance(error, PassFailed) or not isinstance(error, MemoError)
+
+
 def say_dropped(what: str, error: Exception) -> None:
     """``what`` is not done, for ``error``: in the report and once in the log."""
-    if isinstance(error, MemoError):
+    if not is_bug(error):
         if state.add_note(f"{what}: {error}"):
             log.warning("memo: %s: %s", what, error)
         return

@@ -12,7 +12,9 @@ plan took to be gone (``driver.assemble``).
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+from torch import fx
 
 from memo_compile.analysis.joint_units import JointUnits, backward_positions, forward_positions
 from memo_compile.config import MemoConfig
@@ -55,7 +57,7 @@ def cut_step(
     tiles = config.token_tiles or 1
 
     def tiled(whole: Cut) -> Cut:
-        return tile_cut(whole, tiles, accepts, say_dropped)
+        return tile_cut(whole, tiles, runner, accepts, say_dropped)
 
     return CutStep(
         name=step.name,
@@ -63,6 +65,7 @@ def cut_step(
         backward=tiled(_cut_backward(step, runner)),
         units=step.units,
         facts=step.facts,
+        runner=runner,
     )
 
 
@@ -86,16 +89,7 @@ def lower_step(step: CutStep, config: MemoConfig, *, for_cuda: bool) -> LoweredS
 def _cut_forward(step: CapturedStep, runner: PassRunner) -> Cut:
     apart = SeparateResults(own=step.own_results, num_results=step.num_results)
     gm = runner.run(step.forward, [apart], stage="forward")
-    return cut(
-        CutRequest(
-            gm=gm,
-            positions=forward_positions(gm.graph),
-            phase=Phase.FORWARD,
-            static_inputs=step.facts.static_names,
-            device=step.facts.device,
-            names=_region_names(step.units, Phase.FORWARD),
-        )
-    )
+    return _cut_half(step, gm, forward_positions(gm.graph), Phase.FORWARD, runner)
 
 
 def _cut_backward(step: CapturedStep, runner: PassRunner) -> Cut:
@@ -107,15 +101,33 @@ def _cut_backward(step: CapturedStep, runner: PassRunner) -> Cut:
         AccumulateInPlace(num_units=num_units),
     )
     gm = runner.run(step.backward, passes, stage="backward")
-    return cut(
-        CutRequest(
-            gm=gm,
-            positions=backward_positions(gm.graph, num_units),
-            phase=Phase.BACKWARD,
-            static_inputs=step.facts.static_names,
-            device=step.facts.device,
-            names=_region_names(step.units, Phase.BACKWARD),
-        )
+    return _cut_half(step, gm, backward_positions(gm.graph, num_units), Phase.BACKWARD, runner)
+
+
+def _cut_half(
+    step: CapturedStep,
+    gm: fx.GraphModule,
+    positions: Mapping[fx.Node, int],
+    phase: Phase,
+    runner: PassRunner,
+) -> Cut:
+    request = CutRequest(
+        gm=gm,
+        positions=positions,
+        phase=phase,
+        static_inputs=step.facts.static_names,
+        device=step.facts.device,
+        names=_region_names(step.units, phase),
+    )
+    return runner.derive(
+        "cut",
+        gm,
+        lambda: cut(request),
+        stage=phase.value,
+        graphs=lambda made: {
+            "program": made.program,
+            **{name: region.gm for name, region in made.regions.items()},
+        },
     )
 
 

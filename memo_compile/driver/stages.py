@@ -9,6 +9,7 @@ from memo_compile.analysis.joint_units import JointUnits
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.passes.cut import Cut
+from memo_compile.passes.runner import PassRunner
 from memo_compile.step.problem import Problem
 from memo_compile.step.tilings import WholeStep
 
@@ -37,6 +38,8 @@ class CutStep:
     backward: Cut
     units: JointUnits
     facts: GraphFacts
+    runner: PassRunner
+    """Runs what is still to be done to graphs of this step."""
 
     @property
     def regions(self) -> Mapping[str, RegionGraph]:

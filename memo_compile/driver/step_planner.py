@@ -27,7 +27,7 @@ from memo_compile.costs.roofline import graph_seconds
 from memo_compile.driver.decide import RecomputeLibrary, decide
 from memo_compile.driver.decisions import moved_rows, saved_rows, step_notes
 from memo_compile.driver.facts import profile_name
-from memo_compile.driver.left_whole import UNEXPECTED, say_dropped
+from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.movable_step import Movable, movable_step
 from memo_compile.driver.stages import LoweredStep
 from memo_compile.driver.user_outputs import held_bytes
@@ -159,11 +159,10 @@ class StepPlanner:
                 return self._planned(self.problem, replace(saved, decisions=rows))
         try:
             choice = self._choose(budget_bytes)
-        except MemoError:
-            raise
-        except (
-            UNEXPECTED
-        ) as error:  # what is to move is a possibility: the step can keep everything
+        except (MemoError, *UNEXPECTED) as error:
+            if not is_bug(error):
+                raise
+            # What is to move is a possibility: the step can keep everything.
             say_dropped(f"{self.name}: everything is kept, nothing is moved", error)
             return self._all_saved(budget_bytes)
         rows = moved_rows(self.movable().step, choice, self.units)
@@ -297,6 +296,7 @@ class StepPlanner:
                 graphs=movable.graphs,
                 config=self.config,
                 measure=self._seconds,
+                runner=self.cut.runner,
                 may_run=self.may_run,
             )
         return self._library

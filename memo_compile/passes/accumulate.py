@@ -7,6 +7,7 @@ buffers, makes the sum where the first part was.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -34,7 +35,8 @@ class AccumulateInPlace:
     """
 
     num_units: int
-    name: str = "accumulate-in-place"
+    name: ClassVar[str] = "accumulate-in-place"
+    is_required: ClassVar[bool] = False
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""

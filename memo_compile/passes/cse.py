@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -35,7 +35,8 @@ class MergeCommonSubexpressions:
     Cost: linear in the size of the graph.
     """
 
-    name: str = "merge-common-subexpressions"
+    name: ClassVar[str] = "merge-common-subexpressions"
+    is_required: ClassVar[bool] = False
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Merge in place."""

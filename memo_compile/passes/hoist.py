@@ -1,6 +1,7 @@
 """Moves what the first layer makes for all layers before the layers, as a pass."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
@@ -19,7 +20,8 @@ class HoistInvariants:
                                                          layer 1: q1, k1, attend(q1, k1, bias)
     """
 
-    name: str = "hoist-invariants"
+    name: ClassVar[str] = "hoist-invariants"
+    is_required: ClassVar[bool] = False
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Reorder in place."""

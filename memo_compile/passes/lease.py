@@ -1,12 +1,21 @@
-"""Takes saved activations out of autograd's hands: they stay in the frame, a handle travels."""
+"""Takes saved activations out of autograd's hands: they stay in the frame, a handle travels.
+
+``LeaseSaved`` rewrites the forward and ``FetchLeased`` the backward:
+
+    forward:  return loss, primal, mul, mm     forward:  h = lease(mul, mm)
+                                                         return loss, primal, h
+    backward: (primal, mul, mm, tangent)    -> backward: (primal, h, tangent)
+                                                         mul = fetch(h, 0); mm = fetch(h, 1)
+"""
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from memo_runtime import ops
 from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils import _pytree as pytree
 
 from memo_compile.analysis.joint_units import is_tangent
@@ -16,54 +25,94 @@ HANDLE = "memo_handle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Halves:
-    """The two graphs that go back to AOTAutograd, and what stays in the frame between them."""
+class LeaseSaved:
+    """A forward returns one handle in place of the activations that it saves.
 
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    leased: tuple[str, ...]
-
-
-def lease_saved(
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    *,
-    num_fwd_outputs: int,
-    handle_value: torch.Tensor,
-) -> Halves:
-    """Replace the saved activations between two halves by one handle, in place.
-
-    Rewrite:
-        forward:  return loss, primal, mul, mm     forward:  h = lease(mul, mm)
-                                                             return loss, primal, h
-        backward: (primal, mul, mm, tangent)    -> backward: (primal, h, tangent)
-                                                             mul = fetch(h, 0); mm = fetch(h, 1)
+    Rewrite, with ``num_fwd_outputs`` = 1:
+        return loss, primal, mul, mm    ->    h = lease(mul, mm)
+                                              return loss, primal, h
 
     Inputs and whatever shares storage with a user's output travel as before: the user may write
     into those, and only autograd's version counters notice.
     """
-    output = forward.graph.find_nodes(op="output")[0]
-    outputs = list(output.args[0])
-    visible = {storage_of(node) for node in outputs[:num_fwd_outputs] if isinstance(node, fx.Node)}
-    leased = [
-        node
-        for node in outputs[num_fwd_outputs:]
-        if is_tensor(node) and node.op == "call_function" and storage_of(node) not in visible
-    ]
-    with forward.graph.inserting_before(output):
-        handle = forward.graph.call_function(ops.lease, tuple(leased))
-    handle.meta["val"] = handle_value
-    handle.meta["saved_tensor_with_no_vc_check"] = True
-    kept = [node for node in outputs[num_fwd_outputs:] if node not in set(leased)]
-    tensors = [node for node in kept if _is_plain_saved(node)]
-    others = [node for node in kept if not _is_plain_saved(node)]
-    _set_outputs(output, [*outputs[:num_fwd_outputs], *tensors, handle, *others])
-    _fetch_in_backward(backward, [node.name for node in leased], handle)
-    return Halves(
-        forward=_refresh(forward),
-        backward=_refresh(backward),
-        leased=tuple(node.name for node in leased),
-    )
+
+    num_fwd_outputs: int
+    """So many are the user's; what follows is saved for the backward."""
+    handle_value: torch.Tensor
+    """The handle as a fake tensor."""
+    name: ClassVar[str] = "lease-saved"
+    is_required: ClassVar[bool] = True
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        """Rewrite in place."""
+        output = gm.graph.output_node()
+        (results,) = output.args
+        assert isinstance(results, list | tuple), "a forward returns a tuple"
+        users, saved = results[: self.num_fwd_outputs], results[self.num_fwd_outputs :]
+        visible = {storage_of(node) for node in users if isinstance(node, fx.Node)}
+        leased = [
+            node
+            for node in saved
+            if is_tensor(node) and node.op == "call_function" and storage_of(node) not in visible
+        ]
+        with gm.graph.inserting_before(output):
+            handle = gm.graph.call_function(ops.lease, tuple(leased))
+        handle.meta.update(_handle_meta(self.handle_value))
+        kept = [node for node in saved if node not in set(leased)]
+        tensors = [node for node in kept if _is_plain_saved(node)]
+        others = [node for node in kept if not _is_plain_saved(node)]
+        _set_outputs(output, [*users, *tensors, handle, *others])
+        return PassResult(gm, True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchLeased:
+    """A backward takes the handle and fetches by it what its forward has leased.
+
+    Rewrite, with ``leased`` = ("mul", "mm"):
+        (primal, mul, mm, tangent)    ->    (primal, h, tangent)
+                                            mul = fetch(h, 0)
+                                            mm  = fetch(h, 1)
+
+    What the backward does not read is not fetched.
+    """
+
+    leased: tuple[str, ...]
+    """The names of the values in the frame, in order: both halves know them by these."""
+    handle_value: torch.Tensor
+    """The handle as a fake tensor."""
+    name: ClassVar[str] = "fetch-leased"
+    is_required: ClassVar[bool] = True
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        """Rewrite in place."""
+        graph = gm.graph
+        placeholders = graph.find_nodes(op="placeholder")
+        source = _handle_behind_saved(graph, placeholders)
+        source.meta.update(_handle_meta(self.handle_value))
+        first = next(node for node in graph.nodes if node.op != "placeholder")
+        by_name = {node.name: node for node in placeholders}
+        for index, name in enumerate(self.leased):
+            old = by_name.get(name)
+            if old is None:
+                continue
+            with graph.inserting_before(first):
+                new = graph.call_function(ops.fetch, (source, index))
+            new.meta.update(old.meta)
+            old.replace_all_uses_with(new)
+            graph.erase_node(old)
+            new.name = name
+        return PassResult(gm, True)
+
+
+def leased_names(forward: fx.GraphModule) -> tuple[str, ...]:
+    """What a forward behind ``LeaseSaved`` leaves in the frame, in order."""
+    (lease,) = forward.graph.find_nodes(op="call_function", target=ops.lease)
+    return tuple(node.name for node in lease.args if isinstance(node, fx.Node))
+
+
+def _handle_meta(value: torch.Tensor) -> dict[str, Any]:
+    return {"val": value, "saved_tensor_with_no_vc_check": True}
 
 
 def _is_plain_saved(node: object) -> bool:
@@ -81,10 +130,8 @@ def _set_outputs(output: fx.Node, values: list[Any]) -> None:
     output.args = (tuple(values),)
 
 
-def _fetch_in_backward(backward: fx.GraphModule, names: list[str], handle: fx.Node) -> None:
-    """Swap the placeholders ``names`` for fetches from a new placeholder behind saved tensors."""
-    graph = backward.graph
-    placeholders = graph.find_nodes(op="placeholder")
+def _handle_behind_saved(graph: fx.Graph, placeholders: list[fx.Node]) -> fx.Node:
+    """A new placeholder for the handle, behind the saved tensors that autograd checks."""
     saved = list(itertools.takewhile(lambda node: not is_tangent(node), placeholders))
     anchor = next((node for node in reversed(saved) if _is_plain_saved(node)), None)
     if anchor is not None:
@@ -92,23 +139,4 @@ def _fetch_in_backward(backward: fx.GraphModule, names: list[str], handle: fx.No
     else:
         context = graph.inserting_before(next(iter(graph.nodes)))
     with context:
-        source = graph.placeholder(HANDLE)
-    source.meta.update(handle.meta)
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    by_name = {node.name: node for node in placeholders}
-    for index, name in enumerate(names):
-        old = by_name.get(name)
-        if old is None:
-            continue
-        with graph.inserting_before(first):
-            new = graph.call_function(ops.fetch, (source, index))
-        new.meta.update(old.meta)
-        old.replace_all_uses_with(new)
-        graph.erase_node(old)
-        new.name = name  # both halves know a saved value by the name of the node that makes it
-
-
-def _refresh(gm: fx.GraphModule) -> fx.GraphModule:
-    gm.graph.lint()
-    gm.recompile()
-    return gm
+        return graph.placeholder(HANDLE)

@@ -6,6 +6,7 @@ value then.
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -33,7 +34,8 @@ class KeepOverwritten:
     """
 
     num_fwd_outputs: int
-    name: str = "keep-overwritten"
+    name: ClassVar[str] = "keep-overwritten"
+    is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""

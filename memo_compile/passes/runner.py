@@ -1,16 +1,24 @@
-"""The one runner of passes: it alone names, times, lints, dumps and wraps failures."""
+"""The one runner of passes: it alone names, times, skips, lints, dumps and wraps failures."""
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from memo_compile.errors import MemoError, PassFailed
+from memo_compile.errors import ConfigError, MemoError, PassFailed
 
-__all__ = ["GraphPass", "PassResult", "PassRunner", "graph_text"]
+__all__ = ["GraphPass", "PassResult", "PassRunner", "PassSelection", "graph_text"]
+
+T = TypeVar("T")
+
+TIMES_FILE = "passes.txt"
+"""In the dump folder: what ran, how often, and for how long."""
 
 
 class GraphPass(Protocol):
@@ -18,12 +26,36 @@ class GraphPass(Protocol):
 
     @property
     def name(self) -> str:
-        """What dumps, timings and errors call the pass."""
+        """What dumps, timings, errors and the option ``passes`` call the pass."""
+        ...
+
+    @property
+    def is_required(self) -> bool:
+        """True where a step without the pass would be wrong, or none: it is never skipped."""
         ...
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite ``gm``; ``modified=False`` promises that the graph's text is unchanged."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSelection:
+    """Which of the passes that are not required run; by default all."""
+
+    skipped: frozenset[str] = frozenset()
+    """Names of passes that never run."""
+    limit: int | None = None
+    """So many runs of passes that are not required, and no more; None: as many as there are."""
+
+
+ALL = PassSelection()
+
+
+@dataclass(slots=True)
+class _Spent:
+    runs: int = 0
+    seconds: float = 0.0
 
 
 def graph_text(gm: fx.GraphModule) -> str:
@@ -36,54 +68,134 @@ def graph_text(gm: fx.GraphModule) -> str:
     return "\n".join(lines) + "\n"
 
 
-class PassRunner:
-    """Runs passes over one graph after the other, in the order given.
+def _nodes(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """What tells a graph from a changed one: cheaper than its text."""
+    return [(node, node.target, node.args, node.kwargs) for node in gm.graph.nodes]
 
-    With ``dump`` every pass leaves ``NN-stage-pass.before.txt`` and ``.after.txt`` there.
+
+class PassRunner:
+    """Runs passes, and what derives graphs from a graph, one after the other.
+
+    With ``dump`` each leaves ``NN-stage-name.before.txt`` there, and ``NN-stage-name.after.txt``,
+    which holds all graphs that were derived, each under its name.
     """
 
-    def __init__(self, dump: Path | None = None) -> None:
+    def __init__(self, dump: Path | None = None, selection: PassSelection = ALL) -> None:
         self._dump = dump
+        self._selection = selection
         self._count = 0
-        self.seconds: dict[str, float] = {}
+        self._optional_runs = 0
+        self._spent: dict[str, _Spent] = {}
 
     def run(self, gm: fx.GraphModule, passes: Sequence[GraphPass], *, stage: str) -> fx.GraphModule:
-        """``gm`` after all ``passes``.
+        """``gm`` after all ``passes`` that are selected.
 
         Raises:
+            ConfigError: a required pass is among those to skip.
             PassFailed: a pass raised, left a graph that does not lint, or claimed "unchanged"
                 for a graph whose text did change.
         """
-        for one in passes:
-            gm = self._run_one(gm, one, stage)
+        for graph_pass in passes:
+            if self._is_selected(graph_pass):
+                gm = self._run_one(gm, graph_pass, stage)
         return gm
 
-    def _run_one(self, gm: fx.GraphModule, one: GraphPass, stage: str) -> fx.GraphModule:
+    def _is_selected(self, graph_pass: GraphPass) -> bool:
+        """Whether the pass runs; counts the runs of those that need not."""
+        skipped = graph_pass.name in self._selection.skipped
+        if graph_pass.is_required:
+            if skipped:
+                raise ConfigError(required(graph_pass.name))
+            return True
+        limit = self._selection.limit
+        if skipped or (limit is not None and self._optional_runs >= limit):
+            return False
+        self._optional_runs += 1
+        return True
+
+    def _run_one(self, gm: fx.GraphModule, graph_pass: GraphPass, stage: str) -> fx.GraphModule:
+        name = graph_pass.name
         before = graph_text(gm)
+        with self._watched(f"pass {name} on {stage}", name):
+            result = graph_pass(gm)
+            result.graph_module.graph.lint()
+        after = graph_text(result.graph_module)
+        if not result.modified and after != before:
+            raise PassFailed(f"pass {name} on {stage}: says unchanged, but the graph changed")
+        self.write(f"{stage}-{name}.before.txt", before)
+        self.write(f"{stage}-{name}.after.txt", after)
+        result.graph_module.recompile()
+        return result.graph_module
+
+    def derive(
+        self,
+        name: str,
+        gm: fx.GraphModule,
+        function: Callable[[], T],
+        *,
+        stage: str,
+        graphs: Callable[[T], Mapping[str, fx.GraphModule]],
+    ) -> T:
+        """What ``function`` makes of ``gm``, which stays as it is; ``graphs`` are those in it.
+
+        Raises:
+            PassFailed: it raised what is no MemoError, made a graph that does not lint, or changed
+                ``gm``.
+        """
+        before = _nodes(gm)
+        with self._watched(f"{name} of {stage}", name):
+            result = function()
+            made = graphs(result)
+            for graph in made.values():
+                graph.graph.lint()
+        if _nodes(gm) != before:
+            raise PassFailed(f"{name} of {stage}: changed the graph that it reads")
+        if self._dump is not None:
+            texts = (f"# {part}\n{graph_text(graph)}" for part, graph in made.items())
+            self.write(f"{stage}-{name}.before.txt", graph_text(gm))
+            self.write(f"{stage}-{name}.after.txt", "\n".join(texts))
+        return result
+
+    @contextmanager
+    def _watched(self, what: str, name: str) -> Iterator[None]:
+        """The block's time counts for ``name``; what it raises is a PassFailed or a MemoError."""
         start = time.perf_counter()
         try:
-            result = one(gm)
-            result.graph_module.graph.lint()
+            yield
         except MemoError:
             raise
         except Exception as error:
-            raise PassFailed(
-                f"pass {one.name} on {stage}: {type(error).__name__}: {error}"
-            ) from error
-        spent = time.perf_counter() - start
-        self.seconds[one.name] = self.seconds.get(one.name, 0.0) + spent
-        after = graph_text(result.graph_module)
-        if not result.modified and after != before:
-            raise PassFailed(f"pass {one.name} on {stage}: says unchanged, but the graph changed")
-        self.write(f"{stage}-{one.name}.before.txt", before)
-        self.write(f"{stage}-{one.name}.after.txt", after)
-        result.graph_module.recompile()
-        return result.graph_module
+            raise PassFailed(f"{what}: {type(error).__name__}: {error}") from error
+        finally:
+            spent = self._spent.setdefault(name, _Spent())
+            spent.runs += 1
+            spent.seconds += time.perf_counter() - start
+
+    def times(self) -> str:
+        """A line for each pass and derivation: its name, how often it ran, milliseconds in all."""
+        lines = [f"{'pass':32}{'runs':>6}{'ms':>10}"]
+        lines += [
+            f"{name:32}{spent.runs:6}{1e3 * spent.seconds:10.1f}"
+            for name, spent in self._spent.items()
+        ]
+        return "\n".join(lines) + "\n"
+
+    def write_times(self) -> None:
+        """Leave ``times`` in the dump folder; nothing without one."""
+        if self._dump is not None:
+            self._dump.mkdir(parents=True, exist_ok=True)
+            (self._dump / TIMES_FILE).write_text(self.times())
 
     def write(self, name: str, text: str) -> None:
         """Leave ``text`` in the dump folder under the next number; nothing without one."""
         if self._dump is None:
             return
         self._dump.mkdir(parents=True, exist_ok=True)
-        (self._dump / f"{self._count:02d}-{name}").write_text(text)
+        plain = re.sub(r"[^\w.-]+", "_", name)
+        (self._dump / f"{self._count:02d}-{plain}").write_text(text)
         self._count += 1
+
+
+def required(name: str) -> str:
+    """Why a required pass is not skipped."""
+    return f"passes: {name} is required, a step without it would be wrong; take -{name} out"

@@ -1,7 +1,7 @@
 """Gives results that would lie in one memory a memory each, where the user's program does."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from memo_runtime import ops
@@ -36,7 +36,8 @@ class SeparateResults:
     """Positions of results that the user's program makes apart from all others."""
     num_results: int | None = None
     """So many are the user's; what follows is saved for the backward. None: all are the user's."""
-    name: str = "separate-results"
+    name: ClassVar[str] = "separate-results"
+    is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""

@@ -17,6 +17,7 @@ from torch import fx
 
 from memo_compile.analysis.regions import RegionGraph, ViewSpec
 from memo_compile.passes.cut import Cut, CutCall, CutInto
+from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.tile_sums import Term, TileSum, take_sums_out
 from memo_compile.passes.tiles import TiledRegion, TileInput, tilings
 from memo_compile.step.problem import Layout
@@ -52,7 +53,11 @@ def _raise(what: str, error: Exception) -> Never:
 
 
 def tile_cut(
-    cut: Cut, tiles: int, accepts: Accepts = _accept_all, dropped: Dropped = _raise
+    cut: Cut,
+    tiles: int,
+    runner: PassRunner,
+    accepts: Accepts = _accept_all,
+    dropped: Dropped = _raise,
 ) -> Cut:
     """``cut`` with every region whose widest chain pays in ``tiles`` tiles, in parts.
 
@@ -65,7 +70,7 @@ def tile_cut(
     split = {}
     for name, region in cut.regions.items():
         try:
-            found = _split(name, region, tiles, accepts)
+            found = _derived_split(name, region, tiles, accepts, runner)
         except Exception as error:  # tiles are a possibility: without them the region runs whole
             dropped(f"region {name} is not run in tiles", error)
             continue
@@ -84,6 +89,18 @@ def tile_cut(
         calls=tuple(calls),
         whole_calls=cut.calls,
         tilings={name: one.claim(cut.regions[name]) for name, one in split.items()},
+    )
+
+
+def _derived_split(
+    name: str, region: RegionGraph, tiles: int, accepts: Accepts, runner: PassRunner
+) -> "_Split | None":
+    return runner.derive(
+        "tile",
+        region.gm,
+        lambda: _split(name, region, tiles, accepts),
+        stage=name,
+        graphs=lambda split: {part: made.gm for part, made in split.parts()} if split else {},
     )
 
 

@@ -11,6 +11,7 @@ import memo_compile
 from memo_compile.backends import entry
 from memo_compile.cli.main import main
 from memo_compile.config import MemoConfig
+from memo_compile.passes.order import PASSES
 from memo_compile.reporting import state
 
 pytestmark = pytest.mark.usefixtures("fresh_report")
@@ -76,3 +77,13 @@ def test_plans_of_models_that_are_gone_do_not_pile_up():
         gc.collect()
     assert len(memo_compile.report().plans) == 1
     assert state.report().active
+
+
+def test_the_passes_run_in_the_order_of_the_tuple(tmp_path):
+    step(dump=str(tmp_path))
+    (folder,) = tmp_path.iterdir()
+    files = " ".join(path.name for path in sorted(folder.glob("*.before.txt")))
+    found = [one.name for one in PASSES if one.name in files]
+    assert sorted(found, key=files.index) == found
+    assert found[0] == "merge-common-subexpressions"
+    assert found[-1] == "accumulate-in-place"

@@ -1,0 +1,65 @@
+"""The passes over the graphs of a step, in the order in which they run."""
+
+import difflib
+from collections.abc import Sequence
+
+from memo_compile.errors import ConfigError
+from memo_compile.passes.accumulate import AccumulateInPlace
+from memo_compile.passes.cse import MergeCommonSubexpressions
+from memo_compile.passes.hoist import HoistInvariants
+from memo_compile.passes.lease import FetchLeased, LeaseSaved
+from memo_compile.passes.overwritten import KeepOverwritten
+from memo_compile.passes.runner import GraphPass, PassSelection, required
+from memo_compile.passes.separate import SeparateResults
+
+PASSES: tuple[type[GraphPass], ...] = (
+    MergeCommonSubexpressions,  # joint graph
+    HoistInvariants,  # joint graph
+    KeepOverwritten,  # joint graph
+    LeaseSaved,  # forward half
+    FetchLeased,  # backward half
+    SeparateResults,  # both halves, as Inductor simplified them
+    AccumulateInPlace,  # backward half
+)
+"""Between the third and the fourth the joint graph is cut into halves; behind the last the halves
+are cut into regions, and wide regions into tiles."""
+
+
+def selection(entries: Sequence[str]) -> PassSelection:
+    """What the option ``passes`` selects: ``-NAME`` skips a pass, ``..N`` ends after N of them.
+
+    ``..N`` finds the pass that makes a fault by halving: passes that are required run all the same
+    and are not counted.
+
+    Raises:
+        ConfigError: an entry is neither, or the pass is unknown or required.
+    """
+    is_required = {one.name: one.is_required for one in PASSES}
+    skipped = set()
+    limit = None
+    for entry in entries:
+        name = entry.removeprefix("-")
+        if entry.startswith(".."):
+            limit = _limit(entry)
+        elif name == entry:
+            raise ConfigError(f"passes: expected -NAME or ..N, got {entry!r}")
+        elif name not in is_required:
+            raise ConfigError(_unknown(name, list(is_required)))
+        elif is_required[name]:
+            raise ConfigError(required(name))
+        else:
+            skipped.add(name)
+    return PassSelection(skipped=frozenset(skipped), limit=limit)
+
+
+def _limit(entry: str) -> int:
+    digits = entry.removeprefix("..")
+    if not (digits.isascii() and digits.isdigit()):
+        raise ConfigError(f"passes: expected a number of passes behind '..', got {entry!r}")
+    return int(digits)
+
+
+def _unknown(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known passes: {', '.join(names)}"
+    return f"passes: unknown pass {name!r}; {hint}"
