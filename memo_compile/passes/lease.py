@@ -48,7 +48,8 @@ class LeaseSaved:
         output = gm.graph.output_node()
         (results,) = output.args
         assert isinstance(results, list | tuple), "a forward returns a tuple"
-        users, saved = results[: self.num_fwd_outputs], results[self.num_fwd_outputs :]
+        users: list[Any] = list(results[: self.num_fwd_outputs])
+        saved: list[Any] = list(results[self.num_fwd_outputs :])
         visible = {storage_of(node) for node in users if isinstance(node, fx.Node)}
         leased = [
             node

@@ -35,7 +35,7 @@ def selection(entries: Sequence[str]) -> PassSelection:
         ConfigError: an entry is neither, or the pass is unknown or required.
     """
     is_required = {one.name: one.is_required for one in PASSES}
-    skipped = set()
+    skipped: set[str] = set()
     limit = None
     for entry in entries:
         name = entry.removeprefix("-")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
@@ -24,15 +24,10 @@ TIMES_FILE = "passes.txt"
 class GraphPass(Protocol):
     """A frozen dataclass: options as fields, ``name`` in kebab-case, GraphModule in and out."""
 
-    @property
-    def name(self) -> str:
-        """What dumps, timings, errors and the option ``passes`` call the pass."""
-        ...
-
-    @property
-    def is_required(self) -> bool:
-        """True where a step without the pass would be wrong, or none: it is never skipped."""
-        ...
+    name: ClassVar[str]
+    """What dumps, timings, errors and the option ``passes`` call the pass."""
+    is_required: ClassVar[bool]
+    """True where a step without the pass would be wrong, or none: it is never skipped."""
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite ``gm``; ``modified=False`` promises that the graph's text is unchanged."""
