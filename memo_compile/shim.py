@@ -97,7 +97,7 @@ def copies_results(node: Any) -> bool:
 
 def written_buffers(node: Any) -> list[str]:
     """Names of the buffers that an extern kernel without results of its own writes into."""
-    return [name for one in node.mutation_outputs for name in one.get_mutation_names()]
+    return [name for output in node.mutation_outputs for name in output.get_mutation_names()]
 
 
 def is_tensor_buffer(node: Any) -> bool:
@@ -360,7 +360,7 @@ def results_of_their_own() -> tuple[int, ...]:
     known = context.fw_metadata
     apart = (OutputType.non_alias, OutputType.unsafe_view_alias)
     first = known.num_mutated_inp_runtime_indices
-    found = (at for at, one in enumerate(known.output_info) if one.output_type in apart)
+    found = (at for at, output in enumerate(known.output_info) if output.output_type in apart)
     return tuple(first + at for at in found)
 
 
@@ -379,7 +379,7 @@ def has_fsdp_modules() -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     # torch's own ReplicateModule derives from FSDPModule too, and is no module yet.
-    return any(issubclass(one, torch.nn.Module) for one in FSDPModule.__subclasses__())
+    return any(issubclass(cls, torch.nn.Module) for cls in FSDPModule.__subclasses__())
 
 
 def dynamo_counts() -> tuple[dict[str, int], int]:

@@ -43,8 +43,8 @@ def symbol_positions(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
     placeholders = gm.graph.find_nodes(op="placeholder")
     return tuple(
         index
-        for index, (node, one) in enumerate(zip(placeholders, example_inputs, strict=True))
-        if isinstance(one, torch.SymInt) or _is_wrapped_float(node)
+        for index, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True))
+        if isinstance(value, torch.SymInt) or _is_wrapped_float(node)
     )
 
 
@@ -86,7 +86,7 @@ class _Specialised:
             run = self._compile(key, args)
         if run is self._plain:
             return run(*args)
-        return run(*(one for index, one in enumerate(args) if index not in self._symbols))
+        return run(*(arg for index, arg in enumerate(args) if index not in self._symbols))
 
     def _compile(self, key: tuple[float, ...], args: Sequence[Any]) -> Callable[..., Any]:
         with self._lock:
@@ -97,7 +97,7 @@ class _Specialised:
             if len(self._known) >= self._config.max_plans:
                 self._known.popitem(last=False)
             gm = _with_numbers(self._gm, dict(zip(self._symbols, key, strict=True)))
-            rest = [one for index, one in enumerate(args) if index not in self._symbols]
+            rest = [arg for index, arg in enumerate(args) if index not in self._symbols]
             with shim.fresh_static_tracing():
                 run = self._compile_static(gm, rest, self._config)
             self._known[key] = run
@@ -139,6 +139,6 @@ def _with_numbers(gm: fx.GraphModule, numbers: dict[int, float]) -> fx.GraphModu
 def _replace_by_number(node: fx.Node, number: float) -> None:
     """Put ``number`` where ``node`` is read, and erase ``node``."""
     for user in list(node.users):
-        user.args = fx.node.map_arg(user.args, lambda one: number if one is node else one)
-        user.kwargs = fx.node.map_arg(user.kwargs, lambda one: number if one is node else one)
+        user.args = fx.node.map_arg(user.args, lambda arg: number if arg is node else arg)
+        user.kwargs = fx.node.map_arg(user.kwargs, lambda arg: number if arg is node else arg)
     node.graph.erase_node(node)

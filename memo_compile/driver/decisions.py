@@ -19,7 +19,9 @@ MIN_NAMED_BYTES = 2**20
 def saved_rows(problem: Problem, forward: Cut, units: JointUnits) -> tuple[Decision, ...]:
     """The rows of policy SAVE, read off each class's first layer."""
     leased = set(forward.leased)
-    labels = {one.class_key: one.module_path for one in units.structure.classes}
+    labels = {
+        layer_class.class_key: layer_class.module_path for layer_class in units.structure.classes
+    }
     rows: list[Decision] = []
     for call in problem.calls:
         if call.phase is not Phase.FORWARD or call.instance or call.layer_class is None:
@@ -49,7 +51,9 @@ def moved_rows(step: MovableStep, choice: Choice[Plan], units: JointUnits) -> tu
     """
     why = reasons(step, choice)
     read = _read_in_backward(choice.problem)
-    paths = {one.class_key: one.module_path for one in units.structure.classes}
+    paths = {
+        layer_class.class_key: layer_class.module_path for layer_class in units.structure.classes
+    }
     calls = {call.name: call for call in step.problem.calls}
     rows: list[Decision] = []
     for key, cls in step.classes.items():

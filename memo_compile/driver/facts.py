@@ -21,9 +21,9 @@ class GraphFacts:
     """Facts about one Dynamo graph, read from its real example inputs and the AOT forward."""
 
     def __init__(self, example_inputs: Sequence[Any]) -> None:
-        tensors = [one for one in example_inputs if isinstance(one, torch.Tensor)]
-        self._parameters = [one for one in tensors if isinstance(one, torch.nn.Parameter)]
-        self._trainable = [weakref.ref(one) for one in _unique(self._parameters)]
+        tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+        self._parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
+        self._trainable = [weakref.ref(parameter) for parameter in _unique(self._parameters)]
         self.device = _main_device(tensors)
         self.static_names: frozenset[str] = frozenset()
         self._static_bytes = 0
@@ -60,32 +60,36 @@ class GraphFacts:
                     self._input_bytes += size
 
     def existing_gradient_bytes(self) -> int:
-        """Bytes of the gradients that exist now; a backward makes its own beside them."""
+        """Bytes of the gradients that exist now; a backward makes new ones while these stay."""
         alive = (ref() for ref in self._trainable)
-        return sum(_bytes(one.grad) for one in alive if one is not None and one.grad is not None)
+        return sum(
+            _bytes(parameter.grad)
+            for parameter in alive
+            if parameter is not None and parameter.grad is not None
+        )
 
     def constant_bytes(self, state_bytes_per_parameter: float | None = None) -> int:
         """Parameters, a gradient for each that is trained, and optimizer state."""
         unique = _unique(self._parameters)
-        trained = [one for one in unique if one.requires_grad]
-        gradients = sum(_bytes(one) for one in trained)
+        trained = [parameter for parameter in unique if parameter.requires_grad]
+        gradients = sum(_bytes(parameter) for parameter in trained)
         state = OPTIMIZER_TENSORS * gradients
         if state_bytes_per_parameter is not None:
-            state = int(sum(one.numel() for one in trained) * state_bytes_per_parameter)
-        return sum(_bytes(one) for one in unique) + gradients + state
+            state = int(sum(parameter.numel() for parameter in trained) * state_bytes_per_parameter)
+        return sum(_bytes(parameter) for parameter in unique) + gradients + state
 
     def fixed_bytes(
         self, outputs_bytes: int, state_bytes_per_parameter: float | None = None
     ) -> FixedBytes:
-        """Device memory of the step beside the arena.
+        """Device memory of the step outside the arena.
 
         A gradient counts twice where a ``.grad`` exists already (it is accumulated into).
         Optimizer state is ``state_bytes_per_parameter`` for each trainable number, by default
         OPTIMIZER_TENSORS tensors of its dtype.
         """
         unique = _unique(self._parameters)
-        parameters = sum(_bytes(one) for one in unique)
-        gradients = sum(_bytes(one) for one in unique if one.requires_grad)
+        parameters = sum(_bytes(parameter) for parameter in unique)
+        gradients = sum(_bytes(parameter) for parameter in unique if parameter.requires_grad)
         existing = self.existing_gradient_bytes()
         state = self.constant_bytes(state_bytes_per_parameter) - parameters - gradients
         self._parameters = []  # from here on the model alone keeps its parameters alive
@@ -102,8 +106,8 @@ class GraphFacts:
 
 def gradient_bytes(inputs: Sequence[Any]) -> int:
     """Bytes of the gradients that the parameters among a step's own inputs hold now."""
-    leaves = (one for one in inputs if isinstance(one, torch.Tensor) and one.is_leaf)
-    return sum(_bytes(one.grad) for one in leaves if one.grad is not None)
+    leaves = (value for value in inputs if isinstance(value, torch.Tensor) and value.is_leaf)
+    return sum(_bytes(leaf.grad) for leaf in leaves if leaf.grad is not None)
 
 
 def tangents(placeholders: Sequence[fx.Node]) -> dict[str, int]:
@@ -122,7 +126,9 @@ def profile_name(device: torch.device) -> str:
 
 def _unique(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """One tensor per storage: tied weights count once."""
-    return list({one.untyped_storage()._cdata: one for one in parameters}.values())
+    return list(
+        {parameter.untyped_storage()._cdata: parameter for parameter in parameters}.values()
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -132,8 +138,8 @@ def _bytes(tensor: torch.Tensor) -> int:
 def _main_device(tensors: Sequence[torch.Tensor]) -> torch.device:
     """The device that holds most of the inputs' bytes."""
     held: dict[torch.device, int] = {}
-    for one in tensors:
-        held[one.device] = held.get(one.device, 0) + _bytes(one)
+    for tensor in tensors:
+        held[tensor.device] = held.get(tensor.device, 0) + _bytes(tensor)
     if not held:
         return torch.device("cpu")
     accelerators = {device: size for device, size in held.items() if device.type != "cpu"}

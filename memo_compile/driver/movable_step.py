@@ -227,7 +227,7 @@ class _Builder:
         seconds = {node: node_seconds(node, self.profile) for node in nodes}
         total = sum(seconds.values())
         scale = self.costs.region_s[call.region] / total if total > 0 else 0.0
-        return {node: one * scale for node, one in seconds.items()}
+        return {node: node_s * scale for node, node_s in seconds.items()}
 
     def _slot_nodes(self, graph: ClassGraph) -> list[fx.Node]:
         placeholders = graph.region.gm.graph.find_nodes(op="placeholder")
@@ -267,7 +267,7 @@ def _written(cut: Cut) -> Iterator[str]:
 
 
 def _filled(problem: Problem) -> dict[str, int]:
-    """Value -> the last call that writes into it: its maker alone cannot make it again."""
+    """Value -> the last call that writes into it: its maker alone cannot recompute it."""
     return {into.value: at for at, call in enumerate(problem.calls) for into in call.into}
 
 
@@ -303,7 +303,7 @@ def _is_attention(node: fx.Node) -> bool:
     """True for what an attention kernel returns."""
     root = storage_of(node)
     sources = [root, *root.all_input_nodes] if op_name(root) == "" else [root]
-    return any("attention" in op_name(one) for one in sources)
+    return any("attention" in op_name(source) for source in sources)
 
 
 def _can_recompute(ops: tuple[LayerOp, ...]) -> set[int]:

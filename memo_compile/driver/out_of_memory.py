@@ -1,4 +1,4 @@
-"""Memory that ran out beside the arena: not swallowed, but said with what the plan holds."""
+"""Memory that ran out outside the arena: not swallowed, but said with what the plan holds."""
 
 import contextlib
 import logging

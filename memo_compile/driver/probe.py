@@ -201,9 +201,9 @@ def _compare_once(region: RegionGraph, parts: Run, wide: bool, number: int) -> N
             raise _DiffersError(
                 f"the parts raise {type(error).__name__}: {_first_line(error)}"
             ) from error
-        for at, (one, other) in enumerate(zip(expected, found, strict=True)):
-            _require_close(at, _like(one, other, number), other)
-        if all(_is_mostly_finite(one) for one in expected):
+        for at, (whole, sliced) in enumerate(zip(expected, found, strict=True)):
+            _require_close(at, _like(whole, sliced, number), sliced)
+        if all(_is_mostly_finite(value) for value in expected):
             return
 
 
@@ -250,10 +250,10 @@ def _require_small(region: RegionGraph, wide: bool) -> None:
         if is_collective(node):
             raise _NotRunError(f"{node.name} talks to other ranks")
     kind = region.device.type if region.device.type in MAX_BYTES else "cpu"
-    size = transient_bytes(region.gm) + sum(_bytes_of(one) for one in region.example_inputs())
+    size = transient_bytes(region.gm) + sum(_bytes_of(value) for value in region.example_inputs())
     results = region.gm.graph.output_node().args[0]
     assert isinstance(results, list | tuple)
-    made = (one.meta.get("val") for one in results if isinstance(one, fx.Node))
+    made = (result.meta.get("val") for result in results if isinstance(result, fx.Node))
     size += sum(map(_bytes_of, made))
     if size * (2 if wide else 1) > MAX_BYTES[kind]:
         raise _NotRunError(f"a run takes {size} bytes")
@@ -290,7 +290,7 @@ def _widened(value: Any) -> Any:
 def _run_calls(tiling: RegionTiling, graphs: Mapping[str, Run], inputs: Sequence[Any]) -> list[Any]:
     """The region's outputs by the calls of its parts, plain tensors in place of the frame."""
     values: dict[str, Any] = {f"in{at}": value for at, value in enumerate(inputs)}
-    layouts = {f"in{at}": one for at, one in enumerate(tiling.region.input_layouts())}
+    layouts = {f"in{at}": layout for at, layout in enumerate(tiling.region.input_layouts())}
     for call in tiling.calls:
         given = [
             values[name] if read == layouts.get(name) else _seen(values[name], read)
@@ -391,9 +391,9 @@ def _bound_in(user: fx.Node, index: fx.Node) -> int | None:
         positions = user.args[1]
         assert isinstance(positions, list | tuple)
         sizes = shape_of(user.args[0])  # type: ignore[arg-type]
-        return next((sizes[at] for at, one in enumerate(positions) if one is index), None)
+        return next((sizes[at] for at, position in enumerate(positions) if position is index), None)
     if not isinstance(user.target, torch._ops.OpOverload) or "index" not in {
-        one.name for one in user.target._schema.arguments
+        declared.name for declared in user.target._schema.arguments
     }:
         return None
     if argument(user, "index") is not index:

@@ -91,7 +91,7 @@ def _step_call(
         outputs=call.outputs,
         layer_class=unit.class_key,
         instance=unit.instance,
-        into=tuple(_into(one, lowered[call.region]) for one in call.into),
+        into=tuple(_into(target, lowered[call.region]) for target in call.into),
         reads=call.reads,
     )
 
@@ -113,15 +113,15 @@ def _half(cut: Cut) -> Half:
     )
 
 
-def _into(one: CutInto, region: LoweredRegion) -> Into:
+def _into(target: CutInto, region: LoweredRegion) -> Into:
     """Where an output goes, by the buffer that lowering gave it."""
-    slot = region.profile.outputs[one.output]
+    slot = region.profile.outputs[target.output]
     if slot.storage is not Storage.ARENA or slot.index is None:
         raise UnsupportedGraph(
-            f"region {region.profile.name}: output {one.output} of a tile is no buffer of its own; "
-            "set token_tiles=1"
+            f"region {region.profile.name}: output {target.output} of a tile is no buffer of its "
+            "own; set token_tiles=1"
         )
-    return Into(buffer=slot.index, value=one.value, offset_bytes=one.offset_bytes)
+    return Into(buffer=slot.index, value=target.value, offset_bytes=target.offset_bytes)
 
 
 def _layer_classes(units: JointUnits, calls: Iterable[StepCall]) -> tuple[LayerClassInfo, ...]:
@@ -130,12 +130,12 @@ def _layer_classes(units: JointUnits, calls: Iterable[StepCall]) -> tuple[LayerC
         regions.setdefault(call.layer_class, set()).add(call.region)
     return tuple(
         LayerClassInfo(
-            num_layers=one.num_layers,
-            module_path=one.module_path,
-            period=one.period,
-            num_regions=len(regions.get(one.class_key, ())),
+            num_layers=layer_class.num_layers,
+            module_path=layer_class.module_path,
+            period=layer_class.period,
+            num_regions=len(regions.get(layer_class.class_key, ())),
         )
-        for one in units.structure.classes
+        for layer_class in units.structure.classes
     )
 
 

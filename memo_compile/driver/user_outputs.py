@@ -51,7 +51,7 @@ def held_bytes(problem: Problem, results: Sequence[str | None]) -> int:
         for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True)
     }
     roots = set(result_storages(problem, results).values())
-    return sum(sizes[one] for one in roots if sizes[one] > LARGE_RESULT_BYTES)
+    return sum(sizes[value] for value in roots if sizes[value] > LARGE_RESULT_BYTES)
 
 
 def assume_held(
@@ -69,20 +69,20 @@ def assume_held(
         problem,
         keeps_outputs=held > 0,
         rebound_bytes=held,
-        loss_bytes=_loss_bytes([one.meta["val"] for one in tangents if is_tangent(one)]),
+        loss_bytes=_loss_bytes([node.meta["val"] for node in tangents if is_tangent(node)]),
     )
 
 
 def _loss_bytes(gradients: Sequence[Any]) -> int:
     """What the loss holds where it is computed outside: no result of the graph is a number."""
-    tensors = [one for one in gradients if isinstance(one, torch.Tensor)]
-    if any(one.numel() == 1 for one in tensors):
+    tensors = [gradient for gradient in gradients if isinstance(gradient, torch.Tensor)]
+    if any(tensor.numel() == 1 for tensor in tensors):
         return 0
     found = 0
-    for one in tensors:
-        if one.numel() * one.element_size() > LARGE_RESULT_BYTES:
-            casts = one.element_size() < torch.float32.itemsize
-            found += one.numel() * torch.float32.itemsize * (LOSS_TENSORS + casts)
+    for tensor in tensors:
+        if tensor.numel() * tensor.element_size() > LARGE_RESULT_BYTES:
+            casts = tensor.element_size() < torch.float32.itemsize
+            found += tensor.numel() * torch.float32.itemsize * (LOSS_TENSORS + casts)
     return found
 
 
@@ -116,17 +116,19 @@ class ResultWatch:
     def returned(self, results: Sequence[Any]) -> None:
         """The forward has ended."""
         storages = shim.storages_of(results)
-        self._last += [one for one in storages if one[1] > LARGE_RESULT_BYTES]
+        self._last += [storage for storage in storages if storage[1] > LARGE_RESULT_BYTES]
 
     def turn(self, args: Sequence[Any]) -> tuple[int, int]:
         """A backward begins: bytes held of earlier results, and of this step's.
 
-        Those among ``args`` do not count: who holds them beside autograd is not known.
+        Those among ``args`` do not count: who holds them besides autograd is not known.
         """
         self._earlier = _alive(self._earlier)
         earlier = _sum(self._earlier)
         self._replaced_bytes = self._at_entry_bytes - earlier
-        given = _sum(one for one in shim.storages_of(args) if one[1] > LARGE_RESULT_BYTES)
+        given = _sum(
+            storage for storage in shim.storages_of(args) if storage[1] > LARGE_RESULT_BYTES
+        )
         return earlier, max(0, _sum(_alive(self._last)) - given)
 
     def end(self, *, keep_graph: bool) -> int:
@@ -140,7 +142,7 @@ class ResultWatch:
 
 
 def _alive(held: Held) -> Held:
-    return [one for one in held if not one[0].expired()]
+    return [reference for reference in held if not reference[0].expired()]
 
 
 def _sum(held: Iterable[tuple[Any, int]]) -> int:

@@ -1,7 +1,7 @@
 """From the forward region of a layer: what recomputing its saved tensors costs, and the regions.
 
 A layer's *slots* are its input and the tensors that its forward leaves for its backward. Whatever
-is not kept in memory can be made again from the slots that are, by a part of the forward.
+is not kept in memory can be recomputed from the slots that are, by a part of the forward.
 """
 
 import re
@@ -85,7 +85,9 @@ class _Listing:
 
     def add(self, node: fx.Node) -> None:
         is_item = _is_item(node)
-        sources = (self.made_by[one] for one in node.all_input_nodes if one in self.made_by)
+        sources = (
+            self.made_by[source] for source in node.all_input_nodes if source in self.made_by
+        )
         inputs = tuple(sorted(set(sources)))
         if is_view(node) and node not in self.slots:
             if inputs:
@@ -96,7 +98,7 @@ class _Listing:
             seconds=0.0 if is_item or is_view(node) else self.seconds_of(node),
             inputs=inputs,
             slot=self.slots.get(node),
-            can_recompute=_why_not_again(node, self.written) is None,
+            can_recompute=_why_not_recomputed(node, self.written) is None,
         )
 
     def _append(
@@ -140,8 +142,10 @@ def _own_bytes(node: fx.Node) -> int:
     if not isinstance(value, tuple | list):
         return 0
     read = {user.args[1] for user in node.users if _is_item(user)}
-    unread = (one for index, one in enumerate(value) if index not in read)
-    sizes = (one.numel() * one.element_size() for one in unread if isinstance(one, torch.Tensor))
+    unread = (item for index, item in enumerate(value) if index not in read)
+    sizes = (
+        item.numel() * item.element_size() for item in unread if isinstance(item, torch.Tensor)
+    )
     return sum(align(size) for size in sizes)
 
 
@@ -153,11 +157,14 @@ def _outputs(region: RegionGraph) -> Sequence[Any]:
 def _written(graph: fx.Graph) -> set[fx.Node]:
     """The makers of all storages that an operator of ``graph`` writes into."""
     return {
-        storage_of(one) for node in graph.nodes if is_write(node) for one in written_arguments(node)
+        storage_of(written_argument)
+        for node in graph.nodes
+        if is_write(node)
+        for written_argument in written_arguments(node)
     }
 
 
-def _why_not_again(node: fx.Node, written: Iterable[fx.Node]) -> str | None:
+def _why_not_recomputed(node: fx.Node, written: Iterable[fx.Node]) -> str | None:
     """What forbids to run ``node`` a second time, in the backward; None when it may run."""
     if _is_item(node):
         node = node.all_input_nodes[0]
@@ -165,9 +172,9 @@ def _why_not_again(node: fx.Node, written: Iterable[fx.Node]) -> str | None:
         return "the model's own checkpoint() says MUST_SAVE"
     if runs_once(node):
         return "it reads an input that the step overwrites"
-    for one in (node, *node.all_input_nodes):
-        if storage_of(one) in written:
-            return f"{storage_of(one).name} is overwritten in the forward"
+    for read in (node, *node.all_input_nodes):
+        if storage_of(read) in written:
+            return f"{storage_of(read).name} is overwritten in the forward"
     if is_repeatable(node):
         return None
     if is_collective(node):
@@ -200,7 +207,7 @@ def recompute_graph(
     """The smallest part of a layer's forward that makes ``key.slots``, and where its inputs are.
 
     Rewrite (slots: 0 = ``x``, 1 = ``a``, 2 = ``c``; ``key.slots`` = (2,)):
-        def layer(x, w, v):            def again(w, a):    # forward input 1, slot 1
+        def layer(x, w, v):            def part(w, a):     # forward input 1, slot 1
             a = mm(x, w)                   b = relu(a)
             b = relu(a)          ->        c = mm(b, w)
             c = mm(b, w)                   return c
@@ -212,7 +219,7 @@ def recompute_graph(
     them. With ``key.rows`` all is for the first rows only.
 
     Raises:
-        UnsupportedGraph: an operator in between may not run again or does not keep rows apart.
+        UnsupportedGraph: an operator in between may not be recomputed or does not keep rows apart.
     """
     outputs = _outputs(region)
     for slot in key.slots:
@@ -276,10 +283,10 @@ def _extract(
             inputs.add(node)
             continue
         checked = node.op == "call_function" and not _is_item(node)  # items: their operator is
-        reason = _why_not_again(node, written) if checked else None
+        reason = _why_not_recomputed(node, written) if checked else None
         if reason is not None:
             raise UnsupportedGraph(
-                f"{name}: {node.name} ({node.target}) may not run again: {reason}; "
+                f"{name}: {node.name} ({node.target}) may not be recomputed: {reason}; "
                 "keep or offload what is made from it"
             )
         needed.update(node.all_input_nodes)

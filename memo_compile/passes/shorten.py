@@ -45,7 +45,7 @@ class _Scale:
         return times * self.new + rest if abs(rest) <= 1 else value
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self.size(one) for one in shape)
+        return tuple(self.size(size) for size in shape)
 
 
 def shorten(region: RegionGraph, part: int) -> RegionGraph:
@@ -82,7 +82,7 @@ def _candidates(region: RegionGraph) -> list[int]:
         if at in region.static_inputs:
             of_parameters.update(value.shape)
             continue
-        for size in {one for one in value.shape if one >= MIN_TOKENS}:
+        for size in {length for length in value.shape if length >= MIN_TOKENS}:
             bytes_of[size] = bytes_of.get(size, 0) + value.nbytes
 
     def rank(size: int) -> tuple[bool, int, int]:
@@ -102,9 +102,9 @@ class _Shortener:
         inputs = 0
         for node in self.region.gm.graph.nodes:
             if node.op == "output":
-                self.graph.output(fx.node.map_arg(node.args[0], lambda one: self.made[one]))
+                self.graph.output(fx.node.map_arg(node.args[0], lambda source: self.made[source]))
                 continue
-            copy = self.graph.node_copy(node, lambda one: self.made[one])
+            copy = self.graph.node_copy(node, lambda source: self.made[source])
             copy.meta = dict(node.meta)
             self.made[node] = copy
             with self.mode:
@@ -140,14 +140,14 @@ class _Shortener:
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else [value]
-    return [one for one in values if isinstance(one, torch.Tensor)]
+    return [item for item in values if isinstance(item, torch.Tensor)]
 
 
 def _strides(value: torch.Tensor, size: Sequence[int]) -> list[int]:
     """Dimensions in the same order and with the same gaps around the inner ones."""
     strides = list(value.stride())
     inner, new_inner = 1, 1
-    for dim in sorted(range(value.dim()), key=lambda one: (value.stride(one), value.shape[one])):
+    for dim in sorted(range(value.dim()), key=lambda dim: (value.stride(dim), value.shape[dim])):
         if value.stride(dim) == 0:
             continue
         if value.stride(dim) % inner:

@@ -78,13 +78,16 @@ def _anchors(gm: fx.GraphModule) -> list[fx.Node]:
 
 def _row_counts(gm: fx.GraphModule, anchor: fx.Node) -> list[int]:
     """The anchor's own outermost size; and the batch, where tokens of several are flattened."""
-    size = next(one for one in shape_of(anchor) if one > 1)
+    size = next(length for length in shape_of(anchor) if length > 1)
     batches = {
         shape_of(node)[0]
         for node in gm.graph.nodes
         if is_tensor(node) and len(shape_of(node)) > 2 and shape_of(node)[0] > 1
     }
-    return [size, *sorted((one for one in batches if one < size and size % one == 0), reverse=True)]
+    return [
+        size,
+        *sorted((batch for batch in batches if batch < size and size % batch == 0), reverse=True),
+    ]
 
 
 def _stages(
@@ -122,7 +125,7 @@ def _stages(
             if node not in own or node in chain or stage[node] >= level or is_item(node):
                 continue
             items = _items(node)
-            users = {user for one in items or [node] for user in one.users}
+            users = {user for item in items or [node] for user in item.users}
             if users and all(user in chain or user in ends for user in users):
                 chain.update((node, *items))
         yield frozenset(chain), frozenset(ends)
@@ -148,7 +151,7 @@ def _may_be_own(region: RegionGraph, node: fx.Node) -> bool:
     results = region.gm.graph.output_node().args[0]
     assert isinstance(results, list | tuple)
     made = [results[index] for index in region.external_outputs]
-    external = {storage_of(one) for one in made if isinstance(one, fx.Node)}
+    external = {storage_of(result) for result in made if isinstance(result, fx.Node)}
     return storage_of(node) not in external or is_view(node)
 
 

@@ -52,7 +52,7 @@ def take_sums_out(tiled: TiledRegion) -> tuple[RegionGraph, tuple[TileSum, ...]]
     inputs = gm.graph.find_nodes(op="placeholder")
     results = gm.graph.output_node().args[0]
     assert isinstance(results, list | tuple)
-    num_rows = sum(one.accumulator is None for one in tiled.tile_outputs)
+    num_rows = sum(output.accumulator is None for output in tiled.tile_outputs)
     rows = list(results[:num_rows])
     outputs: list[fx.Node] = []
     sums = []
@@ -94,7 +94,7 @@ def _sum_graph(total: fx.Node) -> tuple[fx.Graph, list[fx.Node]]:
             made[node] = _placeholder(graph, node)
             sources.append(node)
     for node in [*dict.fromkeys(reversed(views)), total]:
-        made[node] = graph.node_copy(node, lambda one: made[one])
+        made[node] = graph.node_copy(node, lambda source: made[source])
     graph.output((made[total],))
     return graph, sources
 
@@ -120,7 +120,7 @@ def _without_sums(
             stack.extend(node.all_input_nodes)
     for node in gm.graph.nodes:
         if node in needed:
-            made[node] = graph.node_copy(node, lambda one: made[one])
+            made[node] = graph.node_copy(node, lambda source: made[source])
     outputs = [made[node] for node in rows]
     for node in more:
         out = made[node]

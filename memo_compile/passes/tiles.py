@@ -138,8 +138,8 @@ def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
         return []
     limit = transient_bytes(region.gm) * (1 - MIN_SAVING)
     tiled = [_Splitter(region, chain).run() for chain in chains(region, tiles)]
-    found = [one for one in tiled if one is not None and one.transient_bytes < limit]
-    return sorted(found, key=lambda one: one.transient_bytes)
+    found = [form for form in tiled if form is not None and form.transient_bytes < limit]
+    return sorted(found, key=lambda form: form.transient_bytes)
 
 
 class _Splitter:
@@ -154,7 +154,7 @@ class _Splitter:
         results = region.gm.graph.output_node().args[0]
         assert isinstance(results, list | tuple)
         self.results: list[Any] = list(results)
-        self.made = [one for one in dict.fromkeys(results) if isinstance(one, fx.Node)]
+        self.made = [result for result in dict.fromkeys(results) if isinstance(result, fx.Node)]
         self.external = {storage_of(self.results[at]) for at in region.external_outputs}
         self.inside = chain.nodes | chain.sums
         self.behind = self._behind()
@@ -190,7 +190,7 @@ class _Splitter:
             for at, node in enumerate(self.placeholders)
         }
         inputs = [self._tile_input(node, places) for node in part.inputs]
-        if any((one.step_bytes or 0) % ALIGNMENT_BYTES for one in [*inputs, *outputs] if one):
+        if any((end.step_bytes or 0) % ALIGNMENT_BYTES for end in [*inputs, *outputs] if end):
             return None
         inputs += [self._sum_input(node, zeros[node], at) for at, node in enumerate(sums)]
         part.graph.output(tuple(part.outputs))
@@ -215,10 +215,12 @@ class _Splitter:
             before_inputs=tuple(self.placeholders.index(node) for node in before.inputs),
             tile=self._tile_region(tile_gm, part),
             tile_inputs=tuple(inputs),
-            tile_outputs=tuple(one for one in outputs if one is not None),
+            tile_outputs=tuple(output for output in outputs if output is not None),
             after=self._part("after", after, late) if late else None,
             after_inputs=tuple(where[node] for node in after.inputs),
-            outputs=tuple(where[one] if isinstance(one, fx.Node) else None for one in self.results),
+            outputs=tuple(
+                where[result] if isinstance(result, fx.Node) else None for result in self.results
+            ),
             transient_bytes=shared + max(transient_bytes(gm) for gm in graphs),
             chain=self._tile_region(part.gm, part),
             chain_dims=dims,
@@ -245,7 +247,9 @@ class _Splitter:
                 if node.all_input_nodes[0] in behind:
                     behind.add(node)
                 continue
-            depends = any(one in self.inside or one in behind for one in node.all_input_nodes)
+            depends = any(
+                source in self.inside or source in behind for source in node.all_input_nodes
+            )
             if depends or (started and node not in needed and node.op == "call_function"):
                 behind.add(node)
         return behind
@@ -278,7 +282,7 @@ class _Splitter:
 
     def _early(self, values: Sequence[fx.Node]) -> list[fx.Node]:
         """What ``before`` makes: inputs of the other parts, and results of the region."""
-        wanted = {*values, *(one for one in self.made if one not in self.behind)}
+        wanted = {*values, *(node for node in self.made if node not in self.behind)}
         return [
             node
             for node in self.nodes
@@ -368,7 +372,9 @@ class _Splitter:
             with graph.inserting_before(first):
                 acc = graph.placeholder(f"acc_{at}")
             acc.meta["val"] = node.meta["val"]
-            last = max((found[one] for one in node.all_input_nodes), key=lambda one: line[one])
+            last = max(
+                (found[source] for source in node.all_input_nodes), key=lambda source: line[source]
+            )
             with graph.inserting_before(last.next):  # so that what it sums dies as early as it can
                 totals.append(self._total(graph, node, acc, found))
         graph.output((*ends[:num_outputs], *totals))
@@ -383,7 +389,7 @@ class _Splitter:
         if node.target in _ACCUMULATING:
             args = (acc, *(found[source] for source in node.all_input_nodes))
             return _call(graph, _ACCUMULATING[node.target], args, like=value)
-        partial = graph.node_copy(node, lambda one: found[one])
+        partial = graph.node_copy(node, lambda source: found[source])
         alpha = {"alpha": 1 / self.chain.num_tiles} if op_name(node) == "mean" else {}
         return _call(graph, torch.ops.aten.add.Tensor, (acc, partial), alpha, like=value)
 
@@ -402,7 +408,7 @@ class _Splitter:
         )
 
     def _part(self, name: str, part: "_Extract", outputs: Sequence[fx.Node]) -> RegionGraph:
-        external = {at for at, one in enumerate(outputs) if storage_of(one) in self.external}
+        external = {at for at, output in enumerate(outputs) if storage_of(output) in self.external}
         return replace(
             self.region,
             name=f"{self.region.name}.{name}",
@@ -416,9 +422,9 @@ class _Splitter:
 
     def _shared_bytes(self, *values: Sequence[fx.Node]) -> int:
         """Of what one part hands to another and the region does not return."""
-        kept = {storage_of(one) for one in self.made}
-        shared = {one for group in values for one in group if storage_of(one) not in kept}
-        return sum(storage_bytes(one) for one in shared)
+        kept = {storage_of(node) for node in self.made}
+        shared = {node for group in values for node in group if storage_of(node) not in kept}
+        return sum(storage_bytes(node) for node in shared)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -456,14 +462,18 @@ def _extract(
         made[node].meta = {"val": node.meta["val"]}
     for node in gm.graph.nodes:
         if node in needed and node not in made:
-            made[node] = graph.node_copy(node, lambda one: made[one])
+            made[node] = graph.node_copy(node, lambda source: made[source])
     return _Extract(
-        owner=gm, graph=graph, inputs=inputs, made=made, outputs=[made[one] for one in outputs]
+        owner=gm,
+        graph=graph,
+        inputs=inputs,
+        made=made,
+        outputs=[made[output] for output in outputs],
     )
 
 
 def _finish(part: _Extract, outputs: Sequence[fx.Node]) -> None:
-    part.graph.output(tuple(part.made[one] for one in outputs))
+    part.graph.output(tuple(part.made[output] for output in outputs))
 
 
 def _inputs_of(sums: Sequence[fx.Node]) -> list[fx.Node]:

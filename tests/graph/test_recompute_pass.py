@@ -250,10 +250,10 @@ def custom():
 
 
 REFUSALS = {
-    dropout: r"native_dropout.* may not run again: it draws random numbers",
-    collective: r"all_reduce.* may not run again: it communicates with other ranks",
-    write_by_keyword: r"may not run again: .* is overwritten in the forward",
-    write: r"may not run again: x_1 is overwritten in the forward",
+    dropout: r"native_dropout.* may not be recomputed: it draws random numbers",
+    collective: r"all_reduce.* may not be recomputed: it communicates with other ranks",
+    write_by_keyword: r"may not be recomputed: .* is overwritten in the forward",
+    write: r"may not be recomputed: x_1 is overwritten in the forward",
 }
 
 
@@ -269,7 +269,9 @@ def test_what_must_not_run_twice_is_refused(function):
 
 def test_a_custom_operator_is_refused(custom):
     region = region_of(custom, (8, 8))
-    with pytest.raises(UnsupportedGraph, match=r"twice.* may not run again: its effects are unkn"):
+    with pytest.raises(
+        UnsupportedGraph, match=r"twice.* may not be recomputed: its effects are unkn"
+    ):
         again(region, key(1))
     again(region, key(2))
     assert [one.can_recompute for one in ops_of(region)] == [False, False, True]
