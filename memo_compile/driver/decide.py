@@ -225,7 +225,7 @@ def decide(
         except NothingFits as error:
             if library.lower(error.problem) or last:
                 continue
-            if any([library.lower(one) for one in error.hopeful]):
+            if any([library.lower(one) for one in error.candidates_within_budget]):
                 continue
             raise
         before = len(library.refused)

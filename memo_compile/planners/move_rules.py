@@ -26,7 +26,7 @@ class StepFacts:
 
     problem: Problem
     layers: tuple[Layer, ...]
-    turn: int
+    first_backward: int
     """The first call of the backward; the number of calls where there is none."""
     index_of: dict[str, int]
     """Call name -> its index."""
@@ -59,13 +59,15 @@ def facts_of(step: MovableStep) -> StepFacts:
 def _collect(step: MovableStep) -> StepFacts:
     problem = step.problem
     calls = problem.calls
-    turn = next((at for at, call in enumerate(calls) if call.phase is Phase.BACKWARD), len(calls))
+    first_backward = next(
+        (at for at, call in enumerate(calls) if call.phase is Phase.BACKWARD), len(calls)
+    )
     written_at: dict[str, int] = {}
     size_of: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
     for at, call in enumerate(calls):
         region = problem.regions[call.region]
-        if at >= turn:
+        if at >= first_backward:
             targets = (into.value for into in call.into)
             for value in dict.fromkeys((*call.inputs, *targets)):
                 readers.setdefault(value, []).append(at)
@@ -80,7 +82,7 @@ def _collect(step: MovableStep) -> StepFacts:
     return StepFacts(
         problem=problem,
         layers=step.layers,
-        turn=turn,
+        first_backward=first_backward,
         index_of={call.name: at for at, call in enumerate(calls)},
         written_at=written_at,
         size_of=size_of,

@@ -77,7 +77,7 @@ class _Moved:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Again:
+class _Recomputation:
     """The recomputation of one layer, right before its backward call."""
 
     layer: int
@@ -88,7 +88,7 @@ class _Again:
     """Index among the backward's items."""
 
 
-_Item = int | _Again
+_Item = int | _Recomputation
 """What the compute lane does in the backward: a call of the step, by index, or a recomputation."""
 
 
@@ -120,28 +120,32 @@ class _Builder:
         self.problem = step.problem
         self.facts: StepFacts = facts_of(step)
         self.schedule = moves.schedule
-        self.forward_at = [self.facts.index_of[one.forward] for one in step.layers]
-        self.backward_at = [self.facts.index_of[one.backward] for one in step.layers]
-        self.again = self._recomputed(moves, recompute)
-        self.again_of = {value: one for one in self.again for value in one.values}
+        self.forward_at = [self.facts.index_of[layer.forward] for layer in step.layers]
+        self.backward_at = [self.facts.index_of[layer.backward] for layer in step.layers]
+        self.recomputations = self._recomputed(moves, recompute)
+        self.recomputation_of = {
+            value: recomputation
+            for recomputation in self.recomputations
+            for value in recomputation.values
+        }
         self.items = self._items()
-        self.place_of = {one: at for at, one in enumerate(self.items) if isinstance(one, int)}
+        self.place_of = {item: at for at, item in enumerate(self.items) if isinstance(item, int)}
         self.first_read = self._first_reads()
         self.moved = self._moved(moves)
-        self.reloaded = {one.value: one for one in self.moved}
+        self.reloaded = {move.value: move for move in self.moved}
 
     def build(self) -> Problem:
         regions = dict(self.problem.regions)
-        regions.update(copy_regions(dict.fromkeys(one.size_bytes for one in self.moved)))
-        for one in self.again:
-            regions[one.region.key.region] = one.region.profile
-        host_bytes = max((_host_end(one.copy) for one in self.moved), default=0)
+        regions.update(copy_regions(dict.fromkeys(move.size_bytes for move in self.moved)))
+        for recomputation in self.recomputations:
+            regions[recomputation.region.key.region] = recomputation.region.profile
+        host_bytes = max((_host_end(move.copy) for move in self.moved), default=0)
         calls = (*self._forward(), *self._backward())
         return replace(self.problem, regions=regions, calls=calls, host_bytes=host_bytes)
 
     def _recomputed(
         self, moves: Moves, recompute: Callable[[RecomputeKey], RecomputeRegion]
-    ) -> list[_Again]:
+    ) -> list[_Recomputation]:
         """The layers that recompute something which the backward reads."""
         found = []
         known: dict[tuple[str, Mode], RecomputeRegion] = {}
@@ -155,18 +159,18 @@ class _Builder:
                 rows = recompute_rows(self.step.class_of(layer), mode)
                 key = RecomputeKey(class_key=layer.class_key, slots=slots, rows=rows)
                 region = known[layer.class_key, mode] = recompute(key)
-            found.append(_Again(layer=index, region=region, values=values))
+            found.append(_Recomputation(layer=index, region=region, values=values))
         return found
 
     def _items(self) -> list[_Item]:
-        before: dict[int, list[_Again]] = {}
-        for one in self.again:
-            before.setdefault(self.backward_at[one.layer], []).append(one)
+        before: dict[int, list[_Recomputation]] = {}
+        for recomputation in self.recomputations:
+            before.setdefault(self.backward_at[recomputation.layer], []).append(recomputation)
         items: list[_Item] = []
-        for at in range(self.facts.turn, len(self.problem.calls)):
-            for one in before.get(at, ()):
-                one.at = len(items)
-                items.append(one)
+        for at in range(self.facts.first_backward, len(self.problem.calls)):
+            for recomputation in before.get(at, ()):
+                recomputation.at = len(items)
+                items.append(recomputation)
             items.append(at)
         return items
 
@@ -176,16 +180,16 @@ class _Builder:
             value: self.place_of[readers[0]]
             for value, readers in self.facts.backward_readers.items()
         }
-        for one in self.again:
-            for value in self._sources(one):
-                first[value] = min(one.at, first.get(value, one.at))
+        for recomputation in self.recomputations:
+            for value in self._sources(recomputation):
+                first[value] = min(recomputation.at, first.get(value, recomputation.at))
         return first
 
-    def _sources(self, one: _Again) -> Iterator[str]:
+    def _sources(self, recomputation: _Recomputation) -> Iterator[str]:
         """The values that a recomputation reads, by their names before any move."""
-        layer = self.step.layers[one.layer]
-        call = self.problem.calls[self.forward_at[one.layer]]
-        return (_source(source, layer, call) for source in one.region.inputs)
+        layer = self.step.layers[recomputation.layer]
+        call = self.problem.calls[self.forward_at[recomputation.layer]]
+        return (_source(source, layer, call) for source in recomputation.region.inputs)
 
     def _moved(self, moves: Moves) -> list[_Moved]:
         """Every value that is copied, in the order of the lane to the host."""
@@ -201,8 +205,8 @@ class _Builder:
                 size = self.facts.size_of[value]
                 span = (0, size)
                 if mixed and rows is not None:
-                    one = slots[slot]
-                    span = (rows * one.row_bytes, one.num_rows * one.row_bytes)
+                    row_bytes = slots[slot].row_bytes
+                    span = (rows * row_bytes, slots[slot].num_rows * row_bytes)
                 moved = _Moved(
                     value=value,
                     layer=index,
@@ -213,80 +217,80 @@ class _Builder:
                     latest=self.first_read[value],
                 )
                 if mixed:
-                    moved.latest = self.again_of[value].at
+                    moved.latest = self.recomputation_of[value].at
                 found.append(moved)
-        found.sort(key=lambda one: (one.issued, -one.copy.num_bytes, one.value))
+        found.sort(key=lambda move: (move.issued, -move.copy.num_bytes, move.value))
         return _with_host_ranges(found)
 
     def _forward(self) -> Iterator[StepCall]:
         facts, moved = self.facts, self.moved
-        seconds = facts.call_s[: facts.turn]
+        seconds = facts.call_s[: facts.first_backward]
         copies = [
-            CopyOut(one.issued, self._deadline(one), self._copy_s(one, CallKind.OFFLOAD))
-            for one in moved
+            CopyOut(move.issued, self._deadline(move), self._copy_s(move, CallKind.OFFLOAD))
+            for move in moved
         ]
         issued: dict[int, list[_Moved]] = {}
         waited: dict[int, list[_Moved]] = {}
-        for one, place in zip(moved, waits_of(seconds, copies), strict=True):
-            issued.setdefault(one.issued, []).append(one)
-            waited.setdefault(place, []).append(one)
-        for place in range(facts.turn + 1):
-            for one in issued.get(place, ()):
-                yield self._copy_call(one, CallKind.OFFLOAD)
-            for one in waited.get(place, ()):
-                yield self._wait_call(one, CallKind.OFFLOAD)
-            if place < facts.turn:
+        for move, place in zip(moved, waits_of(seconds, copies), strict=True):
+            issued.setdefault(move.issued, []).append(move)
+            waited.setdefault(place, []).append(move)
+        for place in range(facts.first_backward + 1):
+            for move in issued.get(place, ()):
+                yield self._copy_call(move, CallKind.OFFLOAD)
+            for move in waited.get(place, ()):
+                yield self._wait_call(move, CallKind.OFFLOAD)
+            if place < facts.first_backward:
                 yield self.problem.calls[place]
 
-    def _deadline(self, one: _Moved) -> int:
+    def _deadline(self, move: _Moved) -> int:
         """The place at which the copy to the host has ended at last."""
-        turn, lag = self.facts.turn, self.schedule.offload_lag
+        first_backward, lag = self.facts.first_backward, self.schedule.offload_lag
         if self.schedule.at_once:
-            return one.issued
-        if lag is None or one.layer + lag + 1 >= len(self.forward_at):
-            return turn
-        return min(turn, max(one.issued, self.forward_at[one.layer + lag + 1]))
+            return move.issued
+        if lag is None or move.layer + lag + 1 >= len(self.forward_at):
+            return first_backward
+        return min(first_backward, max(move.issued, self.forward_at[move.layer + lag + 1]))
 
     def _backward(self) -> Iterator[StepCall]:
         order = sorted(
             self.moved,
-            key=lambda one: (one.latest, one.needed, -one.copy.num_bytes, one.value),
+            key=lambda move: (move.latest, move.needed, -move.copy.num_bytes, move.value),
         )
         copies = [
             CopyBack(
-                self._earliest(one), one.latest, one.needed, self._copy_s(one, CallKind.RELOAD)
+                self._earliest(move), move.latest, move.needed, self._copy_s(move, CallKind.RELOAD)
             )
-            for one in order
+            for move in order
         ]
         issued: dict[int, list[_Moved]] = {}
         waited: dict[int, list[_Moved]] = {}
-        for one, place in zip(order, issues_of(self._item_seconds(), copies), strict=True):
-            issued.setdefault(place, []).append(one)
-            waited.setdefault(one.needed, []).append(one)
+        for move, place in zip(order, issues_of(self._item_seconds(), copies), strict=True):
+            issued.setdefault(place, []).append(move)
+            waited.setdefault(move.needed, []).append(move)
         renamed = self._renamed()
         for place, item in enumerate(self.items):
-            for one in issued.get(place, ()):
-                yield self._copy_call(one, CallKind.RELOAD)
-            for one in waited.get(place, ()):
-                yield self._wait_call(one, CallKind.RELOAD)
+            for move in issued.get(place, ()):
+                yield self._copy_call(move, CallKind.RELOAD)
+            for move in waited.get(place, ()):
+                yield self._wait_call(move, CallKind.RELOAD)
             if isinstance(item, int):
                 yield _reading(self.problem.calls[item], renamed)
             else:
                 yield self._recompute_call(item)
 
-    def _earliest(self, one: _Moved) -> int:
+    def _earliest(self, move: _Moved) -> int:
         """The place from which the reload may be issued."""
         lead = self.schedule.reload_lead
         if self.schedule.at_once:
-            return one.latest
-        if lead is None or one.layer + lead + 1 >= len(self.backward_at):
+            return move.latest
+        if lead is None or move.layer + lead + 1 >= len(self.backward_at):
             return 0
-        return min(one.latest, self.place_of[self.backward_at[one.layer + lead + 1]] + 1)
+        return min(move.latest, self.place_of[self.backward_at[move.layer + lead + 1]] + 1)
 
     def _renamed(self) -> dict[str, str]:
         """Value -> what the calls of the backward read in its place."""
-        again = {value: _again_name(value) for value in self.again_of}
-        return {**again, **{value: _reloaded_name(value) for value in self.reloaded}}
+        recomputed = {value: _recomputed_name(value) for value in self.recomputation_of}
+        return {**recomputed, **{value: _reloaded_name(value) for value in self.reloaded}}
 
     def _item_seconds(self) -> list[float]:
         call_s = self.facts.call_s
@@ -294,79 +298,83 @@ class _Builder:
             call_s[item] if isinstance(item, int) else item.region.seconds for item in self.items
         ]
 
-    def _copy_s(self, one: _Moved, kind: CallKind) -> float:
+    def _copy_s(self, move: _Moved, kind: CallKind) -> float:
         costs = self.step.costs
         offload = kind is CallKind.OFFLOAD
         speed = costs.d2h_bytes_per_s if offload else costs.h2d_bytes_per_s
-        return costs.copy_latency_s + one.copy.num_bytes / speed
+        return costs.copy_latency_s + move.copy.num_bytes / speed
 
-    def _copy_call(self, one: _Moved, kind: CallKind) -> StepCall:
+    def _copy_call(self, move: _Moved, kind: CallKind) -> StepCall:
         offload = kind is CallKind.OFFLOAD
-        owner = self.problem.calls[self.forward_at[one.layer]]
+        owner = self.problem.calls[self.forward_at[move.layer]]
         return StepCall(
-            name=f"{kind.value}.{one.value}",
-            region=COPY_REGION if offload else reload_region(one.size_bytes),
+            name=f"{kind.value}.{move.value}",
+            region=COPY_REGION if offload else reload_region(move.size_bytes),
             phase=Phase.FORWARD if offload else Phase.BACKWARD,
-            inputs=(one.value,) if offload else (),
-            outputs=() if offload else (_reloaded_name(one.value),),
+            inputs=(move.value,) if offload else (),
+            outputs=() if offload else (_reloaded_name(move.value),),
             layer_class=owner.layer_class,
             instance=owner.instance,
             kind=kind,
-            copy=one.copy,
+            copy=move.copy,
         )
 
-    def _wait_call(self, one: _Moved, kind: CallKind) -> StepCall:
+    def _wait_call(self, move: _Moved, kind: CallKind) -> StepCall:
         offload = kind is CallKind.OFFLOAD
-        owner = self.problem.calls[self.forward_at[one.layer]]
+        owner = self.problem.calls[self.forward_at[move.layer]]
         return StepCall(
-            name=f"wait.{kind.value}.{one.value}",
+            name=f"wait.{kind.value}.{move.value}",
             region=COPY_REGION,
             phase=Phase.FORWARD if offload else Phase.BACKWARD,
-            inputs=(one.value if offload else _reloaded_name(one.value),),
+            inputs=(move.value if offload else _reloaded_name(move.value),),
             outputs=(),
             layer_class=owner.layer_class,
             instance=owner.instance,
             kind=CallKind.WAIT,
-            waits_for=f"{kind.value}.{one.value}",
+            waits_for=f"{kind.value}.{move.value}",
         )
 
-    def _recompute_call(self, one: _Again) -> StepCall:
-        owner = self.problem.calls[self.forward_at[one.layer]]
+    def _recompute_call(self, recomputation: _Recomputation) -> StepCall:
+        owner = self.problem.calls[self.forward_at[recomputation.layer]]
         return StepCall(
             name=f"recompute.{owner.name}",
-            region=one.region.key.region,
+            region=recomputation.region.key.region,
             phase=Phase.BACKWARD,
-            inputs=tuple(self._at_hand(one, value) for value in self._sources(one)),
-            outputs=tuple(map(_again_name, one.values)),
+            inputs=tuple(
+                self._at_hand(recomputation, value) for value in self._sources(recomputation)
+            ),
+            outputs=tuple(map(_recomputed_name, recomputation.values)),
             layer_class=owner.layer_class,
             instance=owner.instance,
             kind=CallKind.RECOMPUTE,
-            into=self._into(one),
-            reads=one.region.profile.input_layouts,
+            into=self._into(recomputation),
+            reads=recomputation.region.profile.input_layouts,
         )
 
-    def _at_hand(self, one: _Again, value: str) -> str:
+    def _at_hand(self, recomputation: _Recomputation, value: str) -> str:
         """The name under which ``value`` exists when the recomputation runs."""
-        maker = self.again_of.get(value)
-        if maker is not None and maker.at >= one.at:
+        maker = self.recomputation_of.get(value)
+        if maker is not None and maker.at >= recomputation.at:
+            owner = self.step.layers[recomputation.layer]
             raise InvalidPlan(
-                f"{self.step.layers[one.layer].forward} is recomputed from {value}, which is not "
-                "made again before; SAVE or OFFLOAD that"
+                f"{owner.forward} is recomputed from {value}, which is not "
+                "recomputed before; SAVE or OFFLOAD that"
             )
         if value in self.reloaded:
             return _reloaded_name(value)
-        return value if maker is None else _again_name(value)
+        return value if maker is None else _recomputed_name(value)
 
-    def _into(self, one: _Again) -> tuple[Into, ...]:
+    def _into(self, recomputation: _Recomputation) -> tuple[Into, ...]:
         """In a token-wise mix, every result lies at the begin of the buffer that was reloaded."""
-        if one.region.key.rows is None:
+        region = recomputation.region
+        if region.key.rows is None:
             return ()
         found: dict[int, Into] = {}
-        for slot, value in zip(one.region.profile.outputs, one.values, strict=True):
+        for slot, value in zip(region.profile.outputs, recomputation.values, strict=True):
             index = slot.index
             if slot.storage is not Storage.ARENA or index is None or index in found:
                 raise InvalidPlan(
-                    f"{one.region.key.region} must make {value} in an arena buffer of its own, "
+                    f"{region.key.region} must make {value} in an arena buffer of its own, "
                     f"so that it can be written into the reloaded one; got {slot.storage.value}. "
                     "Recompute all rows"
                 )
@@ -383,13 +391,13 @@ def _source(source: RegionInput, layer: Layer, call: StepCall) -> str:
 
 
 def _with_host_ranges(moved: list[_Moved]) -> list[_Moved]:
-    """``moved``, each with host bytes of its own: all of them are there at the turn."""
+    """``moved``, each with host bytes of its own: when the backward begins, all are there."""
     end = 0
-    for one in moved:
-        one.copy = Copy(
-            start_bytes=one.copy.start_bytes, end_bytes=one.copy.end_bytes, host_offset=end
+    for move in moved:
+        move.copy = Copy(
+            start_bytes=move.copy.start_bytes, end_bytes=move.copy.end_bytes, host_offset=end
         )
-        end = _host_end(one.copy)
+        end = _host_end(move.copy)
     return moved
 
 
@@ -401,7 +409,8 @@ def _reading(call: StepCall, renamed: Mapping[str, str]) -> StepCall:
     """``call`` that reads, and writes into, values by their new names."""
     inputs = tuple(renamed.get(value, value) for value in call.inputs)
     into = tuple(
-        replace(one, value=renamed[one.value]) if one.value in renamed else one for one in call.into
+        replace(target, value=renamed[target.value]) if target.value in renamed else target
+        for target in call.into
     )
     if inputs == call.inputs and into == call.into:
         return call
@@ -411,7 +420,7 @@ def _reading(call: StepCall, renamed: Mapping[str, str]) -> StepCall:
 _AGAIN, _RELOADED = "again.", "reloaded."
 
 
-def _again_name(value: str) -> str:
+def _recomputed_name(value: str) -> str:
     return f"{_AGAIN}{value}"
 
 

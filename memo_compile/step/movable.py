@@ -35,7 +35,7 @@ class Slot:
     can_offload: bool = True
     """False for what must stay where it is: views of inputs, memory outside the arena."""
     can_recompute: bool = False
-    """True when its own layer can make it again from other slots (``LayerOp``)."""
+    """True when its own layer can recompute it from other slots (``LayerOp``)."""
     is_input: bool = False
     """The layer's input; the layer before made it, so that it cannot be recomputed here."""
     is_attention: bool = False
@@ -128,7 +128,7 @@ class RegionInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeRegion:
-    """A region that makes slots again, lowered or estimated. Output i is ``key.slots[i]``."""
+    """A region that recomputes slots, lowered or estimated. Output i is ``key.slots[i]``."""
 
     key: RecomputeKey
     profile: RegionProfile

@@ -386,7 +386,9 @@ def test_a_recomputation_reads_nothing_that_is_made_after_it():
     def from_own_result(key: RecomputeKey):
         return replace(recompute(key), inputs=(RegionInput(slot=B),))
 
-    with pytest.raises(InvalidPlan, match="L@0 is recomputed from b0, which is not made again"):
+    with pytest.raises(
+        InvalidPlan, match="L@0 is recomputed from b0, which is not recomputed before"
+    ):
         apply_moves(step, Moves(modes=(mode(b=RECOMPUTE), mode())), from_own_result)
 
 

@@ -34,14 +34,14 @@ MAX_FLOOR_PLACEMENTS = 6
 """Placements made only to name the floor; a large step takes seconds for each."""
 
 MAX_MORE = 6
-"""Plans beside the named ones that are tried when none of the best fits; they are nearly never
+"""Plans besides the named ones that are tried when none of the best fits; they are nearly never
 needed, and each placement of a large step takes seconds."""
 
 
 GOOD_ENOUGH = 0.005
 """Of the step that keeps everything, which no plan beats: where greedy comes this near, the program
 of the whole step is not solved. The proof above holds: at a smaller budget greedy's plan is the
-same and near enough again, or it does not fit."""
+same, and just as near, or it does not fit."""
 
 
 SAME = 0.01
@@ -60,8 +60,9 @@ ESTIMATED_OVER = 0.1
 class NothingFits(Infeasible):
     """No plan fits. ``problem`` is the step whose placed peak was named as the floor.
 
-    ``hopeful`` are the steps whose bytes alive are within the budget: their placed peaks are not,
-    but that of an estimated step may fall when its regions are lowered.
+    ``candidates_within_budget`` are the steps whose bytes alive are within the budget, or near it
+    for a steady plan. Their placed peaks are not, but that of an estimated step may fall when its
+    regions are lowered.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class NothingFits(Infeasible):
         *,
         floor_bytes: int | None,
         problem: Problem,
-        hopeful: Sequence[Problem] = (),
+        candidates_within_budget: Sequence[Problem] = (),
     ) -> None:
         super().__init__(message, floor_bytes=floor_bytes)
         self.problem = problem
-        self.hopeful = tuple(hopeful)
+        self.candidates_within_budget = tuple(candidates_within_budget)
 
 
 class Placed(Protocol):
@@ -180,8 +181,10 @@ def confirmed(
     if budget_bytes is not None and plan.peak_bytes > budget_bytes:
         return None
     points = (
-        replace(one, step_s=timeline.step_s, peak_bytes=plan.peak_bytes) if one.chosen else one
-        for one in choice.frontier
+        replace(point, step_s=timeline.step_s, peak_bytes=plan.peak_bytes)
+        if point.chosen
+        else point
+        for point in choice.frontier
     )
     return replace(choice, problem=problem, timeline=timeline, plan=plan, frontier=tuple(points))
 
@@ -211,18 +214,18 @@ def _search(
     return considered, chooser.pick(considered)
 
 
-def _preference(one: Candidate) -> tuple[float, int, int]:
-    return one.cost_s, one.live_bytes, one.host_bytes
+def _preference(candidate: Candidate) -> tuple[float, int, int]:
+    return candidate.cost_s, candidate.live_bytes, candidate.host_bytes
 
 
 def pareto(candidates: Iterable[Candidate], host_budget_bytes: int | None) -> list[Candidate]:
     """The candidates that fit the host and that no other beats in cost and bytes, fastest first."""
     kept: list[Candidate] = []
-    for one in sorted(candidates, key=_preference):
-        if host_budget_bytes is not None and one.host_bytes > host_budget_bytes:
+    for candidate in sorted(candidates, key=_preference):
+        if host_budget_bytes is not None and candidate.host_bytes > host_budget_bytes:
             continue
-        if not kept or one.live_bytes < kept[-1].live_bytes:
-            kept.append(one)
+        if not kept or candidate.live_bytes < kept[-1].live_bytes:
+            kept.append(candidate)
     return kept
 
 
@@ -233,24 +236,28 @@ def in_order(candidates: Sequence[Candidate], host_budget_bytes: int | None) -> 
     the steady ones so that a floor is kept.
     """
     best = pareto(candidates, host_budget_bytes)
-    known = {id(one) for one in best}
-    left = sorted((one for one in candidates if id(one) not in known), key=_bytes_first)
-    known_plans = [one for one in left if _is_named(one) or _is_steady(one)]
-    others = [one for one in left if not _is_named(one) and not _is_steady(one)]
+    known = {id(candidate) for candidate in best}
+    left = sorted(
+        (candidate for candidate in candidates if id(candidate) not in known), key=_bytes_first
+    )
+    known_plans = [candidate for candidate in left if _is_named(candidate) or _is_steady(candidate)]
+    others = [
+        candidate for candidate in left if not _is_named(candidate) and not _is_steady(candidate)
+    ]
     return [*best, *known_plans, *others[:MAX_MORE]]
 
 
-def _is_named(one: Candidate) -> bool:
-    return one.moves.policy in NAMED
+def _is_named(candidate: Candidate) -> bool:
+    return candidate.moves.policy in NAMED
 
 
-def _is_steady(one: Candidate) -> bool:
+def _is_steady(candidate: Candidate) -> bool:
     """True for a plan that measured seconds do not change."""
-    return one.moves.schedule.at_once or one.moves.policy == "full-recompute"
+    return candidate.moves.schedule.at_once or candidate.moves.policy == "full-recompute"
 
 
-def _bytes_first(one: Candidate) -> tuple[int, float]:
-    return one.live_bytes, one.cost_s
+def _bytes_first(candidate: Candidate) -> tuple[int, float]:
+    return candidate.live_bytes, candidate.cost_s
 
 
 class _Chooser(Generic[PlacedT]):
@@ -269,32 +276,32 @@ class _Chooser(Generic[PlacedT]):
 
     def pick(self, ordered: Iterable[Candidate]) -> tuple[Candidate, PlacedT] | None:
         """The first candidate that fits, with its placement."""
-        for one in ordered:
-            if self._host_fits(one) and self._may_fit(one):
-                plan = self._plan_of(one)
+        for candidate in ordered:
+            if self._host_fits(candidate) and self._may_fit(candidate):
+                plan = self._plan_of(candidate)
                 if self.budget_bytes is None or plan.peak_bytes <= self.budget_bytes:
-                    return one, plan
+                    return candidate, plan
         return None
 
-    def _host_fits(self, one: Candidate) -> bool:
-        return self.host_budget_bytes is None or one.host_bytes <= self.host_budget_bytes
+    def _host_fits(self, candidate: Candidate) -> bool:
+        return self.host_budget_bytes is None or candidate.host_bytes <= self.host_budget_bytes
 
-    def _may_fit(self, one: Candidate) -> bool:
-        return self.budget_bytes is None or one.live_bytes <= self.budget_bytes
+    def _may_fit(self, candidate: Candidate) -> bool:
+        return self.budget_bytes is None or candidate.live_bytes <= self.budget_bytes
 
-    def _plan_of(self, one: Candidate) -> PlacedT:
-        key = (one.moves.modes, one.moves.schedule)
+    def _plan_of(self, candidate: Candidate) -> PlacedT:
+        key = (candidate.moves.modes, candidate.moves.schedule)
         if key not in self._placed:
-            self._placed[key] = self._place(one.problem)
+            self._placed[key] = self._place(candidate.problem)
         return self._placed[key]
 
-    def _is_placed(self, one: Candidate) -> bool:
-        return (one.moves.modes, one.moves.schedule) in self._placed
+    def _is_placed(self, candidate: Candidate) -> bool:
+        return (candidate.moves.modes, candidate.moves.schedule) in self._placed
 
-    def _peak_of(self, one: Candidate) -> int:
+    def _peak_of(self, candidate: Candidate) -> int:
         """The placed peak where it is known, else the bytes alive."""
-        plan = self._placed.get((one.moves.modes, one.moves.schedule))
-        return one.live_bytes if plan is None else plan.peak_bytes
+        plan = self._placed.get((candidate.moves.modes, candidate.moves.schedule))
+        return candidate.live_bytes if plan is None else plan.peak_bytes
 
     def frontier(
         self, considered: Iterable[Candidate], chosen: Candidate
@@ -305,26 +312,26 @@ class _Chooser(Generic[PlacedT]):
             points = sorted([*points, chosen], key=_preference)
         return tuple(
             FrontierPoint(
-                policy=one.moves.policy,
-                step_s=one.timeline.step_s,
-                peak_bytes=self._peak_of(one),
-                host_bytes=one.host_bytes,
-                chosen=one is chosen,
+                policy=point.moves.policy,
+                step_s=point.timeline.step_s,
+                peak_bytes=self._peak_of(point),
+                host_bytes=point.host_bytes,
+                chosen=point is chosen,
             )
-            for one in points
+            for point in points
         )
 
     def infeasible(self, step: MovableStep, considered: Sequence[Candidate]) -> NothingFits:
         """The error: the smallest peak that can be had, what makes it, and what to change."""
         assert self.budget_bytes is not None, "without a budget only the host's memory is short"
-        within = [one for one in considered if self._host_fits(one)]
-        beyond = [one for one in considered if not self._host_fits(one)]
+        within = [candidate for candidate in considered if self._host_fits(candidate)]
+        beyond = [candidate for candidate in considered if not self._host_fits(candidate)]
         lowest = self._floor(step, within)
-        enough = [one for one in beyond if one.live_bytes <= self.budget_bytes]
+        enough = [candidate for candidate in beyond if candidate.live_bytes <= self.budget_bytes]
         budget = format_bytes(self.budget_bytes)
         if enough:
             assert self.host_budget_bytes is not None
-            need = min(enough, key=lambda one: (one.host_bytes, one.cost_s))
+            need = min(enough, key=lambda candidate: (candidate.host_bytes, candidate.cost_s))
             floor = "" if lowest is None else f" (floor {format_bytes(lowest[0])} with it)"
             return NothingFits(
                 f"budget {budget}: can be kept with {format_bytes(need.host_bytes)} of host memory "
@@ -342,13 +349,19 @@ class _Chooser(Generic[PlacedT]):
             "raise memory_budget or shorten the sequence",
             floor_bytes=floor_bytes,
             problem=problem,
-            hopeful=[one.problem for one in within if self._may_fit(one) or self._is_close(one)],
+            candidates_within_budget=[
+                candidate.problem
+                for candidate in within
+                if self._may_fit(candidate) or self._is_close(candidate)
+            ],
         )
 
-    def _is_close(self, one: Candidate) -> bool:
+    def _is_close(self, candidate: Candidate) -> bool:
         """True for a steady plan that may fit once it is lowered: it fitted where it was named."""
         assert self.budget_bytes is not None, "without a budget everything fits"
-        return _is_steady(one) and one.live_bytes <= self.budget_bytes * (1 + ESTIMATED_OVER)
+        return _is_steady(candidate) and candidate.live_bytes <= self.budget_bytes * (
+            1 + ESTIMATED_OVER
+        )
 
     def _floor(
         self, step: MovableStep, candidates: Sequence[Candidate]
@@ -356,7 +369,7 @@ class _Chooser(Generic[PlacedT]):
         """The budget that can surely be kept, and the step that keeps it."""
         if step.costs.source != MEASURED:
             return self._lowest(candidates)
-        steady = self._lowest([one for one in candidates if _is_steady(one)])
+        steady = self._lowest([candidate for candidate in candidates if _is_steady(candidate)])
         if steady is not None:
             return steady
         lowest = self._lowest(candidates)
@@ -370,17 +383,19 @@ class _Chooser(Generic[PlacedT]):
         """
         best: tuple[int, Problem] | None = None
         left = MAX_FLOOR_PLACEMENTS
-        again = [one for one in candidates if one.moves.policy == "full-recompute"]
-        for one in [*again, *sorted(candidates, key=_bytes_first)]:
-            if best is not None and one.live_bytes >= best[0]:
+        recomputed = [
+            candidate for candidate in candidates if candidate.moves.policy == "full-recompute"
+        ]
+        for candidate in [*recomputed, *sorted(candidates, key=_bytes_first)]:
+            if best is not None and candidate.live_bytes >= best[0]:
                 break
-            if not self._is_placed(one):
+            if not self._is_placed(candidate):
                 if not left:
                     continue
                 left -= 1
-            peak = self._plan_of(one).peak_bytes
+            peak = self._plan_of(candidate).peak_bytes
             if best is None or peak < best[0]:
-                best = peak, one.problem
+                best = peak, candidate.problem
         return best
 
 
@@ -396,7 +411,7 @@ def _floor_parts(step: MovableStep) -> str:
         )
     ]
     if step.layers:
-        layer = max(step.layers, key=lambda one: saved_bytes(step, one))
+        layer = max(step.layers, key=lambda layer: saved_bytes(step, layer))
         slots = step.class_of(layer).slots
         largest = max(range(len(slots)), key=lambda slot: (slots[slot].size_bytes, -slot))
         info = step.problem.tensors.get(layer.values[largest])

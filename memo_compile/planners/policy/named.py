@@ -1,7 +1,7 @@
 """The papers' policies, by name: exactly what they do to this step, for comparison and by wish.
 
     save            everything stays.
-    full-recompute  what can be made again from the layer's input and its other slots is; inputs
+    full-recompute  what can be recomputed from the layer's input and its other slots is; inputs
                     stay.
     full-offload    everything is copied to the host, from every layer.
     memo            MEMO's token-wise mix (arXiv 2407.12117, section 4.1): the layer's input and
@@ -107,13 +107,16 @@ def steady_moves(step: MovableStep, recompute: RecomputeOf) -> list[Moves]:
     def copied(cls: LayerClass, rights: Rights) -> Mode:
         return make_mode(cls, offload=rights.offload)
 
-    def again(cls: LayerClass, rights: Rights) -> Mode:
+    def recomputed(cls: LayerClass, rights: Rights) -> Mode:
         return make_mode(cls, offload=rights.offload, recompute=rights.recompute)
 
     def mixed(cls: LayerClass, rights: Rights) -> Mode:
         return make_mode(cls, offload=rights.offload, recompute=_others(cls, rights))
 
-    made = (_per_layer(step, "steady", AT_ONCE, recompute, one) for one in (copied, again, mixed))
+    made = (
+        _per_layer(step, "steady", AT_ONCE, recompute, mode_of)
+        for mode_of in (copied, recomputed, mixed)
+    )
     return list(dict.fromkeys(plan.moves for plan in made))
 
 
