@@ -177,7 +177,7 @@ class MemoConfig:
         return "normal"
 
 
-_FIELDS = {one.name: one for one in dataclasses.fields(MemoConfig)}
+_FIELDS = {option.name: option for option in dataclasses.fields(MemoConfig)}
 _VARIABLES = ("MEMO_CONFIG", *(f"MEMO_{name.upper()}" for name in _FIELDS))
 _LISTS = ("debug", "passes")
 """Options that may be given as one text, with commas."""
@@ -233,10 +233,10 @@ def _from_environment() -> dict[str, Any]:
         if variable.startswith("MEMO_") and variable not in _VARIABLES:
             _warn_misspelt(variable)
     found = {}
-    for name, one in _FIELDS.items():
+    for name, option in _FIELDS.items():
         text = os.environ.get(f"MEMO_{name.upper()}")
         if text:
-            found[name] = _parsed(name, one.type, text)
+            found[name] = _parsed(name, option.type, text)
     return found
 
 

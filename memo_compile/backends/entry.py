@@ -82,8 +82,8 @@ def _failure_reported() -> Iterator[None]:
 
 def _trains(example_inputs: Sequence[Any]) -> bool:
     """False for inference, which has nothing to plan: it keeps its symbolic sizes."""
-    tensors = (one for one in example_inputs if isinstance(one, torch.Tensor))
-    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    tensors = (value for value in example_inputs if isinstance(value, torch.Tensor))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _compile_specialised(

@@ -128,7 +128,7 @@ class RecomputeLibrary:
 
         What computes other rows than the whole, or cannot be lowered, is refused instead.
         """
-        called = {one.region for one in problem.calls if one.kind is CallKind.RECOMPUTE}
+        called = {call.region for call in problem.calls if call.kind is CallKind.RECOMPUTE}
         missing = [
             key for key in self.regions if key.region in called and key.region not in self.lowered
         ]
@@ -184,7 +184,7 @@ class RecomputeLibrary:
 
     def lowered_graphs(self) -> dict[str, RegionGraph]:
         """The graphs of the regions that were lowered."""
-        return {key.region: one for key, one in self.region_graphs.items()}
+        return {key.region: graph for key, graph in self.region_graphs.items()}
 
 
 def decide(
@@ -225,7 +225,7 @@ def decide(
         except NothingFits as error:
             if library.lower(error.problem) or last:
                 continue
-            if any([library.lower(one) for one in error.candidates_within_budget]):
+            if any([library.lower(problem) for problem in error.candidates_within_budget]):
                 continue
             raise
         before = len(library.refused)

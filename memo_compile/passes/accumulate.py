@@ -57,16 +57,16 @@ def _part(total: fx.Node, positions: dict[fx.Node, int]) -> fx.Node | None:
     """The part of ``total`` from an earlier position that may be written over."""
     if total.target is not _aten.add.Tensor or total.kwargs:
         return None
-    for one in total.args:
+    for part in total.args:
         if (
-            isinstance(one, fx.Node)
-            and one in positions
-            and positions[one] < positions[total]
-            and total.args.count(one) == 1
-            and _is_new(one)
-            and _look_alike(one, total)
+            isinstance(part, fx.Node)
+            and part in positions
+            and positions[part] < positions[total]
+            and total.args.count(part) == 1
+            and _is_new(part)
+            and _look_alike(part, total)
         ):
-            return one
+            return part
     return None
 
 
@@ -76,13 +76,14 @@ def _is_new(node: fx.Node) -> bool:
         node = viewed(node)
     if len(node.users) != 1 or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return all(one.alias_info is None for one in node.target._schema.returns) and not is_view(node)
+    returns = node.target._schema.returns
+    return all(result.alias_info is None for result in returns) and not is_view(node)
 
 
-def _look_alike(one: fx.Node, other: fx.Node) -> bool:
-    if not is_tensor(one) or not is_tensor(other):
+def _look_alike(first: fx.Node, second: fx.Node) -> bool:
+    if not is_tensor(first) or not is_tensor(second):
         return False
-    a, b = one.meta["val"], other.meta["val"]
+    a, b = first.meta["val"], second.meta["val"]
     same = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
     return bool(same and a.device == b.device)
 

@@ -123,7 +123,7 @@ def _hoist(graph: fx.Graph, merged: set[fx.Node]) -> None:
     index = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if node in moved:
-            sources = (rank[one] for one in node.all_input_nodes if one not in private)
+            sources = (rank[source] for source in node.all_input_nodes if source not in private)
             rank[node] = max([first, *sources])
         else:
             rank[node] = index[node]

@@ -11,8 +11,8 @@ Rewrite (positions in brackets):
 Only whole tensors cross a border, and they cross as their reader sees them: where a layer reads
 ``view(a, [2, 32, 64])`` and ``a`` is a matrix product of the epilogue, the region's input is that
 view, made by the step program, so that the last layer's region is the same as the others'. Views of
-the step's own inputs, expanded tensors and constants are made again inside the region. Two regions
-with the same text are one region, called twice.
+the step's own inputs, expanded tensors and constants are made inside each region that reads
+them. Two regions with the same text are one region, called twice.
 """
 
 import hashlib
@@ -292,7 +292,7 @@ class _Border:
 
 
 def _with_views_at_their_source(request: CutRequest) -> dict[fx.Node, int]:
-    """Positions in which a view that shows all of a computed tensor stands beside it."""
+    """The positions of nodes; a view that shows all of a computed tensor has its source's."""
     positions = dict(request.positions)
     for node in request.gm.graph.nodes:
         if node in positions and is_movable_view(node):

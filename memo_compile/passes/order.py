@@ -34,7 +34,7 @@ def selection(entries: Sequence[str]) -> PassSelection:
     Raises:
         ConfigError: an entry is neither, or the pass is unknown or required.
     """
-    is_required = {one.name: one.is_required for one in PASSES}
+    is_required = {graph_pass.name: graph_pass.is_required for graph_pass in PASSES}
     skipped: set[str] = set()
     limit = None
     for entry in entries:

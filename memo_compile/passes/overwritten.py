@@ -1,4 +1,4 @@
-"""Nothing is made again from an input that the forward overwrites; a backward gets its old value.
+"""Nothing is recomputed from an input that the forward overwrites; a backward gets its old value.
 
 A buffer that the forward reads and then updates (a running average, a step counter) is another one
 by the time of the backward. Torch's own min-cut saves the buffer itself, whose memory holds the new
@@ -29,7 +29,7 @@ class KeepOverwritten:
         copy_(buffer, new)                       grad  = mul(tangent, old)
                                                  copy_(buffer, new)
 
-    Tagged nodes are never made again (``analysis.saved``, ``passes.recompute``), so that ``old``
+    Tagged nodes are never recomputed (``analysis.saved``, ``passes.recompute``), so that ``old``
     and ``add`` are what the backward starts from.
     """
 
@@ -55,7 +55,7 @@ class KeepOverwritten:
             output.args = ((*results[: self.num_fwd_outputs], *gradients),)
         for node in gm.graph.nodes:
             computes = node.op == "call_function" and not is_view(node) and not is_write(node)
-            if computes and any(storage_of(one) in written for one in node.all_input_nodes):
+            if computes and any(storage_of(read) in written for read in node.all_input_nodes):
                 node.meta[READS_OVERWRITTEN] = True
         gm.graph.lint()
         return PassResult(gm, bool(old.made))
@@ -85,4 +85,4 @@ class _OldValues:
     def _view(self, node: fx.Node) -> fx.Node:
         source, old = viewed(node), self.of(viewed(node))
         with node.graph.inserting_after(node):
-            return node.graph.node_copy(node, lambda one: old if one is source else one)
+            return node.graph.node_copy(node, lambda read: old if read is source else read)

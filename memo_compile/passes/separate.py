@@ -47,7 +47,7 @@ class SeparateResults:
         separated: list[Any] = list(results)
         own = set(self.own)
         users = results[: self.num_results]
-        nodes = {at: one for at, one in enumerate(users) if isinstance(one, fx.Node)}
+        nodes = {at: result for at, result in enumerate(users) if isinstance(result, fx.Node)}
         taken = [node for at, node in nodes.items() if at not in own and is_tensor(node)]
         for at in self.own:
             node = nodes.get(at)
@@ -69,10 +69,10 @@ def _is_given(node: fx.Node) -> bool:
     return root.op in ("placeholder", "get_attr") or root.target is ops.fetch
 
 
-def _overlap(one: fx.Node, other: fx.Node) -> bool:
-    if storage_of(one) is not storage_of(other):
+def _overlap(first: fx.Node, second: fx.Node) -> bool:
+    if storage_of(first) is not storage_of(second):
         return False
-    (a_start, a_end), (b_start, b_end) = _range(one.meta["val"]), _range(other.meta["val"])
+    (a_start, a_end), (b_start, b_end) = _range(first.meta["val"]), _range(second.meta["val"])
     return a_start < b_end and b_start < a_end
 
 

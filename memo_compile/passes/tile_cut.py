@@ -1,4 +1,4 @@
-"""Replaces regions of a cut by their tiled form: before, one tile called again and again, after.
+"""Replaces regions of a cut by their tiled form: before, one tile called for each tile, after.
 
 Rewrite, region R in 4 tiles:
     y = R(x, w)    ->    whole, acc = R.before(x)
@@ -88,7 +88,7 @@ def tile_cut(
         regions=regions,
         calls=tuple(calls),
         whole_calls=cut.calls,
-        tilings={name: one.claim(cut.regions[name]) for name, one in split.items()},
+        tilings={name: parts.claim(cut.regions[name]) for name, parts in split.items()},
     )
 
 
@@ -116,9 +116,9 @@ def _split(name: str, region: RegionGraph, tiles: int, accepts: Accepts) -> "_Sp
 
 def _is_plain(tiled: TiledRegion) -> bool:
     """True when every output of the region is a value of its own that one of the parts makes."""
-    refs = [one for one in tiled.outputs if one is not None]
-    made = all(one.source is not Source.REGION_INPUT for one in refs)
-    made = made and all(_is_contiguous(one.whole) for one in tiled.tile_outputs)
+    refs = [ref for ref in tiled.outputs if ref is not None]
+    made = all(ref.source is not Source.REGION_INPUT for ref in refs)
+    made = made and all(_is_contiguous(output.whole) for output in tiled.tile_outputs)
     return made and len(set(refs)) == len(refs) and len(refs) == len(tiled.outputs)
 
 
@@ -149,15 +149,17 @@ class _Split:
     def of(name: str, region: RegionGraph, tiled: TiledRegion) -> "_Split":
         before = tiled.before or _empty_region(region)
         rows = {
-            at: one.whole for at, one in enumerate(tiled.tile_outputs) if one.step_bytes is not None
+            at: output.whole
+            for at, output in enumerate(tiled.tile_outputs)
+            if output.step_bytes is not None
         }
         like = region.gm.graph.find_nodes(op="placeholder")[0].meta["val"]
         graph, first = _with_zeros(before, list(rows.values()), like)
         wholes = {at: first + number for number, at in enumerate(rows)}
-        sums = {one.accumulator: one.value.index for one in tiled.tile_inputs}
-        for at, one in enumerate(tiled.tile_outputs):
-            if one.accumulator is not None:
-                wholes[at] = sums[one.accumulator]
+        sums = {tile_input.accumulator: tile_input.value.index for tile_input in tiled.tile_inputs}
+        for at, output in enumerate(tiled.tile_outputs):
+            if output.accumulator is not None:
+                wholes[at] = sums[output.accumulator]
         part, totals = take_sums_out(tiled)
         return _Split(name=name, tiled=tiled, before=graph, tile=part, sums=totals, wholes=wholes)
 
@@ -165,8 +167,8 @@ class _Split:
         """The regions by name."""
         yield f"{self.name}.before", self.before
         yield f"{self.name}.tile", self.tile
-        for number, one in enumerate(self.sums):
-            yield f"{self.name}.sum{number}", one.region
+        for number, running_sum in enumerate(self.sums):
+            yield f"{self.name}.sum{number}", running_sum.region
         if self.tiled.after is not None:
             yield f"{self.name}.after", self.tiled.after
 
@@ -196,30 +198,33 @@ class _Split:
             before_inputs=tiled.before_inputs,
             tile=f"{self.name}.tile",
             tile_inputs=tuple(
-                self._operand(one) for one in tiled.tile_inputs if one.accumulator is None
+                self._operand(tile_input)
+                for tile_input in tiled.tile_inputs
+                if tile_input.accumulator is None
             ),
             rows=tuple(
-                Rows(whole=self.wholes[at], slice=Slice(dim=one.dim, length=one.length))
-                for at, one in enumerate(tiled.tile_outputs)
-                if one.dim is not None
+                Rows(whole=self.wholes[at], slice=Slice(dim=output.dim, length=output.length))
+                for at, output in enumerate(tiled.tile_outputs)
+                if output.dim is not None
             ),
             sums=tuple(
                 RunningSum(
                     region=f"{self.name}.sum{number}",
-                    total=self.wholes[one.output],
-                    terms=tuple(map(self._term_operand, one.terms)),
+                    total=self.wholes[running_sum.output],
+                    terms=tuple(map(self._term_operand, running_sum.terms)),
                 )
-                for number, one in enumerate(self.sums)
+                for number, running_sum in enumerate(self.sums)
             ),
             after=None if tiled.after is None else f"{self.name}.after",
             after_inputs=tuple(map(self.made, tiled.after_inputs)),
-            outputs=tuple(self.made(one) for one in tiled.outputs if one is not None),
+            outputs=tuple(self.made(ref) for ref in tiled.outputs if ref is not None),
             output_layouts=region.output_layouts(),
         )
 
-    def _operand(self, one: TileInput) -> Operand:
-        part = None if one.dim is None else Slice(dim=one.dim, length=one.view.size[one.dim])
-        return Operand(value=self.made(one.value), whole=_layout(one.whole), slice=part)
+    def _operand(self, tile_input: TileInput) -> Operand:
+        dim, whole = tile_input.dim, _layout(tile_input.whole)
+        part = None if dim is None else Slice(dim=dim, length=tile_input.view.size[dim])
+        return Operand(value=self.made(tile_input.value), whole=whole, slice=part)
 
     def _term_operand(self, term: Term) -> Operand:
         if term.is_input:
@@ -259,30 +264,32 @@ class _Split:
             )
 
     def _tile_call(self, call: CutCall, names: "_Names", number: int) -> CutCall:
-        inputs = [one for one in self.tiled.tile_inputs if one.accumulator is None]
-        rows = [one for one in self.tiled.tile_outputs if one.accumulator is None]
+        inputs = [
+            tile_input for tile_input in self.tiled.tile_inputs if tile_input.accumulator is None
+        ]
+        rows = [output for output in self.tiled.tile_outputs if output.accumulator is None]
         return CutCall(
             name=f"{call.name}.tile{number}",
             region=f"{self.name}.tile",
             position=call.position,
-            inputs=tuple(names.value(one.value) for one in inputs),
+            inputs=tuple(names.value(tile_input.value) for tile_input in inputs),
             outputs=tuple(names.tile(number, at) for at in range(_num_outputs(self.tile))),
-            reads=tuple(_slice(one, number) for one in inputs),
+            reads=tuple(_slice(tile_input, number) for tile_input in inputs),
             into=tuple(
                 CutInto(
                     output=at,
                     value=names.before(self.wholes[at]),
-                    offset_bytes=number * (one.step_bytes or 0),
+                    offset_bytes=number * (output.step_bytes or 0),
                 )
-                for at, one in enumerate(rows)
+                for at, output in enumerate(rows)
             ),
         )
 
     def _sum_calls(self, call: CutCall, names: "_Names", number: int) -> Iterator[CutCall]:
         """What tile ``number`` adds to the running sums."""
-        for at, one in enumerate(self.sums):
-            total = names.before(self.wholes[one.output])
-            terms = [self._term(term, names, number) for term in one.terms]
+        for at, running_sum in enumerate(self.sums):
+            total = names.before(self.wholes[running_sum.output])
+            terms = [self._term(term, names, number) for term in running_sum.terms]
             values = [total, *(value for value, _ in terms)]
             name = f"{call.name}.tile{number}.sum{at}"
             yield CutCall(
@@ -292,7 +299,7 @@ class _Split:
                 inputs=tuple(values),
                 outputs=(f"{name}:0",),
                 reads=(
-                    self.before.output_layouts()[self.wholes[one.output]],
+                    self.before.output_layouts()[self.wholes[running_sum.output]],
                     *(r for _, r in terms),
                 ),
                 into=(CutInto(output=0, value=total, offset_bytes=0),),
@@ -347,10 +354,10 @@ class _Names:
         return self.before(self.split.made(ref).index)
 
 
-def _slice(one: TileInput, number: int) -> Layout:
+def _slice(tile_input: TileInput, number: int) -> Layout:
     """What tile ``number`` reads of an input's value."""
-    offset = number * (one.step_bytes or 0) // one.view.dtype.itemsize
-    return replace(_layout(one.view), offset=offset)
+    offset = number * (tile_input.step_bytes or 0) // tile_input.view.dtype.itemsize
+    return replace(_layout(tile_input.view), offset=offset)
 
 
 def _layout(spec: ViewSpec) -> Layout:
