@@ -53,7 +53,7 @@ class CompiledStep:
     plan_name: str
     """Of its plan in memo's report."""
     assembly: Any
-    """What memo assembled: the planner, its lowered regions and the step program."""
+    """What memo assembled: the lowered regions, the plan and the step program."""
 
     @property
     def plan(self) -> Any:

@@ -78,18 +78,13 @@ class Simulation:
     """One step, simulated again and again with its regions' seconds as they are just then."""
 
     def __init__(self, step: side_by_side.CompiledStep) -> None:
-        planner = step.assembly.planner
-        self.problem = step.assembly.problem
-        self.lowered, self.graphs = dict(planner.lowered), dict(planner.graphs)
+        planned = step.assembly.planned
+        self.problem, self.graphs = planned.problem, planned.graphs
         called = {call.region for call in self.problem.calls}
-        if not called <= set(self.lowered):
-            library = planner.library()
-            self.lowered.update(library.lowered)
-            self.graphs.update(library.lowered_graphs())
-        self.lowered = {name: one for name, one in self.lowered.items() if name in called}
+        self.lowered = {name: one for name, one in planned.lowered.items() if name in called}
         self.num_calls = Counter(call.region for call in self.problem.calls)
         copies = any(call.copy is not None for call in self.problem.calls)
-        self.costs = planner.movable().step.costs if copies else None
+        self.costs = step.assembly.costs() if copies else None
         self.seconds: list[float] = []
         self.stalls_s: list[float] = []
 

@@ -200,7 +200,7 @@ class StepCompiler:
         self.runner.write("step-forward.txt", graph_text(step.forward.program))
         self.runner.write("step-backward.txt", graph_text(step.backward.program))
         self.runner.write("step-program.txt", program_text(assembly.problem))
-        write_pictures(self.dump, assembly.problem, assembly.plan, assembly.planner.known_costs())
+        write_pictures(self.dump, assembly.problem, assembly.plan, assembly.costs())
 
     def _accepts(self, tiling: RegionTiling) -> bool:
         """False for tiles that compute something else than their region, run on random numbers."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memo_runtime.arena import ArenaError, arena_of
@@ -11,13 +11,17 @@ from memo_runtime.leases import StepCounters
 from memo_runtime.run_step import StepPlan, ran_before, run_backward, run_forward
 
 from memo_compile import shim
+from memo_compile.config import MemoConfig
 from memo_compile.driver.bind import bind_step
 from memo_compile.driver.facts import gradient_bytes
+from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.out_of_memory import OutOfMemory
-from memo_compile.driver.step_planner import PlannedStep, StepPlanner
+from memo_compile.driver.plan_step import plan_step
+from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
 from memo_compile.driver.user_outputs import ResultWatch, held_bytes, result_storages
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
+from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import FixedBytes, Problem
 from memo_compile.step.residency import retained_peak_bytes, step_constant_bytes
@@ -34,12 +38,16 @@ MIN_KEPT_BYTES = 2**20
 
 @dataclass(slots=True, kw_only=True)
 class Assembly:
-    """A planned step that runs."""
+    """A planned step that runs, and what it takes to plan it for another request."""
 
-    planner: StepPlanner
-    planned: InitVar[PlannedStep]
+    lowered: LoweredStep
+    config: MemoConfig
+    known: StepKnowledge
+    request: PlanRequest
+    """The last one: what is known by now of the device and of what the user keeps."""
+    planned: PlannedStep
     plan: Plan = field(init=False)
-    problem: Problem = field(init=False)
+    """Of ``planned``, with what was counted while it ran."""
     step: StepPlan = field(init=False)
 
     _watch: ResultWatch = field(default_factory=ResultWatch)
@@ -51,16 +59,48 @@ class Assembly:
     """The last plan that counts no results of earlier steps."""
     _memory: OutOfMemory = field(init=False)
 
-    def __post_init__(self, planned: PlannedStep) -> None:
-        self._memory = OutOfMemory(dump=self.planner.config.dump)
-        self._bind(planned)
+    def __post_init__(self) -> None:
+        self._memory = OutOfMemory(dump=self.config.dump)
+        self._bind(self.planned)
 
     def _bind(self, planned: PlannedStep) -> None:
         if not planned.problem.fixed.earlier_outputs:
             self._unburdened = planned
-        self.problem, self.plan = planned.problem, planned.plan
-        self._made = tuple(result_storages(planned.problem, self.planner.forward.results))
-        self.step = bind_step(planned, self.planner.cut, self.planner.config, self._count)
+        step = self.lowered.cut
+        self.planned, self.plan = planned, planned.plan
+        self._made = tuple(result_storages(planned.problem, step.forward.results))
+        self.step = bind_step(planned, step, self.request.applied_to(self.config), self._count)
+
+    @property
+    def problem(self) -> Problem:
+        """The step program that runs."""
+        return self.planned.problem
+
+    def costs(self) -> StepCosts | None:
+        """The seconds of regions and copies, where a decision needed them."""
+        return self.known.known_costs(self.request.applied_to(self.config).host_store)
+
+    def _replan(self, existing_gradient_bytes: int, earlier_output_bytes: int = 0) -> PlannedStep:
+        """The step planned for the last request, and what exists before it begins.
+
+        Gradients that were kept once count from then on: they may be kept again.
+
+        Raises:
+            Infeasible: there is no such plan; the last request stays.
+        """
+        request = replace(
+            self.request,
+            existing_gradient_bytes=max(
+                self.request.existing_gradient_bytes, existing_gradient_bytes
+            ),
+            earlier_output_bytes=earlier_output_bytes,
+        )
+        planned = plan_step(self.lowered, self.config, request, self.known)
+        self.request = request
+        return planned
+
+    def _gradient_bytes(self) -> int:
+        return self.lowered.cut.facts.existing_gradient_bytes()
 
     def forward(self, args: list[Any]) -> list[Any]:
         """The forward's results; empties ``args``."""
@@ -103,7 +143,7 @@ class Assembly:
             state.replace_plan(plan, self.plan)
 
     def _held_bytes(self) -> int:
-        return held_bytes(self.problem, self.planner.forward.results)
+        return held_bytes(self.problem, self.lowered.cut.forward.results)
 
     def reserve(self) -> None:
         """The step's frames are there: a refusal comes now and not in the first step.
@@ -139,8 +179,8 @@ class Assembly:
 
     def _plan_pageable(self, refused: HostStoreError) -> None:
         """Plan again with the speed of copies through pageable memory, instead of pinned."""
-        self.planner.offload_to("shm")
-        planned = self.planner.plan(self.planner.facts.existing_gradient_bytes())
+        self.request = replace(self.request, host_store="shm")
+        planned = self._replan(self._gradient_bytes())
         if planned.problem.host_bytes:
             _say(f"copies go through pageable memory and may block: {refused}")
         self._bind_again(planned)
@@ -154,17 +194,10 @@ class Assembly:
         Raises:
             ArenaError, HostStoreError: ``refused``, where there is no smaller plan.
         """
-        plan, planner, host_bytes = self.plan, self.planner, self.problem.host_bytes
-        if isinstance(refused, ArenaError):
-            step_bytes = plan.peak_bytes - step_constant_bytes(self.problem)
-            known = planner.granted_step_bytes
-            least = step_bytes if known is None else min(known, step_bytes)
-            planner.granted_step_bytes = least - plan.arena_bytes // 4
-        else:
-            known = planner.granted_host_bytes
-            planner.granted_host_bytes = min(known or host_bytes, host_bytes) * 3 // 4
+        plan, host_bytes = self.plan, self.problem.host_bytes
+        self.request = self._request_less(refused)
         try:
-            planned = planner.plan(planner.facts.existing_gradient_bytes())
+            planned = self._replan(self._gradient_bytes())
         except Infeasible as error:
             raise type(refused)(f"{refused}; no plan of this step needs less: {error}") from None
         sizes = (planned.plan.arena_bytes, planned.problem.host_bytes)
@@ -174,6 +207,17 @@ class Assembly:
         arena, host = (format_bytes(size) for size in sizes)
         _say(f"{refused}. Planned again: arena {arena}, host memory {host}")
         self._bind_again(planned)
+
+    def _request_less(self, refused: ArenaError | HostStoreError) -> PlanRequest:
+        """The last request, with less memory granted than what was refused."""
+        if isinstance(refused, ArenaError):
+            step_bytes = self.plan.peak_bytes - step_constant_bytes(self.problem)
+            granted = self.request.granted_step_bytes
+            least = step_bytes if granted is None else min(granted, step_bytes)
+            return replace(self.request, granted_step_bytes=least - self.plan.arena_bytes // 4)
+        host_bytes = self.problem.host_bytes
+        granted = min(self.request.granted_host_bytes or host_bytes, host_bytes) * 3 // 4
+        return replace(self.request, granted_host_bytes=granted)
 
     def on_unplanned(self, call: Callable[[], None]) -> None:
         """``call`` is told of every step that runs in ordinary memory."""
@@ -231,11 +275,11 @@ class Assembly:
         before = self.plan
         try:
             try:
-                planned = self.planner.plan(existing, lasting)
+                planned = self._replan(existing, lasting)
             except Infeasible:
                 if not lasting or not replaced:
                     raise
-                planned = self.planner.plan(existing)
+                planned = self._replan(existing)
         except Infeasible as error:
             text = _kept(error, existing, lasting)
             raise Infeasible(text, floor_bytes=error.floor_bytes) from None
@@ -256,8 +300,8 @@ class Assembly:
             return
         self._kept_bytes = 0
         before = self.plan
-        self.planner.keep_outputs()
-        self._rebind(self.planner.plan(self.planner.facts.existing_gradient_bytes()))
+        self.request = replace(self.request, keeps_outputs=True)
+        self._rebind(self._replan(self._gradient_bytes()))
         state.replace_plan(before, self.plan)
 
     def _bind_again(self, planned: PlannedStep) -> None:

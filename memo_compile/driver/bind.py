@@ -27,8 +27,7 @@ from memo_runtime.run_step import RunHalf, StepPlan
 
 from memo_compile.analysis.regions import ViewSpec
 from memo_compile.config import MemoConfig
-from memo_compile.driver.stages import CutStep
-from memo_compile.driver.step_planner import PlannedStep
+from memo_compile.driver.stages import CutStep, PlannedStep
 from memo_compile.step.problem import (
     CallKind,
     Half,

@@ -3,12 +3,12 @@
     CapturedStep   two graphs of AOTAutograd, the layers in them        (``backends.capture``)
       cut_step     -> CutStep: regions, and the calls of each half
       lower_step   -> LoweredStep: each region as code, the step that keeps everything
-      plan         -> PlannedStep: what moves, where every buffer lies  (``StepPlanner.plan``)
+      plan_step    -> PlannedStep: what moves, where every buffer lies  (``driver.plan_step``)
       bind_step    -> StepPlan: what the runtime runs                   (``driver.bind``)
 
-``assemble`` goes the whole way. ``memo_compile.plan`` stops before the last stage. Plan and bind
-are repeated while the program runs, when the device refuses memory or the user keeps what the
-plan took to be gone (``driver.assemble``).
+``assemble`` goes from a CutStep to the end. ``memo_compile.plan`` stops before the last stage.
+``plan_step`` answers a PlanRequest. It and ``bind_step`` are repeated for another request when the
+device refuses memory, or the user keeps what the plan took to be gone (``driver.assemble``).
 """
 
 import time
@@ -19,9 +19,10 @@ from torch import fx
 from memo_compile.analysis.joint_units import JointUnits, backward_positions, forward_positions
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
+from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.left_whole import say_dropped
-from memo_compile.driver.stages import CapturedStep, CutStep, LoweredStep
-from memo_compile.driver.step_planner import StepPlanner
+from memo_compile.driver.plan_step import plan_step
+from memo_compile.driver.stages import CapturedStep, CutStep, LoweredStep, PlanRequest
 from memo_compile.driver.step_problem import step_problem, whole_step
 from memo_compile.lowering.lower import lower_regions
 from memo_compile.lowering.workspace import with_workspaces
@@ -41,8 +42,15 @@ def assemble(step: CutStep, config: MemoConfig) -> Assembly:
         ArenaError, HostStoreError: as ``Assembly.reserve``.
     """
     lowered = lower_step(step, config, for_cuda=step.facts.device.type == "cuda")
-    planner = StepPlanner(lowered, config)
-    assembly = Assembly(planner=planner, planned=planner.plan())
+    known = StepKnowledge(lowered=lowered, config=config)
+    request = PlanRequest()
+    assembly = Assembly(
+        lowered=lowered,
+        config=config,
+        known=known,
+        request=request,
+        planned=plan_step(lowered, config, request, known),
+    )
     assembly.reserve()
     return assembly
 

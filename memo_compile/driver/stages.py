@@ -1,15 +1,17 @@
 """What each stage of ``driver.pipeline`` hands to the next."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from memo_compile.analysis.joint_units import JointUnits
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
+from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.passes.cut import Cut
 from memo_compile.passes.runner import PassRunner
+from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.step.tilings import WholeStep
 
@@ -57,3 +59,40 @@ class LoweredStep:
     whole: WholeStep
     """The step as its graphs say it, for the checker."""
     lowering_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What a plan must count that neither the graph nor the options say.
+
+    The first plan of a step knows of nothing. What shows while it is bound and while it runs
+    changes the request, and the step is planned for that.
+    """
+
+    existing_gradient_bytes: int = 0
+    """Kept from steps before, beside those that this step's backward makes."""
+    earlier_output_bytes: int = 0
+    """Results of earlier steps that the user holds during this one."""
+    keeps_outputs: bool = False
+    """True once the forward's results were found held when their backward had ended."""
+    host_store: str | None = None
+    """Where offloaded activations go instead of where the options say."""
+    granted_step_bytes: int | None = None
+    """What the device grants a step beside its parameters and other constants; None: unknown. The
+    device refused more than that, which the user's budget does not know of."""
+    granted_host_bytes: int | None = None
+    """The same for host memory."""
+
+    def applied_to(self, config: MemoConfig) -> MemoConfig:
+        """``config`` with the host memory that this request names."""
+        return config if self.host_store is None else replace(config, host_store=self.host_store)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """A checked plan, the step program that it places, and the regions that it calls."""
+
+    problem: Problem
+    plan: Plan
+    lowered: Mapping[str, LoweredRegion]
+    graphs: Mapping[str, RegionGraph]

@@ -20,9 +20,10 @@ from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.hardware import HardwareProfile, find_hardware
 from memo_compile.costs.roofline import graph_cost
 from memo_compile.driver.facts import GraphFacts
+from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.pipeline import lower_step
-from memo_compile.driver.stages import CutStep
-from memo_compile.driver.step_planner import StepPlanner
+from memo_compile.driver.plan_step import plan_step
+from memo_compile.driver.stages import CutStep, PlanRequest
 from memo_compile.errors import MemoError, UnsupportedGraph
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Plan
@@ -151,9 +152,11 @@ class _OfflineCompiler(StepCompiler):
         device = step.facts.device.type
         for_cuda = device == "cuda" or (self.hardware is not None and self.hardware.name != device)
         lowered = lower_step(step, self.config, for_cuda=for_cuda)
-        planner = StepPlanner(lowered, self.config, self.hardware, may_run=False)
-        planned = planner.plan()
-        costs = planner.costs()
+        known = StepKnowledge(
+            lowered=lowered, config=self.config, hardware=self.hardware, may_run=False
+        )
+        planned = plan_step(lowered, self.config, PlanRequest(), known)
+        costs = known.costs(self.config.host_store)
         made = planned.plan
         if made.timeline is None:
             made = replace(made, timeline=simulate(planned.problem, costs))
@@ -166,7 +169,7 @@ class _OfflineCompiler(StepCompiler):
                 plan=made,
                 costs=costs,
                 model_flops=FORWARD_AND_BACKWARD * forward_flops,
-                exact=planner.runs_here(),
+                exact=known.runs_here(),
             )
         )
         raise _PlannedSignal("planned; nothing is to be compiled")

@@ -13,8 +13,10 @@ from memo_runtime.run_step import StepPlan
 
 import memo_compile
 from memo_compile.config import resolve
-from memo_compile.driver import bind, pipeline
-from memo_compile.driver.step_planner import StepPlanner
+from memo_compile.driver import bind
+from memo_compile.driver.assemble import Assembly
+from memo_compile.driver.plan_step import plan_step
+from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
@@ -28,6 +30,7 @@ from tests.numerics.training import (
     assert_planned,
     without_dropout,
 )
+from tests.steps.running import assemblies
 
 STEPS = 2
 
@@ -163,14 +166,8 @@ def reference(name: str, shape: str) -> Reference:
 
 
 @functools.cache
-def _saved(name: str, shape: str, lowering: str) -> tuple[Run, Plan, StepPlanner]:
-    made: list[StepPlanner] = []
-
-    def keep(*args: Any) -> StepPlanner:
-        made.append(StepPlanner(*args))
-        return made[-1]
-
-    with mock.patch.object(pipeline, "StepPlanner", keep):
+def _saved(name: str, shape: str, lowering: str) -> tuple[Run, Plan, Assembly]:
+    with assemblies() as made:
         done, plan = run(Case(model=name, decision="save", shape=shape, lowering=lowering))
     return done, plan, made[0]
 
@@ -180,11 +177,11 @@ def save_run(case: Case) -> tuple[Run, Plan]:
     return _saved(case.model, case.shape, case.lowering)[:2]
 
 
-def planned_again(case: Case, memory_budget: int | None) -> Plan:
+def replanned(case: Case, memory_budget: int | None) -> Plan:
     """The case's plan for another budget; its step was traced and lowered once, for all."""
-    planner = _saved(case.model, case.shape, case.lowering)[2]
-    planner.config = resolve({**case.options(), "memory_budget": memory_budget}, None)
-    return planner.plan().plan
+    saved = _saved(case.model, case.shape, case.lowering)[2]
+    config = resolve({**case.options(), "memory_budget": memory_budget}, None)
+    return plan_step(saved.lowered, config, PlanRequest(), saved.known).plan
 
 
 def floor_bytes(case: Case) -> int:
@@ -195,7 +192,7 @@ def floor_bytes(case: Case) -> int:
 @functools.cache
 def _floor_bytes(case: Case) -> int:
     with pytest.raises(Infeasible) as raised:
-        planned_again(case, 1)
+        replanned(case, 1)
     assert raised.value.floor_bytes is not None
     return raised.value.floor_bytes
 

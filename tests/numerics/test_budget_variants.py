@@ -19,7 +19,7 @@ from tests.numerics.budget_cases import (
     assert_close,
     assert_moved,
     floor_bytes,
-    planned_again,
+    replanned,
     run,
     save_run,
 )
@@ -180,12 +180,12 @@ def test_a_smaller_budget_never_gives_a_larger_peak(decision):
     floor = floor_bytes(case)
     top = save_run(case)[1].peak_bytes
     budgets = [floor + step * (max(top, floor) - floor) // 7 for step in range(8)]
-    peaks = [planned_again(case, budget).peak_bytes for budget in budgets]
+    peaks = [replanned(case, budget).peak_bytes for budget in budgets]
     assert all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True))
     assert peaks == sorted(peaks)
     assert peaks[0] == floor
     with pytest.raises(Infeasible, match="floor"):
-        planned_again(case, floor - 1)
+        replanned(case, floor - 1)
 
 
 def test_the_floor_with_tiles_can_be_had():

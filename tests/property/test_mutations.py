@@ -30,13 +30,10 @@ def named(problem: Problem, ending: str) -> int:
 
 def refused(name: str, problem: Problem, match: str) -> None:
     """What production calls says what is wrong, and in which call."""
-    planner = ready(name).planner
-    moves = ready(name).planned.problem is not planner.problem
-    recomputations = planner.recomputations(problem) if moves else {}
+    step = ready(name)
+    recomputations = step.assembly.known.recomputations(problem)
     with pytest.raises(InvalidPlan, match=match):
-        require_proved(
-            planner.whole, planner.problem if moves else problem, problem, recomputations
-        )
+        require_proved(step.lowered.whole, step.unmoved(problem), problem, recomputations)
 
 
 def changed(problem: Problem, at: int, **changes: object) -> Problem:
@@ -121,13 +118,12 @@ def test_two_outputs_that_changed_places():
 
 
 def test_tiles_that_leave_rows_out():
-    step = ready("tiles")
-    planner = step.planner
-    region, tiling = next(iter(planner.whole.tilings.items()))
+    lowered = ready("tiles").lowered
+    region, tiling = next(iter(lowered.whole.tilings.items()))
     fewer = dataclasses.replace(tiling, num_tiles=tiling.num_tiles - 1)
-    whole = dataclasses.replace(planner.whole, tilings={**planner.whole.tilings, region: fewer})
+    whole = dataclasses.replace(lowered.whole, tilings={**lowered.whole.tilings, region: fewer})
     with pytest.raises(InvalidPlan, match=rf"{region}: 3 tiles of \d+ rows"):
-        require_proved(whole, planner.problem, planner.problem, {})
+        require_proved(whole, lowered.problem, lowered.problem, {})
 
 
 def test_a_wrong_stride_of_a_recomputation():

@@ -1,8 +1,9 @@
 """Planned steps of small models that can run with another plan, and be compared in numbers."""
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -12,14 +13,16 @@ from memo_runtime.run_step import StepPlan, run_backward, run_forward
 from torch import nn
 from torch.nn import functional
 
+from memo_compile.backends import capture
 from memo_compile.check.check_plan import check
 from memo_compile.check.prove import prove
-from memo_compile.driver import assemble, pipeline
+from memo_compile.driver import assemble
 from memo_compile.driver.bind import Binder
-from memo_compile.driver.step_planner import PlannedStep, StepPlanner
+from memo_compile.driver.plan_step import requested_problem
+from memo_compile.driver.stages import LoweredStep, PlannedStep
 from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
-from memo_compile.step.problem import Phase, Problem
+from memo_compile.step.problem import CallKind, Phase, Problem
 
 CPU = torch.device("cpu")
 WIDTH, HEADS, WORDS, TOKENS = 32, 2, 256, 32
@@ -125,22 +128,24 @@ SETUPS: Mapping[str, Setup] = {
 }
 
 
+@contextlib.contextmanager
+def assemblies() -> Iterator[list[assemble.Assembly]]:
+    """The steps that are assembled in the block."""
+    made: list[assemble.Assembly] = []
+    original = capture.assemble
+
+    def keep(*args: Any) -> assemble.Assembly:
+        made.append(original(*args))
+        return made[-1]
+
+    with mock.patch.object(capture, "assemble", keep):
+        yield made
+
+
 def _recorded(call: Callable[[], torch.Tensor]) -> "Ready":
     """One step of ``call``, with all that runs it again."""
-    made: list[assemble.Assembly] = []
     given: list[list[Any]] = []
     results: list[list[Any]] = []
-
-    class Kept(StepPlanner):
-        last: PlannedStep
-
-        def plan(self, existing_gradient_bytes: int = 0) -> PlannedStep:
-            self.last = super().plan(existing_gradient_bytes)
-            return self.last
-
-    def assembled(*args: Any, **options: Any) -> assemble.Assembly:
-        made.append(original(*args, **options))
-        return made[-1]
 
     def forward(plan: StepPlan, args: list[Any]) -> list[Any]:
         given.append(_copied(args))
@@ -153,22 +158,17 @@ def _recorded(call: Callable[[], torch.Tensor]) -> "Ready":
 
     torch._dynamo.reset()
     state.reset()
-    original = assemble.Assembly
     with (
-        mock.patch.object(pipeline, "StepPlanner", Kept),
-        mock.patch.object(pipeline, "Assembly", assembled),
+        assemblies() as made,
         mock.patch.object(assemble, "run_forward", forward),
         mock.patch.object(assemble, "run_backward", backward),
     ):
         call().backward()
     (assembly,) = made
-    planner = assembly.planner
-    assert isinstance(planner, Kept)
-    cuts = (assembly.planner.forward, assembly.planner.backward)
+    cuts = (assembly.lowered.cut.forward, assembly.lowered.cut.backward)
     return Ready(
-        planner=planner,
-        planned=planner.last,
-        constants={one.phase: one.constants for one in cuts},
+        assembly=assembly,
+        constants={half.phase: half.constants for half in cuts},
         forward_args=given[0],
         backward_args=given[1],
     )
@@ -182,22 +182,34 @@ def _copied(args: list[Any]) -> list[Any]:
 class Ready:
     """A planned step with the numbers that it is given."""
 
-    planner: StepPlanner
-    planned: PlannedStep
+    assembly: assemble.Assembly
     constants: Mapping[Phase, Mapping[str, Any]]
     forward_args: list[Any]
     backward_args: list[Any]
+
+    @property
+    def planned(self) -> PlannedStep:
+        return self.assembly.planned
+
+    @property
+    def lowered(self) -> LoweredStep:
+        return self.assembly.lowered
+
+    def unmoved(self, problem: Problem) -> Problem:
+        """What ``problem`` is compared with: the step that keeps everything; itself if that is it.
+
+        Of such a step only its own tilings are looked at.
+        """
+        moves = any(call.kind is not CallKind.RUN for call in self.planned.problem.calls)
+        return requested_problem(self.lowered, self.assembly.request) if moves else problem
 
     def complaints(self, problem: Problem, plan: Plan) -> tuple[str, ...]:
         """What the checker says, as when a step is planned."""
         verdict = check(problem, plan)
         if not verdict.ok:
             return verdict.problems
-        planner = self.planner
-        moves = self.planned.problem is not planner.problem
-        recomputations = planner.recomputations(problem) if moves else {}
-        unmoved = planner.problem if moves else problem
-        return prove(planner.whole, unmoved, problem, recomputations).problems
+        recomputations = self.assembly.known.recomputations(problem)
+        return prove(self.lowered.whole, self.unmoved(problem), problem, recomputations).problems
 
     def numbers(self, problem: Problem, plan: Plan, schedule: str = "normal") -> list[Any]:
         """All that a step returns, and its inputs as it leaves them."""
@@ -211,7 +223,7 @@ class Ready:
             forward=binder.half(Phase.FORWARD),
             backward=binder.half(Phase.BACKWARD),
             poison=True,
-            max_inflight=self.planner.config.max_inflight,
+            max_inflight=self.assembly.config.max_inflight,
             host_bytes=problem.host_bytes,
             schedule=schedule,
         )

@@ -12,7 +12,7 @@ import pytest
 from memo_compile import config
 from memo_compile.cli import main as cli
 from memo_compile.config import MemoConfig
-from memo_compile.driver import bind, pipeline, stages, step_planner
+from memo_compile.driver import bind, pipeline, plan_step, stages
 
 ROOT = Path(__file__).parents[2]
 DOCS = (
@@ -209,16 +209,16 @@ def test_the_stages_of_the_picture_are_functions_that_fit_together():
     picture = indented_block(pipeline.__doc__)
     named = re.findall(r"^  (\w+) +-> (\w+)", picture, re.MULTILINE)
     functions = {
-        "cut_step": (pipeline.cut_step,),
-        "lower_step": (pipeline.lower_step,),
-        "plan": (step_planner.StepPlanner.__init__, step_planner.StepPlanner.plan),
-        "bind_step": (bind.bind_step,),
+        "cut_step": pipeline.cut_step,
+        "lower_step": pipeline.lower_step,
+        "plan_step": plan_step.plan_step,
+        "bind_step": bind.bind_step,
     }
     assert [name for name, _ in named] == list(functions)
     given = stages.CapturedStep
     for name, made in named:
-        taken = typing.get_type_hints(functions[name][0])
-        returned = typing.get_type_hints(functions[name][-1])["return"]
+        taken = typing.get_type_hints(functions[name])
+        returned = taken.pop("return")
         assert given in taken.values(), name
         assert returned.__name__ == made
         given = returned

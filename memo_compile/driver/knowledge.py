@@ -1,0 +1,184 @@
+"""What plans of one lowered step share: seconds, layers, recompute regions. Each is found once.
+
+Nothing here depends on a request but the speed of copies, which is known for each host store.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from memo_compile import shim
+from memo_compile.analysis.regions import LoweredRegion, RegionGraph
+from memo_compile.check.check_moves import Recomputation, recomputations_of
+from memo_compile.config import MemoConfig
+from memo_compile.costs.bandwidth import copy_bandwidth
+from memo_compile.costs.extrapolate import extrapolated_seconds
+from memo_compile.costs.hardware import HardwareProfile, hardware_of
+from memo_compile.costs.measure_regions import measure_all
+from memo_compile.costs.roofline import graph_seconds
+from memo_compile.driver.decide import RecomputeLibrary
+from memo_compile.driver.facts import profile_name
+from memo_compile.driver.left_whole import UNEXPECTED, say_dropped
+from memo_compile.driver.movable_step import Movable, movable_step
+from memo_compile.driver.stages import LoweredStep
+from memo_compile.errors import MemoError, UnsupportedGraph
+from memo_compile.reporting import state
+from memo_compile.step.movable import MEASURED, StepCosts
+from memo_compile.step.problem import Problem
+
+log = logging.getLogger("memo")
+
+
+@dataclass(slots=True, kw_only=True)
+class StepKnowledge:
+    """What is known of one lowered step; found when it is first asked for."""
+
+    lowered: LoweredStep
+    config: MemoConfig
+    """Its ``host_store`` does not count: each question names one."""
+    hardware: HardwareProfile | None = None
+    """Nothing is measured: the declared figures of this device count."""
+    may_run: bool = True
+    """False where nothing may be computed while planning: slices of rows are believed then."""
+    _movable: Movable | None = None
+    """Of the step as it was lowered, whatever else its plans count."""
+    _library: RecomputeLibrary | None = None
+    _region_s: Mapping[str, float] | None = None
+    _copy_speeds: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    """Host store -> the fields of ``StepCosts`` that tell how fast copies are."""
+
+    def movable(self, problem: Problem, host_store: str) -> Movable:
+        """``problem`` as layers with slots: the lowered step, with what a request adds to it."""
+        known = self._layers_of_step(host_store)
+        step = replace(known.step, problem=problem, costs=self.costs(host_store))
+        return replace(known, step=step)
+
+    def _layers_of_step(self, host_store: str) -> Movable:
+        if self._movable is None:
+            costs = self.costs(host_store)
+            try:
+                self._movable = self._layers(costs, slices_rows=True)
+            except MemoError:
+                raise
+            except UNEXPECTED as error:
+                name = self.lowered.cut.name
+                say_dropped(f"{name}: layers are moved whole, not by rows", error)
+                self._movable = self._layers(costs, slices_rows=False)
+        return self._movable
+
+    def _layers(self, costs: StepCosts, *, slices_rows: bool) -> Movable:
+        step = self.lowered.cut
+        return movable_step(
+            step.forward,
+            step.backward,
+            self.lowered.problem,
+            costs,
+            num_units=step.units.num_units,
+            profile=self.profile(),
+            token_granule=self.config.token_granule,
+            slices_rows=slices_rows,
+        )
+
+    def library(self, host_store: str) -> RecomputeLibrary:
+        """The step's recompute regions."""
+        if self._library is None:
+            movable = self._layers_of_step(host_store)
+            self._library = RecomputeLibrary(
+                step=movable.step,
+                graphs=movable.graphs,
+                config=self.config,
+                measure=self._seconds,
+                runner=self.lowered.cut.runner,
+                may_run=self.may_run,
+            )
+        return self._library
+
+    def regions(self) -> Mapping[str, LoweredRegion]:
+        """The step's regions as code, and those that recompute, as far as they are lowered."""
+        return {**self.lowered.regions, **(self._library.lowered if self._library else {})}
+
+    def graphs(self) -> Mapping[str, RegionGraph]:
+        """The graphs of ``regions``."""
+        more = self._library.lowered_graphs() if self._library else {}
+        return {**self.lowered.cut.regions, **more}
+
+    def recomputations(self, moved: Problem) -> Mapping[str, Recomputation]:
+        """What the RECOMPUTE calls of ``moved`` make of what."""
+        if self._movable is None or self._library is None:
+            return {}
+        return recomputations_of(self._movable.step, moved, self._library.regions.values())
+
+    def costs(self, host_store: str) -> StepCosts:
+        """Seconds of the regions and speed of the copies, measured or by roofline."""
+        if self._region_s is None:
+            self._region_s = dict(self._seconds(self.lowered.regions, self.lowered.cut.regions))
+        if host_store not in self._copy_speeds:
+            self._copy_speeds[host_store] = self._speeds(host_store)
+        return StepCosts(
+            region_s=self._region_s,
+            **self._copy_speeds[host_store],
+            source=MEASURED if self._measures() else f"roofline: {self.profile().name}",
+        )
+
+    def known_costs(self, host_store: str) -> StepCosts | None:
+        """As ``costs``, and of recompute regions too; None where no decision needed them."""
+        if self._movable is None:
+            return None
+        costs = self.costs(host_store)
+        lowered = self._library.regions.values() if self._library else ()
+        more = {region.key.region: region.seconds for region in lowered if region.exact}
+        return replace(costs, region_s={**costs.region_s, **more})
+
+    def _speeds(self, host_store: str) -> Mapping[str, float]:
+        slowest = self.config.copy_speeds()
+        if not self._measures():
+            link = self.profile()
+            d2h, h2d, latency = link.d2h_bytes_per_s, link.h2d_bytes_per_s, 0.0
+        else:
+            with shim.real_tensors():
+                device = self.lowered.cut.facts.device
+                kind = replace(self.config, host_store=host_store).host_kind(device.type)
+                measured = copy_bandwidth(device, kind)
+            d2h, h2d = measured.d2h_bytes_per_s, measured.h2d_bytes_per_s
+            latency = measured.latency_s
+        return {
+            "d2h_bytes_per_s": min(d2h, slowest[0] or d2h),
+            "h2d_bytes_per_s": min(h2d, slowest[1] or h2d),
+            "copy_latency_s": latency,
+        }
+
+    def runs_here(self) -> bool:
+        """False for a step that is planned for another kind of device than its tensors lie on."""
+        return self.hardware is None or self.hardware.name == self.lowered.cut.facts.device.type
+
+    def profile(self) -> HardwareProfile:
+        """The declared figures of the device that the step is planned for."""
+        return self.hardware or hardware_of(profile_name(self.lowered.cut.facts.device))
+
+    def device_bytes(self) -> int | None:
+        """All memory of that device; None where it is unknown."""
+        return (
+            self.hardware.memory_bytes if self.hardware else self.lowered.cut.facts.device_bytes()
+        )
+
+    def _measures(self) -> bool:
+        return self.hardware is None and self.config.costs != "roofline"
+
+    def _seconds(
+        self, lowered: Mapping[str, LoweredRegion], graphs: Mapping[str, RegionGraph]
+    ) -> Mapping[str, float]:
+        if self._measures():
+            try:
+                with shim.real_tensors():
+                    return measure_all(lowered, graphs, too_large=self._extrapolated)
+            except UnsupportedGraph as error:
+                if state.add_note(f"costs are computed, not measured: {error}"):
+                    log.warning("memo: costs are computed, not measured: %s", error)
+        return {key: graph_seconds(graphs[key].gm, self.profile()) for key in lowered}
+
+    def _extrapolated(self, region: RegionGraph, reason: str) -> float:
+        """Seconds of a region that does not fit whole."""
+        seconds = extrapolated_seconds(region, self.config, self.profile())
+        if state.add_note(f"{reason}: timed on an eighth and a quarter of its tokens"):
+            log.info("memo: %s: timed on an eighth and a quarter of its tokens", reason)
+        return seconds

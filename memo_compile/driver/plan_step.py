@@ -1,0 +1,259 @@
+"""Plans a lowered step for a request: decides what moves under the budget, places it, proves it."""
+
+import functools
+import logging
+import time
+from dataclasses import dataclass, replace
+
+from memo_runtime.pages import gives_pages_back
+
+from memo_compile.check.prove import require_proved
+from memo_compile.config import MemoConfig, local_world_size
+from memo_compile.costs.host import (
+    HostMemory,
+    default_file_budget_bytes,
+    default_host_budget_bytes,
+    host_memory,
+)
+from memo_compile.driver.decide import decide
+from memo_compile.driver.decisions import moved_rows, saved_rows, step_notes
+from memo_compile.driver.knowledge import StepKnowledge
+from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
+from memo_compile.driver.movable_step import Movable
+from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
+from memo_compile.driver.user_outputs import held_bytes
+from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, MemoError
+from memo_compile.planners.place_step import place_step, require_budget
+from memo_compile.planners.policy import Choice
+from memo_compile.reporting import state
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import FixedBytes, Problem
+from memo_compile.step.residency import residency, step_constant_bytes
+from memo_compile.units import format_bytes
+
+log = logging.getLogger("memo")
+
+
+def plan_step(
+    lowered: LoweredStep,
+    config: MemoConfig,
+    request: PlanRequest,
+    known: StepKnowledge | None = None,
+) -> PlannedStep:
+    """The checked plan of the step; ``known`` keeps what the next request need not find again.
+
+    Raises:
+        Infeasible: the budget is below what any plan needs.
+    """
+    start = time.perf_counter()
+    planner = _Planner(
+        lowered=lowered,
+        config=request.applied_to(config),
+        request=request,
+        known=known or StepKnowledge(lowered=lowered, config=config),
+        problem=requested_problem(lowered, request),
+    )
+    try:
+        planned = planner.decide()
+    except Infeasible as error:
+        raise with_both_floors(error, planner.problem.fixed) from None
+    plan = replace(
+        planned.plan,
+        planning_s=time.perf_counter() - start,
+        dropping_saves_bytes=planner.saved_by_dropping(planned),
+    )
+    return replace(planned, plan=plan)
+
+
+def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
+    """The step that keeps everything, with what ``request`` says that exists beside it."""
+    problem = lowered.problem
+    fixed = problem.fixed
+    gradients = max(fixed.gradients, request.existing_gradient_bytes + fixed.new_gradients)
+    fixed = replace(fixed, gradients=gradients, earlier_outputs=request.earlier_output_bytes)
+    problem = replace(problem, fixed=fixed)
+    if not request.keeps_outputs:
+        return problem
+    held = held_bytes(problem, lowered.cut.forward.results)
+    return replace(problem, keeps_outputs=True, rebound_bytes=held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planner:
+    """One request of one step on its way to a plan."""
+
+    lowered: LoweredStep
+    config: MemoConfig
+    request: PlanRequest
+    known: StepKnowledge
+    problem: Problem
+    """The step that keeps everything."""
+
+    @functools.cached_property
+    def movable(self) -> Movable:
+        """The step as layers with slots."""
+        return self.known.movable(self.problem, self.config.host_store)
+
+    def decide(self) -> PlannedStep:
+        """The step that keeps everything where it fits and may, else the fastest that fits."""
+        budget_bytes = self._budget_bytes()
+        if self.config.policy in ("auto", "save"):
+            saved = self._place(self.problem)
+            fits = budget_bytes is None or saved.peak_bytes <= budget_bytes
+            if fits or self.config.policy == "save" or not self.movable.step.layers:
+                require_budget(replace(saved, budget_bytes=self._declared_budget_bytes()))
+                rows = saved_rows(self.problem, self.lowered.cut.forward, self.lowered.cut.units)
+                return self._planned(self.problem, replace(saved, decisions=rows))
+        try:
+            choice = self._choose(budget_bytes)
+        except (MemoError, *UNEXPECTED) as error:
+            if not is_bug(error):
+                raise
+            # What is to move is a possibility: the step can keep everything.
+            say_dropped(f"{self.lowered.cut.name}: everything is kept, nothing is moved", error)
+            return self._all_saved(budget_bytes)
+        rows = moved_rows(self.movable.step, choice, self.lowered.cut.units)
+        for note in (*choice.notes, *step_notes(self.problem, rows, self.config)):
+            state.add_note(note)
+        placed = self._placed(choice)
+        plan = replace(
+            placed,
+            decisions=rows,
+            policy=choice.moves.policy,
+            timeline=choice.timeline,
+            frontier=tuple(
+                replace(point, peak_bytes=placed.peak_bytes) if point.chosen else point
+                for point in choice.frontier
+            ),
+            host_bytes=choice.problem.host_bytes,
+        )
+        return self._planned(choice.problem, plan)
+
+    def _all_saved(self, budget_bytes: int | None) -> PlannedStep:
+        """The step that keeps everything.
+
+        Raises:
+            Infeasible: it does not fit.
+        """
+        saved = replace(self._place(self.problem), budget_bytes=budget_bytes)
+        require_budget(saved)
+        rows = saved_rows(self.problem, self.lowered.cut.forward, self.lowered.cut.units)
+        return self._planned(self.problem, replace(saved, decisions=rows))
+
+    def _choose(self, budget_bytes: int | None) -> Choice[Plan]:
+        try:
+            return self._choose_within(budget_bytes)
+        except Infeasible as error:
+            declared = self._declared_budget_bytes()
+            if error.floor_bytes is None or (declared is not None and error.floor_bytes > declared):
+                raise
+            note = f"the device may have too little memory left for a step: {error}"
+            if state.add_note(note):
+                log.warning("memo: %s", note)
+            return self._choose_within(error.floor_bytes)
+
+    def _choose_within(self, budget_bytes: int | None) -> Choice[Plan]:
+        return decide(
+            self.movable,
+            self.known.library(self.config.host_store),
+            self.config,
+            budget_bytes=budget_bytes,
+            host_budget_bytes=self._host_budget_bytes(),
+            place=lambda problem: self._place(problem, solver="greedy"),
+        )
+
+    def _placed(self, choice: Choice[Plan]) -> Plan:
+        """The chosen step placed with all effort; candidates were placed quickly."""
+        best = self._place(choice.problem)
+        return best if best.peak_bytes <= choice.plan.peak_bytes else choice.plan
+
+    def _place(self, problem: Problem, solver: str | None = None) -> Plan:
+        return place_step(
+            problem,
+            name=self.lowered.cut.name,
+            solver=solver or self.config.placement_solver,
+            time_limit_s=self.config.placement_time_limit_s,
+            lowering_s=self.lowered.lowering_s,
+            releases_pages=self._releases_pages(),
+        )
+
+    def _releases_pages(self) -> bool:
+        return self.known.runs_here() and gives_pages_back(self.lowered.cut.facts.device)
+
+    def _planned(self, problem: Problem, plan: Plan) -> PlannedStep:
+        """``problem`` as planned, proved to be the original step plus moves."""
+        budget = self._declared_budget_bytes()
+        if budget is not None and plan.peak_bytes > budget:
+            raise InvalidPlan(f"plan {plan.name}: peak {plan.peak_bytes} > budget {budget}")
+        require_proved(
+            self.lowered.whole, self.problem, problem, self.known.recomputations(problem)
+        )
+        return PlannedStep(
+            problem=problem,
+            plan=replace(plan, budget_bytes=budget),
+            lowered=self.known.regions(),
+            graphs=self.known.graphs(),
+        )
+
+    def saved_by_dropping(self, planned: PlannedStep) -> int:
+        """How much lower the peak would be if the user dropped the forward's results."""
+        problem, plan = planned.problem, planned.plan
+        if not problem.keeps_outputs:
+            return 0
+        dropped = replace(problem, keeps_outputs=False, rebound_bytes=0, loss_bytes=0)
+        needs = residency(
+            dropped, plan.offsets, plan.arena_bytes, releases_pages=self._releases_pages()
+        )
+        return max(0, plan.peak_bytes - needs.peak_bytes)
+
+    def _declared_budget_bytes(self) -> int | None:
+        return self.config.budget_bytes(self.known.device_bytes())
+
+    def _budget_bytes(self) -> int | None:
+        """The declared budget; without one, what the device has left. Not more than it grants."""
+        bounds = [self._declared_budget_bytes()]
+        if bounds[0] is None and self.known.hardware is None:
+            bounds.append(self.lowered.cut.facts.bytes_left())
+        if self.request.granted_step_bytes is not None:
+            bounds.append(step_constant_bytes(self.problem) + self.request.granted_step_bytes)
+        return min((one for one in bounds if one is not None), default=None)
+
+    def _host_budget_bytes(self) -> int | None:
+        """What the host gives each live step: its part of the declared budget or of the rest.
+
+        Raises:
+            ConfigError: more was declared than the host has left.
+        """
+        memory = host_memory()
+        declared = self.config.declared_host_budget_bytes(memory.total_bytes)
+        if self.known.hardware is None:
+            most = self._host_bytes_left(memory)
+            if declared is not None and most is not None and declared > most:
+                raise ConfigError(
+                    f"host_budget: {format_bytes(declared)} is more than the {format_bytes(most)} "
+                    "that this rank can have; lower it, or free host memory (with "
+                    "host_store='file:DIR' disk space)"
+                )
+            declared = declared if declared is not None else most
+        share = None if declared is None else declared // self.config.max_inflight
+        bounds = (share, self.request.granted_host_bytes)
+        return min((one for one in bounds if one is not None), default=None)
+
+    def _host_bytes_left(self, memory: HostMemory) -> int | None:
+        """This rank's share of the memory, or of the disk, that activations are offloaded to."""
+        kind = self.config.host_kind(self.lowered.cut.facts.device.type)
+        if kind.startswith("file:"):
+            return default_file_budget_bytes(kind.removeprefix("file:"), local_world_size())
+        return default_host_budget_bytes(memory, local_world_size())
+
+
+def with_both_floors(error: Infeasible, fixed: FixedBytes) -> Infeasible:
+    """``error``, which also names the floor of a step that finds gradients from the one before.
+
+    They are there from its beginning to its end, so that every plan needs that much more.
+    """
+    if error.floor_bytes is None or fixed.gradients > fixed.new_gradients:
+        return error
+    accumulating = format_bytes(error.floor_bytes + fixed.new_gradients)
+    text = f"{error}; floor where .grad exists before the step (accumulation): {accumulating}"
+    return Infeasible(text, floor_bytes=error.floor_bytes)
