@@ -143,7 +143,7 @@ def plan_graph(
             say_dropped(f"the graph is not planned in {first} tiles of tokens", error)
         log.info("memo: in %d tiles of tokens: %s; trying %d", first, error, second)
         again = dataclasses.replace(config, token_tiles=second)
-        return _plan_again(untouched, example_inputs, again, error, make)
+        return _plan_in_other_tiles(untouched, example_inputs, again, error, make)
 
 
 def _ends_planning(error: Exception) -> bool:
@@ -151,7 +151,7 @@ def _ends_planning(error: Exception) -> bool:
     return isinstance(error, ConfigError | torch.OutOfMemoryError)
 
 
-def _plan_again(
+def _plan_in_other_tiles(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     config: MemoConfig,

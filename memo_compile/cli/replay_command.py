@@ -47,7 +47,7 @@ def replay(
     before = read_data(folder / "plan.json", Plan)
     costs_file = folder / "costs.json"
     costs = read_data(costs_file, StepCosts) if costs_file.is_file() else None
-    after = _plan_again(problem, before, costs, solver, time_limit)
+    after = _replan(problem, before, costs, solver, time_limit)
     if out is not None:
         from memo_compile.reporting.write import write_pictures
 
@@ -68,7 +68,7 @@ _PLACED = (
 """Fields of a plan that follow from its problem alone."""
 
 
-def _plan_again(
+def _replan(
     problem: Problem, before: Plan, costs: StepCosts | None, solver: str, time_limit_s: float
 ) -> Plan:
     """The stages from the problem on; what was decided before them is taken from ``before``."""

@@ -1,4 +1,4 @@
-"""A planned step that runs: the plan bound to the runtime, planned again when it must be."""
+"""A planned step that runs: the plan bound to the runtime, replaced by another when it must be."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -178,7 +178,7 @@ class Assembly:
         return None
 
     def _plan_pageable(self, refused: HostStoreError) -> None:
-        """Plan again with the speed of copies through pageable memory, instead of pinned."""
+        """Replan with the speed of copies through pageable memory, instead of pinned."""
         self.request = replace(self.request, host_store="shm")
         planned = self._replan(self._gradient_bytes())
         if planned.problem.host_bytes:
@@ -186,7 +186,7 @@ class Assembly:
         self._bind_again(planned)
 
     def _plan_smaller(self, refused: ArenaError | HostStoreError) -> None:
-        """Plan again with a quarter of what was refused less, or with the least that a step needs.
+        """Replan with a quarter of what was refused less, or with the least that a step needs.
 
         The bound is on the step's peak, which may fall while the arena does not: it is lowered
         further at every refusal.
@@ -267,7 +267,7 @@ class Assembly:
             state.replace_plan(before, self.plan)
 
     def _plan_with(self, existing: int, lasting: int, *, replaced: bool) -> None:
-        """Plan again with kept gradients and results.
+        """Replan with kept gradients and results.
 
         Where that cannot be, results that may yet be ``replaced`` by this forward's are taken to
         be: the backward looks, before it begins.
@@ -291,7 +291,7 @@ class Assembly:
         self.reserve()
 
     def _count_kept_outputs(self) -> None:
-        """Plan again once it turns out that the user holds what the forward returned.
+        """Replan once it turns out that the user holds what the forward returned.
 
         Large results (logits) mostly go before the backward, and the plan counts on it. In the
         first step nobody knows; a budget may be exceeded by them in that step only.

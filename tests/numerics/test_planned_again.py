@@ -8,12 +8,15 @@ from torch import nn
 
 import memo_compile
 from memo_compile.driver import decide
+from memo_compile.driver.plan_step import plan_step
+from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import Infeasible
 from memo_compile.lowering.aten import estimate
 from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
 from tests.numerics.small import Pair, Stack, leased_slabs, rows
 from tests.numerics.training import assert_planned, memo_compiled
+from tests.steps.running import SETUPS, Ready
 
 NUM_ROWS = 32
 MOVING = {"costs": "roofline", "token_granule": 4, "token_tiles": 1}
@@ -64,6 +67,32 @@ def test_a_step_that_is_planned_again_while_another_waits():
     assert plan.offloaded_bytes + plan.recomputed_bytes > 0  # it was planned again
     assert plan.peak_bytes <= peak
     assert leased_slabs() == 0
+
+
+def test_a_request_leaves_nothing_behind():
+    """What one plan had to count, the next one of the same step counts only when it is told to."""
+    step = SETUPS["slices"].ready()
+    first, burdened, last = (
+        planned_for(step, request)
+        for request in (
+            PlanRequest(),
+            PlanRequest(
+                existing_gradient_bytes=2**20,
+                earlier_output_bytes=2**19,
+                host_store="shm",
+                granted_host_bytes=2**30,
+            ),
+            PlanRequest(),
+        )
+    )
+    assert burdened.peak_bytes == first.peak_bytes + 2**20 + 2**19
+    assert last == first == replace(step.planned.plan, planning_s=0.0)
+
+
+def planned_for(step: Ready, request: PlanRequest) -> Plan:
+    assembly = step.assembly
+    planned = plan_step(assembly.lowered, assembly.config, request, assembly.known)
+    return replace(planned.plan, planning_s=0.0)
 
 
 def test_the_floor_is_that_of_lowered_regions(monkeypatch):
