@@ -103,7 +103,7 @@ class Binder:
     def __post_init__(self) -> None:
         self.halves = {half.phase: half for half in self.planned.problem.halves}
         calls = self.planned.problem.calls
-        copies = [one.name for one in calls if one.copy is not None]
+        copies = [call.name for call in calls if call.copy is not None]
         self.numbers = {name: number for number, name in enumerate(copies)}
         self.offload_of = dict(_offloads_of(self.planned.problem))
         self.places = dict(_places(self.planned))
@@ -122,7 +122,7 @@ class Binder:
                 rows.append([])
                 continue
             lowered = self.planned.lowered[call.region]
-            inside = {one.buffer: one for one in call.into}
+            inside = {target.buffer: target for target in call.into}
             row = []
             for index, (buffer, spec) in enumerate(
                 zip(lowered.profile.buffers, lowered.views, strict=True)
@@ -147,7 +147,7 @@ class Binder:
         ]
         names = [*data.constants, *data.arguments, *self.leased]
         for _, call in steps:
-            names += [*call.inputs, *call.outputs, *(one.value for one in call.into)]
+            names += [*call.inputs, *call.outputs, *(target.value for target in call.into)]
         names += [data.handle, *(value for value in data.results if value is not None)]
         slots = {value: index for index, value in enumerate(dict.fromkeys(names))}
         half = _Half(self, data, slots, steps)
@@ -202,7 +202,7 @@ class _Half:
         self.last = {
             value: index
             for index, call in steps
-            for value in (*call.inputs, *(one.value for one in call.into))
+            for value in (*call.inputs, *(target.value for target in call.into))
         }
         self.dying = _dying_inputs(binder) if binder.poison else {}
 
@@ -252,7 +252,7 @@ class _Half:
         """The arena that the backward's first call needs, for the forward of a training step."""
         if self.phase is Phase.BACKWARD:
             return None
-        first = (i for i, one in enumerate(self.problem.calls) if one.phase is Phase.BACKWARD)
+        first = (i for i, call in enumerate(self.problem.calls) if call.phase is Phase.BACKWARD)
         index = next(first, None)
         return None if index is None else self.plan.resident_bytes[index]
 
@@ -271,7 +271,7 @@ class _Half:
         slots = self.slots
         dead = {v for v in (*call.inputs, *call.outputs) if self.last.get(v, -1) <= index}
         dead -= self.kept
-        ordinary = [one for one in call.into if one.value not in self.binder.places]
+        ordinary = [target for target in call.into if target.value not in self.binder.places]
         recomputes = call.kind is CallKind.RECOMPUTE
         return RunCall(
             run=lowered.run,
@@ -284,7 +284,9 @@ class _Half:
             unread=tuple(slots[value] for value in call.outputs if value in dead),
             copies=tuple(self._unsafe_outputs(call)),
             dying=tuple(self.dying.get(index, ())),
-            into=tuple((one.buffer, slots[one.value], one.offset_bytes) for one in ordinary),
+            into=tuple(
+                (target.buffer, slots[target.value], target.offset_bytes) for target in ordinary
+            ),
             planned_bytes=self.plan.resident_bytes[index]
             + self.ordinary.after[index]
             + self._reused_bytes(index),
@@ -387,7 +389,7 @@ def _leased(problem: Problem, backward: Half) -> Iterator[str]:
     for call in problem.calls:
         if call.phase is Phase.BACKWARD:
             wanted.update(dict.fromkeys(call.inputs))
-            wanted.update(dict.fromkeys(one.value for one in call.into))
+            wanted.update(dict.fromkeys(target.value for target in call.into))
             known.update(call.outputs)
     wanted.update(dict.fromkeys(value for value in backward.results if value is not None))
     yield from (value for value in wanted if value not in known)
@@ -397,7 +399,7 @@ def _dying_inputs(binder: Binder) -> dict[int, list[tuple[int, int, int]]]:
     """Call -> (input, offset, bytes) of the crossing buffers whose life ends inside that call."""
     problem, plan = binder.planned.problem, binder.planned.plan
     starts = call_starts(problem)
-    ends = {one.id: (one.end, one.size_bytes) for one in arena_buffers(problem)}
+    ends = {buffer.id: (buffer.end, buffer.size_bytes) for buffer in arena_buffers(problem)}
     owner: dict[str, str] = {}
     dying: dict[int, list[tuple[int, int, int]]] = {}
     for index, call in enumerate(problem.calls):

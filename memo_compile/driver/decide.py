@@ -1,7 +1,7 @@
 """Decides what is kept, offloaded and recomputed, and lowers the regions that recompute.
 
-The policies choose with estimates of recompute regions; what they choose is lowered. Where lowering
-told otherwise than the estimates, they choose again, until everything that is chosen is known.
+The policies choose with estimates of recompute regions; what they choose is lowered. Where a
+lowered region differs from its estimate they choose once more, until all that is chosen is known.
 """
 
 import itertools

@@ -143,7 +143,7 @@ def _region_names(units: JointUnits, phase: Phase) -> dict[int, str]:
     """Position -> name: ``layer0_fwd`` for the first class, ``prologue_fwd``, ``epilogue_fwd``."""
     suffix = "fwd" if phase is Phase.FORWARD else "bwd"
     spans = units.structure.units
-    classes = list(dict.fromkeys(one.class_key for one in spans if one.class_key is not None))
+    classes = list(dict.fromkeys(span.class_key for span in spans if span.class_key is not None))
     names: dict[int, str] = {}
     for index, unit in enumerate(spans):
         position = index if phase is Phase.FORWARD else len(spans) - 1 - index

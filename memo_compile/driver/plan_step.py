@@ -216,7 +216,7 @@ class _Planner:
             bounds.append(self.lowered.cut.facts.bytes_left())
         if self.request.granted_step_bytes is not None:
             bounds.append(step_constant_bytes(self.problem) + self.request.granted_step_bytes)
-        return min((one for one in bounds if one is not None), default=None)
+        return min((bound for bound in bounds if bound is not None), default=None)
 
     def _host_budget_bytes(self) -> int | None:
         """What the host gives each live step: its part of the declared budget or of the rest.
@@ -237,7 +237,7 @@ class _Planner:
             declared = declared if declared is not None else most
         share = None if declared is None else declared // self.config.max_inflight
         bounds = (share, self.request.granted_host_bytes)
-        return min((one for one in bounds if one is not None), default=None)
+        return min((bound for bound in bounds if bound is not None), default=None)
 
     def _host_bytes_left(self, memory: HostMemory) -> int | None:
         """This rank's share of the memory, or of the disk, that activations are offloaded to."""

@@ -32,7 +32,7 @@ ROLE_WORDS = {
     Role.SAVED: "saved for the backward",
     Role.OFFLOADED: "until copied to the host",
     Role.RELOADED: "copied back from the host",
-    Role.RECOMPUTED: "computed again",
+    Role.RECOMPUTED: "recomputed",
     Role.SCRATCH: "scratch of one pass",
 }
 
@@ -48,7 +48,7 @@ LANE_WORDS = {
 LANE_KINDS = (
     ("forward", "forward"),
     ("backward", "backward"),
-    ("recomputed", "computed again"),
+    ("recomputed", "recomputed"),
     ("stall", "stall: compute waits"),
     ("d2h", "copy to the host"),
     ("h2d", "copy back"),

@@ -127,7 +127,7 @@ def choose(
     take a smaller alpha than its own program's. ``recompute`` raises UnsupportedGraph for a region
     that cannot be; ``exact`` forbids recomputing a slice of rows. The same inputs give the same
     choice as long as the solver's ``time_limit_s`` (for all solves together) does not bind. What
-    ``searched`` holds already is not searched again, and what is found is left there.
+    ``searched`` holds already is not searched a second time, and what is found is left there.
 
     Raises:
         NothingFits: no plan fits the budget and the host budget; the message names the floor.
@@ -167,7 +167,7 @@ def confirmed(
     recompute: RecomputeOf,
     place: Callable[[Problem], PlacedT],
 ) -> Choice[PlacedT] | None:
-    """``choice`` with what is known of its regions now; None where one must choose again.
+    """``choice`` with what is known of its regions now; None where the choice must be made anew.
 
     That is where it does not fit any more, or is slower by more than ``SAME`` of the step. The
     module's proof is of the choice with estimates; lowered regions may shift a peak.

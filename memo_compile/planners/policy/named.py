@@ -197,7 +197,7 @@ def repeating_layers(step: MovableStep) -> list[int]:
 
 
 def _memo(cls: LayerClass, rights: Rights, alpha: float, granule: int) -> Mode:
-    """Inputs and attention offloaded, ``alpha`` of the rows of the others too, the rest again."""
+    """Inputs and attention offloaded, ``alpha`` of the others' rows too, the rest recomputed."""
     others = _others(cls, rights)
     moved = rights.offload - others
     if alpha == 1 or not others:
