@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
-from unittest import mock
 
 import sympy
 import torch
@@ -131,7 +130,7 @@ def kernels_in_background() -> Iterator[None]:
     modules cannot run.
     """
     waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
-    with mock.patch.object(AsyncCompile, "wait", lambda self, scope: waiting.append((self, scope))):
+    with _compiles_with({"wait": lambda self, scope: waiting.append((self, scope))}):
         yield
     for compiler, scope in waiting:
         compiler.wait(scope)
@@ -151,11 +150,22 @@ def without_kernels() -> Iterator[None]:
     def nothing(*_: Any, **__: Any) -> None:
         return None
 
-    with contextlib.ExitStack() as stack:
-        for name in (*_COMPILERS, "wait"):
-            if hasattr(AsyncCompile, name):
-                stack.enter_context(mock.patch.object(AsyncCompile, name, nothing))
+    names = (name for name in (*_COMPILERS, "wait") if name in vars(AsyncCompile))
+    with _compiles_with(dict.fromkeys(names, nothing)):
         yield
+
+
+@contextlib.contextmanager
+def _compiles_with(methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """AsyncCompile has ``methods`` in place of its own inside."""
+    before = {name: vars(AsyncCompile)[name] for name in methods}
+    for name, method in methods.items():
+        setattr(AsyncCompile, name, method)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(AsyncCompile, name, method)
 
 
 def inductor_patch(settings: dict[str, Any]) -> contextlib.AbstractContextManager[None]:

@@ -23,9 +23,8 @@ from memo_compile.backends.artifacts import emit_artifacts
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.left_whole import say_bug
 from memo_compile.driver.pipeline import assemble, cut_step
-from memo_compile.driver.probe import Verdict, probe_tiling
+from memo_compile.driver.probe import believed, probe_tiling
 from memo_compile.driver.stages import CapturedStep, CutStep
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.lower import plain_inner
@@ -206,13 +205,12 @@ class StepCompiler:
         """False for tiles that compute something else than their region, run on random numbers."""
         if not self.may_run:
             return True
-        probe = probe_tiling(tiling)
         name = tiling.region.name
-        if probe.verdict is Verdict.DIFFERS:
-            say_bug(f"region {name} is not run in tiles: they compute something else", probe.reason)
-        elif probe.verdict is Verdict.NOT_RUN:
-            state.add_note(f"region {name}: its tiles were not compared with it: {probe.reason}")
-        return probe.verdict is not Verdict.DIFFERS
+        return believed(
+            probe_tiling(tiling),
+            differs=f"region {name} is not run in tiles: they compute something else",
+            not_run=f"region {name}: its tiles were not compared with it",
+        )
 
 
 def _note_other_offloader() -> None:

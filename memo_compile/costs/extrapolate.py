@@ -21,6 +21,7 @@ from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.measure_regions import measure
 from memo_compile.costs.roofline import node_seconds
 from memo_compile.lowering.lower import lower_regions
+from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.shorten import shorten
 
 PARTS = (8, 4)
@@ -40,7 +41,7 @@ class RegionWork:
 
 
 def extrapolated_seconds(
-    region: RegionGraph, config: MemoConfig, profile: HardwareProfile
+    region: RegionGraph, config: MemoConfig, profile: HardwareProfile, runner: PassRunner
 ) -> float:
     """Seconds of ``region`` at its full length.
 
@@ -48,8 +49,8 @@ def extrapolated_seconds(
         UnsupportedGraph: it cannot be cut to fewer tokens, or these do not fit either.
     """
     with shim.failing_fakes_unlogged():
-        shorter = [shorten(region, part) for part in PARTS]
-    lowered = lower_regions(shorter, config)
+        shorter = [shorten(region, part, runner) for part in PARTS]
+    lowered = lower_regions(shorter, config, runner)
     seconds = [measure(lowered[graph.name], graph) for graph in shorter]
     faster = _grows_faster(region.gm, shorter[-1].gm, profile)
     works = [_work(graph.gm, faster, profile) for graph in (*shorter, region)]

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.config import MemoConfig
-from memo_compile.driver.left_whole import UNEXPECTED, say_bug, say_dropped
+from memo_compile.driver.left_whole import UNEXPECTED, say_dropped
 from memo_compile.driver.movable_step import ClassGraph, Movable
-from memo_compile.driver.probe import Verdict, probe_rows
+from memo_compile.driver.probe import believed, probe_rows
 from memo_compile.errors import MemoError, UnsupportedGraph, described
 from memo_compile.lowering.aten import estimate
 from memo_compile.lowering.lower import lower_regions
@@ -23,15 +23,15 @@ from memo_compile.planners.moves import recompute_seconds
 from memo_compile.planners.policy import Choice, choose
 from memo_compile.planners.policy.candidates import SearchedMoves
 from memo_compile.planners.policy.frontier import NothingFits, confirmed
-from memo_compile.reporting import state
 from memo_compile.step.movable import MovableStep, RecomputeKey, RecomputeRegion, RegionInput
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, Problem
 
 log = logging.getLogger("memo")
 
-MAX_ROUNDS = 5
-"""Of choosing and lowering. Estimates are close: the first round is nearly always confirmed."""
+LOWERED_ROUND = 5
+"""In the first rounds of choosing and lowering estimates count too. They are close: the first round
+is nearly always confirmed. In this one only what is lowered does."""
 
 MeasureRegions = Callable[
     [Mapping[str, LoweredRegion], Mapping[str, RegionGraph]], Mapping[str, float]
@@ -156,12 +156,12 @@ class RecomputeLibrary:
         """The regions of ``keys``; without those whose lowering fails."""
         graphs = [replace(self.region_graphs[key], name=key.region) for key in keys]
         try:
-            return lower_regions(graphs, self.config)
+            return lower_regions(graphs, self.config, self.runner)
         except (MemoError, *UNEXPECTED) as together:
             found: dict[str, LoweredRegion] = {}
             for key, graph in zip(keys, graphs, strict=True):
                 try:
-                    found.update(lower_regions([graph], self.config))
+                    found.update(lower_regions([graph], self.config, self.runner))
                 except (MemoError, *UNEXPECTED) as error:
                     self._refuse(key, described(error))
                     say_dropped(f"{key.region} is not lowered", error)
@@ -175,12 +175,14 @@ class RecomputeLibrary:
             return True
         whole, _ = self._graph(replace(key, rows=None))
         probe = probe_rows(whole, self.region_graphs[key])
-        if probe.verdict is Verdict.DIFFERS:
+        agrees = believed(
+            probe,
+            differs=f"{key.region} is not used: its rows differ from the whole's",
+            not_run=f"{key.region}: was not compared with the whole",
+        )
+        if not agrees:
             self._refuse(key, f"its rows differ from the whole's: {probe.reason}")
-            say_bug(f"{key.region} is not used: its rows differ from the whole's", probe.reason)
-        elif probe.verdict is Verdict.NOT_RUN:
-            state.add_note(f"{key.region}: was not compared with the whole: {probe.reason}")
-        return probe.verdict is not Verdict.DIFFERS
+        return agrees
 
     def lowered_graphs(self) -> dict[str, RegionGraph]:
         """The graphs of the regions that were lowered."""
@@ -198,8 +200,8 @@ def decide(
 ) -> Choice[Plan]:
     """The fastest step that fits, every region that it calls lowered.
 
-    A round either ends or lowers regions that were only estimated before. After ``MAX_ROUNDS`` what
-    is lowered must do; only where that does not fit more is lowered.
+    A round either ends or lowers regions that were only estimated before. In ``LOWERED_ROUND``
+    what is lowered must do; only where that does not fit more is lowered.
 
     Raises:
         Infeasible: nothing fits; the message names the floor (of lowered regions) and its parts.
@@ -209,7 +211,7 @@ def decide(
     for number in itertools.count(1):
         if len(library.refused) != num_refused:  # what was found may call what is refused now
             searched, num_refused = SearchedMoves(), len(library.refused)
-        last = number == MAX_ROUNDS
+        only_lowered = number == LOWERED_ROUND
         try:
             choice = choose(
                 movable.step,
@@ -218,12 +220,12 @@ def decide(
                 policy=config.policy,
                 alpha=config.alpha,
                 exact=config.exact,
-                recompute=library.known if last else library,
+                recompute=library.known if only_lowered else library,
                 place=place,
-                searched=None if last else searched,
+                searched=None if only_lowered else searched,
             )
         except NothingFits as error:
-            if library.lower(error.problem) or last:
+            if library.lower(error.problem) or only_lowered:
                 continue
             if any([library.lower(problem) for problem in error.candidates_within_budget]):
                 continue

@@ -18,7 +18,7 @@ from memo_compile.costs.measure_regions import measure_all
 from memo_compile.costs.roofline import graph_seconds
 from memo_compile.driver.decide import RecomputeLibrary
 from memo_compile.driver.facts import profile_name
-from memo_compile.driver.left_whole import UNEXPECTED, say_dropped
+from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.movable_step import Movable, movable_step
 from memo_compile.driver.stages import LoweredStep
 from memo_compile.errors import MemoError, UnsupportedGraph
@@ -171,14 +171,15 @@ class StepKnowledge:
             try:
                 with shim.real_tensors():
                     return measure_all(lowered, graphs, too_large=self._extrapolated)
-            except UnsupportedGraph as error:
-                if state.add_note(f"costs are computed, not measured: {error}"):
-                    log.warning("memo: costs are computed, not measured: %s", error)
+            except (UnsupportedGraph, *UNEXPECTED) as error:
+                if not isinstance(error, UnsupportedGraph) and not is_bug(error):
+                    raise
+                say_dropped("costs are computed, not measured", error)
         return {key: graph_seconds(graphs[key].gm, self.profile()) for key in lowered}
 
     def _extrapolated(self, region: RegionGraph, reason: str) -> float:
         """Seconds of a region that does not fit whole."""
-        seconds = extrapolated_seconds(region, self.config, self.profile())
+        seconds = extrapolated_seconds(region, self.config, self.profile(), self.lowered.cut.runner)
         if state.add_note(f"{reason}: timed on an eighth and a quarter of its tokens"):
             log.info("memo: %s: timed on an eighth and a quarter of its tokens", reason)
         return seconds

@@ -80,7 +80,7 @@ def cut_step(
 def lower_step(step: CutStep, config: MemoConfig, *, for_cuda: bool) -> LoweredStep:
     """Each distinct region as code, once, and the problem of the step that keeps everything."""
     start = time.perf_counter()
-    regions = lower_regions(step.regions.values(), config)
+    regions = lower_regions(step.regions.values(), config, step.runner)
     if for_cuda:
         regions = with_workspaces(regions, step.regions)
     lowering_s = time.perf_counter() - start

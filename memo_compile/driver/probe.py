@@ -25,10 +25,12 @@ from memo_compile.analysis.row_rules import argument, shape_of
 from memo_compile.analysis.structure import op_name
 from memo_compile.costs.measure_regions import layout_elements, torch_as_before
 from memo_compile.costs.roofline import graph_cost
+from memo_compile.driver.left_whole import say_bug
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.aten import interpret
 from memo_compile.passes.tile_chains import transient_bytes
 from memo_compile.passes.tile_cut import RegionTiling
+from memo_compile.reporting import state
 from memo_compile.step.problem import Layout
 
 MAX_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
@@ -69,6 +71,15 @@ class Probe:
 
     verdict: Verdict
     reason: str = ""
+
+
+def believed(probe: Probe, *, differs: str, not_run: str) -> bool:
+    """Whether what was probed is used: not where it DIFFERS; says so, or that nothing was run."""
+    if probe.verdict is Verdict.DIFFERS:
+        say_bug(differs, probe.reason)
+    elif probe.verdict is Verdict.NOT_RUN:
+        state.add_note(f"{not_run}: {probe.reason}")
+    return probe.verdict is not Verdict.DIFFERS
 
 
 class _NotRunError(Exception):

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -74,11 +73,13 @@ def _arena_codegen(recorder: _Recorder) -> Iterator[None]:
         for device, codegen in codegens.items()
         if device in ("cpu", "cuda")
     }
+    before = {device: codegens[device] for device in patched}
     _recorders.append(recorder)
+    codegens.update(patched)
     try:
-        with mock.patch.dict(codegens, patched):
-            yield
+        yield
     finally:
+        codegens.update(before)
         _recorders.pop()
 
 

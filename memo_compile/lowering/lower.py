@@ -10,10 +10,13 @@ from memo_compile import shim
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.config import MemoConfig
 from memo_compile.lowering import aten, inductor
-from memo_compile.lowering.own_outputs import own_outputs
+from memo_compile.passes.own_outputs import OwnOutputs
+from memo_compile.passes.runner import PassRunner
 
 
-def lower_regions(regions: Iterable[RegionGraph], config: MemoConfig) -> dict[str, LoweredRegion]:
+def lower_regions(
+    regions: Iterable[RegionGraph], config: MemoConfig, runner: PassRunner
+) -> dict[str, LoweredRegion]:
     """Every region by its name, lowered as ``config.lowering`` says."""
     poison = "poison" in config.debug
     if config.lowering == "aten":
@@ -21,7 +24,9 @@ def lower_regions(regions: Iterable[RegionGraph], config: MemoConfig) -> dict[st
             region.name: _laid_out(region, aten.lower(region, poison=poison)) for region in regions
         }
     with inductor.session(config.inductor_options):
-        return {region.name: _laid_out(region, _lowered(region, poison)) for region in regions}
+        return {
+            region.name: _laid_out(region, _lowered(region, poison, runner)) for region in regions
+        }
 
 
 def _laid_out(region: RegionGraph, lowered: LoweredRegion) -> LoweredRegion:
@@ -34,16 +39,17 @@ def _laid_out(region: RegionGraph, lowered: LoweredRegion) -> LoweredRegion:
     return replace(lowered, profile=profile)
 
 
-def _lowered(region: RegionGraph, poison: bool) -> LoweredRegion:
+def _lowered(region: RegionGraph, poison: bool, runner: PassRunner) -> LoweredRegion:
     if region.op_by_op:
         return aten.lower(region, poison=poison)
-    return inductor.lower(own_outputs(_copied(region)), poison=poison)
+    own = OwnOutputs(external_outputs=region.external_outputs)
+    gm = runner.run(_copied(region.gm), [own], stage=region.name)
+    return inductor.lower(replace(region, gm=gm), poison=poison)
 
 
-def _copied(region: RegionGraph) -> RegionGraph:
-    """``region`` with a graph of its own: lowering rewrites it, and others still read the first."""
-    graph = shim.copy_graph(region.gm.graph)
-    return replace(region, gm=shim.with_graph(region.gm, graph))
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """``gm`` with a graph of its own: lowering rewrites it, and others still read the first."""
+    return shim.with_graph(gm, shim.copy_graph(gm.graph))
 
 
 def plain_inner(

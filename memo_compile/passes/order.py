@@ -9,8 +9,10 @@ from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import FetchLeased, LeaseSaved
 from memo_compile.passes.overwritten import KeepOverwritten
+from memo_compile.passes.own_outputs import OwnOutputs
 from memo_compile.passes.runner import GraphPass, PassSelection, required
 from memo_compile.passes.separate import SeparateResults
+from memo_compile.passes.shorten import ShortenTokens
 
 PASSES: tuple[type[GraphPass], ...] = (
     MergeCommonSubexpressions,  # joint graph
@@ -20,9 +22,11 @@ PASSES: tuple[type[GraphPass], ...] = (
     FetchLeased,  # backward half
     SeparateResults,  # both halves, as Inductor simplified them
     AccumulateInPlace,  # backward half
+    OwnOutputs,  # each region that Inductor lowers
+    ShortenTokens,  # a copy of a region that is too large to be timed whole
 )
-"""Between the third and the fourth the joint graph is cut into halves; behind the last the halves
-are cut into regions, and wide regions into tiles."""
+"""The joint graph is cut into halves behind the third; the halves are cut into regions, and wide
+regions into tiles, behind ``AccumulateInPlace``."""
 
 
 def selection(entries: Sequence[str]) -> PassSelection:

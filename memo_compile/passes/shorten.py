@@ -12,18 +12,23 @@ The shorter graph computes something else; only the time that it takes is of use
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.rows import fake_mode
 from memo_compile.analysis.views import is_tensor
 from memo_compile.errors import UnsupportedGraph
+from memo_compile.passes.runner import PassRunner
 
 MIN_TOKENS = 16
 """Smaller sizes are batches, heads and the like."""
+
+_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+"""What an operator raises for fakes of shapes that it does not take; some of torch's assert."""
 
 _MAX_SIZE = 2**48
 """Larger numbers among the arguments are limits ("to the end"), not sizes."""
@@ -48,38 +53,70 @@ class _Scale:
         return tuple(self.size(size) for size in shape)
 
 
-def shorten(region: RegionGraph, part: int) -> RegionGraph:
-    """``region`` for one ``part``-th of its tokens (2: half of them).
+def shorten(region: RegionGraph, part: int, runner: PassRunner) -> RegionGraph:
+    """``region`` for one ``part``-th of its tokens: see ``ShortenTokens``.
+
+    Raises:
+        UnsupportedGraph: none of its sizes is the number of tokens.
+    """
+    shorter = ShortenTokens(part=part, static_inputs=region.static_inputs)
+    try:
+        gm = runner.run(region.gm, [shorter], stage=region.name)
+    except UnsupportedGraph as error:
+        raise UnsupportedGraph(f"region {region.name} {error}") from error
+    return replace(region, name=f"{region.name}.{part}th", gm=gm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortenTokens:
+    """A new graph for one ``part``-th of the tokens (2: half of them).
 
     Parameters aside, the size of the largest inputs counts as the tokens with which every operator
     accepts its shorter inputs and makes results that are shorter in the same way.
 
-    Raises:
-        UnsupportedGraph: there is no such size.
+    Rewrite, with ``part`` = 8: see this file's head.
     """
-    for old in _candidates(region):
-        if old % part == 0:
-            try:
-                gm = _Shortener(region, _Scale(old=old, new=old // part)).run()
-            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
-                continue  # another of its sizes is the number of tokens
-            return replace(region, name=f"{region.name}.{part}th", gm=gm)
-    raise UnsupportedGraph(f"region {region.name} cannot be cut to one {part}th of its tokens")
+
+    part: int
+    static_inputs: tuple[int, ...]
+    """Positions of inputs that are parameters."""
+    name: ClassVar[str] = "shorten-tokens"
+    is_required: ClassVar[bool] = True
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        """A new graph; ``gm`` stays as it is.
+
+        Raises:
+            UnsupportedGraph: none of its sizes is the number of tokens.
+        """
+        for size in _candidates(gm, self.static_inputs):
+            if size % self.part == 0:
+                scale = _Scale(old=size, new=size // self.part)
+                try:
+                    shorter = _Shortener(gm, self.static_inputs, scale).run()
+                except _OtherSizeError:
+                    continue
+                return PassResult(shorter, True)
+        raise UnsupportedGraph(f"cannot be cut to one {self.part}th of its tokens")
 
 
-def _candidates(region: RegionGraph) -> list[int]:
+class _OtherSizeError(Exception):
+    """Another size than this one is the number of tokens."""
+
+
+def _candidates(gm: fx.GraphModule, static_inputs: tuple[int, ...]) -> list[int]:
     """Sizes of the inputs that are no parameters: those of the most bytes first, then the largest.
 
     Sizes that parameters have too come last. Those below MIN_TOKENS are too small to tell apart.
     """
-    placeholders = region.gm.graph.find_nodes(op="placeholder")
+    placeholders = gm.graph.find_nodes(op="placeholder")
     bytes_of: dict[int, int] = {}
     of_parameters: set[int] = set()
     for at, node in enumerate(placeholders):
         if not is_tensor(node):
             continue
         value = node.meta["val"]
-        if at in region.static_inputs:
+        if at in static_inputs:
             of_parameters.update(value.shape)
             continue
         for size in {length for length in value.shape if length >= MIN_TOKENS}:
@@ -92,15 +129,15 @@ def _candidates(region: RegionGraph) -> list[int]:
 
 
 class _Shortener:
-    def __init__(self, region: RegionGraph, scale: _Scale) -> None:
-        self.region, self.scale = region, scale
+    def __init__(self, gm: fx.GraphModule, static_inputs: tuple[int, ...], scale: _Scale) -> None:
+        self.gm, self.static_inputs, self.scale = gm, static_inputs, scale
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
-        self.mode = fake_mode(region.gm)
+        self.mode = fake_mode(gm)
 
     def run(self) -> fx.GraphModule:
         inputs = 0
-        for node in self.region.gm.graph.nodes:
+        for node in self.gm.graph.nodes:
             if node.op == "output":
                 self.graph.output(fx.node.map_arg(node.args[0], lambda source: self.made[source]))
                 continue
@@ -109,12 +146,12 @@ class _Shortener:
             self.made[node] = copy
             with self.mode:
                 if node.op == "placeholder":
-                    if inputs not in self.region.static_inputs:
+                    if inputs not in self.static_inputs:
                         copy.meta["val"] = self._input(node.meta["val"])
                     inputs += 1
                 elif node.op == "call_function":
                     self._call(copy, node)
-        return fx.GraphModule(self.region.gm, self.graph)
+        return fx.GraphModule(self.gm, self.graph)
 
     def _input(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -127,14 +164,18 @@ class _Shortener:
         copy.kwargs = fx.node.map_aggregate(copy.kwargs, self.scale.size)
         args, kwargs = fx.node.map_arg((copy.args, copy.kwargs), self._fake)
         assert callable(copy.target)
-        copy.meta["val"] = copy.target(*args, **kwargs)
-        for found, whole in zip(_tensors(copy), _tensors(node), strict=True):
-            assert found.shape == self.scale.shape(whole.shape), f"{node.name}: {found.shape}"
+        try:
+            copy.meta["val"] = copy.target(*args, **kwargs)
+        except _REFUSALS as error:
+            raise _OtherSizeError(f"{node.name}: {error}") from error
+        found = [tuple(value.shape) for value in _tensors(copy)]
+        if found != [self.scale.shape(value.shape) for value in _tensors(node)]:
+            raise _OtherSizeError(f"{node.name}: {found}")
 
     def _fake(self, node: fx.Node) -> Any:
         if "val" in node.meta:
             return node.meta["val"]
-        return self.mode.from_tensor(getattr(self.region.gm, str(node.target)))
+        return self.mode.from_tensor(getattr(self.gm, str(node.target)))
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
@@ -151,7 +192,7 @@ def _strides(value: torch.Tensor, size: Sequence[int]) -> list[int]:
         if value.stride(dim) == 0:
             continue
         if value.stride(dim) % inner:
-            raise ValueError(f"strides {value.stride()} overlap")
+            raise _OtherSizeError(f"strides {value.stride()} overlap")
         strides[dim] = value.stride(dim) // inner * new_inner
         inner = value.stride(dim) * value.shape[dim]
         new_inner = strides[dim] * size[dim]

@@ -4,6 +4,7 @@ The facts of a step that do not depend on the decisions are collected once: hund
 are tried on one step.
 """
 
+import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -42,18 +43,25 @@ class StepFacts:
     """(class, mode) that were looked at and found possible."""
 
 
-_latest: tuple[MovableStep, StepFacts] | None = None
-"""Of the step that was asked about last: policies try many decisions on one step."""
+_latest: "tuple[weakref.ref[MovableStep], StepFacts] | None" = None
+"""Of the step that was asked about last: policies try many decisions on one step. They go with it.
+"""
 
 
 def facts_of(step: MovableStep) -> StepFacts:
     """The facts of ``step``, collected once for as long as no other step is asked about."""
     global _latest
     known = _latest
-    if known is None or known[0] is not step:
-        known = (step, _collect(step))
+    if known is None or known[0]() is not step:
+        known = (weakref.ref(step, _forget), _collect(step))
         _latest = known
     return known[1]
+
+
+def _forget(step: "weakref.ref[MovableStep]") -> None:
+    global _latest
+    if _latest is not None and _latest[0] is step:
+        _latest = None
 
 
 def _collect(step: MovableStep) -> StepFacts:

@@ -188,7 +188,7 @@ class Moves:
     policy: str = "auto"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class MovableStep:
     """What the policies get: the step under policy SAVE, its layers in forward order, costs."""
 

@@ -15,7 +15,7 @@ from memo_compile.analysis.views import storage_of
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering import aten
 from memo_compile.lowering.aten import estimate
-from memo_compile.lowering.own_outputs import own_outputs
+from memo_compile.passes.own_outputs import OwnOutputs
 from memo_compile.passes.recompute import layer_ops, recompute_graph
 from memo_compile.passes.runner import graph_text
 from memo_compile.step.movable import RecomputeKey, RegionInput
@@ -285,8 +285,9 @@ def test_what_is_kept_cuts_off_what_may_not_run_again():
 
 
 def test_a_buffer_that_a_kernel_fills_is_no_constant():
-    """After ``own_outputs`` attention writes into empty buffers; they must not be made again."""
-    region = own_outputs(copied(REGIONS["llama"]()))
+    """After ``OwnOutputs`` attention writes into empty buffers; they must not be made again."""
+    region = copied(REGIONS["llama"]())
+    OwnOutputs(external_outputs=region.external_outputs)(region.gm)
     slot = attention_slots(REGIONS["llama"]())[0]
     with pytest.raises(UnsupportedGraph, match="is overwritten in the forward"):
         again(region, key(slot))

@@ -11,6 +11,7 @@ from memo_compile.analysis.regions import RegionGraph
 from memo_compile.costs.measure_regions import measure
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering import aten
+from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.shorten import shorten
 from memo_compile.shim import failing_fakes_unlogged
 from tests import models
@@ -51,7 +52,7 @@ def test_a_shorter_region_is_that_of_a_shorter_sequence(builder):
     assert whole.keys() == expected.keys()
     for name, region in whole.items():
         with failing_fakes_unlogged():
-            found = shorten(region, PART)
+            found = shorten(region, PART, PassRunner())
         assert found.name == f"{name}.{PART}th"
         targets = [[one.target for one in r.gm.graph.nodes] for r in (found, region)]
         assert targets[0] == targets[1]
@@ -60,14 +61,14 @@ def test_a_shorter_region_is_that_of_a_shorter_sequence(builder):
             continue  # several sizes could be the tokens; the work grows with each of them
         assert layouts(found.example_inputs()) == layouts(expected[name].example_inputs())
         assert layouts(results(found)) == layouts(results(expected[name]))
-    runs = shorten(whole["layer0_bwd"], PART)
+    runs = shorten(whole["layer0_bwd"], PART, PassRunner())
     assert measure(aten.lower(runs), runs, repeats=1) > 0
 
 
 def test_the_largest_size_need_not_be_the_tokens():
     """A parameter keeps its shape, so that what is multiplied with it must as well."""
     region = replace(region_of(lambda x, w: (x @ w,), (32, 48), (48, 8)), static_inputs=(1,))
-    shorter = shorten(region, 2)
+    shorter = shorten(region, 2, PassRunner())
     assert [tuple(one.shape) for one in shorter.example_inputs()] == [(16, 48), (48, 8)]
     assert [tuple(one.shape) for one in results(shorter)] == [(16, 8)]
 
@@ -75,4 +76,4 @@ def test_the_largest_size_need_not_be_the_tokens():
 def test_what_cannot_be_cut_is_refused():
     region = region_of(lambda x, y: (x.view(7, 3) @ y,), (21,), (3, 5))
     with pytest.raises(UnsupportedGraph, match="cannot be cut to one 4th of its tokens"):
-        shorten(region, 4)
+        shorten(region, 4, PassRunner())

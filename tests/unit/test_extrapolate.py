@@ -12,6 +12,7 @@ from memo_compile.costs.hardware import hardware_of
 from memo_compile.costs.measure_regions import TooLarge, measure, measure_all
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering import aten
+from memo_compile.passes.runner import PassRunner
 from tests import models
 from tests.numerics.training import assert_planned, memo_compiled
 from tests.steps.layer_regions import layer_region, region_of
@@ -57,7 +58,7 @@ def test_a_real_layer_is_extrapolated_by_what_its_operators_do(monkeypatch):
         module, "shorten", lambda *given: wholes.insert(0, shorten(*given)) or wholes[0]
     )
     monkeypatch.setattr(module, "measure", slow)
-    found = extrapolated_seconds(region, CONFIG, CPU)
+    found = extrapolated_seconds(region, CONFIG, CPU, PassRunner())
     assert found == pytest.approx(slow(None, region))
     faster = module._grows_faster(region.gm, wholes[0].gm, CPU)
     names = [str(one.target) for one, f in zip(region.gm.graph.nodes, faster, strict=True) if f]
@@ -84,7 +85,7 @@ def test_what_does_not_fit_is_not_tried(monkeypatch):
 
 def test_a_region_without_tokens_is_refused():
     with pytest.raises(UnsupportedGraph, match="cannot be cut"):
-        extrapolated_seconds(region_of(lambda x: (x + 1,), (3, 5)), CONFIG, CPU)
+        extrapolated_seconds(region_of(lambda x: (x + 1,), (3, 5)), CONFIG, CPU, PassRunner())
 
 
 def test_a_step_whose_layers_do_not_fit_is_planned_with_extrapolated_costs(monkeypatch):

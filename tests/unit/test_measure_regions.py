@@ -1,5 +1,6 @@
 """Timing regions leaves no trace: not in random states, not in the table of views."""
 
+import logging
 import random
 from dataclasses import replace
 
@@ -7,11 +8,15 @@ import pytest
 import torch
 from memo_runtime.current import current
 
+import memo_compile
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.costs.measure_regions import TooLarge, measure, measure_all
+from memo_compile.driver import knowledge
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering import aten
 from tests import models
+from tests.numerics.small import Stack, rows
+from tests.numerics.training import memo_compiled
 from tests.steps.layer_regions import layer_region, region_of
 
 
@@ -126,6 +131,41 @@ def test_a_kernel_that_fails_is_reported_by_region():
     with pytest.raises(UnsupportedGraph, match=r"region region cannot be timed: CUDA out of mem"):
         measure(replace(aten.lower(region), run=run), region)
     assert current.views is before
+
+
+@pytest.mark.parametrize("error", [AssertionError, TypeError, KeyError])
+def test_a_fault_of_memo_is_no_reason_of_a_kernel(error):
+    """Whoever measures names it; see below."""
+    region = region_of(lambda x: (x.sin(),), (4,))
+
+    def run(inputs):
+        raise error("expected size 4, got 5")
+
+    with pytest.raises(error, match="expected size 4, got 5"):
+        measure(replace(aten.lower(region), run=run), region)
+
+
+@pytest.mark.usefixtures("fresh_report")
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [(UnsupportedGraph("no room"), "WARNING"), (TypeError("no float"), "ERROR")],
+)
+def test_costs_are_computed_where_nothing_can_be_measured(monkeypatch, caplog, error, level):
+    """A fault of memo is reported as one, and the step is planned all the same."""
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(knowledge, "measure_all", fail)
+    model = Stack()
+    with caplog.at_level(logging.WARNING, logger="memo"):
+        memo_compiled(model, lowering="aten", policy="full-recompute")(rows(0)).backward()
+    assert memo_compile.report().active
+    (note,) = (one for one in memo_compile.report().notes if one.startswith("costs are computed"))
+    assert str(error) in note
+    (record,) = (one for one in caplog.records if "costs are computed" in one.getMessage())
+    assert record.levelname == level
+    assert ("please report" in record.getMessage()) == (level == "ERROR")
 
 
 def test_memory_that_is_not_there_is_reported():

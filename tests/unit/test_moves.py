@@ -1,11 +1,14 @@
 """Decisions that cannot be are refused; the others become the calls that were meant."""
 
+import gc
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from memo_compile.errors import InputError, InvalidPlan
+from memo_compile.planners import move_rules
 from memo_compile.planners.moves import (
     apply_moves,
     modes_valid,
@@ -73,6 +76,22 @@ def test_saving_everything_changes_nothing():
     problem = apply_moves(step, step.save_all(), recomputer(step))
     assert problem.calls == step.problem.calls
     assert problem.host_bytes == 0
+
+
+def test_what_is_known_of_a_step_goes_with_it():
+    step = movable_step(2)
+    facts = move_rules.facts_of(step)
+    assert move_rules.facts_of(step) is facts
+    assert move_rules.facts_of(replace(step)) is not facts
+    gone = weakref.ref(step)
+    del step
+    gc.collect()
+    assert gone() is None
+    last = movable_step(2)
+    move_rules.facts_of(last)
+    del last
+    gc.collect()
+    assert move_rules._latest is None
 
 
 def test_an_offloaded_value_goes_and_comes_back_under_another_name():

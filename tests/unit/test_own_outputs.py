@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.config import MemoConfig
 from memo_compile.lowering.lower import lower_regions
+from memo_compile.passes.runner import PassRunner
 from memo_compile.step.problem import Storage
 
 _library = torch.library.Library("memo_test_mixed", "DEF")
@@ -49,7 +50,7 @@ def region_of_mixed_results() -> RegionGraph:
 
 
 def test_a_tensor_among_numbers_gets_a_planned_buffer():
-    lowered = lower_regions([region_of_mixed_results()], MemoConfig())["mixed"]
+    lowered = lower_regions([region_of_mixed_results()], MemoConfig(), PassRunner())["mixed"]
     assert [slot.storage for slot in lowered.profile.outputs] == [Storage.ARENA, Storage.ARENA]
     assert [one.size_bytes for one in lowered.profile.outside] == [512]  # the kernel's own result
     generator = torch.Generator().manual_seed(0)

@@ -2,14 +2,15 @@
 
 import operator
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from memo_runtime.ops import into
 from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile import shim
-from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.views import storage_of
 
 _aten = torch.ops.aten
@@ -17,8 +18,9 @@ _ALLOCATING = ("convolution", "scaled_dot_product", "flash_attn", "efficient_att
 """Parts of operator names whose Inductor lowering is an extern kernel without ``out=``."""
 
 
-def own_outputs(region: RegionGraph) -> RegionGraph:
-    """``region`` in which every result that leaves it lies in a buffer of its own.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnOutputs:
+    """Every result that leaves a region lies in a buffer of its own.
 
     Rewrite (``out`` and ``lse`` leave the region):
         t = attention(q, k, v)            out = empty_strided(...); lse = empty_strided(...)
@@ -29,24 +31,30 @@ def own_outputs(region: RegionGraph) -> RegionGraph:
     inside are left alone: a copy would cost time and save nothing. Results that the user keeps are
     left alone too: they are not in the arena.
     """
-    graph = region.gm.graph
-    outputs = list(graph.find_nodes(op="output")[0].args[0])
-    external = {storage_of(outputs[index]) for index in region.external_outputs}
-    leaving = {storage_of(node) for node in outputs if isinstance(node, fx.Node)} - external
-    changed = False
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not _allocates(node.target):
-            continue
-        results = _results(node)
-        made = results.values()
-        if any(value in leaving for value in made) or _may_become(node.target, made, leaving):
-            changed |= _rewrite(node, results)
-        elif not results:
-            changed |= _copy_leaving(node, leaving)
-    if changed:
-        graph.lint()
-        region.gm.recompile()
-    return region
+
+    external_outputs: frozenset[int]
+    """Positions of results that go to the user."""
+    name: ClassVar[str] = "own-outputs"
+    is_required: ClassVar[bool] = True
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        """Rewrite in place."""
+        (outputs,) = gm.graph.output_node().args
+        assert isinstance(outputs, list | tuple), "a region returns a tuple"
+        nodes = {at: node for at, node in enumerate(outputs) if isinstance(node, fx.Node)}
+        external = {storage_of(nodes[at]) for at in self.external_outputs}
+        leaving = {storage_of(node) for node in nodes.values()} - external
+        changed = False
+        for node in list(gm.graph.nodes):
+            if node.op != "call_function" or not _allocates(node.target):
+                continue
+            results = _results(node)
+            made = results.values()
+            if leaving.intersection(made) or _may_become(node.target, made, leaving):
+                changed |= _rewrite(node, results)
+            elif not results:
+                changed |= _copy_leaving(node, leaving)
+        return PassResult(gm, changed)
 
 
 def _allocates(target: Any) -> bool:
