@@ -157,6 +157,7 @@ def test_costs_are_computed_where_nothing_can_be_measured(monkeypatch, caplog, e
         raise error
 
     monkeypatch.setattr(knowledge, "measure_all", fail)
+    torch._dynamo.reset()
     model = Stack()
     with caplog.at_level(logging.WARNING, logger="memo"):
         memo_compiled(model, lowering="aten", policy="full-recompute")(rows(0)).backward()
