@@ -141,11 +141,12 @@ class _Tiles:
             part = rows.slice
             if held is None or tiling.num_tiles * part.length != held.size[part.dim]:
                 yield f"{name}: {tiling.num_tiles} tiles of {part.length} rows do not fill {held}"
-            elif made is None or _plainly(made) != _plainly(held.part(part.dim, 0, part.length)):
+            elif _plainly(made) != _plainly(held.part(part.dim, 0, part.length)):
                 yield f"{name}: a tile makes {made} of {held}"
         for ref, layout in zip(tiling.outputs, tiling.output_layouts, strict=True):
-            if self.layouts[ref] != layout:
-                yield f"{name}: its parts make {self.layouts[ref]}, expected {layout}"
+            made = self.layouts[ref]
+            if _plainly(made) != _plainly(layout):
+                yield f"{name}: its parts make {made}, expected {layout}"
 
     def _take(
         self,
@@ -225,8 +226,10 @@ def _layout(operand: Operand, number: int) -> Layout | None:
     return operand.whole.part(operand.slice.dim, number, operand.slice.length)
 
 
-def _plainly(layout: Layout) -> Layout:
-    """Without the strides that nothing is read by."""
+def _plainly(layout: Layout | None) -> Layout | None:
+    """Without the strides that nothing is read by; None: no tensor."""
+    if layout is None:
+        return None
     pairs = zip(layout.size, layout.stride, strict=True)
     return replace(layout, stride=tuple(0 if size == 1 else step for size, step in pairs))
 

@@ -581,7 +581,7 @@ def test_waiting_for_a_copy_that_was_never_issued_is_an_error():
 
 
 def test_an_unknown_schedule_is_refused():
-    with pytest.raises(ValueError, match="'eager' is not a valid Schedule"):
+    with pytest.raises(ValueError, match="'eager' is not a valid CopySchedule"):
         forward(step(schedule="eager"), values(0))
 
 
