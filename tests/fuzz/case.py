@@ -67,7 +67,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
 
 MLPS = ("mlp", "gated", "fused_gate")
 
-LAYERED = 0.3
+LAYERED = 0.25
 """How many models are stacks of equal layers of attention and an MLP; others rarely repeat."""
 
 MOVABLE = 256
@@ -173,7 +173,7 @@ def draw_case(seed: int, lowering: str) -> Case:
     while layered and sizes.batch * sizes.tokens * sizes.width < MOVABLE:
         sizes = draw_sizes(source)
     if layered:
-        groups = [_transformer_layers(source, sizes, dtype, (2, 3) if small else (3, 3, 4))]
+        groups = [_transformer_layers(source, sizes, dtype, (2, 3) if small else (3,))]
     else:
         counts = (1, 1, 2) if small else (1, 1, 2, 2, 3)
         groups = [_group(source, sizes, dtype, (1, 2, 2, 3, 3, 4), counts)]
@@ -188,9 +188,10 @@ def draw_case(seed: int, lowering: str) -> Case:
     head["weight"] = "self.head.weight" if head["head"] == "linear" else "self.embed.weight"
     kind = _weighted(source, losses.LOSSES)
     options = {name: source.choice(values) for name, values in OPTIONS.items()}
-    if layered and source.random() < 0.5:  # slices of tokens are recomputed by this policy mostly
+    if layered and source.random() < 0.6:  # slices of tokens are recomputed by this policy mostly
         options |= {"policy": "memo", "exact": False, "host_budget": None}
-        options["token_granule"] = source.choice((1, 2, 3))
+        options["token_granule"] = source.choice((1, 1, 2, 3))
+        options["alpha"] = source.choice((0.125, 0.25, 0.5))
     if options["policy"] != "memo":
         options["alpha"] = None
     if options["exact"]:

@@ -26,16 +26,16 @@ from memo_compile.reporting import state
 from tests.numerics.small import CPU, Block
 from tests.numerics.training import FLOOR, assert_planned, gradient_error
 
-HIDDEN, ROWS, VOCABULARY = 256, 2048, 1024
+HIDDEN, ROWS, VOCABULARY = 64, 16384, 512
 LOGITS_BYTES = 4 * ROWS * VOCABULARY
 MOST_OVER_BUDGET = 1.005
-NOISE_BYTES = 2**18
+NOISE_BYTES = 0
 """What the process's own heap grows by in a step, whatever its size; models here are small."""
 OPTIONS = {
     "lowering": "aten",
     "strict": True,
     "costs": "roofline",
-    "token_granule": 64,
+    "token_granule": 512,
     "optimizer_state_bytes_per_parameter": 0,
 }
 
