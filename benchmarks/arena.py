@@ -35,7 +35,7 @@ def main() -> int:
         return 0
     rows = []
     for model in options.models.split(","):
-        for depth in (int(one) for one in options.depths.split(",")):
+        for depth in (int(depth_text) for depth_text in options.depths.split(",")):
             rows.append(run_case(model, depth, options))
             print(json.dumps(rows[-1]), file=sys.stderr)
     failures = [failure for row in rows for failure in judge(row)]
@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
     """The command line; the defaults take about twenty minutes on two cores."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--depths", default=",".join(str(one) for one in DEPTHS))
+    parser.add_argument("--depths", default=",".join(str(depth) for depth in DEPTHS))
     parser.add_argument("--hidden", type=int, default=512, help="of Llama")
     parser.add_argument("--tokens", type=int, default=512, help="of Llama")
     parser.add_argument("--no-save", action="store_true")
@@ -96,7 +96,7 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
 
     with LiveBytes() as live:
         out = forward_backward()
-    outputs = [one for one in out.values() if isinstance(one, torch.Tensor)]
+    outputs = [value for value in out.values() if isinstance(value, torch.Tensor)]
     return {
         "inductor_live_bytes": live.peak(),
         "inductor_live_bytes_without_results": live.peak_without_results(outputs),

@@ -73,16 +73,18 @@ def main() -> int:
         "hardware": hardware,
         "settings": {key: getattr(options, key) for key in settings},
         **found,
-        "failures": [f"{way}: {text}" for way, one in found.items() for text in one["failures"]],
+        "failures": [
+            f"{way}: {text}" for way, measured in found.items() for text in measured["failures"]
+        ],
     }
-    for way, one in found.items():
-        show(way, one["memo"], one["peers"], one["pairs"])
+    for way, measured in found.items():
+        show(way, measured["memo"], measured["peers"], measured["pairs"])
     name = "budget_memory" if options.memory_only else "budget"
     code = harness.conclude(name, payload, save=not options.no_save)
     if not options.no_save and not options.memory_only:
-        for way, one in found.items():
+        for way, measured in found.items():
             path = harness.results_path(name, payload)
-            plot(one, str(path.with_name(f"{path.stem}-{way}.svg")))
+            plot(measured, str(path.with_name(f"{path.stem}-{way}.svg")))
     return code
 
 
@@ -158,8 +160,10 @@ def pair_rows(
     minutes apart.
     """
     return {
-        name: runner("pair", f"--name={name}", f"--budget={max(floor, one['peak_bytes'])}", written)
-        for name, one in peers.items()
+        name: runner(
+            "pair", f"--name={name}", f"--budget={max(floor, peer['peak_bytes'])}", written
+        )
+        for name, peer in peers.items()
     }
 
 
@@ -384,13 +388,13 @@ def judge(
             if low[key] > high[key] * slack:
                 failures.append(f"{key} {low[key]} at the smaller budget, {high[key]} above it")
     if peers:
-        lowest = min(one["growth_bytes"] for one in peers.values())
+        lowest = min(peer["growth_bytes"] for peer in peers.values())
         floor = rows[0]["growth_bytes"]
         if floor > MAX_FLOOR_RATIO * lowest:
             failures.append(f"floor {floor} > {MAX_FLOOR_RATIO} x the lowest peer's {lowest}")
-    for name, one in pairs.items():
-        if one["ratio"] > MAX_STEP_RATIO:
-            failures.append(f"at the memory of {name}: {one['ratio']:.3f} x its time")
+    for name, pair in pairs.items():
+        if pair["ratio"] > MAX_STEP_RATIO:
+            failures.append(f"at the memory of {name}: {pair['ratio']:.3f} x its time")
     return failures
 
 
@@ -423,12 +427,12 @@ def show(
         [
             (
                 name,
-                format_bytes(one["peak_bytes"]),
-                format_bytes(one["growth_bytes"]),
-                f"{one['step_s']:.3f} s",
+                format_bytes(peer["peak_bytes"]),
+                format_bytes(peer["growth_bytes"]),
+                f"{peer['step_s']:.3f} s",
                 f"{pairs[name]['ratio']:.3f}" if name in pairs else "-",
             )
-            for name, one in peers.items()
+            for name, peer in peers.items()
         ],
     )
 
@@ -450,9 +454,9 @@ def plot(payload: dict[str, Any], path: str) -> None:
         marker="o",
         label="memo, twelve budgets",
     )
-    for name, one in payload["peers"].items():
-        axes.plot(one["peak_bytes"] / mib, one["step_s"], marker="x", color="tab:red")
-        axes.annotate(name, (one["peak_bytes"] / mib, one["step_s"]), fontsize=6)
+    for name, peer in payload["peers"].items():
+        axes.plot(peer["peak_bytes"] / mib, peer["step_s"], marker="x", color="tab:red")
+        axes.annotate(name, (peer["peak_bytes"] / mib, peer["step_s"]), fontsize=6)
     axes.set_xlabel("measured peak of a step, MiB")
     axes.set_ylabel("median step, s")
     axes.legend()

@@ -99,9 +99,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if options.models is None:
         options.models = "tiny" if options.dry_run else "1b,8b"
     for name, known in (("models", tuple(SHAPES)), ("arms", ARMS)):
-        for one in getattr(options, name).split(","):
-            if one not in known:
-                parser.error(f"--{name}: unknown {one!r}; known: {', '.join(known)}")
+        for value in getattr(options, name).split(","):
+            if value not in known:
+                parser.error(f"--{name}: unknown {value!r}; known: {', '.join(known)}")
     return options
 
 
@@ -311,14 +311,18 @@ def judge(rows: list[dict[str, Any]]) -> list[str]:
         where = f"{row['model']} {row['arm']}"
         if row["arm"] == "memo" and "failure" in row:
             failures.append(f"{where}: {row['failure']}")
-        for one in row["lengths"]:
+        for length in row["lengths"]:
             if row["arm"] != "memo" or row["model"] == "tiny":  # a few pages decide there
                 continue
-            peak, planned, budget = one["peak_bytes"], one["planned_bytes"], one["budget_bytes"]
+            peak, planned, budget = (
+                length["peak_bytes"],
+                length["planned_bytes"],
+                length["budget_bytes"],
+            )
             if budget is not None and peak > budget:
-                failures.append(f"{where}, {one['tokens']} tokens: {peak} over budget {budget}")
+                failures.append(f"{where}, {length['tokens']} tokens: {peak} over budget {budget}")
             if abs(peak / planned - 1) > MAX_PEAK_DIFFERENCE:
-                failures.append(f"{where}, {one['tokens']} tokens: {peak}, planned {planned}")
+                failures.append(f"{where}, {length['tokens']} tokens: {peak}, planned {planned}")
     return failures
 
 
@@ -326,22 +330,22 @@ def show(rows: list[dict[str, Any]]) -> None:
     """The lengths of every arm, and what ended each."""
     cells = []
     for row in rows:
-        for one in row["lengths"]:
-            planned = one.get("planned_bytes")
+        for length in row["lengths"]:
+            planned = length.get("planned_bytes")
             cells.append(
                 (
                     f"{row['model']} {row['arm']}",
-                    str(one["tokens"]),
-                    format_bytes(one["peak_bytes"]),
+                    str(length["tokens"]),
+                    format_bytes(length["peak_bytes"]),
                     "-" if planned is None else format_bytes(planned),
-                    f"{one['tokens_per_s']:.0f}",
-                    f"{one['first_step_s']:.1f} s",
+                    f"{length['tokens_per_s']:.0f}",
+                    f"{length['first_step_s']:.1f} s",
                 )
             )
     columns = ("arm", "tokens", "peak", "planned", "tokens/s", "first step")
     harness.print_table("training, bf16, forward and backward's peak", columns, cells)
     for row in rows:
-        longest = max((one["tokens"] for one in row["lengths"]), default=0)
+        longest = max((length["tokens"] for length in row["lengths"]), default=0)
         reason = row.get("failure") or row["ended"]
         print(f"{row['model']} {row['arm']}: longest {longest} tokens; ended by: {reason}")
 

@@ -178,7 +178,7 @@ def medians(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Per key the median over ``rounds`` where all are numbers, else the last round's value."""
     merged: dict[str, Any] = {}
     for key in rounds[-1]:
-        values = [one[key] for one in rounds]
+        values = [measured[key] for measured in rounds]
         numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
         merged[key] = statistics.median(values) if numeric else values[-1]
     return merged

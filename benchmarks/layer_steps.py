@@ -235,7 +235,7 @@ def _regions(
         "back": 2 * layer_s,
         "embed_back": setting.memory_s(2),
     }
-    return {one.name: one for one in found}, seconds
+    return {profile.name: profile for profile in found}, seconds
 
 
 def _profile(
@@ -246,7 +246,7 @@ def _profile(
     outputs: Sequence[str],
     external: Sequence[int] = (),
 ) -> RegionProfile:
-    names = [one[0] for one in buffers]
+    names = [buffer[0] for buffer in buffers]
     return RegionProfile(
         name=name,
         num_lines=num_lines,
@@ -256,7 +256,7 @@ def _profile(
         ),
         input_ends=input_ends,
         outputs=(
-            *(OutputSlot(storage=Storage.ARENA, index=names.index(one)) for one in outputs),
+            *(OutputSlot(storage=Storage.ARENA, index=names.index(output)) for output in outputs),
             *(OutputSlot(storage=Storage.EXTERNAL, size_bytes=size) for size in external),
         ),
     )

@@ -54,14 +54,14 @@ class LiveBytes:
             known = self._kept.get(address, self._visible.get(address))
             seen[address] = next(self._numbers) if known is None else known
         self._visible = seen
-        return {seen[_address(one)]: _bytes(one) for one in tensors}
+        return {seen[_address(tensor)]: _bytes(tensor) for tensor in tensors}
 
     def _on_line(self, frame: FrameType, event: str, value: Any) -> Callable[..., Any]:
         tensors = list(_tensors(frame.f_locals.values()))
         results = list(_tensors(value)) if event == "return" and value is not None else []
         self._moments.append(self._look([*tensors, *results]))
         if results:
-            made = {_address(one): self._visible[_address(one)] for one in results}
+            made = {_address(result): self._visible[_address(result)] for result in results}
             self._results += results
             self._kept |= made
             self._calls.append((self._given, set(made.values())))
@@ -76,9 +76,9 @@ class LiveBytes:
 
         ``outputs`` are what the forward returned to the user, still alive.
         """
-        read = {one for given, _ in self._calls[1:] for one in given}
-        results = {one for _, made in self._calls for one in made} - read
-        results |= {self._kept[_address(one)] for one in outputs}
+        read = {storage for given, _ in self._calls[1:] for storage in given}
+        results = {storage for _, made in self._calls for storage in made} - read
+        results |= {self._kept[_address(output)] for output in outputs}
         return self._most(self._given_before() | results)
 
     def _given_before(self) -> set[int]:
@@ -106,8 +106,8 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for one in values:
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif isinstance(one, tuple | list):
-            yield from _tensors(one)
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)

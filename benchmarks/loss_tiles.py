@@ -108,8 +108,10 @@ def compiled(loss: Any, arm: str, bound: int) -> Any:
 
 def worst_error(gradients: dict[str, Any], expected: dict[str, Any]) -> float:
     """The largest difference over the largest gradient; infinite for what is not finite."""
-    scale = max(float(one.abs().max()) for one in expected.values())
-    worst = max(float((gradients[name] - one).abs().max()) for name, one in expected.items())
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    worst = max(
+        float((gradients[name] - gradient).abs().max()) for name, gradient in expected.items()
+    )
     return worst / scale if math.isfinite(worst) else math.inf
 
 
@@ -144,12 +146,12 @@ def show(results: dict[str, dict[str, Any]], logits: int) -> None:
     rows = [
         (
             name,
-            format_bytes(one["peak_bytes"]),
-            format_bytes(one["above_bytes"]),
-            f"{one['above_bytes'] / logits:.3f}",
-            f"{one['error']:.1e}",
+            format_bytes(measured["peak_bytes"]),
+            format_bytes(measured["above_bytes"]),
+            f"{measured['above_bytes'] / logits:.3f}",
+            f"{measured['error']:.1e}",
         )
-        for name, one in results.items()
+        for name, measured in results.items()
         if name != "eager"
     ]
     columns = ("arm", "peak", "less parameters and gradients", "/ logits", "gradient error")

@@ -146,7 +146,7 @@ def held_out_errors(cells: Sequence[Cell], folds: Sequence[Fold]) -> list[float]
     """Each cell's error under the fold that did not see it."""
     found = []
     for index, cell in enumerate(cells):
-        fold = next(one for one in folds if index not in one.fitted)
+        fold = next(fold for fold in folds if index not in fold.fitted)
         found.append(error_points(cell, fold.parameters))
     return found
 

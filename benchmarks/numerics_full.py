@@ -38,7 +38,7 @@ def main() -> int:
     found = (case for path in options.reports for case in read(path.read_text()))
     cases = list({(case.file, case.test, case.name): case for case in found}.values())
     rows = counted(cases)
-    failed = [f"{one.test}[{one.name}]" for one in cases if one.outcome in ("failure", "error")]
+    failed = [f"{case.test}[{case.name}]" for case in cases if case.outcome in ("failure", "error")]
     columns = ("test", "model", "passed", "failed", "skipped", "seconds")
     harness.print_table("make numerics-full", columns, [tuple(map(str, row)) for row in rows])
     payload: dict[str, Any] = {
@@ -52,31 +52,31 @@ def main() -> int:
 
 def read(report: str) -> Iterator[Case]:
     """The cases of a JUnit report."""
-    for one in ET.fromstring(report).iter("testcase"):
-        test, _, name = one.attrib["name"].removesuffix("]").partition("[")
-        outcomes = [child.tag for child in one if child.tag in ("failure", "error", "skipped")]
+    for element in ET.fromstring(report).iter("testcase"):
+        test, _, name = element.attrib["name"].removesuffix("]").partition("[")
+        outcomes = [child.tag for child in element if child.tag in ("failure", "error", "skipped")]
         yield Case(
-            file=one.attrib["classname"],
+            file=element.attrib["classname"],
             test=test,
             model=name.partition("-")[0],
             name=name,
             outcome=outcomes[0] if outcomes else "passed",
-            seconds=float(one.attrib["time"]),
+            seconds=float(element.attrib["time"]),
         )
 
 
 def counted(cases: Iterable[Case]) -> list[tuple[str, str, int, int, int, int]]:
     """Per test and model: passed, failed, skipped, seconds of all cases together."""
     found: dict[tuple[str, str], list[Case]] = {}
-    for one in cases:
-        found.setdefault((one.test, one.model), []).append(one)
+    for case in cases:
+        found.setdefault((case.test, case.model), []).append(case)
     return [
         (
             *key,
-            sum(one.outcome == "passed" for one in some),
-            sum(one.outcome in ("failure", "error") for one in some),
-            sum(one.outcome == "skipped" for one in some),
-            round(sum(one.seconds for one in some)),
+            sum(case.outcome == "passed" for case in some),
+            sum(case.outcome in ("failure", "error") for case in some),
+            sum(case.outcome == "skipped" for case in some),
+            round(sum(case.seconds for case in some)),
         )
         for key, some in sorted(found.items())
     ]

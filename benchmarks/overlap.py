@@ -69,8 +69,8 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
         "copy_bytes_per_s": speeds,
         "offloaded_bytes": overlapped.plan.offloaded_bytes,
         "simulated_s": overlapped.plan.timeline.step_s,
-        "stall_s": {one.name: one.plan.stall_s for one in (overlapped, serial)},
-        "steps": {name: one.as_dict() for name, one in timed.items()},
+        "stall_s": {step.name: step.plan.stall_s for step in (overlapped, serial)},
+        "steps": {name: samples.as_dict() for name, samples in timed.items()},
     }
 
 
@@ -80,14 +80,14 @@ def layer_costs(plan: Any, num_layers: int, step_s: float) -> dict[str, float]:
     The seconds are those of the plan's regions, scaled so that all of them take ``step_s``: the
     machine may have been busier when regions were measured.
     """
-    spans = [one for one in plan.timeline.spans if one.lane == "compute"]
-    scale = step_s / sum(one.end_s - one.start_s for one in spans)
+    spans = [span for span in plan.timeline.spans if span.lane == "compute"]
+    scale = step_s / sum(span.end_s - span.start_s for span in spans)
     found: dict[str, float] = {"bytes": plan.offloaded_bytes / num_layers}
     for half in ("fwd", "bwd"):
-        layers = [one for one in spans if one.name.startswith(f"layer0_{half}")]
+        layers = [span for span in spans if span.name.startswith(f"layer0_{half}")]
         if len(layers) != num_layers:
             raise RuntimeError(f"expected {num_layers} calls of layer0_{half}, got {len(layers)}")
-        seconds = sum(one.end_s - one.start_s for one in layers)
+        seconds = sum(span.end_s - span.start_s for span in layers)
         found[f"{half}_s"] = scale * seconds / num_layers
     return found
 
@@ -129,14 +129,14 @@ def show(result: dict[str, Any]) -> None:
     )
     rows = []
     for name in ARMS:
-        one = result["steps"][name]
+        step = result["steps"][name]
         rows.append(
             (
                 name,
-                f"{one['median_s']:.3f} s",
+                f"{step['median_s']:.3f} s",
                 f"{ratio(result, name):.3f}",
                 f"{result['stall_s'].get(name, 0.0):.3f} s",
-                f"{one['num_quiet']} / {len(one['seconds'])}",
+                f"{step['num_quiet']} / {len(step['seconds'])}",
             )
         )
     columns = ("step", "median", "/ save", "stall", "quiet samples")

@@ -97,9 +97,9 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
         "budget_bytes": under["memory_budget"],
         "peak_bytes": plans[-1].peak_bytes,
         "policy": plans[-1].policy,
-        "planning_s": statistics.median(one.planning_s for one in plans),
+        "planning_s": statistics.median(plan.planning_s for plan in plans),
         "planning_cpu_s": cpu_s,
-        "all_planning_s": [one.planning_s for one in plans],
+        "all_planning_s": [plan.planning_s for plan in plans],
         "lowering_s": plans[-1].lowering_s,
         "stages": stages(stats),
         "hot": hot(stats),
@@ -195,13 +195,16 @@ def show(row: dict[str, Any]) -> None:
         f"{row['lowering_s']:.2f} s (aten); chosen: {row['policy']}"
     )
     table = [
-        (what, f"{one['calls']:.0f}", f"{one['seconds']:.2f} s")
-        for what, one in row["stages"].items()
+        (what, f"{stage['calls']:.0f}", f"{stage['seconds']:.2f} s")
+        for what, stage in row["stages"].items()
     ]
     harness.print_table(
         "under a profiler, about twice as slow", ("stage", "calls", "with what it calls"), table
     )
-    table = [(one["function"], str(one["calls"]), f"{one['own_s']:.2f} s") for one in row["hot"]]
+    table = [
+        (function["function"], str(function["calls"]), f"{function['own_s']:.2f} s")
+        for function in row["hot"]
+    ]
     harness.print_table("functions", ("function", "calls", "own time"), table)
 
 

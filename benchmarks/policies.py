@@ -163,11 +163,13 @@ def show(rows: Sequence[Row]) -> None:
     settings = _by_setting(rows)
     for device, speed in dict.fromkeys((device, speed) for device, speed, _ in settings):
         lines = []
-        for (one, link, tokens), policies in settings.items():
-            if (one, link) != (device, speed):
+        for (profile, link, tokens), policies in settings.items():
+            if (profile, link) != (device, speed):
                 continue
             steps = [policies[policy].step_s for policy in POLICIES]
-            cells = ["does not fit" if one is None else format_seconds(one) for one in steps]
+            cells = [
+                "does not fit" if step_s is None else format_seconds(step_s) for step_s in steps
+            ]
             planning = f"{policies['auto'].planning_s:.1f} s"
             lines.append([f"{tokens // 1024}K", *cells, planning])
         title = f"GPT-7B, tp {TP}, {device}, copies at {speed / 1e9:.0f} GB/s: simulated step"
@@ -218,10 +220,10 @@ def frontier_gains(tokens: Sequence[int]) -> list[dict[str, object]]:
             greedy = pareto([*source.greedy(), *source.named("save")], HOST_BYTES)
             slower = [
                 _fastest(greedy, budget) / best - 1
-                for budget in sorted({one.live_bytes for one in (*all_plans, *greedy)})
+                for budget in sorted({candidate.live_bytes for candidate in (*all_plans, *greedy)})
                 if _fastest(greedy, budget) and (best := _fastest(all_plans, budget))
             ]
-            floors = min(one.live_bytes for one in greedy), all_plans[-1].live_bytes
+            floors = min(candidate.live_bytes for candidate in greedy), all_plans[-1].live_bytes
             worst, middle = max(slower), statistics.median(slower)
             found.append(
                 {
@@ -244,7 +246,7 @@ def frontier_gains(tokens: Sequence[int]) -> list[dict[str, object]]:
 
 def _fastest(plans: Sequence[Candidate], budget_bytes: int) -> float:
     """Seconds of the fastest plan within the budget; 0 when none fits."""
-    steps = (one.timeline.step_s for one in plans if one.live_bytes <= budget_bytes)
+    steps = (plan.timeline.step_s for plan in plans if plan.live_bytes <= budget_bytes)
     return min(steps, default=0.0)
 
 

@@ -81,7 +81,7 @@ class Timed:
     @property
     def quiet(self) -> tuple[Sample, ...]:
         """Those during which the machine was this process's."""
-        return tuple(one for one in self.samples if one.others <= MAX_OTHERS)
+        return tuple(taken for taken in self.samples if taken.others <= MAX_OTHERS)
 
     @property
     def is_quiet(self) -> bool:
@@ -93,8 +93,8 @@ class Timed:
         """Indices of the quiet samples, or of all where they are too few."""
         return tuple(
             index
-            for index, one in enumerate(self.samples)
-            if one.others <= MAX_OTHERS or not self.is_quiet
+            for index, taken in enumerate(self.samples)
+            if taken.others <= MAX_OTHERS or not self.is_quiet
         )
 
     @property
@@ -107,8 +107,8 @@ class Timed:
         return {
             "median_s": self.median_s,
             "num_quiet": len(self.quiet),
-            "seconds": [round(one.seconds, 4) for one in self.samples],
-            "others": [round(one.others, 3) for one in self.samples],
+            "seconds": [round(taken.seconds, 4) for taken in self.samples],
+            "others": [round(taken.others, 3) for taken in self.samples],
         }
 
 
@@ -185,17 +185,17 @@ def timed_in_turn(
     each has ``num_samples`` quiet samples, or at the time limit with at least that many of any
     kind. ``before_each`` is called before each sample.
     """
-    samples: dict[str, list[Sample]] = {one.name: [] for one in steps}
+    samples: dict[str, list[Sample]] = {step.name: [] for step in steps}
     begin = time.monotonic()
     while True:
-        for one in steps:
-            before_each(one)
-            one.prepare()
-            one.run()
-            one.prepare()
-            samples[one.name].append(sample(one.run))
+        for step in steps:
+            before_each(step)
+            step.prepare()
+            step.run()
+            step.prepare()
+            samples[step.name].append(sample(step.run))
         found = {name: Timed(samples=tuple(values)) for name, values in samples.items()}
-        if all(len(one.quiet) >= num_samples for one in found.values()):
+        if all(len(timed.quiet) >= num_samples for timed in found.values()):
             return found
         enough = len(samples[steps[0].name]) >= num_samples
         if enough and time.monotonic() - begin > time_limit_s:
@@ -204,7 +204,7 @@ def timed_in_turn(
 
 def busy_note(steps: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Which steps (``Timed.as_dict``, by name) have too few quiet samples to be judged by."""
-    busy = [name for name, one in steps.items() if one["num_quiet"] < MIN_QUIET]
+    busy = [name for name, measured in steps.items() if measured["num_quiet"] < MIN_QUIET]
     if not busy:
         return None
     return f"other processes used the cores; run again on a quiet machine: {', '.join(busy)}"
@@ -223,6 +223,6 @@ def _busy_s() -> float:
     """Core seconds since boot that were not idle; 0 where the system does not say."""
     if not _STAT.exists():
         return 0.0
-    columns = [int(one) for one in _STAT.read_text().partition("\n")[0].split()[1:9]]
+    columns = [int(column) for column in _STAT.read_text().partition("\n")[0].split()[1:9]]
     busy = sum(value for index, value in enumerate(columns) if index not in _IDLE_COLUMNS)
     return busy / os.sysconf("SC_CLK_TCK")

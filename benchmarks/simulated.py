@@ -60,17 +60,17 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     for part in (HIDDEN, BOUND):
         name = f"auto, copies {part} x a layer"
         steps.append(compiled(name, memory_budget=budget, copy_bytes_per_s=speeds[part]))
-    simulations = {one.name: Simulation(one) for one in steps}
+    simulations = {step.name: Simulation(step) for step in steps}
     timed = side_by_side.timed_in_turn(
         steps,
         num_samples=options.samples,
         time_limit_s=options.time_limit,
-        before_each=lambda one: simulations[one.name].add(),
+        before_each=lambda step: simulations[step.name].add(),
     )
     return {
         "settings": {key: getattr(options, key) for key in ("layers", "hidden", "tokens")},
         "layer": layer,
-        "rows": [row(one, timed[one.name], simulations[one.name]) for one in steps],
+        "rows": [row(step, timed[step.name], simulations[step.name]) for step in steps],
     }
 
 
@@ -81,7 +81,7 @@ class Simulation:
         planned = step.assembly.planned
         self.problem, self.graphs = planned.problem, planned.graphs
         called = {call.region for call in self.problem.calls}
-        self.lowered = {name: one for name, one in planned.lowered.items() if name in called}
+        self.lowered = {name: region for name, region in planned.lowered.items() if name in called}
         self.num_calls = Counter(call.region for call in self.problem.calls)
         copies = any(call.copy is not None for call in self.problem.calls)
         self.costs = step.assembly.costs() if copies else None
@@ -97,9 +97,9 @@ class Simulation:
         from memo_compile.step.simulate import simulate
 
         region_s: dict[str, float] = {}
-        for name, one in self.lowered.items():
+        for name, region in self.lowered.items():
             region_s |= measure_all(
-                {name: one},
+                {name: region},
                 {name: self.graphs[name]},
                 repeats=max(3, self.num_calls[name]),
                 average=statistics.mean,
@@ -123,7 +123,7 @@ def row(
         "name": step.name,
         "measured": timed.as_dict(),
         "measured_s": timed.median_s,
-        "simulated": [round(one, 4) for one in simulation.seconds],
+        "simulated": [round(second, 4) for second in simulation.seconds],
         "simulated_s": statistics.median(simulated for simulated, _ in pairs),
         "ratio": statistics.median(simulated / measured for simulated, measured in pairs),
         "planned_s": None if plan.timeline is None else plan.timeline.step_s,
@@ -137,26 +137,26 @@ def row(
 def judge(rows: list[dict[str, Any]]) -> list[str]:
     """Simulated steps that are too far from the measured ones, in words."""
     return [
-        f"{one['name']}: simulated / measured {one['ratio']:.3f}"
-        for one in rows
-        if abs(one["ratio"] - 1) > MAX_DIFFERENCE
+        f"{row['name']}: simulated / measured {row['ratio']:.3f}"
+        for row in rows
+        if abs(row["ratio"] - 1) > MAX_DIFFERENCE
     ]
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     """The table."""
     cells = []
-    for one in rows:
-        measured, planned = one["measured"], one["planned_s"]
+    for row in rows:
+        measured, planned = row["measured"], row["planned_s"]
         cells.append(
             (
-                one["name"],
-                f"{one['measured_s']:.3f} s",
-                f"{one['simulated_s']:.3f} s",
-                f"{one['ratio']:.3f}",
+                row["name"],
+                f"{row['measured_s']:.3f} s",
+                f"{row['simulated_s']:.3f} s",
+                f"{row['ratio']:.3f}",
                 "-" if planned is None else f"{planned:.3f} s",
-                f"{one['stall_s']:.3f} s",
-                f"{one['simulated_stall_s']:.3f} s",
+                f"{row['stall_s']:.3f} s",
+                f"{row['simulated_stall_s']:.3f} s",
                 f"{measured['num_quiet']} / {len(measured['seconds'])}",
             )
         )

@@ -72,7 +72,9 @@ def step_ratio(rounds: dict[str, list[dict[str, Any]]]) -> float | None:
     """Median over neighbouring steps of memo's seconds over inductor's; None without the two."""
     if not all(name in rounds for name in JUDGED):
         return None
-    theirs, mine = ([s for one in rounds[name] for s in one["steps_s"]] for name in JUDGED)
+    theirs, mine = (
+        [s for measured in rounds[name] for s in measured["steps_s"]] for name in JUDGED
+    )
     return statistics.median(memo / inductor for inductor, memo in zip(theirs, mine, strict=True))
 
 

@@ -138,7 +138,7 @@ def places(problem: Problem, plan: Plan) -> Iterator[str]:
 def verdicts(problem: Problem, plan: Plan) -> Iterator[str]:
     """What the checker says of the plan, of one with a buffer moved, of one without a wait."""
     yield f"the plan: {check(problem, plan)}"
-    first, second = [one for one in arena_buffers(problem) if not one.transient][:2]
+    first, second = [buffer for buffer in arena_buffers(problem) if not buffer.transient][:2]
     moved = replace(plan, offsets={**plan.offsets, second.id: plan.offsets[first.id]})
     yield f"{second.id} moved onto {first.id}: {check(problem, moved).problems[0]}"
     wait = next(call for call in problem.calls if call.kind is CallKind.WAIT)

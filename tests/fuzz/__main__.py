@@ -72,7 +72,9 @@ class Tally:
             "stepped_aside_because": dict(self.reasons.most_common()),
             "plain_inductor_wrong": dict(self.torch_wrong),
             "findings": self.failures,
-            "failures": [f"seed {one['seed']}: {one['signature']}" for one in self.failures],
+            "failures": [
+                f"seed {failure['seed']}: {failure['signature']}" for failure in self.failures
+            ],
         }
 
 
@@ -141,7 +143,7 @@ def _log(folder: Path, seed: int, outcome: Outcome) -> None:
 
 def _keep(tally: Tally, worker: Worker, case: Case, finding: Finding) -> None:
     """Make the case smaller, if it is one of the first, and write it down."""
-    known = Counter(one["signature"] for one in tally.failures)[finding.signature]
+    known = Counter(failure["signature"] for failure in tally.failures)[finding.signature]
     is_new = finding.kind != "exception" or not known
     small, shown = case, finding
     if is_new and len(tally.failures) < MAX_SHRUNK and finding.kind != "timeout":
@@ -163,8 +165,10 @@ def _shrunk(tally: Tally, worker: Worker, case: Case, finding: Finding) -> tuple
     shown = {str(case): finding}
 
     def fails(smaller: Case) -> bool:
-        same = [one for one in worker.run(smaller).findings if one.signature == finding.signature]
-        shown.update({str(smaller): one for one in same[:1]})
+        same = [
+            found for found in worker.run(smaller).findings if found.signature == finding.signature
+        ]
+        shown.update({str(smaller): found for found in same[:1]})
         return bool(same)
 
     small = shrink(case, fails, attempts=SHRINK_ATTEMPTS, seconds=tally.shrink_s)

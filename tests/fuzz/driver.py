@@ -41,7 +41,7 @@ def train(
     record = Record()
     for parameter in itertools.islice(model.parameters(), 2 if run["frozen"] else 0):
         parameter.requires_grad_(False)
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[run["optimizer"]]
     optimizer = make(trained, lr=0.01)
     called = compile(model)
@@ -49,7 +49,7 @@ def train(
     for step in range(run["steps"]):
         if starts is not None:
             _load(model, starts[step])
-        record.starts.append({name: one.detach().clone() for name, one in _state(model)})
+        record.starts.append({name: value.detach().clone() for name, value in _state(model)})
         optimizer.zero_grad(set_to_none=not run["keep_zero"])
         batches = [
             _inputs(namespace, 100 * step + number, dtype, model, run)
@@ -67,9 +67,9 @@ def train(
         optimizer.step()
     record.steps[-1].update(
         {
-            f"held {name}.{at}": one.detach().clone()
+            f"held {name}.{at}": output.detach().clone()
             for name, outputs in held
-            for at, one in enumerate(outputs)
+            for at, output in enumerate(outputs)
         }
     )
     return record
@@ -105,9 +105,9 @@ def _inputs(
     run: Mapping[str, Any],
 ) -> tuple[Any, ...]:
     """Made in ``dtype``, then as precise as the model is."""
-    precise = next(one.dtype for one in model.parameters())
+    precise = next(parameter.dtype for parameter in model.parameters())
     made = namespace["inputs_of"](seed, dtype)
-    made = [one.to(precise) if one.is_floating_point() else one for one in made]
+    made = [value.to(precise) if value.is_floating_point() else value for value in made]
     made[1].requires_grad_(run["input_gradient"])
     return tuple(made)
 
@@ -123,28 +123,34 @@ def _note(
     run: Mapping[str, Any],
 ) -> None:
     seen[f"loss {number}"] = loss.detach().clone()
-    for at, one in enumerate(outputs):
-        seen[f"output {number}.{at}"] = one.detach().clone()
+    for at, output in enumerate(outputs):
+        seen[f"output {number}.{at}"] = output.detach().clone()
     if inputs[1].grad is not None:
         seen[f"gradient of the input {number}"] = inputs[1].grad.clone()
-    named = [(f"output {at}", one) for at, one in enumerate(outputs)]
-    named += [(f"input {at}", one) for at, one in enumerate(inputs)]
+    named = [(f"output {at}", output) for at, output in enumerate(outputs)]
+    named += [(f"input {at}", value) for at, value in enumerate(inputs)]
     shared |= _overlaps([*named, *_state(model)], bytes_of=_extent)
-    floats = [one for one in outputs if one.is_floating_point() and not one.is_leaf]
+    floats = [output for output in outputs if output.is_floating_point() and not output.is_leaf]
     if run["in_place"] and floats:
         with contextlib.suppress(RuntimeError):  # an expanded result, which eager refuses as well
             floats[-1].detach().add_(100)
-        for at, one in enumerate(outputs):
-            seen[f"output {number}.{at} after a write"] = one.detach().clone()
+        for at, output in enumerate(outputs):
+            seen[f"output {number}.{at} after a write"] = output.detach().clone()
 
 
 def _note_gradients(seen: dict[str, torch.Tensor], shared: set[str], model: nn.Module) -> None:
-    grads = [(name, one.grad) for name, one in model.named_parameters() if one.grad is not None]
+    grads = [
+        (name, parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    ]
     for name, grad in grads:
         seen[f"gradient {name}"] = grad.detach().clone()
     for name, buffer in model.named_buffers():
         seen[f"buffer {name}"] = buffer.detach().clone()
-    shared |= _overlaps([(f"gradient {name}", one) for name, one in grads], bytes_of=_storage)
+    shared |= _overlaps(
+        [(f"gradient {name}", gradient) for name, gradient in grads], bytes_of=_storage
+    )
 
 
 def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -153,19 +159,21 @@ def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def _load(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
-        for name, one in _state(model):
-            one.copy_(values[name])
+        for name, value in _state(model):
+            value.copy_(values[name])
 
 
-def _storage(one: torch.Tensor) -> tuple[int, int]:
-    start = one.untyped_storage().data_ptr()
-    return start, start + one.untyped_storage().nbytes()
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.untyped_storage().data_ptr()
+    return start, start + tensor.untyped_storage().nbytes()
 
 
-def _extent(one: torch.Tensor) -> tuple[int, int]:
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """From the first to behind the last byte that the tensor reaches."""
-    last = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
-    return one.data_ptr(), one.data_ptr() + (last + 1) * one.element_size()
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _overlaps(
@@ -173,7 +181,7 @@ def _overlaps(
     bytes_of: Callable[[torch.Tensor], tuple[int, int]],
 ) -> set[str]:
     """Names of all pairs that share a byte."""
-    spans = [(name, *bytes_of(one)) for name, one in named if one.numel()]
+    spans = [(name, *bytes_of(tensor)) for name, tensor in named if tensor.numel()]
     return {
         f"{first} and {second}"
         for (first, start, end), (second, other, until) in itertools.combinations(spans, 2)

@@ -79,14 +79,14 @@ def _off(ours: torch.Tensor, exact: torch.Tensor, own: torch.Tensor) -> float:
     return distance(ours[defined], exact[defined])
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def distance(first: torch.Tensor, second: torch.Tensor) -> float:
     """The largest difference of two entries; NaN when one is, infinite entries may be equal."""
-    if one.numel() == 0:
+    if first.numel() == 0:
         return 0.0
-    difference = (one.double() - other.double()).abs()
-    return float(difference.masked_fill(one == other, 0.0).max())
+    difference = (first.double() - second.double()).abs()
+    return float(difference.masked_fill(first == second, 0.0).max())
 
 
-def _size(one: torch.Tensor) -> float:
-    finite = one.double()[torch.isfinite(one.double())]
+def _size(tensor: torch.Tensor) -> float:
+    finite = tensor.double()[torch.isfinite(tensor.double())]
     return float(finite.abs().max()) if finite.numel() else 0.0

@@ -69,7 +69,7 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "findings": [dataclasses.asdict(one) for one in self.findings],
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "counts": dict(self.counts),
             "reasons": dict(self.reasons),
             "invalid": self.invalid,
@@ -78,7 +78,7 @@ class Outcome:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "Outcome":
-        findings = [Finding(**one) for one in data["findings"]]
+        findings = [Finding(**finding) for finding in data["findings"]]
         counts, reasons = Counter(data["counts"]), Counter(data["reasons"])
         return Outcome(**{**data, "findings": findings, "counts": counts, "reasons": reasons})
 
@@ -229,7 +229,7 @@ def _infeasible(error: BaseException | None) -> Infeasible | None:
 def _raised(error: Exception, options: dict[str, Any], arms: _Arms) -> Finding:
     inner = getattr(error, "inner_exception", None) or error
     frames = traceback.extract_tb(inner.__traceback__)
-    ours = [one for one in frames if "memo_" in one.filename] or frames
+    ours = [frame for frame in frames if "memo_" in frame.filename] or frames
     place = f"{Path(ours[-1].filename).name}:{ours[-1].name}"
     return Finding(
         kind="exception",
@@ -286,14 +286,14 @@ def _sort(fault: str) -> str:
 def _count(outcome: Outcome, plans: tuple[Plan, ...], notes: tuple[str, ...]) -> None:
     """Every plan's step ran, so that what was counted while it ran is known."""
     calls = {key.split("/")[0] for plan in plans for key in plan.offsets}
-    decisions = [one for plan in plans for one in plan.decisions]
+    decisions = [row for plan in plans for row in plan.decisions]
     aside = _aside(notes)
     outcome.counts.update(
         {
             "planned": bool(plans) and not aside,
             "tiled": any(".tile" in call for call in calls),
             "sliced": any(
-                one.decision == "RECOMPUTE" and one.token_fraction < 1 for one in decisions
+                row.decision == "RECOMPUTE" and row.token_fraction < 1 for row in decisions
             ),
             "moved": any(plan.offloaded_bytes for plan in plans),
             "recomputed": any(plan.recomputed_bytes for plan in plans),

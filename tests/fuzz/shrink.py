@@ -69,7 +69,7 @@ def _fewer_layers(case: Case) -> Iterator[Case]:
 
 
 def _plainer_runs(case: Case) -> Iterator[Case]:
-    for budgets in ((), *((one,) for one in case.budgets)):
+    for budgets in ((), *((budget,) for budget in case.budgets)):
         if len(budgets) < len(case.budgets):
             yield replace(case, budgets=budgets)
     for name, value in _simpler(case.run, RUN):

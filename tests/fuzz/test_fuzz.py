@@ -19,7 +19,10 @@ INDUCTOR_SEEDS = range(1)
 def assert_right(case):
     outcome = run_case(case)
     assert not outcome.invalid, outcome.invalid
-    found = [f"{one.signature}\n{one.detail}\n{dict(one.options)}" for one in outcome.findings]
+    found = [
+        f"{finding.signature}\n{finding.detail}\n{dict(finding.options)}"
+        for finding in outcome.findings
+    ]
     assert not found, "\n\n".join(found)
 
 

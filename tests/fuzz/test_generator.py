@@ -50,17 +50,17 @@ def test_every_kind_and_sizes_that_collide_are_drawn():
     cases = [draw_case(seed, "aten") for seed in range(1500)]
     assert {piece.kind for case in cases for piece in case.pieces()} == KINDS.keys()
     sizes = [case.sizes for case in cases]
-    assert any(one.batch == one.tokens == one.heads == one.width > 1 for one in sizes)
-    assert any(one.batch == one.tokens != one.heads for one in sizes)
-    assert {1, 2, 3, 5} <= {one.tokens for one in sizes}
+    assert any(size.batch == size.tokens == size.heads == size.width > 1 for size in sizes)
+    assert any(size.batch == size.tokens != size.heads for size in sizes)
+    assert {1, 2, 3, 5} <= {size.tokens for size in sizes}
     assert {case.dtype for case in cases} == {"float32", "float64", "bfloat16"}
 
 
 def test_shrinking_keeps_what_fails_and_drops_the_rest():
     case = next(
-        one
-        for one in (draw_case(seed, "aten") for seed in range(500))
-        if any(piece.kind == "conv" for piece in one.pieces()) and len(one.pieces()) > 2
+        case
+        for case in (draw_case(seed, "aten") for seed in range(500))
+        if any(piece.kind == "conv" for piece in case.pieces()) and len(case.pieces()) > 2
     )
     small = shrink(
         case,
@@ -88,7 +88,7 @@ def test_an_allowed_case_has_no_state_that_runs_twice():
 def test_small_gradients_are_judged_by_their_own_size(off):
     exact = [{"gradient a": torch.full((4,), 1.0), "gradient b": torch.full((4,), 0.05)}]
     allowed = judge.tolerances(exact, exact, "float32")
-    rounded = [{name: one * (1 + 2e-7) for name, one in exact[0].items()}]
+    rounded = [{name: value * (1 + 2e-7) for name, value in exact[0].items()}]
     assert judge.faults(rounded, exact, exact, allowed) == []
     wrong = [{**exact[0], "gradient b": exact[0]["gradient b"] + off}]
     (fault,) = judge.faults(wrong, exact, exact, allowed)
@@ -163,7 +163,7 @@ def test_a_case_of_one_layer_is_planned_and_equals_eager():
 def test_a_process_that_dies_or_hangs_is_a_finding(program, kind):
     with Worker(timeout_s=2.0, command=(sys.executable, "-c", program)) as worker:
         outcome = worker.run(tiny())
-    assert [one.kind for one in outcome.findings] == [kind]
+    assert [finding.kind for finding in outcome.findings] == [kind]
 
 
 def test_a_case_prints_as_a_script_that_runs(tmp_path):

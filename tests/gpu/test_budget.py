@@ -43,7 +43,7 @@ def gradients(model, run):
     for _ in range(2):
         model.zero_grad(set_to_none=True)
         run().backward()
-    return {name: one.grad.clone() for name, one in model.named_parameters()}
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 def floor_bytes(compiled) -> int:
@@ -74,7 +74,7 @@ def measured_peak(model, run) -> int:
         {"policy": "full-offload", "debug": "copies-serial"},
         {"policy": "full-offload", "debug": "poison"},
     ],
-    ids=lambda one: "-".join(map(str, one.values())),
+    ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_moved_steps_have_the_gradients_of_the_step_that_keeps_all(case, options):
     model, compiled = case
@@ -83,11 +83,11 @@ def test_moved_steps_have_the_gradients_of_the_step_that_keeps_all(case, options
     plan = memo_compile.report().plans[-1]
     assert plan.offloaded_bytes + plan.recomputed_bytes > 0
     assert memo_compile.report().unplanned_steps == 0
-    for name, one in wanted.items():
+    for name, value in wanted.items():
         if options["policy"] == "full-offload":
-            assert torch.equal(found[name], one), name
+            assert torch.equal(found[name], value), name
         else:
-            torch.testing.assert_close(found[name], one, rtol=2e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(found[name], value, rtol=2e-4, atol=1e-5, msg=name)
 
 
 def test_the_measured_peak_obeys_every_budget_and_falls_with_it(case):
@@ -135,14 +135,14 @@ def test_copies_go_both_ways_through_pinned_memory(case, tmp_path):
         run().backward()
         torch.cuda.synchronize()
     on_device = [
-        one for one in profile.events() if one.device_type is torch.autograd.DeviceType.CUDA
+        event for event in profile.events() if event.device_type is torch.autograd.DeviceType.CUDA
     ]
-    copies = [one for one in on_device if "Memcpy" in one.name]
-    directions = {way for way in ("DtoH", "HtoD") for one in copies if way in one.name}
+    copies = [event for event in on_device if "Memcpy" in event.name]
+    directions = {way for way in ("DtoH", "HtoD") for copy in copies if way in copy.name}
     assert directions == {"DtoH", "HtoD"}
-    pinned = [one for one in copies if "Pinned" in one.name]
-    assert pinned, sorted({one.name for one in copies})
-    assert len({one.device_index for one in on_device}) == 1
+    pinned = [copy for copy in copies if "Pinned" in copy.name]
+    assert pinned, sorted({copy.name for copy in copies})
+    assert len({event.device_index for event in on_device}) == 1
     trace = tmp_path / "trace.json"
     profile.export_chrome_trace(str(trace))
     assert trace.stat().st_size > 0
@@ -157,5 +157,5 @@ def test_a_twin_under_plain_inductor_has_the_same_gradients(case):
     ids = torch.randint(0, models.VOCABULARY, (models.BATCH, TOKENS), generator=generator).cuda()
     plain = torch.compile(twin, backend="inductor")
     theirs = gradients(twin, lambda: plain(input_ids=ids, labels=ids).loss)
-    for name, one in theirs.items():
-        torch.testing.assert_close(ours[name], one, rtol=2e-3, atol=1e-4, msg=name)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=2e-3, atol=1e-4, msg=name)

@@ -27,7 +27,7 @@ def test_three_steps_equal_inductor(builder, debug):
     twin = copy.deepcopy(model)
     planned = torch.compile(model, backend="memo", options={"strict": True, "debug": debug})
     plain = torch.compile(twin, backend="inductor")
-    optimizers = [torch.optim.SGD(one.parameters(), lr=1e-2) for one in (model, twin)]
+    optimizers = [torch.optim.SGD(trained.parameters(), lr=1e-2) for trained in (model, twin)]
     for _ in range(3):
         for optimizer, compiled in zip(optimizers, (planned, plain), strict=True):
             optimizer.zero_grad()

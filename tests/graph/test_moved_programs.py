@@ -52,7 +52,9 @@ def moved_step(name: str, decision: str) -> OfflineStep:
 
 
 def bytes_of(step: OfflineStep, kind: CallKind) -> int:
-    return sum(one.copy.num_bytes for one in step.problem.calls if one.kind is kind and one.copy)
+    return sum(
+        call.copy.num_bytes for call in step.problem.calls if call.kind is kind and call.copy
+    )
 
 
 @pytest.mark.parametrize("decision", DECISIONS)
@@ -72,9 +74,9 @@ def test_what_goes_out_comes_back(name):
         out = bytes_of(moved_step(name, decision), CallKind.OFFLOAD)
         assert out == bytes_of(moved_step(name, decision), CallKind.RELOAD)
         assert (out > 0) == (decision != "recompute")
-        copies = {one.name for one in calls if one.copy is not None}
-        assert copies == {one.waits_for for one in calls if one.kind is CallKind.WAIT}
-        again = any(one.kind is CallKind.RECOMPUTE for one in calls)
+        copies = {call.name for call in calls if call.copy is not None}
+        assert copies == {call.waits_for for call in calls if call.kind is CallKind.WAIT}
+        again = any(call.kind is CallKind.RECOMPUTE for call in calls)
         assert again == (decision != "offload")
 
 
@@ -82,9 +84,9 @@ def test_what_goes_out_comes_back(name):
 def test_a_mix_moves_part_of_the_tokens(name):
     """Half of a tensor's tokens lie in the host frame; the others are written beside them."""
     calls = moved_step(name, "mix").problem.calls
-    parts = [one.copy for one in calls if one.kind is CallKind.RELOAD and one.copy.start_bytes]
+    parts = [call.copy for call in calls if call.kind is CallKind.RELOAD and call.copy.start_bytes]
     assert parts
     assert all(part.start_bytes == part.num_bytes for part in parts)
-    into = [one for call in calls if call.kind is CallKind.RECOMPUTE for one in call.into]
+    into = [target for call in calls if call.kind is CallKind.RECOMPUTE for target in call.into]
     assert len(into) == len(parts)
-    assert all(one.offset_bytes == 0 for one in into)
+    assert all(target.offset_bytes == 0 for target in into)

@@ -77,11 +77,11 @@ def test_moved_tensors_have_two_lives(step: Problem) -> None:
 
 def test_moving_lowers_what_the_saved_activations_take(step: Problem) -> None:
     turn = {False: 0, True: 0}
-    for is_moved, one in ((False, step), (True, moved_step(step, 1))):
-        problem = placement_problem(one)
+    for is_moved, variant in ((False, step), (True, moved_step(step, 1))):
+        problem = placement_problem(variant)
         first_backward = next(
             block.lower
-            for block, call in zip(problem.blocks, one.calls, strict=True)
+            for block, call in zip(problem.blocks, variant.calls, strict=True)
             if call.phase is Phase.BACKWARD
         )
         alive = [b for b in problem.buffers if b.lower < first_backward < b.upper]

@@ -32,7 +32,7 @@ def region(function: Callable[..., object], *args: torch.Tensor) -> RegionGraph:
 def both(function: Callable[..., object], num_rows: int, *more: torch.Tensor) -> list[RegionGraph]:
     """``function`` for all rows and for half of them; only the first input has rows."""
     x = torch.randn(num_rows, WIDTH)
-    return [region(function, one, *more) for one in (x, x[: num_rows // 2])]
+    return [region(function, rows, *more) for rows in (x, x[: num_rows // 2])]
 
 
 def test_rows_that_are_apart_agree():

@@ -57,7 +57,7 @@ def attention_slots(region: RegionGraph) -> list[int]:
     found = []
     for slot, at in slots(region).items():
         root = storage_of(outputs[at])
-        if any("attention" in op_name(one) for one in root.all_input_nodes):
+        if any("attention" in op_name(node) for node in root.all_input_nodes):
             found.append(slot)
     return found
 
@@ -69,7 +69,8 @@ def check_same_numbers(region: RegionGraph, wanted: RecomputeKey, seeds=None, nu
     made = run_region(aten.lower(region), inputs)
     by_slot = {0: inputs[0], **{slot: made[at] for slot, at in slots(region).items()}}
     given = [
-        inputs[one.forward_input] if one.slot is None else by_slot[one.slot] for one in sources
+        inputs[source.forward_input] if source.slot is None else by_slot[source.slot]
+        for source in sources
     ]
     read = [
         value.as_strided(fake.shape, fake.stride(), value.storage_offset())
@@ -152,9 +153,9 @@ def test_tokens_after_attention_start_from_its_kept_result():
     check_same_numbers(region, key(*late, rows=16), seeds, 32, **CLOSE)
     with pytest.raises(UnsupportedGraph, match=r"attention.* mixes rows"):
         again(region, key(*attention_slots(region), rows=16), seeds, 32)
-    ops = {one.name: one for one in ops_of(region, seeds, 32)}
+    ops = {op.name: op for op in ops_of(region, seeds, 32)}
     assert ops["mm_5"].row_wise
-    assert not any(one.row_wise for name, one in ops.items() if "attention" in name)
+    assert not any(op.row_wise for name, op in ops.items() if "attention" in name)
 
 
 def test_tokens_that_attention_mixes_are_refused():
@@ -188,8 +189,12 @@ def small_norm(x, scale, w):
 def test_text_of_the_region(golden, name, function, wanted):
     graph, sources = again(region_of(function, (8, 8), (8, 8), (8, 8)), wanted)
     lines = [f"{graph.name}"]
-    for index, one in enumerate(sources):
-        source = f"forward input {one.forward_input}" if one.slot is None else f"slot {one.slot}"
+    for index, origin in enumerate(sources):
+        source = (
+            f"forward input {origin.forward_input}"
+            if origin.slot is None
+            else f"slot {origin.slot}"
+        )
         lines.append(f"in_{index}: {source}")
     golden(name, "\n".join([*lines, graph_text(graph.gm)]))
 
@@ -262,9 +267,9 @@ def test_what_must_not_run_twice_is_refused(function):
     region = region_of(function, (8, 8))
     with pytest.raises(UnsupportedGraph, match=REFUSALS[function]):
         again(region, key(1))
-    first = next(one for one in ops_of(region) if one.slot == 1)
+    first = next(op for op in ops_of(region) if op.slot == 1)
     used = [first, *(ops_of(region)[index] for index in first.inputs)]
-    assert not all(one.can_recompute for one in used)
+    assert not all(op.can_recompute for op in used)
 
 
 def test_a_custom_operator_is_refused(custom):
@@ -274,7 +279,7 @@ def test_a_custom_operator_is_refused(custom):
     ):
         again(region, key(1))
     again(region, key(2))
-    assert [one.can_recompute for one in ops_of(region)] == [False, False, True]
+    assert [op.can_recompute for op in ops_of(region)] == [False, False, True]
 
 
 def test_what_is_kept_cuts_off_what_may_not_run_again():
@@ -291,7 +296,7 @@ def test_a_buffer_that_a_kernel_fills_is_no_constant():
     slot = attention_slots(REGIONS["llama"]())[0]
     with pytest.raises(UnsupportedGraph, match="is overwritten in the forward"):
         again(region, key(slot))
-    assert not next(one for one in ops_of(region) if one.slot == slot).can_recompute
+    assert not next(op for op in ops_of(region) if op.slot == slot).can_recompute
 
 
 def copied(region: RegionGraph) -> RegionGraph:
@@ -303,29 +308,29 @@ def test_operators_are_in_an_order_that_can_run(name):
     region = REGIONS[name]()
     ops = ops_of(region)
     assert (ops[0].slot, ops[0].seconds, ops[0].can_recompute) == (0, 0.0, False)
-    for index, one in enumerate(ops):
-        assert all(source < index for source in one.inputs)
-    assert sorted(one.slot for one in ops if one.slot is not None) == [0, *slots(region)]
-    assert not any(one.row_wise for one in ops)
+    for index, op in enumerate(ops):
+        assert all(source < index for source in op.inputs)
+    assert sorted(op.slot for op in ops if op.slot is not None) == [0, *slots(region)]
+    assert not any(op.row_wise for op in ops)
 
 
 def test_views_are_no_operators_and_results_of_one_kernel_cost_it_once():
     region = REGIONS["llama"]()
-    ops = {one.name: one for one in ops_of(region)}
+    ops = {op.name: op for op in ops_of(region)}
     assert not any(name.startswith(("view", "permute", "slice", "expand")) for name in ops)
     kernel = next(index for index, name in enumerate(ops) if "attention" in name)
-    results = [one for one in ops.values() if one.inputs == (kernel,)]
-    assert {one.slot for one in results} >= set(attention_slots(region))
-    assert [one.seconds for one in results] == [0.0] * len(results)
+    results = [op for op in ops.values() if op.inputs == (kernel,)]
+    assert {op.slot for op in results} >= set(attention_slots(region))
+    assert [op.seconds for op in results] == [0.0] * len(results)
     assert sum("attention" in name for name in ops) == 1
     assert ops["mm_1"].inputs == (list(ops).index("mul_4"),)
-    assert all(one.output_bytes % ALIGNMENT_BYTES == 0 for one in ops.values())
+    assert all(op.output_bytes % ALIGNMENT_BYTES == 0 for op in ops.values())
 
 
 def test_a_view_that_is_a_slot_is_an_operator():
     region = region_of(lambda x: (x.sin()[:4], x.cos()), (8, 8))
     ops = ops_of(region)
-    assert [(one.slot, one.seconds) for one in ops] == [
+    assert [(op.slot, op.seconds) for op in ops] == [
         (0, 0.0),
         (None, 1.0),
         (1, 0.0),
@@ -337,13 +342,13 @@ def test_a_view_that_is_a_slot_is_an_operator():
 def test_row_wise_operators_of_tokens_and_of_sequences():
     tokens = layer_region(models.llama, batch=1)
     seeds = {tokens.gm.graph.find_nodes(op="placeholder")[0]: RowDim(dim=1, factor=1)}
-    ops = {one.name: one for one in ops_of(tokens, seeds, 32)}
+    ops = {op.name: op for op in ops_of(tokens, seeds, 32)}
     assert ops["mm_1"].row_wise
-    assert not any(one.row_wise for name, one in ops.items() if "attention" in name)
+    assert not any(op.row_wise for name, op in ops.items() if "attention" in name)
     assert not ops["mm_5"].row_wise
     sequences = REGIONS["llama"]()
     seeds = {sequences.gm.graph.find_nodes(op="placeholder")[0]: RowDim(dim=0, factor=1)}
-    assert all(one.row_wise for one in ops_of(sequences, seeds, 2))
+    assert all(op.row_wise for op in ops_of(sequences, seeds, 2))
 
 
 @pytest.mark.parametrize("name", REGIONS)
@@ -352,8 +357,8 @@ def test_estimates_hold_all_that_is_computed(name):
     graph, sources = again(region, key(*slots(region)))
     profile = estimate(graph)
     assert len(profile.input_ends) == len(sources)
-    assert [one.storage for one in profile.outputs] == [Storage.ARENA] * len(slots(region))
-    assert len({one.index for one in profile.outputs}) == len(slots(region))
+    assert [output.storage for output in profile.outputs] == [Storage.ARENA] * len(slots(region))
+    assert len({output.index for output in profile.outputs}) == len(slots(region))
     for slot in profile.outputs:
         assert profile.buffers[slot.index].end == profile.num_lines
     outputs = [outputs_of(region)[at].meta["val"] for at in slots(region).values()]

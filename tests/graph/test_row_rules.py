@@ -458,7 +458,7 @@ def graph_of(made: Call, mode: FakeTensorMode) -> tuple[fx.GraphModule, list[tor
     node = graph.call_function(
         target, tuple(map(given, args)), {key: given(value) for key, value in kwargs.items()}
     )
-    fakes = fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    fakes = fx.node.map_arg((node.args, node.kwargs), lambda node: node.meta["val"])
     with mode:
         node.meta["val"] = value = target(*fakes[0], **fakes[1])
     outputs = [node]

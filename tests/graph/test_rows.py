@@ -58,7 +58,7 @@ def rows_of(value: torch.Tensor, row: RowDim | None, start: int, count: int) -> 
 
 def strides(value: torch.Tensor) -> list[int]:
     """Of the dimensions where a stride means something."""
-    return [one for one, size in zip(value.stride(), value.shape, strict=True) if size > 1]
+    return [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1]
 
 
 def check_rows(
@@ -168,7 +168,7 @@ def test_products_have_rows_on_the_left_the_right_or_in_the_batch():
     gm = traced(program, x(), weight, torch.randn(WIDTH), keys)
     dims = analysed(gm, ROWS)
     found = [dims[node] for node in outputs(gm)]
-    assert [one and one.dim for one in found] == [0, 0, 1, 1, 0]
+    assert [rows and rows.dim for rows in found] == [0, 0, 1, 1, 0]
     assert check_rows(gm, dims, TOKENS, 2, 4) == 5
 
 
@@ -372,7 +372,7 @@ def separable_part(gm: fx.GraphModule, dims: Dims, given: Dims) -> tuple[fx.Grap
             made[node].meta = dict(node.meta)
     for node in nodes:
         if node not in made:
-            made[node] = graph.node_copy(node, lambda one: made[one])
+            made[node] = graph.node_copy(node, lambda source: made[source])
     found = {made[node]: dims[node] for node in nodes}
     shown = [node for node in nodes if node.op == "call_function" and is_tensor(node)]
     graph.output(tuple(made[node] for node in shown if dims[node] is not None))

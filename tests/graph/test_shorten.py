@@ -29,7 +29,7 @@ def regions(builder: Callable[..., models.ModelCase], seq: int) -> dict[str, Reg
         def step(*values: torch.Tensor) -> torch.Tensor:
             return loss(model, **dict(zip(inputs, values, strict=True)))
 
-        return step, [one.clone() for one in inputs.values()]
+        return step, [value.clone() for value in inputs.values()]
 
     programs = step_programs(make)
     return {**programs.forward.regions, **programs.backward.regions}
@@ -37,13 +37,17 @@ def regions(builder: Callable[..., models.ModelCase], seq: int) -> dict[str, Reg
 
 def layouts(values: list[Any]) -> list[Any]:
     return [
-        (tuple(one.shape), one.stride(), one.dtype) if isinstance(one, torch.Tensor) else one
-        for one in values
+        (tuple(value.shape), value.stride(), value.dtype)
+        if isinstance(value, torch.Tensor)
+        else value
+        for value in values
     ]
 
 
 def results(region: RegionGraph) -> list[Any]:
-    return [one.meta["val"] if hasattr(one, "meta") else one for one in outputs_of(region)]
+    return [
+        output.meta["val"] if hasattr(output, "meta") else output for output in outputs_of(region)
+    ]
 
 
 @pytest.mark.parametrize("builder", [models.llama, models.gpt2, models.mixtral, models.bert])
@@ -54,7 +58,7 @@ def test_a_shorter_region_is_that_of_a_shorter_sequence(builder):
         with failing_fakes_unlogged():
             found = shorten(region, PART, PassRunner())
         assert found.name == f"{name}.{PART}th"
-        targets = [[one.target for one in r.gm.graph.nodes] for r in (found, region)]
+        targets = [[node.target for node in r.gm.graph.nodes] for r in (found, region)]
         assert targets[0] == targets[1]
         found.gm.graph.lint()
         if not region.static_inputs or builder is models.mixtral:
@@ -69,8 +73,8 @@ def test_the_largest_size_need_not_be_the_tokens():
     """A parameter keeps its shape, so that what is multiplied with it must as well."""
     region = replace(region_of(lambda x, w: (x @ w,), (32, 48), (48, 8)), static_inputs=(1,))
     shorter = shorten(region, 2, PassRunner())
-    assert [tuple(one.shape) for one in shorter.example_inputs()] == [(16, 48), (48, 8)]
-    assert [tuple(one.shape) for one in results(shorter)] == [(16, 8)]
+    assert [tuple(tensor.shape) for tensor in shorter.example_inputs()] == [(16, 48), (48, 8)]
+    assert [tuple(value.shape) for value in results(shorter)] == [(16, 8)]
 
 
 def test_what_cannot_be_cut_is_refused():

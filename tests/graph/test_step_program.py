@@ -109,11 +109,11 @@ def text_of(programs: Programs) -> str:
 def test_layers_become_calls_of_one_region(golden, num_layers):
     programs = step_programs(lambda: layers(num_layers))
     golden(f"layers_{num_layers}", text_of(programs))
-    forward = [one for one in programs.order() if one.endswith("_fwd")]
+    forward = [name for name in programs.order() if name.endswith("_fwd")]
     backward = programs.order()[len(forward) :]
     assert forward.count("layer0_fwd") == num_layers
     assert backward.count("layer0_bwd") == num_layers
-    assert all("fwd" not in one for one in backward)
+    assert all("fwd" not in name for name in backward)
 
 
 def test_a_loss_head_in_tiles_of_tokens(golden):
@@ -146,7 +146,7 @@ def test_order_of_a_step():
     """The backward calls what the forward called, in reverse."""
     order = step_programs(lambda: layers(3)).order()
     half = len(order) // 2
-    mirrored = [one.replace("_fwd", "_bwd") for one in reversed(order[:half])]
+    mirrored = [name.replace("_fwd", "_bwd") for name in reversed(order[:half])]
     assert order[half:] == mirrored
 
 
@@ -280,12 +280,12 @@ def test_flash_attention_is_recognised(flash):
     programs = step_programs(flash_layers)
     assert programs.order().count("layer0_fwd") == 3
     assert programs.order().count("layer0_bwd") == 3
-    backward = "".join(graph_text(one.gm) for one in programs.backward.regions.values())
+    backward = "".join(graph_text(region.gm) for region in programs.backward.regions.values())
     assert "_flash_attn_forward" not in backward
     assert "_flash_attn_backward" in backward
 
     saved = [programs.forward.nodes[name].meta["val"] for name in programs.forward.leased]
-    shapes = [tuple(one.shape) for one in saved]
+    shapes = [tuple(value.shape) for value in saved]
     assert shapes.count((2, 4, 32)) == 3  # log-sum-exp
     assert shapes.count((2, 32, 4, 16)) + shapes.count((2, 32, 64)) >= 3  # output
 

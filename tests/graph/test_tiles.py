@@ -58,9 +58,9 @@ def run_tiled(tiled: TiledRegion, inputs: list[torch.Tensor]) -> list[Any]:
 
     made[Source.BEFORE] = run_part(tiled.before, [inputs[at] for at in tiled.before_inputs])
     sums = {
-        one.accumulator: value(one.value)
-        for one in tiled.tile_inputs
-        if one.accumulator is not None
+        tile_input.accumulator: value(tile_input.value)
+        for tile_input in tiled.tile_inputs
+        if tile_input.accumulator is not None
     }
     wholes = [
         sums[out.accumulator]
@@ -71,9 +71,12 @@ def run_tiled(tiled: TiledRegion, inputs: list[torch.Tensor]) -> list[Any]:
     for number in range(tiled.num_tiles):
         given = [
             row_view(
-                value(one.value), one.view.size, one.view.stride, number * (one.step_bytes or 0)
+                value(tile_input.value),
+                tile_input.view.size,
+                tile_input.view.stride,
+                number * (tile_input.step_bytes or 0),
             )
-            for one in tiled.tile_inputs
+            for tile_input in tiled.tile_inputs
         ]
         for out, whole, result in zip(
             tiled.tile_outputs, wholes, run_part(tiled.tile, given), strict=True
@@ -86,8 +89,8 @@ def run_tiled(tiled: TiledRegion, inputs: list[torch.Tensor]) -> list[Any]:
                 assert result.numel() * result.element_size() == out.step_bytes
             target.copy_(result)
     made[Source.TILE] = wholes
-    made[Source.AFTER] = run_part(tiled.after, [value(one) for one in tiled.after_inputs])
-    return [None if one is None else value(one) for one in tiled.outputs]
+    made[Source.AFTER] = run_part(tiled.after, [value(ref) for ref in tiled.after_inputs])
+    return [None if ref is None else value(ref) for ref in tiled.outputs]
 
 
 def check(whole: RegionGraph, inputs: list[torch.Tensor], tiles: int = TILES) -> TiledRegion:
@@ -97,8 +100,8 @@ def check(whole: RegionGraph, inputs: list[torch.Tensor], tiles: int = TILES) ->
         if part is not None:
             part.gm.graph.lint()
     expected = interpret(whole.gm)(list(inputs))
-    for got, one in zip(run_tiled(tiled, inputs), expected, strict=True):
-        torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-5)
+    for got, wanted in zip(run_tiled(tiled, inputs), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
     return tiled
 
 
@@ -147,10 +150,10 @@ def test_the_loss_head_never_has_all_logits(head_inputs):
     assert tiled.rows_per_tile == TOKENS // TILES
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.05 / TILES
     assert transient_bytes(tiled.tile.gm) <= tiled.transient_bytes
-    sums = [one for one in tiled.tile_outputs if one.accumulator is not None]
-    assert [one.whole.size for one in sums] == [(), ()]
-    rows = [one for one in tiled.tile_outputs if one.row_bytes is not None]
-    assert [(one.whole.size, one.row_bytes) for one in rows] == [((TOKENS, 1), 4)]
+    sums = [output for output in tiled.tile_outputs if output.accumulator is not None]
+    assert [output.whole.size for output in sums] == [(), ()]
+    rows = [output for output in tiled.tile_outputs if output.row_bytes is not None]
+    assert [(output.whole.size, output.row_bytes) for output in rows] == [((TOKENS, 1), 4)]
 
 
 def test_the_backward_of_the_loss_head_makes_the_logits_again_in_tiles(head_inputs):
@@ -161,7 +164,7 @@ def test_the_backward_of_the_loss_head_makes_the_logits_again_in_tiles(head_inpu
     tiled = check(whole, inputs)
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.05 / TILES
     assert "aten.addmm.default" in targets(tiled.tile)
-    (total,) = [one for one in tiled.tile_outputs if one.accumulator is not None]
+    (total,) = [output for output in tiled.tile_outputs if output.accumulator is not None]
     assert total.whole.size == (VOCABULARY, WIDTH)
     assert tiled.outputs[1] == Ref(source=Source.TILE, index=tiled.tile_outputs.index(total))
     assert tiled.before is not None
@@ -175,7 +178,7 @@ def swiglu(x, gate, up, down):
 def mlp_inputs() -> list[torch.Tensor]:
     torch.manual_seed(0)
     weights = [torch.randn(INNER, WIDTH), torch.randn(INNER, WIDTH), torch.randn(WIDTH, INNER)]
-    return [torch.randn(1, TOKENS, WIDTH), *(0.1 * one for one in weights)]
+    return [torch.randn(1, TOKENS, WIDTH), *(0.1 * weight for weight in weights)]
 
 
 def test_an_mlp_in_tiles():
@@ -206,7 +209,7 @@ def test_the_backward_of_an_mlp_recomputes_in_tiles():
     whole = region(backward, *inputs, external=(1, 2, 3))
     tiled = check(whole, inputs)
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.1 / TILES
-    assert sum(one.accumulator is not None for one in tiled.tile_outputs) == 5
+    assert sum(output.accumulator is not None for output in tiled.tile_outputs) == 5
 
 
 def test_a_chain_behind_attention_reads_what_before_made():
@@ -223,8 +226,8 @@ def test_a_chain_behind_attention_reads_what_before_made():
     whole = region(layer, *inputs)
     tiled = check(whole, inputs)
     assert tiled.before is not None
-    assert any("attention" in one for one in targets(tiled.before))
-    assert not any("attention" in one for one in targets(tiled.tile))
+    assert any("attention" in target for target in targets(tiled.before))
+    assert not any("attention" in target for target in targets(tiled.tile))
     assert tiled.transient_bytes <= transient_bytes(whole.gm) / 2
 
 
@@ -253,11 +256,13 @@ def test_the_head_of_a_real_model_sums_its_weight_gradient_over_tiles():
     whole = step_programs(make).backward.regions["epilogue_bwd"]
     torch.manual_seed(0)
     inputs = [
-        torch.randint(0, 8, one.shape) if one.dtype is torch.int64 else torch.rand(one.shape)
-        for one in whole.example_inputs()
+        torch.randint(0, 8, tensor.shape)
+        if tensor.dtype is torch.int64
+        else torch.rand(tensor.shape)
+        for tensor in whole.example_inputs()
     ]
     tiled = check(whole, inputs)
-    sums = {one.whole.size for one in tiled.tile_outputs if one.accumulator is not None}
+    sums = {output.whole.size for output in tiled.tile_outputs if output.accumulator is not None}
     assert sums == {(models.VOCABULARY, models.HIDDEN), (1, 1, models.HIDDEN)}
     assert tiled.before is not None
     assert len(tiled.before.external_outputs) == len(whole.external_outputs)

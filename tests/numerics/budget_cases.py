@@ -126,10 +126,10 @@ def covering(factors: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
     """
     names = list(factors)
     missing = {
-        ((one, first), (other, second))
-        for one, other in itertools.combinations(names, 2)
-        for first in factors[one]
-        for second in factors[other]
+        ((first_name, first), (second_name, second))
+        for first_name, second_name in itertools.combinations(names, 2)
+        for first in factors[first_name]
+        for second in factors[second_name]
     }
     ordered = sorted(missing)
     found = []
@@ -235,15 +235,15 @@ def run_schedules(case: Case, **more: object) -> Iterator[tuple[Case, Run, Plan]
     poisoned = None
     with mock.patch.object(bind, "StepPlan", keep):
         for schedule in SCHEDULES:
-            one = replace(case, schedule=schedule)
+            under = replace(case, schedule=schedule)
             if poisoned != ("poison" in schedule):
                 poisoned = "poison" in schedule
                 torch._dynamo.reset()
                 state.reset()
-                options = {**one.options(), **more}
+                options = {**under.options(), **more}
             else:
-                steps[-1].schedule = resolve(one.options(), None).copy_schedule()
-            yield one, *_train(one, options)
+                steps[-1].schedule = resolve(under.options(), None).copy_schedule()
+            yield under, *_train(under, options)
     assert len(steps) == 2
 
 

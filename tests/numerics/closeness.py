@@ -24,10 +24,12 @@ class _InFloat64(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         wider = {torch.float32: torch.float64}
-        args = [wider.get(one, one) if isinstance(one, torch.dtype) else one for one in args]
+        args = [
+            wider.get(value, value) if isinstance(value, torch.dtype) else value for value in args
+        ]
         kwargs = {
-            key: wider.get(one, one) if isinstance(one, torch.dtype) else one
-            for key, one in (kwargs or {}).items()
+            key: wider.get(value, value) if isinstance(value, torch.dtype) else value
+            for key, value in (kwargs or {}).items()
         }
         return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
 

@@ -25,7 +25,9 @@ from tests.numerics.training import Run
 
 FACTORS = {
     "model": ("llama", "gemma", "t5"),
-    "decision": tuple(one for one in DECISIONS if one not in ("memo-0.125", "memo-0.25")),
+    "decision": tuple(
+        decision for decision in DECISIONS if decision not in ("memo-0.125", "memo-0.25")
+    ),
     "budget": BUDGETS,
     "schedule": SCHEDULES,
     "shape": tuple(SHAPES),
@@ -61,9 +63,9 @@ def test_every_pair_is_covered():
         for case in PAIRWISE
         for pair in itertools.combinations([(name, getattr(case, name)) for name in FACTORS], 2)
     }
-    for one, other in itertools.combinations(FACTORS, 2):
-        for first, second in itertools.product(FACTORS[one], FACTORS[other]):
-            assert ((one, first), (other, second)) in seen
+    for first_factor, second_factor in itertools.combinations(FACTORS, 2):
+        for first, second in itertools.product(FACTORS[first_factor], FACTORS[second_factor]):
+            assert ((first_factor, first), (second_factor, second)) in seen
     assert len(PAIRWISE) < 50 < len(PRODUCT) * len(SCHEDULES)
     assert PAIRWISE == [Case(**row) for row in covering(FACTORS)]
 
@@ -77,5 +79,5 @@ def test_steps_equal_eager(case):
 @pytest.mark.parametrize("case", PRODUCT, ids=lambda case: str(case).replace("-poison", ""))
 def test_steps_equal_eager_under_every_schedule(case):
     budget = budget_of(case)
-    for one, ours, plan in run_schedules(case, memory_budget=budget):
-        check_run(one, budget, ours, plan)
+    for under, ours, plan in run_schedules(case, memory_budget=budget):
+        check_run(under, budget, ours, plan)

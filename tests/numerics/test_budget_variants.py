@@ -78,7 +78,7 @@ def test_two_sequences_split_between_them(policy):
     if policy == "mix":
         assert plan.offloaded_bytes > 0
         assert plan.recomputed_bytes > 0
-        assert {one.token_fraction for one in plan.decisions} == {0.5, 1.0}
+        assert {row.token_fraction for row in plan.decisions} == {0.5, 1.0}
 
 
 @pytest.mark.parametrize("seq", [24, 30, 31])
@@ -87,8 +87,8 @@ def test_lengths_that_the_granule_does_not_divide(seq, policy):
     """Tokens 30 in granules of 8: 16 are made again, 14 copied."""
     plan = assert_equals_eager(flat(seq), **POLICIES[policy])
     if policy == "mix":
-        mixed = [one for one in plan.decisions if 0 < one.token_fraction < 1]
-        again = {round(one.token_fraction * seq) for one in mixed if one.decision == "RECOMPUTE"}
+        mixed = [row for row in plan.decisions if 0 < row.token_fraction < 1]
+        again = {round(row.token_fraction * seq) for row in mixed if row.decision == "RECOMPUTE"}
         assert again == {16}
 
 
@@ -104,7 +104,7 @@ def test_alpha_moves_bytes_from_recomputation_to_copies():
     assert list(offloaded) == sorted(set(offloaded))
     assert list(again) == sorted(set(again), reverse=True)
     assert again[-1] == 0
-    assert len({sum(one) for one in counted}) == 1  # the same tensors by either way
+    assert len({sum(ways) for ways in counted}) == 1  # the same tensors by either way
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -170,7 +170,9 @@ def test_adapters_on_frozen_layers(policy):
         layer.mlp.up_proj = Adapted(layer.mlp.up_proj)
     case = model, {key: value[:1] for key, value in inputs.items()}, loss
     plan = assert_equals_eager(case, **POLICIES[policy])
-    trainable = sum(one.numel() * 4 for one in model.parameters() if one.requires_grad)
+    trainable = sum(
+        parameter.numel() * 4 for parameter in model.parameters() if parameter.requires_grad
+    )
     assert plan.fixed.new_gradients == trainable
 
 

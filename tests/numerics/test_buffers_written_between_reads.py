@@ -44,8 +44,8 @@ def test_old_and_new_values_and_gradients_equal_eager():
     planned = torch.compile(model, backend="memo", options=options)
     x = torch.randn(8, 32)
     for _ in range(3):
-        for one in (model, twin):
-            one.zero_grad()
+        for trained in (model, twin):
+            trained.zero_grad()
         ours, theirs = planned(x), twin(x)
         ours.backward()
         theirs.backward()
@@ -54,4 +54,4 @@ def test_old_and_new_values_and_gradients_equal_eager():
             torch.testing.assert_close(model.get_buffer(name), buffer, msg=name)
         assert_equals_eager(model, twin)
     (plan,) = memo_compile.report().plans
-    assert [one.num_layers for one in plan.layer_classes] == [4]
+    assert [cls.num_layers for cls in plan.layer_classes] == [4]

@@ -77,9 +77,13 @@ class Training:
 
     def held_bytes(self) -> int:
         tensors = [*self.model.parameters(), self.x, self.y, *_tensors(self.names)]
-        tensors += [one.grad for one in self.model.parameters() if one.grad is not None]
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
-        return sum(one.nbytes() for one in storages.values())
+        tensors += [
+            parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
+        ]
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors
+        }
+        return sum(storage.nbytes() for storage in storages.values())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -216,7 +220,7 @@ def test_loss_outside_the_graph(monkeypatch):
 def test_gradients_kept(monkeypatch):
     """The first refusal names what is needed where gradients exist before the step."""
     error = refusal("both")
-    gradients = sum(4 * one.numel() for one in Decoder("both").parameters())
+    gradients = sum(4 * parameter.numel() for parameter in Decoder("both").parameters())
     assert memo_compile.units.format_bytes(error.floor_bytes + gradients) in str(error)
     assert "accumulation" in str(error)
     assert_within("both", gradients_kept, error.floor_bytes + gradients, monkeypatch)
@@ -248,7 +252,7 @@ def test_retain_graph_fits_or_is_refused(monkeypatch):
     out = runner(training.x, training.y)
     with pytest.raises(Infeasible, match="copy of the arena") as refused:
         out["loss"].backward(retain_graph=True)
-    assert all(one.grad is None for one in training.model.parameters())
+    assert all(parameter.grad is None for parameter in training.model.parameters())
     assert "raise memory_budget" in str(refused.value)
     training.names["out"] = out
     del out

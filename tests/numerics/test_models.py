@@ -55,9 +55,9 @@ def build(name: str) -> models.ModelCase:
 def assert_layers(name: str) -> None:
     """The layer classes of the newest plan, and as few regions as they allow."""
     plan = memo_compile.report().plans[-1]
-    found = [(one.num_layers, one.module_path, one.period) for one in plan.layer_classes]
+    found = [(cls.num_layers, cls.module_path, cls.period) for cls in plan.layer_classes]
     assert found == CASES[name][2]
-    extra = sum(one.num_regions - 2 for one in plan.layer_classes)
+    extra = sum(cls.num_regions - 2 for cls in plan.layer_classes)
     assert extra == EXTRA_REGIONS.get(name, 0)
     gaps = 2 * (len(found) + 1)  # before, between and after the classes, forward and backward
     assert plan.num_regions - extra <= 2 * len(found) + gaps

@@ -288,7 +288,7 @@ def test_a_smaller_plan_for_the_arena_that_the_device_has(monkeypatch, caplog):
             pair.assert_step(x(seed))
     assert_planned(1)
     assert memo_compile.report().plans[-1].arena_bytes <= limit
-    (note,) = (one for one in memo_compile.report().notes if "Planned again" in one)
+    (note,) = (note for note in memo_compile.report().notes if "Planned again" in note)
     assert "arena" in note
     assert note.removeprefix("memo: ") in caplog.text
     assert memo_compile.report().plans[-1].budget_bytes is None
@@ -337,7 +337,7 @@ def test_a_smaller_plan_for_the_host_memory_that_there_is(monkeypatch):
         pair.assert_step(x(seed))
     assert asked[0] > max(asked[1:]) > 0
     assert memo_compile.report().plans[-1].offloaded_bytes > 0
-    assert [one for one in memo_compile.report().notes if "Planned again: arena" in one]
+    assert [note for note in memo_compile.report().notes if "Planned again: arena" in note]
 
 
 def test_pageable_memory_for_pinned_memory_that_is_refused(monkeypatch):
@@ -351,7 +351,7 @@ def test_pageable_memory_for_pinned_memory_that_is_refused(monkeypatch):
     for seed in (1, 2):
         pair.assert_step(x(seed))
     assert_planned(1)
-    assert [one for one in memo_compile.report().notes if "go through pageable memory" in one]
+    assert [note for note in memo_compile.report().notes if "go through pageable memory" in note]
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -411,9 +411,9 @@ def test_two_offloaders_are_noticed(caplog):
     ):
         pair.assert_step(x(1))
         pair.assert_step(x(2))
-    warnings = [one.getMessage() for one in caplog.records if one.name == "memo"]
-    assert len([one for one in warnings if "two offloaders" in one]) == 1
-    assert [one for one in memo_compile.report().notes if "two offloaders" in one]
+    warnings = [record.getMessage() for record in caplog.records if record.name == "memo"]
+    assert len([text for text in warnings if "two offloaders" in text]) == 1
+    assert [note for note in memo_compile.report().notes if "two offloaders" in note]
     pair.assert_step(x(3))
     assert_planned(1)
 
@@ -447,11 +447,11 @@ def test_the_users_own_checkpoint(decision):
         pair.assert_step(x(seed))
     assert_planned(1)
     report = memo_compile.report()
-    products = [one for one in report.plans[-1].decisions if "addmm" in one.tensor]
+    products = [row for row in report.plans[-1].decisions if "addmm" in row.tensor]
     assert products
-    made_again = {one.decision for one in products if "layers" in one.layer_class}
+    made_again = {row.decision for row in products if "layers" in row.layer_class}
     assert ("RECOMPUTE" in made_again) == (decision == "PREFER_SAVE")
-    (note,) = [one for one in report.notes if "checkpoint()" in one]
+    (note,) = [note for note in report.notes if "checkpoint()" in note]
     assert "PREFER_*" in note
     assert ("0 MUST_*" in note) == (decision == "PREFER_SAVE")
 
@@ -476,11 +476,13 @@ def test_random_numbers_are_drawn_once(options):
         model.zero_grad()
         torch.manual_seed(7)
         memo_compiled(model, **more)(x(1)).backward()
-        return [one.grad.clone() for one in model.parameters()]
+        return [parameter.grad.clone() for parameter in model.parameters()]
 
     kept = gradients(**MOVING, policy="save")
     moved = gradients(**options)
-    assert all(torch.equal(one, other) for one, other in zip(moved, kept, strict=True))
+    assert all(
+        torch.equal(gradient, expected) for gradient, expected in zip(moved, kept, strict=True)
+    )
     plan = memo_compile.report().plans[-1]
     assert plan.offloaded_bytes + plan.recomputed_bytes > 0
 
@@ -493,13 +495,13 @@ def test_suppressed_errors_are_loud(caplog):
         caplog.at_level(logging.ERROR, logger="memo"),
     ):
         memo_compiled(model, **MOVING, memory_budget=1, strict=False)(x(1)).backward()
-    logged = [one for one in caplog.records if one.name == "memo"]
+    logged = [record for record in caplog.records if record.name == "memo"]
     assert logged
-    assert {one.levelname for one in logged} == {"ERROR"}
-    assert any("floor" in one.getMessage() for one in logged)
+    assert {record.levelname for record in logged} == {"ERROR"}
+    assert any("floor" in record.getMessage() for record in logged)
     assert not memo_compile.report().active
     assert any("floor" in note for note in memo_compile.report().notes)
-    assert all(one.grad is not None for one in model.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("status", [SolveStatus.TIME_LIMIT, SolveStatus.ERROR])

@@ -7,7 +7,7 @@ from torch import nn
 from memo_compile.passes.order import PASSES
 from tests.numerics.small import Pair, rows
 
-OPTIONAL = [one.name for one in PASSES if not one.is_required]
+OPTIONAL = [graph_pass.name for graph_pass in PASSES if not graph_pass.is_required]
 
 
 class Shared(nn.Module):

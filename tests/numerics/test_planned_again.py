@@ -102,8 +102,8 @@ def test_the_floor_is_that_of_lowered_regions(monkeypatch):
         profile = estimate(region)
         kept = profile.output_of_buffer()
         buffers = (
-            one if at in kept else replace(one, size_bytes=512)
-            for at, one in enumerate(profile.buffers)
+            buffer if at in kept else replace(buffer, size_bytes=512)
+            for at, buffer in enumerate(profile.buffers)
         )
         return replace(profile, buffers=tuple(buffers))
 
@@ -149,11 +149,13 @@ def test_live_forwards_share_the_budget():
         memo_compiled(Stack(num_layers=4), **options)(x(1)).backward()
         return memo_compile.report().plans[-1]
 
-    one, two = planned(1), planned(2)
-    assert two.peak_bytes == one.peak_bytes + one.arena_bytes
+    first, second = planned(1), planned(2)
+    assert second.peak_bytes == first.peak_bytes + first.arena_bytes
     torch._dynamo.reset()
     state.reset()
-    pair = moved_pair(**MOVING, memory_budget=one.peak_bytes + one.arena_bytes // 2, max_inflight=2)
+    pair = moved_pair(
+        **MOVING, memory_budget=first.peak_bytes + first.arena_bytes // 2, max_inflight=2
+    )
     pair.each(lambda model: (model(x(1)) + model(x(2))).backward())
     pair.assert_equal()
     assert_planned(1)

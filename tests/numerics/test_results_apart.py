@@ -87,18 +87,18 @@ def test_no_two_gradients_share_memory(name, lowering):
         for run, owner in ((planned, model), (twin, twin)):
             run(x).square().sum().backward()
             if owner is twin:  # eager shares the gradients of two views of one sum
-                for one in twin.parameters():
-                    one.grad = one.grad.clone()
-            for number, one in enumerate(owner.parameters()):  # clipping, per parameter, in place
-                one.grad.mul_(0.5 / (1 + step + number))
-        for one, other in itertools.combinations(model.parameters(), 2):
-            assert not _overlap(one.grad, other.grad)
+                for parameter in twin.parameters():
+                    parameter.grad = parameter.grad.clone()
+            for number, parameter in enumerate(owner.parameters()):
+                parameter.grad.mul_(0.5 / (1 + step + number))  # clipping, in place
+        for first, second in itertools.combinations(model.parameters(), 2):
+            assert not _overlap(first.grad, second.grad)
         assert_equals_eager(model, twin)
     assert_planned(1)
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    ends = [(t.data_ptr(), t.data_ptr() + _extent_bytes(t)) for t in (one, other)]
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    ends = [(t.data_ptr(), t.data_ptr() + _extent_bytes(t)) for t in (first, second)]
     return ends[0][0] < ends[1][1] and ends[1][0] < ends[0][1]
 
 
@@ -160,9 +160,9 @@ def test_writing_into_a_result_changes_what_it_changes_in_eager(name, lowering):
     for run in (compiled(forward, lowering), forward):
         results = run(rows(1, ROWS, WIDTH), weight)
         with torch.no_grad():
-            for number, one in enumerate(results):
-                one.detach().add_(10.0**number)
-        found.append([one.detach() for one in results])
+            for number, result in enumerate(results):
+                result.detach().add_(10.0**number)
+        found.append([result.detach() for result in results])
     torch.testing.assert_close(found[0], found[1])
 
 

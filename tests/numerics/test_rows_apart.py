@@ -143,7 +143,9 @@ def compare(name: str, **options: object) -> None:
 def assert_nothing_dropped() -> None:
     """Every slice was compared with the whole, and none was refused."""
     words = ("compared", "Error", "something else", "differs from")
-    assert [one for one in memo_compile.report().notes if any(word in one for word in words)] == []
+    assert [
+        note for note in memo_compile.report().notes if any(word in note for word in words)
+    ] == []
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -182,7 +184,7 @@ def test_tiles_that_a_wrong_rule_proposes_are_refused(monkeypatch):
     name = "scatter of one row"
     monkeypatch.setitem(row_rules._BY_NAME, "scatter", row_rules._broadcast)
     compare(name, token_tiles=4)
-    notes = [one for one in memo_compile.report().notes if "compute something else" in one]
+    notes = [note for note in memo_compile.report().notes if "compute something else" in note]
     assert len(notes) == 3, (
         "the forward of a layer, and the backward of the first and of the others"
     )

@@ -44,8 +44,8 @@ def test_gradients_survive_the_next_step(pair):
     """Row 1: a kept gradient and a kept loss do not change when the arena is used again."""
     loss = pair.compiled(rows(1))
     loss.backward()
-    kept = {name: one.grad for name, one in pair.ours.named_parameters()}
-    copies = {name: one.clone() for name, one in kept.items()}
+    kept = {name: parameter.grad for name, parameter in pair.ours.named_parameters()}
+    copies = {name: gradient.clone() for name, gradient in kept.items()}
     value = loss.item()
     pair.ours.zero_grad(set_to_none=True)
     pair.compiled(rows(2)).backward()
@@ -63,7 +63,7 @@ def test_the_forward_leaves_only_what_the_backward_uses(pair, monkeypatch):
 
     monkeypatch.setattr(bind, "StepPlan", keep)
     pair.compiled(rows(1))
-    first = next(one for one in made[0].backward.calls if isinstance(one, RunCall))
+    first = next(call for call in made[0].backward.calls if isinstance(call, RunCall))
     assert made[0].forward.resident_bytes == first.resident_bytes
     assert made[0].backward.resident_bytes is None
 
@@ -80,8 +80,8 @@ def test_work_space_stays_for_the_next_layer_only_without_a_budget(monkeypatch):
     for options in ({}, {"memory_budget": "1GiB"}):
         torch._dynamo.reset()
         Pair(Stack(), **options).compiled(rows(1))
-    free, bound = ([one.planned_bytes for one in step.forward.calls] for step in made)
-    more = [one - other for one, other in zip(free, bound, strict=True)]
+    free, bound = ([call.planned_bytes for call in step.forward.calls] for step in made)
+    more = [unbound - bounded for unbound, bounded in zip(free, bound, strict=True)]
     assert more[1] > 0  # the first of two equal layers
     assert more[0] == more[2] == 0
 
@@ -127,7 +127,7 @@ def test_a_forward_too_many_runs_unplanned_with_one_warning(pair, caplog):
     assert report.active
     assert report.unplanned_steps == 4
     assert len(report.notes) == 1
-    warnings = [one for one in caplog.records if one.name == "memo"]
+    warnings = [record for record in caplog.records if record.name == "memo"]
     assert len(warnings) == 1
     assert "max_inflight" in warnings[0].getMessage()
 
@@ -377,7 +377,7 @@ def test_freezing_and_unfreezing(pair):
 
     freeze(True)
     pair.assert_step(rows(2))
-    assert all(one.grad is None for one in pair.ours.layers[0].parameters())
+    assert all(parameter.grad is None for parameter in pair.ours.layers[0].parameters())
     freeze(False)
     pair.assert_step(rows(3))
     assert memo_compile.report().unplanned_steps == 0
@@ -443,15 +443,15 @@ class Sigmoid(nn.Module):
 def test_writing_into_an_output_that_is_saved():
     """Row 26: the version counter notices, as in eager, and the next step is right."""
     pair = Pair(Sigmoid())
-    for one in (pair.compiled, pair.eager):
-        out = one(rows(1, hidden=8))
+    for run in (pair.compiled, pair.eager):
+        out = run(rows(1, hidden=8))
         out.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
     del out
     gc.collect()
     pair.zero_grad()
-    pair.each(lambda one: one(rows(2, hidden=8)).sum().backward())
+    pair.each(lambda run: run(rows(2, hidden=8)).sum().backward())
     pair.assert_equal()
     assert leased_slabs() == 0
 

@@ -70,11 +70,11 @@ def test_threads_sharing_one_compiled_model():
 
 def _run_threads(work, count):
     threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(timeout=120)
-    assert not any(one.is_alive() for one in threads)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 class Broken(Stack):
@@ -209,8 +209,8 @@ def test_views_of_all_kinds(change):
         for mine, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine, other)
             assert mine.stride() == other.stride()
-        sum(one.sum() for one in ours[1:]).backward()
-        sum(one.sum() for one in theirs[1:]).backward()
+        sum(output.sum() for output in ours[1:]).backward()
+        sum(output.sum() for output in theirs[1:]).backward()
         pair.assert_equal()
     assert_planned(1)
 
@@ -404,7 +404,7 @@ def test_a_crash_in_the_backend_is_loud(monkeypatch, caplog, strict):
     assert_equals_eager(model, eager)
     assert not memo_compile.report().active
     assert any("injected" in note for note in memo_compile.report().notes)
-    logged = [one.levelname for one in caplog.records if one.name == "memo"]
+    logged = [record.levelname for record in caplog.records if record.name == "memo"]
     assert set(logged) == {"ERROR"}  # in strict mode Dynamo tries the inner frames one by one
 
 
@@ -416,7 +416,7 @@ def test_a_bad_option_is_loud_under_suppress_errors(caplog):
         memo_compiled(model, memory_bugdet="1GiB")(rows(1)).backward()
     assert not memo_compile.report().active
     assert any("memory_budget" in note for note in memo_compile.report().notes)
-    assert any("memory_budget" in one.getMessage() for one in caplog.records)
+    assert any("memory_budget" in record.getMessage() for record in caplog.records)
 
 
 def test_a_bad_option_names_the_nearest():
@@ -508,7 +508,7 @@ def test_modes_are_accepted(mode, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="memo"):
         pair.assert_step(rows(1))
         pair.assert_step(rows(1, 12))
-    warnings = [one.getMessage() for one in caplog.records if one.name == "memo"]
+    warnings = [record.getMessage() for record in caplog.records if record.name == "memo"]
     assert len(warnings) == (mode == "reduce-overhead")
-    assert all("reduce-overhead" in one for one in warnings)
+    assert all("reduce-overhead" in text for text in warnings)
     assert_planned(2)

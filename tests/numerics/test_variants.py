@@ -52,7 +52,7 @@ def test_lengths_that_vary_from_step_to_step():
     for seq in (31, 33, 48, 33):
         inputs = models.causal_inputs(seq)
         pair.zero_grad()
-        pair.each(lambda one: loss(one, **inputs).backward())  # noqa: B023
+        pair.each(lambda run: loss(run, **inputs).backward())  # noqa: B023
         pair.assert_equal()
     assert_planned()
 
@@ -63,7 +63,7 @@ def test_tied_weights():
     assert case[0].lm_head.weight is case[0].model.embed_tokens.weight
     assert_equals_eager(case)
     plan = memo_compile.report().plans[-1]
-    unique = sum(one.numel() * one.element_size() for one in case[0].parameters())
+    unique = sum(parameter.numel() * parameter.element_size() for parameter in case[0].parameters())
     assert plan.fixed.parameters == unique
     train(models.llama(num_layers=2), compiled_by_memo(), [sgd], steps=1)
     apart = memo_compile.report().plans[-1]
@@ -173,23 +173,23 @@ def test_hidden_states_are_returned():
 
     def step(model):
         loss, states = model(rows(1))
-        (loss + sum(one.sin().mean() for one in states)).backward()
+        (loss + sum(state.sin().mean() for state in states)).backward()
 
     pair.each(step)
     pair.assert_equal()
     _, states = pair.compiled(rows(2))
-    copies = [one.detach().clone() for one in states]
-    kept = [one.detach() for one in states]
+    copies = [state.detach().clone() for state in states]
+    kept = [state.detach() for state in states]
     del states, _
     pair.compiled(rows(3))[0].backward()
-    assert all(torch.equal(one, before) for one, before in zip(kept, copies, strict=True))
+    assert all(torch.equal(value, before) for value, before in zip(kept, copies, strict=True))
     assert_planned(1)
 
 
 def test_accumulation_over_steps_with_an_optimizer():
     """Four micro-batches a step, as trainers do it; the parameters agree afterwards."""
     pair = Pair(Stack())
-    updates = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (pair.ours, pair.eager)]
+    updates = [torch.optim.SGD(trained.parameters(), lr=0.1) for trained in (pair.ours, pair.eager)]
     for step in range(3):
         for seed in range(4):
             pair.each(lambda model: (model(rows(10 * step + seed)) / 4).backward())  # noqa: B023
@@ -257,9 +257,9 @@ def test_dropout_differs_from_layer_to_layer():
             return outs
 
     outs = memo_compiled(Layers())(torch.ones(64, 64))
-    dropped = [(one - 2).abs() < 1e-6 for one in outs]  # cos(0) + 1
-    for one in dropped:
-        assert 0.45 < one.float().mean().item() < 0.55
+    dropped = [(out - 2).abs() < 1e-6 for out in outs]  # cos(0) + 1
+    for mask in dropped:
+        assert 0.45 < mask.float().mean().item() < 0.55
     assert 0.45 < (dropped[0] == dropped[1]).float().mean().item() < 0.55
     assert 0.45 < (dropped[1] == dropped[2]).float().mean().item() < 0.55
 

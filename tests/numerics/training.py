@@ -79,7 +79,9 @@ def train(
     for number, update in enumerate(update for update in updates for _ in range(steps)):
         if starts:
             _set_parameters(copied, starts[number])
-        began.append({name: one.detach().clone() for name, one in copied.named_parameters()})
+        began.append(
+            {name: parameter.detach().clone() for name, parameter in copied.named_parameters()}
+        )
         update.zero_grad()
         value = loss(runner, **inputs)
         value.backward()
@@ -97,7 +99,11 @@ def _set_parameters(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Non
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     named = model.named_parameters()
-    return {name: one.grad.detach().clone() for name, one in named if one.grad is not None}
+    return {
+        name: parameter.grad.detach().clone()
+        for name, parameter in named
+        if parameter.grad is not None
+    }
 
 
 def one_step(model: nn.Module, loss: Loss, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -114,14 +120,14 @@ def gradient_error(ours: nn.Module, reference: nn.Module) -> float:
     return max(distance(mine[key], theirs[key]) / (size(theirs[key]) + smallest) for key in theirs)
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def distance(first: torch.Tensor, second: torch.Tensor) -> float:
     """The largest difference of two entries; infinite when one is not a number."""
-    found = (one.double() - other.double()).abs().max().item() if one.numel() else 0.0
+    found = (first.double() - second.double()).abs().max().item() if first.numel() else 0.0
     return found if found == found else float("inf")
 
 
-def size(one: torch.Tensor) -> float:
-    return one.double().abs().max().item() if one.numel() else 0.0
+def size(tensor: torch.Tensor) -> float:
+    return tensor.double().abs().max().item() if tensor.numel() else 0.0
 
 
 def assert_planned(num_plans: int | None = None) -> None:

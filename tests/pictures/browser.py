@@ -108,13 +108,13 @@ class Layout:
 
     def overlapping(self) -> list[tuple[str, str]]:
         found = []
-        ordered = sorted(self.boxes, key=lambda one: one.top)
-        for index, one in enumerate(ordered):
+        ordered = sorted(self.boxes, key=lambda box: box.top)
+        for index, box in enumerate(ordered):
             for other in ordered[index + 1 :]:
-                if other.top > one.bottom:
+                if other.top > box.bottom:
                     break
-                if one.overlaps(other):
-                    found.append((one.text, other.text))
+                if box.overlaps(other):
+                    found.append((box.text, other.text))
         return found
 
 
@@ -196,8 +196,8 @@ class Page:
             page_width=found["page"],
             height=found["height"],
             dark=found["dark"],
-            boxes=tuple(TextBox(**one) for one in found["boxes"] if "cut" not in one),
-            cut=tuple(one["text"] for one in found["boxes"] if "cut" in one),
+            boxes=tuple(TextBox(**box) for box in found["boxes"] if "cut" not in box),
+            cut=tuple(box["text"] for box in found["boxes"] if "cut" in box),
         )
 
     def screenshot(self, picture: Path, *, height: int) -> None:

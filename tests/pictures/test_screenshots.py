@@ -76,7 +76,7 @@ def test_nothing_overlaps_or_is_cut(browser, tmp_path, name, width, dark):
     assert len(found.boxes) > 30
     assert found.cut == ()
     assert found.overlapping() == []
-    outside = [one.text for one in found.boxes if one.left < 0 or one.right > width]
+    outside = [box.text for box in found.boxes if box.left < 0 or box.right > width]
     assert outside == []
     assert picture.stat().st_size > 20_000
 
@@ -102,7 +102,7 @@ def test_pointing_at_a_block_names_it(browser, tmp_path):
     html = render_html(*layered()).replace("</body>", f"{script}</body>")
     with browser.page(html, tmp_path, width=1400, dark=False) as page:
         found = page.layout()
-    said = next(one.text for one in found.boxes if one.text.startswith(("TIP", "NOTHING")))
+    said = next(box.text for box in found.boxes if box.text.startswith(("TIP", "NOTHING")))
     assert "saved for the backward" in said
     assert "layer" in said
     assert "MiB at" in said

@@ -184,7 +184,7 @@ def copies_back(draw):
         latest = draw(st.integers(0, len(call_s) - 1))
         needed = draw(st.integers(latest, len(call_s) - 1))
         copies.append(CopyBack(draw(st.integers(0, latest)), latest, needed, draw(SECONDS)))
-    copies.sort(key=lambda one: (one.latest, one.needed))
+    copies.sort(key=lambda copy: (copy.latest, copy.needed))
     return call_s, copies
 
 
@@ -212,7 +212,7 @@ def test_waits_come_after_their_copies_and_no_later_than_the_deadline(call_s, dr
     end = len(call_s)
     copies = sorted(
         (CopyOut(min(a, end), min(max(a, b), end), s) for a, b, s in drawn),
-        key=lambda one: one.issued,
+        key=lambda copy: copy.issued,
     )
     waits = waits_of(call_s, copies)
     assert waits == sorted(waits)

@@ -44,8 +44,8 @@ def changed(problem: Problem, at: int, **changes: object) -> Problem:
 @pytest.mark.parametrize("name", NUM)
 def test_no_mutation_that_changes_a_number_passes(name):
     found = mutations.outcomes(ready(name), NUM[name], seed=1)
-    assert [one for one in found if one.verdict == "changed"] == []
-    assert sum(one.verdict == "refused" for one in found) > NUM[name] // 2
+    assert [mutation for mutation in found if mutation.verdict == "changed"] == []
+    assert sum(mutation.verdict == "refused" for mutation in found) > NUM[name] // 2
 
 
 def test_what_calls_read_is_what_runs():
@@ -73,15 +73,15 @@ def test_a_problem_with_reads_and_halves_survives_json():
 
 def test_a_tile_that_reads_the_rows_of_another():
     problem = ready("tiles").planned.problem
-    one, other = named(problem, ".tile1"), named(problem, ".tile2")
-    broken = changed(problem, one, reads=problem.calls[other].reads)
-    refused("tiles", broken, rf"{problem.calls[one].name} reads .*, expected ")
+    first, second = named(problem, ".tile1"), named(problem, ".tile2")
+    broken = changed(problem, first, reads=problem.calls[second].reads)
+    refused("tiles", broken, rf"{problem.calls[first].name} reads .*, expected ")
 
 
 def test_a_tile_that_writes_the_rows_of_another():
     problem = ready("tiles").planned.problem
     at = next(i for i, call in enumerate(problem.calls) if "tile1" in call.name and call.into)
-    into = [dataclasses.replace(one, offset_bytes=0) for one in problem.calls[at].into]
+    into = [dataclasses.replace(target, offset_bytes=0) for target in problem.calls[at].into]
     if into == list(problem.calls[at].into):
         into = into[1:]
     refused("tiles", changed(problem, at, into=tuple(into)), r"tile1.* writes .*, expected ")
@@ -89,10 +89,10 @@ def test_a_tile_that_writes_the_rows_of_another():
 
 def test_a_term_of_another_tile():
     problem = ready("tiles").planned.problem
-    one, other = named(problem, ".tile1.sum0"), named(problem, ".tile2.sum0")
-    inputs = problem.calls[other].inputs
-    assert inputs != problem.calls[one].inputs
-    refused("tiles", changed(problem, one, inputs=inputs), r"tile1.sum0 reads .*, expected ")
+    first, second = named(problem, ".tile1.sum0"), named(problem, ".tile2.sum0")
+    inputs = problem.calls[second].inputs
+    assert inputs != problem.calls[first].inputs
+    refused("tiles", changed(problem, first, inputs=inputs), r"tile1.sum0 reads .*, expected ")
 
 
 def test_a_term_that_is_left_out_or_added_twice():
@@ -170,7 +170,7 @@ def test_a_gap_between_rows_made_again_and_rows_reloaded():
 def test_a_buffer_that_is_not_there():
     problem = ready("slices").planned.problem
     at = next(i for i, call in enumerate(problem.calls) if call.into)
-    into = tuple(dataclasses.replace(one, buffer=99) for one in problem.calls[at].into)
+    into = tuple(dataclasses.replace(target, buffer=99) for target in problem.calls[at].into)
     refused("slices", changed(problem, at, into=into), "writes a buffer that")
 
 

@@ -50,7 +50,7 @@ def test_any_order_that_waits_before_it_reads_is_right(chain, schedule, throttle
         fwd += [WaitCopy(number=i, dying=((i * NUM_BYTES, NUM_BYTES),)) for i in _at(waits, at)]
     for at in range(num):
         bwd += [WaitCopy(number=i) for i in _at(waits, num + at)]
-        for index in _at([num - 1 - one - back for one, back in enumerate(returns)], at):
+        for index in _at([num - 1 - issued - back for issued, back in enumerate(returns)], at):
             bwd += [WaitCopy(number=index)]  # at the latest now; a second wait does nothing
             bwd += [_reload(index, num)]
         bwd += [WaitCopy(number=num + num - 1 - at), read[at]]
@@ -58,7 +58,9 @@ def test_any_order_that_waits_before_it_reads_is_right(chain, schedule, throttle
     x = values(3)
     (handle,) = run_forward(plan, [x])
     results = run_backward(plan, [handle], keep_graph=False)
-    assert all(torch.equal(one, x + (index + 1)) for index, one in enumerate(reversed(results)))
+    assert all(
+        torch.equal(result, x + (index + 1)) for index, result in enumerate(reversed(results))
+    )
     assert nothing_is_held(plan)
 
 

@@ -126,17 +126,17 @@ class Machine:
 
     def _wait(self, call: StepCall) -> None:
         for lane in self.lanes.values():
-            for at, (one, storage) in enumerate(lane):
-                if one.name == call.waits_for:
+            for at, (copied, storage) in enumerate(lane):
+                if copied.name == call.waits_for:
                     del lane[at]
-                    self._copy(one, storage)
+                    self._copy(copied, storage)
                     return
 
     def _run(self, call: StepCall, region: RegionProfile) -> None:
         if any(value not in self.values for value in call.inputs):
             raise Broken(f"{call.name} reads what is not there")
         mine: dict[int, Cells] = {}
-        into = {one.buffer: one for one in call.into}
+        into = {target.buffer: target for target in call.into}
         seen: list = []
         for line in range(region.num_lines):
             for index, buffer in enumerate(region.buffers):
@@ -159,7 +159,7 @@ class Machine:
     ) -> None:
         digest = hash((call.region, tuple(seen)))
         kept = {slot.index for slot in region.outputs if slot.storage is Storage.ARENA}
-        for index in sorted(kept | {one.buffer for one in call.into}):
+        for index in sorted(kept | {target.buffer for target in call.into}):
             for cell in range(mine[index].count if call.kind is not CallKind.RELOAD else 0):
                 mine[index].put(cell, (digest, index, cell))
         for position, (slot, value) in enumerate(zip(region.outputs, call.outputs, strict=True)):
@@ -188,13 +188,13 @@ class Machine:
     def _place(self, call: StepCall, region: RegionProfile, index: int) -> Cells:
         buffer = region.buffers[index]
         size = self.used_bytes.get((region.name, buffer.name), buffer.size_bytes)
-        for one in call.into:
-            if one.buffer == index:
-                if one.value not in self.values:
+        for target in call.into:
+            if target.buffer == index:
+                if target.value not in self.values:
                     raise Broken(f"{call.name} writes into what is not there")
-                inside = self.values[one.value]
+                inside = self.values[target.value]
                 assert not inside.is_ordinary, "the machine keeps such values in the arena"
-                first = inside.first + one.offset_bytes // CELL_BYTES
+                first = inside.first + target.offset_bytes // CELL_BYTES
                 return Cells(self.arena, first, size // CELL_BYTES)
         offset = self.plan.offsets[f"{call.name}/{buffer.name}"]
         return Cells(self.arena, offset // CELL_BYTES, size // CELL_BYTES)

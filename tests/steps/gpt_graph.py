@@ -27,7 +27,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.norm_1(x)
-        q, k, v = (self._heads(one(normed)) for one in (self.q, self.k, self.v))
+        q, k, v = (self._heads(product(normed)) for product in (self.q, self.k, self.v))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
         return x + self.down(functional.gelu(self.up(self.norm_2(x))))

@@ -24,7 +24,7 @@ def layer_region(builder: Callable[..., ModelCase], batch: int = 2, **sizes: Any
         def step(*values):
             return loss(model, **dict(zip(names, values, strict=True)))
 
-        return step, [one[:batch].clone() for one in inputs.values()]
+        return step, [value[:batch].clone() for value in inputs.values()]
 
     return step_programs(make).forward.regions["layer0_fwd"]
 
@@ -64,7 +64,7 @@ def real_inputs(region: RegionGraph) -> list[torch.Tensor]:
 def run_region(lowered: LoweredRegion, inputs: Sequence[torch.Tensor]) -> list[Any]:
     """The region's outputs; every buffer lies in memory of its own."""
     current.views = [
-        torch.empty_strided(one.size, one.stride, dtype=one.dtype) for one in lowered.views
+        torch.empty_strided(view.size, view.stride, dtype=view.dtype) for view in lowered.views
     ]
     try:
         return list(lowered.run(list(inputs)))

@@ -192,7 +192,7 @@ def recompute() -> Shape:
     back = reload("y1", 0)
     kind = CallKind.RECOMPUTE
     both = call("again0", "again.s.a", BACKWARD, ("y0",), ("again.s0", "again.a0"), kind=kind)
-    one = call("again1", "again.a", BACKWARD, ("reloaded.y1",), ("again.a1",), kind=kind)
+    broken = call("again1", "again.a", BACKWARD, ("reloaded.y1",), ("again.a1",), kind=kind)
     calls = (
         forward(0),
         y,
@@ -203,7 +203,7 @@ def recompute() -> Shape:
         back,
         backward(2, 3),
         wait(back, BACKWARD),
-        one,
+        broken,
         backward(1, 3, y="reloaded.y1", a="again.a1"),
         both,
         backward(0, 3, s="again.s0", a="again.a0"),
@@ -286,8 +286,8 @@ def rotating() -> Shape:
 
 
 TILE_REGIONS = {
-    one.name: one
-    for one in (
+    profile.name: profile
+    for profile in (
         region(
             "before",
             (buffer("s", S, 0, 2), buffer("acc", A, 0, 2)),
@@ -322,7 +322,7 @@ def tile(i: int, s: str, acc: str) -> tuple[StepCall, StepCall]:
 def tiles() -> Shape:
     """Three tiles fill ``s`` and add up in ``acc``; both leave and come back."""
     start = call("before", "before", FORWARD, ("y0",), ("s", "acc"))
-    parts = tuple(one for i in range(3) for one in tile(i, "s", "acc"))
+    parts = tuple(made for i in range(3) for made in tile(i, "s", "acc"))
     after = call("after", "after", FORWARD, ("s", "acc"), ("loss",))
     use = call("use", "use", BACKWARD, ("g", "s", "acc"), ("gy", "w"))
     out, out_acc = offload("s", 0), offload("acc", S)

@@ -133,9 +133,9 @@ def step(forward: tuple = FORWARD, backward: tuple = BACKWARD, **options: Any) -
     )
 
 
-def with_run(one: RunCall, run: Callable) -> RunCall:
+def with_run(call: RunCall, run: Callable) -> RunCall:
     """``one`` with another region."""
-    return dataclasses.replace(one, run=run)
+    return dataclasses.replace(call, run=run)
 
 
 def values(seed: int, device: torch.device = CPU) -> torch.Tensor:
@@ -169,4 +169,4 @@ def nothing_is_held(plan: StepPlan) -> bool:
     """True when no frame, slab or host frame of the device is leased."""
     arena = arena_of(plan.device)
     slabs = any(slab.leased for slab in arena._slabs)
-    return plan.live == 0 and not slabs and not any(one.leased for one in arena.host.stores)
+    return plan.live == 0 and not slabs and not any(store.leased for store in arena.host.stores)

@@ -46,8 +46,8 @@ def _pick(
 def _swapped(draw: random.Random, items: Sequence[Any]) -> tuple[Any, ...]:
     """``items`` with two of them in each other's place."""
     found = list(items)
-    one, other = draw.sample(range(len(found)), 2)
-    found[one], found[other] = found[other], found[one]
+    first, second = draw.sample(range(len(found)), 2)
+    found[first], found[second] = found[second], found[first]
     return tuple(found)
 
 
@@ -95,13 +95,13 @@ def copy_other_bytes(draw: random.Random, problem: Problem, plan: Plan) -> tuple
 
 
 def exchange_copies(draw: random.Random, problem: Problem, plan: Plan) -> tuple[Problem, Plan]:
-    one = _pick(draw, problem, lambda call: call.copy)
-    other = _pick(draw, problem, lambda call: call.copy)
-    if one is None or other is None:
+    first = _pick(draw, problem, lambda call: call.copy)
+    second = _pick(draw, problem, lambda call: call.copy)
+    if first is None or second is None:
         return problem, plan
-    copies: list[Copy | None] = [problem.calls[at].copy for at in (other, one)]
-    problem = _with_call(problem, one, copy=copies[0])
-    return _with_call(problem, other, copy=copies[1]), plan
+    copies: list[Copy | None] = [problem.calls[at].copy for at in (second, first)]
+    problem = _with_call(problem, first, copy=copies[0])
+    return _with_call(problem, second, copy=copies[1]), plan
 
 
 def read_another(draw: random.Random, problem: Problem, plan: Plan) -> tuple[Problem, Plan]:
@@ -141,12 +141,12 @@ def swap_outputs(draw: random.Random, problem: Problem, plan: Plan) -> tuple[Pro
 
 def _of_one_region(draw: random.Random, problem: Problem) -> tuple[int, int] | None:
     """Two calls of one region."""
-    one = _pick(draw, problem, lambda call: call.inputs or call.outputs)
-    if one is None:
+    first = _pick(draw, problem, lambda call: call.inputs or call.outputs)
+    if first is None:
         return None
-    region = problem.calls[one].region
-    others = [i for i, call in enumerate(problem.calls) if call.region == region and i != one]
-    return (one, draw.choice(others)) if others else None
+    region = problem.calls[first].region
+    others = [i for i, call in enumerate(problem.calls) if call.region == region and i != first]
+    return (first, draw.choice(others)) if others else None
 
 
 def exchange_fields(draw: random.Random, problem: Problem, plan: Plan) -> tuple[Problem, Plan]:
@@ -154,11 +154,13 @@ def exchange_fields(draw: random.Random, problem: Problem, plan: Plan) -> tuple[
     pair = _of_one_region(draw, problem)
     if pair is None:
         return problem, plan
-    one, other = pair
+    first, second = pair
     fields = draw.choice([("inputs",), ("reads",), ("into",), ("outputs",), ("inputs", "reads")])
     calls = problem.calls
-    problem = _with_call(problem, one, **{name: getattr(calls[other], name) for name in fields})
-    return _with_call(problem, other, **{name: getattr(calls[one], name) for name in fields}), plan
+    problem = _with_call(problem, first, **{name: getattr(calls[second], name) for name in fields})
+    return _with_call(
+        problem, second, **{name: getattr(calls[first], name) for name in fields}
+    ), plan
 
 
 def _other_layout(draw: random.Random, layout: Layout) -> Layout:
@@ -216,12 +218,14 @@ def write_elsewhere(draw: random.Random, problem: Problem, plan: Plan) -> tuple[
         return problem, plan
     into = list(problem.calls[at].into)
     position = draw.randrange(len(into))
-    one = into[position]
-    others = sorted({x.value for call in problem.calls for x in call.into} - {one.value})
+    target = into[position]
+    others = sorted({x.value for call in problem.calls for x in call.into} - {target.value})
     changed: list[Into | None] = [None]
     for shift in (-4096, -GRANULE, -16, 16, GRANULE, 4096):
-        changed.append(dataclasses.replace(one, offset_bytes=max(0, one.offset_bytes + shift)))
-    changed += [dataclasses.replace(one, value=value) for value in others]
+        changed.append(
+            dataclasses.replace(target, offset_bytes=max(0, target.offset_bytes + shift))
+        )
+    changed += [dataclasses.replace(target, value=value) for value in others]
     chosen = draw.choice(changed)
     into[position : position + 1] = [] if chosen is None else [chosen]
     return _with_call(problem, at, into=tuple(into)), plan
@@ -274,8 +278,8 @@ def place_elsewhere(draw: random.Random, problem: Problem, plan: Plan) -> tuple[
 
 
 def exchange_places(draw: random.Random, problem: Problem, plan: Plan) -> tuple[Problem, Plan]:
-    one, other = draw.sample(sorted(plan.offsets), 2)
-    offsets = {**plan.offsets, one: plan.offsets[other], other: plan.offsets[one]}
+    first, second = draw.sample(sorted(plan.offsets), 2)
+    offsets = {**plan.offsets, first: plan.offsets[second], second: plan.offsets[first]}
     return problem, dataclasses.replace(plan, offsets=offsets)
 
 
@@ -376,11 +380,11 @@ def main() -> int:
         start = time.perf_counter()
         found = outcomes(ready, share, options.seed + number)
         seconds = time.perf_counter() - start
-        counts = collections.Counter(one.verdict for one in found)
+        counts = collections.Counter(mutation.verdict for mutation in found)
         totals += counts
         print(_row(name, counts, seconds), flush=True)
-        for one in _changed(found):
-            print(f"  {name}: {'+'.join(one.names)}: {one.why}", file=sys.stderr)
+        for mutation in _changed(found):
+            print(f"  {name}: {'+'.join(mutation.names)}: {mutation.why}", file=sys.stderr)
     print(_row("all", totals, None))
     return 1 if totals["changed"] else 0
 
@@ -391,7 +395,7 @@ def _row(name: str, counts: collections.Counter[str], seconds: float | None) -> 
 
 
 def _changed(found: Iterable[Outcome]) -> list[Outcome]:
-    return [one for one in found if one.verdict == "changed"]
+    return [mutation for mutation in found if mutation.verdict == "changed"]
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def _recorded(call: Callable[[], torch.Tensor]) -> "Ready":
 
 
 def _copied(args: list[Any]) -> list[Any]:
-    return [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in args]
+    return [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in args]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -257,13 +257,13 @@ class Ready:
 def same(ours: list[Any], expected: list[Any]) -> bool:
     """Every number is equal, bit by bit; no number equals no number."""
     return len(ours) == len(expected) and all(
-        _equal(one, other) for one, other in zip(ours, expected, strict=True)
+        _equal(mine, theirs) for mine, theirs in zip(ours, expected, strict=True)
     )
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return one is other or one == other
-    if one.shape != other.shape or one.dtype is not other.dtype:
+def _equal(mine: Any, theirs: Any) -> bool:
+    if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        return mine is theirs or mine == theirs
+    if mine.shape != theirs.shape or mine.dtype is not theirs.dtype:
         return False
-    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    return torch.equal(mine, theirs) or torch.allclose(mine, theirs, rtol=0, atol=0, equal_nan=True)

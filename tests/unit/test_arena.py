@@ -63,7 +63,9 @@ def test_the_next_user_on_another_stream_waits_for_the_last(monkeypatch):
     current = {"stream": Stream("first", log)}
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current["stream"])
     order = StreamOrder(torch.device("cuda", 0))
-    memory = SimpleNamespace(record_stream=lambda one: log.append(f"allocator told of {one.name}"))
+    memory = SimpleNamespace(
+        record_stream=lambda stream: log.append(f"allocator told of {stream.name}")
+    )
     order.begin()
     current["stream"] = Stream("collector", log)  # a finalizer may run anywhere
     order.end(memory)

@@ -31,7 +31,7 @@ def measured(monkeypatch):
 
 
 def files(folder):
-    return sorted(one.name for one in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_the_second_process_reads_what_the_first_measured(tmp_path, measured):

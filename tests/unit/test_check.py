@@ -62,18 +62,18 @@ def test_each_pair_of_live_buffers_must_be_apart(problem, plan):
     """Put each buffer on every other: caught exactly when both are alive at one time."""
     from memo_compile.step.problem import arena_buffers
 
-    lives = {one.id: (one.start, one.end) for one in arena_buffers(problem)}
+    lives = {buffer.id: (buffer.start, buffer.end) for buffer in arena_buffers(problem)}
     num_caught = 0
-    for one, (start, end) in lives.items():
+    for name, (start, end) in lives.items():
         for other, (other_start, other_end) in lives.items():
-            if one == other:
+            if name == other:
                 continue
             broken = dataclasses.replace(
-                plan, offsets={**plan.offsets, one: plan.offsets[other]}, arena_bytes=64 * KIB
+                plan, offsets={**plan.offsets, name: plan.offsets[other]}, arena_bytes=64 * KIB
             )
             text = str(check(problem, broken))
-            named = f"{one} and {other} share" in text or f"{other} and {one} share" in text
-            assert named == (start < other_end and other_start < end), (one, other, text)
+            named = f"{name} and {other} share" in text or f"{other} and {name} share" in text
+            assert named == (start < other_end and other_start < end), (name, other, text)
             num_caught += named
     assert num_caught > 10
 
@@ -208,7 +208,7 @@ def test_memory_outside_the_arena_is_summed_line_by_line(problem):
 
 
 def test_eighty_layers_with_forty_copies_each_are_checked_within_its_time():
-    names = [f"{one}{i}" for i in range(80) for one in "abcdefghij"]
+    names = [f"{letter}{i}" for i in range(80) for letter in "abcdefghij"]
     data = {name: RegionBuffer(name=name, size_bytes=512, start=0, end=1) for name in names}
     regions = dict(copy_regions([512]))
     calls: list[StepCall] = []
@@ -226,9 +226,9 @@ def test_eighty_layers_with_forty_copies_each_are_checked_within_its_time():
             name=f"B{i}", num_lines=1, buffers=(), input_ends=(1,) * 10, outputs=()
         )
         calls.append(call(f"F{i}", f"F{i}", Phase.FORWARD, (), mine))
-        calls += [one for name in mine for one in _out(name, names.index(name))]
+        calls += [made for name in mine for made in _out(name, names.index(name))]
         back += [
-            *(one for name in mine for one in _back(name, names.index(name))),
+            *(made for name in mine for made in _back(name, names.index(name))),
             call(f"B{i}", f"B{i}", Phase.BACKWARD, tuple(f"new.{name}" for name in mine), ()),
         ]
     large = Problem(regions=regions, calls=(*calls, *back), host_bytes=512 * len(names))
@@ -240,15 +240,15 @@ def test_eighty_layers_with_forty_copies_each_are_checked_within_its_time():
 
 def _out(name: str, at: int) -> tuple[StepCall, StepCall]:
     copy = Copy(start_bytes=0, end_bytes=512, host_offset=512 * at)
-    one = call(f"out.{name}", COPY_REGION, Phase.FORWARD, (name,), ())
-    one = dataclasses.replace(one, kind=CallKind.OFFLOAD, copy=copy)
-    end = call(f"wait.{one.name}", COPY_REGION, Phase.FORWARD, (name,), ())
-    return one, dataclasses.replace(end, kind=CallKind.WAIT, waits_for=one.name)
+    copied = call(f"out.{name}", COPY_REGION, Phase.FORWARD, (name,), ())
+    copied = dataclasses.replace(copied, kind=CallKind.OFFLOAD, copy=copy)
+    end = call(f"wait.{copied.name}", COPY_REGION, Phase.FORWARD, (name,), ())
+    return copied, dataclasses.replace(end, kind=CallKind.WAIT, waits_for=copied.name)
 
 
 def _back(name: str, at: int) -> tuple[StepCall, StepCall]:
     copy = Copy(start_bytes=0, end_bytes=512, host_offset=512 * at)
-    one = call(f"back.{name}", reload_region(512), Phase.BACKWARD, (), (f"new.{name}",))
-    one = dataclasses.replace(one, kind=CallKind.RELOAD, copy=copy)
-    end = call(f"wait.{one.name}", COPY_REGION, Phase.BACKWARD, (f"new.{name}",), ())
-    return one, dataclasses.replace(end, kind=CallKind.WAIT, waits_for=one.name)
+    copied = call(f"back.{name}", reload_region(512), Phase.BACKWARD, (), (f"new.{name}",))
+    copied = dataclasses.replace(copied, kind=CallKind.RELOAD, copy=copy)
+    end = call(f"wait.{copied.name}", COPY_REGION, Phase.BACKWARD, (f"new.{name}",), ())
+    return copied, dataclasses.replace(end, kind=CallKind.WAIT, waits_for=copied.name)

@@ -28,7 +28,7 @@ def dump(tmp_path):
 
 def run(capsys, *arguments):
     with pytest.raises(SystemExit) as left:
-        main([str(one) for one in arguments])
+        main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
     return left.value.code, out, err
 
@@ -61,7 +61,7 @@ def test_the_peak_of_a_snapshot_counts_what_was_there_before():
         where="test",
     )
     assert found.peak_bytes == 100 + 50 + 7
-    assert [one.size_bytes for one in found.blocks] == [100, 50, 7]
+    assert [block.size_bytes for block in found.blocks] == [100, 50, 7]
     assert found.blocks[2].frames == ("model.py:7 top",)
 
 
@@ -74,12 +74,12 @@ def test_the_peak_may_lie_before_the_first_event():
 
 
 def test_of_several_devices_the_highest_is_taken():
-    one = snapshot_of(event("alloc", 100, 10))
-    one["device_traces"].append([event("alloc", 100, 30)])
-    assert measure(one, where="test").device == 1
-    assert measure(one, device=0, where="test").peak_bytes == 10
+    snapshot = snapshot_of(event("alloc", 100, 10))
+    snapshot["device_traces"].append([event("alloc", 100, 30)])
+    assert measure(snapshot, where="test").device == 1
+    assert measure(snapshot, device=0, where="test").peak_bytes == 10
     with pytest.raises(InputError, match=r"no events of device 3; there are of \[0, 1\]"):
-        measure(one, device=3, where="test")
+        measure(snapshot, device=3, where="test")
 
 
 def test_compare_shows_peak_and_layers(capsys, dump):
@@ -91,7 +91,7 @@ def test_compare_shows_peak_and_layers(capsys, dump):
     assert answer["planned_peak_bytes"] == plan.peak_bytes
     constant = 4 * 60 * MIB + 16 * MIB
     assert answer["measured_peak_bytes"] == constant + plan.lower_bound_bytes + 512
-    layers = {one["layer"]: one for one in answer["layers"]}
+    layers = {layer["layer"]: layer for layer in answer["layers"]}
     assert layers["layer 3"]["planned_bytes"] == layers["layer 3"]["measured_bytes"] > ATTN
     assert layers["other memory"]["measured_bytes"] == constant
     code, out, _ = run(capsys, "compare", dump / "plan.json", dump / "snapshot.pickle")
@@ -114,8 +114,8 @@ def test_compare_without_the_problem_knows_no_planned_layers(capsys, dump):
     (dump / "problem.json").unlink()
     _, out, _ = run(capsys, "compare", dump / "plan.json", dump / "snapshot.pickle", "--json")
     layers = json.loads(out)["layers"]
-    assert {one["planned_bytes"] for one in layers} == {None}
-    assert "fwd@3" in {one["layer"] for one in layers}
+    assert {layer["planned_bytes"] for layer in layers} == {None}
+    assert "fwd@3" in {layer["layer"] for layer in layers}
 
 
 class Evil:
@@ -161,14 +161,14 @@ def test_diff_names_numbers_decisions_and_offsets(capsys, dump):
     answer = json.loads(out)
     assert code == 1
     assert (answer["equal"], answer["kind"], answer["parts"]) == (False, "plan", [])
-    numbers = {one["what"]: one for one in answer["numbers"]}
+    numbers = {number["what"]: number for number in answer["numbers"]}
     assert numbers["peak_bytes"] == {
         "what": "peak_bytes",
         "first": plan.peak_bytes,
         "second": 5,
     }
-    assert any(one.startswith("resident_bytes[0] and ") for one in numbers)
-    assert [one["what"] for one in answer["offsets"]] == ["fwd@0/attn"]
+    assert any(name.startswith("resident_bytes[0] and ") for name in numbers)
+    assert [offset["what"] for offset in answer["offsets"]] == ["fwd@0/attn"]
     (decision,) = answer["decisions"]
     assert decision["what"].endswith("attn.0 [1, 16384, 768]")
     assert decision["second"].startswith("SAVE")
@@ -181,7 +181,7 @@ def test_diff_of_problems_names_calls_regions_and_order(capsys, dump):
     problem = layered(4)[0]
     (dump / "b.json").write_text(to_json(layered(5)[0]))
     _, out, _ = run(capsys, "diff", dump / "problem.json", dump / "b.json", "--json")
-    parts = {one["what"] for one in json.loads(out)["parts"]}
+    parts = {part["what"] for part in json.loads(out)["parts"]}
     assert "call fwd@4" in parts
     calls = (problem.calls[1], problem.calls[0], *problem.calls[2:])
     (dump / "c.json").write_text(to_json(dataclasses.replace(problem, calls=calls)))

@@ -88,7 +88,7 @@ def test_without_torch_memo_cannot_run_and_doctor_still_answers(monkeypatch):
     for name in [name for name in sys.modules if name == "torch" or name.startswith("torch.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
-    by_name = {(one.group, one.name): one for one in checkup.examine()}
+    by_name = {(finding.group, finding.name): finding for finding in checkup.examine()}
     assert by_name["versions", "torch"].health is Health.BROKEN
     assert "pytorch.org" in by_name["versions", "torch"].remedy
     assert by_name["backend", "memo"].health is Health.BROKEN
@@ -114,7 +114,7 @@ def test_an_engine_that_fails_is_named(monkeypatch):
 
 def test_an_absent_engine_is_named(monkeypatch):
     monkeypatch.setattr(checkup.solver, "available_engines", lambda: ())
-    findings = {one.name: one for one in checkup._solvers()}
+    findings = {finding.name: finding for finding in checkup._solvers()}
     assert findings["HIGHS"].text == "does not start"
     assert "pip install highspy" in findings["HIGHS"].remedy
     assert findings["fallback"].health is Health.LIMITED

@@ -47,7 +47,9 @@ def test_show_gives_the_source_and_date_of_each_figure(capsys):
     code, out, _ = run(capsys, "hardware", "show", "a800", "--json")
     body = json.loads(out)
     assert body["figures"].keys() == set(FIGURES)
-    assert all(one.keys() == {"value", "document", "date"} for one in body["figures"].values())
+    assert all(
+        figure.keys() == {"value", "document", "date"} for figure in body["figures"].values()
+    )
 
 
 def test_an_unknown_name_is_one_line_and_exit_two(capsys):

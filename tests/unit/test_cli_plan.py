@@ -97,10 +97,10 @@ def test_what_fits_has_all_fields_and_exit_code_0(capsys):
     assert body["peak_bytes"] >= body["arena_bytes"] >= body["lower_bound_bytes"] > 0
     assert 0 < body["mfu"] < 1
     assert body["tokens_per_s"] == pytest.approx(1024 / body["step_s"])
-    assert [one["num_layers"] for one in body["layer_classes"]] == [4]
-    assert {one["decision"] for one in body["decisions"]} == {"SAVE"}
+    assert [cls["num_layers"] for cls in body["layer_classes"]] == [4]
+    assert {row["decision"] for row in body["decisions"]} == {"SAVE"}
     largest = body["peak_at"]["tensors"]
-    assert [one["bytes"] for one in largest] == sorted((o["bytes"] for o in largest), reverse=True)
+    assert [row["bytes"] for row in largest] == sorted((o["bytes"] for o in largest), reverse=True)
 
 
 def test_what_does_not_fit_has_exit_code_1_and_the_smallest_peak(capsys):
@@ -124,7 +124,7 @@ def test_a_budget_between_floor_and_saving_moves_tensors(capsys):
     body = json.loads(out)
     assert code == 0
     assert body["peak_bytes"] <= int(budget)
-    assert {one["decision"] for one in body["decisions"]} > {"SAVE"}
+    assert {row["decision"] for row in body["decisions"]} > {"SAVE"}
 
 
 def test_tables_say_what_fits_and_what_sets_the_peak(capsys, tmp_path):
@@ -203,7 +203,7 @@ def test_a_config_json_is_planned(capsys, tmp_path):
     code, out, _ = plan(capsys, str(path), "--seq", "256", "--hardware", "a100", "--json")
     body = json.loads(out)
     assert code == 0
-    assert [one["num_layers"] for one in body["layer_classes"]] == [3]
+    assert [cls["num_layers"] for cls in body["layer_classes"]] == [3]
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
     assert body["fixed_bytes"]["parameters"] == 2 * (3 * layer + 2 * 256 * 64 + 64)
     assert body["fixed_bytes"]["outputs"] >= 256 * 256 * 2  # the logits
@@ -257,7 +257,7 @@ def test_tensor_parallel_cuts_parameters_as_megatron_does():
 def test_key_value_heads_are_replicated_when_tp_exceeds_them():
     with FakeTensorMode():
         model, _ = first_stage(LLAMA, Degrees(tp=4), seq=1024, batch=1, dtype=torch.bfloat16)
-    sizes = [tuple(one.shape) for one in model.layers[0].attention.qkv.weights]
+    sizes = [tuple(weight.shape) for weight in model.layers[0].attention.qkv.weights]
     assert sizes == [(16, 64), (16, 64), (16, 64)]
 
 
@@ -285,12 +285,14 @@ def test_a_pipeline_stage_holds_a_frame_for_each_micro_batch_in_flight():
 def test_gathers_belong_to_the_backward_and_are_not_saved():
     answer = forecast(question("tiny-llama", 4096, tp=2))
     gathered = 4096 * LLAMA.hidden * 2
-    saved = [one.tensor for one in answer.step.plan.decisions if one.layer_class == "layers"]
+    saved = [row.tensor for row in answer.step.plan.decisions if row.layer_class == "layers"]
     assert saved
     assert not any("all_gather" in tensor for tensor in saved)
     regions = answer.step.problem.regions.values()
-    outside = [one for region in regions for one in region.outside]
-    gathers = [one.size_bytes for one in outside if one.kind == "memo_shapes.all_gather.default"]
+    outside = [buffer for region in regions for buffer in region.outside]
+    gathers = [
+        buffer.size_bytes for buffer in outside if buffer.kind == "memo_shapes.all_gather.default"
+    ]
     assert max(gathers) >= gathered
 
 
@@ -302,7 +304,7 @@ def test_the_operators_of_shapes_do_not_run():
 @pytest.mark.parametrize(("limit", "start"), [(7, 1), (8, 1), (1, 1), (23, 4), (3, 100), (0, 1)])
 def test_the_longest_sequence_fits_and_the_next_does_not(monkeypatch, limit, start):
     granule = 1024 * 4
-    monkeypatch.setattr(forecasting, "fits", lambda one: one.seq <= limit * granule)
+    monkeypatch.setattr(forecasting, "fits", lambda setting: setting.seq <= limit * granule)
     tried = {}
     found = longest(question(seq=start * granule, tp=2, cp=2), tried.__setitem__)
     assert found == limit * granule
@@ -312,7 +314,7 @@ def test_the_longest_sequence_fits_and_the_next_does_not(monkeypatch, limit, sta
 
 
 def test_max_seq_is_in_the_answer(capsys, monkeypatch):
-    monkeypatch.setattr(forecasting, "fits", lambda one: one.seq <= 3 * 1024)
+    monkeypatch.setattr(forecasting, "fits", lambda setting: setting.seq <= 3 * 1024)
     code, out, err = plan(capsys, "tiny-gpt", "--max-seq", "--hardware", "a100", "--json")
     body = json.loads(out)
     assert (code, body["max_seq"], body["seq"]) == (0, 3072, 3072)

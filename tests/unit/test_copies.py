@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 WAIT_S = 20.0
 
 
-@pytest.fixture(params=list(CopySchedule), ids=lambda one: one.value)
+@pytest.fixture(params=list(CopySchedule), ids=lambda schedule: schedule.value)
 def engine(request):
     engine = CopyEngine(CPU, request.param)
     yield engine

@@ -49,7 +49,7 @@ def test_a_gpt_layer_needs_24_b_s_h_squared_and_its_attention(dropout):
     region = layer_region(models.gpt2, dropout=dropout)
     attention = 4 * batch * seq * seq * hidden
     assert graph_cost(region.gm).flops == 24 * batch * seq * hidden**2 + attention
-    assert any("attention" in op_name(one) for one in region.gm.graph.nodes) == (dropout == 0)
+    assert any("attention" in op_name(node) for node in region.gm.graph.nodes) == (dropout == 0)
 
 
 @pytest.mark.parametrize(("causal", "expected"), [(False, 4), (True, 2)])
@@ -65,15 +65,15 @@ def test_the_backward_of_attention_counts_too():
 
     def both(q, k, v):
         with torch.enable_grad():
-            leaves = [one.detach().requires_grad_() for one in (q, k, v)]
+            leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
             out = functional.scaled_dot_product_attention(*leaves)
             return torch.autograd.grad(out.sum(), leaves)
 
     forward = graph_of(
         lambda q, k, v: (functional.scaled_dot_product_attention(q, k, v),), shape, shape, shape
     )
-    one = graph_cost(forward).flops
-    assert graph_cost(graph_of(both, shape, shape, shape)).flops == one + 5 * one // 2
+    flops = graph_cost(forward).flops
+    assert graph_cost(graph_of(both, shape, shape, shape)).flops == flops + 5 * flops // 2
 
 
 def test_a_convolution_counts():

@@ -103,7 +103,7 @@ def test_files_and_what_is_cited_in_them_exist(path):
 def test_links_lead_somewhere(path):
     targets = re.findall(r"\]\(([^)#]+)(?:#[\w-]*)?\)", path.read_text())
     local = [target for target in targets if "://" not in target]
-    assert [one for one in local if not (path.parent / one).exists()] == []
+    assert [link for link in local if not (path.parent / link).exists()] == []
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
@@ -171,13 +171,15 @@ def test_the_rows_that_tests_cite_exist():
     rows = situations()
     for path in (ROOT / "tests").rglob("*.py"):
         for several in re.findall(r"\"\"\"Rows? ([\d, and]+)[:.]", path.read_text()):
-            assert {int(one) for one in re.findall(r"\d+", several)} <= set(rows), path.name
+            assert {int(digits) for digits in re.findall(r"\d+", several)} <= set(rows), path.name
 
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/design.md"])
 def test_the_rooms_are_those_of_the_layers_from_top_to_bottom(name):
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    (layers,) = (one["layers"] for one in linter["contracts"] if one["type"] == "layers")
+    (layers,) = (
+        contract["layers"] for contract in linter["contracts"] if contract["type"] == "layers"
+    )
     section = (ROOT / name).read_text().split("## The rooms\n")[1].split("\n## ")[0]
     cells = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
     rooms = [re.findall(r"`(?:memo_compile/)?(\w+)(?:\.py)?`", cell) for cell in cells]

@@ -67,7 +67,7 @@ def test_a_fresh_dump_is_replayed_to_the_same_plan(tmp_path, capsys, options):
     assert capsys.readouterr().out.splitlines()[-1] == "the plan equals plan.json"
     assert left.value.code == 0
     (plan,) = memo_compile.report().plans
-    assert all(one.peak_bytes == plan.peak_bytes for one in plan.frontier if one.chosen)
+    assert all(point.peak_bytes == plan.peak_bytes for point in plan.frontier if point.chosen)
 
 
 def test_plans_of_models_that_are_gone_do_not_pile_up():
@@ -83,7 +83,7 @@ def test_the_passes_run_in_the_order_of_the_tuple(tmp_path):
     step(dump=str(tmp_path))
     (folder,) = tmp_path.iterdir()
     files = " ".join(path.name for path in sorted(folder.glob("*.before.txt")))
-    found = [one.name for one in PASSES if one.name in files]
+    found = [graph_pass.name for graph_pass in PASSES if graph_pass.name in files]
     assert sorted(found, key=files.index) == found
     assert found[0] == "merge-common-subexpressions"
     assert found[-1] == "accumulate-in-place"

@@ -30,7 +30,7 @@ EIGHTH, QUARTER, WHOLE = work(1, 1), work(2, 4), work(8, 64)
 
 @pytest.mark.parametrize(("a", "b"), [(1.0, 1.0), (3.0, 0.5), (0.25, 2.0), (2.0, 0.0)])
 def test_both_factors_are_found(a, b):
-    seconds = [a * one.in_proportion_s + b * one.faster_s for one in (EIGHTH, QUARTER)]
+    seconds = [a * part.in_proportion_s + b * part.faster_s for part in (EIGHTH, QUARTER)]
     assert extrapolate((EIGHTH, QUARTER), seconds, WHOLE) == pytest.approx(8 * a + 64 * b)
 
 
@@ -61,7 +61,7 @@ def test_a_real_layer_is_extrapolated_by_what_its_operators_do(monkeypatch):
     found = extrapolated_seconds(region, CONFIG, CPU, PassRunner())
     assert found == pytest.approx(slow(None, region))
     faster = module._grows_faster(region.gm, wholes[0].gm, CPU)
-    names = [str(one.target) for one, f in zip(region.gm.graph.nodes, faster, strict=True) if f]
+    names = [str(node.target) for node, f in zip(region.gm.graph.nodes, faster, strict=True) if f]
     assert any("attention" in name for name in names)
 
 
@@ -75,8 +75,8 @@ def test_what_does_not_fit_is_not_tried(monkeypatch):
         measure_all({"a": lowered}, {"a": region})
     asked = []
 
-    def too_large(one, error):
-        asked.append((one, str(error)))
+    def too_large(region, error):
+        asked.append((region, str(error)))
         return 2.5
 
     assert measure_all({"a": lowered}, {"a": region}, too_large=too_large) == {"a": 2.5}
@@ -91,11 +91,11 @@ def test_a_region_without_tokens_is_refused():
 def test_a_step_whose_layers_do_not_fit_is_planned_with_extrapolated_costs(monkeypatch):
     torch._dynamo.reset()
     model, inputs, loss = models.llama(seq=112)
-    inputs = {name: one[:1] for name, one in inputs.items()}
+    inputs = {name: value[:1] for name, value in inputs.items()}
     monkeypatch.setattr(measure_regions, "_free_bytes", lambda _: 900_000)
     compiled = memo_compiled(model, policy="full-recompute", costs="measured")
     loss(compiled, **inputs).backward()
     assert_planned()
     notes = memo_compile.report().notes
-    assert any("layer0" in one and "timed on an eighth and a quarter" in one for one in notes)
-    assert not any("computed, not measured" in one for one in notes)
+    assert any("layer0" in note and "timed on an eighth and a quarter" in note for note in notes)
+    assert not any("computed, not measured" in note for note in notes)

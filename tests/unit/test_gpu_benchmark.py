@@ -20,12 +20,12 @@ def options(*flags: str):
 def test_a_tiny_model_trains_at_growing_lengths(arm, tokens):
     flags = (f"--child={arm}", "--models=tiny", f"--max-lengths={len(tokens)}")
     found = gpu.run_child(options(*flags))
-    assert [one["tokens"] for one in found["lengths"]] == tokens
+    assert [length["tokens"] for length in found["lengths"]] == tokens
     assert found["ended"] == "as many lengths as were asked for"
-    for one in found["lengths"]:
-        assert one["peak_bytes"] > 0
-        assert one["tokens_per_s"] == pytest.approx(one["tokens"] / one["step_s"])
-        assert ("planned_bytes" in one) == (arm == "memo")
+    for length in found["lengths"]:
+        assert length["peak_bytes"] > 0
+        assert length["tokens_per_s"] == pytest.approx(length["tokens"] / length["step_s"])
+        assert ("planned_bytes" in length) == (arm == "memo")
 
 
 class FakeTrainer:
@@ -58,7 +58,7 @@ def test_lengths_double_until_memory_ends_and_then_one_between_is_tried(
     monkeypatch.setattr(gpu, "Trainer", FakeTrainer)
     monkeypatch.setattr(FakeTrainer, "most", most)
     found = gpu.run_child(options("--child=memo", "--models=tiny", "--max-lengths=9"))
-    assert [one["tokens"] for one in found["lengths"]] == lengths
+    assert [length["tokens"] for length in found["lengths"]] == lengths
     assert found["ended"] == ended
 
 
@@ -66,7 +66,10 @@ def test_no_length_begins_that_would_end_too_late(monkeypatch):
     monkeypatch.setattr(gpu, "Trainer", FakeTrainer)
     monkeypatch.setattr(FakeTrainer, "most", 10**9)
     found = gpu.run_child(options("--child=memo", "--models=tiny", "--time-limit=0"))
-    assert ([one["tokens"] for one in found["lengths"]], found["ended"]) == ([128], "out of time")
+    assert ([length["tokens"] for length in found["lengths"]], found["ended"]) == (
+        [128],
+        "out of time",
+    )
 
 
 def test_memory_that_ends_is_an_answer_and_other_failures_are_not(monkeypatch):
@@ -99,11 +102,11 @@ def test_arms_share_the_time_and_a_dead_one_is_a_row(monkeypatch):
     monkeypatch.setattr(harness, "run_arm", run_arm)
     chosen = gpu.arguments(["--models=1b", "--arms=memo,inductor", "--time-limit=100"])
     rows = gpu.run_arms(chosen, gpu.time.monotonic() + 100)
-    assert [one[0] for one in asked] == ["memo", "inductor"]
+    assert [call[0] for call in asked] == ["memo", "inductor"]
     assert rows[0]["lengths"] == [length()]
     assert rows[1]["failure"] == "last line"
     late = gpu.run_arms(chosen, gpu.time.monotonic() + 10)
-    assert [one["failure"] for one in late] == ["out of time"] * 2
+    assert [row["failure"] for row in late] == ["out of time"] * 2
     gpu.show([*rows, *late])
 
 

@@ -253,7 +253,8 @@ def test_what_has_an_out_overload_writes_into_its_buffer(function, direct):
     lowered = aten.lower(region)
     assert (lowered.profile.outside == ()) == direct
     views = [
-        torch.empty(4096, dtype=one.dtype).as_strided(one.size, one.stride) for one in lowered.views
+        torch.empty(4096, dtype=view.dtype).as_strided(view.size, view.stride)
+        for view in lowered.views
     ]
     x = torch.randn(4, 4)
     current.views = views
@@ -270,7 +271,7 @@ def test_what_has_an_out_overload_writes_into_its_buffer(function, direct):
 def test_the_users_outputs_get_no_buffer():
     region = region_of(traced(lambda x: (x.cos(), x.sin()), (4, 4)), external=[0])
     profile = aten.lower(region).profile
-    assert [one.storage for one in profile.outputs] == [Storage.EXTERNAL, Storage.ARENA]
+    assert [output.storage for output in profile.outputs] == [Storage.EXTERNAL, Storage.ARENA]
     assert profile.outputs[0].size_bytes == 512
     assert len(profile.buffers) == 1
 

@@ -75,7 +75,7 @@ def test_arms_in_turns_are_awake_one_at_a_time(module):
         for name, number in (("long", "4"), ("short", "2"))
     ]
     found = run_in_turns("benched", arms)
-    spans = [(*span, name) for name, one in found.items() for span in one["spans"]]
+    spans = [(*span, name) for name, step in found.items() for span in step["spans"]]
     spans.sort()
     assert all(left[1] <= right[0] for left, right in itertools.pairwise(spans))
     assert [name for *_, name in spans] == ["long", "short", "long", "short", "long", "long"]

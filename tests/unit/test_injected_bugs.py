@@ -88,9 +88,9 @@ def test_swaps_are_legal_about_as_often_as_not():
 
 
 BUFFERS = [
-    pytest.param(name, one.id, id=f"{name}: {one.id}")
+    pytest.param(name, buffer.id, id=f"{name}: {buffer.id}")
     for name in SHAPES
-    for one in arena_buffers(shape_of(name).moved)
+    for buffer in arena_buffers(shape_of(name).moved)
 ]
 
 
@@ -98,7 +98,7 @@ BUFFERS = [
 def test_a_buffer_is_put_on_each_other_one(name, buffer):
     """Caught exactly when the lives cross, those of copies in flight included."""
     moved, plan = shape_of(name).moved, roomy(shape_of(name).moved)
-    lives = {one.id: one for one in arena_buffers(moved)}
+    lives = {buffer.id: buffer for buffer in arena_buffers(moved)}
     mine = lives[buffer]
     for other in lives.values():
         if other.id == buffer:
@@ -114,8 +114,8 @@ def test_a_buffer_is_put_on_each_other_one(name, buffer):
         )
         text = str(check(moved, broken))
         is_named = any(
-            f"{one} and {two} share" in text
-            for one, two in ((buffer, other.id), (other.id, buffer))
+            f"{left} and {right} share" in text
+            for left, right in ((buffer, other.id), (other.id, buffer))
         )
         assert is_named == (mine.start < other.end and other.start < mine.end), (other, text)
 
@@ -133,7 +133,7 @@ def test_an_offset_is_not_aligned(name, buffer, shift):
 def test_an_offset_is_outside_the_arena(name, buffer):
     moved, plan = shape_of(name).moved, plan_of(name)
     for offset in (plan.arena_bytes, plan.arena_bytes - 512, -512):
-        size = next(one.size_bytes for one in arena_buffers(moved) if one.id == buffer)
+        size = next(held.size_bytes for held in arena_buffers(moved) if held.id == buffer)
         if offset == plan.arena_bytes - 512 and size <= 512:
             continue
         broken = dataclasses.replace(plan, offsets={**plan.offsets, buffer: offset})
@@ -150,21 +150,23 @@ def test_an_offset_is_missing(name, buffer):
 
 def pairs_of(kind: CallKind) -> list:
     return [
-        pytest.param(name, one, other, id=f"{name}: {calls[one].name} and {calls[other].name}")
+        pytest.param(
+            name, first, second, id=f"{name}: {calls[first].name} and {calls[second].name}"
+        )
         for name in SHAPES
         for calls in [shape_of(name).moved.calls]
-        for one in range(len(calls))
-        for other in range(len(calls))
-        if one != other and calls[one].kind is kind and calls[other].kind is kind
+        for first in range(len(calls))
+        for second in range(len(calls))
+        if first != second and calls[first].kind is kind and calls[second].kind is kind
     ]
 
 
-@pytest.mark.parametrize(("name", "one", "other"), pairs_of(OFFLOAD))
-def test_two_values_share_host_memory(name, one, other):
+@pytest.mark.parametrize(("name", "first", "second"), pairs_of(OFFLOAD))
+def test_two_values_share_host_memory(name, first, second):
     """All values of these steps are on the host at one time, at the turn."""
     moved = shape_of(name).moved
-    taken = moved.calls[other].copy.host_offset
-    moved = _at_host(_at_host(moved, one, taken), _reload_of(moved, one), taken)
+    taken = moved.calls[second].copy.host_offset
+    moved = _at_host(_at_host(moved, first, taken), _reload_of(moved, first), taken)
     expect(faults(shape_of(name), moved), "overwrites host bytes")
     assert not works(shape_of(name), moved)
 
@@ -283,13 +285,13 @@ def test_an_offload_and_its_wait_are_dropped(name, index):
     assert not works(shape, moved)
 
 
-@pytest.mark.parametrize(("name", "one", "other"), pairs_of(WAIT))
-def test_a_wait_names_another_copy(name, one, other):
+@pytest.mark.parametrize(("name", "first", "second"), pairs_of(WAIT))
+def test_a_wait_names_another_copy(name, first, second):
     shape = shape_of(name)
     calls = shape.moved.calls
-    moved = replaced(shape.moved, one, waits_for=calls[other].waits_for)
+    moved = replaced(shape.moved, first, waits_for=calls[second].waits_for)
     found = faults(shape, moved)
-    expect(found, f"{calls[one].waits_for} is never waited for")
+    expect(found, f"{calls[first].waits_for} is never waited for")
     expect(found, "it was waited for before", "it was not issued before")
 
 
@@ -300,10 +302,10 @@ def test_a_wait_names_no_copy(name, index, nobody):
     expect(faults(shape_of(name), moved), f"waits for {nobody}, but it was not issued before")
 
 
-@pytest.mark.parametrize(("name", "one", "other"), pairs_of(WAIT))
-def test_a_wait_holds_another_value(name, one, other):
+@pytest.mark.parametrize(("name", "first", "second"), pairs_of(WAIT))
+def test_a_wait_holds_another_value(name, first, second):
     moved = shape_of(name).moved
-    broken = replaced(moved, one, inputs=moved.calls[other].inputs)
+    broken = replaced(moved, first, inputs=moved.calls[second].inputs)
     expect(faults(shape_of(name), broken), "waits for the copy of", "before it is made")
 
 
@@ -328,7 +330,7 @@ def _never_reloaded(moved: Problem, new: str, old: str) -> Problem:
     """Readers of ``new`` read ``old``; what fills ``new`` is gone."""
     calls = []
     for call in moved.calls:
-        fills = new in call.outputs or any(one.value == new for one in call.into)
+        fills = new in call.outputs or any(target.value == new for target in call.into)
         if fills or (call.kind is WAIT and new in call.inputs):
             continue
         inputs = tuple(old if value == new else value for value in call.inputs)
@@ -341,9 +343,11 @@ def test_most_offloaded_values_lose_their_bytes():
     num_lost = 0
     for name in SHAPES:
         moved, plan = shape_of(name).moved, plan_of(name)
-        for one in arena_buffers(moved):
-            if any(call.kind is OFFLOAD and _owner(moved, call) == one.id for call in moved.calls):
-                num_lost += _is_overwritten(moved, plan, one)
+        for buffer in arena_buffers(moved):
+            if any(
+                call.kind is OFFLOAD and _owner(moved, call) == buffer.id for call in moved.calls
+            ):
+                num_lost += _is_overwritten(moved, plan, buffer)
     assert num_lost >= 6
 
 
@@ -354,10 +358,10 @@ def _owner(moved: Problem, offload: StepCall) -> str:
     return f"{maker.name}/{region.buffers[slot.index].name}"
 
 
-def _is_overwritten(moved: Problem, plan: Plan, one) -> bool:
-    start, end = plan.offsets[one.id], plan.offsets[one.id] + one.size_bytes
+def _is_overwritten(moved: Problem, plan: Plan, buffer) -> bool:
+    start, end = plan.offsets[buffer.id], plan.offsets[buffer.id] + buffer.size_bytes
     return any(
-        other.start >= one.end
+        other.start >= buffer.end
         and plan.offsets[other.id] < end
         and start < plan.offsets[other.id] + other.size_bytes
         for other in arena_buffers(moved)

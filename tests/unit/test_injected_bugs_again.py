@@ -62,8 +62,8 @@ def test_recomputed_outputs_change_places():
 def test_recomputed_outputs_of_two_layers_change_places():
     """Equal regions, equal sizes: the values of layer 0 and of layer 1."""
     shape = shape_of("token mix")
-    one, other = (named(shape.moved, f"B{i}") for i in range(2))
-    for index, i in ((one, 1), (other, 0)):
+    first, second = (named(shape.moved, f"B{i}") for i in range(2))
+    for index, i in ((first, 1), (second, 0)):
         inputs = shape.moved.calls[index].inputs
         moved = replaced(shape.moved, index, inputs=(*inputs[:2], f"reloaded.s{i}", inputs[3]))
         expect(faults(shape, moved), f"reads reloaded.s{i}")
@@ -102,7 +102,9 @@ def test_fewer_bytes_of_the_arena_stay(name, index):
     moved, plan = shape_of(name).moved, plan_of(name)
     start = call_starts(moved)[index]
     ends = [
-        plan.offsets[one.id] + one.size_bytes for one in arena_buffers(moved) if one.end > start
+        plan.offsets[buffer.id] + buffer.size_bytes
+        for buffer in arena_buffers(moved)
+        if buffer.end > start
     ]
     resident = list(plan.resident_bytes)
     resident[index] -= 512
@@ -207,7 +209,9 @@ def test_a_region_of_several_operations_writes_over_what_it_reads():
 def test_what_others_wrote_into_a_value_is_not_made_again():
     """A recomputed ``before`` makes the zeros that the tiles fill, not what they hold then."""
     shape = shape_of("tiles")
-    kept = [one for one in shape.moved.calls if one.copy is None and one.kind is not CallKind.WAIT]
+    kept = [
+        call for call in shape.moved.calls if call.copy is None and call.kind is not CallKind.WAIT
+    ]
     again = run_call("again", "before", BACKWARD, ("y0",), ("again.s", "again.acc"), kind=RECOMPUTE)
     use = dataclasses.replace(kept[-1], inputs=("g", "again.s", "again.acc"))
     moved = with_calls(shape.moved, (*kept[:-1], again, use))

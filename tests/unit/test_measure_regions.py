@@ -102,7 +102,7 @@ def test_writes_go_into_throw_away_inputs():
     region = region_of(lambda x: (x.add_(1.0).sin(),), (4,))
     lowered, seen = spied(region)
     measure(lowered, region)
-    assert len({id(one[0]) for one in seen}) == 1
+    assert len({id(given[0]) for given in seen}) == 1
     assert seen[0][0].min() > 3
 
 
@@ -113,7 +113,7 @@ def test_buffers_that_live_one_after_the_other_share_memory():
     addresses = set()
 
     def run(inputs):
-        addresses.update(one.data_ptr() for one in current.views)
+        addresses.update(view.data_ptr() for view in current.views)
         return lowered.run(inputs)
 
     measure(replace(lowered, run=run), region, repeats=1)
@@ -162,9 +162,11 @@ def test_costs_are_computed_where_nothing_can_be_measured(monkeypatch, caplog, e
     with caplog.at_level(logging.WARNING, logger="memo"):
         memo_compiled(model, lowering="aten", policy="full-recompute")(rows(0)).backward()
     assert memo_compile.report().active
-    (note,) = (one for one in memo_compile.report().notes if one.startswith("costs are computed"))
+    (note,) = (
+        note for note in memo_compile.report().notes if note.startswith("costs are computed")
+    )
     assert str(error) in note
-    (record,) = (one for one in caplog.records if "costs are computed" in one.getMessage())
+    (record,) = (record for record in caplog.records if "costs are computed" in record.getMessage())
     assert record.levelname == level
     assert ("please report" in record.getMessage()) == (level == "ERROR")
 
@@ -212,6 +214,6 @@ def test_all_regions_by_name():
         "a": region_of(lambda x: (x.sin(),), (4,)),
         "b": region_of(lambda x: (x @ x,), (256, 256)),
     }
-    seconds = measure_all({name: aten.lower(one) for name, one in regions.items()}, regions)
+    seconds = measure_all({name: aten.lower(region) for name, region in regions.items()}, regions)
     assert list(seconds) == ["a", "b"]
-    assert all(one > 0 for one in seconds.values())
+    assert all(figure > 0 for figure in seconds.values())

@@ -47,11 +47,11 @@ def applied(step: MovableStep, *modes: Mode, schedule: Schedule | None = None) -
 
 
 def named(problem: Problem) -> Mapping[str, StepCall]:
-    return {one.name: one for one in problem.calls}
+    return {call.name: call for call in problem.calls}
 
 
 def order(problem: Problem, *names: str) -> list[int]:
-    all_names = [one.name for one in problem.calls]
+    all_names = [call.name for call in problem.calls]
     return [all_names.index(name) for name in names]
 
 
@@ -111,12 +111,12 @@ def test_an_offloaded_value_goes_and_comes_back_under_another_name():
 def test_several_readers_share_one_reload():
     step = movable_step(2)
     calls = [
-        replace(one, inputs=("a0", *one.inputs[1:])) if one.name == "Hb" else one
-        for one in step.problem.calls
+        replace(call, inputs=("a0", *call.inputs[1:])) if call.name == "Hb" else call
+        for call in step.problem.calls
     ]
     step = replace(step, problem=replace(step.problem, calls=tuple(calls)))
     problem = applied(step, mode(a=OFFLOAD), mode())
-    assert [one.name for one in problem.calls if one.kind is CallKind.RELOAD] == ["reload.a0"]
+    assert [call.name for call in problem.calls if call.kind is CallKind.RELOAD] == ["reload.a0"]
     calls_by_name = named(problem)
     assert calls_by_name["Hb"].inputs[0] == "reloaded.a0"
     assert "reloaded.a0" in calls_by_name["Lb@0"].inputs
@@ -127,20 +127,20 @@ def test_several_readers_share_one_reload():
 def test_what_the_backward_does_not_read_is_not_moved():
     step = movable_step(2)
     calls = [
-        replace(one, inputs=tuple("tangent" if v == "a0" else v for v in one.inputs))
-        for one in step.problem.calls
+        replace(call, inputs=tuple("tangent" if v == "a0" else v for v in call.inputs))
+        for call in step.problem.calls
     ]
     step = replace(step, problem=replace(step.problem, calls=tuple(calls)))
     problem = applied(step, mode(a=OFFLOAD), mode())
-    assert [one.name for one in problem.calls] == [one.name for one in calls]
+    assert [call.name for call in problem.calls] == [call.name for call in calls]
     assert problem.host_bytes == 0
 
 
 def test_nothing_is_recomputed_that_the_backward_does_not_read():
     step = movable_step(1)
     calls = [
-        replace(one, inputs=tuple("tangent" if v == "d0" else v for v in one.inputs))
-        for one in step.problem.calls
+        replace(call, inputs=tuple("tangent" if v == "d0" else v for v in call.inputs))
+        for call in step.problem.calls
     ]
     step = replace(step, problem=replace(step.problem, calls=tuple(calls)))
     assert applied(step, mode(d=RECOMPUTE)).calls == tuple(calls)
@@ -150,10 +150,10 @@ def test_a_recomputation_alone_keeps_its_input_on_the_move():
     """Only the recomputation reads x; it is reloaded for it all the same."""
     step = movable_step(1)
     calls = [
-        replace(one, inputs=tuple("tangent" if v == "x0" else v for v in one.inputs))
-        if one.name == "Lb@0"
-        else one
-        for one in step.problem.calls
+        replace(call, inputs=tuple("tangent" if v == "x0" else v for v in call.inputs))
+        if call.name == "Lb@0"
+        else call
+        for call in step.problem.calls
     ]
     step = replace(step, problem=replace(step.problem, calls=tuple(calls)))
     problem = applied(step, mode(x=OFFLOAD, b=RECOMPUTE))
@@ -174,14 +174,14 @@ def test_an_input_leaves_right_after_the_call_that_made_it():
 def test_the_largest_copy_goes_first():
     step = movable_step(1)
     problem = applied(step, mode(a=OFFLOAD, b=OFFLOAD, c=OFFLOAD, d=OFFLOAD))
-    copies = [one.name for one in problem.calls if one.kind is CallKind.OFFLOAD]
+    copies = [call.name for call in problem.calls if call.kind is CallKind.OFFLOAD]
     assert copies == ["offload.c0", "offload.d0", "offload.a0", "offload.b0"]
 
 
 def test_host_ranges_are_aligned_and_apart():
     step = movable_step(3)
-    one = mode(rows=3, x=OFFLOAD, a=OFFLOAD, b=RECOMPUTE, c=RECOMPUTE, d=RECOMPUTE)
-    problem = applied(step, one, one, one)
+    both = mode(rows=3, x=OFFLOAD, a=OFFLOAD, b=RECOMPUTE, c=RECOMPUTE, d=RECOMPUTE)
+    problem = applied(step, both, both, both)
     copies = [call.copy for call in problem.calls if call.kind is CallKind.OFFLOAD]
     end = 0
     for copy in copies:
@@ -239,7 +239,7 @@ def test_lag_bounds_how_long_a_copy_is_in_flight():
         wait, forward = order(problem, "wait.offload.c0", before)
         assert wait < forward
         if lag < 9:
-            runs = (one.name for one in problem.calls[wait:] if one.kind is CallKind.RUN)
+            runs = (call.name for call in problem.calls[wait:] if call.kind is CallKind.RUN)
             assert next(runs) == before
 
 
@@ -268,7 +268,7 @@ def test_writes_in_the_forward_are_copied_too():
     """A later call writes into the value: it leaves after that call."""
     step = movable_step(2)
     calls = list(step.problem.calls)
-    at = [one.name for one in calls].index("L@1")
+    at = [call.name for call in calls].index("L@1")
     calls[at] = replace(calls[at], into=(Into(buffer=0, value="a0", offset_bytes=0),))
     step = replace(step, problem=replace(step.problem, calls=tuple(calls)))
     problem = applied(step, mode(a=OFFLOAD), mode())
@@ -279,7 +279,7 @@ def test_writes_in_the_forward_are_copied_too():
 def test_writes_in_the_backward_go_to_the_reloaded_value():
     step = movable_step(2)
     calls = list(step.problem.calls)
-    at = [one.name for one in calls].index("Hb")
+    at = [call.name for call in calls].index("Hb")
     calls[at] = replace(calls[at], into=(Into(buffer=0, value="a0", offset_bytes=0),))
     step = replace(step, problem=replace(step.problem, calls=tuple(calls)))
     problem = applied(step, mode(a=OFFLOAD), mode())
@@ -358,8 +358,8 @@ def test_modes_that_cannot_be(what):
 def test_an_early_reader_forbids_recomputation():
     step = movable_step(2)
     calls = [
-        replace(one, inputs=("d0", *one.inputs[1:])) if one.name == "Hb" else one
-        for one in step.problem.calls
+        replace(call, inputs=("d0", *call.inputs[1:])) if call.name == "Hb" else call
+        for call in step.problem.calls
     ]
     step = replace(step, problem=replace(step.problem, calls=tuple(calls)))
     first, second = step.layers
@@ -471,7 +471,7 @@ def test_moved_steps_need_less_and_pass_the_checker(actions):
 
 def test_a_step_without_a_backward_moves_nothing():
     step = movable_step(1)
-    forward = tuple(one for one in step.problem.calls if one.phase is Phase.FORWARD)
+    forward = tuple(call for call in step.problem.calls if call.phase is Phase.FORWARD)
     backward = call("Lb@0", "Pb", Phase.BACKWARD, ("tangent",), ("dw",))
     step = replace(step, problem=replace(step.problem, calls=(*forward, backward)))
     assert applied(step, mode(c=OFFLOAD, b=RECOMPUTE)).calls == (*forward, backward)

@@ -12,7 +12,7 @@ REPORT = """<testsuites><testsuite>
 
 def test_cases_are_counted_by_test_and_model():
     cases = list(read(REPORT))
-    assert [one.outcome for one in cases] == ["passed", "failure", "skipped", "error"]
+    assert [case.outcome for case in cases] == ["passed", "failure", "skipped", "error"]
     assert cases[1].name == "llama-memo-floor"
     assert counted(cases) == [
         ("test_a", "llama", 1, 1, 0, 4),

@@ -83,7 +83,7 @@ def test_the_plan_equals_the_backends_byte_for_byte(lowering, share):
         assert getattr(plan, name) == getattr(theirs, name), name
     assert plan.resident_bytes == theirs.resident_bytes
     assert plan.decisions == theirs.decisions
-    moved = {one.decision for one in plan.decisions} - {"SAVE"}
+    moved = {row.decision for row in plan.decisions} - {"SAVE"}
     assert bool(moved) is (share is not None)
 
 

@@ -133,7 +133,7 @@ def test_what_the_option_cannot_mean_is_refused(entry, message):
 
 
 def test_every_pass_has_a_name_of_its_own():
-    names = [one.name for one in PASSES]
+    names = [graph_pass.name for graph_pass in PASSES]
     assert len(set(names)) == len(names)
 
 

@@ -27,9 +27,9 @@ def test_texts_are_artifacts_with_the_plans_name(monkeypatch):
     emit_artifacts("graph0", {name: functools.partial(str, text) for name, text in texts.items()})
     torch_logging.trace_log.manager._clear_cache()
     found = {
-        one["artifact"]["name"]: (one["artifact"]["encoding"], text)
-        for one, text in handler.records
-        if "artifact" in one
+        record["artifact"]["name"]: (record["artifact"]["encoding"], text)
+        for record, text in handler.records
+        if "artifact" in record
     }
     assert found["memo_graph0_plan"] == ("json", '{"a": 1}')
     assert json.loads(found["memo_graph0_plan"][1]) == {"a": 1}

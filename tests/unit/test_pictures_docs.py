@@ -19,14 +19,14 @@ CLASSES = (
 )
 
 
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda cls: cls.__name__)
 def test_every_field_is_documented(kind):
-    assert {one.name for one in dataclasses.fields(kind)} <= NAMED
+    assert {field.name for field in dataclasses.fields(kind)} <= NAMED
 
 
 @pytest.mark.parametrize("values", [problem.CallKind, problem.Storage, problem.Phase])
 def test_every_word_is_documented(values):
-    assert {one.value for one in values} <= NAMED
+    assert {value.value for value in values} <= NAMED
 
 
 def test_the_version_is_the_documented_one():

@@ -90,7 +90,7 @@ def test_hovering_knows_name_size_reason_and_source():
     data = json.loads(re.search(r'id="data">(.*?)</script>', html, re.DOTALL).group(1))
     texts = data["arena"]["texts"]
     tips = [[texts[i] for i in row[4:]] for row in data["arena"]["rows"]]
-    tip = next(one for one in tips if one[:2] == ["attn.0", "layer 0 forward"])
+    tip = next(tip for tip in tips if tip[:2] == ["attn.0", "layer 0 forward"])
     assert tip[3].startswith("24.00 MiB at ")
     assert tip[4] == "until copied to the host"
     assert tip[6] == "12 ms of copy hide behind 31 ms of compute"
@@ -120,7 +120,7 @@ def test_a_legend_names_only_what_is_drawn():
     text = words(render_html(problem, plan))
     assert "stall: compute waits" in text
     assert "allocated by kernels" not in text
-    spans = tuple(one for one in plan.timeline.spans if one.lane == "compute")
+    spans = tuple(span for span in plan.timeline.spans if span.lane == "compute")
     calm = dataclasses.replace(plan.timeline, spans=spans, stall_s=0.0)
     text = words(render_html(problem, dataclasses.replace(plan, timeline=calm)))
     assert "Compute never waits for a copy" in text
@@ -196,8 +196,8 @@ def luminance(colour):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one, other):
-    low, high = sorted((luminance(one), luminance(other)))
+def contrast(first, second):
+    low, high = sorted((luminance(first), luminance(second)))
     return (high + 0.05) / (low + 0.05)
 
 

@@ -34,15 +34,15 @@ def events_of(problem, plan):
 def slices(events):
     """(thread, begin, end, name) of matched B and E events; they follow one another."""
     found, open_of = [], {}
-    for one in events:
-        if one["ph"] == "B":
-            assert one["tid"] not in open_of, "slices of a lane do not nest"
-            open_of[one["tid"]] = one
-        elif one["ph"] == "E":
-            begin = open_of.pop(one["tid"])
-            assert begin["name"] == one["name"]
-            assert begin["ts"] <= one["ts"]
-            found.append((one["tid"], begin["ts"], one["ts"], one["name"]))
+    for event in events:
+        if event["ph"] == "B":
+            assert event["tid"] not in open_of, "slices of a lane do not nest"
+            open_of[event["tid"]] = event
+        elif event["ph"] == "E":
+            begin = open_of.pop(event["tid"])
+            assert begin["name"] == event["name"]
+            assert begin["ts"] <= event["ts"]
+            found.append((event["tid"], begin["ts"], event["ts"], event["name"]))
     assert open_of == {}
     return found
 
@@ -68,20 +68,22 @@ def test_arrows_lead_from_issue_through_copy_to_wait():
     events = events_of(problem, plan)
     found = slices(events)
     flows: dict[int, dict[str, dict]] = {}
-    for one in events:
-        if one["ph"] in "stf":
-            flows.setdefault(one["id"], {})[one["ph"]] = one
+    for event in events:
+        if event["ph"] in "stf":
+            flows.setdefault(event["id"], {})[event["ph"]] = event
     copies = [c for c in problem.calls if c.kind in (CallKind.OFFLOAD, CallKind.RELOAD)]
     assert len(flows) == len(copies) == 20
     for flow in flows.values():
         assert flow["s"]["ts"] <= flow["t"]["ts"] <= flow["f"]["ts"]
         assert flow["t"]["tid"] in (THREADS["d2h"], THREADS["h2d"])
         for phase, prefix in (("s", "issue "), ("t", ""), ("f", "wait for ")):
-            one = flow[phase]
+            event = flow[phase]
             around = [
-                n for tid, begin, end, n in found if tid == one["tid"] and begin <= one["ts"] <= end
+                n
+                for tid, begin, end, n in found
+                if tid == event["tid"] and begin <= event["ts"] <= end
             ]
-            assert prefix + one["name"] in around
+            assert prefix + event["name"] in around
 
 
 def test_the_counter_reaches_the_plans_bytes():
@@ -128,7 +130,7 @@ def test_the_snapshot_replays_the_plan():
     assert sum(b["size"] for b in kept) == 6 * 80 * MIB + 16 * MIB + 512
     ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in snapshot["segments"])
     assert ranges[0][0] == FIRST_ADDRESS
-    assert all(one[1] <= other[0] for one, other in itertools.pairwise(ranges))
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(ranges))
     categories = {e["category"] for e in snapshot["device_traces"][0]}
     assert {"unknown", "saved", "offloaded", "recomputed", "output"} <= categories
     times = [e["time_us"] for e in snapshot["device_traces"][0]]
@@ -222,7 +224,7 @@ def test_a_folder_holds_every_picture(tmp_path):
     problem, plan = layered(4)
     costs = StepCosts(region_s={"fwd": 0.01}, d2h_bytes_per_s=1e9, h2d_bytes_per_s=2e9)
     written = write_pictures(tmp_path / "new" / "folder", problem, plan, costs)
-    names = {one.name for one in written}
+    names = {path.name for path in written}
     whole = {"problem.json", "plan.json", "report.html", "plan.trace.json", "plan.snapshot.pickle"}
     assert whole | {"costs.json"} <= names
     for path in written:
@@ -235,7 +237,7 @@ def test_a_folder_holds_every_picture(tmp_path):
 
 def test_plots_come_with_matplotlib(tmp_path):
     pytest.importorskip("matplotlib")
-    names = {one.name for one in write_pictures(tmp_path, *layered(4))}
+    names = {path.name for path in write_pictures(tmp_path, *layered(4))}
     assert {"memory.svg", "memory.png", "arena.svg", "arena.png"} <= names
     assert (tmp_path / "arena.png").read_bytes().startswith(b"\x89PNG")
     first = (tmp_path / "memory.svg").read_text()

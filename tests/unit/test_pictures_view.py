@@ -19,8 +19,10 @@ from tests.steps.small import KIB, planned, two_layers
 
 def test_roles_names_reasons_and_sources_of_moved_tensors():
     view = view_step(*layered(6))
-    boxes = {one.id: one for one in view.boxes}
-    roles = {one: boxes[one].role for one in ("fwd@0/attn", "fwd@0/up", "fwd@0/mlp", "fwd@5/attn")}
+    boxes = {box.id: box for box in view.boxes}
+    roles = {
+        name: boxes[name].role for name in ("fwd@0/attn", "fwd@0/up", "fwd@0/mlp", "fwd@5/attn")
+    }
     assert roles == {
         "fwd@0/attn": Role.OFFLOADED,
         "fwd@0/up": Role.SAVED,
@@ -60,7 +62,7 @@ def test_decisions_of_a_range_of_layers_hold_there_only():
         for first, last in ((0, 4), (4, 6))
     )
     view = view_step(problem, dataclasses.replace(plan, decisions=halves))
-    reasons = {one.id: one.reason for one in view.boxes if one.id.endswith("/up")}
+    reasons = {box.id: box.reason for box in view.boxes if box.id.endswith("/up")}
     assert reasons["fwd@3/up"] == "from 0"
     assert reasons["fwd@4/up"] == "from 4"
 
@@ -69,9 +71,9 @@ def test_the_memory_curve_peaks_at_the_plans_peak():
     for problem, plan in (layered(6), (two_layers(), planned(two_layers()))):
         view = view_step(problem, plan)
         assert view.peak.held_bytes == plan.peak_bytes
-        assert max(one.live_bytes for one in view.moments) == plan.lower_bound_bytes
+        assert max(moment.live_bytes for moment in view.moments) == plan.lower_bound_bytes
         columns = view.columns(50)
-        assert max(one.held_bytes for one in columns) == plan.peak_bytes
+        assert max(column.held_bytes for column in columns) == plan.peak_bytes
         assert len(columns) <= 50
 
 
@@ -107,13 +109,13 @@ def test_small_neighbours_unite_and_others_stay():
         ],
         noun="small buffers",
     )
-    assert sorted((one.x, one.y, one.height, one.count) for one in merged) == [
+    assert sorted((shape.x, shape.y, shape.height, shape.count) for shape in merged) == [
         (10.0, 100, 100, 2),
         (10.0, 150, 50, 1),
         (10.0, 300, 20, 1),
         (20, 0, 40, 1),
     ]
-    united = next(one for one in merged if one.count == 2)
+    united = next(shape for shape in merged if shape.count == 2)
     assert united.tip == ("2 small buffers", "where")
 
 
@@ -125,15 +127,15 @@ def test_small_neighbours_unite_and_others_stay():
     )
 )
 def test_merging_keeps_every_shape_covered_to_a_pixel(sides):
-    shapes = [shape(*one) for one in sides]
+    shapes = [shape(*side) for side in sides]
     merged = merge_small(shapes, noun="shapes")
-    assert sum(one.count for one in merged) == len(shapes)
-    for one in shapes:
+    assert sum(shape.count for shape in merged) == len(shapes)
+    for drawn in shapes:
         assert any(
-            other.x - 1 <= one.x
-            and one.right <= other.right + 1
-            and other.y - 1 <= one.y
-            and one.bottom <= other.bottom + 1
+            other.x - 1 <= drawn.x
+            and drawn.right <= other.right + 1
+            and other.y - 1 <= drawn.y
+            and drawn.bottom <= other.bottom + 1
             for other in merged
         )
 
@@ -141,7 +143,7 @@ def test_merging_keeps_every_shape_covered_to_a_pixel(sides):
 def test_spans_of_a_lane_merge_only_when_small_and_touching():
     spans = [shape(i * 0.3, 0, 0.3, 400) for i in range(10)] + [shape(50, 0, 5, 400)]
     merged = merge_along(spans, noun="calls")
-    assert [one.count for one in merged] == [10, 1]
+    assert [shape.count for shape in merged] == [10, 1]
     assert merged[0].width == pytest.approx(3.0)
     wide = merge_along([shape(0, 0, 5, 400), shape(5, 0, 5, 400)], noun="calls")
     assert len(wide) == 2
@@ -170,7 +172,7 @@ def test_a_path_has_one_decimal():
 def test_every_buffer_has_a_box():
     problem, plan = layered(4)
     view = view_step(problem, plan)
-    assert [one.id for one in view.boxes] == [one.id for one in arena_buffers(problem)]
-    assert sum(one.size_bytes for one in view.boxes if one.role is Role.RELOADED) == 2 * ATTN
+    assert [box.id for box in view.boxes] == [buffer.id for buffer in arena_buffers(problem)]
+    assert sum(box.size_bytes for box in view.boxes if box.role is Role.RELOADED) == 2 * ATTN
     assert view.constant_bytes == 4 * 60 * MIB + 16 * MIB
     assert KIB * 1024 == MIB

@@ -189,13 +189,13 @@ def test_blocks_of_one_class_share_their_frame():
 
 class TestChecker:
     def test_it_names_every_kind_of_defect(self):
-        one = problem(
+        asked = problem(
             Buffer(id="a", lower=0, upper=2, size=4, alignment=4, offset=8),
             Buffer(id="b", lower=1, upper=3, size=4),
             Buffer(id="c", lower=2, upper=3, size=1),
             capacity=10,
         )
-        found = " | ".join(find_violations(one, {"a": 6, "b": 8, "x": 0}))
+        found = " | ".join(find_violations(asked, {"a": 6, "b": 8, "x": 0}))
         for part in (
             "x: offset for an unknown buffer",
             "c: has no offset",

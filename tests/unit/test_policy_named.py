@@ -257,5 +257,5 @@ def test_candidates_above_the_host_budget_are_left_out():
     step = movable_step(6, bytes_per_s=FAST)
     source = CandidateSource(step=step, recompute=recomputer(step), host_budget_bytes=200 * KIB)
     kept = pareto(source.auto(), 200 * KIB)
-    assert max(one.host_bytes for one in kept) <= 200 * KIB
-    assert any(one.host_bytes for one in kept)
+    assert max(candidate.host_bytes for candidate in kept) <= 200 * KIB
+    assert any(candidate.host_bytes for candidate in kept)

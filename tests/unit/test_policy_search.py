@@ -41,7 +41,7 @@ def model_of(num_layers: int = 3, schedule: Schedule = ROTATING, **options: floa
 def test_recompute_sets_are_the_lower_hull():
     cls = movable_step(2).classes["L"]
     # b: 8 KiB, 0.05 s; c: 32 KiB, 0.3 s; d: 32 KiB, 0.05 s. Together 72 KiB in 0.4 s.
-    assert [sorted(one) for one in recompute_sets(cls)] == [[], [4], [2, 4], [2, 3, 4]]
+    assert [sorted(slots) for slots in recompute_sets(cls)] == [[], [4], [2, 4], [2, 3, 4]]
 
 
 def test_a_class_without_recomputable_slots_has_the_empty_set_only():
@@ -82,10 +82,10 @@ def test_modes_start_with_save_and_hold_the_extremes():
     modes = class_modes(step, "L", recomputer(step))
     assert modes[0].mode.actions == (Action.SAVE,) * 5
     assert len(modes) <= MAX_MODES
-    assert min(one.kept_bytes for one in modes) == 0
-    assert any(one.mode.recompute_rows for one in modes)
+    assert min(priced.kept_bytes for priced in modes) == 0
+    assert any(priced.mode.recompute_rows for priced in modes)
     exact = class_modes(step, "L", recomputer(step), exact=True)
-    assert not any(one.mode.recompute_rows for one in exact)
+    assert not any(priced.mode.recompute_rows for priced in exact)
 
 
 def test_a_chain_through_attention_is_not_split():
@@ -214,7 +214,7 @@ def test_without_an_engine_the_choice_is_greedys(monkeypatch):
 def test_without_time_the_choice_is_greedys():
     step = movable_step(4)
     source = CandidateSource(step=step, recompute=recomputer(step), time_limit_s=0.0)
-    assert {one.moves.policy for one in source.auto()}.isdisjoint({"auto"})
+    assert {candidate.moves.policy for candidate in source.auto()}.isdisjoint({"auto"})
     assert solve_modes(model_of(3), bound_bytes=1 << 40, time_limit_s=0.0).status is (
         SolveStatus.TIME_LIMIT
     )
@@ -251,7 +251,7 @@ def test_a_gpt_at_64k_tokens_recomputes_the_cheap_and_offloads_attention():
 def test_a_step_without_layers_keeps_everything_or_names_its_floor():
     step = replace(movable_step(2), layers=())
     source = CandidateSource(step=step, recompute=recomputer(step))
-    assert {one.live_bytes for one in source.auto()} == {peak_live_bytes(step.problem)}
+    assert {candidate.live_bytes for candidate in source.auto()} == {peak_live_bytes(step.problem)}
 
 
 def test_a_layer_that_may_not_recompute_a_slot_saves_instead():
@@ -262,12 +262,12 @@ def test_a_layer_that_may_not_recompute_a_slot_saves_instead():
     )
     regions = {**step.problem.regions, "Lb2": replace(step.problem.regions["Lb"], name="Lb2")}
     regions["Lb2"] = replace(regions["Lb2"], input_ends=(*regions["Lb2"].input_ends, 4))
-    calls = tuple(replace(one, region="Lb2") if one.name == "Lb@2" else one for one in calls)
+    calls = tuple(replace(call, region="Lb2") if call.name == "Lb@2" else call for call in calls)
     costs = replace(step.costs, region_s={**step.costs.region_s, "Lb2": 2.0})
     step = replace(step, problem=replace(step.problem, calls=calls, regions=regions), costs=costs)
     first, second, _ = layer_modes(step, recomputer(step))
-    assert not any(4 in one.mode.slots(Action.RECOMPUTE) for one in first)
-    assert any(4 in one.mode.slots(Action.RECOMPUTE) for one in second)
+    assert not any(4 in priced.mode.slots(Action.RECOMPUTE) for priced in first)
+    assert any(4 in priced.mode.slots(Action.RECOMPUTE) for priced in second)
     assert len(first) == len(second)
 
 

@@ -25,7 +25,10 @@ def test_calls_lie_end_to_end():
 
 
 def test_lives_on_the_time_axis():
-    lives = {one.id: (one.start, one.end, one.transient) for one in arena_buffers(two_layers())}
+    lives = {
+        buffer.id: (buffer.start, buffer.end, buffer.transient)
+        for buffer in arena_buffers(two_layers())
+    }
     assert lives == {
         "L@0/t": (0, 2, True),
         "L@0/y": (1, 18 + 2, False),

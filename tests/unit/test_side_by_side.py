@@ -64,7 +64,7 @@ def test_a_layers_copy_takes_its_part_of_each_half():
 
 
 def test_a_simulated_step_may_be_ten_percent_off():
-    rows = [{"name": "a", "ratio": one} for one in (0.95, 1.09, 0.8, 1.2)]
+    rows = [{"name": "a", "ratio": ratio} for ratio in (0.95, 1.09, 0.8, 1.2)]
     assert len(simulated.judge(rows[:2])) == 0
     assert simulated.judge(rows[2:3]) == ["a: simulated / measured 0.800"]
     assert len(simulated.judge(rows[2:])) == 2

@@ -53,7 +53,7 @@ def test_both_directions_have_their_own_speed():
     step = movable_step(1)
     problem = apply_moves(step, Moves(modes=(ONE_OUT,)), recomputer(step))
     costs = replace(step.costs, d2h_bytes_per_s=32 * KIB, h2d_bytes_per_s=8 * KIB)
-    spans = {one.name: one for one in simulate(problem, costs).spans}
+    spans = {span.name: span for span in simulate(problem, costs).spans}
     assert spans["offload.c0"].end_s - spans["offload.c0"].start_s == 1.0
     assert spans["reload.c0"].end_s - spans["reload.c0"].start_s == 4.0
 
@@ -62,7 +62,7 @@ def test_copies_of_one_direction_follow_each_other():
     step = movable_step(4, bytes_per_s=8 * KIB)
     problem = apply_moves(step, Moves(modes=(ONE_OUT,) * 4), recomputer(step))
     for lane in ("compute", "d2h", "h2d"):
-        spans = [one for one in simulate(problem, step.costs).spans if one.lane == lane]
+        spans = [span for span in simulate(problem, step.costs).spans if span.lane == lane]
         assert all(a.end_s <= b.start_s for a, b in pairwise(spans))
 
 
@@ -79,14 +79,14 @@ def test_a_region_without_seconds():
 def test_a_wait_for_nothing():
     step = movable_step(1)
     problem = apply_moves(step, Moves(modes=(ONE_OUT,)), recomputer(step))
-    without = tuple(one for one in problem.calls if one.name != "reload.c0")
+    without = tuple(call for call in problem.calls if call.name != "reload.c0")
     with pytest.raises(InvalidPlan, match=r"wait.reload.c0 waits for reload.c0, which is no copy"):
         simulate(replace(problem, calls=without), step.costs)
 
 
 def per_layer(problem, costs, more=None):
     """Seconds of a layer's forward and of its backward in the middle of the step."""
-    spans = {one.name: one for one in simulate(problem, costs, more_region_s=more).spans}
+    spans = {span.name: span for span in simulate(problem, costs, more_region_s=more).spans}
     num_layers = sum(name.startswith("L@") for name in spans)
     low, high = num_layers // 4, 3 * num_layers // 4
     forward = spans[f"L@{high}"].end_s - spans[f"L@{low}"].end_s

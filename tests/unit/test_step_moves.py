@@ -102,7 +102,7 @@ def test_a_reserved_frame_stays_while_other_plans_go():
     plan = step()
     plan.reserve()
     arena = arena_of(CPU)
-    (slab,) = (one for one in arena._slabs if plan.key in one._tables)
+    (slab,) = (slab for slab in arena._slabs if plan.key in slab._tables)
     arena.forget(step().key)
     assert slab in arena._slabs
     arena.forget(plan.key)
@@ -120,8 +120,8 @@ def test_a_throttled_step_stalls_and_is_right():
 def test_a_missing_wait_shows_under_the_late_schedule(wait):
     """The schedule must be able to fail: without a wait the numbers are wrong."""
     plan = step(
-        tuple(one for one in FORWARD if one is not wait),
-        tuple(one for one in BACKWARD if one is not wait),
+        tuple(call for call in FORWARD if call is not wait),
+        tuple(call for call in BACKWARD if call is not wait),
         schedule="late",
         poison=True,
     )
