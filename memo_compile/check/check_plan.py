@@ -54,6 +54,24 @@ def require_valid(problem: Problem, plan: Plan) -> Plan:
     return plan.with_check(verdict)
 
 
+def require_within_budget(plan: Plan) -> Plan:
+    """``plan``, whose peak obeys the budget that it names.
+
+    Raises:
+        InvalidPlan: it does not.
+    """
+    if over := _over_budget(plan):
+        raise InvalidPlan(f"plan {plan.name or 'of this step'}: {over}")
+    return plan
+
+
+def _over_budget(plan: Plan) -> str:
+    """What to complain of; empty where the plan fits, or names no budget."""
+    if plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes:
+        return ""
+    return f"peak {plan.peak_bytes} > budget {plan.budget_bytes}"
+
+
 @dataclass(slots=True)
 class _Storage:
     """The bytes that one buffer holds now, and the values that live in them."""
@@ -86,10 +104,10 @@ class _Replay:
         self.outside_bytes = problem.rebound_bytes
         """What kernels hold now in memory of their own, and what the step before left."""
         self.most_outside_bytes = 0
+        """The most of it during the call being replayed."""
         self.in_backward = False
         self.results: set[str] = set()
         """What the forward made for the user."""
-        """The most of it during the call being replayed."""
         fixed = problem.fixed
         self.constant_bytes = (
             fixed.parameters
@@ -122,8 +140,8 @@ class _Replay:
         plan = self.plan
         if plan.lower_bound_bytes > plan.arena_bytes:
             self._complain(f"lower bound {plan.lower_bound_bytes} > arena {plan.arena_bytes}")
-        if plan.budget_bytes is not None and plan.peak_bytes > plan.budget_bytes:
-            self._complain(f"peak {plan.peak_bytes} > budget {plan.budget_bytes}")
+        if over := _over_budget(plan):
+            self._complain(over)
 
     def _count_reads(self) -> dict[str, int]:
         """Value -> how often calls read it or write into it."""

@@ -15,6 +15,7 @@ from memo_compile.errors import InputError
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
+from memo_compile.step.program_text import program_text
 from memo_compile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ def replay(
         str, typer.Option(metavar="auto|greedy|mip|search", help="How offsets are found.")
     ] = "auto",
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for the placement.")] = 5.0,
+    program: Annotated[
+        bool, typer.Option("--program", help="Print the step program, and do nothing else.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan the step of a dump again, without torch, and say whether the same plan comes out.
@@ -44,6 +48,9 @@ def replay(
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; expected one that options dump wrote")
     problem = read_data(folder / "problem.json", Problem)
+    if program:
+        print(program_text(problem), end="")
+        raise typer.Exit
     before = read_data(folder / "plan.json", Plan)
     costs_file = folder / "costs.json"
     costs = read_data(costs_file, StepCosts) if costs_file.is_file() else None

@@ -186,7 +186,7 @@ class Assembly:
         self._bind_again(planned)
 
     def _plan_smaller(self, refused: ArenaError | HostStoreError) -> None:
-        """Replan with a quarter of what was refused less, or with the least that a step needs.
+        """Replan for three quarters of what was refused, or for the least that a step needs.
 
         The bound is on the step's peak, which may fall while the arena does not: it is lowered
         further at every refusal.
@@ -293,8 +293,9 @@ class Assembly:
     def _count_kept_outputs(self) -> None:
         """Replan once it turns out that the user holds what the forward returned.
 
-        Large results (logits) mostly go before the backward, and the plan counts on it. In the
-        first step nobody knows; a budget may be exceeded by them in that step only.
+        Without a budget, or with ``outputs="dropped"``, the plan counts on large results (logits)
+        going before the backward. Only where that promise is broken is a budget exceeded, in one
+        step.
         """
         if self._kept_bytes < MIN_KEPT_BYTES or self.step.live:
             return

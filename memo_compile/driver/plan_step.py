@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from memo_runtime.pages import gives_pages_back
 
+from memo_compile.check.check_plan import require_within_budget
 from memo_compile.check.prove import require_proved
 from memo_compile.config import MemoConfig, local_world_size
 from memo_compile.costs.host import (
@@ -22,7 +23,7 @@ from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.movable_step import Movable
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
 from memo_compile.driver.user_outputs import held_bytes
-from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, MemoError
+from memo_compile.errors import ConfigError, Infeasible, MemoError
 from memo_compile.planners.place_step import place_step, require_budget
 from memo_compile.planners.policy import Choice
 from memo_compile.reporting import state
@@ -182,15 +183,13 @@ class _Planner:
 
     def _planned(self, problem: Problem, plan: Plan) -> PlannedStep:
         """``problem`` as planned, proved to be the original step plus moves."""
-        budget = self._declared_budget_bytes()
-        if budget is not None and plan.peak_bytes > budget:
-            raise InvalidPlan(f"plan {plan.name}: peak {plan.peak_bytes} > budget {budget}")
+        plan = require_within_budget(replace(plan, budget_bytes=self._declared_budget_bytes()))
         require_proved(
             self.lowered.whole, self.problem, problem, self.known.recomputations(problem)
         )
         return PlannedStep(
             problem=problem,
-            plan=replace(plan, budget_bytes=budget),
+            plan=plan,
             lowered=self.known.regions(),
             graphs=self.known.graphs(),
         )

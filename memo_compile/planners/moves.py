@@ -2,8 +2,8 @@
 
 Rewrite, for a layer L whose saved value v is offloaded and w recomputed:
 
-    forward     L -> v, w | offload v        | ... | wait: v dies   | ...
-    backward    ... | reload v -> reloaded.v | ... | recompute L -> again.w | wait | Lb reads both
+    forward     L -> v, w;  offload v;  ...;  wait: v dies;  ...
+    backward    ...;  reload v -> reloaded.v;  ...;  wait;  recompute L -> again.w;  Lb reads both
 
 An offload is issued where its value has been made, and waited for as soon as the simulated copy
 has ended. A reload is issued as late as the simulated copy allows, and waited for right before the

@@ -5,7 +5,7 @@
       L@0                  x0 -> x1, y0                              | out x0
       wait                 offload.x0
 
-Behind the bar stand the copies that are issued and not yet waited for while a region runs.
+After ``|`` come the copies in flight while a region runs: issued, and not yet waited for.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -32,7 +32,7 @@ class StepCounters:
     reloaded_bytes: int = 0
     recomputed_bytes: int = 0
     stall_s: float = 0.0
-    """How long computation stood still for copies (row "slow or busy link")."""
+    """How long computation stood still for copies (row 16 of docs/situations.md)."""
 
     def __add__(self, other: "StepCounters") -> "StepCounters":
         return StepCounters(

@@ -125,6 +125,7 @@ class StepPlan:
         """The frames of all live steps are allocated: a refusal comes now, not in the first step.
 
         Raises:
+            ArenaError: the device refused a frame.
             HostStoreError: the host frame was refused.
         """
         held = []

@@ -242,7 +242,7 @@ def test_reasons_state_the_numbers():
     assert why["L", 0, moved].startswith("in 4 of 6 layers: its copy 31.25 ms hides")
     assert why["L", 0, moved].endswith("it cannot be recomputed in its layer")
     assert "rows 0 to 6 of 8 are recomputed" in why["L", 3, moved]
-    assert why["L", 0, kept].startswith("in 2 of 6 layers: kept, which moves it less often: its")
+    assert why["L", 0, kept].startswith("in 2 of 6 layers: kept here, so that less moves: its")
     saved = decided(step)
     said = reasons(step, saved)["L", 0, saved.moves.modes[0]]
     assert said == "nothing of these layers needs to move"

@@ -7,7 +7,15 @@ from typing import Protocol
 from memo_compile.planners.move_rules import recomputable
 from memo_compile.planners.policy.subsets import recompute_s
 from memo_compile.step.copy_times import copy_s
-from memo_compile.step.movable import Action, Layer, LayerClass, Mode, MovableStep, Moves
+from memo_compile.step.movable import (
+    Action,
+    Layer,
+    LayerClass,
+    Mode,
+    MovableStep,
+    Moves,
+    Schedule,
+)
 from memo_compile.units import format_bytes, format_seconds
 
 
@@ -40,7 +48,8 @@ class _ClassFacts:
     modes: list[Mode]
     step: MovableStep
     forward_s: float
-    policy: str
+    """Of the layer that runs next: what copies of ``layer`` hide behind."""
+    schedule: Schedule
 
     @staticmethod
     def of(step: MovableStep, moves: Moves, class_key: str) -> "_ClassFacts":
@@ -50,13 +59,16 @@ class _ClassFacts:
             if layer.class_key == class_key
         ]
         region_of = {call.name: call.region for call in step.problem.calls}
+        layer = pairs[0][0]
+        following = step.layers[step.layers.index(layer) + 1 :]
+        runs_next = following[0] if following else layer
         return _ClassFacts(
             cls=step.classes[class_key],
-            layer=pairs[0][0],
+            layer=layer,
             modes=[mode for _, mode in pairs],
             step=step,
-            forward_s=step.costs.region_s[region_of[pairs[0][0].forward]],
-            policy=moves.policy,
+            forward_s=step.costs.region_s[region_of[runs_next.forward]],
+            schedule=moves.schedule,
         )
 
     def reason(self, slot: int, mode: Mode) -> str:
@@ -107,13 +119,15 @@ class _ClassFacts:
             options.append(f"its copy takes {format_seconds(self._copy_s(slot))}")
         costs = " and ".join(options)
         if moves_elsewhere:
-            return f"kept, which moves it less often: {costs}"
-        return f"kept: {costs}, more than its {format_bytes(kept.size_bytes)} need"
+            return f"kept here, so that less moves: {costs}"
+        return f"kept: {costs}, more than freeing its {format_bytes(kept.size_bytes)} is worth"
 
     def _offloaded(self, slot: int, mode: Mode) -> str:
         copies, window = self._layer_copy_s(mode), self.forward_s
         own = format_seconds(self._copy_s(slot))
-        if copies <= window:
+        if self.schedule.at_once or self.schedule.offload_lag == 0:
+            hides = f"its copy takes {own} and ends before the next layer begins, for a small peak"
+        elif copies <= window:
             hides = (
                 f"its copy {own} hides: the layer's copies take {format_seconds(copies)}, the next "
                 f"layer's forward {format_seconds(window)}"
@@ -142,7 +156,7 @@ class _ClassFacts:
             return f"{said}; it cannot be copied to the host"
         together = self._layer_copy_s(mode) + copy
         if together <= self.forward_s:
-            return f"{said}, its copy {format_seconds(copy)} of two copy lanes and host memory"
+            return f"{said}; copying it would take {format_seconds(copy)} each way, and host memory"
         return (
             f"{said}, its copy {format_seconds(copy)} does not hide behind the next layer "
             f"({format_seconds(together)} of copies in {format_seconds(self.forward_s)})"
