@@ -46,12 +46,16 @@ class Tally:
         self.reasons: Counter[str] = Counter()
         self.torch_wrong: Counter[str] = Counter()
         self.failures: list[dict[str, Any]] = []
+        self.torch_raises: list[str] = []
 
     def add(self, outcome: Outcome) -> None:
         self.num_models += not outcome.invalid
         self.num_invalid += bool(outcome.invalid)
         self.counts.update(outcome.counts)
         self.reasons.update(outcome.reasons)
+        self.torch_raises += [
+            finding.signature for finding in outcome.findings if finding.is_torchs
+        ]
         if outcome.counts["plain inductor wrong"]:
             both = any(finding.torch_too for finding in outcome.findings)
             self.torch_wrong["and memo too" if both else "but memo right"] += 1
@@ -71,6 +75,7 @@ class Tally:
             "refused_by_eager_torch": self.num_invalid,
             "stepped_aside_because": dict(self.reasons.most_common()),
             "plain_inductor_wrong": dict(self.torch_wrong),
+            "plain_inductor_raises_too": self.torch_raises,
             "findings": self.failures,
             "failures": [
                 f"seed {failure['seed']}: {failure['signature']}" for failure in self.failures
@@ -125,9 +130,10 @@ def _fuzz(tally: Tally, *, seconds: float, models: int) -> None:
             outcome = worker.run(case)
             tally.add(outcome)
             _log(tally.folder, seed, outcome)
-            if outcome.findings:
-                _keep(tally, worker, case, outcome.findings[0])
-                console.print(f"seed {seed}: {outcome.findings[0].signature}")
+            own = [finding for finding in outcome.findings if not finding.is_torchs]
+            if own:
+                _keep(tally, worker, case, own[0])
+                console.print(f"seed {seed}: {own[0].signature}")
             text = f"{tally.lowering}: {tally.num_models} models, {len(tally.failures)} failed"
             left = max(0.0, until - time.monotonic())
             progress.update(task, completed=seconds - left, description=text)

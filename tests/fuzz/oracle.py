@@ -53,6 +53,11 @@ class Finding:
     def signature(self) -> str:
         return f"{self.kind}: {self.where}"
 
+    @property
+    def is_torchs(self) -> bool:
+        """torch's own backend raises the same: no other backend of it can run this model."""
+        return self.kind == "exception" and self.torch_too
+
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
@@ -162,7 +167,7 @@ class _Arms:
         try:
             found = self.faults(self.compiled(backend=backend))
         except Exception as error:
-            return f"raises {type(error).__name__}"
+            return f"raises {type(_inner(error)).__name__}"
         return f"wrong {_sort(found[0])}" if found else ""
 
 
@@ -227,7 +232,7 @@ def _infeasible(error: BaseException | None) -> Infeasible | None:
 
 
 def _raised(error: Exception, options: dict[str, Any], arms: _Arms) -> Finding:
-    inner = getattr(error, "inner_exception", None) or error
+    inner = _inner(error)
     frames = traceback.extract_tb(inner.__traceback__)
     ours = [frame for frame in frames if "memo_" in frame.filename] or frames
     place = f"{Path(ours[-1].filename).name}:{ours[-1].name}"
@@ -236,8 +241,13 @@ def _raised(error: Exception, options: dict[str, Any], arms: _Arms) -> Finding:
         where=f"{type(inner).__name__} at {place}",
         detail="".join(traceback.format_exception(inner))[-3000:],
         options=options,
-        torch_too=arms.plain.startswith("raises"),
+        torch_too=arms.plain == f"raises {type(inner).__name__}",
     )
+
+
+def _inner(error: BaseException) -> BaseException:
+    """What a backend raised, without Dynamo's wrapping."""
+    return getattr(error, "inner_exception", None) or error
 
 
 def _judged(
