@@ -173,7 +173,7 @@ def draw_case(seed: int, lowering: str) -> Case:
     while layered and sizes.batch * sizes.tokens * sizes.width < MOVABLE:
         sizes = draw_sizes(source)
     if layered:
-        groups = [_transformer_layers(source, sizes, dtype, (2, 3) if small else (3,))]
+        groups = [_transformer_layers(source, sizes, dtype)]
     else:
         counts = (1, 1, 2) if small else (1, 1, 2, 2, 3)
         groups = [_group(source, sizes, dtype, (1, 2, 2, 3, 3, 4), counts)]
@@ -222,10 +222,11 @@ def _group(
     return Group(pieces=pieces, repeats=source.choice(repeats), shared=source.random() < 0.1)
 
 
-def _transformer_layers(
-    source: random.Random, sizes: Sizes, dtype: str, repeats: tuple[int, ...]
-) -> Group:
-    """Attention and an MLP, which memo finds as layers and may recompute by slices of tokens."""
+def _transformer_layers(source: random.Random, sizes: Sizes, dtype: str) -> Group:
+    """Attention and an MLP, which memo finds as layers and may recompute by slices of tokens.
+
+    Three of them: policy memo never moves the last two.
+    """
     pieces = [
         _piece(source, sizes, dtype, attention.KINDS),
         _piece(source, sizes, dtype, {name: pointwise.KINDS[name] for name in MLPS}),
@@ -233,7 +234,7 @@ def _transformer_layers(
     if source.random() < 0.4:
         pieces.insert(source.randrange(3), _piece(source, sizes, dtype))
     kept = [dataclasses.replace(piece, after="residual") for piece in pieces]
-    return Group(pieces=tuple(kept), repeats=source.choice(repeats))
+    return Group(pieces=tuple(kept), repeats=3)
 
 
 def _piece(
