@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import fx
 
 from memo_compile.analysis.layers import LayerStructure, find_layers
 from memo_compile.analysis.purity import is_pure, is_random
-from memo_compile.analysis.structure import is_matmul, op_name
+from memo_compile.analysis.structure import argument, is_matmul, op_name
 
 _MAX_ROUNDS = 3
 """Each round may uncover a class whose own shared values are moved in the next."""
@@ -106,13 +105,8 @@ def _draws(node: fx.Node) -> bool:
     """True when ``node`` advances the random generator; attention without dropout does not."""
     if not is_random(node):
         return False
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    if "dropout_p" not in names:
-        return True
-    index = names.index("dropout_p")
-    given = node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return bool(given != 0.0)
+    dropout = argument(node, "dropout_p")
+    return dropout is None or dropout != 0.0
 
 
 def _is_fixed(source: fx.Node, inside: Mapping[fx.Node, int], fixed: set[fx.Node]) -> bool:

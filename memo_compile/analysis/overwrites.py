@@ -1,5 +1,6 @@
 """Which inputs of a joint graph the step overwrites, and which operators read them before."""
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,9 +39,6 @@ def _written_by_the_caller(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def runs_once(node: fx.Node) -> bool:
     """True for an operator that reads an overwritten input, and for an item of its results."""
-    makers = node.all_input_nodes if not is_view(node) and _is_item(node) else [node]
+    is_item = node.target is operator.getitem and not is_view(node)
+    makers = node.all_input_nodes if is_item else [node]
     return any(READS_OVERWRITTEN in maker.meta for maker in makers)
-
-
-def _is_item(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"

@@ -77,3 +77,19 @@ def layout_of(value: object) -> Layout | None:
         size=tuple(value.shape),
         stride=tuple(value.stride()),
     )
+
+
+def layout_elements(value: torch.Tensor) -> int:
+    """Elements from the first to the last of a tensor, gaps included."""
+    layout = zip(value.shape, value.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in layout) if value.numel() else 0
+
+
+def storage_bytes(value: torch.Tensor) -> int:
+    """Bytes from the first to the last element of a tensor."""
+    return int(layout_elements(value)) * value.element_size()
+
+
+def view_spec(value: torch.Tensor) -> ViewSpec:
+    """How ``value`` reads its bytes."""
+    return ViewSpec(dtype=value.dtype, size=tuple(value.shape), stride=tuple(value.stride()))

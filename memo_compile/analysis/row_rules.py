@@ -11,6 +11,7 @@ along the rows (pointwise operators, products' addends, an attention's mask: the
 there or lacks the dimension), and where it is no operand of rows at all (weights, tables).
 """
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.purity import is_pure
-from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.structure import argument, op_name
 from memo_compile.analysis.views import is_tensor
 
 
@@ -45,7 +46,11 @@ class Carried:
 
 
 Rows = Mapping[fx.Node, RowDim]
-Rule = Callable[[fx.Node, Rows, int], Carried | None]
+Rule = Callable[[fx.Node, Rows], Carried | None]
+
+DimRule = Callable[[fx.Node, int, tuple[int, ...]], int | None]
+"""Where the result of a node has the rows that its first argument has in a dimension, given that
+and the argument's shape; None when it mixes them."""
 
 
 def rule_of(node: fx.Node) -> Rule | None:
@@ -79,17 +84,6 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return ()
 
 
-def argument(node: fx.Node, name: str) -> Any:
-    """The argument called ``name`` in the operator's schema, its default where it is not given."""
-    if name in node.kwargs:
-        return node.kwargs[name]
-    assert isinstance(node.target, torch._ops.OpOverload), f"{node.name} has no schema"
-    for position, declared in enumerate(node.target._schema.arguments):
-        if declared.name == name:
-            return node.args[position] if position < len(node.args) else declared.default_value
-    return None
-
-
 def is_repeatable(node: fx.Node) -> bool:
     """True for an operator that gives the same each time: pure ones, and attention without dropout.
 
@@ -108,12 +102,24 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
     return [source for source in node.all_input_nodes if is_tensor(source)]
 
 
-def _first(node: fx.Node, rows: Rows) -> RowDim | None:
-    """The rows of the first argument, when no other input carries any and it is given once."""
-    source = node.args[0]
-    if isinstance(source, fx.Node) and set(rows) == {source} and _times_given(node, source) == 1:
-        return rows[source]
-    return None
+def _of_first(dim_rule: DimRule) -> Rule:
+    """The rule of operators that keep or move the rows that their first argument has, alone.
+
+    It is given once, and no other input carries rows.
+    """
+
+    @functools.wraps(dim_rule)
+    def rule(node: fx.Node, rows: Rows) -> Carried | None:
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or set(rows) != {source}:
+            return None
+        row = rows[source]
+        dim = dim_rule(node, row.dim, shape_of(source))
+        if dim is None or _times_given(node, source) > 1:
+            return None
+        return Carried(out=RowDim(dim=dim, factor=row.factor))
+
+    return rule
 
 
 def _times_given(node: fx.Node, source: fx.Node) -> int:
@@ -131,13 +137,12 @@ def _dims(node: fx.Node, name: str, ndim: int) -> set[int] | None:
     return {dim % ndim for dim in (given if isinstance(given, list | tuple) else [given])}
 
 
-def _broadcast(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+def _broadcast(node: fx.Node, rows: Rows) -> Carried | None:
     """Inputs are aligned at their last dimension, like those of pointwise operators.
 
     Where the rows are, an operand has size 1 or lacks the dimension, and is broadcast, or it has
     the rows' size and must carry rows: ``x[T, C] * w[T]`` with T == C reads w along C.
     """
-    del num_rows
     return _join(rows, _tensors(node), len(shape_of(node)), broadcasts=True)
 
 
@@ -164,7 +169,7 @@ def _join(
     return Carried(out=out, needs=tuple(needs))
 
 
-def _view(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+def _view(node: fx.Node, rows: Rows) -> Carried | None:
     """The rows' dimension of the result has as many entries before it, and the rows outermost.
 
     An entry's row follows from its flat position and from the entries inside of one row. Those
@@ -172,59 +177,45 @@ def _view(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
     [T, H] -> [T * H] keeps rows T, [H, T] -> [H * T] does not unless H is 1. Of several dimensions
     with the same product before them all but the last have size 1, which holds no two rows.
     """
-    row = _first(node, rows)
-    if row is None:
-        return None
-    before = shape_of(node.all_input_nodes[0])
-    outside = math.prod(before[: row.dim])
+    source = node.all_input_nodes[0]
+    row, before = rows[source], shape_of(source)
+    num_rows, outside = before[row.dim] // row.factor, math.prod(before[: row.dim])
     for dim, size in enumerate(shape_of(node)):
         if math.prod(shape_of(node)[:dim]) == outside and size > 1 and size % num_rows == 0:
             return Carried(out=RowDim(dim=dim, factor=size // num_rows))
     return None
 
 
-def _permute(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+@_of_first
+def _permute(node: fx.Node, dim: int, before: tuple[int, ...]) -> int:
     """The rows move with their dimension, whatever the sizes."""
-    del num_rows
-    row = _first(node, rows)
-    if row is None:
-        return None
-    order = list(range(len(shape_of(node))))
+    order = list(range(len(before)))
     if op_name(node) == "permute":
-        order = [dim % len(order) for dim in argument(node, "dims")]
+        order = [axis % len(order) for axis in argument(node, "dims")]
     elif op_name(node) == "t":
         order.reverse()
     else:
         dim0, dim1 = (argument(node, name) % len(order) for name in ("dim0", "dim1"))
         order[dim0], order[dim1] = order[dim1], order[dim0]
-    return Carried(out=RowDim(dim=order.index(row.dim), factor=row.factor))
+    return order.index(dim)
 
 
-def _unsqueeze(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+@_of_first
+def _unsqueeze(node: fx.Node, dim: int, before: tuple[int, ...]) -> int:
     """A dimension before the rows moves them by one."""
-    del num_rows
-    row = _first(node, rows)
-    if row is None:
-        return None
-    at = argument(node, "dim") % len(shape_of(node))
-    return Carried(out=RowDim(dim=row.dim + (at <= row.dim), factor=row.factor))
+    return dim + (argument(node, "dim") % (len(before) + 1) <= dim)
 
 
-def _squeeze(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+@_of_first
+def _squeeze(node: fx.Node, dim: int, before: tuple[int, ...]) -> int:
     """Dimensions of size 1 go, all or those that are named; the rows' own has two entries or more.
 
     A part of one row is another matter, which the slicer checks: there the rows' own goes as well.
     """
-    del num_rows
-    row = _first(node, rows)
-    if row is None:
-        return None
-    before = shape_of(node.all_input_nodes[0])
-    named: set[int] | None = None
+    named = set(range(len(before)))
     if "dim" in _argument_names(node):
         named = _dims(node, "dim", len(before)) or set()
-    gone = [dim for dim in range(row.dim) if before[dim] == 1 and (named is None or dim in named)]
-    return Carried(out=RowDim(dim=row.dim - len(gone), factor=row.factor))
+    return dim - len([axis for axis in range(dim) if before[axis] == 1 and axis in named])
 
 
 def _argument_names(node: fx.Node) -> set[str]:
@@ -232,38 +223,26 @@ def _argument_names(node: fx.Node) -> set[str]:
     return {declared.name for declared in node.target._schema.arguments}
 
 
-def _slice(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+@_of_first
+def _slice(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
     """Along another dimension than the rows', or all of the rows."""
-    del num_rows
-    row = _first(node, rows)
-    if row is None:
-        return None
-    before, after = shape_of(node.all_input_nodes[0]), shape_of(node)
     at = argument(node, "dim") % len(before)
-    if at == row.dim and after != before:
-        return None
-    return Carried(out=row)
+    return None if at == dim and shape_of(node) != before else dim
 
 
-def _drop_dim(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+@_of_first
+def _drop_dim(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
     """``select`` and ``unbind``: the dimension that they name, not the rows', is gone."""
-    del num_rows
-    row = _first(node, rows)
-    if row is None:
-        return None
-    at = argument(node, "dim") % len(shape_of(node.all_input_nodes[0]))
-    if at == row.dim:
-        return None
-    return Carried(out=RowDim(dim=row.dim - (at < row.dim), factor=row.factor))
+    at = argument(node, "dim") % len(before)
+    return None if at == dim else dim - (at < dim)
 
 
-def _along(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+def _along(node: fx.Node, rows: Rows) -> Carried | None:
     """Inputs have the same dimensions; entries are mixed or moved along those that are named.
 
     None of these operators broadcasts: an index of size 1 along the rows reads, or writes, row 0
     alone. So every operand must have all the rows.
     """
-    del num_rows
     ndim = len(shape_of(node))
     operands = _tensors(node)
     if any(len(shape_of(source)) != ndim for source in operands):
@@ -276,28 +255,22 @@ def _along(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
     return joined
 
 
-def _reduction(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+@_of_first
+def _reduction(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
     """Along dimensions that are named, none of them the rows'."""
-    del num_rows
-    row = _first(node, rows)
-    if row is None:
-        return None
-    ndim = len(shape_of(node.all_input_nodes[0]))
-    gone = _dims(node, "dim", ndim)
-    if gone is None or row.dim in gone:
+    gone = _dims(node, "dim", len(before))
+    if gone is None or dim in gone:
         return None
     kept = argument(node, "keepdim") or op_name(node) == "prepare_softmax_online"
-    shift = 0 if kept else len([dim for dim in gone if dim < row.dim])
-    return Carried(out=RowDim(dim=row.dim - shift, factor=row.factor))
+    return dim if kept else dim - len([axis for axis in gone if axis < dim])
 
 
-def _matmul(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+def _matmul(node: fx.Node, rows: Rows) -> Carried | None:
     """``mm`` and ``bmm``, with an addend in front for ``addmm`` and ``baddbmm``.
 
     The left operand's rows are the result's first (of ``bmm`` second) dimension, the right's its
     last one; of ``bmm`` both have rows in the batch, which is never broadcast. The addend is.
     """
-    del num_rows
     *addend, left, right = node.args[: 3 if op_name(node) in ("addmm", "baddbmm") else 2]
     assert isinstance(left, fx.Node)
     assert isinstance(right, fx.Node)
@@ -335,9 +308,8 @@ def contracted_partner(node: fx.Node, rows: Rows) -> tuple[fx.Node, RowDim] | No
     return None
 
 
-def _embedding(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+def _embedding(node: fx.Node, rows: Rows) -> Carried | None:
     """The result has the indices' dimensions first; the table is read whole."""
-    del num_rows
     indices = node.args[1]
     assert isinstance(indices, fx.Node)
     if set(rows) != {indices} or _times_given(node, indices) > 1:
@@ -345,13 +317,12 @@ def _embedding(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
     return Carried(out=rows[indices])
 
 
-def _index(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+def _index(node: fx.Node, rows: Rows) -> Carried | None:
     """``x[i, j]``: the table or the indices carry rows, not both; indices stand side by side.
 
     Indices broadcast against each other. Their dimensions stand in the result where the first
     indexed dimension of the table was; the table's other dimensions are read whole.
     """
-    del num_rows
     table, given = node.args[0], node.args[1]
     assert isinstance(table, fx.Node)
     assert isinstance(given, list | tuple)
@@ -375,9 +346,8 @@ def _index(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
     return Carried(out=RowDim(dim=row.dim + shift, factor=row.factor))
 
 
-def _index_select(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+def _index_select(node: fx.Node, rows: Rows) -> Carried | None:
     """The indices' only dimension takes the place of the table's that it reads."""
-    del num_rows
     table, indices = node.args[0], argument(node, "index")
     assert isinstance(table, fx.Node)
     if table is indices:
@@ -390,17 +360,13 @@ def _index_select(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
     return None
 
 
-def _norm(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+@_of_first
+def _norm(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
     """The last dimensions, as many as ``normalized_shape`` has, are mixed.
 
     Mean and reciprocal deviation keep all dimensions, those with size 1.
     """
-    del num_rows
-    row = _first(node, rows)
-    if row is None:
-        return None
-    mixed = len(argument(node, "normalized_shape"))
-    return Carried(out=row) if row.dim < len(shape_of(node)) - mixed else None
+    return dim if dim < len(before) - len(argument(node, "normalized_shape")) else None
 
 
 _BATCHED = frozenset(
@@ -425,13 +391,12 @@ _ATTENTION_KERNELS = (
 ).split()
 
 
-def _attention(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+def _attention(node: fx.Node, rows: Rows) -> Carried | None:
     """Separable over the batch, which the schema's names tell; never over tokens or heads.
 
     A mask of four dimensions has the batch in front, of size 1 where it is broadcast. A mask of
     fewer has none: dimension 0 of [T, S] is the queries', also where there are as many sequences.
     """
-    del num_rows
     if {row.dim for row in rows.values()} != {0} or len(set(rows.values())) != 1:
         return None
     carries: dict[fx.Node, bool] = {}
@@ -472,65 +437,53 @@ def is_counter(node: fx.Node) -> bool:
     return maker.target._schema.returns[position].name in _COUNTERS
 
 
-def _images(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+@_of_first
+def _images(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
     """Convolutions and pooling: rows are images, dimension 0 of the first input.
 
     Groups, stride and padding concern the other dimensions only. A convolution's input without a
     batch, which has a dimension less than the weight, has channels there. Pooling treats every
     channel by itself, so that channels in front are rows as well.
     """
-    del num_rows
-    row = _first(node, rows)
-    image = node.args[0]
-    assert isinstance(image, fx.Node)
-    if row is None or row.dim != 0 or len(shape_of(image)) < 3:
-        return None
     weight = argument(node, "weight")
-    if isinstance(weight, fx.Node) and len(shape_of(weight)) != len(shape_of(image)):
-        return None
-    return Carried(out=row)
+    has_batch = not isinstance(weight, fx.Node) or len(shape_of(weight)) == len(before)
+    return 0 if dim == 0 and len(before) >= 3 and has_batch else None
 
 
-def _pad(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+@_of_first
+def _pad(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
     """Sides of another dimension than the rows', counted in pairs from the last."""
-    del num_rows
-    row = _first(node, rows)
-    if row is None:
-        return None
-    from_end = len(shape_of(node)) - 1 - row.dim
-    return None if any(argument(node, "pad")[2 * from_end : 2 * from_end + 2]) else Carried(out=row)
+    from_end = len(before) - 1 - dim
+    return None if any(argument(node, "pad")[2 * from_end : 2 * from_end + 2]) else dim
 
 
-def _repeat(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+def _repeat(node: fx.Node, rows: Rows) -> Carried | None:
     """Aligned at the last dimension; the rows are there once."""
-    joined = _broadcast(node, rows, num_rows)
+    joined = _broadcast(node, rows)
     if joined is None or argument(node, "repeats")[joined.out.dim] != 1:
         return None
     return joined
 
 
-def _getitem(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+@_of_first
+def _getitem(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
     """An element of a tuple has its rows where the tuple's node says.
 
     Of the operators with a rule all results have the rows at one dimension, but for the gradient
     of an attention's mask, which is a sum over the batch unless the mask carries rows.
     """
-    del num_rows
-    row = _first(node, rows)
+    del before
     maker, position = node.args
-    if row is None or not is_tensor(node) or not isinstance(maker, fx.Node) or is_counter(node):
-        return None
-    if op_name(maker).endswith("attention_backward") and position == 3:
-        return None
-    return Carried(out=row)
+    assert isinstance(maker, fx.Node)
+    of_mask = op_name(maker).endswith("attention_backward") and position == 3
+    return dim if is_tensor(node) and not is_counter(node) and not of_mask else None
 
 
-def _select_scatter(node: fx.Node, rows: Rows, num_rows: int) -> Carried | None:
+def _select_scatter(node: fx.Node, rows: Rows) -> Carried | None:
     """``out[.., index, ..] = src`` along one dimension, which ``src`` does not have.
 
     Nothing is broadcast, so that both must carry rows.
     """
-    del num_rows
     into, source = node.args[0], argument(node, "src")
     assert isinstance(into, fx.Node)
     ndim = len(shape_of(into))

@@ -20,27 +20,15 @@ from torch import fx
 from memo_compile.analysis.row_rules import (
     Carried,
     RowDim,
-    argument,
     contracted_partner,
     is_counter,
     is_repeatable,
     rule_of,
     shape_of,
 )
-from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.structure import argument, op_name
 from memo_compile.analysis.views import is_tensor
 from memo_compile.errors import UnsupportedGraph
-
-__all__ = [
-    "RowDim",
-    "attention_rows",
-    "fake_mode",
-    "is_row_wise",
-    "row_dims",
-    "row_layout",
-    "rows_through",
-    "slice_rows",
-]
 
 _UNIFORM = frozenset(("full", "zeros", "ones", "empty"))
 """Operators whose results are equal in every row, of whatever shape: made for fewer rows as well.
@@ -200,7 +188,7 @@ class _Pass:
 
     def _carried(self, node: fx.Node, rows: Mapping[fx.Node, RowDim]) -> Carried | None:
         rule = rule_of(node)
-        carried = None if rule is None else rule(node, rows, self.num_rows)
+        carried = None if rule is None else rule(node, rows)
         if carried is None or not _fits(node, carried.out, self.num_rows):
             return None
         return carried
@@ -286,9 +274,7 @@ def slice_rows(
     if not 0 < rows <= num_rows:
         raise UnsupportedGraph(f"rows: expected 1 to {num_rows} rows, got {rows}")
     missing = [
-        node
-        for node in gm.graph.nodes
-        if node.op != "output" and not is_row_wise(node, dims, num_rows)
+        node for node in gm.graph.nodes if node.op != "output" and not is_row_wise(node, dims)
     ]
     if missing:
         raise UnsupportedGraph(
@@ -298,7 +284,7 @@ def slice_rows(
     return _Slicer(gm, dims, rows, num_rows).run()
 
 
-def is_row_wise(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], num_rows: int) -> bool:
+def is_row_wise(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> bool:
     """True when row r of ``node`` needs row r of its inputs only; a seed's rows may be given.
 
     Inputs that carry no rows, or are absent from ``dims``, are read whole by every row.
@@ -314,7 +300,7 @@ def is_row_wise(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], num_rows: 
     if not rows and _is_uniform(node, row):
         return True
     rule = rule_of(node)
-    carried = None if rule is None or not rows else rule(node, rows, num_rows)
+    carried = None if rule is None or not rows else rule(node, rows)
     return carried == Carried(out=row)
 
 

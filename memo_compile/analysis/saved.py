@@ -119,23 +119,19 @@ def _near_attention(node: fx.Node) -> bool:
 
 def _bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
 
 
 def _same_in_every_layer(units: JointUnits, chosen: set[fx.Node]) -> set[fx.Node]:
     result = {node for node in chosen if node.op == "placeholder" or UNIT not in node.meta}
-    members: dict[str, list[int]] = {}
-    for index, unit in enumerate(units.structure.units):
-        if unit.class_key is not None:
-            members.setdefault(unit.class_key, []).append(index)
-    middle_of = {key: found[len(found) // 2] for key, found in members.items()}
-    spans = units.structure.units
+    spans, classes = units.structure.units, units.structure.classes
+    middle_of = {cls.class_key: spans[cls.units[len(cls.units) // 2]] for cls in classes}
     for unit in spans:
         own = units.forward[unit.start : unit.end]
         if unit.class_key is None:
             result |= chosen.intersection(own)
             continue
-        middle = spans[middle_of[unit.class_key]]
+        middle = middle_of[unit.class_key]
         pattern = units.forward[middle.start : middle.end]
         result |= {node for node, like in zip(own, pattern, strict=True) if like in chosen}
     return result

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,20 @@ def op_name(node: fx.Node) -> str:
     if isinstance(target, torch._ops.HigherOrderOperator):
         return str(target)
     return ""
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument called ``name`` in the operator's schema, its default where it is not given.
+
+    None where the schema has no such argument.
+    """
+    if name in node.kwargs:
+        return node.kwargs[name]
+    assert isinstance(node.target, torch._ops.OpOverload), f"{node.name} has no schema"
+    for position, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name:
+            return node.args[position] if position < len(node.args) else declared.default_value
+    return None
 
 
 def spec_of(value: object) -> str:

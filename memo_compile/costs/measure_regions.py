@@ -16,7 +16,7 @@ from memo_runtime.current import current
 from memo_runtime.pages import trim_heap
 
 from memo_compile.analysis.purity import is_collective, is_known
-from memo_compile.analysis.regions import LoweredRegion, RegionGraph
+from memo_compile.analysis.regions import LoweredRegion, RegionGraph, layout_elements, storage_bytes
 from memo_compile.costs.host import host_memory
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.planners.placement import Buffer, PlacementProblem, place
@@ -134,7 +134,7 @@ def _require_runs_alone(region: RegionGraph) -> None:
 
 def _require_fits(lowered: LoweredRegion, region: RegionGraph) -> None:
     """Refuse what the system would kill the process for."""
-    needed = sum(layout_elements(tensor) * tensor.element_size() for tensor in _tensors(region))
+    needed = sum(map(storage_bytes, _tensors(region)))
     needed += _offsets(lowered.profile)[1]
     needed += sum(buffer.size_bytes for buffer in lowered.profile.outside)
     free = _free_bytes(region.device)
@@ -196,12 +196,6 @@ def _made_up(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         wide = torch.empty(num_elements, device=value.device)
         flat.copy_(wide.normal_(0.0, INPUT_SCALE, generator=generator))
     return flat.as_strided(value.shape, value.stride())
-
-
-def layout_elements(value: torch.Tensor) -> int:
-    """Elements from the first to the last of a tensor, gaps included."""
-    layout = zip(value.shape, value.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in layout) if value.numel() else 0
 
 
 @contextlib.contextmanager

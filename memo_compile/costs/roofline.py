@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.structure import argument, op_name
 from memo_compile.analysis.views import is_view, storage_of
 from memo_compile.costs.hardware import HardwareProfile
 
@@ -119,13 +119,8 @@ def _formula(node: fx.Node) -> Any:
 
 def _is_causal(node: fx.Node) -> bool:
     """True for attention that leaves out the upper half of the scores."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    for position, declared in enumerate(node.target._schema.arguments):
-        if declared.name == "is_causal":
-            given = node.args[position] if position < len(node.args) else declared.default_value
-            return bool(node.kwargs.get("is_causal", given))
-    return False
+    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    return is_operator and bool(argument(node, "is_causal"))
 
 
 def _fake(node: fx.Node) -> Any:

@@ -13,7 +13,8 @@ from torch import fx
 
 from memo_compile.analysis.purity import is_write
 from memo_compile.analysis.regions import RegionGraph
-from memo_compile.analysis.rows import RowDim, attention_rows, row_dims, row_layout
+from memo_compile.analysis.row_rules import RowDim
+from memo_compile.analysis.rows import attention_rows, row_dims, row_layout
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import storage_of
 from memo_compile.costs.hardware import HardwareProfile

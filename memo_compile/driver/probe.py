@@ -20,10 +20,10 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.analysis.purity import is_collective
-from memo_compile.analysis.regions import RegionGraph, layout_of
-from memo_compile.analysis.row_rules import argument, shape_of
-from memo_compile.analysis.structure import op_name
-from memo_compile.costs.measure_regions import layout_elements, torch_as_before
+from memo_compile.analysis.regions import RegionGraph, layout_elements, layout_of
+from memo_compile.analysis.row_rules import shape_of
+from memo_compile.analysis.structure import argument, op_name
+from memo_compile.costs.measure_regions import torch_as_before
 from memo_compile.costs.roofline import graph_cost
 from memo_compile.driver.left_whole import say_bug
 from memo_compile.errors import UnsupportedGraph

@@ -6,6 +6,7 @@ A collective's result stays in the memory that it was given until it has been wa
 reads is kept as long.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.analysis.purity import in_flight, is_wait, is_write
-from memo_compile.analysis.regions import LoweredRegion, RegionGraph, ViewSpec
+from memo_compile.analysis.regions import LoweredRegion, RegionGraph, storage_bytes, view_spec
 from memo_compile.analysis.views import is_tensor, is_view, storage_of
 from memo_compile.lowering.eager_ops import runnable
 from memo_compile.step.problem import (
@@ -117,7 +118,7 @@ class _AtenRegion:
             self.buffers[node] = _Buffer(
                 index=len(self.buffers),
                 node=node,
-                size_bytes=align(_storage_bytes(value)),
+                size_bytes=align(storage_bytes(value)),
                 start=self.line[node if is_wait(node) else _maker(node)],
                 end=self._end(node),
             )
@@ -157,7 +158,7 @@ class _AtenRegion:
             outputs=tuple(self._slots()),
             outside=tuple(self.outside),
         )
-        views = tuple(_view_spec(buffer.node.meta["val"]) for buffer in buffers)
+        views = tuple(view_spec(buffer.node.meta["val"]) for buffer in buffers)
         return LoweredRegion(profile=profile, views=views, run=self._run)
 
     def _input_end(self, node: fx.Node) -> int:
@@ -187,7 +188,7 @@ class _AtenRegion:
             source = self.inputs.index(root.all_input_nodes[0])
             return OutputSlot(storage=Storage.INPUT, index=source)
         value = root.meta.get("val")
-        size = align(_storage_bytes(value)) if isinstance(value, torch.Tensor) else 0
+        size = align(storage_bytes(value)) if isinstance(value, torch.Tensor) else 0
         if index in self.region.external_outputs:
             start = self.line[_maker(root)] if root in self.line else 0
             return OutputSlot(storage=Storage.EXTERNAL, size_bytes=size, start=start)
@@ -247,7 +248,7 @@ class _AtenRegion:
             args = _at_real_offset(node, args)
         buffer = self.buffers.get(node)
         if node in self.mapped:
-            spec = _view_spec(node.meta["val"])
+            spec = view_spec(node.meta["val"])
             target = own_mapping(spec.size, spec.stride, spec.dtype)
             self._write(node, args, kwargs, target)
             return target
@@ -300,31 +301,12 @@ def _at_real_offset(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*args[:position], args[position] + shift, *args[position + 1 :])
 
 
-def _storage_bytes(value: torch.Tensor) -> int:
-    """Bytes from the first to the last element of ``value``."""
-    if value.numel() == 0:
-        return 0
-    last = sum(
-        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
-    )
-    return int(last + 1) * value.element_size()
-
-
-def _view_spec(value: torch.Tensor) -> ViewSpec:
-    return ViewSpec(dtype=value.dtype, size=tuple(value.shape), stride=tuple(value.stride()))
-
-
-def _is_item(node: fx.Node) -> bool:
-    """True for an element of a tuple that an operator returned."""
-    return getattr(node.target, "__name__", "") == "getitem"
-
-
 def _maker(node: fx.Node) -> fx.Node:
     """The operator that makes ``node``: itself, its tuple's, or the collective it waits for."""
     if is_wait(node):
         awaited = storage_of(node.all_input_nodes[0])
         return _maker(awaited) if in_flight(awaited) else node
-    return node.all_input_nodes[0] if _is_item(node) else node
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:

@@ -51,21 +51,17 @@ def attention_bytes(node: fx.Node) -> int:
     query, key = (_fake(node.args[at]) for at in (first, first + 1))
     if query is None or key is None or query.dim() != 4:
         return 0
-    arriving = RING_BUFFERS * _bytes(key) if is_ring else 0
+    arriving = RING_BUFFERS * key.nbytes if is_ring else 0
     if not is_backward:
         return arriving
     batch, heads, rows, width = query.shape
     rows = -(-rows // ROW_GRANULE) * ROW_GRANULE
     width = -(-width // WIDTH_GRANULE) * WIDTH_GRANULE
     sums = batch * heads * rows * (width + 1) * FLOAT32_BYTES
-    expanded = 2 * _bytes(key) * heads // key.shape[1] if key.shape[1] != heads else 0
+    expanded = 2 * key.nbytes * heads // key.shape[1] if key.shape[1] != heads else 0
     return align(sums) + align(expanded) + align(arriving)
 
 
 def _fake(argument: object) -> torch.Tensor | None:
     value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

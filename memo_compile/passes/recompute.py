@@ -22,8 +22,8 @@ from memo_compile.analysis.purity import (
     written_arguments,
 )
 from memo_compile.analysis.regions import RegionGraph
-from memo_compile.analysis.row_rules import is_repeatable
-from memo_compile.analysis.rows import RowDim, row_dims, slice_rows
+from memo_compile.analysis.row_rules import RowDim, is_repeatable
+from memo_compile.analysis.rows import row_dims, slice_rows
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import is_view, storage_of, viewed
 from memo_compile.errors import UnsupportedGraph

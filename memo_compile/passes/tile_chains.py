@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.regions import RegionGraph
-from memo_compile.analysis.row_rules import shape_of
-from memo_compile.analysis.rows import RowDim, is_row_wise, rows_through
+from memo_compile.analysis.row_rules import RowDim, shape_of
+from memo_compile.analysis.rows import is_row_wise, rows_through
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import is_tensor, is_view, storage_of
 
@@ -52,7 +52,7 @@ def chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
             dims = rows_through(region.gm, anchor, row, num_rows)
             if num_tiles < 2 or anchor not in dims:
                 continue
-            for nodes, sums in _stages(region, dims, num_rows):
+            for nodes, sums in _stages(region, dims):
                 key = (nodes | sums, num_rows)
                 if key not in seen:
                     seen.add(key)
@@ -91,7 +91,7 @@ def _row_counts(gm: fx.GraphModule, anchor: fx.Node) -> list[int]:
 
 
 def _stages(
-    region: RegionGraph, dims: Mapping[fx.Node, RowDim | None], num_rows: int
+    region: RegionGraph, dims: Mapping[fx.Node, RowDim | None]
 ) -> Iterable[tuple[frozenset[fx.Node], frozenset[fx.Node]]]:
     """The row-wise nodes by how often their rows were mixed before; with the sums at their end.
 
@@ -102,9 +102,7 @@ def _stages(
     own = {
         node
         for node in nodes
-        if dims.get(node) is not None
-        and is_row_wise(node, dims, num_rows)
-        and _may_be_own(region, node)
+        if dims.get(node) is not None and is_row_wise(node, dims) and _may_be_own(region, node)
     }
     own = _with_all_items(own)
     sums = {node for node in nodes if node not in dims and _is_sum(node, dims, own)}

@@ -23,7 +23,8 @@ from torch import fx
 
 from memo_compile.analysis.purity import is_constant, is_write
 from memo_compile.analysis.regions import RegionGraph, ViewSpec
-from memo_compile.analysis.rows import RowDim, is_row_wise, row_layout, slice_rows
+from memo_compile.analysis.row_rules import RowDim
+from memo_compile.analysis.rows import is_row_wise, row_layout, slice_rows
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import base_of, is_tensor, is_view, storage_of
 from memo_compile.passes.tile_chains import (
@@ -265,7 +266,7 @@ class _Splitter:
         if node in self.inside or node.op == "get_attr":
             return False
         if is_constant(node):  # positions differ from row to row
-            return not is_row_wise(node, self.dims, self.chain.num_rows)
+            return not is_row_wise(node, self.dims)
         return not is_view(node) or node not in self.dims or self.dims[node] is not None
 
     def _value_of(self, node: fx.Node) -> fx.Node:

@@ -9,7 +9,8 @@ import torch
 
 from memo_compile import shim
 from memo_compile.analysis.regions import RegionGraph
-from memo_compile.analysis.rows import RowDim, attention_rows
+from memo_compile.analysis.row_rules import RowDim
+from memo_compile.analysis.rows import attention_rows
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import storage_of
 from memo_compile.errors import UnsupportedGraph

@@ -15,7 +15,8 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from memo_compile.analysis import row_rules
-from memo_compile.analysis.rows import RowDim, row_dims, slice_rows
+from memo_compile.analysis.row_rules import RowDim
+from memo_compile.analysis.rows import row_dims, slice_rows
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.aten import interpret
 

@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from memo_compile.analysis.regions import RegionGraph
-from memo_compile.analysis.rows import RowDim, attention_rows, row_dims, row_layout, slice_rows
+from memo_compile.analysis.row_rules import RowDim
+from memo_compile.analysis.rows import attention_rows, row_dims, row_layout, slice_rows
 from memo_compile.analysis.views import is_tensor
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.aten import interpret
