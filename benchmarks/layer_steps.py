@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.models import ModelShape
-from memo_compile.planners.moves import recompute_closure
+from memo_compile.planners.move_rules import recompute_closure
 from memo_compile.step.movable import (
     Layer,
     LayerClass,

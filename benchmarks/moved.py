@@ -81,7 +81,7 @@ def _part(region: RegionProfile, call: StepCall, wanted: Sequence[str]) -> Regio
     """``region`` that makes only the outputs ``wanted``: no buffers for its other outputs."""
     slots = dict(zip(call.outputs, region.outputs, strict=True))
     chosen = {slots[value].index for value in wanted}
-    crossing = set(region.output_of_buffer())
+    crossing = set(region.outputs_of_buffers())
     kept = [i for i in range(len(region.buffers)) if i not in crossing or i in chosen]
     place = {old: new for new, old in enumerate(kept)}
     outputs = tuple(

@@ -9,7 +9,7 @@ from torch import fx
 
 from memo_compile.analysis.module_paths import LayerPaths
 from memo_compile.analysis.repeats import Repeat, best_repeat
-from memo_compile.analysis.structure import Tape, lifted_arg, make_tape
+from memo_compile.analysis.structure import Tape, make_tape
 
 _MIN_SHARE = 0.02
 """Units of a class must hold this share of the sequence: below, a region costs more than it gives.
@@ -31,22 +31,6 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LiftedScalar:
-    """A number that differs between instances and must become an input of a shared region.
-
-    Only the index of ``prims.inductor_lookup_seed`` is one: it says which of the step's seeds a
-    dropout reads. Look the seed up outside of the region and hand in its value.
-    """
-
-    offset: int
-    """Index of the node within its unit."""
-    arg_index: int
-    """Index of the number in ``node.args``."""
-    value: int
-    """The number in this unit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """One range of the sequence: an instance of a layer class, or a gap between instances."""
 
@@ -61,8 +45,6 @@ class Unit:
     """Path of the module list that holds the layers, e.g. ``model.layers``."""
     instance: int
     """Index within the class, or among the gaps."""
-    lifted: tuple[LiftedScalar, ...] = ()
-    """Same offsets in every unit of a class; the values differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,23 +271,10 @@ def _assemble(tape: Tape, by_class: dict[str, list[Range]], paths: LayerPaths) -
                 layers_per_unit=owner.period if owner else 1,
                 module_path=owner.path if owner else None,
                 instance=instances[key],
-                lifted=_lifted(tape, where) if key is not None else (),
             )
         )
         instances[key] += 1
     return LayerStructure(units=tuple(units), classes=_classes(units))
-
-
-def _lifted(tape: Tape, where: Range) -> tuple[LiftedScalar, ...]:
-    found = []
-    for position in range(*where):
-        arg_index = lifted_arg(tape.nodes[position])
-        if arg_index is not None:
-            value = tape.nodes[position].args[arg_index]
-            assert isinstance(value, int), f"seed index {value!r} of {tape.nodes[position]}"
-            offset = position - where[0]
-            found.append(LiftedScalar(offset=offset, arg_index=arg_index, value=value))
-    return tuple(found)
 
 
 def _classes(units: Sequence[Unit]) -> tuple[IsomorphicUnits, ...]:

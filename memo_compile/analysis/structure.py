@@ -30,11 +30,6 @@ def is_matmul(node: fx.Node) -> bool:
     return name in _MATMULS or ("attention" in name and "backward" not in name)
 
 
-def lifted_arg(node: fx.Node) -> int | None:
-    """Where in ``node.args`` a number may differ between layers; None for all but seed look-ups."""
-    return 1 if op_name(node) == "inductor_lookup_seed" else None
-
-
 def op_name(node: fx.Node) -> str:
     """The operator's name without namespace and overload, empty for plain python functions."""
     target = node.target
@@ -187,11 +182,9 @@ class _Writer:
     def token(self, node: fx.Node) -> tuple[int, list[fx.Node]]:
         """The number of ``node``'s text and its argument nodes, repeated ones repeatedly."""
         sources: list[fx.Node] = []
-        lifted = lifted_arg(node)
-        args = [
-            "<lifted>" if index == lifted else self._write(arg, sources)
-            for index, arg in enumerate(node.args)
-        ]
+        args = [self._write(arg, sources) for arg in node.args]
+        if op_name(node) == "inductor_lookup_seed":
+            args[1] = "<lifted>"  # says which seed a dropout reads, and differs from layer to layer
         kwargs = self._write(node.kwargs, sources)
         tag = node.meta.get("recompute", "")
         text = f"{node.target}({','.join(args)}|{kwargs})->{self._spec(node)}{tag}"

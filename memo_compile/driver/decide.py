@@ -19,7 +19,7 @@ from memo_compile.lowering.aten import estimate
 from memo_compile.lowering.lower import lower_regions
 from memo_compile.passes.recompute import recompute_graph
 from memo_compile.passes.runner import PassRunner
-from memo_compile.planners.moves import recompute_seconds
+from memo_compile.planners.move_rules import recompute_seconds
 from memo_compile.planners.policy import Choice, choose
 from memo_compile.planners.policy.candidates import SearchedMoves
 from memo_compile.planners.policy.frontier import NothingFits, confirmed

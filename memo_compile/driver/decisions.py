@@ -49,7 +49,7 @@ def moved_rows(step: MovableStep, choice: Choice[Plan], units: JointUnits) -> tu
 
     What the backward does not read in these layers is neither kept nor moved, and has no row.
     """
-    why = reasons(step, choice)
+    why = reasons(step, choice.moves)
     read = _read_in_backward(choice.problem)
     paths = {
         layer_class.class_key: layer_class.module_path for layer_class in units.structure.classes

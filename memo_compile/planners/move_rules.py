@@ -18,7 +18,7 @@ from memo_compile.step.movable import (
     Moves,
     RecomputeKey,
 )
-from memo_compile.step.problem import Phase, Problem, StepCall, Storage
+from memo_compile.step.problem import Problem, StepCall, Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,6 @@ class StepFacts:
     """Where the values of a step are made and read, by index of the call."""
 
     problem: Problem
-    layers: tuple[Layer, ...]
     first_backward: int
     """The first call of the backward; the number of calls where there is none."""
     index_of: dict[str, int]
@@ -39,6 +38,10 @@ class StepFacts:
     """Value -> the calls of the backward that read it, ascending."""
     call_s: tuple[float, ...]
     """Seconds of every call."""
+    forward_at: tuple[int, ...]
+    """Per layer, the index of its forward call; ascending."""
+    backward_at: tuple[int, ...]
+    """Per layer, the index of its backward call."""
     valid_modes: set[tuple[str, Mode]] = field(default_factory=set)
     """(class, mode) that were looked at and found possible."""
 
@@ -67,9 +70,7 @@ def _forget(step: "weakref.ref[MovableStep]") -> None:
 def _collect(step: MovableStep) -> StepFacts:
     problem = step.problem
     calls = problem.calls
-    first_backward = next(
-        (at for at, call in enumerate(calls) if call.phase is Phase.BACKWARD), len(calls)
-    )
+    first_backward = problem.first_backward
     written_at: dict[str, int] = {}
     size_of: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
@@ -87,11 +88,13 @@ def _collect(step: MovableStep) -> StepFacts:
             if slot.storage is Storage.ARENA and slot.index is not None:
                 if slot.index not in inside:
                     size_of[value] = region.buffers[slot.index].size_bytes
+    index_of = {call.name: at for at, call in enumerate(calls)}
     return StepFacts(
         problem=problem,
-        layers=step.layers,
         first_backward=first_backward,
-        index_of={call.name: at for at, call in enumerate(calls)},
+        index_of=index_of,
+        forward_at=tuple(index_of[layer.forward] for layer in step.layers),
+        backward_at=tuple(index_of[layer.backward] for layer in step.layers),
         written_at=written_at,
         size_of=size_of,
         backward_readers={value: tuple(found) for value, found in readers.items()},
@@ -133,18 +136,24 @@ def recompute_closure(
     return tuple(sorted(found))
 
 
+def closure_of(cls: LayerClass, slots: Collection[int]) -> tuple[int, ...]:
+    """The operators that recompute ``slots``, with every other slot at hand."""
+    others = [slot for slot in range(len(cls.slots)) if slot not in slots]
+    return recompute_closure(cls, slots, others)
+
+
+def slots_s(cls: LayerClass, slots: Collection[int]) -> float:
+    """Seconds to recompute ``slots``, with every other slot at hand."""
+    return sum(cls.ops[at].seconds for at in closure_of(cls, slots))
+
+
 def recompute_seconds(step: MovableStep, key: RecomputeKey) -> float:
     """Seconds to recompute ``key.slots``, every other slot at hand; of a part of the rows."""
     cls = step.classes[key.class_key]
-    seconds = sum(cls.ops[at].seconds for at in _closure_of(cls, key.slots))
+    seconds = slots_s(cls, key.slots)
     if key.rows is None or not key.slots:
         return seconds
     return seconds * key.rows / cls.slots[key.slots[0]].num_rows
-
-
-def _closure_of(cls: LayerClass, slots: Collection[int]) -> tuple[int, ...]:
-    others = [slot for slot in range(len(cls.slots)) if slot not in slots]
-    return recompute_closure(cls, slots, others)
 
 
 def recomputable(step: MovableStep, layer: Layer, slot: int) -> bool:
@@ -208,7 +217,7 @@ def _check_mode(cls: LayerClass, mode: Mode, granule: int) -> None:
             raise InvalidPlan(f"{cls.key}: slot {_name(cls, slot)} cannot be recomputed; SAVE it")
         if all(op.slot != slot for op in cls.ops):
             raise InvalidPlan(f"{cls.key}: no operator recomputes slot {_name(cls, slot)}; SAVE it")
-    closure = _closure_of(cls, recomputed)
+    closure = closure_of(cls, recomputed)
     for op in (cls.ops[at] for at in closure):
         if not op.can_recompute:
             raise InvalidPlan(

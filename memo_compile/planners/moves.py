@@ -19,10 +19,7 @@ from memo_compile.planners.move_rules import (
     StepFacts,
     facts_of,
     modes_valid,
-    recomputable,
-    recompute_closure,
     recompute_rows,
-    recompute_seconds,
 )
 from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
 from memo_compile.step.movable import (
@@ -48,15 +45,6 @@ from memo_compile.step.problem import (
     copy_regions,
     reload_region,
 )
-
-__all__ = [
-    "apply_moves",
-    "modes_valid",
-    "original_name",
-    "recomputable",
-    "recompute_closure",
-    "recompute_seconds",
-]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,8 +108,7 @@ class _Builder:
         self.problem = step.problem
         self.facts: StepFacts = facts_of(step)
         self.schedule = moves.schedule
-        self.forward_at = [self.facts.index_of[layer.forward] for layer in step.layers]
-        self.backward_at = [self.facts.index_of[layer.backward] for layer in step.layers]
+        self.forward_at, self.backward_at = self.facts.forward_at, self.facts.backward_at
         self.recomputations = self._recomputed(moves, recompute)
         self.recomputation_of = {
             value: recomputation
@@ -225,9 +212,9 @@ class _Builder:
     def _forward(self) -> Iterator[StepCall]:
         facts, moved = self.facts, self.moved
         seconds = facts.call_s[: facts.first_backward]
+        d2h_s = self.step.costs.d2h_s
         copies = [
-            CopyOut(move.issued, self._deadline(move), self._copy_s(move, CallKind.OFFLOAD))
-            for move in moved
+            CopyOut(move.issued, self._deadline(move), d2h_s(move.copy.num_bytes)) for move in moved
         ]
         issued: dict[int, list[_Moved]] = {}
         waited: dict[int, list[_Moved]] = {}
@@ -256,10 +243,9 @@ class _Builder:
             self.moved,
             key=lambda move: (move.latest, move.needed, -move.copy.num_bytes, move.value),
         )
+        h2d_s = self.step.costs.h2d_s
         copies = [
-            CopyBack(
-                self._earliest(move), move.latest, move.needed, self._copy_s(move, CallKind.RELOAD)
-            )
+            CopyBack(self._earliest(move), move.latest, move.needed, h2d_s(move.copy.num_bytes))
             for move in order
         ]
         issued: dict[int, list[_Moved]] = {}
@@ -297,12 +283,6 @@ class _Builder:
         return [
             call_s[item] if isinstance(item, int) else item.region.seconds for item in self.items
         ]
-
-    def _copy_s(self, move: _Moved, kind: CallKind) -> float:
-        costs = self.step.costs
-        offload = kind is CallKind.OFFLOAD
-        speed = costs.d2h_bytes_per_s if offload else costs.h2d_bytes_per_s
-        return costs.copy_latency_s + move.copy.num_bytes / speed
 
     def _copy_call(self, move: _Moved, kind: CallKind) -> StepCall:
         offload = kind is CallKind.OFFLOAD

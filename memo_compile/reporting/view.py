@@ -24,9 +24,9 @@ from memo_compile.step.problem import (
     live_bytes,
     ordinary_events,
     outside_events,
+    running_sums,
 )
 from memo_compile.step.residency import step_constant_bytes
-from memo_compile.step.simulate import running_sums
 
 
 class Role(enum.Enum):
@@ -145,8 +145,7 @@ def view_step(problem: Problem, plan: Plan) -> StepView:
     starts = call_starts(problem)
     layers = _layers(problem)
     labels = tuple(_label(call, layer) for call, layer in zip(problem.calls, layers, strict=True))
-    backward = (i for i, call in enumerate(problem.calls) if call.phase is Phase.BACKWARD)
-    backward_start = starts[next(backward, len(problem.calls))]
+    backward_start = starts[problem.first_backward]
     buffers, made = arena_buffers(problem), tuple(_made(problem))
     return StepView(
         labels=labels,

@@ -10,15 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memo_compile.step.movable import StepCosts
-
 TOLERANCE = 1e-9
 """Of the whole time: a copy that would end later than its reader by less is not begun earlier."""
-
-
-def copy_s(costs: StepCosts, bytes_per_s: float, num_bytes: int, num_copies: int = 1) -> float:
-    """Seconds of ``num_copies`` copies with ``num_bytes`` together, on a lane of that speed."""
-    return num_copies * costs.copy_latency_s + num_bytes / bytes_per_s
 
 
 @dataclass(slots=True)

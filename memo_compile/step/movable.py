@@ -97,6 +97,14 @@ class StepCosts:
     source: str = "declared"
     """Where the numbers come from, for the report: ``measured``, ``roofline: h200`` ..."""
 
+    def d2h_s(self, num_bytes: int, num_copies: int = 1) -> float:
+        """Seconds of ``num_copies`` copies to the host with ``num_bytes`` together."""
+        return num_copies * self.copy_latency_s + num_bytes / self.d2h_bytes_per_s
+
+    def h2d_s(self, num_bytes: int, num_copies: int = 1) -> float:
+        """Seconds of ``num_copies`` copies back with ``num_bytes`` together."""
+        return num_copies * self.copy_latency_s + num_bytes / self.h2d_bytes_per_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeKey:

@@ -9,6 +9,7 @@ No torch here: a Problem is saved as JSON, planned, checked and replayed on any 
 """
 
 import enum
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -170,12 +171,12 @@ class RegionProfile:
     """What the code was made for; empty for copies, and where no code is known."""
     output_layouts: Layouts = ()
 
-    def output_of_buffer(self) -> dict[int, int]:
-        """Buffer index -> the first output whose storage it is."""
-        found: dict[int, int] = {}
+    def outputs_of_buffers(self) -> dict[int, list[int]]:
+        """Buffer index -> the outputs whose storage it is, by position."""
+        found: dict[int, list[int]] = {}
         for position, slot in enumerate(self.outputs):
             if slot.storage is Storage.ARENA and slot.index is not None:
-                found.setdefault(slot.index, position)
+                found.setdefault(slot.index, []).append(position)
         return found
 
 
@@ -368,6 +369,12 @@ class Problem:
     """So many forwards may wait for their backwards at one time (max_inflight), each with a frame
     of its own."""
 
+    @property
+    def first_backward(self) -> int:
+        """Index of the first call of the backward; the number of calls where there is none."""
+        phases = (call.phase is Phase.BACKWARD for call in self.calls)
+        return next((at for at, backward in enumerate(phases) if backward), len(self.calls))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaBuffer:
@@ -403,15 +410,14 @@ def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:
     found = []
     for index, call in enumerate(problem.calls):
         region = problem.regions[call.region]
-        crossing = region.output_of_buffer()
-        values = _values_of_buffers(region, call)
+        crossing = region.outputs_of_buffers()
         inside = call.into_buffers()
         for position, buffer in enumerate(region.buffers):
             if position in inside:
                 continue
             end = starts[index] + buffer.end
             if position in crossing:
-                reads = [last_read.get(value, 0) for value in values[position]]
+                reads = [last_read.get(call.outputs[output], 0) for output in crossing[position]]
                 end = max([end, starts[index] + region.num_lines, *reads])
             found.append(
                 ArenaBuffer(
@@ -425,14 +431,6 @@ def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:
                 )
             )
     return tuple(found)
-
-
-def _values_of_buffers(region: RegionProfile, call: StepCall) -> dict[int, list[str]]:
-    values: dict[int, list[str]] = {}
-    for slot, value in zip(region.outputs, call.outputs, strict=True):
-        if slot.storage is Storage.ARENA and slot.index is not None:
-            values.setdefault(slot.index, []).append(value)
-    return values
 
 
 def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
@@ -461,17 +459,22 @@ def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
     return last
 
 
-def live_bytes(buffers: Iterator[ArenaBuffer] | tuple[ArenaBuffer, ...]) -> dict[int, int]:
+def live_bytes(buffers: Iterable[ArenaBuffer]) -> dict[int, int]:
     """Line -> bytes alive from that line on, at every line where the sum changes."""
+    return running_sums(
+        event
+        for buffer in buffers
+        for event in ((buffer.start, buffer.size_bytes), (buffer.end, -buffer.size_bytes))
+    )
+
+
+def running_sums(events: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Line -> sum of all changes up to and at it, given (line, change); ascending."""
     change: dict[int, int] = {}
-    for buffer in buffers:
-        change[buffer.start] = change.get(buffer.start, 0) + buffer.size_bytes
-        change[buffer.end] = change.get(buffer.end, 0) - buffer.size_bytes
-    alive, curve = 0, {}
-    for line in sorted(change):
-        alive += change[line]
-        curve[line] = alive
-    return curve
+    for line, size_bytes in events:
+        change[line] = change.get(line, 0) + size_bytes
+    lines = sorted(change)
+    return dict(zip(lines, itertools.accumulate(change[line] for line in lines), strict=True))
 
 
 def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
@@ -481,8 +484,7 @@ def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
     What only the loss needs is gone after the backward's first line.
     """
     starts = call_starts(problem)
-    backward = (at for at, call in enumerate(problem.calls) if call.phase is Phase.BACKWARD)
-    backward_line = starts[next(backward, len(problem.calls))]
+    backward_line = starts[problem.first_backward]
     last_read = last_reads(problem, starts)
     if problem.rebound_bytes:
         yield from ((0, problem.rebound_bytes), (backward_line, -problem.rebound_bytes))

@@ -6,13 +6,12 @@ on one device. A wait stalls the compute lane until its copy has ended. Nothing 
 and backward are one sequence.
 """
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from memo_compile.errors import InputError, InvalidPlan
-from memo_compile.step.copy_times import CopyLane, copy_s
+from memo_compile.step.copy_times import CopyLane
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Plan, Span, Timeline
 from memo_compile.step.problem import (
@@ -27,6 +26,7 @@ from memo_compile.step.problem import (
     live_bytes,
     ordinary_events,
     outside_events,
+    running_sums,
 )
 from memo_compile.step.residency import step_constant_bytes
 
@@ -53,8 +53,8 @@ def simulate(
     ends: dict[str, float] = {}
     out, back = CopyLane(), CopyLane()
     copies = {
-        CallKind.OFFLOAD: (D2H, out, costs.d2h_bytes_per_s),
-        CallKind.RELOAD: (H2D, back, costs.h2d_bytes_per_s),
+        CallKind.OFFLOAD: (D2H, out, costs.d2h_s),
+        CallKind.RELOAD: (H2D, back, costs.h2d_s),
     }
     now = stall_s = 0.0
     for call in problem.calls:
@@ -65,8 +65,8 @@ def simulate(
             name, end = STALL, now
         elif call.kind in copies:
             assert call.copy is not None, f"{call.name}: a copy without its bytes"
-            name, lane, bytes_per_s = copies[call.kind]
-            begin, end = lane.copy(now, copy_s(costs, bytes_per_s, call.copy.num_bytes))
+            name, lane, copy_s = copies[call.kind]
+            begin, end = lane.copy(now, copy_s(call.copy.num_bytes))
             ends[call.name] = end
         else:
             now += _region_s(call, region_s)
@@ -119,15 +119,6 @@ def memory_curve(problem: Problem, placed: Plan | None = None) -> list[tuple[int
     return curve
 
 
-def running_sums(events: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Line -> sum of all changes up to and at it, given (line, change); ascending."""
-    change: dict[int, int] = {}
-    for line, size_bytes in events:
-        change[line] = change.get(line, 0) + size_bytes
-    lines = sorted(change)
-    return dict(zip(lines, itertools.accumulate(change[line] for line in lines), strict=True))
-
-
 def peak_live_bytes(problem: Problem) -> int:
     """The peak of a perfect placement: no placed step of this program has a smaller one.
 
@@ -169,10 +160,7 @@ class _RegionLives:
 def _region_lives(region: RegionProfile, inside: frozenset[int]) -> _RegionLives:
     import numpy as np
 
-    positions: dict[int, list[int]] = {}
-    for position, slot in enumerate(region.outputs):
-        if slot.storage is Storage.ARENA and slot.index is not None:
-            positions.setdefault(slot.index, []).append(position)
+    positions = region.outputs_of_buffers()
     inner: list[tuple[int, int]] = []
     crossing = []
     for index, buffer in enumerate(region.buffers):

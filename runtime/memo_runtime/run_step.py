@@ -14,30 +14,10 @@ from memo_runtime.copies import CopySchedule, Throttle, engine_of
 from memo_runtime.current import current
 from memo_runtime.heap import HeapWatch
 from memo_runtime.instructions import (
-    CopyRange,
     Instruction,
-    RunCall,
     Running,
-    StartOffload,
-    StartReload,
-    WaitCopy,
 )
 from memo_runtime.leases import Lease, StepCounters, lease_frame, lease_ordinary, leases
-
-__all__ = [
-    "CopyRange",
-    "RunCall",
-    "RunHalf",
-    "StartOffload",
-    "StartReload",
-    "StepCounters",
-    "StepError",
-    "StepPlan",
-    "WaitCopy",
-    "ran_before",
-    "run_backward",
-    "run_forward",
-]
 
 log = logging.getLogger("memo")
 
@@ -100,26 +80,6 @@ class StepPlan:
     live: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Re-entrant: the collector may end a lease while this thread holds it."""
-
-    @property
-    def last_offloaded_bytes(self) -> int:
-        """Bytes that the last step copied to the host."""
-        return self.last.offloaded_bytes
-
-    @property
-    def last_reloaded_bytes(self) -> int:
-        """Bytes that the last step copied back."""
-        return self.last.reloaded_bytes
-
-    @property
-    def last_recomputed_bytes(self) -> int:
-        """Bytes of saved activations that the last step recomputed."""
-        return self.last.recomputed_bytes
-
-    @property
-    def last_stall_s(self) -> float:
-        """Seconds that the last step stood still for copies."""
-        return self.last.stall_s
 
     def reserve(self) -> None:
         """The frames of all live steps are allocated: a refusal comes now, not in the first step.

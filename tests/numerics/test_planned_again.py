@@ -100,7 +100,7 @@ def test_the_floor_is_that_of_lowered_regions(monkeypatch):
 
     def too_small(region):
         profile = estimate(region)
-        kept = profile.output_of_buffer()
+        kept = profile.outputs_of_buffers()
         buffers = (
             buffer if at in kept else replace(buffer, size_bytes=512)
             for at, buffer in enumerate(profile.buffers)

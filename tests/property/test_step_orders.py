@@ -6,15 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memo_runtime.current import current
-from memo_runtime.run_step import (
-    RunHalf,
-    StartOffload,
-    StartReload,
-    StepPlan,
-    WaitCopy,
-    run_backward,
-    run_forward,
-)
+from memo_runtime.instructions import StartOffload, StartReload, WaitCopy
+from memo_runtime.run_step import RunHalf, StepPlan, run_backward, run_forward
 
 from tests.steps.moving import (
     CPU,

@@ -10,7 +10,7 @@ Its backward reads the next gradient, x, a, b, c and d. Slots are x, a, b, c, d,
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memo_compile.planners.moves import recompute_closure, recompute_seconds
+from memo_compile.planners.move_rules import recompute_closure, recompute_seconds
 from memo_compile.step.movable import (
     Layer,
     LayerClass,

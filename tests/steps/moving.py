@@ -15,17 +15,8 @@ from typing import Any
 import torch
 from memo_runtime.arena import FrameView, arena_of
 from memo_runtime.current import current
-from memo_runtime.run_step import (
-    CopyRange,
-    RunCall,
-    RunHalf,
-    StartOffload,
-    StartReload,
-    StepPlan,
-    WaitCopy,
-    run_backward,
-    run_forward,
-)
+from memo_runtime.instructions import CopyRange, RunCall, StartOffload, StartReload, WaitCopy
+from memo_runtime.run_step import RunHalf, StepPlan, run_backward, run_forward
 
 CPU = torch.device("cpu")
 SCHEDULES = ("normal", "early", "late", "serial")

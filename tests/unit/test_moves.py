@@ -9,13 +9,13 @@ import pytest
 
 from memo_compile.errors import InputError, InvalidPlan
 from memo_compile.planners import move_rules
-from memo_compile.planners.moves import (
-    apply_moves,
+from memo_compile.planners.move_rules import (
     modes_valid,
     recomputable,
     recompute_closure,
     recompute_seconds,
 )
+from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import place_step
 from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
 from memo_compile.step.movable import (

@@ -236,7 +236,7 @@ def test_auto_is_never_slower_than_what_else_fits():
 def test_reasons_state_the_numbers():
     step = movable_step(6, bytes_per_s=FAST)
     choice = decided(step, "memo", alpha=0.25)
-    why = reasons(step, choice)
+    why = reasons(step, choice.moves)
     moved, kept = dict.fromkeys(choice.moves.modes)
     assert set(why) == {("L", slot, mode) for slot in range(5) for mode in (moved, kept)}
     assert why["L", 0, moved].startswith("in 4 of 6 layers: its copy 31.25 ms hides")
@@ -244,11 +244,11 @@ def test_reasons_state_the_numbers():
     assert "rows 0 to 6 of 8 are recomputed" in why["L", 3, moved]
     assert why["L", 0, kept].startswith("in 2 of 6 layers: kept here, so that less moves: its")
     saved = decided(step)
-    said = reasons(step, saved)["L", 0, saved.moves.modes[0]]
+    said = reasons(step, saved.moves)["L", 0, saved.moves.modes[0]]
     assert said == "nothing of these layers needs to move"
     recomputed = decided(movable_step(6), "full-recompute")
     mode = recomputed.moves.modes[0]
-    again = reasons(movable_step(6), recomputed)
+    again = reasons(movable_step(6), recomputed.moves)
     assert again["L", 4, mode].startswith("recompute costs 50.00 ms, its copy 2.00 s does not hide")
     assert again["L", 1, mode].startswith("kept: its copy takes 500.00 ms")
 

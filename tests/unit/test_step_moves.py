@@ -14,17 +14,9 @@ from memo_runtime.arena import FrameView, Slab, arena_of
 from memo_runtime.copies import CopyError, Lane
 from memo_runtime.current import current
 from memo_runtime.host_store import HostStoreError
-from memo_runtime.instructions import Instruction
-from memo_runtime.leases import leases
-from memo_runtime.run_step import (
-    StartOffload,
-    StartReload,
-    StepCounters,
-    StepError,
-    StepPlan,
-    WaitCopy,
-    run_backward,
-)
+from memo_runtime.instructions import Instruction, StartOffload, StartReload, WaitCopy
+from memo_runtime.leases import StepCounters, leases
+from memo_runtime.run_step import StepError, StepPlan, run_backward
 
 from tests.steps.moving import (
     BACKWARD,
@@ -112,7 +104,7 @@ def test_a_reserved_frame_stays_while_other_plans_go():
 def test_a_throttled_step_stalls_and_is_right():
     plan = step(throttle_bytes_per_s=20_000.0)
     assert is_right(plan)
-    assert plan.last_stall_s > NUM_BYTES / 20_000.0
+    assert plan.last.stall_s > NUM_BYTES / 20_000.0
     assert is_right(step(schedule="late", throttle_bytes_per_s=1e6))
 
 
@@ -205,8 +197,8 @@ def test_rows_are_recomputed_into_a_value_that_is_being_reloaded(schedule):
     _, handle = forward(plan, x)
     (gradient,) = run_backward(plan, [handle, g, x], keep_graph=False)
     assert torch.equal(gradient, gradient_of(x, g))
-    assert plan.last_recomputed_bytes == NUM_BYTES // 4
-    assert plan.last_offloaded_bytes == plan.last_reloaded_bytes == NUM_BYTES * 3 // 4
+    assert plan.last.recomputed_bytes == NUM_BYTES // 4
+    assert plan.last.offloaded_bytes == plan.last.reloaded_bytes == NUM_BYTES * 3 // 4
 
 
 def test_counters_are_of_the_whole_step_and_reach_the_callback():
@@ -214,9 +206,9 @@ def test_counters_are_of_the_whole_step_and_reach_the_callback():
     plan = step(on_step_end=counted.append, schedule="serial")
     assert plan.last == StepCounters()
     assert is_right(plan)
-    assert plan.last_offloaded_bytes == plan.last_reloaded_bytes == NUM_BYTES
-    assert plan.last_recomputed_bytes == 0
-    assert plan.last_stall_s > 0
+    assert plan.last.offloaded_bytes == plan.last.reloaded_bytes == NUM_BYTES
+    assert plan.last.recomputed_bytes == 0
+    assert plan.last.stall_s > 0
     assert counted == [plan.last]
 
 

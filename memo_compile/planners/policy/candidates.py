@@ -91,14 +91,9 @@ def costs_with(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> StepC
 
 def copy_seconds(step: MovableStep, problem: Problem) -> float:
     """Seconds that the copies of ``problem`` keep their lanes busy."""
-    speed = {
-        CallKind.OFFLOAD: step.costs.d2h_bytes_per_s,
-        CallKind.RELOAD: step.costs.h2d_bytes_per_s,
-    }
+    seconds = {CallKind.OFFLOAD: step.costs.d2h_s, CallKind.RELOAD: step.costs.h2d_s}
     return sum(
-        step.costs.copy_latency_s + call.copy.num_bytes / speed[call.kind]
-        for call in problem.calls
-        if call.copy is not None
+        seconds[call.kind](call.copy.num_bytes) for call in problem.calls if call.copy is not None
     )
 
 

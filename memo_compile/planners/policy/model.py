@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memo_compile.planners.move_rules import facts_of
 from memo_compile.planners.policy.modes import ModeCost
 from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Schedule, StepCosts
 from memo_compile.step.problem import (
@@ -170,12 +171,11 @@ def build_model(
                 again_bytes = windows.recomputed_bytes(layer, mode.mode)
                 delta[row, num_calls + layer] += mode.recompute_peak_bytes - again_bytes
         deltas.append(delta)
-    region_s = step.costs.region_s
     return StepModel(
         base_bytes=base,
         deltas=tuple(deltas),
         modes=tuple(map(tuple, modes)),
-        seconds=tuple(region_s[call.region] for call in step.problem.calls),
+        seconds=facts_of(step).call_s,
         forward_at=windows.forward_at,
         backward_at=windows.backward_at,
         freed_at=windows.freed_at,
@@ -200,13 +200,9 @@ class _Windows:
 
     @staticmethod
     def of(step: MovableStep, schedule: Schedule) -> "_Windows":
-        calls = step.problem.calls
-        index_of = {call.name: at for at, call in enumerate(calls)}
-        forward_at = tuple(index_of[layer.forward] for layer in step.layers)
-        backward_at = tuple(index_of[layer.backward] for layer in step.layers)
-        first_backward = next(
-            (at for at, call in enumerate(calls) if call.phase is Phase.BACKWARD), len(calls)
-        )
+        facts = facts_of(step)
+        forward_at, backward_at = facts.forward_at, facts.backward_at
+        first_backward = facts.first_backward
         lag, lead = schedule.offload_lag or 0, schedule.reload_lead or 0
         count = len(step.layers)
         last, first = _uses(step.problem)

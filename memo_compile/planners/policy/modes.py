@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.planners.move_rules import facts_of, recomputable, recompute_closure
-from memo_compile.planners.policy.subsets import recompute_s, recompute_sets
-from memo_compile.step.copy_times import copy_s
+from memo_compile.planners.move_rules import closure_of, facts_of, recomputable, slots_s
+from memo_compile.planners.policy.subsets import recompute_sets
 from memo_compile.step.movable import (
     Action,
     LayerClass,
@@ -22,8 +21,7 @@ from memo_compile.step.movable import (
     RecomputeRegion,
     StepCosts,
 )
-from memo_compile.step.problem import RegionProfile, align
-from memo_compile.step.simulate import running_sums
+from memo_compile.step.problem import RegionProfile, align, running_sums
 
 MAX_MODES = 12
 """Modes of one class. The program of the whole step has a variable for each mode and layer."""
@@ -81,11 +79,11 @@ class ModeCost:
 
     def d2h_s(self, costs: StepCosts) -> float:
         """Seconds of the copies to the host."""
-        return copy_s(costs, costs.d2h_bytes_per_s, self.host_bytes, self.num_copies)
+        return costs.d2h_s(self.host_bytes, self.num_copies)
 
     def h2d_s(self, costs: StepCosts) -> float:
         """Seconds of the copies back."""
-        return copy_s(costs, costs.h2d_bytes_per_s, self.host_bytes, self.num_copies)
+        return costs.h2d_s(self.host_bytes, self.num_copies)
 
 
 def recompute_key(cls: LayerClass, mode: Mode) -> RecomputeKey | None:
@@ -120,7 +118,7 @@ def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
 
 def _peak(profile: RegionProfile, own_outputs: bool) -> int:
     """The most bytes of a recompute region's buffers that live at one line."""
-    outputs = profile.output_of_buffer()
+    outputs = profile.outputs_of_buffers()
     events: list[tuple[int, int]] = []
     for index, buffer in enumerate(profile.buffers):
         if own_outputs or index not in outputs:
@@ -227,10 +225,9 @@ def class_modes(
 
 def _hidden_seconds(step: MovableStep, class_key: str) -> tuple[float, float]:
     """Seconds of one forward and one backward of the class: what a layer's copies hide behind."""
-    layer = next(layer for layer in step.layers if layer.class_key == class_key)
-    region_of = {call.name: call.region for call in step.problem.calls}
-    region_s = step.costs.region_s
-    return region_s[region_of[layer.forward]], region_s[region_of[layer.backward]]
+    facts = facts_of(step)
+    layer = next(at for at, layer in enumerate(step.layers) if layer.class_key == class_key)
+    return facts.call_s[facts.forward_at[layer]], facts.call_s[facts.backward_at[layer]]
 
 
 def _whole_modes(cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int) -> Iterable[Mode]:
@@ -301,8 +298,7 @@ def can_split(cls: LayerClass, recomputed: Iterable[int]) -> bool:
     split = all(cls.slots[slot].row_bytes for slot in slots)
     if not slots or len(rows) > 1 or rows == {1} or not movable or not split:
         return False
-    available = [slot for slot in range(len(cls.slots)) if slot not in slots]
-    return all(cls.ops[op].row_wise for op in recompute_closure(cls, slots, available))
+    return all(cls.ops[op].row_wise for op in closure_of(cls, slots))
 
 
 def splittable(cls: LayerClass, recomputed: Iterable[int]) -> frozenset[int]:
@@ -324,7 +320,7 @@ def offload_order(cls: LayerClass) -> list[int]:
     def price(slot: int) -> float:
         if not cls.slots[slot].can_recompute:
             return float("inf")
-        return recompute_s(cls, (slot,)) / max(cls.slots[slot].size_bytes, 1)
+        return slots_s(cls, (slot,)) / max(cls.slots[slot].size_bytes, 1)
 
     slots = [number for number, slot in enumerate(cls.slots) if slot.can_offload]
     return sorted(slots, key=lambda slot: (-price(slot), slot))

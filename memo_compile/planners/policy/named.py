@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from memo_compile.errors import ConfigError, UnsupportedGraph
+from memo_compile.planners.move_rules import facts_of
 from memo_compile.planners.policy.modes import (
     RecomputeOf,
     Rights,
@@ -243,8 +244,8 @@ def memo_alpha(step: MovableStep, *, host_budget_bytes: int | None) -> float:
     if not others_bytes:
         return 1.0
     always_bytes = sum(align(cls.slots[slot].size_bytes) for slot in rights.offload - others)
-    region_of = {call.name: call.region for call in step.problem.calls}
-    forward_s = step.costs.region_s[region_of[layer.forward]]
+    facts = facts_of(step)
+    forward_s = facts.call_s[facts.forward_at[layers[-1]]]
     bounds = [(forward_s * step.costs.d2h_bytes_per_s - always_bytes) / others_bytes]
     if host_budget_bytes is not None:
         bounds.append((host_budget_bytes / len(moved) - always_bytes) / others_bytes)

@@ -2,11 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-from memo_compile.planners.move_rules import recomputable
-from memo_compile.planners.policy.subsets import recompute_s
-from memo_compile.step.copy_times import copy_s
+from memo_compile.planners.move_rules import facts_of, recomputable, slots_s
 from memo_compile.step.movable import (
     Action,
     Layer,
@@ -19,20 +16,11 @@ from memo_compile.step.movable import (
 from memo_compile.units import format_bytes, format_seconds
 
 
-class Decided(Protocol):
-    """What reasons are given for: a Choice."""
-
-    @property
-    def moves(self) -> Moves:
-        """A mode for each layer."""
-        ...
-
-
-def reasons(step: MovableStep, choice: Decided) -> Mapping[tuple[str, int, Mode], str]:
+def reasons(step: MovableStep, moves: Moves) -> Mapping[tuple[str, int, Mode], str]:
     """(class key, slot, mode) -> why layers of that mode do what they do with the slot."""
     found = {}
     for class_key in dict.fromkeys(layer.class_key for layer in step.layers):
-        facts = _ClassFacts.of(step, choice.moves, class_key)
+        facts = _ClassFacts.of(step, moves, class_key)
         for mode in dict.fromkeys(facts.modes):
             for slot in range(len(facts.cls.slots)):
                 found[class_key, slot, mode] = facts.reason(slot, mode)
@@ -53,21 +41,15 @@ class _ClassFacts:
 
     @staticmethod
     def of(step: MovableStep, moves: Moves, class_key: str) -> "_ClassFacts":
-        pairs = [
-            (layer, mode)
-            for layer, mode in zip(step.layers, moves.modes, strict=True)
-            if layer.class_key == class_key
-        ]
-        region_of = {call.name: call.region for call in step.problem.calls}
-        layer = pairs[0][0]
-        following = step.layers[step.layers.index(layer) + 1 :]
-        runs_next = following[0] if following else layer
+        facts = facts_of(step)
+        layers = [at for at, layer in enumerate(step.layers) if layer.class_key == class_key]
+        runs_next = min(layers[0] + 1, len(step.layers) - 1)
         return _ClassFacts(
             cls=step.classes[class_key],
-            layer=layer,
-            modes=[mode for _, mode in pairs],
+            layer=step.layers[layers[0]],
+            modes=[moves.modes[at] for at in layers],
             step=step,
-            forward_s=step.costs.region_s[region_of[runs_next.forward]],
+            forward_s=facts.call_s[facts.forward_at[runs_next]],
             schedule=moves.schedule,
         )
 
@@ -88,11 +70,10 @@ class _ClassFacts:
 
     def _recompute_s(self, slot: int) -> float:
         """Seconds to recompute the slot alone."""
-        return recompute_s(self.cls, (slot,))
+        return slots_s(self.cls, (slot,))
 
     def _copy_s(self, slot: int) -> float:
-        costs = self.step.costs
-        return copy_s(costs, costs.d2h_bytes_per_s, self.cls.slots[slot].size_bytes)
+        return self.step.costs.d2h_s(self.cls.slots[slot].size_bytes)
 
     def _layer_copy_s(self, mode: Mode) -> float:
         """Seconds of all copies of a layer to the host."""

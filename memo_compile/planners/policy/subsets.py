@@ -4,10 +4,10 @@ All subsets are evaluated at once with numpy, a row of the table a subset. Slots
 ``MAX_GROUPS`` are merged first: two of nearly the same price per byte are seldom told apart.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from memo_compile.planners.move_rules import recompute_closure
+from memo_compile.planners.move_rules import slots_s
 from memo_compile.step.movable import LayerClass
 
 MAX_GROUPS = 12
@@ -47,7 +47,7 @@ def slot_groups(cls: LayerClass) -> list[tuple[int, ...]]:
     """The recomputable slots, merged into at most MAX_GROUPS of a similar price per byte."""
 
     def price(group: tuple[int, ...]) -> float:
-        return recompute_s(cls, group) / max(1, _bytes(cls, group))
+        return slots_s(cls, group) / max(1, _bytes(cls, group))
 
     single: list[tuple[int, ...]] = [
         (number,) for number, slot in enumerate(cls.slots) if slot.can_recompute
@@ -64,13 +64,6 @@ def slot_groups(cls: LayerClass) -> list[tuple[int, ...]]:
         groups[at : at + 2] = [tuple(sorted(groups[at] + groups[at + 1]))]
         prices[at : at + 2] = [price(groups[at])]
     return groups
-
-
-def recompute_s(cls: LayerClass, slots: Iterable[int]) -> float:
-    """Seconds to recompute ``slots``, with every other slot at hand."""
-    wanted = tuple(slots)
-    others = [slot for slot in range(len(cls.slots)) if slot not in wanted]
-    return sum(cls.ops[op].seconds for op in recompute_closure(cls, wanted, others))
 
 
 def _bytes(cls: LayerClass, group: tuple[int, ...]) -> int:
