@@ -9,7 +9,7 @@ import time
 
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
-from memo_compile.papers.search.ranking import search
+from memo_compile.papers.search.ranking import SearchQuestion, search
 
 
 def main() -> None:
@@ -18,13 +18,14 @@ def main() -> None:
         whole, evaluation = [], []
         for _ in range(5):
             started = time.perf_counter()
-            found = search(
-                find_model(name),
+            question = SearchQuestion(
+                shape=find_model(name),
                 gpus=256,
                 seq=4096,
                 global_batch=256,
                 hardware=find_hardware("h800"),
             )
+            found = search(question)
             whole.append(time.perf_counter() - started)
             evaluation.append(found.evaluation_s)
         assert found.num_points == points, f"{found.num_points} points"

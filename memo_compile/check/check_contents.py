@@ -372,9 +372,7 @@ class StepContents:
             return
         if slot.storage is Storage.ARENA:
             assert slot.index is not None, f"{call.name}: ARENA output without a buffer"
-            inside = next(
-                (target.value for target in call.into if target.buffer == slot.index), None
-            )
+            inside = call.value_around(slot.index)
             if inside is not None:
                 self.storage_of[value] = self.storage_of.get(inside, inside)
                 return

@@ -92,6 +92,7 @@ class _Comparison:
         self, original: Problem, moved: Problem, recomputations: Mapping[str, Recomputation]
     ) -> None:
         self.problems: list[str] = []
+        self._complain = self.problems.append
         self.recomputations = recomputations
         self.original = StepContents(original, lambda text: self._complain(f"unmoved: {text}"))
         self.moved = StepContents(moved, self._complain, self._recomputed)
@@ -185,9 +186,6 @@ class _Comparison:
                 f"{call.name} reads {stand_in} for {value}: expected bytes {_text(expected)}, "
                 f"got {_text(got)}"
             )
-
-    def _complain(self, problem: str) -> None:
-        self.problems.append(problem)
 
 
 def _code(call: StepCall) -> tuple[object, ...]:

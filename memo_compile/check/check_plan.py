@@ -88,6 +88,7 @@ class _Replay:
         self.problem = problem
         self.plan = plan
         self.problems: list[str] = []
+        self._complain = self.problems.append
         self.contents = StepContents(problem, self._complain)
         self.live: list[tuple[int, str]] = []
         """(offset, owner) of the live storages that have bytes, by offset."""
@@ -330,9 +331,7 @@ class _Replay:
         owner: str | None = None
         if slot.storage is Storage.ARENA:
             assert slot.index is not None, f"{call.name}: ARENA output without a buffer"
-            inside = next(
-                (target.value for target in call.into if target.buffer == slot.index), None
-            )
+            inside = call.value_around(slot.index)
             buffer = f"{call.name}/{region.buffers[slot.index].name}"
             owner = buffer if inside is None else self.place_of.get(inside)
         elif slot.storage is Storage.INPUT:
@@ -352,9 +351,6 @@ class _Replay:
         owner = self.place_of.get(value)
         if owner is not None and self._is_unread(owner):
             self._die(owner)
-
-    def _complain(self, problem: str) -> None:
-        self.problems.append(problem)
 
 
 _FOR_USER = " for the user"

@@ -64,10 +64,10 @@ def plan_command(
     from memo_compile.offline.forecast import Question
     from memo_compile.offline.shapes.load import parse_dtype
     from memo_compile.offline.shapes.transformer import Degrees
-    from memo_compile.reporting.emit import EMITTERS
+    from memo_compile.reporting.emit import TOOLS
 
-    if emit is not None and emit not in EMITTERS:
-        raise InputError(f"emit: expected one of {', '.join(EMITTERS)}, got {emit!r}")
+    if emit is not None and emit not in TOOLS:
+        raise InputError(f"emit: expected one of {', '.join(TOOLS)}, got {emit!r}")
     if emit is not None and as_json:
         raise InputError("emit: prints settings, --json prints JSON; give one of the two")
     question = Question(

@@ -37,7 +37,7 @@ def search_command(
     """Rank tp x cp x pp x dp x layers per chunk x checkpoint policy x alpha by predicted time."""
     from memo_compile.costs.hardware import find_hardware
     from memo_compile.costs.models import find_model
-    from memo_compile.papers.search.ranking import COLUMNS, SearchQuestion
+    from memo_compile.papers.search.ranking import COLUMNS, SearchQuestion, search
 
     device = find_hardware(hardware)
     question = SearchQuestion(
@@ -49,11 +49,11 @@ def search_command(
         budget_bytes=None if budget is None else parse_budget(budget, device.memory_bytes),
         model=_cost_model(measurements, device),
     )
-    result = question.search(top)
+    result = search(question, top)
     if report is not None:
-        from memo_compile.papers.search.report import write_report
+        from memo_compile.papers.search.report import write_search_report
 
-        write_report(report, question, result)
+        write_search_report(report, question, result)
     if as_json:
         body = {
             "status": "optimal" if result.configurations else "infeasible",

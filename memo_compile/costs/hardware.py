@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from memo_compile.errors import InputError
 
@@ -90,17 +90,12 @@ class HardwareProfile:
         return self.figure_sources.get(figure, FigureSource(document=self.source, date=self.date))
 
 
-@dataclass(frozen=True, slots=True)
-class _Stated:
+class _Stated(NamedTuple):
     """A rate, and who states it."""
 
     bytes_per_s: float
     document: str
     date: str
-
-    @property
-    def source(self) -> FigureSource:
-        return FigureSource(document=self.document, date=self.date)
 
 
 _PCIE4 = _Stated(32e9, "PCI-SIG, PCI Express Base Specification 4.0, 16 lanes", "2017-10")
@@ -136,7 +131,10 @@ def _gpu(
     """A GPU; a rate that is a mere number is in the document too."""
     rates = {"d2h": host, "h2d": host, "link": link, "network": network}
     stated = {f"{k}_bytes_per_s": v for k, v in rates.items() if isinstance(v, _Stated)}
-    sources = {figure: rate.source for figure, rate in stated.items()}
+    sources = {
+        figure: FigureSource(document=rate.document, date=rate.date)
+        for figure, rate in stated.items()
+    }
     if network is _ASSUMED_200G:
         server = FigureSource(document="assumed: a server with 8 cards", date="2026-11")
         sources["devices_per_node"] = server

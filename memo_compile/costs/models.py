@@ -8,7 +8,7 @@ with a shape that adds up to its name. The rest are the models' published config
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memo_compile.errors import InputError, require_at_least
 
@@ -74,20 +74,10 @@ class ModelShape:
         return 6.0 * weights + 6.0 * self.num_layers * self.hidden * seq
 
 
-def _gpt(name: str, num_layers: int, hidden: int, heads: int) -> ModelShape:
-    return _shape(name, num_layers, hidden, 4 * hidden, heads, heads, 50257, gated=False)
-
-
 def _shape(
-    name: str,
-    num_layers: int,
-    hidden: int,
-    ffn: int,
-    num_heads: int,
-    num_kv_heads: int,
-    vocab: int,
-    gated: bool = True,
+    name: str, num_layers: int, hidden: int, ffn: int, num_heads: int, num_kv_heads: int, vocab: int
 ) -> ModelShape:
+    """A gated shape; ``_gpt`` makes those without a gate."""
     return ModelShape(
         name=name,
         hidden=hidden,
@@ -96,8 +86,12 @@ def _shape(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         vocab=vocab,
-        gated=gated,
+        gated=True,
     )
+
+
+def _gpt(name: str, num_layers: int, hidden: int, heads: int) -> ModelShape:
+    return replace(_shape(name, num_layers, hidden, 4 * hidden, heads, heads, 50257), gated=False)
 
 
 MODELS: dict[str, ModelShape] = {

@@ -1,13 +1,11 @@
 """A plan as one HTML page: numbers, memory, arena, lanes, frontier, decisions. It loads nothing."""
 
-import functools
 import json
 from collections import Counter
 from typing import Any
 
-import jinja2
-
 from memo_compile.reporting import charts
+from memo_compile.reporting.render import render
 from memo_compile.reporting.view import StepView, short_source, view_step
 from memo_compile.step.plans import Decision, Plan
 from memo_compile.step.problem import CallKind, Problem
@@ -28,7 +26,8 @@ def render_html(problem: Problem, plan: Plan) -> str:
         for name, chart in (("arena", arena), ("memory", memory), ("lanes", lanes))
         if chart is not None
     }
-    return _template().render(
+    return render(
+        "report.html.j2",
         plan=plan,
         title=plan.name or "training step",
         sentence=_sentence(problem, plan),
@@ -47,15 +46,6 @@ def render_html(problem: Problem, plan: Plan) -> str:
         bytes=format_bytes,
         seconds=format_seconds,
     )
-
-
-@functools.cache
-def _template() -> jinja2.Template:
-    loader = jinja2.PackageLoader("memo_compile.reporting", "templates")
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("report.html.j2")
 
 
 def _sentence(problem: Problem, plan: Plan) -> str:

@@ -6,7 +6,7 @@ an allocation and a free for every buffer of the step, in the order of its lines
 which tensor, of which pass, made where in the user's code.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ def memory_snapshot(problem: Problem, plan: Plan) -> dict[str, Any]:
         segment, own = make(problem, plan, view, address)
         segments.append(segment)
         lives.extend(own)
-    clock = _Clock(problem, plan, view)
+    clock = _clock(problem, plan, view)
     return {
         "segments": [made for made in segments if made["total_size"]],
         "device_traces": [[*_segment_events(segments[1:], clock), *_buffer_events(lives, clock)]],
@@ -212,17 +212,16 @@ def _made(
     return _segment(address, at - address, blocks, "gradients and outputs"), lives
 
 
-class _Clock:
-    """Line -> microseconds: simulated where the plan has a timeline, else the line itself."""
+_Clock = Callable[[int], int]
+"""Line -> microseconds."""
 
-    def __init__(self, problem: Problem, plan: Plan, view: StepView) -> None:
-        self.view = view
-        self.times = None if plan.timeline is None else call_times(problem, plan.timeline)
 
-    def __call__(self, line: int) -> int:
-        if self.times is None:
-            return line
-        return round(self.times.at_line(self.view, line) * 1e6)
+def _clock(problem: Problem, plan: Plan, view: StepView) -> _Clock:
+    """Simulated where the plan has a timeline, else the line itself."""
+    if plan.timeline is None:
+        return lambda line: line
+    times = call_times(problem, plan.timeline)
+    return lambda line: round(times.at_line(view, line) * 1e6)
 
 
 def _segment_events(segments: list[dict[str, Any]], clock: _Clock) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.step.serialise import to_json
+from memo_compile.text_files import write_text
 
 PICTURES: tuple[tuple[str, Callable[[Problem, Plan], bytes]], ...] = (
     ("problem.json", lambda problem, plan: to_json(problem).encode()),
@@ -62,7 +63,4 @@ def write_report(path: Path, problem: Problem, plan: Plan) -> None:
     Raises:
         InputError: the file cannot be written, or the plan is not one of this problem.
     """
-    try:
-        path.write_text(render_html(problem, plan), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
+    write_text(path, render_html(problem, plan))

@@ -243,6 +243,10 @@ class StepCall:
     """As what the call reads each of its inputs, from where the value begins. Empty for a copy or
     a wait, which takes bytes, and where no code is known."""
 
+    def value_around(self, buffer: int | None) -> str | None:
+        """The value in which the region's ``buffer`` lies; None: it has a place of its own."""
+        return next((target.value for target in self.into if target.buffer == buffer), None)
+
     def into_buffers(self) -> frozenset[int]:
         """Indices of the region's buffers that lie inside other values."""
         return frozenset(target.buffer for target in self.into)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 import json
 import types
 import typing
@@ -18,7 +19,7 @@ Data = TypeVar("Data", Problem, Plan, StepCosts)
 
 def to_json(data: Problem | Plan | StepCosts) -> str:
     """``data`` as JSON text; equal data gives equal text."""
-    content = {"schema": SCHEMA_VERSION, "kind": type(data).__name__, **_plain(data)}
+    content = {"schema": SCHEMA_VERSION, "kind": type(data).__name__, **plain(data)}
     return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
 
@@ -41,38 +42,85 @@ def from_json(text: str, kind: type[Data], *, where: str = "input") -> Data:
         )
     fields = {key: value for key, value in content.items() if key not in ("schema", "kind")}
     try:
-        return _restore(fields, kind)
-    except (KeyError, TypeError, ValueError) as error:
+        return restore(fields, kind, kind.__name__.lower())
+    except InputError as error:
         raise InputError(f"{where}: {error}") from error
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """``value`` as JSON has it: objects for dataclasses and mappings, lists for tuples."""
     if dataclasses.is_dataclass(value):
         return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
         }
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
-def _restore(value: Any, kind: Any) -> Any:
-    """``value`` from JSON as ``kind``: a dataclass, enum, tuple, mapping, or optional of these."""
+_SCALARS: dict[Any, tuple[Any, str]] = {
+    int: (int, "an integer"),
+    float: ((int, float), "a number"),
+    str: (str, "a text"),
+}
+
+
+def restore(value: Any, kind: Any, where: str) -> Any:
+    """``value`` from JSON as ``kind``: a dataclass, enum, tuple, mapping, or optional of these.
+
+    Raises:
+        InputError: a field is missing, unknown or of another type; it is named from ``where`` on.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        inner = [argument for argument in arguments if argument is not type(None)]
-        return None if value is None else _restore(value, inner[0])
+        inner = next(argument for argument in arguments if argument is not type(None))
+        return None if value is None else restore(value, inner, where)
     if origin is tuple:
-        return tuple(_restore(item, arguments[0]) for item in value)
+        items = _require(value, list, "a list", where)
+        kinds = arguments[:1] * len(items) if arguments[-1] is ... else arguments
+        if len(items) != len(kinds):
+            raise InputError(f"{where}: expected {len(kinds)} entries, got {len(items)}")
+        pairs = enumerate(zip(items, kinds, strict=True))
+        return tuple(restore(item, inner, f"{where}[{at}]") for at, (item, inner) in pairs)
     if origin is not None and issubclass(origin, Mapping):
-        return {key: _restore(item, arguments[1]) for key, item in value.items()}
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return kind(value)
+        items = _require(value, dict, "an object", where)
+        return {key: restore(item, arguments[1], f"{where}.{key}") for key, item in items.items()}
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{key: _restore(item, hints[key]) for key, item in value.items()})  # type: ignore[operator]
+        return _restore_fields(_require(value, dict, "an object", where), kind, where)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        values = [member.value for member in kind]
+        if value not in values:
+            raise InputError(f"{where}: expected one of {values}, got {value!r}")
+        return kind(value)
+    types_of, text = _SCALARS.get(kind, (object, ""))
+    if not isinstance(value, types_of) or (isinstance(value, bool) and kind in _SCALARS):
+        raise InputError(f"{where}: expected {text}, got {value!r}")
+    return value
+
+
+def _restore_fields(values: dict[str, Any], kind: Any, where: str) -> Any:
+    hints = _hints(kind)
+    if unknown := sorted(values.keys() - hints.keys()):
+        known = ", ".join(sorted(hints))
+        raise InputError(f"{where}.{unknown[0]}: unknown field; expected {known}")
+    missing = dataclasses.MISSING
+    for field in dataclasses.fields(kind):
+        optional = field.default is not missing or field.default_factory is not missing
+        if field.name not in values and not optional:
+            raise InputError(f"{where}.{field.name}: is missing")
+    return kind(
+        **{key: restore(item, hints[key], f"{where}.{key}") for key, item in values.items()}
+    )
+
+
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _require(value: Any, kind: type, text: str, where: str) -> Any:
+    if not isinstance(value, kind):
+        raise InputError(f"{where}: expected {text}, got {type(value).__name__}")
     return value

@@ -154,7 +154,7 @@ class DeviceArena:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.host = HostPool.empty()
+        self.host = HostPool()
         self._slabs: list[Slab] = []
         self._lock = threading.RLock()  # the collector may end a lease while this thread holds it
 

@@ -10,7 +10,7 @@ import os
 import tempfile
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -128,14 +128,9 @@ def _clear_cuda_error() -> None:
 class HostPool:
     """The host frames of one device, one for each step that is live. Thread-safe."""
 
-    stores: list[HostStore]
-    lock: threading.RLock
+    stores: list[HostStore] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
     """Re-entrant: the collector may end a lease while this thread holds it."""
-
-    @classmethod
-    def empty(cls) -> "HostPool":
-        """A pool that holds nothing."""
-        return cls(stores=[], lock=threading.RLock())
 
     def acquire(self, kind: str, size_bytes: int, plan_key: int) -> HostStore:
         """The tightest free store that fits; else a new one, in place of a free one too small.

@@ -250,7 +250,7 @@ def test_host_memory_is_refused(monkeypatch):
         raise OSError(12, "Cannot allocate memory")
 
     # What another test has left in the pool must not serve this one.
-    monkeypatch.setattr(arena_of(CPU), "host", HostPool.empty())
+    monkeypatch.setattr(arena_of(CPU), "host", HostPool())
     monkeypatch.setattr(host_store.mmap, "mmap", refuse)
     error = inner_error(Stack(num_layers=4), **OUT, max_inflight=3)
     assert isinstance(error, HostStoreError)

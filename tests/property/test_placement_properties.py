@@ -1,6 +1,7 @@
 """Random problems: every solver's placement is valid, and the better solvers are never worse."""
 
 import itertools
+import json
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,12 +17,11 @@ from memo_compile.planners.placement import (
 from memo_compile.planners.placement.files import (
     format_csv,
     parse_csv,
-    problem_from_json,
-    problem_to_json,
 )
 from memo_compile.planners.placement.placement_problem import fixed_collisions
 from memo_compile.planners.placement.portfolio import SearchOptions
 from memo_compile.planners.solver import SolveStatus
+from memo_compile.step.serialise import plain, restore
 
 PLAIN = SearchOptions(use_numba=False)
 SETTINGS = settings(
@@ -187,7 +187,7 @@ def test_csv_and_json_round_trip(problem):
     text = format_csv(problem)
     assert parse_csv(text) == problem
     assert format_csv(parse_csv(text)) == text
-    assert problem_from_json(problem_to_json(problem)) == problem
+    assert restore(json.loads(json.dumps(plain(problem))), PlacementProblem, "file") == problem
 
 
 @st.composite

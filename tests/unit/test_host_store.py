@@ -158,7 +158,7 @@ def test_pinning_without_cuda_is_refused():
 
 
 def test_live_steps_have_frames_of_their_own_and_free_ones_are_shared():
-    pool = HostPool.empty()
+    pool = HostPool()
     first, second = pool.acquire("shm", 4096, 1), pool.acquire("shm", 4096, 1)
     assert first is not second
     pool.release(first)
@@ -167,7 +167,7 @@ def test_live_steps_have_frames_of_their_own_and_free_ones_are_shared():
 
 
 def test_a_free_frame_that_is_too_small_is_replaced_by_one_of_exact_size():
-    pool = HostPool.empty()
+    pool = HostPool()
     small = pool.acquire("shm", 4096, 1)
     pool.release(small)
     large = pool.acquire("shm", 9000, 2)
@@ -177,13 +177,13 @@ def test_a_free_frame_that_is_too_small_is_replaced_by_one_of_exact_size():
 
 
 def test_kinds_are_not_mixed(tmp_path):
-    pool = HostPool.empty()
+    pool = HostPool()
     pool.release(pool.acquire("shm", 4096, 1))
     assert pool.acquire(f"file:{tmp_path}", 4096, 1).kind == f"file:{tmp_path}"
 
 
 def test_forgetting_the_last_plan_frees_the_frame():
-    pool = HostPool.empty()
+    pool = HostPool()
     store = pool.acquire("shm", 4096, 1)
     store.plans.add(2)
     pool.release(store)
@@ -194,7 +194,7 @@ def test_forgetting_the_last_plan_frees_the_frame():
 
 
 def test_a_frame_of_a_forgotten_plan_goes_when_its_step_ends():
-    pool = HostPool.empty()
+    pool = HostPool()
     store = pool.acquire("shm", 4096, 1)
     pool.forget(1)
     assert pool.stores == [store]
@@ -203,14 +203,14 @@ def test_a_frame_of_a_forgotten_plan_goes_when_its_step_ends():
 
 
 def test_a_refused_frame_leaves_the_pool_usable():
-    pool = HostPool.empty()
+    pool = HostPool()
     with pytest.raises(HostStoreError):
         pool.acquire("shm", 1 << 47, 1)
     assert pool.acquire("shm", 4096, 1).leased
 
 
 def test_a_forked_child_shares_no_frame_with_its_parent():
-    pool = HostPool.empty()
+    pool = HostPool()
     pool.release(pool.acquire("shm", 4096, 1))
     pool.stores[0].bytes(4096).fill_(1)
     pid = os.fork()

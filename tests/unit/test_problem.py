@@ -93,7 +93,7 @@ def test_json_round_trip():
         ("[]", "plan.json: expected a Plan"),
         (to_json(two_layers()), "plan.json: expected a Plan"),
         ('{"kind": "Plan", "schema": 99}', "expected schema 1, got 99"),
-        ('{"kind": "Plan", "schema": 1, "offsetz": {}}', "plan.json: 'offsetz'"),
+        ('{"kind": "Plan", "schema": 1, "offsetz": {}}', "plan.json: plan.offsetz: unknown field"),
         ('{"kind": "Plan", "schema": 1}', "missing"),
     ],
 )

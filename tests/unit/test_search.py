@@ -12,7 +12,7 @@ from memo_compile.papers.kwai.offload import Checkpoint, divide_gpus, plan_offlo
 from memo_compile.papers.search.calibrate import calibrate, predict_seconds, read_cost_model
 from memo_compile.papers.search.cost import CostModel, describe_workload, evaluate
 from memo_compile.papers.search.measurements import read_measurements
-from memo_compile.papers.search.ranking import search
+from memo_compile.papers.search.ranking import SearchQuestion, search
 from memo_compile.papers.search.space import CHECKPOINTS, enumerate_space
 
 DATA = Path(__file__).parents[1] / "data"
@@ -22,7 +22,7 @@ BUDGET_BYTES = 65000 * 2**20
 
 def find(model="llama-175b", **changes):
     arguments = {"gpus": 256, "seq": 4096, "global_batch": 256, **changes}
-    return search(find_model(model), hardware=H800, **arguments)
+    return search(SearchQuestion(shape=find_model(model), hardware=H800, **arguments))
 
 
 @pytest.mark.parametrize(("model", "points"), [("llama-175b", 2310), ("llama-65b", 1710)])

@@ -1,5 +1,6 @@
 """Reading fields of a JSON object with errors that name the field."""
 
+import graphlib
 import json
 import logging
 import math
@@ -181,21 +182,9 @@ def _checked_indices(values: list[Any], name: str, num_ops: int) -> tuple[int, .
 
 def _find_cycle(deps: list[tuple[int, ...]]) -> list[int]:
     """One cycle of ``deps`` as operators, the first repeated at the end; empty without a cycle."""
-    done: set[int] = set()
-    for root in range(len(deps)):
-        path: list[int] = []
-        stack: list[tuple[int, int]] = [(root, 0)]
-        while stack:
-            node, step = stack.pop()
-            if step == 0:
-                if node in path:
-                    return [*path[path.index(node) :], node]
-                if node in done:
-                    continue
-                path.append(node)
-            if step < len(deps[node]):
-                stack += [(node, step + 1), (deps[node][step], 0)]
-            else:
-                path.pop()
-                done.add(node)
+    try:
+        graphlib.TopologicalSorter(dict(enumerate(deps))).prepare()
+    except graphlib.CycleError as error:
+        read_to_reader: list[int] = error.args[1]
+        return read_to_reader[::-1]
     return []

@@ -71,7 +71,7 @@ def _run_phase(
             reached = 1.0 if i in ops.whole else progress[i]
             if progress[j] < reached - SPLIT_TOLERANCE:
                 raise InvalidPlan(f"{where}: operator {i} reads operator {j}, which is absent")
-        load += _amount(ops.times[i], part)
+        load += _amount(ops.times[i], part.fraction)
     limit = instance.window_limits[phase] if phase < NUM_WINDOWS else load
     if parts and phase < 2 and not instance.forward_windows:
         raise InvalidPlan(f"{where}: the last stage has no forward windows")
@@ -92,13 +92,13 @@ def _stage_peak(
     sizes = instance.ops.sizes
     layer = sum(m for m, k in zip(sizes, keep, strict=True) if k)
     filled = instance.static + instance.num_batches * instance.num_layers * layer
-    early = [_amount(sizes[part.op], part) for phase in windows[:2] for part in phase]
-    late = [_amount(sizes[part.op], part) for phase in windows[2:] for part in phase]
+    early = [_amount(sizes[part.op], part.fraction) for phase in windows[:2] for part in phase]
+    late = [_amount(sizes[part.op], part.fraction) for phase in windows[2:] for part in phase]
     return filled + instance.num_layers * sum(early) + sum(late)
 
 
-def _amount(whole: Number, part: Part) -> Number:
-    return whole if part.fraction == 1 else whole * part.fraction
+def _amount(whole: Number, fraction: float) -> Number:
+    return whole if fraction == 1 else whole * fraction
 
 
 def replay_opt(
@@ -177,7 +177,7 @@ class _Phase:
             if i > self.index:
                 raise InvalidPlan(f"{where}: computes the later operator {i}")
             self._compute(i, self.critical[i], where)
-            self.critical_time += _amount(self.ops.times[i], Part(op=i, fraction=self.critical[i]))
+            self.critical_time += _amount(self.ops.times[i], self.critical[i])
             if i != self.index:
                 self._drop_dead(i)
         self._run_window(where)
@@ -194,7 +194,7 @@ class _Phase:
             if j not in self.live or self.progress[j] < self.progress[i] - SPLIT_TOLERANCE:
                 raise InvalidPlan(f"{where}: operator {i} reads operator {j}, which is absent")
         self.live.add(i)
-        self.memory += _amount(self.ops.sizes[i], Part(op=i, fraction=fraction))
+        self.memory += _amount(self.ops.sizes[i], fraction)
         self.peak = max(self.peak, self.memory)
 
     def _run_window(self, where: str) -> None:
@@ -205,8 +205,7 @@ class _Phase:
             if i in self.ops.comm or i >= self.index:
                 raise InvalidPlan(f"{where}: operator {i} cannot be recomputed in this window")
             self._compute(i, self.overlapped[i], where)
-            part = Part(op=i, fraction=self.overlapped[i])
-            self.overlapped_time += _amount(self.ops.times[i], part)
+            self.overlapped_time += _amount(self.ops.times[i], self.overlapped[i])
             if self.progress[i] < 1 - SPLIT_TOLERANCE:
                 raise InvalidPlan(f"{where}: operator {i} is left incomplete")
         if exceeds(self.overlapped_time, self.ops.times[self.index], SPLIT_TOLERANCE):

@@ -1,7 +1,7 @@
 """The search itself: enumerate, evaluate, rank."""
 
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -68,33 +68,19 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchQuestion:
-    """The arguments of a search."""
+    """The step whose configurations are to be ranked, and what it runs on."""
 
     shape: ModelShape
     gpus: int
     seq: int
     global_batch: int
     hardware: HardwareProfile
-    budget_bytes: float | None
-    model: CostModel
-
-    def search(self, top: int) -> SearchResult:
-        """The ``top`` fastest configurations."""
-        settings = {field.name: getattr(self, field.name) for field in fields(self)}
-        return search(**settings, top=top)
+    budget_bytes: float | None = None
+    """None: DEFAULT_BUDGET_SHARE of the device's memory."""
+    model: CostModel = field(default_factory=CostModel)
 
 
-def search(
-    shape: ModelShape,
-    *,
-    gpus: int,
-    seq: int,
-    global_batch: int,
-    hardware: HardwareProfile,
-    budget_bytes: float | None = None,
-    model: CostModel | None = None,
-    top: int | None = None,
-) -> SearchResult:
+def search(question: SearchQuestion, top: int | None = None) -> SearchResult:
     """Evaluate every configuration and return the ``top`` fastest that fit (all with None).
 
     Ties go to the smaller peak, then to fewer chunks, then to smaller tp, cp, pp.
@@ -102,14 +88,15 @@ def search(
     Raises:
         InputError: a size is below 1; it is named.
     """
+    hardware, global_batch = question.hardware, question.global_batch
     require_at_least(1, {"global-batch": global_batch, "top": 1 if top is None else top})
-    columns = enumerate_space(shape, gpus)
-    work = describe_workload(shape, seq, global_batch)
-    budget = hardware.memory_bytes * DEFAULT_BUDGET_SHARE if budget_bytes is None else budget_bytes
-    model = model or CostModel()
-    evaluate(work, columns, hardware, model, budget)
+    columns = enumerate_space(question.shape, question.gpus)
+    work = describe_workload(question.shape, question.seq, global_batch)
+    budget = question.budget_bytes
+    budget = hardware.memory_bytes * DEFAULT_BUDGET_SHARE if budget is None else budget
+    evaluate(work, columns, hardware, question.model, budget)
     started = time.perf_counter()
-    found = evaluate(work, columns, hardware, model, budget)
+    found = evaluate(work, columns, hardware, question.model, budget)
     evaluation_s = time.perf_counter() - started
     keys = (columns.pp, columns.cp, columns.tp, -columns.layers_per_chunk, found.peak_bytes)
     order = np.lexsort((*keys, found.iteration_s))
@@ -128,11 +115,11 @@ def search(
             )
             for i in best
         ),
-        conflict="" if len(best) else _explain(found, budget, gpus, global_batch),
+        conflict="" if len(best) else _explain(found, budget, question),
     )
 
 
-def _explain(found: Evaluation, budget: float, gpus: int, global_batch: int) -> str:
+def _explain(found: Evaluation, budget: float, question: SearchQuestion) -> str:
     """The constraint that no configuration meets."""
     least = float(found.peak_bytes.min())
     if least > budget:
@@ -142,6 +129,7 @@ def _explain(found: Evaluation, budget: float, gpus: int, global_batch: int) -> 
             "larger budget"
         )
     return (
-        f"global-batch: {global_batch} sequences cannot be divided over the replicas and stages "
-        f"of any configuration of {gpus} GPUs that fits the budget {format_bytes(budget)}"
+        f"global-batch: {question.global_batch} sequences cannot be divided over the replicas and "
+        f"stages of any configuration of {question.gpus} GPUs that fits the budget "
+        f"{format_bytes(budget)}"
     )

@@ -13,17 +13,17 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from memo_compile.errors import InputError
 from memo_compile.planners.placement.placement_problem import (
-    Block,
     Buffer,
     PlacementProblem,
     fixed_collisions,
 )
+from memo_compile.step.serialise import restore
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def read_problem(
     if path.suffix.lower() != ".json":
         return parse_csv(text, str(path), capacity=capacity, alignment=alignment)
     try:
-        problem = problem_from_json(json.loads(text))
+        problem: PlacementProblem = restore(json.loads(text), PlacementProblem, "problem")
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
     except InputError as error:
@@ -194,77 +194,3 @@ def format_csv(problem: PlacementProblem, offsets: Mapping[str, int] | None = No
         cells["offset"] = at.get(b.id)
         writer.writerow(["" if cells[c] is None else cells[c] for c in columns])
     return out.getvalue()
-
-
-def problem_to_json(problem: PlacementProblem) -> dict[str, Any]:
-    """Plain data from which ``problem_from_json`` makes an equal problem."""
-    return json.loads(json.dumps(asdict(problem)))
-
-
-def problem_from_json(data: object) -> PlacementProblem:
-    """The problem that ``data`` (parsed JSON) describes.
-
-    Raises:
-        InputError: a field is missing, unknown or of the wrong type; the message names it.
-    """
-    fields = _object(data, "problem", {"buffers", "blocks", "capacity", "alignment"})
-    buffers = []
-    for index, entry in enumerate(_list(fields.get("buffers"), "buffers")):
-        where = f"buffers[{index}]"
-        known = {*_REQUIRED, *_OPTIONAL, "block"}
-        cells = _checked(_object(entry, where, known), where, _REQUIRED, ("id", "block"))
-        gaps = _list(cells.pop("gaps", None) or [], f"{where}.gaps")
-        pairs = tuple(_pair(gap, f"{where}.gaps") for gap in gaps)
-        buffers.append(Buffer(**cells, gaps=pairs))
-    blocks = []
-    for index, entry in enumerate(_list(fields.get("blocks") or [], "blocks")):
-        where = f"blocks[{index}]"
-        names = ("id", "class_key", "lower", "upper")
-        cells = _checked(_object(entry, where, set(names)), where, names, ("id", "class_key"))
-        blocks.append(Block(**cells))
-    totals = {k: fields[k] for k in ("capacity", "alignment") if fields.get(k) is not None}
-    return PlacementProblem(
-        buffers=tuple(buffers), blocks=tuple(blocks), **_checked(totals, "problem", (), ())
-    )
-
-
-def _object(data: object, where: str, known: set[str]) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise InputError(f"{where}: expected an object, got {type(data).__name__}")
-    if unknown := sorted(set(data) - known):
-        raise InputError(
-            f"{where}.{unknown[0]}: unknown field; expected {', '.join(sorted(known))}"
-        )
-    return data
-
-
-def _list(data: object, where: str) -> list[Any]:
-    if not isinstance(data, list):
-        raise InputError(f"{where}: expected a list, got {type(data).__name__}")
-    return data
-
-
-def _checked(
-    cells: Mapping[str, Any], where: str, required: Sequence[str], texts: Sequence[str]
-) -> dict[str, Any]:
-    """The cells without nulls, each of its type: text, or an integer for all but ``gaps``."""
-    for name in required:
-        if cells.get(name) is None:
-            raise InputError(f"{where}.{name}: is missing")
-    present = {name: value for name, value in cells.items() if value is not None}
-    for name, value in present.items():
-        if name == "gaps":
-            continue
-        kind = str if name in texts else int
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise InputError(
-                f"{where}.{name}: expected {'text' if kind is str else 'an integer'}, got {value!r}"
-            )
-    return present
-
-
-def _pair(data: object, where: str) -> tuple[int, int]:
-    match data:
-        case [int(lower), int(upper)]:
-            return lower, upper
-    raise InputError(f"{where}: expected [lower, upper], got {data!r}")
