@@ -5,7 +5,7 @@ forward operator whose gradient it is part of. What has neither (gradient sums, 
 Inductor replaced) goes where its inputs are.
 """
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 
 import torch
@@ -149,10 +149,5 @@ def _settle(graph: fx.Graph, wanted: dict[fx.Node, int | None]) -> dict[fx.Node,
 
 def source_line(node: fx.Node) -> str | None:
     """``file:line`` of the user's code that made ``node``, from its stack trace."""
-    trace = node.meta.get("stack_trace") or ""
-    lines: Sequence[str] = [line for line in trace.splitlines() if line.strip().startswith("File")]
-    if not lines:
-        return None
-    parts = lines[-1].split('"')
-    number = lines[-1].split("line ")[-1].split(",")[0]
-    return f"{parts[1]}:{number}" if len(parts) > 1 else None
+    places = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
+    return ":".join(places[-1]) if places else None

@@ -12,6 +12,7 @@ Rewrite of :func:`slice_rows`, 32 of 128 rows:
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -136,30 +137,25 @@ def _rows_of_queries(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> Ro
     return row if is_product else None
 
 
+@dataclass(slots=True)
 class _Pass:
     """One walk over the graph with the seeds known so far; ``found`` are those still missing.
 
     With ``any_source`` a node that cannot have its rows from its inputs is a seed itself.
     """
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        seeds: Mapping[fx.Node, RowDim],
-        num_rows: int,
-        *,
-        any_source: bool,
-    ) -> None:
-        self.any_source = any_source
-        self.nodes = [node for node in gm.graph.nodes if node.op != "output"]
-        self.seeds = seeds
-        self.num_rows = num_rows
-        self.dims: dict[fx.Node, RowDim | None] = {}
-        self.found: dict[fx.Node, RowDim] = {}
-        self.wanted: dict[fx.Node, RowDim] = {}
+    gm: fx.GraphModule
+    seeds: Mapping[fx.Node, RowDim]
+    num_rows: int
+    any_source: bool
+    dims: dict[fx.Node, RowDim | None] = field(default_factory=dict)
+    found: dict[fx.Node, RowDim] = field(default_factory=dict)
+    wanted: dict[fx.Node, RowDim] = field(default_factory=dict)
 
     def run(self) -> None:
-        for node in self.nodes:
+        for node in self.gm.graph.nodes:
+            if node.op == "output":
+                continue
             if node in self.seeds:
                 self.dims[node] = self.seeds[node]
             elif node.op == "placeholder" or (node.op == "get_attr" and _is_attribute(node)):
@@ -281,7 +277,7 @@ def slice_rows(
             f"{missing[0].name} ({missing[0].target}) mixes rows or is not known to keep them "
             "apart: take it out of the graph before slicing"
         )
-    return _Slicer(gm, dims, rows, num_rows).run()
+    return _Slicer(gm, dims, rows, num_rows, fake_mode(gm)).run()
 
 
 def is_row_wise(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> bool:
@@ -313,21 +309,15 @@ def fake_mode(gm: fx.GraphModule) -> Any:
     raise UnsupportedGraph("the graph to slice carries no fake tensors")
 
 
+@dataclass(slots=True)
 class _Slicer:
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        dims: Mapping[fx.Node, RowDim | None],
-        rows: int,
-        num_rows: int,
-    ) -> None:
-        self.gm = gm
-        self.dims = dims
-        self.rows = rows
-        self.num_rows = num_rows
-        self.graph = fx.Graph()
-        self.made: dict[fx.Node, fx.Node] = {}
-        self.mode = fake_mode(gm)
+    gm: fx.GraphModule
+    dims: Mapping[fx.Node, RowDim | None]
+    rows: int
+    num_rows: int
+    mode: Any
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def run(self) -> fx.GraphModule:
         for node in self.gm.graph.nodes:

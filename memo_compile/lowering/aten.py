@@ -8,7 +8,7 @@ reads is kept as long.
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,17 +31,6 @@ from memo_compile.step.problem import (
 )
 
 Env = dict[fx.Node, Any]
-
-
-@dataclass(slots=True)
-class _Buffer:
-    """A planned buffer: the node that makes it, its index, and its life in lines."""
-
-    index: int
-    node: fx.Node
-    size_bytes: int
-    start: int
-    end: int = 0
 
 
 def lower(region: RegionGraph, *, poison: bool = False) -> LoweredRegion:
@@ -78,9 +67,10 @@ class _AtenRegion:
         self.dropped = self._dropped()
         self.external = {storage_of(self.outputs[index]) for index in region.external_outputs}
         self.kept = {storage_of(node) for node in self.outputs if isinstance(node, fx.Node)}
-        self.buffers: dict[fx.Node, _Buffer] = {}
+        self.buffers: dict[fx.Node, RegionBuffer] = {}
         self.outside: list[OutsideBuffer] = []
         self._place()
+        self.index = {node: index for index, node in enumerate(self.buffers)}
         self.writers = {node: self._writes_out(node) for node in self.buffers}
         self.mapped = {node for node in self.external if self._is_mapped(node)}
         self._count_copies()
@@ -115,9 +105,8 @@ class _AtenRegion:
                 continue  # its wait's result is placed
             if value.device.type != self.region.device.type or value.numel() == 0:
                 continue
-            self.buffers[node] = _Buffer(
-                index=len(self.buffers),
-                node=node,
+            self.buffers[node] = RegionBuffer(
+                name=node.name,
                 size_bytes=align(storage_bytes(value)),
                 start=self.line[node if is_wait(node) else _maker(node)],
                 end=self._end(node),
@@ -141,24 +130,15 @@ class _AtenRegion:
                 )
 
     def lowered(self) -> LoweredRegion:
-        buffers = list(self.buffers.values())
         profile = RegionProfile(
             name=self.region.name,
             num_lines=len(self.nodes),
-            buffers=tuple(
-                RegionBuffer(
-                    name=buffer.node.name,
-                    size_bytes=buffer.size_bytes,
-                    start=buffer.start,
-                    end=buffer.end,
-                )
-                for buffer in buffers
-            ),
+            buffers=tuple(self.buffers.values()),
             input_ends=tuple(self._input_end(node) for node in self.inputs),
             outputs=tuple(self._slots()),
             outside=tuple(self.outside),
         )
-        views = tuple(view_spec(buffer.node.meta["val"]) for buffer in buffers)
+        views = tuple(view_spec(node.meta["val"]) for node in self.buffers)
         return LoweredRegion(profile=profile, views=views, run=self._run)
 
     def _input_end(self, node: fx.Node) -> int:
@@ -181,7 +161,7 @@ class _AtenRegion:
             return OutputSlot(storage=Storage.NONE)
         root = storage_of(node)
         if root in self.buffers:
-            return OutputSlot(storage=Storage.ARENA, index=self.buffers[root].index)
+            return OutputSlot(storage=Storage.ARENA, index=self.index[root])
         if root.op == "placeholder":
             return OutputSlot(storage=Storage.INPUT, index=self.inputs.index(root))
         if is_write(root) and root.all_input_nodes[0].op == "placeholder":
@@ -246,15 +226,14 @@ class _AtenRegion:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: env[source])
         if node.target in _STORAGE_OFFSET:
             args = _at_real_offset(node, args)
-        buffer = self.buffers.get(node)
         if node in self.mapped:
             spec = view_spec(node.meta["val"])
             target = own_mapping(spec.size, spec.stride, spec.dtype)
             self._write(node, args, kwargs, target)
             return target
-        if buffer is None:
+        if node not in self.index:
             return runnable(node.target)(*args, **kwargs)
-        view = views[buffer.index]
+        view = views[self.index[node]]
         if in_flight(node):  # leaves the region, and a copy of it cannot be waited for
             wait = torch.ops._c10d_functional.wait_tensor.default
             return view.copy_(wait(runnable(node.target)(*args, **kwargs)))
@@ -280,7 +259,7 @@ class _AtenRegion:
             if not dead or root in self.kept:
                 continue
             if root in self.buffers:
-                current.poison(self.buffers[root].index)
+                current.poison(self.index[root])
             elif root.op == "placeholder" and node.op != "placeholder":
                 current.input_done(self.inputs.index(root))
 

@@ -160,10 +160,8 @@ def _parts(kind: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> li
         after: dict[str, Any] = {}
         _flatten("", change.first, before)
         _flatten("", change.second, after)
-        for inner in _changed(before, after):
-            found.append(
-                Difference(
-                    what=f"{kind} {change.what}{inner.what}", first=inner.first, second=inner.second
-                )
-            )
+        found += [
+            dataclasses.replace(inner, what=f"{kind} {change.what}{inner.what}")
+            for inner in _changed(before, after)
+        ]
     return found

@@ -72,6 +72,11 @@ class LayerClass:
     slots: tuple[Slot, ...]
     ops: tuple[LayerOp, ...] = ()
 
+    @property
+    def saved_bytes(self) -> int:
+        """Of the slots of one layer."""
+        return sum(slot.size_bytes for slot in self.slots)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:

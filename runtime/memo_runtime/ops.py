@@ -20,16 +20,15 @@ def fetch(handle: Any, index: int) -> Any:
     raise AssertionError("memo's fetch is run by the step executor only")
 
 
-_library = torch.library.Library("memo", "FRAGMENT")
-
-
-_library.define("copy_into(Tensor(a!) out, Tensor value) -> ()")
-_library.impl("copy_into", lambda out, value: _copy(out, value), "CompositeExplicitAutograd")
-torch.library.register_fake("memo::copy_into", lambda out, value: None, lib=_library)
-
-
 def _copy(out: torch.Tensor, value: torch.Tensor) -> None:
     out.copy_(value)
+
+
+_library = torch.library.Library("memo", "FRAGMENT")
+
+_library.define("copy_into(Tensor(a!) out, Tensor value) -> ()")
+_library.impl("copy_into", _copy, "CompositeExplicitAutograd")
+torch.library.register_fake("memo::copy_into", lambda out, value: None, lib=_library)
 
 
 @functools.cache

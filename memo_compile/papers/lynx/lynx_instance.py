@@ -58,10 +58,20 @@ class Operators:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeuInstance:
-    """One layer of one pipeline stage, for the per-layer program."""
+class _Instance:
+    """What both programs are given."""
 
     ops: Operators
+    static: Number
+    """Memory that is there whatever is decided: parameters, gradients, optimizer state."""
+    budget: Number
+    """Bound on memory, at every operator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeuInstance(_Instance):
+    """One layer of one pipeline stage, for the per-layer program."""
+
     need: tuple[bool, ...]
     """Outputs that the layer's backward reads."""
     windows: tuple[Number, ...]
@@ -70,10 +80,6 @@ class HeuInstance:
     """Nl: layers of this stage."""
     num_batches: int
     """Nb: micro-batches whose activations the stage holds at its peak (p - rank for 1F1B)."""
-    static: Number
-    """Memory that is there whatever is decided: parameters, gradients, optimizer state."""
-    budget: Number
-    """Bound on the stage's memory."""
     forward_windows: bool
     """False on the last stage: no other micro-batch's forward runs before its backward."""
 
@@ -92,15 +98,13 @@ class HeuInstance:
             InputError: a field is missing, of a wrong length, negative, cyclic; it is named.
         """
         data = fields.unwrap_instance(data)
-        ops = _operators(data)
+        given = _given(data)
         instance = HeuInstance(
-            ops=ops,
-            need=_zero_one(data, "need", ops.count),
+            **given,
+            need=_zero_one(data, "need", given["ops"].count),
             windows=fields.numbers(data, "ctime", NUM_WINDOWS),
             num_layers=fields.whole(data, "nl", minimum=1),
             num_batches=fields.whole(data, "nb", minimum=1),
-            static=fields.number(data, "static", 0),
-            budget=fields.number(data, "budget"),
             forward_windows=fields.flag(data, "fwd_phases", True),
         )
         fields.warn_unknown(data, _HEU_FIELDS)
@@ -108,16 +112,11 @@ class HeuInstance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptInstance:
+class OptInstance(_Instance):
     """A whole small graph, for the program over phases."""
 
-    ops: Operators
     keep: tuple[bool, ...]
     """Outputs that must be resident after the last operator."""
-    static: Number
-    """Memory that is there whatever is decided."""
-    budget: Number
-    """Bound on memory at every operator."""
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "OptInstance":
@@ -127,14 +126,11 @@ class OptInstance:
             InputError: a field is missing, of a wrong length, negative, cyclic; it is named.
         """
         data = fields.unwrap_instance(data)
-        ops = _operators(data)
-        last_only = [0] * (ops.count - 1) + [1]
-        instance = OptInstance(
-            ops=ops,
-            keep=_zero_one({"keep": last_only, **data}, "keep", ops.count),
-            static=fields.number(data, "static", 0),
-            budget=fields.number(data, "budget"),
-        )
+        given = _given(data)
+        count = given["ops"].count
+        last_only = [0] * (count - 1) + [1]
+        keep = _zero_one({"keep": last_only, **data}, "keep", count)
+        instance = OptInstance(**given, keep=keep)
         fields.warn_unknown(data, _OPT_FIELDS)
         return instance
 
@@ -168,6 +164,15 @@ def _stage_row(row: Any, name: str) -> tuple[Number | None, ...]:
     known = [0 if value is None else value for value in row]
     times = fields.numbers({name: known}, name)
     return tuple(None if row[i] is None else time for i, time in enumerate(times))
+
+
+def _given(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``_Instance``."""
+    return {
+        "ops": _operators(data),
+        "static": fields.number(data, "static", 0),
+        "budget": fields.number(data, "budget"),
+    }
 
 
 def _operators(data: Mapping[str, Any]) -> Operators:

@@ -9,7 +9,7 @@ import numpy as np
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.models import ModelShape
 from memo_compile.errors import require_at_least
-from memo_compile.papers.kwai.offload import Checkpoint
+from memo_compile.papers.kwai.offload import ParallelConfig
 from memo_compile.papers.search.cost import CostModel, Evaluation, describe_workload, evaluate
 from memo_compile.papers.search.space import CHECKPOINTS, SIZES, enumerate_space
 from memo_compile.units import format_bytes, format_seconds
@@ -24,15 +24,9 @@ COLUMNS = ("tp", "cp", "pp", "dp", "layers/chunk", "checkpoint", "alpha", "step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Configuration:
+class Configuration(ParallelConfig):
     """One way to run the step, with its prediction."""
 
-    tp: int
-    cp: int
-    pp: int
-    dp: int
-    layers_per_chunk: int
-    checkpoint: Checkpoint
     alpha: float
     iteration_s: float
     mfu: float

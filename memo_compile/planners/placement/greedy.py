@@ -16,22 +16,6 @@ Order = Callable[[Instance], Ints]
 """Ranks the buffers: (N,) keys, the smallest is placed first."""
 
 
-def _by_size(instance: Instance) -> Ints:
-    return -instance.size
-
-
-def _by_length(instance: Instance) -> Ints:
-    return instance.first - instance.last
-
-
-def _by_area(instance: Instance) -> Ints:
-    return -instance.size * (instance.last - instance.first)
-
-
-def _by_birth(instance: Instance) -> Ints:
-    return instance.first
-
-
 def _by_load(instance: Instance) -> Ints:
     """Most loaded section first: what must fit under the peak is placed before it gets crowded."""
     loads = instance.loads(instance.size)
@@ -54,11 +38,11 @@ def _by_hint(instance: Instance) -> Ints:
 
 
 ORDERS: Mapping[str, Order] = {
-    "length": _by_length,
+    "length": lambda instance: instance.first - instance.last,
     "load": _by_load,
-    "size": _by_size,
-    "area": _by_area,
-    "birth": _by_birth,
+    "size": lambda instance: -instance.size,
+    "area": lambda instance: -instance.size * (instance.last - instance.first),
+    "birth": lambda instance: instance.first,
 }
 """The orders of the portfolio. By length first: it stacks saved activations as the step nests
 them, so that the arena's tail falls free while the backward runs; the first to reach the bound is

@@ -10,7 +10,7 @@ have the smaller peak: after the plans that none beats come some more (``in_orde
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from memo_compile.errors import ConfigError, Infeasible
@@ -24,7 +24,7 @@ from memo_compile.planners.policy.candidates import (
 from memo_compile.planners.policy.modes import RecomputeOf, with_launches
 from memo_compile.planners.policy.named import NAMED
 from memo_compile.planners.policy.quanta import QUANTA
-from memo_compile.step.movable import MEASURED, Layer, Mode, MovableStep, Moves, Schedule
+from memo_compile.step.movable import MEASURED, Mode, MovableStep, Moves, Schedule
 from memo_compile.step.plans import FrontierPoint, Timeline
 from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import simulate
@@ -240,15 +240,11 @@ def in_order(candidates: Sequence[Candidate], host_budget_bytes: int | None) -> 
     left = sorted(
         (candidate for candidate in candidates if id(candidate) not in known), key=_bytes_first
     )
-    known_plans = [candidate for candidate in left if _is_named(candidate) or _is_steady(candidate)]
-    others = [
-        candidate for candidate in left if not _is_named(candidate) and not _is_steady(candidate)
-    ]
+    others, known_plans = [], []
+    for candidate in left:
+        is_known = candidate.moves.policy in NAMED or _is_steady(candidate)
+        (known_plans if is_known else others).append(candidate)
     return [*best, *known_plans, *others[:MAX_MORE]]
-
-
-def _is_named(candidate: Candidate) -> bool:
-    return candidate.moves.policy in NAMED
 
 
 def _is_steady(candidate: Candidate) -> bool:
@@ -260,19 +256,14 @@ def _bytes_first(candidate: Candidate) -> tuple[int, float]:
     return candidate.live_bytes, candidate.cost_s
 
 
+@dataclass(slots=True)
 class _Chooser(Generic[PlacedT]):
     """Places candidates, each at most once, and remembers their peaks."""
 
-    def __init__(
-        self,
-        budget_bytes: int | None,
-        host_budget_bytes: int | None,
-        place: Callable[[Problem], PlacedT],
-    ) -> None:
-        self.budget_bytes = budget_bytes
-        self.host_budget_bytes = host_budget_bytes
-        self._place = place
-        self._placed: dict[tuple[tuple[Mode, ...], Schedule], PlacedT] = {}
+    budget_bytes: int | None
+    host_budget_bytes: int | None
+    _place: Callable[[Problem], PlacedT]
+    _placed: dict[tuple[tuple[Mode, ...], Schedule], PlacedT] = field(default_factory=dict)
 
     def pick(self, ordered: Iterable[Candidate]) -> tuple[Candidate, PlacedT] | None:
         """The first candidate that fits, with its placement."""
@@ -411,16 +402,11 @@ def _floor_parts(step: MovableStep) -> str:
         )
     ]
     if step.layers:
-        layer = max(step.layers, key=lambda layer: saved_bytes(step, layer))
-        slots = step.class_of(layer).slots
+        layer = max(step.layers, key=lambda layer: step.class_of(layer).saved_bytes)
+        cls, slots = step.class_of(layer), step.class_of(layer).slots
         largest = max(range(len(slots)), key=lambda slot: (slots[slot].size_bytes, -slot))
         info = step.problem.tensors.get(layer.values[largest])
         where = f" at {info.source}" if info is not None and info.source else ""
-        size = format_bytes(saved_bytes(step, layer))
+        size = format_bytes(cls.saved_bytes)
         parts.append(f"largest layer {layer.forward} saves {size}{where}")
     return ", ".join(parts)
-
-
-def saved_bytes(step: MovableStep, layer: Layer) -> int:
-    """Bytes of the layer's slots."""
-    return sum(slot.size_bytes for slot in step.class_of(layer).slots)

@@ -93,20 +93,25 @@ class StepModel:
         issued, before the call ``reload_at``.
         """
         modes = [some[mode] for some, mode in zip(self.modes, chosen, strict=True)]
-        events = _events(self)
+        layers = range(self.num_layers)
+        reloaded = _layers_at(self.reload_at, reversed(layers))
+        freed, in_backward, in_forward = (
+            _layers_at(calls, layers)
+            for calls in (self.freed_at, self.backward_at, self.forward_at)
+        )
         now = out_lane = back_lane = 0.0
         out_end, back_end = [0.0] * len(modes), [0.0] * len(modes)
         for call, seconds in enumerate(self.seconds):
-            for layer in events.waits.get(call, ()):
+            for layer in freed.get(call, ()):
                 now = max(now, out_end[layer])
-            for layer in events.reloads.get(call, ()):
+            for layer in reloaded.get(call, ()):
                 if modes[layer].num_copies:
                     back_lane = max(back_lane, now) + modes[layer].h2d_s(self.costs)
                     back_end[layer] = back_lane
-            for layer in events.backward.get(call, ()):
+            for layer in in_backward.get(call, ()):
                 now = max(now, back_end[layer]) + modes[layer].recompute_s
             now += seconds
-            for layer in events.forward.get(call, ()):
+            for layer in in_forward.get(call, ()):
                 if modes[layer].num_copies:
                     out_lane = max(out_lane, now) + modes[layer].d2h_s(self.costs)
                     out_end[layer] = out_lane
@@ -115,26 +120,6 @@ class StepModel:
     def chosen_modes(self, chosen: Sequence[int]) -> tuple[Mode, ...]:
         """The modes by their numbers."""
         return tuple(some[mode].mode for some, mode in zip(self.modes, chosen, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class _Events:
-    """Per call, the layers to which something happens before or after it."""
-
-    reloads: Mapping[int, list[int]]
-    waits: Mapping[int, list[int]]
-    backward: Mapping[int, list[int]]
-    forward: Mapping[int, list[int]]
-
-
-def _events(model: StepModel) -> _Events:
-    layers = range(model.num_layers)
-    return _Events(
-        _layers_at(model.reload_at, reversed(layers)),
-        _layers_at(model.freed_at, layers),
-        _layers_at(model.backward_at, layers),
-        _layers_at(model.forward_at, layers),
-    )
 
 
 def _layers_at(calls: Sequence[int], layers: Iterable[int]) -> dict[int, list[int]]:

@@ -26,7 +26,7 @@ from memo_compile.planners.policy.modes import (
     splittable,
 )
 from memo_compile.planners.policy.quanta import QUANTA, quantise
-from memo_compile.step.movable import Action, Layer, LayerClass, Mode, MovableStep, Moves, Schedule
+from memo_compile.step.movable import Action, LayerClass, Mode, MovableStep, Moves, Schedule
 from memo_compile.step.problem import align
 
 NAMED = ("save", "full-recompute", "full-offload", "memo")
@@ -234,11 +234,10 @@ def memo_alpha(step: MovableStep, *, host_budget_bytes: int | None) -> float:
     by_class: dict[str, list[int]] = {}
     for index in moved:
         by_class.setdefault(step.layers[index].class_key, []).append(index)
-    layers = max(
-        by_class.values(), key=lambda some: len(some) * _total(step, step.layers[some[-1]])
+    key, layers = max(
+        by_class.items(), key=lambda item: len(item[1]) * step.classes[item[0]].saved_bytes
     )
-    layer = step.layers[layers[-1]]
-    cls, rights = step.class_of(layer), layer_rights(step)[layers[-1]]
+    cls, rights = step.classes[key], layer_rights(step)[layers[-1]]
     others = _others(cls, rights)
     others_bytes = sum(align(cls.slots[slot].size_bytes) for slot in others)
     if not others_bytes:
@@ -250,7 +249,3 @@ def memo_alpha(step: MovableStep, *, host_budget_bytes: int | None) -> float:
     if host_budget_bytes is not None:
         bounds.append((host_budget_bytes / len(moved) - always_bytes) / others_bytes)
     return quantise(max(0.0, min(1.0, *bounds)))
-
-
-def _total(step: MovableStep, layer: Layer) -> int:
-    return sum(slot.size_bytes for slot in step.class_of(layer).slots)
