@@ -37,7 +37,6 @@ from torch._inductor.codegen.wrapper import (
     ReinterpretLine,
     ReuseLine,
     SubgraphPythonWrapperCodegen,
-    WrapperLine,
 )
 from torch._inductor.compile_fx import compile_fx as _compile_fx
 from torch._inductor.compile_fx import compile_fx_inner
@@ -60,7 +59,6 @@ __all__ = [
     "ReinterpretLine",
     "ReuseLine",
     "SubgraphPythonWrapperCodegen",
-    "WrapperLine",
     "compile_fx",
     "compile_fx_inner",
     "detect_fake_mode",

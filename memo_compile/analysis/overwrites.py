@@ -1,13 +1,12 @@
 """Which inputs of a joint graph the step overwrites, and which operators read them before."""
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
 
 from memo_compile.analysis.purity import is_write, written_arguments
-from memo_compile.analysis.views import is_view, storage_of
+from memo_compile.analysis.views import is_item, storage_of
 
 READS_OVERWRITTEN = "memo_reads_overwritten"
 """Key of ``node.meta``: the operator reads an input that is overwritten, and runs once."""
@@ -15,14 +14,18 @@ READS_OVERWRITTEN = "memo_reads_overwritten"
 
 def overwritten(graph: fx.Graph) -> set[fx.Node]:
     """Inputs of a joint graph that the step writes into: in the graph, or from what it returns."""
-    found = {
+    found = written_storages(graph) | set(_written_by_the_caller(graph))
+    return {node for node in found if node.op == "placeholder"}
+
+
+def written_storages(graph: fx.Graph) -> set[fx.Node]:
+    """The makers of all storages that an operator of ``graph`` writes into."""
+    return {
         storage_of(target)
         for node in graph.nodes
-        if node.op == "call_function" and is_write(node)
+        if is_write(node)
         for target in written_arguments(node)
     }
-    found.update(_written_by_the_caller(graph))
-    return {node for node in found if node.op == "placeholder"}
 
 
 def _written_by_the_caller(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -39,6 +42,5 @@ def _written_by_the_caller(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def runs_once(node: fx.Node) -> bool:
     """True for an operator that reads an overwritten input, and for an item of its results."""
-    is_item = node.target is operator.getitem and not is_view(node)
-    makers = node.all_input_nodes if is_item else [node]
+    makers = node.all_input_nodes if is_item(node) else [node]
     return any(READS_OVERWRITTEN in maker.meta for maker in makers)

@@ -309,6 +309,13 @@ def fake_mode(gm: fx.GraphModule) -> Any:
     raise UnsupportedGraph("the graph to slice carries no fake tensors")
 
 
+def fake_of(gm: fx.GraphModule, mode: Any, node: fx.Node) -> Any:
+    """The fake value of ``node``, also of a tensor that ``gm`` carries itself."""
+    if "val" in node.meta:
+        return node.meta["val"]
+    return mode.from_tensor(getattr(gm, str(node.target)))
+
+
 @dataclass(slots=True)
 class _Slicer:
     gm: fx.GraphModule
@@ -389,14 +396,11 @@ class _Slicer:
         copy.replace_input_with(source, dense)
 
     def _value(self, copy: fx.Node) -> Any:
-        args, kwargs = fx.node.map_arg((copy.args, copy.kwargs), self._fake)
+        args, kwargs = fx.node.map_arg(
+            (copy.args, copy.kwargs), lambda source: fake_of(self.gm, self.mode, source)
+        )
         assert callable(copy.target)
         return copy.target(*args, **kwargs)
-
-    def _fake(self, node: fx.Node) -> Any:
-        if "val" in node.meta:
-            return node.meta["val"]
-        return self.mode.from_tensor(getattr(self.gm, str(node.target)))
 
 
 def row_layout(value: torch.Tensor, dim: RowDim, num_rows: int) -> int | None:

@@ -31,6 +31,11 @@ def is_view(node: fx.Node) -> bool:
     )
 
 
+def is_item(node: fx.Node) -> bool:
+    """True for an element of a tuple of new tensors; those of a view are views themselves."""
+    return node.target is operator.getitem and not is_view(node)
+
+
 def viewed(node: fx.Node) -> fx.Node:
     """The node that the view ``node`` looks at, one step up."""
     return node.all_input_nodes[0]

@@ -8,6 +8,7 @@ Eager's ``slice_scatter`` and its like copy the storage of their first input fro
 on, which in a step is the arena.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,7 @@ def _scatter(view: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return run
 
 
+@functools.cache
 def _table() -> dict[Any, Callable[..., Any]]:
     aten, prims = torch.ops.aten, torch.ops.prims
     found: dict[str, Callable[..., Any]] = {
@@ -70,11 +72,6 @@ def _table() -> dict[Any, Callable[..., Any]]:
     }
 
 
-_EAGER: dict[Any, Callable[..., Any]] = {}
-
-
 def runnable(target: Any) -> Callable[..., Any]:
     """``target``, or its eager version."""
-    if not _EAGER:
-        _EAGER.update(_table())
-    return _EAGER.get(target, target)
+    return _table().get(target, target)

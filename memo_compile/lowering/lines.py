@@ -37,41 +37,6 @@ class _Groups:
             self._parent[child] = parent
 
 
-class ArenaLine(shim.MemoryPlanningLine):
-    """``buf = memo_current.views[index]`` where Inductor would have allocated ``buf``."""
-
-    def __init__(self, wrapper: Any, name: str, index: int) -> None:
-        self.wrapper, self.name, self.index = wrapper, name, index
-
-    def codegen(self, code: Any) -> None:
-        """Write the line."""
-        code.writeline(f"{self.name} = memo_current.views[{self.index}]")
-
-
-class ResultLine(shim.MemoryPlanningLine):
-    """``buf = memo_own_mapping(...)``: what the user is given, in a mapping of its own (CPU)."""
-
-    def __init__(self, wrapper: Any, node: Any) -> None:
-        self.wrapper, self.node = wrapper, node
-
-    def codegen(self, code: Any) -> None:
-        """Write the line."""
-        spec = _view_spec(self.node)
-        name = self.node.get_name()
-        code.writeline(f"{name} = memo_own_mapping({spec.size}, {spec.stride}, {spec.dtype})")
-
-
-class CallLine(shim.WrapperLine):
-    """A statement of memo's own between two kernels."""
-
-    def __init__(self, statement: str) -> None:
-        self.statement = statement
-
-    def codegen(self, code: Any) -> None:
-        """Write the statement."""
-        code.writeline(self.statement)
-
-
 class LineScan:
     """One pass over a region's wrapper lines.
 
@@ -210,12 +175,13 @@ class LineScan:
             yield self._replaced(line, results)
             for name in dying.get(number, ()):
                 if self._groups.root(name) not in outputs:
-                    yield CallLine(f"memo_current.poison({self._arena[name]})")
+                    yield f"memo_current.poison({self._arena[name]})"
             if poison and isinstance(line, shim.FreeLine) and line.node.get_name() in inputs:
                 position = inputs.index(line.node.get_name())
-                yield CallLine(f"memo_current.input_done({position})")
+                yield f"memo_current.input_done({position})"
 
     def _replaced(self, line: Any, results: set[str]) -> Any:
+        """``line``, or the statement that stands for it."""
         plans = isinstance(line, shim.MemoryPlanningLine) and not isinstance(line, shim.NullLine)
         if not plans:
             return line
@@ -223,9 +189,10 @@ class LineScan:
         if self._removed(name):
             return shim.NullLine(self._wrapper)
         if isinstance(line, shim.AllocateLine) and name in self._arena:
-            return ArenaLine(self._wrapper, name, self._arena[name])
+            return f"{name} = memo_current.views[{self._arena[name]}]"
         if isinstance(line, shim.AllocateLine) and name in results:
-            return ResultLine(self._wrapper, line.node)
+            spec = _view_spec(line.node)
+            return f"{name} = memo_own_mapping({spec.size}, {spec.stride}, {spec.dtype})"
         return line
 
     def profile(self) -> RegionProfile:

@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile import shim
+from memo_compile.analysis.structure import argument
 from memo_compile.analysis.views import storage_of
 
 _aten = torch.ops.aten
@@ -86,7 +87,7 @@ def _may_become(target: Any, made: Iterable[fx.Node], leaving: Iterable[fx.Node]
 
 def _num_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else -1
+    return value.nbytes if isinstance(value, torch.Tensor) else -1
 
 
 def _results(node: fx.Node) -> dict[int, fx.Node]:
@@ -156,13 +157,4 @@ def _empty(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
 def _all_arguments(node: fx.Node) -> list[Any]:
     """Every argument of ``node`` by position, defaults filled in."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    arguments: list[Any] = []
-    given = list(node.args)
-    for argument in node.target._schema.arguments:
-        if given and not argument.kwarg_only:
-            arguments.append(given.pop(0))
-        elif argument.name in node.kwargs:
-            arguments.append(node.kwargs[argument.name])
-        else:
-            arguments.append(argument.default_value)
-    return arguments
+    return [argument(node, declared.name) for declared in node.target._schema.arguments]

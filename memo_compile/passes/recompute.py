@@ -6,27 +6,25 @@ is not kept in memory can be recomputed from the slots that are, by a part of th
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memo_compile.analysis.overwrites import runs_once
+from memo_compile.analysis.overwrites import runs_once, written_storages
 from memo_compile.analysis.purity import (
     is_collective,
     is_known,
     is_random,
     is_write,
-    written_arguments,
 )
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim, is_repeatable
 from memo_compile.analysis.rows import row_dims, slice_rows
-from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import is_view, storage_of, viewed
+from memo_compile.analysis.views import is_item, is_view, storage_of, viewed
 from memo_compile.errors import UnsupportedGraph
+from memo_compile.passes.extract import Extract, extract
 from memo_compile.step.movable import LayerOp, RecomputeKey, RegionInput
 from memo_compile.step.problem import align
 
@@ -76,7 +74,7 @@ class _Listing:
         self.slots = {outputs[position]: slot for position, slot in slot_of_output.items()}
         self.seconds_of = seconds_of
         self.row_wise = row_wise
-        self.written = _written(region.gm.graph)
+        self.written = written_storages(region.gm.graph)
         self.ops: list[LayerOp] = []
         self.made_by: dict[fx.Node, int] = {}
 
@@ -84,7 +82,6 @@ class _Listing:
         self._append(node, seconds=0.0, inputs=(), slot=slot, can_recompute=False)
 
     def add(self, node: fx.Node) -> None:
-        is_item = _is_item(node)
         sources = (
             self.made_by[source] for source in node.all_input_nodes if source in self.made_by
         )
@@ -95,7 +92,7 @@ class _Listing:
             return
         self._append(
             node,
-            seconds=0.0 if is_item or is_view(node) else self.seconds_of(node),
+            seconds=0.0 if is_item(node) or is_view(node) else self.seconds_of(node),
             inputs=inputs,
             slot=self.slots.get(node),
             can_recompute=_why_not_recomputed(node, self.written) is None,
@@ -129,24 +126,16 @@ def _is_given(node: fx.Node, row_seeds: Mapping[fx.Node, RowDim]) -> bool:
     return node in row_seeds and node.op != "placeholder"
 
 
-def _is_item(node: fx.Node) -> bool:
-    """True for a result taken from the tuple of an operator that computes."""
-    return op_name(node) == "" and not is_view(node) and len(node.all_input_nodes) == 1
-
-
 def _own_bytes(node: fx.Node) -> int:
     """Bytes that ``node`` allocates; results of a tuple that are read count at their own node."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        return 0 if is_view(node) else align(value.numel() * value.element_size())
+        return 0 if is_view(node) else align(value.nbytes)
     if not isinstance(value, tuple | list):
         return 0
-    read = {user.args[1] for user in node.users if _is_item(user)}
+    read = {user.args[1] for user in node.users if is_item(user)}
     unread = (item for index, item in enumerate(value) if index not in read)
-    sizes = (
-        item.numel() * item.element_size() for item in unread if isinstance(item, torch.Tensor)
-    )
-    return sum(align(size) for size in sizes)
+    return sum(align(item.nbytes) for item in unread if isinstance(item, torch.Tensor))
 
 
 def _outputs(region: RegionGraph) -> Sequence[Any]:
@@ -154,19 +143,9 @@ def _outputs(region: RegionGraph) -> Sequence[Any]:
     return outputs
 
 
-def _written(graph: fx.Graph) -> set[fx.Node]:
-    """The makers of all storages that an operator of ``graph`` writes into."""
-    return {
-        storage_of(written_argument)
-        for node in graph.nodes
-        if is_write(node)
-        for written_argument in written_arguments(node)
-    }
-
-
 def _why_not_recomputed(node: fx.Node, written: Iterable[fx.Node]) -> str | None:
     """What forbids to run ``node`` a second time, in the backward; None when it may run."""
-    if _is_item(node):
+    if is_item(node):
         node = node.all_input_nodes[0]
     if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
         return "the model's own checkpoint() says MUST_SAVE"
@@ -184,16 +163,6 @@ def _why_not_recomputed(node: fx.Node, written: Iterable[fx.Node]) -> str | None
     if is_random(node):
         return "it draws random numbers"
     return "its effects are unknown" if not is_known(node) else "it is not pure"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Part:
-    """Part of a region's graph: its own graph, and for each of its nodes the region's."""
-
-    gm: fx.GraphModule
-    inputs: tuple[fx.Node, ...]
-    """Nodes of the region that the part takes as inputs, in order."""
-    origin: Mapping[fx.Node, fx.Node]
 
 
 def recompute_graph(
@@ -233,7 +202,7 @@ def recompute_graph(
         for slot, position in output_of_slot.items()
         if slot not in key.slots
     }
-    part = _extract(region, wanted, kept, key.region)
+    part = _part(region, wanted, kept, key.region)
     gm = part.gm
     if key.rows is not None:
         gm = _first_rows(region, part, wanted, key, row_seeds, num_rows)
@@ -269,49 +238,28 @@ def _input(
     return RegionInput(forward_input=position)
 
 
-def _extract(
+def _part(
     region: RegionGraph, wanted: Sequence[fx.Node], kept: Mapping[fx.Node, int], name: str
-) -> _Part:
+) -> Extract:
     """What ``wanted`` needs, ending at placeholders and at ``kept``."""
-    written = _written(region.gm.graph)
-    needed: set[fx.Node] = set(wanted)
-    inputs: set[fx.Node] = set()
-    for node in reversed(region.gm.graph.nodes):
-        if node not in needed:
-            continue
-        if node.op == "placeholder" or node in kept:
-            inputs.add(node)
-            continue
-        checked = node.op == "call_function" and not _is_item(node)  # items: their operator is
+    written = written_storages(region.gm.graph)
+    part = extract(region.gm, wanted, lambda node: node.op == "placeholder" or node in kept)
+    for node in reversed(list(part.made)[len(part.inputs) :]):
+        checked = node.op == "call_function" and not is_item(node)  # items: their operator is
         reason = _why_not_recomputed(node, written) if checked else None
         if reason is not None:
             raise UnsupportedGraph(
                 f"{name}: {node.name} ({node.target}) may not be recomputed: {reason}; "
                 "keep or offload what is made from it"
             )
-        needed.update(node.all_input_nodes)
-    graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    ordered = [node for node in region.gm.graph.nodes if node in needed]
-    given = tuple(node for node in ordered if node in inputs)
-    for node in given:
-        made[node] = graph.placeholder(f"in_{len(made)}")
-        made[node].meta = {"val": node.meta["val"]}
-    for node in ordered:
-        if node not in inputs:
-            made[node] = graph.node_copy(node, lambda source: made[source])
-    graph.output(tuple(made[node] for node in wanted))
-    graph.lint()
-    return _Part(
-        gm=fx.GraphModule(region.gm, graph),
-        inputs=given,
-        origin={copy: node for node, copy in made.items()},
-    )
+    part.finish(wanted)
+    part.graph.lint()
+    return part
 
 
 def _first_rows(
     region: RegionGraph,
-    part: _Part,
+    part: Extract,
     wanted: Sequence[fx.Node],
     key: RecomputeKey,
     row_seeds: Mapping[fx.Node, RowDim],
@@ -328,7 +276,7 @@ def _first_rows(
             )
     own = {
         copy: dims[node]
-        for copy, node in part.origin.items()
+        for node, copy in part.made.items()
         if node in dims and (copy.op == "placeholder" or not _is_given(node, row_seeds))
     }
     return slice_rows(part.gm, own, key.rows, num_rows)

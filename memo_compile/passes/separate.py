@@ -8,6 +8,7 @@ from memo_runtime import ops
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
+from memo_compile.analysis.regions import storage_bytes
 from memo_compile.analysis.views import is_tensor, storage_of
 
 _aten = torch.ops.aten
@@ -78,11 +79,8 @@ def _overlap(first: fx.Node, second: fx.Node) -> bool:
 
 def _range(value: torch.Tensor) -> tuple[int, int]:
     """From the first byte of ``value`` in its storage to the one behind its last."""
-    steps = zip(value.shape, value.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
     start = int(value.storage_offset()) * value.element_size()
-    end = start + (int(last) + 1) * value.element_size()
-    return start, start if value.numel() == 0 else end
+    return start, start + storage_bytes(value)
 
 
 def _clone(node: fx.Node) -> fx.Node:

@@ -1,6 +1,5 @@
 """Where a region can run in tiles: its row-wise chains around the values that make its peak."""
 
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim, shape_of
 from memo_compile.analysis.rows import is_row_wise, rows_through
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import is_tensor, is_view, storage_of
+from memo_compile.analysis.views import is_item, is_tensor, is_view, storage_of
 
 NUM_ANCHORS = 2
 """Widest values of the peak that a chain is looked for around: often the first is read by the
@@ -129,11 +128,6 @@ def _stages(
         yield frozenset(chain), frozenset(ends)
 
 
-def is_item(node: fx.Node) -> bool:
-    """True for an element of a tuple of new tensors; those of a view are views themselves."""
-    return node.target is operator.getitem and not is_view(node)
-
-
 def _items(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if is_item(user)]
 
@@ -182,16 +176,10 @@ def _lives(gm: fx.GraphModule) -> dict[fx.Node, tuple[int, int, int]]:
         if node.op == "call_function" and is_tensor(node) and not is_view(node):
             maker = node.all_input_nodes[0] if op_name(node) == "" else node
             if node not in kept:
-                lives[node] = (line[maker], line[node], storage_bytes(node))
+                lives[node] = (line[maker], line[node], int(node.meta["val"].nbytes))
         for source in node.all_input_nodes:
             root = storage_of(source)
             if root in lives:
                 start, _, size = lives[root]
                 lives[root] = (start, line[node], size)
     return lives
-
-
-def storage_bytes(node: fx.Node) -> int:
-    """Bytes of the node's elements."""
-    value = node.meta["val"]
-    return int(value.numel() * value.element_size())

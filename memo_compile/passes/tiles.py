@@ -22,28 +22,14 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.purity import is_constant, is_write
-from memo_compile.analysis.regions import RegionGraph, ViewSpec
+from memo_compile.analysis.regions import RegionGraph, ViewSpec, view_spec
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, row_layout, slice_rows
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import base_of, is_tensor, is_view, storage_of
-from memo_compile.passes.tile_chains import (
-    Chain,
-    chains,
-    is_item,
-    storage_bytes,
-    transient_bytes,
-)
+from memo_compile.analysis.views import base_of, is_item, is_tensor, is_view, storage_of
+from memo_compile.passes.extract import Extract, extract
+from memo_compile.passes.tile_chains import Chain, chains, transient_bytes
 from memo_compile.step.tilings import Ref, Source
-
-__all__ = [
-    "TileInput",
-    "TileOutput",
-    "TiledRegion",
-    "tile",
-    "tilings",
-    "transient_bytes",
-]
 
 ALIGNMENT_BYTES = 16
 """Of a tile's slices: Inductor's kernels load 16 bytes at once where the whole tensor allows it."""
@@ -163,7 +149,7 @@ class _Splitter:
 
     def run(self) -> TiledRegion | None:
         late = [node for node in self.made if node in self.behind]
-        after = _extract(self.region.gm, late, self._ends_after)
+        after = extract(self.region.gm, late, self._ends_after)
         wanted = {*after.inputs, *self.made}
         row_outputs = [
             node
@@ -176,14 +162,15 @@ class _Splitter:
         outputs = [self._row_output(node) for node in row_outputs]
         if None in outputs or not (row_outputs or sums):
             return None
-        part = _extract(self.region.gm, [*row_outputs, *_inputs_of(sums)], self._ends_tile)
+        ends = [*row_outputs, *_inputs_of(sums)]
+        part = extract(self.region.gm, ends, self._ends_tile)
         if not all(map(is_tensor, part.inputs)):
             return None
         for node in part.inputs:
             if self._is_copied(node):
                 part.made[node].meta["val"] = _dense(node.meta["val"])
         early = self._early([*after.inputs, *map(self._value_of, part.inputs)])
-        before = _extract(self.region.gm, early, lambda node: node.op == "placeholder")
+        before = extract(self.region.gm, early, lambda node: node.op == "placeholder")
         zeros = self._finish_before(before, early, sums)
         places = {node: Ref(source=Source.BEFORE, index=at) for at, node in enumerate(early)}
         places |= {
@@ -194,17 +181,17 @@ class _Splitter:
         if any((end.step_bytes or 0) % ALIGNMENT_BYTES for end in [*inputs, *outputs] if end):
             return None
         inputs += [self._sum_input(node, zeros[node], at) for at, node in enumerate(sums)]
-        part.graph.output(tuple(part.outputs))
+        part.finish(ends)
         dims = {made: self.dims.get(node) for node, made in part.made.items()}
         tile_gm = self._tile_graph(part, dims, len(row_outputs), sums)
         outputs += [
-            TileOutput(whole=_spec(node.meta["val"]), accumulator=at)
+            TileOutput(whole=view_spec(node.meta["val"]), accumulator=at)
             for at, node in enumerate(sums)
         ]
         tile_places = {
             node: Ref(source=Source.TILE, index=at) for at, node in enumerate([*row_outputs, *sums])
         }
-        _finish(after, late)
+        after.finish(late)
         after_places = {node: Ref(source=Source.AFTER, index=at) for at, node in enumerate(late)}
         where = {**places, **tile_places, **after_places}
         shared = self._shared_bytes(early, row_outputs, sums)
@@ -297,7 +284,7 @@ class _Splitter:
         if row_bytes is None:
             return None
         return TileOutput(
-            whole=_spec(node.meta["val"]),
+            whole=view_spec(node.meta["val"]),
             dim=dim.dim,
             length=self.rows * dim.factor,
             row_bytes=row_bytes,
@@ -309,7 +296,7 @@ class _Splitter:
         fake = node.meta["val"]
         if self._is_copied(node):
             fake = _dense(fake)
-        spec, dim = _spec(fake), self.dims.get(node)
+        spec, dim = view_spec(fake), self.dims.get(node)
         if dim is None:  # read whole, as is what an earlier stage mixed
             return TileInput(value=places[value], view=spec, whole=spec)
         count = self.rows * dim.factor
@@ -323,7 +310,7 @@ class _Splitter:
         )
 
     def _sum_input(self, node: fx.Node, index: int, accumulator: int) -> TileInput:
-        total = _spec(node.meta["val"])
+        total = view_spec(node.meta["val"])
         return TileInput(
             value=Ref(source=Source.BEFORE, index=index),
             view=total,
@@ -332,7 +319,7 @@ class _Splitter:
         )
 
     def _finish_before(
-        self, before: "_Extract", early: list[fx.Node], sums: list[fx.Node]
+        self, before: Extract, early: list[fx.Node], sums: list[fx.Node]
     ) -> dict[fx.Node, int]:
         """Give ``before`` its outputs, zeros for every sum last; returns where the zeros are."""
         graph = before.graph
@@ -352,7 +339,7 @@ class _Splitter:
 
     def _tile_graph(
         self,
-        part: "_Extract",
+        part: Extract,
         dims: Mapping[fx.Node, RowDim | None],
         num_outputs: int,
         sums: list[fx.Node],
@@ -394,7 +381,7 @@ class _Splitter:
         alpha = {"alpha": 1 / self.chain.num_tiles} if op_name(node) == "mean" else {}
         return _call(graph, torch.ops.aten.add.Tensor, (acc, partial), alpha, like=value)
 
-    def _tile_region(self, gm: fx.GraphModule, part: "_Extract") -> RegionGraph:
+    def _tile_region(self, gm: fx.GraphModule, part: Extract) -> RegionGraph:
         static = tuple(
             at
             for at, node in enumerate(part.inputs)
@@ -408,7 +395,7 @@ class _Splitter:
             static_inputs=static,
         )
 
-    def _part(self, name: str, part: "_Extract", outputs: Sequence[fx.Node]) -> RegionGraph:
+    def _part(self, name: str, part: Extract, outputs: Sequence[fx.Node]) -> RegionGraph:
         external = {at for at, output in enumerate(outputs) if storage_of(output) in self.external}
         return replace(
             self.region,
@@ -425,56 +412,7 @@ class _Splitter:
         """Of what one part hands to another and the region does not return."""
         kept = {storage_of(node) for node in self.made}
         shared = {node for group in values for node in group if storage_of(node) not in kept}
-        return sum(storage_bytes(node) for node in shared)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Extract:
-    """A graph of some nodes of another: what it is given, and the copy of every node."""
-
-    owner: fx.GraphModule
-    graph: fx.Graph
-    inputs: list[fx.Node]
-    made: dict[fx.Node, fx.Node]
-    outputs: list[fx.Node]
-
-    @property
-    def gm(self) -> fx.GraphModule:
-        """The graph as a module; it must have its output."""
-        return fx.GraphModule(self.owner, self.graph)
-
-
-def _extract(
-    gm: fx.GraphModule, outputs: Sequence[fx.Node], is_given: Callable[[fx.Node], bool]
-) -> _Extract:
-    """What makes ``outputs``, back to the nodes that are given; those become placeholders."""
-    needed: set[fx.Node] = set()
-    stack = list(outputs)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend([] if is_given(node) else node.all_input_nodes)
-    inputs = [node for node in gm.graph.nodes if node in needed and is_given(node)]
-    graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        made[node] = graph.placeholder(f"in_{len(made)}")
-        made[node].meta = {"val": node.meta["val"]}
-    for node in gm.graph.nodes:
-        if node in needed and node not in made:
-            made[node] = graph.node_copy(node, lambda source: made[source])
-    return _Extract(
-        owner=gm,
-        graph=graph,
-        inputs=inputs,
-        made=made,
-        outputs=[made[output] for output in outputs],
-    )
-
-
-def _finish(part: _Extract, outputs: Sequence[fx.Node]) -> None:
-    part.graph.output(tuple(part.made[output] for output in outputs))
+        return sum(int(node.meta["val"].nbytes) for node in shared)
 
 
 def _inputs_of(sums: Sequence[fx.Node]) -> list[fx.Node]:
@@ -507,7 +445,3 @@ def _call(
 def _dense(value: torch.Tensor) -> torch.Tensor:
     """A fake of the same shape, contiguous."""
     return value.new_empty(value.shape)
-
-
-def _spec(value: torch.Tensor) -> ViewSpec:
-    return ViewSpec(dtype=value.dtype, size=tuple(value.shape), stride=tuple(value.stride()))

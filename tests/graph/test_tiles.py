@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.lowering.aten import interpret
-from memo_compile.passes.tiles import TiledRegion, tile, transient_bytes
+from memo_compile.passes.tile_chains import transient_bytes
+from memo_compile.passes.tiles import TiledRegion, tile
 from memo_compile.step.tilings import Ref, Source
 from tests import models
 from tests.steps.programs import step_programs

@@ -210,14 +210,9 @@ def _static_tables(
     instance: Instance, overlaps: Overlaps, convert: Callable[[Any], Any]
 ) -> dict[str, Any]:
     """All tables of the kernel but the ranks."""
+    names = ("size", "padded", "align", "fixed", "span_start", "span_lower", "span_upper")
     return {
-        "size": convert(instance.size),
-        "padded": convert(instance.padded),
-        "align": convert(instance.align),
-        "fixed": convert(instance.fixed),
-        "span_start": convert(instance.span_start),
-        "span_lower": convert(instance.span_lower),
-        "span_upper": convert(instance.span_upper),
+        **{name: convert(getattr(instance, name)) for name in names},
         "near_start": convert(overlaps.start),
         "near": convert(overlaps.other),
     }
@@ -235,27 +230,15 @@ def _fresh_state(
     np.subtract.at(change, np.maximum(instance.last, instance.first + 1), 1)
     tally = np.zeros(kernel.NUM_TALLIES, dtype=np.int64)
     tally[kernel.WORDS] = words
-    lengths = {
-        "placed": n,
-        "lowest": num_sections,
-        "piece_end": n + 1,
-        "scratch": n,
-        "label": num_sections + 1,
-        "count": num_sections + 2,
-        "begin": n + 1,
-        "end": n + 1,
-        "key_offset": n + 1,
-        "key_rank": n + 1,
-        "ceiling": n + 1,
-        "tightest": n + 1,
-        "blame": (n + 1) * words,
-        "mark": n + 1,
-        "chosen": n,
-        "chosen_trail": n,
-        "trail_item": num_lifts,
-        "trail_value": num_lifts,
-        "trail_pusher": num_lifts,
-    }
+    empty = (
+        (n, "placed scratch chosen chosen_trail"),
+        (n + 1, "piece_end begin end key_offset key_rank ceiling tightest mark"),
+        ((n + 1) * words, "blame"),
+        (num_sections, "lowest"),
+        (num_sections + 1, "label"),
+        (num_sections + 2, "count"),
+        (num_lifts, "trail_item trail_value trail_pusher"),
+    )
     return kernel.State(
         offset=convert(np.where(instance.fixed == FREE, 0, instance.fixed)),
         left=convert(instance.loads(instance.padded)),
@@ -263,5 +246,5 @@ def _fresh_state(
         items=convert(np.arange(n)),
         pusher=convert(np.full(n, -1)),
         tally=convert(tally),
-        **{name: convert(np.zeros(length)) for name, length in lengths.items()},
+        **{name: convert(np.zeros(length)) for length, names in empty for name in names.split()},
     )

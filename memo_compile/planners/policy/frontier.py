@@ -240,7 +240,8 @@ def in_order(candidates: Sequence[Candidate], host_budget_bytes: int | None) -> 
     left = sorted(
         (candidate for candidate in candidates if id(candidate) not in known), key=_bytes_first
     )
-    others, known_plans = [], []
+    known_plans: list[Candidate] = []
+    others: list[Candidate] = []
     for candidate in left:
         is_known = candidate.moves.policy in NAMED or _is_steady(candidate)
         (known_plans if is_known else others).append(candidate)
