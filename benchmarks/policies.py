@@ -23,7 +23,7 @@ from memo_compile.costs.models import find_model
 from memo_compile.errors import Infeasible
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import Candidate, CandidateSource
-from memo_compile.planners.policy.frontier import pareto
+from memo_compile.planners.policy.frontier import unbeaten
 from memo_compile.step.movable import MovableStep
 from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import peak_live_bytes
@@ -216,8 +216,8 @@ def frontier_gains(tokens: Sequence[int]) -> list[dict[str, object]]:
             source = CandidateSource(
                 step=step, recompute=recompute_of(step), host_budget_bytes=HOST_BYTES
             )
-            all_plans = pareto(source.auto(), HOST_BYTES)
-            greedy = pareto([*source.greedy(), *source.named("save")], HOST_BYTES)
+            all_plans = unbeaten(source.auto(), HOST_BYTES)
+            greedy = unbeaten([*source.greedy(), *source.named("save")], HOST_BYTES)
             slower = [
                 _fastest(greedy, budget) / best - 1
                 for budget in sorted({candidate.live_bytes for candidate in (*all_plans, *greedy)})

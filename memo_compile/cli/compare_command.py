@@ -34,14 +34,14 @@ def compare_files(
 
     Exit 0 when the measured peak is at most the planned one and 2 % more, 1 otherwise.
     """
-    from memo_compile.reporting.compare import compare, measure, read_snapshot
+    from memo_compile.reporting.compare import compare, measured_peak, read_snapshot
 
     plan = read_data(plan_file, Plan)
     neighbour = plan_file.with_name("problem.json")
     if problem_file is None and neighbour.is_file():
         problem_file = neighbour
     problem = None if problem_file is None else read_data(problem_file, Problem)
-    measured = measure(read_snapshot(snapshot_file), device=device, where=str(snapshot_file))
+    measured = measured_peak(read_snapshot(snapshot_file), device=device, where=str(snapshot_file))
     found = compare(plan, measured, problem)
     print(json.dumps(_as_dict(found)) if as_json else _as_text(found))
     raise typer.Exit(0 if found.holds else 1)

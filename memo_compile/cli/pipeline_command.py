@@ -133,7 +133,7 @@ def offload_fraction(
     )
     plan = plan_offload(shape, seq=seq, config=config, budget_bytes=budget_bytes)
     if trace is not None:
-        from memo_compile.papers.kwai.pipeline_trace import chrome_trace, replay_plan
+        from memo_compile.papers.kwai.pipeline_trace import pipeline_trace, replay_plan
         from memo_compile.papers.search.cost import CostModel
 
         replay = replay_plan(
@@ -145,7 +145,7 @@ def offload_fraction(
             hardware=device,
             model=CostModel(),
         )
-        write_text(trace, json.dumps(chrome_trace(replay, shape, config, seq)))
+        write_text(trace, json.dumps(pipeline_trace(replay, shape, config, seq)))
     if as_json:
         print(json.dumps(dataclasses.asdict(plan) | {"peak_bytes": round(plan.peak_bytes)}))
     else:

@@ -168,7 +168,7 @@ def _hover(shapes: Sequence[Shape]) -> dict[str, Any]:
     return {"rows": rows, "texts": list(texts)}
 
 
-def memory_curve(view: StepView, plan: Plan) -> dict[str, Any]:
+def memory_chart(view: StepView, plan: Plan) -> dict[str, Any]:
     """The memory curve: what is held over the program, from what."""
     budget = plan.budget_bytes or 0
     most = max(plan.peak_bytes, budget, 1) * ROOM

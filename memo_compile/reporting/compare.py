@@ -106,7 +106,9 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     return data
 
 
-def measure(snapshot: Mapping[str, Any], *, device: int | None = None, where: str) -> Measured:
+def measured_peak(
+    snapshot: Mapping[str, Any], *, device: int | None = None, where: str
+) -> Measured:
     """The peak of ``device`` in ``snapshot``; by default of the device with the highest peak.
 
     Raises:

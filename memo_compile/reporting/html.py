@@ -19,7 +19,7 @@ def render_html(problem: Problem, plan: Plan) -> str:
         InputError: the plan is not one of this problem.
     """
     view = view_step(problem, plan)
-    arena, memory = charts.arena_map(view, plan), charts.memory_curve(view, plan)
+    arena, memory = charts.arena_map(view, plan), charts.memory_chart(view, plan)
     lanes, frontier = charts.lanes(problem, plan, view), charts.frontier(plan)
     hover = {
         name: chart.pop("data")

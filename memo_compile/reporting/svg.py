@@ -42,7 +42,7 @@ class Shape:
         return self.y + self.height
 
 
-def number(value: float) -> str:
+def one_decimal(value: float) -> str:
     """``value`` with one decimal at most."""
     text = f"{value:.1f}"
     return text.removesuffix(".0") if text != "-0.0" else "0"
@@ -51,22 +51,22 @@ def number(value: float) -> str:
 def path_of(shapes: Iterable[Shape]) -> str:
     """The ``d`` of one SVG path with all ``shapes``."""
     return "".join(
-        f"M{number(shape.x)} {number(shape.y)}h{number(max(shape.width, 0.1))}"
-        f"v{number(max(shape.height, 0.1))}h-{number(max(shape.width, 0.1))}z"
+        f"M{one_decimal(shape.x)} {one_decimal(shape.y)}h{one_decimal(max(shape.width, 0.1))}"
+        f"v{one_decimal(max(shape.height, 0.1))}h-{one_decimal(max(shape.width, 0.1))}z"
         for shape in shapes
     )
 
 
 def steps_path(heights: Sequence[float], width: float) -> str:
     """A closed area under a step curve: value i spans ``width`` units, y grows downwards."""
-    parts, before = [f"M0 {number(HEIGHT)}"], None
+    parts, before = [f"M0 {one_decimal(HEIGHT)}"], None
     for index, value in enumerate(heights):
         if value != before:
-            parts.append(f"L{number(index * width)} {number(HEIGHT - (before or 0.0))}")
-            parts.append(f"V{number(HEIGHT - value)}")
+            parts.append(f"L{one_decimal(index * width)} {one_decimal(HEIGHT - (before or 0.0))}")
+            parts.append(f"V{one_decimal(HEIGHT - value)}")
         before = value
-    end = number(len(heights) * width)
-    return "".join([*parts, f"H{end}V{number(HEIGHT)}z"])
+    end = one_decimal(len(heights) * width)
+    return "".join([*parts, f"H{end}V{one_decimal(HEIGHT)}z"])
 
 
 def merge_small(shapes: Iterable[Shape], *, noun: str) -> list[Shape]:

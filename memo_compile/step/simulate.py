@@ -125,17 +125,33 @@ def peak_live_bytes(problem: Problem) -> int:
     Per call the most bytes alive in the arena and the most ordinary memory, as
     ``step.residency`` adds them; the largest sum, and the constant.
     """
-    import numpy as np
-
     if not problem.calls:
         return step_constant_bytes(problem)
+    return step_constant_bytes(problem) + int(sum(most_per_call(problem)).max())
+
+
+def most_per_call(problem: Problem) -> tuple[Any, Any]:
+    """Per call the most bytes alive in the arena, and the most of ordinary memory."""
+    import numpy as np
+
+    starts = np.array(call_starts(problem)[:-1])
+    arena, ordinary = (np.maximum.reduceat(level, starts) for level in memory_levels(problem))
+    return arena, ordinary
+
+
+def memory_levels(problem: Problem) -> tuple[Any, Any]:
+    """Per line of the step the bytes alive in the arena, and those of ordinary memory."""
+    import numpy as np
+
     starts = call_starts(problem)
     outside = [(line, change) for line, change, _ in _outside_events(problem)]
     outside += ordinary_events(problem)
-    most = _most_per_call(_arena_events(problem, starts), starts)
-    if outside:
-        most += _most_per_call(np.array(outside, dtype=np.int64), starts)
-    return step_constant_bytes(problem) + int(most.max())
+    levels = []
+    for events in (_arena_events(problem, starts), np.array(outside, np.int64).reshape(-1, 2)):
+        alive = np.zeros(starts[-1] + 1, dtype=np.int64)
+        np.add.at(alive, np.minimum(events[:, 0], starts[-1]), events[:, 1])
+        levels.append(np.cumsum(alive)[:-1])
+    return levels[0], levels[1]
 
 
 def _outside_events(problem: Problem) -> Iterable[tuple[int, int, str]]:
@@ -202,12 +218,3 @@ def _arena_events(problem: Problem, starts: Sequence[int]) -> Any:
             table[:, 0] += np.repeat(np.array(region.starts), len(region.inner))
             tables.append(table)
     return np.concatenate(tables)
-
-
-def _most_per_call(events: Any, starts: Sequence[int]) -> Any:
-    """Per call the largest sum of changes up to one of its lines, given (line, change)."""
-    import numpy as np
-
-    alive = np.zeros(starts[-1] + 1, dtype=np.int64)
-    np.add.at(alive, np.minimum(events[:, 0], starts[-1]), events[:, 1])
-    return np.maximum.reduceat(np.cumsum(alive)[:-1], np.array(starts[:-1]))

@@ -8,7 +8,7 @@ import pytest
 
 from memo_compile.cli.main import main
 from memo_compile.errors import InputError
-from memo_compile.reporting.compare import measure
+from memo_compile.reporting.compare import measured_peak
 from memo_compile.reporting.snapshot import memory_snapshot
 from memo_compile.reporting.write import write_pictures
 from memo_compile.step.movable import StepCosts
@@ -49,7 +49,7 @@ def snapshot_of(*events, blocks=()):
 
 
 def test_the_peak_of_a_snapshot_counts_what_was_there_before():
-    found = measure(
+    found = measured_peak(
         snapshot_of(
             event("free_requested", 1000, 30),
             event("free_completed", 1000, 30),
@@ -68,7 +68,7 @@ def test_the_peak_of_a_snapshot_counts_what_was_there_before():
 
 
 def test_the_peak_may_lie_before_the_first_event():
-    found = measure(
+    found = measured_peak(
         snapshot_of(event("free_requested", 500, 40), event("alloc", 500, 10), blocks=(100,)),
         where="test",
     )
@@ -78,10 +78,10 @@ def test_the_peak_may_lie_before_the_first_event():
 def test_of_several_devices_the_highest_is_taken():
     snapshot = snapshot_of(event("alloc", 100, 10))
     snapshot["device_traces"].append([event("alloc", 100, 30)])
-    assert measure(snapshot, where="test").device == 1
-    assert measure(snapshot, device=0, where="test").peak_bytes == 10
+    assert measured_peak(snapshot, where="test").device == 1
+    assert measured_peak(snapshot, device=0, where="test").peak_bytes == 10
     with pytest.raises(InputError, match=r"no events of device 3; there are of \[0, 1\]"):
-        measure(snapshot, device=3, where="test")
+        measured_peak(snapshot, device=3, where="test")
 
 
 def test_compare_shows_peak_and_layers(capsys, dump):

@@ -7,7 +7,7 @@ import pytest
 from memo_compile.errors import ConfigError, Infeasible, UnsupportedGraph
 from memo_compile.planners.policy import choose, reasons
 from memo_compile.planners.policy.candidates import CandidateSource
-from memo_compile.planners.policy.frontier import Choice, pareto
+from memo_compile.planners.policy.frontier import Choice, unbeaten
 from memo_compile.planners.policy.named import memo_alpha, named_moves
 from memo_compile.step.movable import Action, MovableStep, RecomputeKey, RecomputeRegion
 from memo_compile.step.problem import Problem
@@ -256,6 +256,6 @@ def test_reasons_state_the_numbers():
 def test_candidates_above_the_host_budget_are_left_out():
     step = movable_step(6, bytes_per_s=FAST)
     source = CandidateSource(step=step, recompute=recomputer(step), host_budget_bytes=200 * KIB)
-    kept = pareto(source.auto(), 200 * KIB)
+    kept = unbeaten(source.auto(), 200 * KIB)
     assert max(candidate.host_bytes for candidate in kept) <= 200 * KIB
     assert any(candidate.host_bytes for candidate in kept)

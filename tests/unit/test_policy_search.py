@@ -10,7 +10,7 @@ from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.planners import solver
 from memo_compile.planners.policy import choose
-from memo_compile.planners.policy.candidates import CandidateSource, evaluate
+from memo_compile.planners.policy.candidates import CandidateSource, simulated
 from memo_compile.planners.policy.cheapest_first import MAX_KEYS, greedy_sequence
 from memo_compile.planners.policy.milp import lowest_peak, make_segments, solve_modes
 from memo_compile.planners.policy.model import StepModel, build_model
@@ -106,7 +106,7 @@ def test_the_model_is_the_simulated_step(schedule, bytes_per_s):
     for number in range(len(modes[0])):
         chosen = (number, 0, number, 0)
         moves = Moves(modes=model.chosen_modes(chosen), schedule=schedule)
-        real = evaluate(step, moves, recompute)
+        real = simulated(step, moves, recompute)
         # The model lets a layer's copies begin when its forward ends and its recomputation wait
         # for all of them: never faster than the program; it never has fewer bytes.
         assert model.step_s(chosen) >= real.timeline.step_s * (1 - 1e-9)

@@ -63,7 +63,7 @@ def replay_plan(
     return replay_step(pipeline, plan.alpha, times)
 
 
-def chrome_trace(
+def pipeline_trace(
     replay: StepReplay, shape: ModelShape, config: ParallelConfig, seq: int
 ) -> dict[str, Any]:
     """The trace as a JSON object; memory in bytes, on top of rank 0's parameters."""

@@ -20,7 +20,7 @@ _FUNCTIONS = (
     kernel.lift,
     kernel.put,
     kernel.cut_slice,
-    kernel.choose,
+    kernel.place_next,
     kernel.search,
 )
 """Callees before their callers: each is compiled against the compiled ones before it."""

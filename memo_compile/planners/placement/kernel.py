@@ -149,7 +149,7 @@ def search(
                 return LIMIT if state.tally[JUMPED] else EXHAUSTED, nodes
             continue
         nodes += 1
-        if not choose(tables, state, depth, position, capacity, roof, switches):
+        if not place_next(tables, state, depth, position, capacity, roof, switches):
             undo(tables, state, state.mark[depth])
             continue
         start = state.begin[depth] + 1
@@ -171,7 +171,7 @@ def search(
     return LIMIT, nodes
 
 
-def choose(
+def place_next(
     tables: Tables,
     state: State,
     depth: int,

@@ -63,7 +63,7 @@ class Candidate:
         return self.problem.host_bytes
 
 
-def evaluate(
+def simulated(
     step: MovableStep, moves: Moves, recompute: RecomputeOf, notes: tuple[str, ...] = ()
 ) -> Candidate:
     """The step program of ``moves``, simulated."""
@@ -184,7 +184,7 @@ class CandidateSource:
 
     def _evaluated(self, moves: Moves, notes: tuple[str, ...] = ()) -> Candidate:
         if (moves, notes) not in self._evaluations:
-            candidate = evaluate(self.step, moves, self.recompute, notes)
+            candidate = simulated(self.step, moves, self.recompute, notes)
             self._evaluations[moves, notes] = candidate
         return self._evaluations[moves, notes]
 

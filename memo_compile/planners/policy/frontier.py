@@ -218,7 +218,7 @@ def _preference(candidate: Candidate) -> tuple[float, int, int]:
     return candidate.cost_s, candidate.live_bytes, candidate.host_bytes
 
 
-def pareto(candidates: Iterable[Candidate], host_budget_bytes: int | None) -> list[Candidate]:
+def unbeaten(candidates: Iterable[Candidate], host_budget_bytes: int | None) -> list[Candidate]:
     """The candidates that fit the host and that no other beats in cost and bytes, fastest first."""
     kept: list[Candidate] = []
     for candidate in sorted(candidates, key=_preference):
@@ -235,7 +235,7 @@ def in_order(candidates: Sequence[Candidate], host_budget_bytes: int | None) -> 
     The named plans are among them so that no choice needs more than full recomputation does, and
     the steady ones so that a floor is kept.
     """
-    best = pareto(candidates, host_budget_bytes)
+    best = unbeaten(candidates, host_budget_bytes)
     known = {id(candidate) for candidate in best}
     left = sorted(
         (candidate for candidate in candidates if id(candidate) not in known), key=_bytes_first
@@ -299,7 +299,7 @@ class _Chooser(Generic[PlacedT]):
         self, considered: Iterable[Candidate], chosen: Candidate
     ) -> tuple[FrontierPoint, ...]:
         """The plans considered that are not beaten, and the chosen one, fastest first."""
-        points = pareto(considered, self.host_budget_bytes)
+        points = unbeaten(considered, self.host_budget_bytes)
         if chosen not in points:
             points = sorted([*points, chosen], key=_preference)
         return tuple(

@@ -19,13 +19,10 @@ from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Schedule
 from memo_compile.step.problem import (
     Phase,
     Problem,
-    arena_buffers,
     call_starts,
-    live_bytes,
-    ordinary_events,
-    outside_events,
 )
 from memo_compile.step.residency import step_constant_bytes
+from memo_compile.step.simulate import memory_levels, most_per_call
 
 COPY_WEIGHT = 1e-4
 """Cost of a second of copying that hides completely, in seconds of the step: of two plans that are
@@ -252,27 +249,8 @@ def _uses(problem: Problem) -> tuple[dict[str, int], dict[str, int]]:
 
 def call_bytes(problem: Problem) -> tuple[list[int], list[int]]:
     """Per call the most device bytes during it, and the device bytes at the border before it."""
-    import numpy as np
-
-    starts = call_starts(problem)
-    num_lines = starts[-1] + 2
-    change = np.zeros(num_lines, dtype=np.int64)
-    for line, total in live_bytes(arena_buffers(problem)).items():
-        change[line] = total + 1  # + 1: a sum of zero is not the same as no entry
-    known = np.flatnonzero(change)
-    arena = np.zeros(num_lines, dtype=np.int64)
-    for line, end in zip(known.tolist(), [*known.tolist()[1:], num_lines], strict=True):
-        arena[line:end] = change[line] - 1
-    outside = np.zeros(num_lines, dtype=np.int64)
-    for line, size_bytes, _ in outside_events(problem):
-        outside[line] += size_bytes
-    for line, size_bytes in ordinary_events(problem):
-        outside[line] += size_bytes
-    held = np.cumsum(outside)
-    during, border = [], []
     constant = step_constant_bytes(problem)
-    for at in range(len(problem.calls)):
-        before, lines = starts[at] - 1, slice(starts[at], starts[at + 1])
-        border.append(int(arena[before] + held[before]) + constant if at else constant)
-        during.append(int(arena[lines].max() + held[lines].max()) + constant)
-    return during, border
+    held = sum(memory_levels(problem)) + constant
+    before = [start - 1 for start in call_starts(problem)[1:-1]]
+    during = sum(most_per_call(problem)) + constant
+    return during.tolist(), [constant, *held[before].tolist()]

@@ -104,20 +104,12 @@ def steady_moves(step: MovableStep, recompute: RecomputeOf) -> list[Moves]:
     A floor that is named in one process is kept in the next by one of these. Everything is copied
     to the host; or what can be is recomputed, with and without what attention returns.
     """
-
-    def copied(cls: LayerClass, rights: Rights) -> Mode:
-        return make_mode(cls, offload=rights.offload)
-
-    def recomputed(cls: LayerClass, rights: Rights) -> Mode:
-        return make_mode(cls, offload=rights.offload, recompute=rights.recompute)
-
-    def mixed(cls: LayerClass, rights: Rights) -> Mode:
-        return make_mode(cls, offload=rights.offload, recompute=_others(cls, rights))
-
-    made = (
-        _per_layer(step, "steady", AT_ONCE, recompute, mode_of)
-        for mode_of in (copied, recomputed, mixed)
+    modes_of: tuple[Callable[[LayerClass, Rights], Mode], ...] = (
+        lambda cls, may: make_mode(cls, offload=may.offload),
+        lambda cls, may: make_mode(cls, offload=may.offload, recompute=may.recompute),
+        lambda cls, may: make_mode(cls, offload=may.offload, recompute=_others(cls, may)),
     )
+    made = (_per_layer(step, "steady", AT_ONCE, recompute, mode_of) for mode_of in modes_of)
     return list(dict.fromkeys(plan.moves for plan in made))
 
 
