@@ -39,10 +39,6 @@ class Unit:
     """Half-open range of positions in the sequence given to ``find_layers``."""
     class_key: str | None
     """Equal for isomorphic units; None for a gap (prologue, middle, epilogue)."""
-    layers_per_unit: int
-    """Module layers in the unit (its period); 1 without modules."""
-    module_path: str | None
-    """Path of the module list that holds the layers, e.g. ``model.layers``."""
     instance: int
     """Index within the class, or among the gaps."""
 
@@ -55,7 +51,9 @@ class IsomorphicUnits:
     num_layers: int
     """Layers of the model in all units together: units times period."""
     period: int
+    """Module layers in a unit; 1 without modules."""
     module_path: str | None
+    """Path of the module list that holds the layers, e.g. ``model.layers``."""
     units: tuple[int, ...]
     """Indices into ``LayerStructure.units``."""
 
@@ -255,40 +253,24 @@ def _assemble(tape: Tape, by_class: dict[str, list[Range]], paths: LayerPaths) -
     keys: dict[Range, str | None] = {
         where: key for key, members in by_class.items() for where in members
     }
-    for gap in _complement(sorted(keys), 0, len(tape.nodes)):
-        keys[gap] = None
+    keys.update(dict.fromkeys(_complement(sorted(keys), 0, len(tape.nodes))))
+    units: list[Unit] = []
+    instances: dict[str | None, list[int]] = {}
+    for start, end in sorted(keys):
+        key = keys[start, end]
+        own = instances.setdefault(key, [])
+        own.append(len(units))
+        units.append(Unit(start=start, end=end, class_key=key, instance=len(own) - 1))
     owners = {key: paths.owner(members) for key, members in by_class.items()}
-    instances: Counter[str | None] = Counter()
-    units = []
-    for where in sorted(keys):
-        key = keys[where]
-        owner = owners[key] if key is not None else None
-        units.append(
-            Unit(
-                start=where[0],
-                end=where[1],
-                class_key=key,
-                layers_per_unit=owner.period if owner else 1,
-                module_path=owner.path if owner else None,
-                instance=instances[key],
-            )
-        )
-        instances[key] += 1
-    return LayerStructure(units=tuple(units), classes=_classes(units))
-
-
-def _classes(units: Sequence[Unit]) -> tuple[IsomorphicUnits, ...]:
-    members: dict[str, list[int]] = {}
-    for index, unit in enumerate(units):
-        if unit.class_key is not None:
-            members.setdefault(unit.class_key, []).append(index)
-    return tuple(
+    classes = tuple(
         IsomorphicUnits(
             class_key=key,
-            num_layers=len(indices) * units[indices[0]].layers_per_unit,
-            period=units[indices[0]].layers_per_unit,
-            module_path=units[indices[0]].module_path,
+            num_layers=len(indices) * owners[key].period,
+            period=owners[key].period,
+            module_path=owners[key].path,
             units=tuple(indices),
         )
-        for key, indices in members.items()
+        for key, indices in instances.items()
+        if key is not None
     )
+    return LayerStructure(units=tuple(units), classes=classes)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memo_compile.analysis.views import results_of
 from memo_compile.step.problem import Layout, Layouts, RegionProfile
 
 RunRegion = Callable[[list[Any]], Sequence[Any]]
@@ -50,8 +51,7 @@ class RegionGraph:
 
     def output_layouts(self) -> Layouts:
         """How the results lie."""
-        results = self.gm.graph.output_node().args[0]
-        assert isinstance(results, list | tuple)
+        results = results_of(self.gm.graph)
         return tuple(
             layout_of(result.meta.get("val")) if isinstance(result, fx.Node) else None
             for result in results

@@ -98,6 +98,11 @@ def is_repeatable(node: fx.Node) -> bool:
     return is_pure(node)
 
 
+def _node(value: object) -> fx.Node:
+    assert isinstance(value, fx.Node), f"expected a node, got {value!r}"
+    return value
+
+
 def _tensors(node: fx.Node) -> list[fx.Node]:
     return [source for source in node.all_input_nodes if is_tensor(source)]
 
@@ -272,8 +277,7 @@ def _matmul(node: fx.Node, rows: Rows) -> Carried | None:
     last one; of ``bmm`` both have rows in the batch, which is never broadcast. The addend is.
     """
     *addend, left, right = node.args[: 3 if op_name(node) in ("addmm", "baddbmm") else 2]
-    assert isinstance(left, fx.Node)
-    assert isinstance(right, fx.Node)
+    left, right = _node(left), _node(right)
     ndim = len(shape_of(left))
     contracted = {left: ndim - 1, right: ndim - 2}
     if left is right or any(
@@ -298,9 +302,7 @@ def contracted_partner(node: fx.Node, rows: Rows) -> tuple[fx.Node, RowDim] | No
     """Of a product that sums over the rows of one operand: the other, and where its rows are."""
     if op_name(node) not in ("mm", "bmm"):
         return None
-    left, right = node.args[:2]
-    assert isinstance(left, fx.Node)
-    assert isinstance(right, fx.Node)
+    left, right = map(_node, node.args[:2])
     ndim = len(shape_of(left))
     for source, dim, other, at in ((left, ndim - 1, right, ndim - 2), (right, ndim - 2, left, -1)):
         if source in rows and rows[source].dim == dim and other not in rows:
@@ -310,8 +312,7 @@ def contracted_partner(node: fx.Node, rows: Rows) -> tuple[fx.Node, RowDim] | No
 
 def _embedding(node: fx.Node, rows: Rows) -> Carried | None:
     """The result has the indices' dimensions first; the table is read whole."""
-    indices = node.args[1]
-    assert isinstance(indices, fx.Node)
+    indices = _node(node.args[1])
     if set(rows) != {indices} or _times_given(node, indices) > 1:
         return None
     return Carried(out=rows[indices])
@@ -323,8 +324,7 @@ def _index(node: fx.Node, rows: Rows) -> Carried | None:
     Indices broadcast against each other. Their dimensions stand in the result where the first
     indexed dimension of the table was; the table's other dimensions are read whole.
     """
-    table, given = node.args[0], node.args[1]
-    assert isinstance(table, fx.Node)
+    table, given = _node(node.args[0]), node.args[1]
     assert isinstance(given, list | tuple)
     at = [position for position, index in enumerate(given) if index is not None]
     indices = [index for index in given if isinstance(index, fx.Node)]
@@ -348,8 +348,7 @@ def _index(node: fx.Node, rows: Rows) -> Carried | None:
 
 def _index_select(node: fx.Node, rows: Rows) -> Carried | None:
     """The indices' only dimension takes the place of the table's that it reads."""
-    table, indices = node.args[0], argument(node, "index")
-    assert isinstance(table, fx.Node)
+    table, indices = _node(node.args[0]), argument(node, "index")
     if table is indices:
         return None
     at = argument(node, "dim") % len(shape_of(table))
@@ -428,8 +427,7 @@ def is_counter(node: fx.Node) -> bool:
     """True for a result of an attention kernel that depends on no row: a seed, an offset."""
     if node.target is not operator.getitem:
         return False
-    maker, position = node.args
-    assert isinstance(maker, fx.Node)
+    maker, position = _node(node.args[0]), node.args[1]
     assert isinstance(position, int)
     if op_name(maker) not in _ATTENTION_KERNELS:
         return False
@@ -474,8 +472,7 @@ def _getitem(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
     """
     del before
     maker, position = node.args
-    assert isinstance(maker, fx.Node)
-    of_mask = op_name(maker).endswith("attention_backward") and position == 3
+    of_mask = op_name(_node(maker)).endswith("attention_backward") and position == 3
     return dim if is_tensor(node) and not is_counter(node) and not of_mask else None
 
 
@@ -484,8 +481,7 @@ def _select_scatter(node: fx.Node, rows: Rows) -> Carried | None:
 
     Nothing is broadcast, so that both must carry rows.
     """
-    into, source = node.args[0], argument(node, "src")
-    assert isinstance(into, fx.Node)
+    into, source = _node(node.args[0]), argument(node, "src")
     ndim = len(shape_of(into))
     at = argument(node, "dim") % ndim
     seen = set()

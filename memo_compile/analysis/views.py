@@ -1,6 +1,8 @@
 """Which nodes only look at another node's storage, and whose storage that is."""
 
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,6 +14,13 @@ _VIEWS_WITHOUT_ALIAS_SCHEMA = (torch.ops.aten._unsafe_view.default, torch.ops.at
 def is_tensor(node: object) -> bool:
     """True for a node whose value is one tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def results_of(graph: fx.Graph) -> Sequence[Any]:
+    """What ``graph`` returns, in order."""
+    results = graph.output_node().args[0]
+    assert isinstance(results, list | tuple), f"a graph of memo's returns a tuple, got {results}"
+    return results
 
 
 def is_view(node: fx.Node) -> bool:

@@ -9,7 +9,8 @@ writes is worked out here from the slices, not taken from who made the calls.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from memo_compile.step.problem import CallKind, Into, Layout, Layouts, Problem, StepCall, Storage
+from memo_compile.check.check_reads import reads_text
+from memo_compile.step.problem import CallKind, Into, Layout, Problem, StepCall, Storage
 from memo_compile.step.tilings import Operand, Ref, Source, Tiling, WholeStep
 
 
@@ -55,7 +56,7 @@ def _differences(call: StepCall, expected: StepCall) -> Iterator[str]:
     if call.inputs != expected.inputs:
         yield f"{call.name} reads {call.inputs}, expected {expected.inputs}"
     if call.reads != expected.reads:
-        yield f"{call.name} reads {_text(call.reads)}, expected {_text(expected.reads)}"
+        yield f"{call.name} reads {reads_text(call.reads)}, expected {reads_text(expected.reads)}"
     if call.into != expected.into:
         yield f"{call.name} writes {call.into}, expected {expected.into}"
 
@@ -232,7 +233,3 @@ def _plainly(layout: Layout | None) -> Layout | None:
         return None
     pairs = zip(layout.size, layout.stride, strict=True)
     return replace(layout, stride=tuple(0 if size == 1 else step for size, step in pairs))
-
-
-def _text(reads: Layouts) -> str:
-    return ", ".join(str(layout) for layout in reads)

@@ -59,7 +59,7 @@ class _Reads:
 
     def _copy(self, call: StepCall) -> Iterator[str]:
         if call.reads:
-            yield f"{call.name} copies bytes and reads nothing, got {_text(call.reads)}"
+            yield f"{call.name} copies bytes and reads nothing, got {reads_text(call.reads)}"
         if call.copy is None:
             return
         if call.kind is CallKind.OFFLOAD:
@@ -129,5 +129,6 @@ class _Reads:
             )
 
 
-def _text(reads: Layouts) -> str:
+def reads_text(reads: Layouts) -> str:
+    """What a call reads, in words."""
     return ", ".join(str(layout) for layout in reads)

@@ -74,12 +74,9 @@ def main(argv: list[str] | None = None) -> None:
     except TyperException as error:  # a usage error: unknown command, missing argument, ...
         print(f"memo: {error.format_message()}", file=sys.stderr)
         code = 2
-    except Infeasible as error:
-        print(f"memo: {error}", file=sys.stderr)
-        code = 1
     except MemoError as error:
         print(f"memo: {error}", file=sys.stderr)
-        code = 2
+        code = 1 if isinstance(error, Infeasible) else 2
     sys.exit(code or 0)
 
 

@@ -19,7 +19,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils import _pytree as pytree
 
 from memo_compile.analysis.joint_units import is_tangent
-from memo_compile.analysis.views import is_tensor, storage_of
+from memo_compile.analysis.views import is_tensor, results_of, storage_of
 
 HANDLE = "memo_handle"
 
@@ -45,9 +45,7 @@ class LeaseSaved:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
-        output = gm.graph.output_node()
-        (results,) = output.args
-        assert isinstance(results, list | tuple), "a forward returns a tuple"
+        output, results = gm.graph.output_node(), results_of(gm.graph)
         users: list[Any] = list(results[: self.num_fwd_outputs])
         saved: list[Any] = list(results[self.num_fwd_outputs :])
         visible = {storage_of(node) for node in users if isinstance(node, fx.Node)}

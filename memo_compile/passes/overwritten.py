@@ -15,7 +15,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from memo_compile.analysis.joint_units import tangent_dependents
 from memo_compile.analysis.overwrites import READS_OVERWRITTEN, overwritten
 from memo_compile.analysis.purity import is_write
-from memo_compile.analysis.views import is_view, storage_of, viewed
+from memo_compile.analysis.views import is_view, results_of, storage_of, viewed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,7 @@ class KeepOverwritten:
         for node in list(gm.graph.nodes):
             if node in backward and node.op == "call_function" and not is_write(node):
                 node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), old.of)
-        output = gm.graph.output_node()
-        (results,) = output.args
-        assert isinstance(results, list | tuple), "a joint graph returns a list"
+        output, results = gm.graph.output_node(), results_of(gm.graph)
         gradients = fx.node.map_arg(list(results[self.num_fwd_outputs :]), old.of)
         if old.made:
             output.args = ((*results[: self.num_fwd_outputs], *gradients),)

@@ -12,7 +12,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile import shim
 from memo_compile.analysis.structure import argument
-from memo_compile.analysis.views import storage_of
+from memo_compile.analysis.views import results_of, storage_of
 
 _aten = torch.ops.aten
 _ALLOCATING = ("convolution", "scaled_dot_product", "flash_attn", "efficient_attention", "cudnn")
@@ -40,8 +40,7 @@ class OwnOutputs:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
-        (outputs,) = gm.graph.output_node().args
-        assert isinstance(outputs, list | tuple), "a region returns a tuple"
+        outputs = results_of(gm.graph)
         nodes = {at: node for at, node in enumerate(outputs) if isinstance(node, fx.Node)}
         external = {storage_of(nodes[at]) for at in self.external_outputs}
         leaving = {storage_of(node) for node in nodes.values()} - external

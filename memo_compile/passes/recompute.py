@@ -6,7 +6,6 @@ is not kept in memory can be recomputed from the slots that are, by a part of th
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any
 
 import torch
 from torch import fx
@@ -22,7 +21,7 @@ from memo_compile.analysis.purity import (
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim, is_repeatable
 from memo_compile.analysis.rows import row_dims, slice_rows
-from memo_compile.analysis.views import is_item, is_view, storage_of, viewed
+from memo_compile.analysis.views import is_item, is_view, results_of, storage_of, viewed
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.extract import Extract, extract
 from memo_compile.step.movable import LayerOp, RecomputeKey, RegionInput
@@ -70,7 +69,7 @@ class _Listing:
         seconds_of: Callable[[fx.Node], float],
         row_wise: Set[fx.Node],
     ) -> None:
-        outputs = _outputs(region)
+        outputs = results_of(region.gm.graph)
         self.slots = {outputs[position]: slot for position, slot in slot_of_output.items()}
         self.seconds_of = seconds_of
         self.row_wise = row_wise
@@ -138,11 +137,6 @@ def _own_bytes(node: fx.Node) -> int:
     return sum(align(item.nbytes) for item in unread if isinstance(item, torch.Tensor))
 
 
-def _outputs(region: RegionGraph) -> Sequence[Any]:
-    outputs: Sequence[Any] = region.gm.graph.find_nodes(op="output")[0].args[0]
-    return outputs
-
-
 def _why_not_recomputed(node: fx.Node, written: Iterable[fx.Node]) -> str | None:
     """What forbids to run ``node`` a second time, in the backward; None when it may run."""
     if is_item(node):
@@ -190,7 +184,7 @@ def recompute_graph(
     Raises:
         UnsupportedGraph: an operator in between may not be recomputed or does not keep rows apart.
     """
-    outputs = _outputs(region)
+    outputs = results_of(region.gm.graph)
     for slot in key.slots:
         if slot not in output_of_slot:
             raise UnsupportedGraph(

@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.regions import storage_bytes
-from memo_compile.analysis.views import is_tensor, storage_of
+from memo_compile.analysis.views import is_tensor, results_of, storage_of
 
 _aten = torch.ops.aten
 
@@ -42,9 +42,7 @@ class SeparateResults:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
-        output = gm.graph.output_node()
-        (results,) = output.args
-        assert isinstance(results, list | tuple), "a half returns a tuple"
+        output, results = gm.graph.output_node(), results_of(gm.graph)
         separated: list[Any] = list(results)
         own = set(self.own)
         users = results[: self.num_results]

@@ -10,7 +10,7 @@ from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim, shape_of
 from memo_compile.analysis.rows import is_row_wise, rows_through
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import is_item, is_tensor, is_view, storage_of
+from memo_compile.analysis.views import is_item, is_tensor, is_view, results_of, storage_of
 
 NUM_ANCHORS = 2
 """Widest values of the peak that a chain is looked for around: often the first is read by the
@@ -140,8 +140,7 @@ def _with_all_items(own: set[fx.Node]) -> set[fx.Node]:
 
 def _may_be_own(region: RegionGraph, node: fx.Node) -> bool:
     """False for what the user receives: its memory is not the step's to write tile by tile."""
-    results = region.gm.graph.output_node().args[0]
-    assert isinstance(results, list | tuple)
+    results = results_of(region.gm.graph)
     made = [results[index] for index in region.external_outputs]
     external = {storage_of(result) for result in made if isinstance(result, fx.Node)}
     return storage_of(node) not in external or is_view(node)

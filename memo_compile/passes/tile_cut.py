@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.regions import RegionGraph, ViewSpec
+from memo_compile.analysis.views import results_of
 from memo_compile.passes.cut import Cut, CutCall, CutInto
 from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.tile_sums import Term, TileSum, take_sums_out
@@ -370,9 +371,7 @@ def _layout(spec: ViewSpec) -> Layout:
 
 
 def _num_outputs(region: RegionGraph) -> int:
-    results = region.gm.graph.output_node().args[0]
-    assert isinstance(results, list | tuple)
-    return len(results)
+    return len(results_of(region.gm.graph))
 
 
 def _empty_region(region: RegionGraph) -> RegionGraph:
@@ -391,9 +390,7 @@ def _with_zeros(
     ``like`` is a fake tensor of the same device; what is made is fake as it is.
     """
     graph = region.gm.graph
-    end = graph.output_node()
-    results = end.args[0]
-    assert isinstance(results, list | tuple)
+    end, results = graph.output_node(), results_of(graph)
     made = []
     for spec in specs:
         with graph.inserting_before(end):

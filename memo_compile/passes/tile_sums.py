@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.regions import RegionGraph
-from memo_compile.analysis.views import is_view
+from memo_compile.analysis.views import is_view, results_of
 from memo_compile.passes.tiles import TiledRegion
 
 
@@ -50,8 +50,7 @@ def take_sums_out(tiled: TiledRegion) -> tuple[RegionGraph, tuple[TileSum, ...]]
     """
     gm = tiled.tile.gm
     inputs = gm.graph.find_nodes(op="placeholder")
-    results = gm.graph.output_node().args[0]
-    assert isinstance(results, list | tuple)
+    results = results_of(gm.graph)
     num_rows = sum(output.accumulator is None for output in tiled.tile_outputs)
     rows = list(results[:num_rows])
     outputs: list[fx.Node] = []

@@ -26,7 +26,7 @@ from memo_compile.analysis.regions import RegionGraph, ViewSpec, view_spec
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, row_layout, slice_rows
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import base_of, is_item, is_tensor, is_view, storage_of
+from memo_compile.analysis.views import base_of, is_item, is_tensor, is_view, results_of, storage_of
 from memo_compile.passes.extract import Extract, extract
 from memo_compile.passes.tile_chains import Chain, chains, transient_bytes
 from memo_compile.step.tilings import Ref, Source
@@ -138,8 +138,7 @@ class _Splitter:
         self.dims = chain.dims
         self.nodes = list(region.gm.graph.nodes)
         self.placeholders = region.gm.graph.find_nodes(op="placeholder")
-        results = region.gm.graph.output_node().args[0]
-        assert isinstance(results, list | tuple)
+        results = results_of(region.gm.graph)
         self.results: list[Any] = list(results)
         self.made = [result for result in dict.fromkeys(results) if isinstance(result, fx.Node)]
         self.external = {storage_of(self.results[at]) for at in region.external_outputs}
@@ -348,9 +347,7 @@ class _Splitter:
         sources = _inputs_of(sums)
         gm = slice_rows(part.gm, dims, self.rows, self.chain.num_rows)
         graph = gm.graph
-        end = graph.output_node()
-        ends = end.args[0]
-        assert isinstance(ends, list | tuple)
+        end, ends = graph.output_node(), results_of(graph)
         graph.erase_node(end)
         found = dict(zip(sources, ends[num_outputs:], strict=True))
         line = {node: number for number, node in enumerate(graph.nodes)}

@@ -117,7 +117,9 @@ class StepPlan:
             lease = self._planned_lease(count=1)
         lease.engine = engine
         if self.poison:
-            self._poison(lease)
+            lease.slab.bytes(self.arena_bytes).fill_(255)
+            if lease.host is not None:
+                lease.host.bytes(self.host_bytes).fill_(255)
         return lease
 
     def _planned_lease(self, *, count: int) -> Lease:
@@ -143,11 +145,6 @@ class StepPlan:
 
         lease._give_back = end
         return lease
-
-    def _poison(self, lease: Lease) -> None:
-        lease.slab.bytes(self.arena_bytes).fill_(255)
-        if lease.host is not None:
-            lease.host.bytes(self.host_bytes).fill_(255)
 
     def _count_down(self, count: int) -> None:
         with self.lock:
