@@ -20,9 +20,10 @@ H800 = find_hardware("h800")
 BUDGET_BYTES = 65000 * 2**20
 
 
-def find(model="llama-175b", **changes):
+def find(model="llama-175b", top=None, **changes):
     arguments = {"gpus": 256, "seq": 4096, "global_batch": 256, **changes}
-    return search(SearchQuestion(shape=find_model(model), hardware=H800, **arguments))
+    question = SearchQuestion(shape=find_model(model), hardware=H800, **arguments)
+    return search(question, top)
 
 
 @pytest.mark.parametrize(("model", "points"), [("llama-175b", 2310), ("llama-65b", 1710)])

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from memo_compile.papers.lynx.fields import Number
 from memo_compile.papers.lynx.linear import (
     TIE_SLACK,
@@ -31,8 +33,8 @@ from memo_compile.papers.lynx.solution import Conflict, OptSolution
 from memo_compile.planners import solver
 from memo_compile.planners.solver import SolveStatus, exact_model, total, weighted
 
-Cell = Any
-"""A variable of the model, or an int where the entry is fixed."""
+Matrix = Any
+"""An array of the model's variables, and of ints where an entry is fixed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +42,15 @@ class _Program:
     """The model and its matrices; row = phase, entries beyond the phase's operator are 0."""
 
     model: Any
-    resident: tuple[tuple[Cell, ...], ...]
+    resident: Matrix
     """S, with one row more than there are phases: what must be resident at the end."""
-    critical: tuple[tuple[Cell, ...], ...]
+    critical: Matrix
     """Rc."""
-    started: tuple[tuple[Cell, ...], ...]
+    started: Matrix
     """Xc: the part of a split operator before the communication; 0 without a token split."""
-    overlapped: tuple[tuple[Cell, ...], ...]
+    overlapped: Matrix
     """Ro: the part behind the communication."""
-    hidden: tuple[tuple[Cell, ...], ...]
+    hidden: Matrix
     """Z: 1 where Ro > 0; Ro itself without a token split."""
     bound: Any
     """Limit on memory, in units of ``memory_unit``: a number, or a variable to be minimised."""
@@ -126,17 +128,28 @@ def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _
     model = exact_model("lynx-opt")
     ops, num_ops = instance.ops, instance.ops.count
     unit = float(max(budget or 0, *ops.sizes, instance.static)) or 1.0
-    matrix = _Matrix(model, num_ops, ops.num_slices)
+
+    def binary(name: str, cells: set[tuple[int, int]]) -> Matrix:
+        return _matrix(num_ops, cells, lambda at: model.add_var(f"{name}_{at}", var_type="B"))
+
+    def shares(name: str, cells: set[tuple[int, int]]) -> Matrix:
+        return _matrix(num_ops, cells, lambda at: add_share(model, f"{name}_{at}", ops.num_slices))
+
     before = {(t, i) for t in range(num_ops) for i in range(t)}
     can_hide = {(t, i) for t, i in before if t in ops.comm and i not in ops.comm}
     splittable = {(t, i) for t, i in can_hide if i not in ops.whole} if token_split else set()
-    hidden = matrix.binary("Z" if token_split else "Ro", can_hide)
+    hidden = binary("Z" if token_split else "Ro", can_hide)
+    resident, critical = binary("S", before), binary("Rc", before)
+    np.fill_diagonal(critical, 1)  # D3: phase t computes operator t
+    started, overlapped = shares("Xc", splittable), shares("Ro", splittable)
+    for cell in before - splittable:
+        overlapped[cell] = hidden[cell]
     program = _Program(
         model=model,
-        resident=(*matrix.binary("S", before), tuple(int(kept) for kept in instance.keep)),
-        critical=_with_diagonal(matrix.binary("Rc", before)),
-        started=matrix.shares("Xc", splittable),
-        overlapped=_where(splittable, matrix.shares("Ro", splittable), hidden),
+        resident=np.vstack([resident, np.array([int(kept) for kept in instance.keep], object)]),
+        critical=critical,
+        started=started,
+        overlapped=overlapped,
         hidden=hidden,
         bound=model.add_var("peak") if budget is None else budget / unit,
         memory_unit=unit,
@@ -151,40 +164,12 @@ def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _
     return program
 
 
-@dataclass(frozen=True, slots=True)
-class _Matrix:
-    """Makes square matrices of variables in [0, 1] with 0 outside the given cells."""
-
-    model: Any
-    size: int
-    num_slices: int
-
-    def binary(self, name: str, cells: set[tuple[int, int]]) -> tuple[tuple[Cell, ...], ...]:
-        """The matrix ``name`` with a 0/1 variable in each of ``cells``."""
-        return self._fill(cells, lambda at: self.model.add_var(f"{name}_{at}", var_type="B"))
-
-    def shares(self, name: str, cells: set[tuple[int, int]]) -> tuple[tuple[Cell, ...], ...]:
-        """The matrix ``name`` with a share of the tokens in each of ``cells``."""
-        return self._fill(cells, lambda at: add_share(self.model, f"{name}_{at}", self.num_slices))
-
-    def _fill(
-        self, cells: set[tuple[int, int]], make: Callable[[str], Cell]
-    ) -> tuple[tuple[Cell, ...], ...]:
-        size = range(self.size)
-        return tuple(tuple(make(f"{t}_{i}") if (t, i) in cells else 0 for i in size) for t in size)
-
-
-def _with_diagonal(rows: tuple[tuple[Cell, ...], ...]) -> tuple[tuple[Cell, ...], ...]:
-    """D3: phase t computes operator t."""
-    return tuple(tuple(1 if t == i else x for i, x in enumerate(row)) for t, row in enumerate(rows))
-
-
-def _where(
-    cells: set[tuple[int, int]], yes: tuple[tuple[Cell, ...], ...], no: tuple[tuple[Cell, ...], ...]
-) -> tuple[tuple[Cell, ...], ...]:
-    """Entries of ``yes`` in ``cells``, of ``no`` elsewhere."""
-    size = range(len(yes))
-    return tuple(tuple((yes if (t, i) in cells else no)[t][i] for i in size) for t in size)
+def _matrix(size: int, cells: set[tuple[int, int]], make: Callable[[str], Any]) -> Matrix:
+    """The square matrix of what ``make`` gives for each of ``cells``; 0 elsewhere."""
+    found = np.zeros((size, size), dtype=object)
+    for t, i in sorted(cells):
+        found[t, i] = make(f"{t}_{i}")
+    return found
 
 
 def _add_causality(program: _Program, instance: OptInstance, t: int) -> None:
