@@ -57,6 +57,9 @@ class LineScan:
         self.views: list[ViewSpec] = []
         self._arena: dict[str, int] = {}
         self._read_lines()
+        names = self._graph.get_output_names()
+        self._outputs = {self._groups.root(name) for name in names}
+        self._external = {self._groups.root(names[at]) for at in region.external_outputs}
         self._choose_arena()
 
     def _removed(self, name: str) -> bool:
@@ -134,13 +137,11 @@ class LineScan:
 
     def _choose_arena(self) -> None:
         """Buffers for the arena: static, on the region's device, not behind a user's output."""
-        names = self._graph.get_output_names()
-        external = {self._groups.root(names[index]) for index in self._region.external_outputs}
         for name, (_, node) in self._births.items():
             root = self._groups.root(name)
             device = node.get_device()
             fits = device is not None and device.type == self._region.device.type
-            if root in external or root != name or not fits or self._removed(name):
+            if root in self._external or root != name or not fits or self._removed(name):
                 continue
             if not shim.is_static(node):
                 continue
@@ -151,12 +152,10 @@ class LineScan:
         """Buffers that a forward region makes for the user in the host's memory."""
         if self._region.is_backward or self._region.device.type != "cpu":
             return set()
-        names = self._graph.get_output_names()
-        given = {self._groups.root(names[index]) for index in self._region.external_outputs}
         return {
             name
             for name, (_, node) in self._births.items()
-            if name in given and node.get_device().type == "cpu" and shim.is_static(node)
+            if name in self._external and node.get_device().type == "cpu" and shim.is_static(node)
         }
 
     def rewrite(self, *, poison: bool) -> list[Any]:
@@ -168,13 +167,12 @@ class LineScan:
         return list(self._rewritten(dying if poison else {}, poison=poison))
 
     def _rewritten(self, dying: dict[int, list[str]], *, poison: bool) -> Iterator[Any]:
-        outputs = {self._groups.root(name) for name in self._graph.get_output_names()}
         inputs = list(self._graph.graph_input_names)
         results = self._results()
         for number, line in enumerate(self._lines):
             yield self._replaced(line, results)
             for name in dying.get(number, ()):
-                if self._groups.root(name) not in outputs:
+                if self._groups.root(name) not in self._outputs:
                     yield f"memo_current.poison({self._arena[name]})"
             if poison and isinstance(line, shim.FreeLine) and line.node.get_name() in inputs:
                 position = inputs.index(line.node.get_name())
@@ -208,14 +206,13 @@ class LineScan:
             for name in self._arena
         )
         inputs = self._graph.graph_input_names
-        output_roots = {self._groups.root(name) for name in self._graph.get_output_names()}
         return RegionProfile(
             name=self._region.name,
             num_lines=len(self._lines),
             buffers=buffers,
             input_ends=tuple(ends[self._groups.root(name)] for name in inputs),
             outputs=tuple(self._slots()),
-            outside=tuple(self._outside_buffers(ends, output_roots)),
+            outside=tuple(self._outside_buffers(ends)),
         )
 
     def _slots(self) -> Iterator[OutputSlot]:
@@ -245,16 +242,16 @@ class LineScan:
             else:
                 yield OutputSlot(storage=Storage.NONE)
 
-    def _outside_buffers(self, ends: dict[str, int], outputs: set[str]) -> Iterator[OutsideBuffer]:
+    def _outside_buffers(self, ends: dict[str, int]) -> Iterator[OutsideBuffer]:
         yield from self._copied
         for name, (start, size_bytes, kind) in self._outside.items():
             root = self._groups.root(name)
-            if root not in outputs and size_bytes:
+            if root not in self._outputs and size_bytes:
                 end = max(ends[root], start + 1)
                 yield OutsideBuffer(kind=kind, size_bytes=size_bytes, start=start, end=end)
         for name, (start, node) in self._births.items():
             root = self._groups.root(name)
-            left = name not in self._arena and root == name and root not in outputs
+            left = name not in self._arena and root == name and root not in self._outputs
             if left and not self._removed(name) and shim.is_static(node):
                 size = self._size_bytes(node)
                 end = max(ends[root], start + 1)

@@ -10,7 +10,6 @@ Rewrite, region R in 4 tiles:
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Never
 
 import torch
 from torch import fx
@@ -44,21 +43,12 @@ Dropped = Callable[[str, Exception], None]
 """Told what is left whole, and the error for which it is."""
 
 
-def _accept_all(tiling: RegionTiling) -> bool:
-    del tiling
-    return True
-
-
-def _raise(what: str, error: Exception) -> Never:
-    raise error
-
-
 def tile_cut(
     cut: Cut,
     tiles: int,
     runner: PassRunner,
-    accepts: Accepts = _accept_all,
-    dropped: Dropped = _raise,
+    accepts: Accepts,
+    dropped: Dropped,
 ) -> Cut:
     """``cut`` with every region whose widest chain pays in ``tiles`` tiles, in parts.
 

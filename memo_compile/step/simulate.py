@@ -33,22 +33,13 @@ from memo_compile.step.residency import step_constant_bytes
 COMPUTE, STALL, D2H, H2D = "compute", "stall", "d2h", "h2d"
 
 
-def simulate(
-    problem: Problem,
-    costs: StepCosts,
-    *,
-    spans: bool = True,
-    more_region_s: Mapping[str, float] | None = None,
-) -> Timeline:
-    """How long the step takes, and what every lane does when.
-
-    ``more_region_s`` has the seconds of regions that ``costs`` does not know. Cost: linear.
+def simulate(problem: Problem, costs: StepCosts, *, spans: bool = True) -> Timeline:
+    """How long the step takes, and what every lane does when. Cost: linear.
 
     Raises:
         InputError: a region has no seconds.
         InvalidPlan: a wait names no copy that was issued before it.
     """
-    region_s = {**costs.region_s, **(more_region_s or {})}
     found: list[Span] = []
     ends: dict[str, float] = {}
     out, back = CopyLane(), CopyLane()
@@ -69,7 +60,7 @@ def simulate(
             begin, end = lane.copy(now, copy_s(call.copy.num_bytes))
             ends[call.name] = end
         else:
-            now += _region_s(call, region_s)
+            now += _region_s(call, costs.region_s)
             name, end = COMPUTE, now
         if spans and end > begin:
             found.append(Span(lane=name, name=call.name, start_s=begin, end_s=end))

@@ -14,7 +14,7 @@ from memo_compile.step.program_text import program_text
 from memo_compile.step.residency import ordinary_bytes, step_constant_bytes
 from memo_compile.step.serialise import from_json, to_json
 from memo_compile.step.simulate import peak_live_bytes, simulate
-from tests.steps.movable import KIB, NUM_ROWS, movable_step, recomputer
+from tests.steps.movable import KIB, NUM_ROWS, movable_step, recomputer, with_regions
 
 SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
 CHOICES = ((SAVE, OFFLOAD),) * 2 + ((SAVE, OFFLOAD, RECOMPUTE),) * 3
@@ -149,7 +149,7 @@ def test_time_is_that_of_the_calls_and_of_the_stalls(drawn):
         for part in (rows, None) if slots else ():
             key = RecomputeKey(class_key="L", slots=slots, rows=part)
             region_s[key.region] = recompute(key).seconds
-    timeline = simulate(problem, step.costs, more_region_s=region_s)
+    timeline = simulate(problem, with_regions(step.costs, region_s))
     runs = (CallKind.RUN, CallKind.RECOMPUTE)
     compute_s = sum(region_s[call.region] for call in problem.calls if call.kind in runs)
     assert timeline.step_s == pytest.approx(compute_s + timeline.stall_s)

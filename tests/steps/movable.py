@@ -226,3 +226,8 @@ def costs_of(step: MovableStep, *regions: RecomputeRegion) -> StepCosts:
     """The step's costs and the seconds of ``regions``."""
     more = {region.key.region: region.seconds for region in regions}
     return replace(step.costs, region_s={**step.costs.region_s, **more})
+
+
+def with_regions(costs: StepCosts, region_s: Mapping[str, float]) -> StepCosts:
+    """``costs`` that know these regions too."""
+    return replace(costs, region_s={**costs.region_s, **region_s})

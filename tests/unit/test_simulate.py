@@ -19,6 +19,7 @@ from tests.steps.movable import (
     NUM_ROWS,
     movable_step,
     recomputer,
+    with_regions,
 )
 from tests.steps.small import two_layers
 
@@ -72,7 +73,7 @@ def test_a_region_without_seconds():
     problem = apply_moves(step, Moves(modes=(mode,)), recomputer(step))
     with pytest.raises(InputError, match=r"region L.again.2 of recompute.L@0 has no seconds"):
         simulate(problem, step.costs)
-    timeline = simulate(problem, step.costs, more_region_s={"L.again.2": 3.0})
+    timeline = simulate(problem, with_regions(step.costs, {"L.again.2": 3.0}))
     assert timeline.step_s == simulate(step.problem, step.costs).step_s + 3.0
 
 
@@ -86,7 +87,7 @@ def test_a_wait_for_nothing():
 
 def per_layer(problem, costs, more=None):
     """Seconds of a layer's forward and of its backward in the middle of the step."""
-    spans = {span.name: span for span in simulate(problem, costs, more_region_s=more).spans}
+    spans = {span.name: span for span in simulate(problem, with_regions(costs, more or {})).spans}
     num_layers = sum(name.startswith("L@") for name in spans)
     low, high = num_layers // 4, 3 * num_layers // 4
     forward = spans[f"L@{high}"].end_s - spans[f"L@{low}"].end_s
@@ -116,7 +117,7 @@ def test_the_closed_forms_of_rotating_buffers(bytes_per_s, rows):
     backward_s = max(BACKWARD_S + one_minus_alpha * recompute_s, copy_s)
     again = [name for name in problem.regions if ".again." in name]
     more = dict.fromkeys(again, one_minus_alpha * recompute_s)
-    timeline = simulate(problem, step.costs, more_region_s=more)
+    timeline = simulate(problem, with_regions(step.costs, more))
     assert timeline.step_s == pytest.approx(num_layers * (forward_s + backward_s), rel=0.01)
     assert per_layer(problem, step.costs, more) == pytest.approx((forward_s, backward_s), rel=0.01)
 

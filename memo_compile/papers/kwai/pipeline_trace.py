@@ -17,28 +17,6 @@ LANES = ("compute", "d2h", "h2d")
 MICROSECONDS = 1e6
 
 
-def estimate_times(
-    shape: ModelShape,
-    config: ParallelConfig,
-    *,
-    seq: int,
-    alpha: float,
-    hardware: HardwareProfile,
-    model: CostModel,
-) -> ChunkTimes:
-    """Seconds of one chunk on each lane, by the cost model of the search."""
-    work = describe_workload(shape, seq, 1)
-    layer = layer_seconds(work, columns_of([config]), hardware, model)
-    layers = config.layers_per_chunk
-    copied = alpha * chunk_bytes(shape, seq, config)
-    return ChunkTimes(
-        forward_s=layers * float(layer.forward[0]) + model.chunk_overhead_s,
-        backward_s=layers * float((layer.backward + layer.repeated)[0]) + model.chunk_overhead_s,
-        copy_out_s=copied / (hardware.d2h_bytes_per_s * model.host_efficiency),
-        reload_s=copied / (hardware.h2d_bytes_per_s * model.host_efficiency),
-    )
-
-
 def replay_plan(
     shape: ModelShape,
     config: ParallelConfig,
@@ -51,6 +29,8 @@ def replay_plan(
 ) -> StepReplay:
     """Replay a step of ``num_batches`` micro-batches with the offloaded share of ``plan``.
 
+    Seconds of a chunk on each lane are those of the search's cost model.
+
     Raises:
         InputError: interleaving does not divide the micro-batches.
     """
@@ -59,7 +39,15 @@ def replay_plan(
         num_chunks=shape.num_layers // (config.pp * config.layers_per_chunk),
         num_batches=num_batches,
     )
-    times = estimate_times(shape, config, seq=seq, alpha=plan.alpha, hardware=hardware, model=model)
+    work = describe_workload(shape, seq, 1)
+    layer = layer_seconds(work, columns_of([config]), hardware, model)
+    layers, copied = config.layers_per_chunk, plan.alpha * chunk_bytes(shape, seq, config)
+    times = ChunkTimes(
+        forward_s=layers * float(layer.forward[0]) + model.chunk_overhead_s,
+        backward_s=layers * float((layer.backward + layer.repeated)[0]) + model.chunk_overhead_s,
+        copy_out_s=copied / (hardware.d2h_bytes_per_s * model.host_efficiency),
+        reload_s=copied / (hardware.h2d_bytes_per_s * model.host_efficiency),
+    )
     return replay_step(pipeline, plan.alpha, times)
 
 
