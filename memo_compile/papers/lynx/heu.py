@@ -241,12 +241,7 @@ def _validated(instance: HeuInstance, solution: HeuSolution) -> HeuSolution:
         InvalidPlan: the replay refuses it.
     """
     cost = replay_heu(instance, solution.keep, solution.windows)
-    return dataclasses.replace(
-        solution,
-        critical_time=cost.critical_time,
-        recompute_time=cost.recompute_time,
-        peak=cost.peak,
-    )
+    return dataclasses.replace(solution, **dataclasses.asdict(cost))
 
 
 def _conflict(instance: HeuInstance, token_split: bool) -> Conflict | None:
