@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from memo_compile.errors import InputError, InvalidPlan
+from memo_compile.errors import InvalidPlan
 from memo_compile.step.movable import (
     Action,
     Layer,
@@ -18,7 +18,7 @@ from memo_compile.step.movable import (
     Moves,
     RecomputeKey,
 )
-from memo_compile.step.problem import Problem, StepCall, Storage
+from memo_compile.step.problem import Problem, Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,17 +98,8 @@ def _collect(step: MovableStep) -> StepFacts:
         written_at=written_at,
         size_of=size_of,
         backward_readers={value: tuple(found) for value, found in readers.items()},
-        call_s=tuple(_seconds(step, call) for call in calls),
+        call_s=tuple(map(step.costs.call_s, calls)),
     )
-
-
-def _seconds(step: MovableStep, call: StepCall) -> float:
-    seconds = step.costs.region_s.get(call.region)
-    if seconds is None:
-        raise InputError(
-            f"region {call.region} of {call.name} has no seconds; add it to region_s of the costs"
-        )
-    return seconds
 
 
 def recompute_closure(

@@ -13,6 +13,7 @@ are recomputed into the buffer that its other rows are reloaded to.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from memo_compile.errors import InvalidPlan
 from memo_compile.planners.move_rules import (
@@ -284,48 +285,47 @@ class _Builder:
             call_s[item] if isinstance(item, int) else item.region.seconds for item in self.items
         ]
 
+    def _added(self, layer: int, **fields: Any) -> StepCall:
+        """A call of the layer that the step without moves has not."""
+        owner = self.problem.calls[self.forward_at[layer]]
+        return StepCall(layer_class=owner.layer_class, instance=owner.instance, **fields)
+
     def _copy_call(self, move: _Moved, kind: CallKind) -> StepCall:
         offload = kind is CallKind.OFFLOAD
-        owner = self.problem.calls[self.forward_at[move.layer]]
-        return StepCall(
+        return self._added(
+            move.layer,
             name=f"{kind.value}.{move.value}",
             region=COPY_REGION if offload else reload_region(move.size_bytes),
             phase=Phase.FORWARD if offload else Phase.BACKWARD,
             inputs=(move.value,) if offload else (),
             outputs=() if offload else (_reloaded_name(move.value),),
-            layer_class=owner.layer_class,
-            instance=owner.instance,
             kind=kind,
             copy=move.copy,
         )
 
     def _wait_call(self, move: _Moved, kind: CallKind) -> StepCall:
         offload = kind is CallKind.OFFLOAD
-        owner = self.problem.calls[self.forward_at[move.layer]]
-        return StepCall(
+        return self._added(
+            move.layer,
             name=f"wait.{kind.value}.{move.value}",
             region=COPY_REGION,
             phase=Phase.FORWARD if offload else Phase.BACKWARD,
             inputs=(move.value if offload else _reloaded_name(move.value),),
             outputs=(),
-            layer_class=owner.layer_class,
-            instance=owner.instance,
             kind=CallKind.WAIT,
             waits_for=f"{kind.value}.{move.value}",
         )
 
     def _recompute_call(self, recomputation: _Recomputation) -> StepCall:
-        owner = self.problem.calls[self.forward_at[recomputation.layer]]
-        return StepCall(
-            name=f"recompute.{owner.name}",
+        return self._added(
+            recomputation.layer,
+            name=f"recompute.{self.step.layers[recomputation.layer].forward}",
             region=recomputation.region.key.region,
             phase=Phase.BACKWARD,
             inputs=tuple(
                 self._at_hand(recomputation, value) for value in self._sources(recomputation)
             ),
             outputs=tuple(map(_recomputed_name, recomputation.values)),
-            layer_class=owner.layer_class,
-            instance=owner.instance,
             kind=CallKind.RECOMPUTE,
             into=self._into(recomputation),
             reads=recomputation.region.profile.input_layouts,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from memo_compile.reporting.charts import LANE_WORDS
 from memo_compile.reporting.view import StepView, view_step
 from memo_compile.step.plans import Plan, Span, Timeline
 from memo_compile.step.problem import CallKind, Problem
@@ -20,13 +21,7 @@ PROCESS = 1
 THREADS = {"compute": 1, "issue": 2, "d2h": 3, "h2d": 4, "communication": 5}
 """Lane -> thread; a stall is on the compute lane, ``issue`` is where the program starts copies."""
 
-THREAD_WORDS = {
-    "compute": "compute",
-    "issue": "copies begin and are waited for",
-    "d2h": "copy to host",
-    "h2d": "copy from host",
-    "communication": "network",
-}
+THREAD_WORDS = {**LANE_WORDS, "issue": "copies begin and are waited for"}
 
 LINE_S = 1e-6
 """How long a line lasts in a step that was not simulated."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memo_compile.errors import InputError
-from memo_compile.step.problem import Problem, RegionProfile
+from memo_compile.step.problem import Problem, RegionProfile, StepCall
 
 MEASURED = "measured"
 """``StepCosts.source`` of costs that were measured: not quite the same in the next process."""
@@ -101,6 +101,20 @@ class StepCosts:
     copy_latency_s: float = 0.0
     source: str = "declared"
     """Where the numbers come from, for the report: ``measured``, ``roofline: h200`` ..."""
+
+    def call_s(self, call: StepCall) -> float:
+        """Seconds of the region that ``call`` runs.
+
+        Raises:
+            InputError: they are not known.
+        """
+        seconds = self.region_s.get(call.region)
+        if seconds is None:
+            raise InputError(
+                f"region {call.region} of {call.name} has no seconds; add it to region_s of the "
+                "costs"
+            )
+        return seconds
 
     def d2h_s(self, num_bytes: int, num_copies: int = 1) -> float:
         """Seconds of ``num_copies`` copies to the host with ``num_bytes`` together."""

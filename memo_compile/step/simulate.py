@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memo_compile.errors import InputError, InvalidPlan
+from memo_compile.errors import InvalidPlan
 from memo_compile.step.copy_times import CopyLane
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Plan, Span, Timeline
@@ -60,7 +60,7 @@ def simulate(problem: Problem, costs: StepCosts, *, spans: bool = True) -> Timel
             begin, end = lane.copy(now, copy_s(call.copy.num_bytes))
             ends[call.name] = end
         else:
-            now += _region_s(call, costs.region_s)
+            now += costs.call_s(call)
             name, end = COMPUTE, now
         if spans and end > begin:
             found.append(Span(lane=name, name=call.name, start_s=begin, end_s=end))
@@ -75,15 +75,6 @@ def _end_of(call: StepCall, ends: Mapping[str, float]) -> float:
             f"{call.name} waits for {call.waits_for}, which is no copy issued before it"
         )
     return end
-
-
-def _region_s(call: StepCall, region_s: Mapping[str, float]) -> float:
-    seconds = region_s.get(call.region)
-    if seconds is None:
-        raise InputError(
-            f"region {call.region} of {call.name} has no seconds; add it to region_s of the costs"
-        )
-    return seconds
 
 
 def memory_curve(problem: Problem, placed: Plan | None = None) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memo_compile.planners.placement.bounds import lower_bound
-from memo_compile.planners.placement.greedy import greedy_offsets
+from memo_compile.planners.placement.greedy import greedy_offsets, lowest
 from memo_compile.planners.placement.instance import (
     FREE,
     Instance,
@@ -66,15 +66,11 @@ def bilevel_offsets(
     ``deadline_s`` is on the clock of ``time.perf_counter``; the first order always completes.
     """
     bodies = _bodies(instance, deadline_s, level1)
-    best: Ints | None = None
-    for sequence in _sequences(instance, bodies):
-        offsets = _place_bodies(instance, [bodies[i] for i in sequence])
-        if best is None or instance.height(offsets) < instance.height(best):
-            best = offsets
-        if instance.height(best) <= target or time.perf_counter() > deadline_s:
-            break
-    assert best is not None
-    return best
+    placements = (
+        _place_bodies(instance, [bodies[i] for i in sequence])
+        for sequence in _sequences(instance, bodies)
+    )
+    return lowest(instance, placements, target, deadline_s)
 
 
 def _sequences(instance: Instance, bodies: Sequence[_Body]) -> Iterator[Ints]:

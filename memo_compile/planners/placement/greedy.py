@@ -6,7 +6,7 @@ Several orders are tried and the lowest result is kept. Plain numpy: a thousand 
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -58,21 +58,33 @@ def greedy_offsets(
     """
     if any(buffer.hint is not None for buffer in instance.buffers):
         orders = {"hint": _by_hint, **orders}
+
+    def candidates() -> Iterator[Ints]:
+        sequences: dict[str, Ints] = {}
+        # The tightest hole rarely beats the lowest one, so it has its turn after all orders.
+        for best_fit, (name, order) in itertools.product((False, True), orders.items()):
+            if name not in sequences:
+                # Ties: longer life, then larger, then as given: the result is deterministic.
+                ties = (-instance.size, instance.first - instance.last)
+                sequences[name] = np.lexsort((*ties, order(instance)))
+            yield place_in_order(instance, sequences[name], best_fit=best_fit)
+
+    return lowest(instance, candidates(), target, deadline_s)
+
+
+def lowest(instance: Instance, candidates: Iterable[Ints], target: int, deadline_s: float) -> Ints:
+    """The lowest of ``candidates``, offsets (N,), made one by one.
+
+    No more are made once one is at most ``target`` bytes high or the time is up; the first always
+    completes.
+    """
     best: Ints | None = None
-    sequences: dict[str, Ints] = {}
-    # The tightest hole rarely beats the lowest one, so it has its turn after all orders.
-    for best_fit, (name, order) in itertools.product((False, True), orders.items()):
-        if name not in sequences:
-            keys = order(instance)
-            # Ties: longer life, then larger, then as given, so that the result is deterministic.
-            ties = (-instance.size, instance.first - instance.last)
-            sequences[name] = np.lexsort((*ties, keys))
-        offsets = place_in_order(instance, sequences[name], best_fit=best_fit)
+    for offsets in candidates:
         if best is None or instance.height(offsets) < instance.height(best):
             best = offsets
         if instance.height(best) <= target or time.perf_counter() > deadline_s:
-            return best
-    assert best is not None
+            break
+    assert best is not None, "no candidate was made"
     return best
 
 
