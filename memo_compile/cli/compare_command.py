@@ -3,19 +3,24 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from memo_compile.cli.dumps import read_data
 from memo_compile.cli.options import AsJson
 from memo_compile.cli.tables import format_table
+from memo_compile.reporting.compare import (
+    NUM_LARGEST,
+    TOLERANCE,
+    Comparison,
+    compare,
+    measured_peak,
+    read_snapshot,
+)
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.units import format_bytes
-
-if TYPE_CHECKING:
-    from memo_compile.reporting.compare import Comparison
 
 
 def compare_files(
@@ -34,8 +39,6 @@ def compare_files(
 
     Exit 0 when the measured peak is at most the planned one and 2 % more, 1 otherwise.
     """
-    from memo_compile.reporting.compare import compare, measured_peak, read_snapshot
-
     plan = read_data(plan_file, Plan)
     neighbour = plan_file.with_name("problem.json")
     if problem_file is None and neighbour.is_file():
@@ -47,9 +50,7 @@ def compare_files(
     raise typer.Exit(0 if found.holds else 1)
 
 
-def _as_dict(found: "Comparison") -> dict[str, Any]:
-    from memo_compile.reporting.compare import NUM_LARGEST, TOLERANCE
-
+def _as_dict(found: Comparison) -> dict[str, Any]:
     return {
         "holds": found.holds,
         "planned_peak_bytes": found.planned_bytes,
@@ -64,10 +65,8 @@ def _as_dict(found: "Comparison") -> dict[str, Any]:
     }
 
 
-def _as_text(found: "Comparison") -> str:
+def _as_text(found: Comparison) -> str:
     """The verdict in one line, then layers where they are known, else the largest blocks."""
-    from memo_compile.reporting.compare import NUM_LARGEST, TOLERANCE
-
     measured, planned = found.measured.peak_bytes, found.planned_bytes
     verdict = "the plan holds" if found.holds else "the plan does NOT hold"
     ratio = f"{measured / planned:.1%} of it" if planned else "of nothing planned"

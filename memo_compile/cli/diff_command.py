@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,12 +11,10 @@ from memo_compile.cli.dumps import read_text
 from memo_compile.cli.options import AsJson
 from memo_compile.cli.tables import format_table
 from memo_compile.errors import InputError
+from memo_compile.reporting.differences import Difference, Differences, differences
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.step.serialise import from_json
-
-if TYPE_CHECKING:
-    from memo_compile.reporting.differences import Difference, Differences
 
 MAX_ROWS = 40
 """Of each kind in the table; ``--json`` has all."""
@@ -33,8 +31,6 @@ def diff_files(
 
     How long planning took does not count. Exit 0 when they are equal, 1 otherwise.
     """
-    from memo_compile.reporting.differences import differences
-
     first, second = _read(first_file), _read(second_file)
     if type(first) is not type(second):
         raise InputError(
@@ -67,14 +63,14 @@ def _read(path: Path) -> Plan | Problem:
     raise InputError(f"{path}: expected a plan.json or a problem.json of memo")
 
 
-def as_dict(found: "Differences") -> dict[str, Any]:
+def as_dict(found: Differences) -> dict[str, Any]:
     """Every change as plain data, by group."""
     return {
         group: [dataclasses.asdict(change) for change in getattr(found, group)] for group in GROUPS
     }
 
 
-def as_text(found: "Differences") -> str:
+def as_text(found: Differences) -> str:
     """A table for each group in which something changed, at most MAX_ROWS rows each."""
     tables = []
     for group in GROUPS:

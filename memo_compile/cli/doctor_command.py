@@ -6,6 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from memo_compile.cli.options import AsJson
 from memo_compile.offline import checkup
@@ -43,10 +46,6 @@ _STYLES = {Health.OK: "green", Health.LIMITED: "yellow", Health.BROKEN: "bold re
 
 
 def _print_table(findings: tuple[Finding, ...]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     console = Console(highlight=False)
     table = Table(title="memo doctor", title_justify="left")
     for column in ("", "what", "found", ""):

@@ -4,17 +4,21 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from memo_compile.cli.options import AsJson
 from memo_compile.cli.tables import format_table
+from memo_compile.costs.hardware import (
+    FIGURES,
+    HARDWARE,
+    HardwareProfile,
+    find_hardware,
+    profile_to_dict,
+)
 from memo_compile.errors import InputError
 from memo_compile.units import format_bytes
-
-if TYPE_CHECKING:
-    from memo_compile.costs.hardware import HardwareProfile
 
 DEFAULT_FILE = Path("memo-hardware.json")
 
@@ -24,8 +28,6 @@ group = typer.Typer(help="Profiles of devices: what is known, and what is here."
 @group.command(name="list")
 def list_command(as_json: AsJson = False) -> None:
     """Every named profile, with its figures in one line."""
-    from memo_compile.costs.hardware import HARDWARE, profile_to_dict
-
     if as_json:
         print(json.dumps({"profiles": [profile_to_dict(p) for p in HARDWARE.values()]}))
         return
@@ -52,8 +54,6 @@ def show_command(
     as_json: AsJson = False,
 ) -> None:
     """One profile: each figure with the document and the date behind it."""
-    from memo_compile.costs.hardware import find_hardware
-
     _print_profile(find_hardware(name), as_json)
 
 
@@ -69,7 +69,6 @@ def measure_command(
     as_json: AsJson = False,
 ) -> None:
     """Time matrix products and copies on this machine and write its profile (a few seconds)."""
-    from memo_compile.costs.hardware import profile_to_dict
     from memo_compile.costs.hardware_measure import device_name, measure_hardware, pick_device
 
     if out is None and not as_json:
@@ -108,9 +107,7 @@ def _require_writable(out: Path) -> None:
         raise InputError(f"out: {out} is a folder, or its folder does not exist; name a file")
 
 
-def _print_profile(profile: "HardwareProfile", as_json: bool) -> None:
-    from memo_compile.costs.hardware import FIGURES, profile_to_dict
-
+def _print_profile(profile: HardwareProfile, as_json: bool) -> None:
     if as_json:
         print(json.dumps(profile_to_dict(profile)))
         return

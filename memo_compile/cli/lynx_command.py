@@ -6,19 +6,20 @@ import sys
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from memo_compile.cli.options import EXIT_CODES
 from memo_compile.errors import InputError
 from memo_compile.papers.lynx.fields import read_object, unwrap_instance
+from memo_compile.papers.lynx.heu import solve_heu
+from memo_compile.papers.lynx.joint import JointProblem, plan_stages
 from memo_compile.papers.lynx.lynx_instance import HeuInstance, OptInstance, StageTimes
+from memo_compile.papers.lynx.opt import solve_opt
+from memo_compile.papers.lynx.partition import split_exact, split_paper
 from memo_compile.papers.lynx.solution import Conflict, HeuSolution, Part
 from memo_compile.planners.solver import SolveStatus
-
-if TYPE_CHECKING:
-    from memo_compile.papers.lynx.joint import JointProblem
 
 lynx = typer.Typer(help="Recomputation overlapped with communication (Lynx).")
 
@@ -46,7 +47,6 @@ def heu(
 ) -> None:
     """What one layer keeps, and in which of five phases it recomputes the rest."""
     instance = HeuInstance.from_json(read_object(file))
-    from memo_compile.papers.lynx.heu import solve_heu
 
     solution = solve_heu(instance, token_split=token_split, time_limit_s=time_limit)
     _finish(
@@ -65,7 +65,6 @@ def opt(
 ) -> None:
     """The best schedule of a small graph, with recomputation behind its communications."""
     instance = OptInstance.from_json(read_object(file))
-    from memo_compile.papers.lynx.opt import solve_opt
 
     solution = solve_opt(instance, token_split=token_split, time_limit_s=time_limit)
     matrices = {"S": solution.resident, "Rc": solution.critical, "Ro": solution.overlapped}
@@ -102,12 +101,10 @@ def stages(
     if "layer" in data:
         if method is SplitMethod.PAPER:
             raise InputError("method: the paper's greedy needs a table of stage times")
-        from memo_compile.papers.lynx.joint import JointProblem
 
         _plan_stages(JointProblem.from_json(data), token_split)
         return
     table = StageTimes.from_json(data)
-    from memo_compile.papers.lynx.partition import split_exact, split_paper
 
     split = split_exact(table) if method is SplitMethod.EXACT else split_paper(table)
     if split.status is SolveStatus.INFEASIBLE:
@@ -115,10 +112,8 @@ def stages(
     _emit(split.status, {"objective": split.slowest, "layers": list(split.layers)})
 
 
-def _plan_stages(problem: "JointProblem", token_split: bool) -> None:
+def _plan_stages(problem: JointProblem, token_split: bool) -> None:
     """Print the layers and the policy of each stage."""
-    from memo_compile.papers.lynx.joint import plan_stages
-
     plan = plan_stages(problem, token_split=token_split)
     if plan.status is SolveStatus.INFEASIBLE:
         _refuse(plan.conflict)

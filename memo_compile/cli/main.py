@@ -55,20 +55,21 @@ def _root(context: typer.Context) -> None:
 
 
 @functools.cache
-def _register() -> None:
-    for name, place in _COMMANDS.items():
-        module, attribute = place.split(":")
-        command = getattr(importlib.import_module(f"memo_compile.cli.{module}"), attribute)
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name)
-        else:
-            settings = RAW_ARGUMENTS if name in _RUN_SCRIPTS else None
-            app.command(name=name, context_settings=settings)(command)
+def _register(name: str) -> None:
+    module, attribute = _COMMANDS[name].split(":")
+    command = getattr(importlib.import_module(f"memo_compile.cli.{module}"), attribute)
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=name)
+    else:
+        settings = RAW_ARGUMENTS if name in _RUN_SCRIPTS else None
+        app.command(name=name, context_settings=settings)(command)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and leave the process with the exit code of the table above."""
-    _register()
+    asked = (sys.argv[1:] if argv is None else argv)[:1]
+    for name in asked if asked and asked[0] in _COMMANDS else _COMMANDS:  # the help names them all
+        _register(name)
     try:
         code = app(args=argv, standalone_mode=False)
     except TyperException as error:  # a usage error: unknown command, missing argument, ...

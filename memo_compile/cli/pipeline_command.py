@@ -4,17 +4,28 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from memo_compile.cli.options import AsJson, Count, Hardware, Model, parse_budget
 from memo_compile.cli.tables import format_table
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.costs.models import find_model
+from memo_compile.papers.kwai.balanced import layer_frontier
+from memo_compile.papers.kwai.offload import (
+    Checkpoint,
+    OffloadPlan,
+    ParallelConfig,
+    divide_gpus,
+    plan_offload,
+)
+from memo_compile.papers.kwai.pipeline_trace import pipeline_trace, replay_plan
+from memo_compile.papers.layer_costs import Efficiency
+from memo_compile.papers.memo.alpha import compute_alpha
+from memo_compile.papers.search.cost import CostModel
 from memo_compile.text_files import write_text
 from memo_compile.units import format_bytes
-
-if TYPE_CHECKING:
-    from memo_compile.papers.kwai.offload import OffloadPlan, ParallelConfig
 
 
 def alpha(
@@ -30,8 +41,6 @@ def alpha(
     as_json: AsJson = False,
 ) -> None:
     """MEMO's alpha: the share of other activations whose offloading hides and fits the host."""
-    from memo_compile.papers.memo.alpha import compute_alpha
-
     found = compute_alpha(
         hidden=hidden,
         num_layers=layers,
@@ -73,11 +82,6 @@ def pareto(
     as_json: AsJson = False,
 ) -> None:
     """The frontier of bytes kept against time recomputed, for one layer."""
-    from memo_compile.costs.hardware import find_hardware
-    from memo_compile.costs.models import find_model
-    from memo_compile.papers.kwai.balanced import layer_frontier
-    from memo_compile.papers.layer_costs import Efficiency
-
     efficiency = Efficiency(gemm=gemm_efficiency, hbm=hbm_efficiency)
     points = layer_frontier(find_model(model), seq, find_hardware(hardware), efficiency)
     if as_json:
@@ -116,10 +120,6 @@ def offload_fraction(
     as_json: AsJson = False,
 ) -> None:
     """The smallest share of every chunk that must be offloaded so that rank 0 fits the budget."""
-    from memo_compile.costs.hardware import find_hardware
-    from memo_compile.costs.models import find_model
-    from memo_compile.papers.kwai.offload import Checkpoint, divide_gpus, plan_offload
-
     shape, device = find_model(model), find_hardware(hardware)
     budget_bytes = parse_budget(budget, device.memory_bytes)
     config = divide_gpus(
@@ -133,9 +133,6 @@ def offload_fraction(
     )
     plan = plan_offload(shape, seq=seq, config=config, budget_bytes=budget_bytes)
     if trace is not None:
-        from memo_compile.papers.kwai.pipeline_trace import pipeline_trace, replay_plan
-        from memo_compile.papers.search.cost import CostModel
-
         replay = replay_plan(
             shape,
             config,
@@ -163,7 +160,7 @@ def offload_fraction(
         raise typer.Exit(1)
 
 
-def _shortfall(plan: "OffloadPlan", config: "ParallelConfig", budget_bytes: int) -> str:
+def _shortfall(plan: OffloadPlan, config: ParallelConfig, budget_bytes: int) -> str:
     """What exceeds the budget, and what to change."""
     peak, budget = format_bytes(plan.peak_bytes), format_bytes(budget_bytes)
     least = f"{plan.resident_chunks:g} chunks that must stay resident"

@@ -9,6 +9,9 @@ import typer
 
 from memo_compile.cli.options import EXIT_CODES
 from memo_compile.errors import InputError
+from memo_compile.planners.placement import check_placement, place
+from memo_compile.planners.placement.files import format_csv, read_problem
+from memo_compile.planners.placement.picture import draw_svg
 from memo_compile.text_files import write_text
 from memo_compile.units import format_bytes, format_seconds, parse_size
 
@@ -26,10 +29,6 @@ def place_file(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Give every buffer an offset so that no two that live together share a byte."""
-    from memo_compile.planners.placement import check_placement, place
-    from memo_compile.planners.placement.files import format_csv, read_problem
-    from memo_compile.planners.placement.picture import draw_svg
-
     problem = read_problem(
         file,
         capacity=None if capacity is None else parse_size(capacity, what="--capacity"),

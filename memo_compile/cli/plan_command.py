@@ -9,15 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from memo_compile.cli.options import AsJson, Hardware, parse_count
+from memo_compile.costs.hardware import find_hardware
 from memo_compile.errors import Infeasible, InputError
+from memo_compile.reporting.emit import TOOLS, Settings, emit
+from memo_compile.reporting.view import short_source
+from memo_compile.reporting.write import write_report
+from memo_compile.step.serialise import to_json
 from memo_compile.text_files import write_text
 from memo_compile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from memo_compile.offline.forecast import Forecast, Question
 
 
@@ -60,11 +66,9 @@ def plan_command(
     as_json: AsJson = False,
 ) -> None:
     """Plan one training step on any machine: does it fit, how fast is it, what sets the peak."""
-    from memo_compile.costs.hardware import find_hardware
     from memo_compile.offline.forecast import Question
     from memo_compile.offline.shapes.load import parse_dtype
     from memo_compile.offline.shapes.transformer import Degrees
-    from memo_compile.reporting.emit import TOOLS
 
     if emit is not None and emit not in TOOLS:
         raise InputError(f"emit: expected one of {', '.join(TOOLS)}, got {emit!r}")
@@ -99,8 +103,6 @@ def plan_command(
 
 def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[Forecast, int | None]":
     """The forecast, and with ``max_seq`` the longest sequence that it is for."""
-    from rich.console import Console
-
     from memo_compile.offline.forecast import forecast, longest
 
     console = Console(stderr=True, highlight=False)
@@ -122,7 +124,7 @@ def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[For
 
 
 @contextmanager
-def _busy(console: "Console", what: str) -> Iterator[None]:
+def _busy(console: Console, what: str) -> Iterator[None]:
     """A spinner on stderr, where that is a terminal."""
     if not console.is_terminal:
         yield
@@ -131,24 +133,18 @@ def _busy(console: "Console", what: str) -> Iterator[None]:
         yield
 
 
-def _tried(console: "Console", seq: int, fits: bool) -> None:
+def _tried(console: Console, seq: int, fits: bool) -> None:
     console.print(f"{seq} tokens: {'fits' if fits else 'does not fit'}")
 
 
 def _write_files(answer: "Forecast", report: Path | None, out: Path | None) -> None:
-    from memo_compile.step.serialise import to_json
-
     if report is not None:
-        from memo_compile.reporting.write import write_report
-
         write_report(report, answer.step.problem, answer.step.plan)
     if out is not None:
         write_text(out, to_json(answer.step.plan))
 
 
 def _settings_text(tool: str, answer: "Forecast") -> str:
-    from memo_compile.reporting.emit import Settings, emit
-
     question, plan = answer.question, answer.step.plan
     return emit(
         tool,
@@ -203,12 +199,6 @@ def _as_dict(answer: "Forecast") -> dict[str, Any]:
 
 def _print(answer: "Forecast", max_seq: int | None) -> None:
     """The answer as tables."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from memo_compile.reporting.view import short_source
-
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PLAIN_WIDTH)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,14 +12,15 @@ from memo_compile.cli.diff_command import as_dict, as_text
 from memo_compile.cli.dumps import read_data
 from memo_compile.cli.options import AsJson
 from memo_compile.errors import InputError
+from memo_compile.planners.place_step import place_step
+from memo_compile.reporting.differences import Differences, differences
+from memo_compile.reporting.write import write_pictures
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.step.program_text import program_text
+from memo_compile.step.simulate import simulate
 from memo_compile.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from memo_compile.reporting.differences import Differences
 
 
 def replay(
@@ -43,8 +44,6 @@ def replay(
     The stages: problem.json -> placement -> check -> simulation (where costs.json is there) ->
     pictures (--out). Exit 0 when the plan equals plan.json, 1 when it differs.
     """
-    from memo_compile.reporting.differences import differences
-
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; expected one that options dump wrote")
     problem = read_data(folder / "problem.json", Problem)
@@ -56,8 +55,6 @@ def replay(
     costs = read_data(costs_file, StepCosts) if costs_file.is_file() else None
     after = _replan(problem, before, costs, solver, time_limit)
     if out is not None:
-        from memo_compile.reporting.write import write_pictures
-
         for path in write_pictures(out, problem, after, costs):
             print(f"wrote {path}", file=sys.stderr)
     found = differences(before, after)
@@ -79,9 +76,6 @@ def _replan(
     problem: Problem, before: Plan, costs: StepCosts | None, solver: str, time_limit_s: float
 ) -> Plan:
     """The stages from the problem on; what was decided before them is taken from ``before``."""
-    from memo_compile.planners.place_step import place_step
-    from memo_compile.step.simulate import simulate
-
     placed = place_step(
         problem,
         name=before.name,
@@ -97,7 +91,7 @@ def _replan(
     )
 
 
-def _as_dict(found: "Differences", plan: Plan) -> dict[str, Any]:
+def _as_dict(found: Differences, plan: Plan) -> dict[str, Any]:
     return {
         "equal": found.equal,
         "arena_bytes": plan.arena_bytes,
@@ -111,7 +105,7 @@ def _as_dict(found: "Differences", plan: Plan) -> dict[str, Any]:
     }
 
 
-def _as_text(found: "Differences", plan: Plan, *, simulated: bool) -> str:
+def _as_text(found: Differences, plan: Plan, *, simulated: bool) -> str:
     """One line for each stage, then the verdict, and what differs."""
     needed = f"at least {format_bytes(plan.lower_bound_bytes)} needed"
     lines = [

@@ -4,17 +4,20 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from memo_compile.cli.options import AsJson, Count, Hardware, Model, parse_budget
 from memo_compile.cli.tables import format_table
+from memo_compile.costs.hardware import HardwareProfile, find_hardware
+from memo_compile.costs.models import find_model
+from memo_compile.papers.search.calibrate import calibrate, read_cost_model
+from memo_compile.papers.search.cost import CostModel
+from memo_compile.papers.search.measurements import read_measurements
+from memo_compile.papers.search.ranking import COLUMNS, SearchQuestion, search
+from memo_compile.papers.search.report import write_search_report
 from memo_compile.units import format_seconds
-
-if TYPE_CHECKING:
-    from memo_compile.costs.hardware import HardwareProfile
-    from memo_compile.papers.search.cost import CostModel
 
 
 def search_command(
@@ -35,10 +38,6 @@ def search_command(
     as_json: AsJson = False,
 ) -> None:
     """Rank tp x cp x pp x dp x layers per chunk x checkpoint policy x alpha by predicted time."""
-    from memo_compile.costs.hardware import find_hardware
-    from memo_compile.costs.models import find_model
-    from memo_compile.papers.search.ranking import COLUMNS, SearchQuestion, search
-
     device = find_hardware(hardware)
     question = SearchQuestion(
         shape=find_model(model),
@@ -51,8 +50,6 @@ def search_command(
     )
     result = search(question, top)
     if report is not None:
-        from memo_compile.papers.search.report import write_search_report
-
         write_search_report(report, question, result)
     if as_json:
         body = {
@@ -75,10 +72,6 @@ def calibrate_command(
     as_json: AsJson = False,
 ) -> None:
     """Fit the cost model's shares of nominal rates to measured runs."""
-    from memo_compile.costs.hardware import find_hardware
-    from memo_compile.papers.search.calibrate import calibrate
-    from memo_compile.papers.search.measurements import read_measurements
-
     runs = read_measurements(file)
     fit = calibrate(runs, find_hardware(hardware))
     if as_json:
@@ -102,14 +95,9 @@ def calibrate_command(
     print(format_table(("run", "measured", "predicted", "error"), table))
 
 
-def _cost_model(measurements: Path | None, device: "HardwareProfile") -> "CostModel":
-    from memo_compile.papers.search.cost import CostModel
-
+def _cost_model(measurements: Path | None, device: HardwareProfile) -> CostModel:
     if measurements is None:
         return CostModel()
-    from memo_compile.papers.search.calibrate import calibrate, read_cost_model
-    from memo_compile.papers.search.measurements import read_measurements
-
     if measurements.suffix == ".json":
         return read_cost_model(measurements)
     return calibrate(read_measurements(measurements), device).model

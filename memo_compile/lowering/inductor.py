@@ -18,6 +18,7 @@ import torch
 
 from memo_compile import shim
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
+from memo_compile.lowering import aten
 from memo_compile.lowering.lines import LineScan
 
 
@@ -131,7 +132,5 @@ def lower(region: RegionGraph, *, poison: bool = False) -> LoweredRegion:
         )
     scan = recorder.scan
     if scan is None:  # a region without kernels: Inductor returns its forward as it is
-        from memo_compile.lowering import aten
-
         return aten.lower(region)
     return LoweredRegion(profile=scan.profile(), views=tuple(scan.views), run=compiled)

@@ -103,11 +103,6 @@ class TiledRegion:
         gm = slice_rows(self.chain.gm, self.chain_dims, rows, self.num_rows)
         return replace(self.chain, gm=gm)
 
-    @property
-    def rows_per_tile(self) -> int:
-        """Rows of one call of ``tile``."""
-        return self.num_rows // self.num_tiles
-
 
 def tile(region: RegionGraph, tiles: int) -> TiledRegion | None:
     """``region`` with its widest row-wise chain in tiles, or None when that saves too little."""

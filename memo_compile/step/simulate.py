@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from memo_compile.errors import InvalidPlan
 from memo_compile.step.copy_times import CopyLane
 from memo_compile.step.movable import StepCosts
@@ -114,8 +116,6 @@ def peak_live_bytes(problem: Problem) -> int:
 
 def most_per_call(problem: Problem) -> tuple[Any, Any]:
     """Per call the most bytes alive in the arena, and the most of ordinary memory."""
-    import numpy as np
-
     starts = np.array(call_starts(problem)[:-1])
     arena, ordinary = (np.maximum.reduceat(level, starts) for level in memory_levels(problem))
     return arena, ordinary
@@ -123,8 +123,6 @@ def most_per_call(problem: Problem) -> tuple[Any, Any]:
 
 def memory_levels(problem: Problem) -> tuple[Any, Any]:
     """Per line of the step the bytes alive in the arena, and those of ordinary memory."""
-    import numpy as np
-
     starts = call_starts(problem)
     outside = [(line, change) for line, change, _ in _outside_events(problem)]
     outside += ordinary_events(problem)
@@ -156,8 +154,6 @@ class _RegionLives:
 
 
 def _region_lives(region: RegionProfile, inside: frozenset[int]) -> _RegionLives:
-    import numpy as np
-
     positions = region.outputs_of_buffers()
     inner: list[tuple[int, int]] = []
     crossing = []
@@ -175,8 +171,6 @@ def _region_lives(region: RegionProfile, inside: frozenset[int]) -> _RegionLives
 
 def _arena_events(problem: Problem, starts: Sequence[int]) -> Any:
     """(line, change) of every buffer of ``arena_buffers``, as one array and without its objects."""
-    import numpy as np
-
     last_read = last_reads(problem, tuple(starts))
     lives: dict[tuple[str, frozenset[int]], _RegionLives] = {}
     nothing: frozenset[int] = frozenset()

@@ -84,7 +84,7 @@ def run_tiled(tiled: TiledRegion, inputs: list[torch.Tensor]) -> list[Any]:
         ):
             target = whole
             if out.step_bytes is not None:
-                assert out.step_bytes == out.row_bytes * tiled.rows_per_tile
+                assert out.step_bytes == out.row_bytes * (tiled.num_rows // tiled.num_tiles)
                 start = number * out.step_bytes
                 target = row_view(whole, result.shape, result.stride(), start)
                 assert result.numel() * result.element_size() == out.step_bytes
@@ -148,7 +148,7 @@ def test_the_loss_head_never_has_all_logits(head_inputs):
     all_logits = TOKENS * VOCABULARY * 4
     assert transient_bytes(whole.gm) >= 2 * all_logits
     assert tiled.num_tiles == TILES
-    assert tiled.rows_per_tile == TOKENS // TILES
+    assert tiled.num_rows // tiled.num_tiles == TOKENS // TILES
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.05 / TILES
     assert transient_bytes(tiled.tile.gm) <= tiled.transient_bytes
     sums = [output for output in tiled.tile_outputs if output.accumulator is not None]

@@ -20,7 +20,7 @@ def fails_with(monkeypatch):
         def fail(**_options):
             raise error
 
-        monkeypatch.setattr(cli, "_register", lambda: None)
+        monkeypatch.setattr(cli, "_register", lambda name: None)
         monkeypatch.setattr(cli, "app", fail)
 
     return arrange

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from memo_compile.errors import ConfigError, InputError, InvalidPlan
@@ -156,7 +157,7 @@ def test_mip_proves_the_optimum_with_each_engine(engine: Engine, symmetry_breaki
     start = place(problem(*DRAWN, *twins), solver="greedy").offsets
     result = mip_offsets(
         instance,
-        instance.of_mapping(start),
+        np.array([start[buffer.id] for buffer in instance.buffers]),
         lower_bound(instance),
         float("inf"),
         engine=engine,

@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.models import ModelShape
 from memo_compile.errors import InputError
@@ -115,8 +117,6 @@ def find_frontier(choices: Sequence[LayerTensor]) -> tuple[BalancedPoint, ...]:
 
 def enumerate_frontier(choices: Sequence[LayerTensor]) -> tuple[BalancedPoint, ...]:
     """The frontier by evaluating all 2^n subsets at once; bit i of a subset keeps tensor i."""
-    import numpy as np
-
     subsets = np.arange(1 << len(choices), dtype=np.int64)
     kept = [(subsets >> i & 1).astype(bool) for i in range(len(choices))]
     wanted = [np.full(len(subsets), choice.needed) for choice in choices]

@@ -8,7 +8,7 @@ that a bound has to look at is the load of each section.
 ``S`` = sections.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,10 +93,6 @@ class Instance:
     def height(self, of_item: Sequence[int] | Ints) -> int:
         """Largest end in bytes of the offsets ``of_item`` (N,)."""
         return int((np.asarray(of_item, dtype=np.int64) + self.size).max(initial=0))
-
-    def of_mapping(self, offsets: Mapping[str, int]) -> Ints:
-        """(N,) offsets from offsets by id."""
-        return np.array([offsets[b.id] for b in self.buffers], dtype=np.int64)
 
 
 def build_instance(problem: PlacementProblem, only: Iterable[str] | None = None) -> Instance:

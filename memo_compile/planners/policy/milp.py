@@ -32,6 +32,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from memo_compile.errors import ConfigError
 from memo_compile.planners import solver
 from memo_compile.planners.policy.cheapest_first import MAX_KEYS
@@ -204,8 +206,6 @@ class _Program:
 
         A point is left out when another one has at least its bytes whatever is chosen.
         """
-        import numpy as np
-
         most, _ = self._extremes()
         points = np.flatnonzero(most > bound_bytes)
         points = points[np.argsort(-most[points], kind="stable")]

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from memo_compile.planners.move_rules import facts_of
 from memo_compile.planners.policy.modes import ModeCost
 from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Schedule, StepCosts
@@ -133,8 +135,6 @@ def build_model(
 
     ``schedule`` names a lag and a lead.
     """
-    import numpy as np
-
     assert schedule.offload_lag is not None, "the model needs a lag"
     assert schedule.reload_lead is not None, "the model needs a lead"
     windows = _Windows.of(step, schedule)

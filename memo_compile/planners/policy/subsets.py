@@ -7,6 +7,8 @@ All subsets are evaluated at once with numpy, a row of the table a subset. Slots
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from memo_compile.planners.move_rules import slots_s
 from memo_compile.step.movable import LayerClass
 
@@ -72,8 +74,6 @@ def _bytes(cls: LayerClass, group: tuple[int, ...]) -> int:
 
 def _table(cls: LayerClass, groups: list[tuple[int, ...]]) -> tuple[Any, Any, Any]:
     """Per subset: bytes freed, seconds, and whether everything it needs may be recomputed."""
-    import numpy as np
-
     rows = np.arange(1 << len(groups), dtype=np.int64)
     none = np.zeros(len(rows), dtype=bool)
     recomputed_of = {
