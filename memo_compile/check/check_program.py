@@ -102,7 +102,7 @@ class _Tiles:
                 refs = inputs if source is Source.BEFORE else tiling.after_inputs
                 operands = [Operand(value=ref, whole=self.layouts[ref]) for ref in refs]
             into = self._rows_into(number) if source is Source.TILE else ()
-            faults = list(self._take(next(rest, None), source, region, number, operands, into))
+            faults = list(self._take(next(rest, None), region, number, operands, into, source))
             if source is Source.TILE and not faults:
                 faults = list(self._take_sums(rest, number))
             if faults:
@@ -152,18 +152,29 @@ class _Tiles:
     def _take(
         self,
         call: StepCall | None,
-        source: Source,
         region: str,
         number: int,
         operands: Sequence[Operand],
         into: tuple[Into, ...],
+        source: Source | None = None,
     ) -> Iterator[str]:
-        """``call`` runs one of the three parts; what it makes has names from now on."""
-        outputs = len(self.problem.regions[region].outputs)
-        yield from self._compare(call, region, number, operands, into, outputs)
-        if call is not None:
-            for at, value in enumerate(call.outputs):
-                self.values[Ref(source=source, index=at)] = value
+        """``call`` runs ``region``; with ``source``, what it makes has names from now on."""
+        if call is None:
+            yield f"tile {number} of {self.call.name}: a call of {region} is missing"
+            return
+        expected = StepCall(
+            name=f"tile {number} of {self.call.name}",
+            region=region,
+            phase=self.call.phase,
+            inputs=tuple(self.values[operand.value] for operand in operands),
+            outputs=("",) * len(self.problem.regions[region].outputs),
+            into=into,
+            reads=tuple(_layout(operand, number) for operand in operands),
+        )
+        yield from _differences(call, expected)
+        if source is not None:
+            made = enumerate(call.outputs)
+            self.values |= {Ref(source=source, index=at): value for at, value in made}
 
     def _take_sums(self, rest: Iterator[StepCall], number: int) -> Iterator[str]:
         """Tile ``number`` is added to every running sum, once."""
@@ -173,32 +184,7 @@ class _Tiles:
             (slot,) = self.problem.regions[running_sum.region].outputs
             buffer = -1 if slot.index is None else slot.index
             into = (Into(buffer=buffer, value=self.values[total], offset_bytes=0),)
-            yield from self._compare(
-                next(rest, None), running_sum.region, number, operands, into, 1
-            )
-
-    def _compare(
-        self,
-        call: StepCall | None,
-        region: str,
-        number: int,
-        operands: Sequence[Operand],
-        into: tuple[Into, ...],
-        num_outputs: int,
-    ) -> Iterator[str]:
-        if call is None:
-            yield f"tile {number} of {self.call.name}: a call of {region} is missing"
-            return
-        expected = StepCall(
-            name=f"tile {number} of {self.call.name}",
-            region=region,
-            phase=self.call.phase,
-            inputs=tuple(self.values[operand.value] for operand in operands),
-            outputs=("",) * num_outputs,
-            into=into,
-            reads=tuple(_layout(operand, number) for operand in operands),
-        )
-        yield from _differences(call, expected)
+            yield from self._take(next(rest, None), running_sum.region, number, operands, into)
 
     def _rows_into(self, number: int) -> tuple[Into, ...]:
         """Where tile ``number`` writes its rows."""

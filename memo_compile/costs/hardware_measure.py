@@ -142,8 +142,21 @@ def measure_hardware(
     flops_per_s = bench.flops_per_s()
     memory_bytes_per_s = bench.copy_bytes_per_s()
     d2h_bytes_per_s, h2d_bytes_per_s = bench.host_bytes_per_s()
-    link_bytes_per_s, link_source = _link(bench, name, d2h_bytes_per_s, today)
-    network_bytes_per_s, network_source = _network(device, name, today)
+    link_bytes_per_s = bench.link_bytes_per_s()
+    link_source = FigureSource(document="measured: copy to another device", date=today)
+    if link_bytes_per_s is None:
+        alone = "assumed: as fast as device to host; there is one device to measure"
+        link_source = FigureSource(document=alone, date=today)
+        link_bytes_per_s, link_source = _unmeasured(
+            device, name, "link_bytes_per_s", d2h_bytes_per_s, link_source
+        )
+    network_bytes_per_s, network_source = _unmeasured(
+        device,
+        name,
+        "network_bytes_per_s",
+        ASSUMED_NETWORK_BYTES_PER_S[device.type],
+        FigureSource(document="assumed: a single machine cannot measure it", date=today),
+    )
     stated = FigureSource(document="as the system states it", date=today)
     return HardwareProfile(
         name=name,
@@ -203,27 +216,11 @@ def memory_bytes(device: torch.device) -> int:
     return min(known)
 
 
-def _link(
-    bench: Bench, name: str, host_bytes_per_s: float, today: str
+def _unmeasured(
+    device: torch.device, name: str, figure: str, assumed: float, source: FigureSource
 ) -> tuple[float, FigureSource]:
-    measured = bench.link_bytes_per_s()
-    if measured is not None:
-        return measured, FigureSource(document="measured: copy to another device", date=today)
-    named = _declared(bench.device, name)
-    if named is not None:
-        return named.link_bytes_per_s, named.source_of("link_bytes_per_s")
-    assumed = "assumed: as fast as device to host; there is one device to measure"
-    return host_bytes_per_s, FigureSource(document=assumed, date=today)
-
-
-def _network(device: torch.device, name: str, today: str) -> tuple[float, FigureSource]:
-    named = _declared(device, name)
-    if named is not None:
-        return named.network_bytes_per_s, named.source_of("network_bytes_per_s")
-    assumed = "assumed: a single machine cannot measure it"
-    return ASSUMED_NETWORK_BYTES_PER_S[device.type], FigureSource(document=assumed, date=today)
-
-
-def _declared(device: torch.device, name: str) -> HardwareProfile | None:
-    """The named profile of a GPU; that of the CPU is itself assumed and adds nothing."""
-    return declared_for(name) if device.type == "cuda" else None
+    """The named profile's figure of a GPU; that of the CPU is itself assumed and adds nothing."""
+    named = declared_for(name) if device.type == "cuda" else None
+    if named is None:
+        return assumed, source
+    return getattr(named, figure), named.source_of(figure)

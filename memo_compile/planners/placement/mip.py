@@ -82,6 +82,7 @@ def sink(instance: Instance, overlaps: Overlaps, order: Ints) -> Ints | None:
     None when a fixed buffer cannot keep its offset that way.
     """
     offsets = np.where(instance.fixed == FREE, 0, instance.fixed)
+    position = np.argsort(order)
     for item in order:
         low, align = int(offsets[item]), int(instance.align[item])
         if instance.fixed[item] != FREE and low > instance.fixed[item]:
@@ -89,15 +90,9 @@ def sink(instance: Instance, overlaps: Overlaps, order: Ints) -> Ints | None:
         low = -(-low // align) * align
         offsets[item] = low
         near = overlaps.other[overlaps.start[item] : overlaps.start[item + 1]]
-        above = near[_position(order)[near] > _position(order)[item]]
+        above = near[position[near] > position[item]]
         offsets[above] = np.maximum(offsets[above], low + instance.size[item])
     return offsets
-
-
-def _position(order: Ints) -> Ints:
-    position = np.empty(len(order), dtype=np.int64)
-    position[order] = np.arange(len(order))
-    return position
 
 
 def _unit(instance: Instance) -> int:

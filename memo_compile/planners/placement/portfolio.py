@@ -129,9 +129,7 @@ class Searcher:
                 if noisy:
                     key = key * np.exp(self._rng.normal(0.0, _NOISE, len(key)))
                 order = np.lexsort((-self._instance.size, -key, -major))
-                rank = np.empty(len(order), dtype=np.int64)
-                rank[order] = np.arange(len(order))
-                yield rank
+                yield np.argsort(order)
             noisy = True
 
     def decide(self, capacity: int, deadline_s: float, max_runs: int = 0) -> tuple[int, Ints]:

@@ -142,26 +142,16 @@ def _per_layer(
             continue
         mode = _with_region(cls, mode_of(cls, rights), recompute, notes)
         modes.append(mode)
-        for slot in _copied_whole(cls, rights, mode):
+        # Slots that a token-wise mix copies although the policy would recompute some of their rows.
+        whole = _others(cls, rights).intersection(mode.slots(Action.OFFLOAD))
+        for slot in sorted(whole) if mode.recompute_rows is not None else ():
             notes[f"{cls.key}: {cls.slots[slot].name} is copied whole, its rows lie apart"] = None
-        left = mode.slots(Action.SAVE)
-        movable = [slot for slot in left if not _stays_by_policy(cls, policy, slot)]
-        for slot in movable:
+        for slot in mode.slots(Action.SAVE):
+            if policy == "full-recompute" and cls.slots[slot].is_input:
+                continue  # the policy itself keeps it
             notes[f"{cls.key}: {cls.slots[slot].name} is kept, it cannot be moved"] = None
     moves = Moves(modes=tuple(modes), schedule=schedule, policy=policy)
     return NamedPlan(moves=moves, notes=tuple(notes))
-
-
-def _copied_whole(cls: LayerClass, rights: Rights, mode: Mode) -> tuple[int, ...]:
-    """Slots that a token-wise mix copies although the policy would recompute some of their rows."""
-    if mode.recompute_rows is None:
-        return ()
-    return tuple(sorted(_others(cls, rights).intersection(mode.slots(Action.OFFLOAD))))
-
-
-def _stays_by_policy(cls: LayerClass, policy: str, slot: int) -> bool:
-    """True when ``policy`` itself keeps the slot, so that no note is due."""
-    return policy == "full-recompute" and cls.slots[slot].is_input
 
 
 def _with_region(
