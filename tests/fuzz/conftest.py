@@ -10,8 +10,8 @@ import torch
 def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.collect()
     gc.freeze()  # collections during compilations need not walk what others left in the process
     yield
-    gc.unfreeze()
     gc.collect()
     torch.set_num_threads(threads)

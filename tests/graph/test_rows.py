@@ -338,7 +338,7 @@ def layer(name: str, batch: int, dropout: float = 0.0) -> RegionGraph:
 
     def make():
         more = {"dropout": dropout} if name == "gpt2" else {}
-        model, inputs, loss = getattr(models, name)(num_layers=3, **more)
+        model, inputs, loss = getattr(models, name)(num_layers=2, **more)
         if name == "bert":
             model.eval()
         names = list(inputs)

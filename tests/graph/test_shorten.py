@@ -24,7 +24,7 @@ WHOLE, PART = 112, 4
 
 def regions(builder: Callable[..., models.ModelCase], seq: int) -> dict[str, RegionGraph]:
     def make():
-        model, inputs, loss = builder(seq=seq)
+        model, inputs, loss = builder(num_layers=2, seq=seq)
 
         def step(*values: torch.Tensor) -> torch.Tensor:
             return loss(model, **dict(zip(inputs, values, strict=True)))

@@ -298,9 +298,9 @@ def test_flash_attention_is_recognised(flash):
 
 
 class Llama(nn.Module):
-    """Sizes of the 7B model, bfloat16."""
+    """As many parameters as the 7B model, in a quarter of its layers; bfloat16."""
 
-    def __init__(self, num_layers: int = 32, width: int = 4096, inner: int = 11008) -> None:
+    def __init__(self, num_layers: int = 8, width: int = 8192, inner: int = 22016) -> None:
         super().__init__()
         self.embedding = nn.Embedding(32000, width)
         self.layers = nn.ModuleList()
@@ -320,7 +320,7 @@ class Llama(nn.Module):
         for layer in self.layers:
             y = layer["norm1"](x)
             q, k, v = (
-                layer[name](y).unflatten(-1, (32, 128)).transpose(1, 2) for name in ("q", "k", "v")
+                layer[name](y).unflatten(-1, (-1, 128)).transpose(1, 2) for name in ("q", "k", "v")
             )
             mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + layer["o"](mixed.transpose(1, 2).flatten(2))
@@ -340,7 +340,7 @@ def llama_7b():
 
 
 def test_seven_billion_parameters_are_cut_without_memory():
-    """32 layers of 7B size on fakes: traced, partitioned and cut; 27 GB never exist."""
+    """Traced, partitioned and cut on fakes; their 14 GB never exist."""
     step_programs(lambda: layers(2))  # torch's own imports and caches
     process = psutil.Process()
     before, start = process.memory_info().rss, time.perf_counter()
@@ -348,6 +348,6 @@ def test_seven_billion_parameters_are_cut_without_memory():
     grown = process.memory_info().rss - before
     assert grown < 500 * 2**20
     assert time.perf_counter() - start < 240
-    assert programs.order().count("layer0_fwd") == 32
-    assert programs.order().count("layer0_bwd") == 32
+    assert programs.order().count("layer0_fwd") == 8
+    assert programs.order().count("layer0_bwd") == 8
     assert programs.num_regions == 6

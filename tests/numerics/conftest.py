@@ -15,9 +15,9 @@ def fresh_compiler():
     torch._dynamo.reset()
     state.reset()
     torch.manual_seed(0)
+    gc.collect()
     gc.freeze()  # tests that collect garbage need not walk what others left in the process
     yield
-    gc.unfreeze()
     torch._dynamo.reset()
     state.reset()
     gc.collect()

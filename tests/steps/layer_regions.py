@@ -15,10 +15,10 @@ from tests.steps.programs import step_programs
 
 @functools.cache
 def layer_region(builder: Callable[..., ModelCase], batch: int = 2, **sizes: Any) -> RegionGraph:
-    """The forward region of the layers of a builder of ``tests.models``, on fake tensors."""
+    """The forward region of the two layers of a builder of ``tests.models``, on fake tensors."""
 
     def make():
-        model, inputs, loss = builder(**sizes)
+        model, inputs, loss = builder(num_layers=2, **sizes)
         names = list(inputs)
 
         def step(*values):
