@@ -4,17 +4,12 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from memo_runtime.run_step import StepPlan
 
 import memo_compile
 from memo_compile.config import resolve
-from memo_compile.driver import bind
-from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import Infeasible
@@ -23,6 +18,7 @@ from memo_compile.step.plans import Plan
 from tests import models
 from tests.models import ModelCase
 from tests.numerics.closeness import Reference
+from tests.numerics.traced import TracedStep
 from tests.numerics.training import (
     ATEN,
     Run,
@@ -30,7 +26,6 @@ from tests.numerics.training import (
     assert_planned,
     without_dropout,
 )
-from tests.steps.running import assemblies
 
 STEPS = 2
 
@@ -165,21 +160,31 @@ def reference(name: str, shape: str) -> Reference:
     return Reference(model_case(name, shape), [adamw], STEPS)
 
 
-@functools.cache
-def _saved(name: str, shape: str, lowering: str) -> tuple[Run, Plan, Assembly]:
-    with assemblies() as made:
-        done, plan = run(Case(model=name, decision="save", shape=shape, lowering=lowering))
-    return done, plan, made[0]
+_first: dict[tuple[str, str, str], TracedStep] = {}
+"""Steps by model, shape and lowering; their first runs keep everything."""
+
+
+def traced(case: Case) -> TracedStep:
+    """The case's step for the runs of one test."""
+    options = replace(case, decision="save", budget="none", schedule="poison").options()
+    step = TracedStep(functools.partial(_train, case), options)
+    _first.setdefault((case.model, case.shape, case.lowering), step)
+    return step
+
+
+def _first_of(case: Case) -> TracedStep:
+    key = (case.model, case.shape, case.lowering)
+    return _first[key] if key in _first else traced(case)
 
 
 def save_run(case: Case) -> tuple[Run, Plan]:
     """The case's run that keeps everything, and its plan."""
-    return _saved(case.model, case.shape, case.lowering)[:2]
+    return _first_of(case).first
 
 
 def replanned(case: Case, memory_budget: int | None) -> Plan:
     """The case's plan for another budget; its step was traced and lowered once, for all."""
-    saved = _saved(case.model, case.shape, case.lowering)[2]
+    saved = _first_of(case).assembly
     config = resolve({**case.options(), "memory_budget": memory_budget}, None)
     return plan_step(saved.lowered, config, PlanRequest(), saved.known).plan
 
@@ -209,42 +214,22 @@ def run(case: Case, **more: object) -> tuple[Run, Plan]:
     """The case's training run and its plan, which nothing is said against."""
     torch._dynamo.reset()
     state.reset()
-    return _train(case, {**case.options(), **more})
-
-
-def _train(case: Case, options: Mapping[str, object]) -> tuple[Run, Plan]:
-    compiled = functools.partial(torch.compile, backend="memo", options=options)
-    done = reference(case.model, case.shape).train(compiled)
+    done = _train(case, {**case.options(), **more})
     assert_planned(1)
     return done, memo_compile.report().plans[-1]
 
 
-def run_schedules(case: Case, **more: object) -> Iterator[tuple[Case, Run, Plan]]:
-    """``run`` under every copy schedule in turn.
+def _train(case: Case, options: Mapping[str, object]) -> Run:
+    compiled = functools.partial(torch.compile, backend="memo", options=options)
+    return reference(case.model, case.shape).train(compiled)
 
-    Schedules that share the poison share the compiled step too: only the times of copies differ.
-    """
-    steps: list[StepPlan] = []
 
-    def keep(**fields: Any) -> StepPlan:
-        steps.append(StepPlan(**fields))
-        return steps[-1]
-
-    torch._dynamo.reset()
-    state.reset()
-    poisoned = None
-    with mock.patch.object(bind, "StepPlan", keep):
-        for schedule in SCHEDULES:
-            under = replace(case, schedule=schedule)
-            if poisoned != ("poison" in schedule):
-                poisoned = "poison" in schedule
-                torch._dynamo.reset()
-                state.reset()
-                options = {**under.options(), **more}
-            else:
-                steps[-1].schedule = resolve(under.options(), None).copy_schedule()
-            yield under, *_train(under, options)
-    assert len(steps) == 2
+def run_schedules(case: Case, memory_budget: int | None) -> Iterator[tuple[Case, Run, Plan]]:
+    """The case's run under every copy schedule in turn."""
+    step = traced(case)
+    for schedule in SCHEDULES:
+        under = replace(case, schedule=schedule)
+        yield under, *step.run({**under.options(), "memory_budget": memory_budget})
 
 
 def assert_close(ours: Run, case: Case) -> None:

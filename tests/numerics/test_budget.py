@@ -20,6 +20,7 @@ from tests.numerics.budget_cases import (
     run,
     run_schedules,
     save_run,
+    traced,
 )
 from tests.numerics.training import Run
 
@@ -40,11 +41,6 @@ PRODUCT = [
     for model, decision, budget, shape in itertools.product(MODELS, DECISIONS, BUDGETS, SHAPES)
 ]
 """Of all models; each of them runs under every schedule."""
-
-
-def check(case: Case) -> None:
-    budget = budget_of(case)
-    check_run(case, budget, *run(case, memory_budget=budget))
 
 
 def check_run(case: Case, budget: int | None, ours: Run, plan: Plan) -> None:
@@ -70,9 +66,27 @@ def test_every_pair_is_covered():
     assert PAIRWISE == [Case(**row) for row in covering(FACTORS)]
 
 
-@pytest.mark.parametrize("case", PAIRWISE, ids=str)
-def test_steps_equal_eager(case):
-    check(case)
+@pytest.mark.parametrize("shape", FACTORS["shape"])
+@pytest.mark.parametrize("model", FACTORS["model"])
+def test_steps_equal_eager(model, shape, subtests):
+    """Each step is traced and cut once, then lowered, planned and run for every case of it."""
+    cases = [case for case in PAIRWISE if (case.model, case.shape) == (model, shape)]
+    step = traced(cases[0])
+    for case in cases:
+        with subtests.test(str(case)):
+            budget = budget_of(case)
+            check_run(case, budget, *step.run({**case.options(), "memory_budget": budget}))
+
+
+def test_a_step_traced_once_has_the_plan_that_torch_compile_makes():
+    case = Case(model="llama", decision="auto", budget="half")
+    budget = budget_of(case)
+    ours, plan = traced(case).run({**case.options(), "memory_budget": budget})
+    compiled, whole = run(case, memory_budget=budget)
+    assert_bitwise(ours, compiled)
+    assert plan.peak_bytes < save_run(case)[1].peak_bytes
+    for name in ("offsets", "decisions", "peak_bytes", "offloaded_bytes", "recomputed_bytes"):
+        assert getattr(plan, name) == getattr(whole, name)
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """Steps under a bound whose shapes, parameters or use are out of the ordinary."""
 
 import functools
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -22,9 +23,11 @@ from tests.numerics.budget_cases import (
     replanned,
     run,
     save_run,
+    traced,
 )
 from tests.numerics.closeness import Reference
 from tests.numerics.small import leased_slabs
+from tests.numerics.traced import Options, TracedStep
 from tests.numerics.training import (
     ATEN,
     Run,
@@ -46,24 +49,38 @@ POLICIES = {
 
 def under(case: ModelCase, starts: Starts = (), **options: object) -> tuple[Run, Plan]:
     torch._dynamo.reset()
-    compiled = functools.partial(
-        torch.compile, backend="memo", options={**ATEN, **MOVING, **options}
-    )
-    done = train(case, compiled, [sgd], 2, starts)
+    done = training(case, starts)({**ATEN, **MOVING, **options})
     assert_planned()
     return done, memo_compile.report().plans[-1]
 
 
-def assert_equals_eager(case: ModelCase, **options: object) -> Plan:
+def training(case: ModelCase, starts: Starts = ()) -> Callable[[Options], Run]:
+    """Trains the case under the options that it is given."""
+
+    def with_options(options: Options) -> Run:
+        compiled = functools.partial(torch.compile, backend="memo", options=options)
+        return train(case, compiled, [sgd], 2, starts)
+
+    return with_options
+
+
+def assert_equal_eager(
+    case: ModelCase, policies: Iterable[str], subtests: pytest.Subtests, **options: object
+) -> dict[str, Plan]:
     """Gradients are eager's, and those of policy save bit for bit where nothing is made again."""
     reference = Reference(case, [sgd], 2)
-    starts = reference.eager.starts
-    ours, plan = under(case, starts, **options)
-    reference.assert_close(ours)
-    if not plan.recomputed_bytes:
-        assert_bitwise(ours, under(case, starts, policy="save")[0])
-    assert plan.offloaded_bytes + plan.recomputed_bytes > 0
-    return plan
+    options = {**ATEN, **MOVING, **options}
+    step = TracedStep(training(case, reference.eager.starts), {**options, "policy": "save"})
+    plans = {}
+    for policy in policies:
+        with subtests.test(policy):
+            ours, plan = step.run({**options, **POLICIES[policy]})
+            plans[policy] = plan
+            reference.assert_close(ours)
+            if not plan.recomputed_bytes:
+                assert_bitwise(ours, step.first[0])
+            assert plan.offloaded_bytes + plan.recomputed_bytes > 0
+    return plans
 
 
 def flat(seq: int, batch: int = 1) -> ModelCase:
@@ -71,33 +88,30 @@ def flat(seq: int, batch: int = 1) -> ModelCase:
     return model, {key: value[:batch] for key, value in inputs.items()}, loss
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_two_sequences_split_between_them(policy):
+def test_two_sequences_split_between_them(subtests):
     """With a batch the rows are sequences: a mix copies one of two and makes the other again."""
-    plan = assert_equals_eager(flat(32, batch=2), **POLICIES[policy], token_granule=1)
-    if policy == "mix":
-        assert plan.offloaded_bytes > 0
-        assert plan.recomputed_bytes > 0
-        assert {row.token_fraction for row in plan.decisions} == {0.5, 1.0}
+    plan = assert_equal_eager(flat(32, batch=2), POLICIES, subtests, token_granule=1)["mix"]
+    assert plan.offloaded_bytes > 0
+    assert plan.recomputed_bytes > 0
+    assert {row.token_fraction for row in plan.decisions} == {0.5, 1.0}
 
 
 @pytest.mark.parametrize("seq", [24, 30, 31])
-@pytest.mark.parametrize("policy", ["mix", "out"])
-def test_lengths_that_the_granule_does_not_divide(seq, policy):
+def test_lengths_that_the_granule_does_not_divide(seq, subtests):
     """Tokens 30 in granules of 8: 16 are made again, 14 copied."""
-    plan = assert_equals_eager(flat(seq), **POLICIES[policy])
-    if policy == "mix":
-        mixed = [row for row in plan.decisions if 0 < row.token_fraction < 1]
-        again = {round(row.token_fraction * seq) for row in mixed if row.decision == "RECOMPUTE"}
-        assert again == {16}
+    plan = assert_equal_eager(flat(seq), ("mix", "out"), subtests)["mix"]
+    mixed = [row for row in plan.decisions if 0 < row.token_fraction < 1]
+    again = {round(row.token_fraction * seq) for row in mixed if row.decision == "RECOMPUTE"}
+    assert again == {16}
 
 
 def test_alpha_moves_bytes_from_recomputation_to_copies():
     """Every alpha of MEMO's copies more than the one before and makes less again."""
     counted = []
+    step = traced(Case(model="llama", decision="memo"))
     for decision in ("memo-0", "memo-0.125", "memo-0.25", "memo-0.5", "memo-1"):
         case = Case(model="llama", decision=decision)
-        ours, plan = run(case)
+        ours, plan = step.run(case.options())
         assert_close(ours, case)
         counted.append((plan.offloaded_bytes, plan.recomputed_bytes))
     offloaded, again = zip(*counted, strict=True)
@@ -126,25 +140,28 @@ def test_accumulated_gradients(policy):
     assert leased_slabs() == 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_dropout_is_that_of_policy_save(policy):
+def test_dropout_is_that_of_policy_save(subtests):
     """Random numbers are drawn once: masks are kept or moved, and results are equal bit for bit."""
     model, inputs, loss = models.gpt2(num_layers=4, seq=16, dropout=0.2)
-    case = model, {key: value[:1] for key, value in inputs.items()}, loss
+    trained = training((model, {key: value[:1] for key, value in inputs.items()}, loss))
 
-    def seeded(**options):
+    def seeded(options: Options) -> Run:
         torch.manual_seed(11)
-        return under(case, **options)
+        return trained(options)
 
-    ours, plan = seeded(**POLICIES[policy], token_granule=4)
-    assert plan.offloaded_bytes + plan.recomputed_bytes > 0
-    assert_bitwise(ours, seeded(policy="save")[0])
+    options = {**ATEN, **MOVING, "token_granule": 4}
+    step = TracedStep(seeded, {**options, "policy": "save"})
+    for name, policy in POLICIES.items():
+        with subtests.test(name):
+            ours, plan = step.run({**options, **policy})
+            assert plan.offloaded_bytes + plan.recomputed_bytes > 0
+            assert_bitwise(ours, step.first[0])
 
 
-def test_tied_weights():
+def test_tied_weights(subtests):
     case = models.llama(num_layers=3, seq=32, tied=True)
     assert case[0].lm_head.weight is case[0].model.embed_tokens.weight
-    assert_equals_eager(case, policy="full-offload")
+    assert_equal_eager(case, ["out"], subtests)
 
 
 class Adapted(nn.Module):
@@ -160,8 +177,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-@pytest.mark.parametrize("policy", ["mix", "again"])
-def test_adapters_on_frozen_layers(policy):
+def test_adapters_on_frozen_layers(subtests):
     """Only what the adapters' gradients need is saved, and that moves."""
     model, inputs, loss = models.llama(num_layers=4, seq=32)
     model.requires_grad_(False)
@@ -169,11 +185,11 @@ def test_adapters_on_frozen_layers(policy):
         layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
         layer.mlp.up_proj = Adapted(layer.mlp.up_proj)
     case = model, {key: value[:1] for key, value in inputs.items()}, loss
-    plan = assert_equals_eager(case, **POLICIES[policy])
     trainable = sum(
         parameter.numel() * 4 for parameter in model.parameters() if parameter.requires_grad
     )
-    assert plan.fixed.new_gradients == trainable
+    for plan in assert_equal_eager(case, ("mix", "again"), subtests).values():
+        assert plan.fixed.new_gradients == trainable
 
 
 @pytest.mark.parametrize("decision", ["auto", "greedy", "memo"])
@@ -192,7 +208,8 @@ def test_a_smaller_budget_never_gives_a_larger_peak(decision):
 
 def test_the_floor_with_tiles_can_be_had():
     """What the error of torch.compile names is enough, and nothing less; wide chains are tiled."""
-    case = flat(32)
+    model, inputs, loss = models.functional_transformer(num_layers=2, seq=32)
+    case = model, {key: value[:1] for key, value in inputs.items()}, loss
 
     def floor_of(**options: object) -> int:
         state.reset()

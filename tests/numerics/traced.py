@@ -1,0 +1,93 @@
+"""A step that is traced and cut once, and then runs as many options plan it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+import memo_compile
+from memo_compile.backends import capture
+from memo_compile.config import MemoConfig, resolve
+from memo_compile.driver import pipeline
+from memo_compile.driver.assemble import Assembly
+from memo_compile.driver.knowledge import StepKnowledge
+from memo_compile.driver.plan_step import plan_step
+from memo_compile.driver.stages import CutStep, PlanRequest
+from memo_compile.lowering.lower import lower_regions
+from memo_compile.reporting import state
+from memo_compile.step.plans import Plan
+from tests.numerics.training import Run, assert_planned
+
+Options = Mapping[str, object]
+
+
+class TracedStep:
+    """Stands where the step's assembly stands, which is what torch's compiled function calls.
+
+    Each run lowers, plans and binds the same regions by its own options. Tracing a small model
+    takes ten times as long as that. The options that shape the regions, ``token_tiles`` and
+    ``passes``, stay those of the first run. Another compilation's reset of Dynamo ends it.
+    """
+
+    def __init__(self, train: Callable[[Options], Run], options: Options) -> None:
+        """``train`` compiles its model with the options that it is given, and trains it."""
+        torch._dynamo.reset()
+        state.reset()
+        self._train, self._options = train, options
+        with mock.patch.object(capture, "assemble", self._assembled):
+            self.first = self._trained()
+        self.assembly = self._assembly
+        """Of the first run."""
+
+    def _assembled(self, step: CutStep, config: MemoConfig) -> "TracedStep":
+        self._assembly = pipeline.assemble(step, config)
+        return self
+
+    def run(self, options: Options) -> tuple[Run, Plan]:
+        """A training run and its plan, which nothing is said against."""
+        state.reset()
+        self.retire()
+        self._assembly = self._planned(resolve(options, None))
+        self._assembly.on_unplanned(self._say)
+        state.add_plan(self.plan)
+        return self._trained()
+
+    def _trained(self) -> tuple[Run, Plan]:
+        done = self._train(self._options)
+        assert_planned(1)
+        return done, memo_compile.report().plans[-1]
+
+    def _planned(self, config: MemoConfig) -> Assembly:
+        step = self.assembly.lowered.cut
+        regions = lower_regions(step.regions.values(), config, step.runner)
+        lowered = replace(self.assembly.lowered, regions=regions)
+        known = StepKnowledge(lowered=lowered, config=config)
+        request = PlanRequest()
+        assembly = Assembly(
+            lowered=lowered,
+            config=config,
+            known=known,
+            request=request,
+            planned=plan_step(lowered, config, request, known),
+        )
+        assembly.reserve()
+        return assembly
+
+    def forward(self, args: list[Any]) -> list[Any]:
+        return self._assembly.forward(args)
+
+    def backward(self, args: list[Any]) -> list[Any]:
+        return self._assembly.backward(args)
+
+    @property
+    def plan(self) -> Plan:
+        return self._assembly.plan
+
+    def on_unplanned(self, call: Callable[[], None]) -> None:
+        self._say = call
+        self._assembly.on_unplanned(call)
+
+    def retire(self) -> None:
+        self._assembly.retire()
