@@ -272,7 +272,6 @@ class Assembly:
         Where that cannot be, results that may yet be ``replaced`` by this forward's are taken to
         be: the backward looks, before it begins.
         """
-        before = self.plan
         try:
             try:
                 planned = self._replan(existing, lasting)
@@ -284,11 +283,13 @@ class Assembly:
             text = _kept(error, existing, lasting)
             raise Infeasible(text, floor_bytes=error.floor_bytes) from None
         self._rebind(planned)
-        state.replace_plan(before, self.plan)
 
     def _rebind(self, planned: PlannedStep) -> None:
+        """From now on ``planned`` runs, and is what the report has."""
+        before = self.plan
         self._bind_again(planned)
         self.reserve()
+        state.replace_plan(before, self.plan)
 
     def _count_kept_outputs(self) -> None:
         """Replan once it turns out that the user holds what the forward returned.
@@ -300,10 +301,8 @@ class Assembly:
         if self._kept_bytes < MIN_KEPT_BYTES or self.step.live:
             return
         self._kept_bytes = 0
-        before = self.plan
         self.request = replace(self.request, keeps_outputs=True)
         self._rebind(self._replan(self._gradient_bytes()))
-        state.replace_plan(before, self.plan)
 
     def _bind_again(self, planned: PlannedStep) -> None:
         old = self.step

@@ -209,6 +209,20 @@ def test_outputs_of_three_steps_in_a_list(monkeypatch):
     assert_within("both", outputs_in_a_list, budget, monkeypatch, token_tiles=1)
 
 
+def test_the_report_has_the_plan_that_ran(monkeypatch):
+    """Results are replaced, which a third step knows: it runs the first plan again."""
+    budget = floor_of("both") + 3 * LOGITS_BYTES // 2
+    training = training_of("both")
+    runner = compiled(training.model, budget)
+    for _ in range(4):
+        with measured(training, monkeypatch):
+            output_in_scope(training, runner)
+        (plan,) = memo_compile.report().plans
+        assert training.peaks[-1] <= MOST_OVER_BUDGET * plan.peak_bytes
+        assert plan.peak_bytes <= budget
+    assert plan.fixed.earlier_outputs == 0
+
+
 def test_hidden_states(monkeypatch):
     assert_within("states", output_in_scope, floor_of("states"), monkeypatch)
 
