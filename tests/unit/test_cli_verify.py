@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import os
-import subprocess
 import sys
 import textwrap
 
@@ -97,17 +96,20 @@ def test_a_gradient_that_is_all_rounding_is_not_judged():
     assert judge({**EAGER, "steps": [tiny]}, {**RUN, "steps": [other]}).holds
 
 
-def verify(tmp_path, source, *options):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(source))
-    return subprocess.run(
-        [sys.executable, "-m", "memo_compile.cli.main", "verify", *options, str(script)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-    )
+@pytest.fixture
+def verify(tmp_path, capfd, monkeypatch):
+    """(exit code, stdout, stderr) of ``memo verify`` of a script, which runs in child processes."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(source, *options):
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(source))
+        with pytest.raises(SystemExit) as left:
+            main(["verify", *options, str(script)])
+        return left.value.code, *capfd.readouterr()
+
+    return run
 
 
 TRAINING = """
@@ -126,25 +128,24 @@ TRAINING = """
 """
 
 
-def test_a_script_is_compared_and_its_peak_measured(tmp_path):
-    source = TRAINING.replace("SCALE", "1.0")
-    done = verify(tmp_path, source, "--steps", "4", "--json")
-    body = json.loads(done.stdout)
-    assert done.returncode == 0, done.stderr
+def test_a_script_is_compared_and_its_peak_measured(verify):
+    code, out, err = verify(TRAINING.replace("SCALE", "1.0"), "--steps", "4", "--json")
+    body = json.loads(out)
+    assert code == 0, err
     assert body["holds"] is True
     assert body["num_steps"] == 4
     assert 0 <= body["gradient_difference"] < 1e-4
     assert body["measured_peak_bytes"] > 0
-    assert "step 2" in done.stderr
-    assert "step 4" not in done.stderr
+    assert "step 2" in err
+    assert "step 4" not in err
 
 
-def test_a_script_that_computes_something_else_with_memo_is_caught(tmp_path):
+def test_a_script_that_computes_something_else_with_memo_is_caught(verify):
     scale = "(1.1 if 'memo' in sys.argv[0] or 'memo' in sys.orig_argv else 1.0)"
     source = "import sys\n" + textwrap.dedent(TRAINING).replace("SCALE", scale)
-    done = verify(tmp_path, source, "--steps", "2")
-    assert done.returncode == 1
-    assert "memo does not keep its promise: step 1: losses differ by 2.1e-01" in done.stdout
+    code, out, _ = verify(source, "--steps", "2")
+    assert code == 1
+    assert "memo does not keep its promise: step 1: losses differ by 2.1e-01" in out
 
 
 def refused(capsys, *arguments):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -68,13 +69,19 @@ def planned_by_the_backend(model, x, options):
 
 
 @pytest.mark.parametrize("lowering", ["aten", "inductor"])
-@pytest.mark.parametrize("share", [None, 0.85])
-def test_the_plan_equals_the_backends_byte_for_byte(lowering, share):
+def test_the_plan_equals_the_backends_byte_for_byte(lowering):
+    """Where everything is saved, and under a budget that makes tensors move."""
     options = {"lowering": lowering, "costs": "roofline", "strict": True}
     model, x = inputs()
-    if share is not None:
-        saved = memo_compile.plan(model, x, options=options)
-        options["memory_budget"] = int(share * saved.peak_bytes)
+    saved = assert_equals_the_backends(model, x, options)
+    assert {row.decision for row in saved.decisions} == {"SAVE"}
+    torch._dynamo.reset()
+    budget = int(0.85 * saved.peak_bytes)
+    moved = assert_equals_the_backends(model, x, {**options, "memory_budget": budget})
+    assert {row.decision for row in moved.decisions} > {"SAVE"}
+
+
+def assert_equals_the_backends(model, x, options):
     plan = memo_compile.plan(model, x, options=options)
     theirs = planned_by_the_backend(model, x, options)
     assert len(plan.offsets) > 20
@@ -83,47 +90,35 @@ def test_the_plan_equals_the_backends_byte_for_byte(lowering, share):
         assert getattr(plan, name) == getattr(theirs, name), name
     assert plan.resident_bytes == theirs.resident_bytes
     assert plan.decisions == theirs.decisions
-    moved = {row.decision for row in plan.decisions} - {"SAVE"}
-    assert bool(moved) is (share is not None)
+    return plan
 
 
-def test_fakes_give_the_plan_of_real_tensors():
-    model, x = inputs()
-    real = memo_compile.plan(model, x, options={"lowering": "aten"})
-    torch._dynamo.reset()
+@functools.cache
+def step_on_fakes(hardware=None):
+    """The model's step on fakes, for this machine or for a named device."""
     model, x = inputs(fake=True)
-    fake = memo_compile.plan(model, x, options={"lowering": "aten"})
-    assert fake.offsets == real.offsets
-    assert fake.peak_bytes == real.peak_bytes
-    assert fake.decisions == real.decisions
+    config = resolve({"lowering": "aten"}, None)
+    named = None if hardware is None else find_hardware(hardware)
+    return offline.plan_step_offline(model, (x,), {}, config=config, hardware=named)
 
 
-def test_named_cpu_equals_this_machine():
-    model, x = inputs()
-    here = memo_compile.plan(model, x, options={"lowering": "aten"})
-    named = memo_compile.plan(model, x, options={"lowering": "aten"}, hardware="cpu")
-    assert named.offsets == here.offsets
-    assert named.peak_bytes == here.peak_bytes
-
-
-def test_nothing_runs_and_nothing_stays():
+def test_nothing_runs_and_nothing_stays_and_fakes_give_the_same_plan():
     model, x = inputs()
     before = [p.detach().clone() for p in model.parameters()]
-    memo_compile.plan(model, x, options={"lowering": "aten"})
+    real = memo_compile.plan(model, x, options={"lowering": "aten"})
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     assert memo_compile.report().plans == ()
+    torch._dynamo.reset()
+    named = memo_compile.plan(model, x, options={"lowering": "aten"}, hardware="cpu")
+    for plan in (named, step_on_fakes().plan):
+        assert plan.offsets == real.offsets
+        assert plan.peak_bytes == real.peak_bytes
+    assert step_on_fakes().plan.decisions == real.decisions
 
 
 def test_a_gpus_plan_is_simulated_with_its_figures():
-    model, x = inputs(fake=True)
-    arguments = (model, (x,), {})
-    slow = offline.plan_step_offline(
-        *arguments, config=resolve({"lowering": "aten"}, None), hardware=find_hardware("a100")
-    )
-    fast = offline.plan_step_offline(
-        *arguments, config=resolve({"lowering": "aten"}, None), hardware=find_hardware("h200")
-    )
+    slow, fast = step_on_fakes("a100"), step_on_fakes("h200")
     assert not slow.exact
     assert slow.costs.d2h_bytes_per_s == 32e9
     assert slow.plan.timeline.step_s > fast.plan.timeline.step_s
@@ -132,19 +127,16 @@ def test_a_gpus_plan_is_simulated_with_its_figures():
 
 
 def test_a_gpus_attention_backward_has_its_workspace():
-    model, x = inputs(fake=True)
-    plan = memo_compile.plan(model, x, options={"lowering": "aten"}, hardware="a100")
+    plan = step_on_fakes("a100").plan
     # batch 2 x heads 4 x rows 256 x (width 16 -> 32, and one sum), in float32
     assert plan.outside_bytes_by_kind["attention workspace"] == 2 * 4 * 256 * 33 * 4
 
 
 def test_model_flops_are_those_of_the_products():
     width, tokens = 64, 512
-    model, x = inputs(fake=True)
-    step = offline.plan_step_offline(model, (x,), {}, config=resolve({"lowering": "aten"}, None))
     products = 3 * (3 * width * width + 8 * width * width) + 8 * width
     attention = 3 * 2 * 256 * 256 * width  # causal: half of 2 products, 2 FLOPs each, batch 2
-    assert step.model_flops == 3 * (2 * tokens * products + 2 * attention)
+    assert step_on_fakes().model_flops == 3 * (2 * tokens * products + 2 * attention)
 
 
 def test_the_loss_is_part_of_the_step():
@@ -203,9 +195,8 @@ def test_a_models_own_error_is_not_dressed_up():
 
 
 def test_more_gradient_bytes_than_parameters_are_counted_once():
-    model, x = inputs(fake=True)
-    plan = memo_compile.plan(model, x, options={"lowering": "aten"}, hardware="a100")
-    size = sum(p.numel() * 4 for p in model.parameters())
+    plan = step_on_fakes("a100").plan
+    size = sum(p.numel() * 4 for p in Model().parameters())
     assert dataclasses.replace(plan.fixed, inputs=0, outputs=0, buffers=0) == dataclasses.replace(
         plan.fixed,
         parameters=size,
