@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import memo_compile
+from memo_compile.reporting import state
 from tests.distributed.ranks import run_as_rank
 
 HIDDEN, HEADS, WIDE, VOCABULARY, LAYERS = 32, 4, 64, 96, 2
@@ -116,13 +117,21 @@ def gradient_errors(ours: nn.Module, eager: nn.Module) -> dict[str, float]:
     return errors
 
 
-def main(*, sequence: bool, options: dict[str, Any]) -> dict[str, Any]:
+def main(*, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each setting's training gives, one after the other in the same processes."""
+    return [trained(**setting) for setting in settings]
+
+
+def trained(*, sequence: bool, lowering: str) -> dict[str, Any]:
     """Two fresh steps and one accumulated; the errors after each."""
+    torch._dynamo.reset()
+    state.reset()
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     ours = Llama()
     eager = copy.deepcopy(ours)
     parallelize(ours, mesh, sequence=sequence)
+    options = {"lowering": lowering, "strict": True}
     compiled = torch.compile(ours, backend="memo", fullgraph=True, options=options)
     ids = torch.randint(VOCABULARY, (3, 2, 16), generator=torch.Generator().manual_seed(3))
     errors = []

@@ -6,28 +6,34 @@ gradients that were wrong by 0.8 of the largest, and NaN.
 
 import math
 
-import pytest
-
 from tests.distributed.ranks import run_ranks
 
 TOLERANCE = 3e-5
 """float32 sums in another order."""
 
 
-@pytest.mark.parametrize("lowering", ["aten", "inductor"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-def test_gradients_are_those_of_one_process(tmp_path, sequence, lowering):
-    arguments = {"sequence": sequence, "options": {"lowering": lowering, "strict": True}}
-    for outcome in run_ranks("tests.distributed.llama", tmp_path, arguments):
-        found = outcome.found
-        assert found["active"]
-        assert found["unplanned_steps"] == 0
-        assert not any("FSDP" in note for note in found["notes"])
-        for errors in found["errors"]:
-            wrong = {
-                name: error
-                for name, error in errors.items()
-                if math.isnan(error) or error > TOLERANCE
-            }
-            assert not wrong
+SETTINGS = [
+    {"sequence": sequence, "lowering": lowering}
+    for sequence in (False, True)
+    for lowering in ("aten", "inductor")
+]
+"""Tensor parallel layers; with ``sequence`` the tokens between them are split as well."""
+
+
+def test_gradients_are_those_of_one_process(tmp_path, subtests):
+    for outcome in run_ranks("tests.distributed.llama", tmp_path, {"settings": SETTINGS}):
         assert "unwaited" not in outcome.stderr
+        for setting, found in zip(SETTINGS, outcome.found, strict=True):
+            with subtests.test(**setting):
+                assert_right(found)
+
+
+def assert_right(found):
+    assert found["active"]
+    assert found["unplanned_steps"] == 0
+    assert not any("FSDP" in note for note in found["notes"])
+    for errors in found["errors"]:
+        wrong = {
+            name: error for name, error in errors.items() if math.isnan(error) or error > TOLERANCE
+        }
+        assert not wrong
