@@ -156,20 +156,20 @@ def compiled_step(name: str, model: Any, ids: Any, options: Mapping[str, Any]) -
 @contextlib.contextmanager
 def _assemblies() -> Iterator[list[Any]]:
     """Collects what memo assembles while the block runs."""
-    from memo_compile.backends.capture import StepCompiler
+    from memo_compile.backends import entry
 
     found: list[Any] = []
-    original = StepCompiler.assemble
+    original = entry.assemble
 
-    def assemble(self: Any, *arguments: Any) -> Any:
-        found.append(original(self, *arguments))
+    def assemble(*arguments: Any) -> Any:
+        found.append(original(*arguments))
         return found[-1]
 
-    StepCompiler.assemble = assemble  # type: ignore[method-assign]
+    entry.assemble = assemble
     try:
         yield found
     finally:
-        StepCompiler.assemble = original  # type: ignore[method-assign]
+        entry.assemble = original
 
 
 def timed_in_turn(

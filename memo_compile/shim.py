@@ -15,6 +15,11 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
+from torch._dynamo import convert_frame
+from torch._dynamo.eval_frame import innermost_fn, set_enable_dynamic
+from torch._dynamo.external_utils import wrap_inline
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import (  # 2.11, 2.13: same keyword subset
     _extract_fwd_bwd_modules,
@@ -236,6 +241,11 @@ def with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     return made
 
 
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """``gm`` with a graph of its own: what rewrites one of the two leaves the other as it is."""
+    return with_graph(gm, copy_graph(gm.graph))
+
+
 def wrong_fake(node: fx.Node) -> str:
     """Why what torch says of the results of ``node`` is not true; empty where nothing is known.
 
@@ -405,20 +415,44 @@ def dynamo_counts() -> tuple[dict[str, int], int]:
 _RECOMPILE_LIMIT = "recompile limit exceeded"
 
 
-def trace_whole(
-    function: Callable[..., Any],
-    backend: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> None:
-    """``backend`` is called with the whole graph of ``function``; what it raises comes out.
+@contextlib.contextmanager
+def traced_whole(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[fx.GraphModule, Sequence[Any]] | None]:
+    """The whole Dynamo graph of ``function`` and its inputs, as a backend gets them; nothing runs.
+
+    Inside, the graph can be compiled. None where ``function`` computes nothing. What Dynamo leaves
+    among the function's globals for code that runs is gone at the end. (2.11, 2.13)
 
     Raises:
-        BaseException: a graph break (``graph_break`` names it), or what ``backend`` raised, inside
-            Dynamo's BackendCompilerFailed.
+        Exception: Dynamo's own; ``graph_break`` names a graph break.
     """
-    with torch._dynamo.config.patch(suppress_errors=False):
-        torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+    function = innermost_fn(getattr(function, "_orig_mod", function))  # of what was compiled
+    if not isinstance(function, torch.nn.Module) and not hasattr(function, "__globals__"):
+        function = wrap_inline(function)
+    scope = convert_frame.get_traced_fn(function)[0].__globals__
+    names = set(scope)
+    try:
+        with (
+            convert_frame.compile_lock,
+            convert_frame._disable_current_modes(),
+            get_metrics_context(),
+            dynamo_timed("memo: fullgraph_capture"),
+            set_enable_dynamic(False),
+            torch_function_mode_stack_state_mgr,
+        ):
+            found = convert_frame.fullgraph_capture(function, tuple(args), dict(kwargs))
+            graph = found.backend_input
+            if graph is None:
+                yield None
+                return
+            context = TracingContext(graph.fake_mode)
+            context.tensor_to_context = graph.tensor_to_context
+            with tracing(context):
+                yield graph.graph_module, graph.example_inputs
+    finally:
+        for name in set(scope) - names:
+            del scope[name]
 
 
 def graph_break(error: BaseException) -> str | None:

@@ -1,9 +1,28 @@
-"""What memo leaves in torch's structured trace, where tlparse shows it beside Inductor's output."""
+"""What a compiled step leaves to look at: the dump folder, and torch's structured trace.
+
+tlparse shows the trace beside Inductor's output.
+"""
 
 import functools
 from collections.abc import Callable, Mapping
 
 from memo_compile import shim
+from memo_compile.driver.assemble import Assembly
+from memo_compile.driver.stages import CutStep
+from memo_compile.passes.runner import graph_text
+from memo_compile.reporting.write import write_pictures
+from memo_compile.step.program_text import program_text
+
+
+def dump_step(step: CutStep, assembly: Assembly) -> None:
+    """The dump folder holds the step program, the plan and its pictures; nothing without one."""
+    if step.runner.dump is None:
+        return
+    step.runner.write_times()
+    step.runner.write("step-forward.txt", graph_text(step.forward.program))
+    step.runner.write("step-backward.txt", graph_text(step.backward.program))
+    step.runner.write("step-program.txt", program_text(assembly.problem))
+    write_pictures(step.runner.dump, assembly.problem, assembly.plan, assembly.costs())
 
 
 def emit_artifacts(plan_name: str, texts: Mapping[str, Callable[[], str]]) -> None:

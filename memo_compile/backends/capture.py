@@ -1,14 +1,15 @@
-"""Between AOTAutograd and the plan: memo's partitioner and memo's inner compiler, for one graph.
+"""Between AOTAutograd and the stages: memo's partitioner and inner compiler, for one graph.
 
 ``compile_fx`` calls the partitioner with the joint graph, then the inner compiler with the forward
-and with the backward. Only when both halves are known is anything lowered: they are planned as
-one step.
+and with the backward. Only when both halves are known is there a step: it goes to ``finish``, the
+stages of whoever captures.
 """
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import fx
@@ -19,28 +20,29 @@ from memo_compile.analysis.joint_units import (
     tag_units,
 )
 from memo_compile.analysis.saved import equal_cut
-from memo_compile.backends.artifacts import emit_artifacts
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.pipeline import assemble, cut_step
-from memo_compile.driver.probe import believed, probe_tiling
-from memo_compile.driver.stages import CapturedStep, CutStep
-from memo_compile.errors import UnsupportedGraph
+from memo_compile.driver.stages import CapturedStep
+from memo_compile.errors import RuntimeMisuse, UnsupportedGraph
 from memo_compile.lowering.lower import plain_inner
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import FetchLeased, LeaseSaved, leased_names
 from memo_compile.passes.order import selection
 from memo_compile.passes.overwritten import KeepOverwritten
-from memo_compile.passes.runner import PassRunner, graph_text
-from memo_compile.passes.tile_cut import RegionTiling
+from memo_compile.passes.runner import PassRunner
 from memo_compile.reporting import state
-from memo_compile.reporting.write import write_pictures
-from memo_compile.step.program_text import program_text
-from memo_compile.step.serialise import to_json
 
 log = logging.getLogger("memo")
+
+_graph_numbers = itertools.count()
+
+
+def next_graph_name() -> str:
+    """What the next graph that is captured is called: ``graph0``, ``graph1``, ..."""
+    return f"graph{next(_graph_numbers)}"
+
 
 OTHER_OFFLOADER = (
     "two offloaders: saved_tensors_hooks are active around a forward that memo planned; they move "
@@ -48,25 +50,65 @@ OTHER_OFFLOADER = (
 )
 
 
-class StepCompiler:
-    """Compiles one Dynamo graph. ``assembly`` is set when its plan stands."""
+Finish = Callable[[CapturedStep], Assembly | None]
+"""The stages that a captured step goes through; None where it is not going to run."""
 
-    may_run = True
-    """False where nothing may be computed while planning."""
 
-    def __init__(self, config: MemoConfig, facts: GraphFacts, name: str) -> None:
+class StepCapture:
+    """Captures one Dynamo graph, and hands its training step to ``finish``."""
+
+    def __init__(
+        self,
+        config: MemoConfig,
+        facts: GraphFacts,
+        name: str,
+        finish: Finish,
+        *,
+        is_run: bool = True,
+    ) -> None:
         self.config = config
         self.facts = facts
         self.name = name
-        self.dump = Path(config.dump) / name if config.dump else None
-        self.runner = PassRunner(self.dump, selection(config.passes))
-        self.assembly: Assembly | None = None
+        dump = Path(config.dump) / name if config.dump else None
+        self.runner = PassRunner(dump, selection(config.passes))
         self.saw_training = False
+        self.finished = False
+        """True once both halves were captured and ``finish`` has returned."""
+        self._finish = finish
+        self._is_run = is_run
+        """False where nothing that is captured will run, and so nothing is compiled for it."""
+        self._running: Assembly | None = None
         self._units: JointUnits | None = None
         self._num_results = 0
         """Of the forward; behind them it returns what autograd keeps for the backward."""
         self._own_results: tuple[int, ...] = ()
         self._forward: fx.GraphModule | None = None
+
+    def run(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """``gm`` through AOTAutograd, which asks for its halves; what runs the graph.
+
+        Raises:
+            UnsupportedGraph: a step that trains was not captured whole.
+        """
+        with shim.functorch_patch(
+            force_non_lazy_backward_lowering=True,
+            enable_autograd_cache=False,
+            enable_remote_autograd_cache=False,
+        ):
+            compiled = shim.compile_fx(
+                gm,
+                examples,
+                inner_compile=shim.inner_compiler(self.inner),
+                config_patches=shim.known_inductor_settings(
+                    {
+                        "custom_partitioner_fn": shim.partitioner(self.partition),
+                        **shim.NO_GRAPH_CACHE,
+                    }
+                ),
+            )
+        if self.saw_training and not self.finished:
+            raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
+        return compiled
 
     def partition(
         self,
@@ -139,6 +181,8 @@ class StepCompiler:
     ) -> Callable[..., Any]:
         """Compile one graph: inference plainly; a forward waits for its backward."""
         if self._units is None or kwargs.get("is_inference"):
+            if not self._is_run:
+                return _never_run
             return plain_inner(gm, examples, self.config, kwargs)
         if kwargs.get("is_backward"):
             return self._backward(gm)
@@ -149,31 +193,28 @@ class StepCompiler:
         static = frozenset(placeholders[i].name for i in kwargs.get("static_input_idxs", ()))
         self.facts.read_forward(placeholders, static)
         self._own_results = shim.results_of_their_own()
-        self._forward = shim.with_graph(gm, shim.copy_graph(gm.graph))
+        self._forward = shim.copied(gm)
 
         def forward(args: list[Any]) -> Any:
-            if self.assembly is None:
+            if self._running is None:
                 raise UnsupportedGraph("the backward of this graph was never compiled")
             _note_other_offloader()
-            return self.assembly.forward(args)
+            return self._running.forward(args)
 
         forward._boxed_call = True  # type: ignore[attr-defined]
         return forward
 
     def _backward(self, gm: fx.GraphModule) -> Callable[..., Any]:
         shim.allow_second_backward()
-        step = cut_step(self._captured(gm), self.config, self.runner, self._accepts)
-        assembly = self.assemble(step)
-        self.assembly = assembly
-        self._dump_plan(assembly, step)
-        emit_artifacts(self.name, {"plan.json": lambda: to_json(assembly.plan)})
+        self._running = self._finish(self._captured(gm))
+        self.finished = True
 
-        def run(args: list[Any]) -> Any:
-            assert self.assembly is assembly  # and so the plan lives as long as this function
-            return assembly.backward(args)
+        def backward(args: list[Any]) -> Any:
+            assert self._running is not None, "its forward ran"
+            return self._running.backward(args)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        backward._boxed_call = True  # type: ignore[attr-defined]
+        return backward
 
     def _captured(self, backward: fx.GraphModule) -> CapturedStep:
         assert self._forward is not None, "the backward is compiled after its forward"
@@ -181,36 +222,17 @@ class StepCompiler:
         return CapturedStep(
             name=self.name,
             forward=self._forward,
-            backward=shim.with_graph(backward, shim.copy_graph(backward.graph)),
+            backward=shim.copied(backward),
             units=self._units,
             facts=self.facts,
             num_results=self._num_results,
             own_results=self._own_results,
+            runner=self.runner,
         )
 
-    def assemble(self, step: CutStep) -> Assembly:
-        """The step, planned and bound to the runtime; its memory is taken now."""
-        return assemble(step, self.config)
 
-    def _dump_plan(self, assembly: Assembly, step: CutStep) -> None:
-        if self.dump is None:
-            return
-        self.runner.write_times()
-        self.runner.write("step-forward.txt", graph_text(step.forward.program))
-        self.runner.write("step-backward.txt", graph_text(step.backward.program))
-        self.runner.write("step-program.txt", program_text(assembly.problem))
-        write_pictures(self.dump, assembly.problem, assembly.plan, assembly.costs())
-
-    def _accepts(self, tiling: RegionTiling) -> bool:
-        """False for tiles that compute something else than their region, run on random numbers."""
-        if not self.may_run:
-            return True
-        name = tiling.region.name
-        return believed(
-            probe_tiling(tiling),
-            differs=f"region {name} is not run in tiles: they compute something else",
-            not_run=f"region {name}: its tiles were not compared with it",
-        )
+def _never_run(*_: Any) -> Never:
+    raise RuntimeMisuse("this graph was captured for its plan only, and is not compiled")
 
 
 def _note_other_offloader() -> None:

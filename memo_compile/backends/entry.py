@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import difflib
-import itertools
 import logging
 import os
 import tempfile
@@ -18,20 +17,23 @@ from memo_runtime.host_store import FILE_PREFIX, HostStoreError
 from torch import fx
 
 from memo_compile import shim
-from memo_compile.backends.capture import StepCompiler
+from memo_compile.backends.artifacts import dump_step, emit_artifacts
+from memo_compile.backends.capture import StepCapture, next_graph_name
 from memo_compile.backends.left_out import DynamoWatch
 from memo_compile.backends.specialise import specialise, symbol_positions
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.left_whole import REPORT, UNEXPECTED, is_bug, say_dropped
-from memo_compile.driver.tiling import tile_order
-from memo_compile.errors import ConfigError, Infeasible, MemoError, UnsupportedGraph, described
+from memo_compile.driver.left_whole import REPORT, is_bug
+from memo_compile.driver.pipeline import assemble, cut_step
+from memo_compile.driver.probe import tiling_believed
+from memo_compile.driver.stages import CapturedStep
+from memo_compile.driver.tiling import first_that_fits
+from memo_compile.errors import ConfigError, MemoError, UnsupportedGraph, described
 from memo_compile.reporting import state
+from memo_compile.step.serialise import to_json
 
 log = logging.getLogger("memo")
-
-_graph_numbers = itertools.count()
 
 _dynamo = DynamoWatch()
 _dynamo.begin()
@@ -98,7 +100,7 @@ def compile_static(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
 ) -> Callable[..., Any]:
     """``gm`` for inputs of known shapes, planned or, if that is not possible, plain."""
-    original = shim.with_graph(gm, shim.copy_graph(gm.graph))
+    original = shim.copied(gm)
     try:
         compiler = plan_graph(gm, example_inputs, config)
     except ConfigError:
@@ -108,103 +110,47 @@ def compile_static(
     return compiler
 
 
-MakeCompiler = Callable[[MemoConfig, GraphFacts, str], StepCompiler]
-"""The compiler of a graph from its options, its facts and its name."""
-
-
 def plan_graph(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    config: MemoConfig,
-    make: MakeCompiler = StepCompiler,
-    device_bytes: int | None = None,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
 ) -> Callable[..., Any]:
     """``gm`` compiled by memo; every failure is raised.
 
     Where the budget, or what the device grants, is below what the step needs, its wide chains are
-    run in tiles of tokens. ``device_bytes`` is the memory of another device than the one that the
-    tensors lie on.
+    run in tiles of tokens.
     """
-    if config.exact:
-        config = dataclasses.replace(config, token_tiles=1)
-    if config.token_tiles is not None:
-        return _plan_once(gm, example_inputs, config, make)
     facts = GraphFacts(example_inputs)
-    first, second = tile_order(gm, facts, config, device_bytes or facts.device_bytes())
-    untouched = shim.with_graph(gm, shim.copy_graph(gm.graph))
-    try:
-        return _plan_once(gm, example_inputs, dataclasses.replace(config, token_tiles=first), make)
-    except (MemoError, ArenaError, *UNEXPECTED) as error:
-        expected = isinstance(error, Infeasible | ArenaError)
-        unbounded = config.memory_budget is None and not isinstance(error, ArenaError)
-        if unbounded or (first == 1 and not expected) or _ends_planning(error):
-            raise
-        if is_bug(error) and not isinstance(error, ArenaError):
-            say_dropped(f"the graph is not planned in {first} tiles of tokens", error)
-        log.info("memo: in %d tiles of tokens: %s; trying %d", first, error, second)
-        again = dataclasses.replace(config, token_tiles=second)
-        return _plan_in_other_tiles(untouched, example_inputs, again, error, make)
 
+    def attempt(graph: fx.GraphModule, options: MemoConfig) -> Callable[..., Any]:
+        return _plan_once(graph, example_inputs, options)
 
-def _ends_planning(error: Exception) -> bool:
-    """True for what another plan does not mend: an option, memory that torch itself ran out of."""
-    return isinstance(error, ConfigError | torch.OutOfMemoryError)
-
-
-def _plan_in_other_tiles(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    config: MemoConfig,
-    before: Exception,
-    make: MakeCompiler,
-) -> Callable[..., Any]:
-    """``gm`` with other tiles; if that does not fit either, the error has the lower floor."""
-    try:
-        return _plan_once(gm, example_inputs, config, make)
-    except UnsupportedGraph:
-        raise before from None
-    except (Infeasible, ArenaError) as error:
-        if not isinstance(before, Infeasible) or not isinstance(error, Infeasible):
-            raise
-        floors = before.floor_bytes, error.floor_bytes
-        if floors[1] is None or (floors[0] is not None and floors[0] < floors[1]):
-            raise before from None
-        raise
-    except UNEXPECTED as error:
-        if _ends_planning(error) or not isinstance(before, Infeasible):
-            raise
-        say_dropped(f"the graph is not planned in {config.token_tiles} tiles of tokens", error)
-        raise before from None
+    return first_that_fits(gm, facts, config, attempt)
 
 
 def _plan_once(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig, make: MakeCompiler
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
 ) -> Callable[..., Any]:
-    name = f"graph{next(_graph_numbers)}"
-    compiler = make(config, GraphFacts(example_inputs), name)
-    with shim.functorch_patch(
-        force_non_lazy_backward_lowering=True,
-        enable_autograd_cache=False,
-        enable_remote_autograd_cache=False,
-    ):
-        compiled = shim.compile_fx(
-            gm,
-            example_inputs,
-            inner_compile=shim.inner_compiler(compiler.inner),
-            config_patches=shim.known_inductor_settings(
-                {
-                    "custom_partitioner_fn": shim.partitioner(compiler.partition),
-                    **shim.NO_GRAPH_CACHE,
-                }
-            ),
-        )
-    if compiler.assembly is not None:
-        compiler.assembly.on_unplanned(_on_unplanned)
-        weakref.finalize(compiler, _retire, compiler.assembly).atexit = False
-        state.add_plan(compiler.assembly.plan)
-    elif compiler.saw_training:
-        raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
+    assemblies: list[Assembly] = []
+
+    def finish(captured: CapturedStep) -> Assembly:
+        assemblies.append(_compiled_step(captured, config))
+        return assemblies[-1]
+
+    capture = StepCapture(config, GraphFacts(example_inputs), next_graph_name(), finish)
+    compiled = capture.run(gm, example_inputs)
+    for assembly in assemblies:  # none for inference
+        assembly.on_unplanned(_on_unplanned)
+        weakref.finalize(capture, _retire, assembly).atexit = False
+        state.add_plan(assembly.plan)
     return compiled
+
+
+def _compiled_step(captured: CapturedStep, config: MemoConfig) -> Assembly:
+    """The step through all stages; its memory is taken now."""
+    step = cut_step(captured, config, tiling_believed)
+    assembly = assemble(step, config)
+    dump_step(step, assembly)
+    emit_artifacts(step.name, {"plan.json": lambda: to_json(assembly.plan)})
+    return assembly
 
 
 def _retire(assembly: Assembly) -> None:

@@ -28,7 +28,7 @@ from memo_compile.lowering.lower import lower_regions
 from memo_compile.lowering.workspace import with_workspaces
 from memo_compile.passes.accumulate import AccumulateInPlace
 from memo_compile.passes.cut import Cut, CutRequest, cut
-from memo_compile.passes.runner import GraphPass, PassRunner
+from memo_compile.passes.runner import GraphPass
 from memo_compile.passes.separate import SeparateResults
 from memo_compile.passes.tile_cut import RegionTiling, tile_cut
 from memo_compile.step.problem import Phase
@@ -56,24 +56,21 @@ def assemble(step: CutStep, config: MemoConfig) -> Assembly:
 
 
 def cut_step(
-    step: CapturedStep,
-    config: MemoConfig,
-    runner: PassRunner,
-    accepts: Callable[[RegionTiling], bool],
+    step: CapturedStep, config: MemoConfig, accepts: Callable[[RegionTiling], bool]
 ) -> CutStep:
     """Both halves as regions and their calls; wide chains in tiles, as far as ``accepts`` lets."""
     tiles = config.token_tiles or 1
 
     def tiled(whole: Cut) -> Cut:
-        return tile_cut(whole, tiles, runner, accepts, say_dropped)
+        return tile_cut(whole, tiles, step.runner, accepts, say_dropped)
 
     return CutStep(
         name=step.name,
-        forward=tiled(_cut_forward(step, runner)),
-        backward=tiled(_cut_backward(step, runner)),
+        forward=tiled(_cut_forward(step)),
+        backward=tiled(_cut_backward(step)),
         units=step.units,
         facts=step.facts,
-        runner=runner,
+        runner=step.runner,
     )
 
 
@@ -94,13 +91,13 @@ def lower_step(step: CutStep, config: MemoConfig, *, for_cuda: bool) -> LoweredS
     )
 
 
-def _cut_forward(step: CapturedStep, runner: PassRunner) -> Cut:
+def _cut_forward(step: CapturedStep) -> Cut:
     apart = SeparateResults(own=step.own_results, num_results=step.num_results)
-    gm = runner.run(step.forward, [apart], stage="forward")
-    return _cut_half(step, gm, forward_positions(gm.graph), Phase.FORWARD, runner)
+    gm = step.runner.run(step.forward, [apart], stage="forward")
+    return _cut_half(step, gm, forward_positions(gm.graph), Phase.FORWARD)
 
 
-def _cut_backward(step: CapturedStep, runner: PassRunner) -> Cut:
+def _cut_backward(step: CapturedStep) -> Cut:
     num_units = step.units.num_units
     (gradients,) = step.backward.graph.output_node().args
     assert isinstance(gradients, list | tuple), "a backward returns a tuple"
@@ -108,8 +105,8 @@ def _cut_backward(step: CapturedStep, runner: PassRunner) -> Cut:
         SeparateResults(own=tuple(range(len(gradients)))),
         AccumulateInPlace(num_units=num_units),
     )
-    gm = runner.run(step.backward, passes, stage="backward")
-    return _cut_half(step, gm, backward_positions(gm.graph, num_units), Phase.BACKWARD, runner)
+    gm = step.runner.run(step.backward, passes, stage="backward")
+    return _cut_half(step, gm, backward_positions(gm.graph, num_units), Phase.BACKWARD)
 
 
 def _cut_half(
@@ -117,7 +114,6 @@ def _cut_half(
     gm: fx.GraphModule,
     positions: Mapping[fx.Node, int],
     phase: Phase,
-    runner: PassRunner,
 ) -> Cut:
     request = CutRequest(
         gm=gm,
@@ -127,7 +123,7 @@ def _cut_half(
         device=step.facts.device,
         names=_region_names(step.units, phase),
     )
-    return runner.derive(
+    return step.runner.derive(
         "cut",
         gm,
         lambda: cut(request),

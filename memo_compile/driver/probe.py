@@ -82,6 +82,16 @@ def believed(probe: Probe, *, differs: str, not_run: str) -> bool:
     return probe.verdict is not Verdict.DIFFERS
 
 
+def tiling_believed(tiling: RegionTiling) -> bool:
+    """False for tiles that compute something else than their region, run on random numbers."""
+    name = tiling.region.name
+    return believed(
+        probe_tiling(tiling),
+        differs=f"region {name} is not run in tiles: they compute something else",
+        not_run=f"region {name}: its tiles were not compared with it",
+    )
+
+
 class _NotRunError(Exception):
     """A probe cannot run; the message says why."""
 

@@ -29,6 +29,8 @@ class CapturedStep:
     """Of the forward; behind them it returns what autograd keeps for the backward."""
     own_results: tuple[int, ...]
     """Positions of the forward's results that alias nothing in the user's program."""
+    runner: PassRunner
+    """Runs what is still to be done to graphs of this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class CutStep:
     units: JointUnits
     facts: GraphFacts
     runner: PassRunner
-    """Runs what is still to be done to graphs of this step."""
+    """As in the captured step."""
 
     @property
     def regions(self) -> Mapping[str, RegionGraph]:

@@ -1,16 +1,28 @@
-"""Whether a graph is first tried whole or in tiles of tokens.
+"""A graph is tried whole and in tiles of tokens, until it fits.
 
 Tracing and planning a large model takes most of a minute, and is done again when the first try
 does not fit: where it can be told before, the try that will fit comes first.
 """
 
+import logging
 import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
+from memo_runtime.arena import ArenaError
 from torch import fx
 
+from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import GraphFacts
+from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
+from memo_compile.errors import ConfigError, Infeasible, MemoError, UnsupportedGraph
+
+log = logging.getLogger("memo")
+
+T = TypeVar("T")
 
 TOKEN_TILES = 8
 """Where tiles are wanted: an eighth of the widest tensors is below a layer's other transients."""
@@ -28,6 +40,80 @@ _PRODUCTS = (
     "mm",
 )
 """What makes the widest activations, as it stands in a Dynamo graph."""
+
+
+Attempt = Callable[[fx.GraphModule, MemoConfig], T]
+"""Plans a Dynamo graph, which it may change, under options that name a number of tiles."""
+
+
+def first_that_fits(
+    gm: fx.GraphModule,
+    facts: GraphFacts,
+    config: MemoConfig,
+    attempt: Attempt[T],
+    device_bytes: int | None = None,
+) -> T:
+    """What ``attempt`` makes of ``gm`` in the first number of tiles for which it does not fail.
+
+    ``device_bytes`` is the memory of another device than the one that the tensors lie on.
+
+    Raises:
+        Exception: what the attempt raised; of several the one that tells most.
+    """
+    if config.exact or config.token_tiles is not None:
+        return attempt(gm, replace(config, token_tiles=1) if config.exact else config)
+    untouched = shim.copied(gm)
+    failed: Exception | None = None
+    for tiles in tile_order(gm, facts, config, device_bytes or facts.device_bytes()):
+        graph = gm if failed is None else shim.copied(untouched)
+        try:
+            return attempt(graph, replace(config, token_tiles=tiles))
+        except (MemoError, ArenaError, *UNEXPECTED) as error:
+            if _ends_planning(error) or (failed is None and not _leads_on(error, tiles, config)):
+                raise
+            log.info("memo: in %d tiles of tokens: %s", tiles, error)
+            if _is_unexpected(error) and (failed is None or isinstance(failed, Infeasible)):
+                say_dropped(f"the graph is not planned in {tiles} tiles of tokens", error)
+            failed = error if failed is None else _more_telling(failed, error)
+    assert failed is not None, "there are tilings to try"
+    raise failed
+
+
+def _ends_planning(error: Exception) -> bool:
+    """True for what another plan does not mend: an option, memory that torch itself ran out of."""
+    return isinstance(error, ConfigError | torch.OutOfMemoryError)
+
+
+def _leads_on(error: Exception, tiles: int, config: MemoConfig) -> bool:
+    """True where the step may fit in other tiles than the first ones, which failed.
+
+    A graph that cannot be planned whole cannot be planned in tiles either.
+    """
+    refused = isinstance(error, ArenaError)
+    if config.memory_budget is None and not refused:
+        return False
+    return tiles != 1 or refused or isinstance(error, Infeasible)
+
+
+def _is_unexpected(error: Exception) -> bool:
+    return is_bug(error) and not isinstance(error, ArenaError)
+
+
+def _more_telling(before: Exception, error: Exception) -> Exception:
+    """Which of two failures to raise: of two floors the lower, else the later one.
+
+    The one ``before`` where the later says nothing of memory.
+    """
+    if isinstance(error, UnsupportedGraph):
+        return before
+    if not isinstance(before, Infeasible):
+        return error
+    if not isinstance(error, Infeasible):
+        return before if _is_unexpected(error) else error
+    floors = before.floor_bytes, error.floor_bytes
+    if floors[1] is None or (floors[0] is not None and floors[0] < floors[1]):
+        return before
+    return error
 
 
 def tile_order(

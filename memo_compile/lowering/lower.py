@@ -43,13 +43,9 @@ def _lowered(region: RegionGraph, poison: bool, runner: PassRunner) -> LoweredRe
     if region.op_by_op:
         return aten.lower(region, poison=poison)
     own = OwnOutputs(external_outputs=region.external_outputs)
-    gm = runner.run(_copied(region.gm), [own], stage=region.name)
+    copied = shim.copied(region.gm)  # lowering rewrites it, and others still read the first
+    gm = runner.run(copied, [own], stage=region.name)
     return inductor.lower(replace(region, gm=gm), poison=poison)
-
-
-def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm`` with a graph of its own: lowering rewrites it, and others still read the first."""
-    return shim.with_graph(gm, shim.copy_graph(gm.graph))
 
 
 def plain_inner(

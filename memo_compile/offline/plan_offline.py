@@ -1,11 +1,10 @@
 """Plans a training step without running it: ``memo_compile.plan``.
 
-The model is traced through Dynamo and AOTAutograd with memo's own partitioner, cut and lowered as
-the backend does it, but no kernel is compiled and nothing is computed: the tensors may be fakes.
+The model is traced through Dynamo and AOTAutograd with memo's own partitioner, and goes through the
+stages of the backend but the last. No kernel is compiled and nothing is computed: the tensors may
+be fakes.
 """
 
-import contextlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Never
@@ -14,27 +13,30 @@ import torch
 from torch import fx
 
 from memo_compile import shim
-from memo_compile.backends.capture import StepCompiler
-from memo_compile.backends.entry import plan_graph
+from memo_compile.backends.capture import StepCapture, next_graph_name
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.hardware import HardwareProfile, find_hardware
 from memo_compile.costs.roofline import graph_cost
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.knowledge import StepKnowledge
-from memo_compile.driver.pipeline import lower_step
+from memo_compile.driver.pipeline import cut_step, lower_step
 from memo_compile.driver.plan_step import plan_step
-from memo_compile.driver.stages import CutStep, PlanRequest
+from memo_compile.driver.stages import CapturedStep, PlanRequest
+from memo_compile.driver.tiling import first_that_fits
 from memo_compile.errors import MemoError, UnsupportedGraph
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import simulate
 
-log = logging.getLogger("memo")
-
 _PLAIN_LOOPS = {"cpp.simdlen": 1}
 """For another device than the CPU, whose kernels nobody will read: the same buffers, and a fifth
 less time than vectorised loops; no C++ compiler is asked what the machine can do."""
+
+NOTHING_TRAINS = (
+    "nothing in this step needs a gradient: give trainable parameters, or return a loss that "
+    "depends on them"
+)
 
 FORWARD_AND_BACKWARD = 3
 """A training step's useful FLOPs over those of its forward: two products for each of one."""
@@ -97,82 +99,66 @@ def plan_step_offline(
     config = replace(config, costs="roofline")
     if hardware is not None and hardware.name != "cpu":
         config = replace(config, inductor_options={**config.inductor_options, **_PLAIN_LOOPS})
-    planned: list[OfflineStep] = []
-
-    def make(options: MemoConfig, facts: GraphFacts, name: str) -> StepCompiler:
-        return _OfflineCompiler(options, facts, name, hardware, planned.append)
-
-    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Never:
-        memory = hardware.memory_bytes if hardware else None
-        plan_graph(gm, examples, config, make, device_bytes=memory)
-        raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
-
-    with _fake_mode_of(model, args, kwargs), torch.enable_grad(), shim.without_kernels():
+    step = _with_loss(model, loss)
+    with torch.enable_grad(), shim.without_kernels():
         try:
-            shim.trace_whole(_with_loss(model, loss), backend, args, kwargs)
+            with shim.traced_whole(step, args, kwargs) as traced:
+                if traced is None:
+                    raise UnsupportedGraph(NOTHING_TRAINS)
+                return _planned_graph(*traced, config, hardware)
         except Exception as error:
-            if not planned:
-                _raise_bare(error)
-    return planned[0]
+            _raise_bare(error)
 
 
-class _PlannedSignal(Exception):
-    """Ends the compilation, which has nothing more to do."""
+def _planned_graph(
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    config: MemoConfig,
+    hardware: HardwareProfile | None,
+) -> OfflineStep:
+    """The plan of a Dynamo graph, in tiles of tokens where it does not fit whole."""
+
+    def attempt(graph: fx.GraphModule, options: MemoConfig) -> OfflineStep:
+        found: list[OfflineStep] = []
+
+        def finish(captured: CapturedStep) -> None:
+            found.append(_planned_step(captured, options, hardware))
+
+        facts = GraphFacts(examples)
+        capture = StepCapture(options, facts, next_graph_name(), finish, is_run=False)
+        capture.run(graph, examples)
+        if not found:
+            raise UnsupportedGraph(NOTHING_TRAINS)
+        return found[0]
+
+    device_bytes = hardware.memory_bytes if hardware else None
+    return first_that_fits(gm, GraphFacts(examples), config, attempt, device_bytes)
 
 
-class _OfflineCompiler(StepCompiler):
-    """Plans a graph and ends its compilation."""
-
-    may_run = False
-
-    def __init__(
-        self,
-        config: MemoConfig,
-        facts: GraphFacts,
-        name: str,
-        hardware: HardwareProfile | None,
-        done: Callable[[OfflineStep], None],
-    ) -> None:
-        super().__init__(config, facts, name)
-        self.hardware, self.done = hardware, done
-
-    def inner(
-        self, gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any
-    ) -> Callable[..., Any]:
-        """As the backend's, but a graph without a backward is refused."""
-        if kwargs.get("is_inference"):
-            raise UnsupportedGraph(
-                "nothing in this step needs a gradient: give trainable parameters, or return a "
-                "loss that depends on them"
-            )
-        return super().inner(gm, examples, **kwargs)
-
-    def assemble(self, step: CutStep) -> Never:
-        """Plan, hand the plan to ``done``, and end the compilation."""
-        device = step.facts.device.type
-        for_cuda = device == "cuda" or (self.hardware is not None and self.hardware.name != device)
-        lowered = lower_step(step, self.config, for_cuda=for_cuda)
-        known = StepKnowledge(
-            lowered=lowered, config=self.config, hardware=self.hardware, may_run=False
-        )
-        planned = plan_step(lowered, self.config, PlanRequest(), known)
-        costs = known.costs(self.config.host_store)
-        made = planned.plan
-        if made.timeline is None:
-            made = replace(made, timeline=simulate(planned.problem, costs))
-        forward_flops = sum(
-            graph_cost(step.regions[call.region].gm).flops for call in step.forward.calls
-        )
-        self.done(
-            OfflineStep(
-                problem=planned.problem,
-                plan=made,
-                costs=costs,
-                model_flops=FORWARD_AND_BACKWARD * forward_flops,
-                exact=known.runs_here(),
-            )
-        )
-        raise _PlannedSignal("planned; nothing is to be compiled")
+def _planned_step(
+    captured: CapturedStep, config: MemoConfig, hardware: HardwareProfile | None
+) -> OfflineStep:
+    """A captured step through all stages but the last."""
+    step = cut_step(captured, config, lambda _: True)  # nothing may be computed to judge tiles
+    device = step.facts.device.type
+    for_cuda = device == "cuda" or (hardware is not None and hardware.name != device)
+    lowered = lower_step(step, config, for_cuda=for_cuda)
+    known = StepKnowledge(lowered=lowered, config=config, hardware=hardware, may_run=False)
+    planned = plan_step(lowered, config, PlanRequest(), known)
+    costs = known.costs(config.host_store)
+    made = planned.plan
+    if made.timeline is None:
+        made = replace(made, timeline=simulate(planned.problem, costs))
+    forward_flops = sum(
+        graph_cost(step.regions[call.region].gm).flops for call in step.forward.calls
+    )
+    return OfflineStep(
+        problem=planned.problem,
+        plan=made,
+        costs=costs,
+        model_flops=FORWARD_AND_BACKWARD * forward_flops,
+        exact=known.runs_here(),
+    )
 
 
 def _with_loss(model: Callable[..., Any], loss: Callable[[Any], Any] | None) -> Callable[..., Any]:
@@ -183,17 +169,6 @@ def _with_loss(model: Callable[..., Any], loss: Callable[[Any], Any] | None) -> 
         return loss(model(*args, **kwargs))
 
     return step
-
-
-def _fake_mode_of(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> contextlib.AbstractContextManager[Any]:
-    """The mode of the fakes that are given, entered; nothing where all tensors are real."""
-    tensors = [*args, *kwargs.values()]
-    if isinstance(model, torch.nn.Module):
-        tensors += [*model.parameters(), *model.buffers()]
-    mode = shim.detect_fake_mode(tensors)
-    return contextlib.nullcontext() if mode is None else mode
 
 
 def _raise_bare(error: Exception) -> Never:

@@ -76,7 +76,7 @@ class PassRunner:
     """
 
     def __init__(self, dump: Path | None = None, selection: PassSelection = ALL) -> None:
-        self._dump = dump
+        self.dump = dump
         self._selection = selection
         self._count = 0
         self._optional_runs = 0
@@ -145,7 +145,7 @@ class PassRunner:
                 graph.graph.lint()
         if _nodes(gm) != before:
             raise PassFailed(f"{name} of {stage}: changed the graph that it reads")
-        if self._dump is not None:
+        if self.dump is not None:
             texts = (f"# {part}\n{graph_text(graph)}" for part, graph in made.items())
             self.write(f"{stage}-{name}.before.txt", graph_text(gm))
             self.write(f"{stage}-{name}.after.txt", "\n".join(texts))
@@ -177,17 +177,17 @@ class PassRunner:
 
     def write_times(self) -> None:
         """Leave ``times`` in the dump folder; nothing without one."""
-        if self._dump is not None:
-            self._dump.mkdir(parents=True, exist_ok=True)
-            (self._dump / TIMES_FILE).write_text(self.times())
+        if self.dump is not None:
+            self.dump.mkdir(parents=True, exist_ok=True)
+            (self.dump / TIMES_FILE).write_text(self.times())
 
     def write(self, name: str, text: str) -> None:
         """Leave ``text`` in the dump folder under the next number; nothing without one."""
-        if self._dump is None:
+        if self.dump is None:
             return
-        self._dump.mkdir(parents=True, exist_ok=True)
+        self.dump.mkdir(parents=True, exist_ok=True)
         plain = re.sub(r"[^\w.-]+", "_", name)
-        (self._dump / f"{self._count:02d}-{plain}").write_text(text)
+        (self.dump / f"{self._count:02d}-{plain}").write_text(text)
         self._count += 1
 
 

@@ -390,12 +390,12 @@ def suppressed():
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_crash_in_the_backend_is_loud(monkeypatch, caplog, strict):
     """Row 30: whatever Dynamo hides is logged at ERROR, and the report says that memo is off."""
-    from memo_compile.backends import capture
+    from memo_compile.backends import entry
 
     def crash(*args, **kwargs):
         raise ZeroDivisionError("injected")
 
-    monkeypatch.setattr(capture, "assemble", crash)
+    monkeypatch.setattr(entry, "assemble", crash)
     model = Stack()
     eager = copy.deepcopy(model)
     with caplog.at_level(logging.ERROR, logger="memo"):

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 import memo_compile
-from memo_compile.backends import capture
+from memo_compile.backends import entry
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.driver import pipeline
 from memo_compile.driver.assemble import Assembly
@@ -36,7 +36,7 @@ class TracedStep:
         torch._dynamo.reset()
         state.reset()
         self._train, self._options = train, options
-        with mock.patch.object(capture, "assemble", self._assembled):
+        with mock.patch.object(entry, "assemble", self._assembled):
             self.first = self._trained()
         self.assembly = self._assembly
         """Of the first run."""

@@ -2,18 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
 
 import torch
 from torch._subclasses import FakeTensorMode
 
 from memo_compile import shim
-from memo_compile.backends import capture
-from memo_compile.backends.capture import StepCompiler
+from memo_compile.backends.capture import StepCapture
 from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.stages import CutStep
+from memo_compile.driver.pipeline import cut_step
+from memo_compile.driver.stages import CapturedStep
 from memo_compile.passes.cut import Cut, step_order
 
 
@@ -31,43 +29,26 @@ class Programs:
         return len(self.forward.regions) + len(self.backward.regions)
 
 
-class _CutError(Exception):
-    """Carries nothing: both halves are cut, and nothing is to be lowered."""
-
-
 def step_programs(
     make: Callable[[], tuple[Callable[..., torch.Tensor], Sequence[torch.Tensor]]],
     **options: object,
 ) -> Programs:
     """The step programs of what ``make`` builds under FakeTensorMode: a function and its inputs."""
+    config = MemoConfig(lowering="aten", **options)
     found: list[Programs] = []
 
-    def stop(step: CutStep, *_: Any) -> None:
+    def finish(captured: CapturedStep) -> None:
+        step = cut_step(captured, config, lambda _: True)
         found.append(Programs(forward=step.forward, backward=step.backward))
-        raise _CutError
-
-    def backend(gm, examples):
-        config = MemoConfig(lowering="aten", **options)
-        compiler = StepCompiler(config, GraphFacts(examples), "step")
-        patches = {"custom_partitioner_fn": shim.partitioner(compiler.partition)}
-        with shim.functorch_patch(
-            force_non_lazy_backward_lowering=True, enable_autograd_cache=False
-        ):
-            return shim.compile_fx(
-                gm,
-                examples,
-                inner_compile=shim.inner_compiler(compiler.inner),
-                config_patches={**patches, "force_disable_caches": True},
-            )
 
     torch._dynamo.reset()
     try:
-        with mock.patch.object(capture, "assemble", stop), FakeTensorMode():
+        with FakeTensorMode():
             function, inputs = make()
-            torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*inputs)
-    except Exception:
-        if not found:
-            raise
+            with shim.traced_whole(function, inputs, {}) as traced:
+                gm, examples = traced
+                facts = GraphFacts(examples)
+                StepCapture(config, facts, "step", finish, is_run=False).run(gm, examples)
     finally:
         torch._dynamo.reset()
     return found[0]

@@ -13,7 +13,7 @@ from memo_runtime.run_step import StepPlan, run_backward, run_forward
 from torch import nn
 from torch.nn import functional
 
-from memo_compile.backends import capture
+from memo_compile.backends import entry
 from memo_compile.check.check_plan import check
 from memo_compile.check.prove import prove
 from memo_compile.driver import assemble
@@ -132,13 +132,13 @@ SETUPS: Mapping[str, Setup] = {
 def assemblies() -> Iterator[list[assemble.Assembly]]:
     """The steps that are assembled in the block."""
     made: list[assemble.Assembly] = []
-    original = capture.assemble
+    original = entry.assemble
 
     def keep(*args: Any) -> assemble.Assembly:
         made.append(original(*args))
         return made[-1]
 
-    with mock.patch.object(capture, "assemble", keep):
+    with mock.patch.object(entry, "assemble", keep):
         yield made
 
 

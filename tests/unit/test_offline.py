@@ -117,6 +117,44 @@ def test_nothing_runs_and_nothing_stays_and_fakes_give_the_same_plan():
     assert step_on_fakes().plan.decisions == real.decisions
 
 
+def test_the_models_python_is_traced_and_not_run():
+    """Nor is anything left where Dynamo puts what compiled code would need."""
+
+    class Counting(nn.Linear):
+        calls = 0
+        seen = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.seen = x
+            return super().forward(x).square().mean()
+
+    model = Counting(8, 8)
+    before = set(Counting.forward.__globals__)
+    for rows in range(4, 16):  # more shapes than Dynamo compiles a function for
+        memo_compile.plan(model, torch.randn(rows, 8), options={"lowering": "aten"})
+    assert (model.calls, model.seen) == (0, None)
+    assert set(Counting.forward.__globals__) == before
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda model: model.forward,
+        functools.partial,
+        torch.compile,
+        lambda model: torch.compile(model.forward),
+        lambda model: lambda x: model(x),
+    ],
+    ids=["method", "partial", "compiled module", "compiled function", "function"],
+)
+def test_whatever_can_be_called_is_planned(given):
+    model, x = inputs()
+    plan = memo_compile.plan(given(model), x, options={"lowering": "aten"})
+    assert plan.peak_bytes == memo_compile.plan(model, x, options={"lowering": "aten"}).peak_bytes
+    assert plan.check.ok
+
+
 def test_a_gpus_plan_is_simulated_with_its_figures():
     slow, fast = step_on_fakes("a100"), step_on_fakes("h200")
     assert not slow.exact
