@@ -81,6 +81,8 @@ def first_that_fits(
 
 def _ends_planning(error: Exception) -> bool:
     """True for what another plan does not mend: an option, memory that torch itself ran out of."""
+    if isinstance(error, ArenaError):
+        return False
     return isinstance(error, ConfigError | torch.OutOfMemoryError)
 
 

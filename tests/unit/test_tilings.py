@@ -1,0 +1,121 @@
+"""The tilings in which a graph is tried: their order, what leads on, which error counts."""
+
+import pytest
+import torch
+from memo_runtime.arena import ArenaError
+from torch import fx
+
+import memo_compile
+from memo_compile.config import MemoConfig
+from memo_compile.driver import tiling
+from memo_compile.driver.facts import GraphFacts
+from memo_compile.driver.tiling import TOKEN_TILES, first_that_fits
+from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, UnsupportedGraph
+
+pytestmark = pytest.mark.usefixtures("fresh_report")
+
+
+def graph() -> fx.GraphModule:
+    return fx.symbolic_trace(lambda x: x.sin())
+
+
+def tried(*failures, order=(1, TOKEN_TILES), monkeypatch=None, **options):
+    """(what comes out, the numbers of tiles tried) when the first attempts raise ``failures``."""
+    if monkeypatch is not None:
+        monkeypatch.setattr(tiling, "tile_order", lambda *_: order)
+    seen = []
+
+    def attempt(gm, config):
+        assert [node.op for node in gm.graph.nodes] == ["placeholder", "call_method", "output"]
+        gm.graph.erase_node(gm.graph.output_node())  # an attempt may change its graph
+        seen.append(config.token_tiles)
+        if len(seen) <= len(failures):
+            raise failures[len(seen) - 1]
+        return "planned"
+
+    settings = {"memory_budget": 2**30, **options}
+    try:
+        found = first_that_fits(
+            graph(), GraphFacts([torch.ones(4)]), MemoConfig(**settings), attempt
+        )
+    except Exception as error:
+        found = error
+    return found, seen
+
+
+def floor(floor_bytes):
+    return Infeasible(f"floor {floor_bytes}", floor_bytes=floor_bytes)
+
+
+def test_a_graph_that_fits_is_tried_once():
+    assert tried() == ("planned", [1])
+
+
+@pytest.mark.parametrize(("options", "tiles"), [({"token_tiles": 4}, 4), ({"exact": True}, 1)])
+def test_a_number_that_the_user_gave_is_the_only_one(options, tiles):
+    error = floor(5)
+    assert tried(error, **options) == (error, [tiles])
+
+
+@pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (floor(5), {}),
+        (ArenaError("refused"), {}),
+        (ArenaError("refused"), {"memory_budget": None}),
+    ],
+    ids=["budget", "device and budget", "device"],
+)
+def test_what_does_not_fit_whole_is_tried_in_tiles(error, options):
+    assert tried(error, **options) == ("planned", [1, TOKEN_TILES])
+
+
+@pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (floor(5), {"memory_budget": None}),
+        (UnsupportedGraph("no"), {}),
+        (InvalidPlan("no"), {}),
+        (KeyError("no"), {}),
+        (ConfigError("no"), {}),
+        (torch.OutOfMemoryError("no"), {}),
+    ],
+    ids=["no budget", "unsupported", "invalid", "bug", "option", "torch out of memory"],
+)
+def test_what_tiles_do_not_mend_is_raised(error, options):
+    assert tried(error, **options) == (error, [1])
+    assert memo_compile.report().notes == ()
+
+
+@pytest.mark.parametrize("error", [floor(5), UnsupportedGraph("no"), KeyError("no")], ids=repr)
+def test_tiles_that_fail_first_lead_to_the_whole(monkeypatch, error):
+    found, seen = tried(error, order=(TOKEN_TILES, 1), monkeypatch=monkeypatch)
+    assert (found, seen) == ("planned", [TOKEN_TILES, 1])
+    notes = [note for note in memo_compile.report().notes if f"{TOKEN_TILES} tiles" in note]
+    assert bool(notes) == isinstance(error, KeyError)
+
+
+LOW, HIGH, UNKNOWN = floor(4), floor(9), floor(None)
+UNFIT, BUG, REFUSED = UnsupportedGraph("no"), KeyError("no"), ArenaError("refused")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "raised"),
+    [
+        (HIGH, LOW, LOW),
+        (LOW, HIGH, LOW),
+        (UNKNOWN, HIGH, HIGH),
+        (HIGH, UNKNOWN, HIGH),
+        (HIGH, UNFIT, HIGH),
+        (HIGH, BUG, HIGH),
+        (HIGH, REFUSED, REFUSED),
+        (REFUSED, HIGH, HIGH),
+        (REFUSED, UNFIT, REFUSED),
+    ],
+    ids=lambda error: f"{type(error).__name__} {error}",
+)
+def test_of_two_failures_the_one_that_tells_most_is_raised(first, second, raised):
+    found, seen = tried(first, second)
+    assert found is raised
+    assert seen == [1, TOKEN_TILES]
+    assert bool(memo_compile.report().notes) == (second is BUG)
