@@ -22,7 +22,7 @@ def dump_step(step: CutStep, assembly: Assembly) -> None:
     step.runner.write("step-forward.txt", graph_text(step.forward.program))
     step.runner.write("step-backward.txt", graph_text(step.backward.program))
     step.runner.write("step-program.txt", program_text(assembly.problem))
-    write_pictures(step.runner.dump, assembly.problem, assembly.plan, assembly.costs())
+    write_pictures(step.runner.dump, assembly.problem, assembly.reported, assembly.costs())
 
 
 def emit_artifacts(plan_name: str, texts: Mapping[str, Callable[[], str]]) -> None:

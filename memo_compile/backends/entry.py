@@ -140,7 +140,7 @@ def _plan_once(
     for assembly in assemblies:  # none for inference
         assembly.on_unplanned(_on_unplanned)
         weakref.finalize(capture, _retire, assembly).atexit = False
-        state.add_plan(assembly.plan)
+        state.add_plan(assembly.reported)
     return compiled
 
 
@@ -149,14 +149,14 @@ def _compiled_step(captured: CapturedStep, config: MemoConfig) -> Assembly:
     step = cut_step(captured, config, tiling_believed)
     assembly = assemble(step, config)
     dump_step(step, assembly)
-    emit_artifacts(step.name, {"plan.json": lambda: to_json(assembly.plan)})
+    emit_artifacts(step.name, {"plan.json": lambda: to_json(assembly.reported)})
     return assembly
 
 
 def _retire(assembly: Assembly) -> None:
     """Nothing of a model that is gone is held."""
     assembly.retire()
-    state.plan_is_gone(assembly.plan)
+    state.plan_is_gone(assembly.reported)
 
 
 def _on_unplanned() -> None:

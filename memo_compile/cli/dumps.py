@@ -5,11 +5,11 @@ from typing import TypeVar
 
 from memo_compile.errors import InputError
 from memo_compile.step.movable import StepCosts
-from memo_compile.step.plans import Plan
+from memo_compile.step.plans import Plan, ReportedPlan
 from memo_compile.step.problem import Problem
 from memo_compile.step.serialise import from_json
 
-Data = TypeVar("Data", Problem, Plan, StepCosts)
+Data = TypeVar("Data", Problem, Plan, ReportedPlan, StepCosts)
 
 
 def read_text(path: Path) -> str:

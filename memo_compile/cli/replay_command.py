@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from memo_compile.planners.place_step import place_step
 from memo_compile.reporting.differences import Differences, differences
 from memo_compile.reporting.write import write_pictures
 from memo_compile.step.movable import StepCosts
-from memo_compile.step.plans import Plan
+from memo_compile.step.plans import ReportedPlan
 from memo_compile.step.problem import Problem
 from memo_compile.step.program_text import program_text
 from memo_compile.step.simulate import simulate
@@ -50,7 +51,7 @@ def replay(
     if program:
         print(program_text(problem), end="")
         raise typer.Exit
-    before = read_data(folder / "plan.json", Plan)
+    before = read_data(folder / "plan.json", ReportedPlan)
     costs_file = folder / "costs.json"
     costs = read_data(costs_file, StepCosts) if costs_file.is_file() else None
     after = _replan(problem, before, costs, solver, time_limit)
@@ -67,15 +68,20 @@ def replay(
 
 _PLACED = (
     "offsets arena_bytes lower_bound_bytes outside_bytes_by_kind peak_bytes fixed layer_classes "
-    "resident_bytes solver planning_s num_regions check"
+    "resident_bytes solver num_regions check"
 ).split()
 """Fields of a plan that follow from its problem alone."""
 
 
 def _replan(
-    problem: Problem, before: Plan, costs: StepCosts | None, solver: str, time_limit_s: float
-) -> Plan:
+    problem: Problem,
+    before: ReportedPlan,
+    costs: StepCosts | None,
+    solver: str,
+    time_limit_s: float,
+) -> ReportedPlan:
     """The stages from the problem on; what was decided before them is taken from ``before``."""
+    start = time.perf_counter()
     placed = place_step(
         problem,
         name=before.name,
@@ -85,13 +91,17 @@ def _replan(
         budget_bytes=before.budget_bytes,
         releases_pages=before.releases_pages,
     )
+    planning_s = time.perf_counter() - start
     timeline = before.timeline if costs is None else simulate(problem, costs)
     return dataclasses.replace(
-        before, timeline=timeline, **{name: getattr(placed, name) for name in _PLACED}
+        before,
+        timeline=timeline,
+        planning_s=planning_s,
+        **{name: getattr(placed, name) for name in _PLACED},
     )
 
 
-def _as_dict(found: Differences, plan: Plan) -> dict[str, Any]:
+def _as_dict(found: Differences, plan: ReportedPlan) -> dict[str, Any]:
     return {
         "equal": found.equal,
         "arena_bytes": plan.arena_bytes,
@@ -105,7 +115,7 @@ def _as_dict(found: Differences, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _as_text(found: Differences, plan: Plan, *, simulated: bool) -> str:
+def _as_text(found: Differences, plan: ReportedPlan, *, simulated: bool) -> str:
     """One line for each stage, then the verdict, and what differs."""
     needed = f"at least {format_bytes(plan.lower_bound_bytes)} needed"
     lines = [

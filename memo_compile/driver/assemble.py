@@ -22,7 +22,7 @@ from memo_compile.driver.user_outputs import ResultWatch, held_bytes, result_sto
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
 from memo_compile.step.movable import StepCosts
-from memo_compile.step.plans import Plan
+from memo_compile.step.plans import Observed, Plan, ReportedPlan
 from memo_compile.step.problem import FixedBytes, Problem
 from memo_compile.step.residency import retained_peak_bytes, step_constant_bytes
 from memo_compile.units import format_bytes
@@ -47,8 +47,11 @@ class Assembly:
     """The last one: what is known by now of the device and of what the user keeps."""
     planned: PlannedStep
     plan: Plan = field(init=False)
-    """Of ``planned``, with what was counted while it ran."""
+    """Of ``planned``, with what else was found to exist beside it since."""
+    observed: Observed = field(init=False)
     step: StepPlan = field(init=False)
+    reported: ReportedPlan = field(init=False)
+    """What the report shows of this step, where it shows it."""
 
     _watch: ResultWatch = field(default_factory=ResultWatch)
     _made: tuple[int, ...] = ()
@@ -62,12 +65,19 @@ class Assembly:
     def __post_init__(self) -> None:
         self._memory = OutOfMemory(dump=self.config.dump)
         self._bind(self.planned)
+        self.reported = ReportedPlan.of(self.plan, self.observed)
+
+    def _report(self) -> None:
+        """The report shows what is known now."""
+        before, self.reported = self.reported, ReportedPlan.of(self.plan, self.observed)
+        state.replace_plan(before, self.reported)
 
     def _bind(self, planned: PlannedStep) -> None:
         if not planned.problem.fixed.earlier_outputs:
             self._unburdened = planned
         step = self.lowered.cut
         self.planned, self.plan = planned, planned.plan
+        self.observed = Observed(planning_s=planned.planning_s, lowering_s=self.lowered.lowering_s)
         self._made = tuple(result_storages(planned.problem, step.forward.results))
         self.step = bind_step(planned, step, self.request.applied_to(self.config), self._count)
 
@@ -106,7 +116,7 @@ class Assembly:
         """The forward's results; empties ``args``."""
         self._count_what_exists(args)
         self._count_kept_outputs()
-        with self._memory.explained(self.problem, self.plan):
+        with self._memory.explained(self.problem, self.reported):
             results = run_forward(self.step, args)
         self._watch.returned([results[position] for position in self._made])
         return results
@@ -119,7 +129,7 @@ class Assembly:
         """
         keep_graph = shim.keep_graph()
         self._require_room(args, keep_graph=keep_graph)
-        with self._memory.explained(self.problem, self.plan):
+        with self._memory.explained(self.problem, self.reported):
             results = run_backward(self.step, args, keep_graph=keep_graph)
         kept = self._watch.end(keep_graph=keep_graph)
         if not self.problem.keeps_outputs:
@@ -140,7 +150,7 @@ class Assembly:
             raise Infeasible(message, floor_bytes=peak)
         if peak > plan.peak_bytes and (copied or budget is not None):
             self.plan = replace(plan, peak_bytes=peak)
-            state.replace_plan(plan, self.plan)
+            self._report()
 
     def _held_bytes(self) -> int:
         return held_bytes(self.problem, self.lowered.cut.forward.results)
@@ -264,7 +274,7 @@ class Assembly:
         before = self.plan
         if more:
             self.plan = replace(before, fixed=fixed, peak_bytes=before.peak_bytes + more)
-            state.replace_plan(before, self.plan)
+            self._report()
 
     def _plan_with(self, existing: int, lasting: int, *, replaced: bool) -> None:
         """Replan with kept gradients and results.
@@ -286,10 +296,8 @@ class Assembly:
 
     def _rebind(self, planned: PlannedStep) -> None:
         """From now on ``planned`` runs, and is what the report has."""
-        before = self.plan
         self._bind_again(planned)
         self.reserve()
-        state.replace_plan(before, self.plan)
 
     def _count_kept_outputs(self) -> None:
         """Replan once it turns out that the user holds what the forward returned.
@@ -309,18 +317,17 @@ class Assembly:
         self._bind(planned)
         self.on_unplanned(old.on_unplanned)
         arena_of(old.device).forget(old.key)  # a backward that is still to come makes them anew
+        self._report()
 
     def _count(self, counted: StepCounters) -> None:
         """Keep what the step that just ended moved, for the report."""
-        plan = self.plan
-        moved = (counted.offloaded_bytes, counted.recomputed_bytes)
-        self.plan = replace(
-            plan,
-            offloaded_bytes=moved[0],
-            recomputed_bytes=moved[1],
+        self.observed = replace(
+            self.observed,
+            offloaded_bytes=counted.offloaded_bytes,
+            recomputed_bytes=counted.recomputed_bytes,
             stall_s=counted.stall_s,
         )
-        state.replace_plan(plan, self.plan)
+        self._report()
 
 
 def _kept(error: Infeasible, gradients: int, results: int) -> str:

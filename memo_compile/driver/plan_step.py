@@ -58,12 +58,8 @@ def plan_step(
         planned = planner.decide()
     except Infeasible as error:
         raise with_both_floors(error, planner.problem.fixed) from None
-    plan = replace(
-        planned.plan,
-        planning_s=time.perf_counter() - start,
-        dropping_saves_bytes=planner.saved_by_dropping(planned),
-    )
-    return replace(planned, plan=plan)
+    plan = replace(planned.plan, dropping_saves_bytes=planner.saved_by_dropping(planned))
+    return replace(planned, plan=plan, planning_s=time.perf_counter() - start)
 
 
 def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
@@ -174,7 +170,6 @@ class _Planner:
             name=self.lowered.cut.name,
             solver=solver or self.config.placement_solver,
             time_limit_s=self.config.placement_time_limit_s,
-            lowering_s=self.lowered.lowering_s,
             releases_pages=self._releases_pages(),
         )
 

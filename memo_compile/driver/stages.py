@@ -98,3 +98,5 @@ class PlannedStep:
     plan: Plan
     lowered: Mapping[str, LoweredRegion]
     graphs: Mapping[str, RegionGraph]
+    planning_s: float = 0.0
+    """How long ``plan_step`` took."""

@@ -25,7 +25,7 @@ from memo_compile.driver.stages import CapturedStep, PlanRequest
 from memo_compile.driver.tiling import first_that_fits
 from memo_compile.errors import MemoError, UnsupportedGraph
 from memo_compile.step.movable import StepCosts
-from memo_compile.step.plans import Plan
+from memo_compile.step.plans import Observed, ReportedPlan
 from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import simulate
 
@@ -47,7 +47,7 @@ class OfflineStep:
     """A step that was planned and never ran."""
 
     problem: Problem
-    plan: Plan
+    plan: ReportedPlan
     """With its ``timeline``."""
     costs: StepCosts
     model_flops: int
@@ -63,7 +63,7 @@ def plan(
     hardware: str | HardwareProfile | None = None,
     loss: Callable[[Any], Any] | None = None,
     **kwargs: Any,
-) -> Plan:
+) -> ReportedPlan:
     """The plan of one training step of ``model(*args, **kwargs)``; nothing runs.
 
     Tensors may be real, or fakes of one ``FakeTensorMode``, which take no memory. ``options`` are
@@ -149,12 +149,13 @@ def _planned_step(
     made = planned.plan
     if made.timeline is None:
         made = replace(made, timeline=simulate(planned.problem, costs))
+    observed = Observed(planning_s=planned.planning_s, lowering_s=lowered.lowering_s)
     forward_flops = sum(
         graph_cost(step.regions[call.region].gm).flops for call in step.forward.calls
     )
     return OfflineStep(
         problem=planned.problem,
-        plan=made,
+        plan=ReportedPlan.of(made, observed),
         costs=costs,
         model_flops=FORWARD_AND_BACKWARD * forward_flops,
         exact=known.runs_here(),

@@ -1,7 +1,5 @@
 """Problem -> Plan: lifetimes, placement, the numbers of the plan, and the checker's verdict."""
 
-import time
-
 from memo_compile.check.check_plan import require_valid
 from memo_compile.errors import Infeasible
 from memo_compile.planners.placement import Block, Buffer, Placement, PlacementProblem, place
@@ -24,7 +22,6 @@ def place_step(
     name: str = "",
     solver: str = "auto",
     time_limit_s: float = 5.0,
-    lowering_s: float = 0.0,
     decisions: tuple[Decision, ...] = (),
     budget_bytes: int | None = None,
     releases_pages: bool = False,
@@ -35,7 +32,6 @@ def place_step(
         Infeasible: the step needs more than ``budget_bytes``.
         InvalidPlan: the checker found a fault in what the planner made.
     """
-    start = time.perf_counter()
     placed = place(placement_problem(problem), solver=solver, time_limit_s=time_limit_s)
     lower_bound = max(live_bytes(arena_buffers(problem)).values(), default=0)
     arena_bytes = _height(problem, placed)
@@ -54,8 +50,6 @@ def place_step(
         decisions=decisions,
         budget_bytes=budget_bytes,
         solver=placed.solver,
-        lowering_s=lowering_s,
-        planning_s=time.perf_counter() - start,
         num_regions=len(problem.regions),
     )
     require_budget(plan)

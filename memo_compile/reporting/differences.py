@@ -1,4 +1,4 @@
-"""What two plans, or two problems, do not have in common. Times that planning took do not count."""
+"""What two plans, or two problems, do not have in common. What was observed does not count."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,9 +7,6 @@ from typing import Any
 
 from memo_compile.step.plans import Decision, Plan
 from memo_compile.step.problem import Problem
-
-MEASURED = frozenset({"planning_s", "lowering_s"})
-"""Fields that differ from run to run."""
 
 MAX_ENTRIES = 6
 """Changed entries of one sequence (``resident_bytes``, ``timeline.spans``) that are listed."""
@@ -86,8 +83,8 @@ def _of_problems(first: Problem, second: Problem) -> Differences:
 def _numbers(data: Plan | Problem) -> dict[str, Any]:
     """Field -> value; fields of fields and entries of mappings by path, collections by index."""
     found: dict[str, Any] = {}
-    for field in dataclasses.fields(data):
-        if field.name not in _APART | MEASURED:
+    for field in dataclasses.fields(Plan if isinstance(data, Plan) else data):
+        if field.name not in _APART:
             _flatten(field.name, getattr(data, field.name), found)
     if isinstance(data, Problem):
         found["num_calls"], found["num_regions"] = len(data.calls), len(data.regions)

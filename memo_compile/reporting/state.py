@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from memo_compile.step.plans import Plan
+from memo_compile.step.plans import ReportedPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class Report:
 
     active: bool
     """True when a plan stands and no training graph runs without one."""
-    plans: tuple[Plan, ...]
+    plans: tuple[ReportedPlan, ...]
     """Newest last. A plan whose model is gone stays until the next one stands."""
     unplanned_steps: int
     """Training steps that ran in ordinary memory although a plan exists."""
@@ -39,8 +39,8 @@ LeftOut = tuple[tuple[str, ...], bool]
 
 @dataclass(slots=True)
 class _State:
-    plans: list[Plan] = field(default_factory=list)
-    gone: list[Plan] = field(default_factory=list)
+    plans: list[ReportedPlan] = field(default_factory=list)
+    gone: list[ReportedPlan] = field(default_factory=list)
     """Of ``plans``, those whose models are gone."""
     notes: list[str] = field(default_factory=list)
     unplanned_steps: int = 0
@@ -83,7 +83,7 @@ def reset() -> None:
     _state.begin()
 
 
-def add_plan(plan: Plan) -> None:
+def add_plan(plan: ReportedPlan) -> None:
     """A plan stands; those of models that are gone leave the report."""
     with _state.lock:
         gone, _state.gone = _state.gone, []
@@ -92,13 +92,13 @@ def add_plan(plan: Plan) -> None:
         _state.refused = False
 
 
-def replace_plan(old: Plan, new: Plan) -> None:
+def replace_plan(old: ReportedPlan, new: ReportedPlan) -> None:
     """``new`` says more than ``old`` about the same step."""
     with _state.lock:
         _state.plans = [new if plan is old else plan for plan in _state.plans]
 
 
-def plan_is_gone(plan: Plan) -> None:
+def plan_is_gone(plan: ReportedPlan) -> None:
     """No step of ``plan`` will run any more: its model is gone."""
     with _state.lock:
         _state.gone.append(plan)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from memo_compile.reporting.state import Report
 from memo_compile.reporting.view import short_source
-from memo_compile.step.plans import Plan
+from memo_compile.step.plans import ReportedPlan
 from memo_compile.units import format_bytes, format_seconds
 
 _WIDTH = 110
@@ -33,7 +33,7 @@ def render(report: Report) -> str:
     return text.getvalue().rstrip()
 
 
-def _numbers(plan: Plan) -> Table:
+def _numbers(plan: ReportedPlan) -> Table:
     table = Table(title=f"plan {plan.name}", show_header=False, title_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right")
@@ -71,7 +71,7 @@ def _numbers(plan: Plan) -> Table:
     return table
 
 
-def _decisions(plan: Plan) -> Table:
+def _decisions(plan: ReportedPlan) -> Table:
     table = Table(title="saved activations, per layer", title_justify="left")
     for column in ("layers", "tensor"):
         table.add_column(column, overflow="fold")
@@ -101,7 +101,7 @@ def report_dict(report: Report) -> dict[str, Any]:
     }
 
 
-def _plan_dict(plan: Plan) -> dict[str, Any]:
+def _plan_dict(plan: ReportedPlan) -> dict[str, Any]:
     return {
         "name": plan.name,
         "arena_bytes": plan.arena_bytes,

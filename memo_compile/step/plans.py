@@ -1,11 +1,14 @@
 """What was planned, as pure data: the offset of every buffer and the plan's numbers.
 
-No torch here. ``to_json`` and ``from_json`` of Problem and Plan live in ``serialise.py``.
+What was observed while planning and while the step ran is another value (``Observed``); users see
+both as one (``ReportedPlan``). No torch here. ``to_json`` and ``from_json`` of Problem and Plan
+live in ``serialise.py``.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from memo_compile.step.problem import FixedBytes, LayerClassInfo
 
@@ -101,8 +104,6 @@ class Plan:
     what the heap adds."""
     budget_bytes: int | None = None
     solver: str = "greedy"
-    planning_s: float = 0.0
-    lowering_s: float = 0.0
     num_regions: int = 0
     name: str = ""
     check: CheckVerdict = field(default_factory=CheckVerdict)
@@ -113,12 +114,6 @@ class Plan:
     """The simulated step, where costs are known."""
     frontier: tuple[FrontierPoint, ...] = ()
     """Step time against memory, fastest first; where a budget made memo choose."""
-    offloaded_bytes: int = 0
-    """Copied to the host in the last step, counted while it ran."""
-    recomputed_bytes: int = 0
-    """Recomputed in the last step, counted while it ran."""
-    stall_s: float = 0.0
-    """How long computation stood still for copies in the last step, measured."""
     dropping_saves_bytes: int = 0
     """How much lower the peak would be if the user dropped the forward's results before the
     backward, with the same moves."""
@@ -131,3 +126,31 @@ class Plan:
     def with_check(self, verdict: CheckVerdict) -> "Plan":
         """The same plan with the checker's verdict."""
         return dataclasses.replace(self, check=verdict)
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots, so that ReportedPlan can have two bases
+class Observed:
+    """How long it took to plan a step, and what the last one that ran has moved."""
+
+    planning_s: float = 0.0
+    lowering_s: float = 0.0
+    offloaded_bytes: int = 0
+    """Copied to the host in the last step, counted while it ran."""
+    recomputed_bytes: int = 0
+    """Recomputed in the last step, counted while it ran."""
+    stall_s: float = 0.0
+    """How long computation stood still for copies in the last step, measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedPlan(Plan, Observed):
+    """A plan and what was observed of it: what the report shows and plan.json holds."""
+
+    @classmethod
+    def of(cls, plan: Plan, observed: Observed) -> "ReportedPlan":
+        """``plan`` and ``observed`` in one value."""
+        return cls(**_fields(plan, Plan), **_fields(observed, Observed))
+
+
+def _fields(data: Plan | Observed, kind: type) -> dict[str, Any]:
+    return {field.name: getattr(data, field.name) for field in dataclasses.fields(kind)}

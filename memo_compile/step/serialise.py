@@ -11,20 +11,27 @@ from typing import Any, TypeVar
 
 from memo_compile.errors import InputError
 from memo_compile.step.movable import StepCosts
-from memo_compile.step.plans import SCHEMA_VERSION, Plan
+from memo_compile.step.plans import SCHEMA_VERSION, Observed, Plan, ReportedPlan
 from memo_compile.step.problem import Problem
 
-Data = TypeVar("Data", Problem, Plan, StepCosts)
+Data = TypeVar("Data", Problem, Plan, ReportedPlan, StepCosts)
+
+_OBSERVED = frozenset(field.name for field in dataclasses.fields(Observed))
 
 
 def to_json(data: Problem | Plan | StepCosts) -> str:
-    """``data`` as JSON text; equal data gives equal text."""
-    content = {"schema": SCHEMA_VERSION, "kind": type(data).__name__, **plain(data)}
+    """``data`` as JSON text; equal data gives equal text.
+
+    A plan's text has what was observed of it: nothing, where only the plan is given.
+    """
+    if isinstance(data, Plan) and not isinstance(data, ReportedPlan):
+        data = ReportedPlan.of(data, Observed())
+    content = {"schema": SCHEMA_VERSION, "kind": _kind_name(type(data)), **plain(data)}
     return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
 
 def from_json(text: str, kind: type[Data], *, where: str = "input") -> Data:
-    """The ``kind`` that ``text`` holds.
+    """The ``kind`` that ``text`` holds; a Plan without what was observed of it.
 
     Raises:
         InputError: not JSON, another kind or version, or a field that is missing or wrong.
@@ -33,18 +40,23 @@ def from_json(text: str, kind: type[Data], *, where: str = "input") -> Data:
         content = json.loads(text)
     except ValueError as error:
         raise InputError(f"{where}: not JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("kind") != kind.__name__:
-        raise InputError(f"{where}: expected a {kind.__name__}")
+    if not isinstance(content, dict) or content.get("kind") != _kind_name(kind):
+        raise InputError(f"{where}: expected a {_kind_name(kind)}")
     if content.get("schema") != SCHEMA_VERSION:
         raise InputError(
             f"{where}: expected schema {SCHEMA_VERSION}, got {content.get('schema')!r}; "
             "write the file again with this version of memo"
         )
-    fields = {key: value for key, value in content.items() if key not in ("schema", "kind")}
+    apart = {"schema", "kind"} | (_OBSERVED if kind is Plan else set())
+    fields = {key: value for key, value in content.items() if key not in apart}
     try:
         return restore(fields, kind, kind.__name__.lower())
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
+
+
+def _kind_name(kind: type) -> str:
+    return Plan.__name__ if issubclass(kind, Plan) else kind.__name__
 
 
 def plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import CutStep, PlanRequest
 from memo_compile.lowering.lower import lower_regions
 from memo_compile.reporting import state
-from memo_compile.step.plans import Plan
+from memo_compile.step.plans import ReportedPlan
 from tests.numerics.training import Run, assert_planned
 
 Options = Mapping[str, object]
@@ -45,16 +45,16 @@ class TracedStep:
         self._assembly = pipeline.assemble(step, config)
         return self
 
-    def run(self, options: Options) -> tuple[Run, Plan]:
+    def run(self, options: Options) -> tuple[Run, ReportedPlan]:
         """A training run and its plan, which nothing is said against."""
         state.reset()
         self.retire()
         self._assembly = self._planned(resolve(options, None))
         self._assembly.on_unplanned(self._say)
-        state.add_plan(self.plan)
+        state.add_plan(self.reported)
         return self._trained()
 
-    def _trained(self) -> tuple[Run, Plan]:
+    def _trained(self) -> tuple[Run, ReportedPlan]:
         done = self._train(self._options)
         assert_planned(1)
         return done, memo_compile.report().plans[-1]
@@ -82,8 +82,8 @@ class TracedStep:
         return self._assembly.backward(args)
 
     @property
-    def plan(self) -> Plan:
-        return self._assembly.plan
+    def reported(self) -> ReportedPlan:
+        return self._assembly.reported
 
     def on_unplanned(self, call: Callable[[], None]) -> None:
         self._say = call

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from memo_compile.errors import InputError
-from memo_compile.step.plans import Plan
+from memo_compile.step.plans import Observed, Plan, ReportedPlan
 from memo_compile.step.problem import (
     OutsideBuffer,
     Problem,
@@ -84,6 +84,16 @@ def test_json_round_trip():
     assert from_json(to_json(problem), Problem) == problem
     assert from_json(to_json(plan), Plan) == plan
     assert to_json(from_json(to_json(plan), Plan)) == to_json(plan)
+
+
+def test_a_plan_is_written_with_what_was_observed_and_read_with_it_or_without():
+    plan = planned(two_layers())
+    reported = ReportedPlan.of(plan, Observed(planning_s=0.5, offloaded_bytes=7))
+    assert from_json(to_json(reported), ReportedPlan) == reported
+    assert from_json(to_json(reported), Plan) == plan
+    assert from_json(to_json(plan), ReportedPlan) == ReportedPlan.of(plan, Observed())
+    assert reported.offloaded_bytes == 7
+    assert not hasattr(plan, "offloaded_bytes")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 import memo_compile
 from memo_compile.reporting import state
-from memo_compile.step.plans import Decision
+from memo_compile.step.plans import Decision, Observed, ReportedPlan
 from memo_compile.step.problem import LayerClassInfo
 from tests.steps.small import planned, two_layers
 
@@ -26,9 +26,10 @@ def plan():
         source="/home/user/project/model.py:88",
     )
     layers = LayerClassInfo(num_layers=2, module_path="model.layers", period=1, num_regions=2)
-    return dataclasses.replace(
+    made = dataclasses.replace(
         planned(two_layers()), name="graph3", decisions=(decision,), layer_classes=(layers,)
     )
+    return ReportedPlan.of(made, Observed(planning_s=0.25, lowering_s=1.5))
 
 
 def test_nothing_compiled_is_not_active():
