@@ -6,7 +6,7 @@ layer of a class keeps the same tensors, and the backward of a layer recomputes 
 another layer made.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import fx
@@ -16,6 +16,7 @@ from memo_compile.analysis.joint_units import (
     UNIT,
     JointUnits,
     backward_positions,
+    forward_nodes,
     tangent_dependents,
 )
 from memo_compile.analysis.overwrites import overwritten, runs_once
@@ -28,43 +29,63 @@ TILE_FACTOR = 2
 than to keep: logits, and what lies between the two products of an MLP."""
 
 
-def equal_cut(
-    joint: fx.GraphModule,
-    units: JointUnits,
-    names: Iterable[str],
-    *,
-    num_fwd_outputs: int,
-    for_tiles: bool = False,
-) -> list[fx.Node]:
-    """The nodes to save, in graph order, given the ``names`` that min-cut would save.
+SAVED = "memo_saved"
+"""Key of ``node.meta``: true for what the forward keeps for the backward."""
 
-    0. What the forward does not make is replaced by what it is made of, where that is no larger.
-    1. In each layer class every layer keeps what its middle layer keeps (the first and the last
-       have other neighbours, so that min-cut may treat them differently).
-    2. Views of a whole tensor are replaced by the tensor.
-    3. Whatever a backward still needs from another unit is kept too, and so is every value that
-       must not be computed twice (random numbers, collectives, custom operators, what reads an
-       input that the step overwrites). Such an input, or a view of it, is never kept.
 
-    With ``for_tiles`` what is much wider than its unit's input is left out, so that the backward
-    recomputes it next to its readers, where ``passes.tiles`` can do both tile by tile.
+def saved_nodes(joint: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that are tagged as saved, in graph order."""
+    return [node for node in joint.graph.nodes if node.meta.get(SAVED)]
+
+
+def tag_saved(joint: fx.GraphModule, saved: Collection[fx.Node]) -> bool:
+    """``saved`` and nothing else is tagged as saved; False when it was so before."""
+    before = saved_nodes(joint)
+    for node in joint.graph.nodes:
+        node.meta.pop(SAVED, None)
+        if node in saved:
+            node.meta[SAVED] = True
+    return saved_nodes(joint) != before
+
+
+def whole_in_forward(names: Iterable[str], joint: fx.GraphModule) -> set[fx.Node]:
+    """What to save for the nodes of these ``names``: whole tensors that the forward makes.
+
+    A view is replaced by its tensor, and what the forward does not make by what it is made of,
+    where that is no larger.
     """
     by_name = {node.name: node for node in joint.graph.nodes}
-    forward = set(units.forward)
-    chosen = {
+    forward = set(forward_nodes(joint))
+    return {
         base_of(node)
         for name in names
         if name in by_name
         for node in _made_in_forward(by_name[name], forward)
     }
-    if for_tiles:
-        chosen -= _wide(units)
+
+
+def equal_in_layers(units: JointUnits, chosen: set[fx.Node], *, for_tiles: bool) -> set[fx.Node]:
+    """``chosen``, where each layer of a class keeps what the middle one of its class keeps.
+
+    The first and the last have other neighbours, so that min-cut may treat them differently. With
+    ``for_tiles`` what is much wider than its unit's input is left out, so that the backward
+    recomputes it next to its readers, where ``passes.tiles`` can do both tile by tile.
+    """
+    return _same_in_every_layer(units, chosen - _wide(units) if for_tiles else chosen)
+
+
+def sufficient(
+    joint: fx.GraphModule, units: JointUnits, chosen: set[fx.Node], *, num_fwd_outputs: int
+) -> set[fx.Node]:
+    """``chosen``, completed to what every layer's backward can start from.
+
+    Whatever a backward still needs from another unit is saved too, and so is every value that must
+    not be computed twice (random numbers, collectives, custom operators, what reads an input that
+    the step overwrites). Such an input, or a view of it, is never saved.
+    """
     written = overwritten(joint.graph)
-    chosen = {
-        node for node in _same_in_every_layer(units, chosen) if storage_of(node) not in written
-    }
-    needed = _close(joint, chosen, _unit_of_every_node(joint, units), num_fwd_outputs)
-    return [node for node in joint.graph.nodes if node in needed]
+    kept = {node for node in chosen if storage_of(node) not in written}
+    return _close(joint, kept, _unit_of_every_node(joint, units), num_fwd_outputs)
 
 
 def _made_in_forward(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:

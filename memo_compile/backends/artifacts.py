@@ -18,7 +18,6 @@ def dump_step(step: CutStep, assembly: Assembly) -> None:
     """The dump folder holds the step program, the plan and its pictures; nothing without one."""
     if step.runner.dump is None:
         return
-    step.runner.write_times()
     step.runner.write("step-forward.txt", graph_text(step.forward.program))
     step.runner.write("step-backward.txt", graph_text(step.backward.program))
     step.runner.write("step-program.txt", program_text(assembly.problem))

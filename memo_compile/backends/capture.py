@@ -19,7 +19,7 @@ from memo_compile.analysis.joint_units import (
     JointUnits,
     tag_units,
 )
-from memo_compile.analysis.saved import equal_cut
+from memo_compile.analysis.saved import saved_nodes, tag_saved
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
@@ -27,6 +27,7 @@ from memo_compile.driver.stages import CapturedStep
 from memo_compile.errors import RuntimeMisuse, UnsupportedGraph
 from memo_compile.lowering.lower import plain_inner
 from memo_compile.passes.cse import MergeCommonSubexpressions
+from memo_compile.passes.equal_cut import EqualCut, SaveMinCut, SufficientCut
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import FetchLeased, LeaseSaved, leased_names
 from memo_compile.passes.order import selection
@@ -135,22 +136,24 @@ class StepCapture:
         )
         joint = self.runner.run(joint, passes, stage="joint")
         units = tag_units(joint)
-
-        def halves() -> tuple[fx.GraphModule, fx.GraphModule]:
-            names = shim.min_cut_saved_names(
-                joint,
-                joint_inputs,
+        cuts = (
+            SaveMinCut(
+                joint_inputs=joint_inputs,
                 num_fwd_outputs=num_fwd_outputs,
                 static_lifetime_input_indices=static_lifetime_input_indices,
+            ),
+            EqualCut(units=units, for_tiles=(self.config.token_tiles or 1) > 1),
+            SufficientCut(units=units, num_fwd_outputs=num_fwd_outputs),
+        )
+        joint = self.runner.run(joint, cuts, stage="joint")
+
+        def halves() -> tuple[fx.GraphModule, fx.GraphModule]:
+            forward, backward = shim.extract_halves(
+                joint, saved_nodes(joint), num_fwd_outputs=num_fwd_outputs
             )
-            saved = equal_cut(
-                joint,
-                units,
-                names,
-                num_fwd_outputs=num_fwd_outputs,
-                for_tiles=(self.config.token_tiles or 1) > 1,
-            )
-            return shim.extract_halves(joint, saved, num_fwd_outputs=num_fwd_outputs)
+            for half in (forward, backward):
+                tag_saved(half, ())
+            return forward, shim.reordering_to_mimic_autograd_engine(backward)
 
         forward, backward = self.runner.derive(
             "halves",
@@ -160,7 +163,7 @@ class StepCapture:
             graphs=lambda made: {"forward": made[0], "backward": made[1]},
         )
         self._units, self._num_results = units, num_fwd_outputs
-        return self._leased(forward, shim.reordering_to_mimic_autograd_engine(backward))
+        return self._leased(forward, backward)
 
     def _leased(
         self, forward: fx.GraphModule, backward: fx.GraphModule
@@ -206,7 +209,10 @@ class StepCapture:
 
     def _backward(self, gm: fx.GraphModule) -> Callable[..., Any]:
         shim.allow_second_backward()
-        self._running = self._finish(self._captured(gm))
+        try:
+            self._running = self._finish(self._captured(gm))
+        finally:
+            self.runner.write_times()
         self.finished = True
 
         def backward(args: list[Any]) -> Any:

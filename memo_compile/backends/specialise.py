@@ -7,9 +7,11 @@ shapes never settle runs through plain Inductor.
 """
 
 import collections
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +20,13 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.errors import Infeasible
+from memo_compile.passes.numbers import PutNumbers
+from memo_compile.passes.runner import PassRunner
 from memo_compile.reporting import state
 
 log = logging.getLogger("memo")
+
+_graph_numbers = itertools.count()
 
 MAX_COMPILATIONS_PER_PLAN = 4
 """After this many times ``max_plans`` compilations the shapes of a graph count as unsettled."""
@@ -69,6 +75,8 @@ class _Specialised:
         self._symbols = symbols
         self._config = config
         self._compile_static = compile_static
+        folder = f"symbolic{next(_graph_numbers)}"
+        self._runner = PassRunner(Path(config.dump) / folder if config.dump else None)
         self._known: collections.OrderedDict[tuple[float, ...], Callable[..., Any]]
         self._known = collections.OrderedDict()
         self._num_compiled = 0
@@ -96,7 +104,9 @@ class _Specialised:
             self._num_compiled += 1
             if len(self._known) >= self._config.max_plans:
                 self._known.popitem(last=False)
-            gm = _with_numbers(self._gm, dict(zip(self._symbols, key, strict=True)))
+            numbers = PutNumbers(numbers=dict(zip(self._symbols, key, strict=True)))
+            gm = self._runner.run(shim.copied(self._gm), [numbers], stage="dynamo")
+            self._runner.write_times()
             rest = [arg for index, arg in enumerate(args) if index not in self._symbols]
             with shim.fresh_static_tracing():
                 run = self._compile_static(gm, rest, self._config)
@@ -121,24 +131,3 @@ class _Specialised:
 
 def _number(value: Any) -> float:
     return value.item() if isinstance(value, torch.Tensor) else int(value)
-
-
-def _with_numbers(gm: fx.GraphModule, numbers: dict[int, float]) -> fx.GraphModule:
-    """A copy of ``gm`` in which the placeholders at these positions are numbers."""
-    graph = shim.copy_graph(gm.graph)
-    placeholders = graph.find_nodes(op="placeholder")
-    for position, number in numbers.items():
-        node = placeholders[position]
-        if isinstance(number, float):
-            for item in list(node.users):
-                _replace_by_number(item, number)
-        _replace_by_number(node, number)
-    return shim.with_graph(gm, graph)
-
-
-def _replace_by_number(node: fx.Node, number: float) -> None:
-    """Put ``number`` where ``node`` is read, and erase ``node``."""
-    for user in list(node.users):
-        user.args = fx.node.map_arg(user.args, lambda arg: number if arg is node else arg)
-        user.kwargs = fx.node.map_arg(user.kwargs, lambda arg: number if arg is node else arg)
-    node.graph.erase_node(node)

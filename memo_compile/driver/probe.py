@@ -293,15 +293,7 @@ def _first_line(error: BaseException) -> str:
 
 def _prepared(region: RegionGraph, wide: bool) -> Run:
     """``region`` op by op; ``wide``: with float64 for every shorter type."""
-    gm = region.gm
-    if wide:
-        graph = shim.copy_graph(gm.graph)
-        for node in graph.nodes:
-            if node.op == "call_function":
-                node.args = fx.node.map_aggregate(node.args, _widened)
-                node.kwargs = fx.node.map_aggregate(node.kwargs, _widened)
-        gm = fx.GraphModule(gm, graph)
-    return interpret(gm)
+    return interpret(region.gm, _widened if wide else None)
 
 
 def _widened(value: Any) -> Any:

@@ -38,11 +38,16 @@ def lower(region: RegionGraph, *, poison: bool = False) -> LoweredRegion:
     return _AtenRegion(region, poison=poison).lowered()
 
 
-def interpret(gm: fx.GraphModule) -> Callable[..., Any]:
-    """``gm`` run op by op in ordinary memory, boxed: takes a list of arguments and empties it."""
+def interpret(gm: fx.GraphModule, change: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
+    """``gm`` run op by op in ordinary memory, boxed: takes a list of arguments and empties it.
+
+    Each argument of each operator is given as ``change`` says.
+    """
 
     class _Interpreter(fx.Interpreter):
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if change is not None:
+                args, kwargs = fx.node.map_aggregate((args, kwargs), change)
             return runnable(target)(*args, **kwargs)
 
     def run(args: list[Any]) -> Any:

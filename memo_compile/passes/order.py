@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from memo_compile.errors import ConfigError
 from memo_compile.passes.accumulate import AccumulateInPlace
 from memo_compile.passes.cse import MergeCommonSubexpressions
+from memo_compile.passes.equal_cut import EqualCut, SaveMinCut, SufficientCut
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import FetchLeased, LeaseSaved
+from memo_compile.passes.numbers import PutNumbers
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.own_outputs import OwnOutputs
 from memo_compile.passes.runner import GraphPass, PassSelection, required
@@ -15,9 +17,13 @@ from memo_compile.passes.separate import SeparateResults
 from memo_compile.passes.shorten import ShortenTokens
 
 PASSES: tuple[type[GraphPass], ...] = (
+    PutNumbers,  # Dynamo's graph, where it has sizes as symbols
     MergeCommonSubexpressions,  # joint graph
     HoistInvariants,  # joint graph
     KeepOverwritten,  # joint graph
+    SaveMinCut,  # joint graph
+    EqualCut,  # joint graph
+    SufficientCut,  # joint graph
     LeaseSaved,  # forward half
     FetchLeased,  # backward half
     SeparateResults,  # both halves, as Inductor simplified them
@@ -25,8 +31,8 @@ PASSES: tuple[type[GraphPass], ...] = (
     OwnOutputs,  # each region that Inductor lowers
     ShortenTokens,  # a copy of a region that is too large to be timed whole
 )
-"""The joint graph is cut into halves behind the third; the halves are cut into regions, and wide
-regions into tiles, behind ``AccumulateInPlace``."""
+"""The joint graph is cut into halves behind ``SufficientCut``; the halves are cut into regions, and
+wide regions into tiles, behind ``AccumulateInPlace``."""
 
 
 def selection(entries: Sequence[str]) -> PassSelection:

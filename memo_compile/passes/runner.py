@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
+from memo_compile.analysis.saved import SAVED
 from memo_compile.errors import ConfigError, MemoError, PassFailed
 
 __all__ = ["GraphPass", "PassResult", "PassRunner", "PassSelection", "graph_text"]
@@ -58,8 +59,10 @@ def graph_text(gm: fx.GraphModule) -> str:
     lines = []
     for node in gm.graph.nodes:
         value = node.meta.get("val")
-        shape = f"  # {value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else ""
-        lines.append(f"{node.format_node()}{shape}")
+        notes = [f"{value.dtype}{list(value.shape)}"] if hasattr(value, "dtype") else []
+        if node.meta.get(SAVED):
+            notes.append("saved")
+        lines.append(f"{node.format_node()}{'  # ' if notes else ''}{', '.join(notes)}")
     return "\n".join(lines) + "\n"
 
 

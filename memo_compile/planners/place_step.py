@@ -26,7 +26,10 @@ def place_step(
     budget_bytes: int | None = None,
     releases_pages: bool = False,
 ) -> Plan:
-    """A checked plan of one step.
+    """A checked plan of one step, as its program says.
+
+    ``driver.plan_step`` ends with it, and ``memo replay`` repeats it from a dumped Problem: a dump
+    has no graphs for the stages before.
 
     Raises:
         Infeasible: the step needs more than ``budget_bytes``.

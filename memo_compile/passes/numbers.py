@@ -1,0 +1,43 @@
+"""Puts numbers in place of the sizes that Dynamo hands over as symbols, as a pass."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutNumbers:
+    """A Dynamo graph for one shape: its inputs that are sizes, or wrapped floats, are numbers.
+
+    Rewrite, with ``numbers`` = {0: 7}:
+        s77 = placeholder[L_x_size_0]    ->    x = placeholder[L_x]
+        x = placeholder[L_x]                   y = view(x, (7, -1))
+        y = view(x, (s77, -1))
+    """
+
+    numbers: Mapping[int, float]
+    """Position of the placeholder -> its value."""
+    name: ClassVar[str] = "put-numbers"
+    is_required: ClassVar[bool] = True
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        """Rewrite in place."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        for position, number in self.numbers.items():
+            node = placeholders[position]
+            if isinstance(number, float):
+                for item in list(node.users):
+                    _replace(item, number)
+            _replace(node, number)
+        return PassResult(gm, bool(self.numbers))
+
+
+def _replace(node: fx.Node, number: float) -> None:
+    """Put ``number`` where ``node`` is read, and erase ``node``."""
+    for user in list(node.users):
+        user.args = fx.node.map_arg(user.args, lambda arg: number if arg is node else arg)
+        user.kwargs = fx.node.map_arg(user.kwargs, lambda arg: number if arg is node else arg)
+    node.graph.erase_node(node)
