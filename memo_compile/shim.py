@@ -50,6 +50,7 @@ from torch._inductor.virtualized import V
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "AllocateLine",
@@ -435,7 +436,7 @@ def traced_whole(
     try:
         with (
             convert_frame.compile_lock,
-            convert_frame._disable_current_modes(),
+            _disable_current_modes(),
             get_metrics_context(),
             dynamo_timed("memo: fullgraph_capture"),
             set_enable_dynamic(False),

@@ -16,7 +16,7 @@ them. Two regions with the same text are one region, called twice.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -392,10 +392,3 @@ def _region_call(region: str, *inputs: Any) -> Any:
 def _take(values: Any, index: int) -> Any:
     """The ``index``-th output of a region call."""
     return values[index]
-
-
-def step_order(program: fx.GraphModule) -> Iterator[str]:
-    """The regions that a step program calls, in order."""
-    for node in program.graph.nodes:
-        if node.target is _region_call:
-            yield str(node.args[0])

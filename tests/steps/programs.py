@@ -12,7 +12,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.pipeline import cut_step
 from memo_compile.driver.stages import CapturedStep
-from memo_compile.passes.cut import Cut, step_order
+from memo_compile.passes.cut import Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class Programs:
 
     def order(self) -> list[str]:
         """Regions in the order in which the step calls them."""
-        return [*step_order(self.forward.program), *step_order(self.backward.program)]
+        return [call.region for call in (*self.forward.calls, *self.backward.calls)]
 
     @property
     def num_regions(self) -> int:

@@ -73,7 +73,7 @@ def calibrate(
     model = _model(names, logs)
     return Fit(
         model=model,
-        predicted_s=tuple(float(s) for s in predict(model)),
+        predicted_s=predict_seconds(runs, hardware, model),
         measured_s=tuple(float(s) for s in measured),
     )
 

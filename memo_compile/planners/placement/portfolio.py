@@ -96,7 +96,6 @@ class Searcher:
         pairs = len(self._overlaps.other)
         self.is_practical = pairs <= (_MOST_PAIRS if compiled else _MOST_PLAIN_PAIRS)
         """False when a single descent would take too long or too much memory."""
-        self.is_compiled = compiled
         if compiled and self.is_practical:
             state = _fresh_state(instance, self._overlaps, self._convert)
             warm_up(
