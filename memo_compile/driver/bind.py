@@ -99,6 +99,8 @@ class Binder:
     """What the forward leaves for the backward beside what autograd hands over."""
     views: dict[int, tuple[InputView, ...]] = field(init=False)
     """Call -> the inputs that it reads as something else than what their maker left."""
+    sources: dict[str, str] = field(init=False)
+    """A view that a region returns of what it is given -> whose memory that is."""
 
     def __post_init__(self) -> None:
         self.halves = {half.phase: half for half in self.planned.problem.halves}
@@ -109,6 +111,7 @@ class Binder:
         self.places = dict(_places(self.planned))
         self.leased = tuple(_leased(self.planned.problem, self.halves[Phase.BACKWARD]))
         self.views = dict(_views(self.planned.problem, self.offload_of))
+        self.sources = _sources(self.planned.problem)
 
     def table(self) -> list[list[FrameView]]:
         """Per call of the step the views of its buffers."""
@@ -159,6 +162,7 @@ class Binder:
             results=tuple(None if value is None else slots[value] for value in data.results),
             leased=tuple(slots[value] for value in self.leased),
             checked=self._checked(slots) if phase is Phase.FORWARD else (),
+            visible=self._visible(slots) if phase is Phase.FORWARD else (),
             planned_bytes=half.planned_bytes(steps[0][0]) if steps else 0,
             resident_bytes=half.resident_after(),
             handle=slots[data.handle],
@@ -166,16 +170,23 @@ class Binder:
 
     def _checked(self, slots: Mapping[str, int]) -> tuple[int, ...]:
         """Slots of the step's own inputs that the lease keeps, whole or a view of them."""
-        source: dict[str, str] = {}
-        for call in self.planned.problem.calls:
-            region = self.planned.problem.regions[call.region]
-            for slot, value in zip(region.outputs, call.outputs, strict=True):
-                if slot.storage is Storage.INPUT and slot.index is not None:
-                    viewed = call.inputs[slot.index]
-                    source[value] = source.get(viewed, viewed)
-        kept = dict.fromkeys(source.get(value, value) for value in self.leased)
+        kept = dict.fromkeys(self.sources.get(value, value) for value in self.leased)
         arguments = self.halves[Phase.FORWARD].arguments
         return tuple(slots[value] for value in kept if value in arguments)
+
+    def _visible(self, slots: Mapping[str, int]) -> tuple[int, ...]:
+        """Slots of what the lease keeps in the memory of the user's results."""
+        problem = self.planned.problem
+        results = {
+            value
+            for call in problem.calls
+            if call.phase is Phase.FORWARD
+            for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True)
+            if slot.storage is Storage.EXTERNAL
+        }
+        return tuple(
+            slots[value] for value in self.leased if self.sources.get(value, value) in results
+        )
 
 
 class _Half:
@@ -380,6 +391,17 @@ def _views(
         if found:
             yield index, found
         held.update(zip(call.outputs, problem.regions[call.region].output_layouts, strict=False))
+
+
+def _sources(problem: Problem) -> dict[str, str]:
+    """Value that lies in the memory of another -> the value that was made there."""
+    found: dict[str, str] = {}
+    for call in problem.calls:
+        for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
+            if slot.storage is Storage.INPUT and slot.index is not None:
+                viewed = call.inputs[slot.index]
+                found[value] = found.get(viewed, viewed)
+    return found
 
 
 def _leased(problem: Problem, backward: Half) -> Iterator[str]:

@@ -59,7 +59,7 @@ class Lease:
         was planned again in between."""
         self.saved: list[Any] = []
         self.checked: list[tuple[torch.Tensor, int]] = []
-        """The step's own inputs behind ``saved``, and their versions when its forward ended."""
+        """The step's inputs and results behind ``saved``; their versions as its forward ended."""
         self.active = True
         self.ran = False
         """Its backward has run, and may run again (retain_graph)."""

@@ -39,6 +39,8 @@ class RunHalf:
     """FORWARD: slots to keep in the lease; BACKWARD: slots to fill from it."""
     checked: tuple[int, ...] = ()
     """FORWARD: slots of the step's own inputs behind what is leased: the user may write there."""
+    visible: tuple[int, ...] = ()
+    """FORWARD: slots among ``leased`` in the memory of results: the user may write there too."""
     planned_bytes: int = 0
     """What the step holds as the half begins, its frame and ordinary memory."""
     resident_bytes: int | None = None
@@ -164,10 +166,15 @@ def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:
         env = _environment(plan.forward, args)
         checked = [env[slot] for slot in plan.forward.checked]
         lease.counted = _execute(plan, plan.forward, lease, env)
+        env[plan.forward.handle] = lease.handle()
+        results = [None if slot is None else env[slot] for slot in plan.forward.results]
+        for slot in plan.forward.visible:
+            # Autograd ties a result to the handle: a lease that held it would keep itself alive.
+            env[slot] = env[slot].detach()
+            checked.append(env[slot])
         lease.saved = [env[slot] for slot in plan.forward.leased]
         lease.checked = [(tensor, tensor._version) for tensor in checked]
-        env[plan.forward.handle] = lease.handle()
-        return [None if slot is None else env[slot] for slot in plan.forward.results]
+        return results
     except BaseException:
         lease.release()
         raise
@@ -206,8 +213,8 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
     env = _environment(half, args)
     if any(tensor._version != version for tensor, version in lease.checked):
         raise StepError(
-            "memo: an input of the step was written in place between its forward and its backward, "
-            "which reads it again. Write into it after the backward."
+            "memo: an input or a result of the step was written in place between its forward and "
+            "its backward, which reads it again. Write into it after the backward, or into a clone."
         )
     if plan.heap is not None:
         plan.heap.begin_backward(half.planned_bytes)
