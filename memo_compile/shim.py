@@ -17,6 +17,7 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import innermost_fn, set_enable_dynamic
+from torch._dynamo.exc import RestartAnalysis  # what tensorify raises too (2.11, 2.13)
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
@@ -63,6 +64,7 @@ __all__ = [
     "NullLine",
     "PythonWrapperCodegen",
     "ReinterpretLine",
+    "RestartAnalysis",
     "ReuseLine",
     "SubgraphPythonWrapperCodegen",
     "compile_fx",

@@ -73,6 +73,8 @@ def _failure_reported() -> Iterator[None]:
     """An error that leaves the block is in the report, and in the log where torch swallows it."""
     try:
         yield
+    except shim.RestartAnalysis:
+        raise  # Dynamo traces the function again, and comes back
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         suppressed = shim.errors_are_suppressed()
@@ -103,7 +105,7 @@ def compile_static(
     original = shim.copied(gm)
     try:
         compiler = plan_graph(gm, example_inputs, config)
-    except ConfigError:
+    except (ConfigError, shim.RestartAnalysis):
         raise
     except Exception as error:
         return _step_aside(original, example_inputs, config, error)

@@ -77,7 +77,7 @@ class _Specialised:
         self._compile_static = compile_static
         folder = f"symbolic{next(_graph_numbers)}"
         self._runner = PassRunner(Path(config.dump) / folder if config.dump else None)
-        self._known: collections.OrderedDict[tuple[float, ...], Callable[..., Any]]
+        self._known: collections.OrderedDict[tuple[str, ...], Callable[..., Any]]
         self._known = collections.OrderedDict()
         self._num_compiled = 0
         self._plain: Callable[..., Any] | None = None
@@ -85,18 +85,19 @@ class _Specialised:
 
     def __call__(self, *args: Any) -> Any:
         """Run with the plan of these sizes."""
-        key = tuple(_number(args[index]) for index in self._symbols)
+        numbers = tuple(_number(args[index]) for index in self._symbols)
+        key = _key(numbers)
         with self._lock:
             run = self._known.get(key)
             if run is not None:
                 self._known.move_to_end(key)
         if run is None:
-            run = self._compile(key, args)
+            run = self._compile(numbers, args)
         if run is self._plain:
             return run(*args)
         return run(*(arg for index, arg in enumerate(args) if index not in self._symbols))
 
-    def _compile(self, key: tuple[float, ...], args: Sequence[Any]) -> Callable[..., Any]:
+    def _compile(self, numbers: tuple[float, ...], args: Sequence[Any]) -> Callable[..., Any]:
         with self._lock:
             limit = self._config.max_plans * MAX_COMPILATIONS_PER_PLAN
             if self._num_compiled >= limit:
@@ -104,13 +105,13 @@ class _Specialised:
             self._num_compiled += 1
             if len(self._known) >= self._config.max_plans:
                 self._known.popitem(last=False)
-            numbers = PutNumbers(numbers=dict(zip(self._symbols, key, strict=True)))
-            gm = self._runner.run(shim.copied(self._gm), [numbers], stage="dynamo")
+            put = PutNumbers(numbers=dict(zip(self._symbols, numbers, strict=True)))
+            gm = self._runner.run(shim.copied(self._gm), [put], stage="dynamo")
             self._runner.write_times()
             rest = [arg for index, arg in enumerate(args) if index not in self._symbols]
             with shim.fresh_static_tracing():
                 run = self._compile_static(gm, rest, self._config)
-            self._known[key] = run
+            self._known[_key(numbers)] = run
             return run
 
     def _plainly(self, limit: int) -> Callable[..., Any]:
@@ -127,6 +128,11 @@ class _Specialised:
             self._plain = torch.compile(self._gm, dynamic=True)
         state.count_unplanned()
         return self._plain
+
+
+def _key(numbers: tuple[float, ...]) -> tuple[str, ...]:
+    """What tells plans apart: 0.0 equals -0.0, and NaN not even itself."""
+    return tuple(map(repr, numbers))
 
 
 def _number(value: Any) -> float:

@@ -103,7 +103,7 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, slice):
         return ("slice", _frozen(value.start), _frozen(value.stop), _frozen(value.step))
     hash(value)
-    return (type(value), value)
+    return (type(value), value, repr(value))  # 0.0 and -0.0 are equal
 
 
 def _hoist(graph: fx.Graph, merged: set[fx.Node]) -> None:

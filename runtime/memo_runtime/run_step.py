@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,17 +167,42 @@ def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:
         checked = [env[slot] for slot in plan.forward.checked]
         lease.counted = _execute(plan, plan.forward, lease, env)
         env[plan.forward.handle] = lease.handle()
-        results = [None if slot is None else env[slot] for slot in plan.forward.results]
+        results = [None if slot is None else _apart(env[slot]) for slot in plan.forward.results]
         for slot in plan.forward.visible:
             # Autograd ties a result to the handle: a lease that held it would keep itself alive.
             env[slot] = env[slot].detach()
-            checked.append(env[slot])
+        checked += _in_same_memory(results, [env[slot] for slot in plan.forward.visible])
         lease.saved = [env[slot] for slot in plan.forward.leased]
         lease.checked = [(tensor, tensor._version) for tensor in checked]
         return results
     except BaseException:
         lease.release()
         raise
+
+
+def _apart(result: Any) -> Any:
+    """A view of what the step made, as a tensor of its own in the same memory.
+
+    Autograd gives a view that its function returns another version counter, and forbids the user
+    to write into it.
+    """
+    if not isinstance(result, torch.Tensor) or not result._is_view():
+        return result
+    if result.is_conj() or result.is_neg():  # which only a view can be
+        return result
+    return torch.empty(0, dtype=result.dtype, device=result.device).set_(result)
+
+
+def _in_same_memory(results: Sequence[Any], leased: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``leased``, and the results in its memory: the version counters that a write may move."""
+    if not leased:
+        return []
+    memory = {tensor.untyped_storage().data_ptr() for tensor in leased}
+    return [*leased] + [
+        result.detach()
+        for result in results
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() in memory
+    ]
 
 
 def ran_before(plan: StepPlan, args: list[Any]) -> bool:

@@ -75,6 +75,26 @@ def test_writing_into_a_result_that_is_read_again():
     _assert_next_step(pair)
 
 
+def test_writing_into_a_view_that_nothing_reads_again():
+    """As in eager, and as plain Inductor allows."""
+
+    class Views(Features):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            loss, *_ = super().forward(x)
+            return loss, (self.entry(x) * 2).t()
+
+    pair = _recomputing(Views())
+
+    def step(model: nn.Module) -> None:
+        loss, view = model(rows(1, num_rows=16))
+        view.mul_(3)
+        (loss + view.sum()).backward()
+
+    pair.each(step)
+    pair.assert_equal()
+    _assert_next_step(pair)
+
+
 def test_a_dropped_forward_gives_the_frame_back():
     """Row 3: a lease holds no result, and so not the graph that holds the lease."""
     pair = _recomputing(Features())
