@@ -190,7 +190,9 @@ def _apart(result: Any) -> Any:
         return result
     if result.is_conj() or result.is_neg():  # which only a view can be
         return result
-    return torch.empty(0, dtype=result.dtype, device=result.device).set_(result)
+    apart = torch.empty(0, dtype=result.dtype, device=result.device)
+    storage = result.untyped_storage()
+    return apart.set_(storage, result.storage_offset(), result.size(), result.stride())
 
 
 def _in_same_memory(results: Sequence[Any], leased: Sequence[torch.Tensor]) -> list[torch.Tensor]:

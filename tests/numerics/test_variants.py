@@ -287,3 +287,47 @@ def test_dropout_equals_inductor_bit_for_bit():
         assert torch.equal(mine, other)
     for mine, other in zip(ours.gradients, theirs.gradients, strict=True):
         assert all(torch.equal(mine[name], other[name]) for name in other)
+
+
+class Signed(nn.Module):
+    """A number of the user's that changes from call to call, and of which only the sign counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, number: float) -> torch.Tensor:
+        sign = torch.copysign(torch.ones(()), torch.tensor(number))
+        return (self.entry(x) * sign).sum() + (self.entry(x) * number).sum()
+
+
+def test_zero_of_either_sign_has_a_plan_of_its_own():
+    """0.0 and -0.0 are equal, and stand for different steps."""
+    torch.manual_seed(0)
+    model = Signed()
+    compiled = torch.compile(model, backend="memo", options={**ATEN, "strict": True}, dynamic=True)
+    x = torch.randn(4, 8)
+    for number in (1.5, 2.5, 0.0, -0.0, 3.5):
+        found = []
+        for run in (compiled, model):
+            model.zero_grad()
+            run(x, number).backward()
+            found.append(gradients_of(model))
+        assert all(torch.allclose(found[0][name], found[1][name]) for name in found[1]), number
+
+
+def test_a_number_in_a_tensor_beside_batches_of_any_size():
+    """Dynamo starts its analysis anew in the middle of a compilation: that is no fault."""
+
+    class Scaled(Signed):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.entry(x) * scale).sum()
+
+    pair = Pair(Scaled(), strict=True)
+    for batch in (2, 0, 1, 3):
+        pair.zero_grad()
+        x = torch.randn(batch, 7, 8)
+        scale = torch.tensor(2.0, dtype=torch.float64)
+        pair.each(lambda model, x=x, scale=scale: model(x, scale).backward())
+        pair.assert_equal()
+    assert memo_compile.report().active

@@ -319,3 +319,13 @@ def test_a_view_crosses_as_its_reader_sees_it_and_a_constant_is_made_again():
     assert (read.size, read.stride, read.offset) == ((4, 4), (1, 4), 0)
     assert "aten.t.default" not in text
     assert "aten.ones" in text
+
+
+def test_zeros_of_two_signs_are_two_constants():
+    def both(x):
+        return torch.div(x, 0.0).sum() + torch.div(x, -0.0).sum()
+
+    gm = traced(both, (3,))
+    MergeCommonSubexpressions()(gm)
+    divisions = [node.args[1] for node in gm.graph.nodes if "div" in str(node.target)]
+    assert [str(divisor) for divisor in divisions] == ["0.0", "-0.0"]
