@@ -41,7 +41,13 @@ def assemble(step: CutStep, config: MemoConfig) -> Assembly:
         Infeasible: no plan fits the budget; nothing has run.
         ArenaError, HostStoreError: as ``Assembly.reserve``.
     """
-    lowered = lower_step(step, config, for_cuda=step.facts.device.type == "cuda")
+    return assemble_lowered(
+        lower_step(step, config, for_cuda=step.facts.device.type == "cuda"), config
+    )
+
+
+def assemble_lowered(lowered: LoweredStep, config: MemoConfig) -> Assembly:
+    """The last two stages of ``assemble``, which raises the same."""
     known = StepKnowledge(lowered=lowered, config=config)
     request = PlanRequest()
     assembly = Assembly(

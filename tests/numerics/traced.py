@@ -12,9 +12,8 @@ from memo_compile.backends import entry
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.driver import pipeline
 from memo_compile.driver.assemble import Assembly
-from memo_compile.driver.knowledge import StepKnowledge
-from memo_compile.driver.plan_step import plan_step
-from memo_compile.driver.stages import CutStep, PlanRequest
+from memo_compile.driver.pipeline import assemble_lowered
+from memo_compile.driver.stages import CutStep
 from memo_compile.lowering.lower import lower_regions
 from memo_compile.reporting import state
 from memo_compile.step.plans import ReportedPlan
@@ -63,17 +62,7 @@ class TracedStep:
         step = self.assembly.lowered.cut
         regions = lower_regions(step.regions.values(), config, step.runner)
         lowered = replace(self.assembly.lowered, regions=regions)
-        known = StepKnowledge(lowered=lowered, config=config)
-        request = PlanRequest()
-        assembly = Assembly(
-            lowered=lowered,
-            config=config,
-            known=known,
-            request=request,
-            planned=plan_step(lowered, config, request, known),
-        )
-        assembly.reserve()
-        return assembly
+        return assemble_lowered(lowered, config)
 
     def forward(self, args: list[Any]) -> list[Any]:
         return self._assembly.forward(args)
