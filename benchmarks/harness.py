@@ -190,6 +190,8 @@ class Peak:
 
     peak_bytes: int = 0
     growth_bytes: int = 0
+    others_bytes: int = 0
+    """CPU: what was in memory at entry beside what the caller said was held."""
 
 
 @contextlib.contextmanager
@@ -214,6 +216,7 @@ def physical_peak(device: Any, held_bytes: int) -> Iterator[Peak]:
     else:
         arena_of(torch.device(device)).release_pages()
         with watch_memory() as watch:
+            peak.others_bytes = watch.baseline_bytes - held_bytes
             yield peak
         peak.growth_bytes = watch.growth_bytes
     peak.peak_bytes = held_bytes + peak.growth_bytes

@@ -245,7 +245,10 @@ class _Replay:
     def _last_uses(
         self, call: StepCall, region: RegionProfile
     ) -> Iterator[tuple[int, bool, str, int, bool]]:
-        """The deaths, inside this call, of what it is the last to read."""
+        """The deaths, inside this call, of what it is the last to read in the arena.
+
+        Ordinary memory is gone when the call has ended: what it makes may lie beside the hole.
+        """
         ends: dict[str, int] = {}
         for position, value in enumerate(call.inputs):
             owner_of_value = self.place_of.get(value)
@@ -258,7 +261,8 @@ class _Replay:
             if slot.storage is Storage.INPUT and slot.index is not None
         }
         for owner, end in ends.items():
-            if owner not in passed_on and self._is_unread(owner):
+            in_arena = owner in self.storages and self.storages[owner].in_arena
+            if in_arena and owner not in passed_on and self._is_unread(owner):
                 yield end, False, owner, 0, True
 
     def _is_unread(self, owner: str) -> bool:

@@ -8,10 +8,11 @@ to end gives the time axis on which :func:`arena_buffers` expands every buffer's
 No torch here: a Problem is saved as JSON, planned, checked and replayed on any machine.
 """
 
+import bisect
 import enum
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from memo_compile.errors import InputError
@@ -485,7 +486,8 @@ def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
     """(line, bytes born or minus bytes gone) of ordinary memory: outputs, incoming gradients.
 
     What the backward makes for the user stays, and so does an incoming gradient that no call reads.
-    What only the loss needs is gone after the backward's first line.
+    What only the loss needs is gone after the backward's first line. What a call is the last to
+    read counts to that call's end: the allocator may put what the call makes beside its hole.
     """
     starts = call_starts(problem)
     backward_line = starts[problem.first_backward]
@@ -497,14 +499,16 @@ def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
     for value, size_bytes in problem.tangents.items():
         yield backward_line, size_bytes
         if value in last_read:
-            yield max(backward_line + 1, last_read[value]), -size_bytes
+            end = _last_line(starts, last_read[value])
+            yield max(backward_line + 1, end), -size_bytes
     for index, call in enumerate(problem.calls):
         for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
             if slot.storage is not Storage.EXTERNAL or not slot.size_bytes:
                 continue
             yield starts[index] + slot.start, slot.size_bytes
             if call.phase is Phase.FORWARD and not problem.keeps_outputs:
-                yield max(backward_line, last_read.get(value, 0)), -slot.size_bytes
+                end = _last_line(starts, last_read[value]) if value in last_read else 0
+                yield max(backward_line, end), -slot.size_bytes
 
 
 def outside_peak(problem: Problem) -> dict[str, int]:
@@ -530,5 +534,10 @@ def outside_events(problem: Problem) -> Iterator[tuple[int, int, str]]:
         for slot, value in zip(region.outputs, call.outputs, strict=True):
             if slot.storage is Storage.OUTSIDE:
                 yield start, slot.size_bytes, "unplanned outputs"
-                end = max(start + region.num_lines, last_read.get(value, 0))
-                yield end, -slot.size_bytes, "unplanned outputs"
+                end = _last_line(starts, last_read[value]) if value in last_read else 0
+                yield max(start + region.num_lines, end), -slot.size_bytes, "unplanned outputs"
+
+
+def _last_line(starts: Sequence[int], line: int) -> int:
+    """The last line of the call that ``line`` is in."""
+    return starts[bisect.bisect_right(starts, line)] - 1

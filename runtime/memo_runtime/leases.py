@@ -119,6 +119,17 @@ class Lease:
         finally:
             self.tickets = {}
             self._give_back()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Only the handle's number stays.
+
+        A result that the user holds keeps the handle alive. The memory of a plan that is no longer
+        run must go all the same.
+        """
+        self._give_back = _nothing
+        self.plan = self.host = self.engine = None
+        del self.slab
 
     def snapshot(self) -> torch.Tensor:
         """A copy of the frame's bytes, in ordinary memory."""
@@ -128,6 +139,10 @@ class Lease:
         """Put the bytes of an earlier snapshot back."""
         self.slab.bytes(self.size_bytes).copy_(snapshot)
         self.slab.resident_bytes = max(self.slab.resident_bytes, self.size_bytes)
+
+
+def _nothing() -> None:
+    """What is left to do for a lease that has ended."""
 
 
 class LeaseTable:

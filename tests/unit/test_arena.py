@@ -1,6 +1,7 @@
 """Arena and leases: who holds which bytes, and when they go back."""
 
 import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -142,6 +143,17 @@ def test_a_lease_is_given_back_once(arena):
     lease.release()
     assert given == [1]
     assert lease.saved == []
+
+
+def test_a_handle_outlives_its_plan_without_its_memory(arena):
+    """A result that the user holds keeps the handle, also where the step was planned again."""
+    lease = lease_frame(arena, 1024, plan_key=1)
+    lease.slab.tables(1, [])
+    slab, handle = weakref.ref(lease.slab), lease.handle()
+    lease.release()
+    arena.forget(1)
+    assert slab() is None
+    assert leases.find(handle) is None
 
 
 def test_a_view_of_the_handle_keeps_the_lease(arena):

@@ -23,8 +23,9 @@ from memo_compile.step.problem import (
     copy_regions,
     reload_region,
 )
+from memo_compile.step.residency import ordinary_bytes
 from tests.steps.byte_machine import roomy
-from tests.steps.small import KIB, LAYER, call, moved, planned, two_layers
+from tests.steps.small import KIB, LAYER, LAYER_BACKWARD, call, moved, planned, two_layers
 
 
 @pytest.fixture
@@ -205,6 +206,24 @@ def test_memory_outside_the_arena_is_summed_line_by_line(problem):
     for less in (1, 4 * KIB, 8 * KIB):
         broken = dataclasses.replace(plan, peak_bytes=plan.peak_bytes - less)
         assert "L@1 needs" in complaints(heavy, broken)
+
+
+def test_a_gradient_that_came_in_counts_beside_what_its_last_reader_makes(problem):
+    """The heap may keep the hole of what was freed inside a call, until that call has ended."""
+    late = OutputSlot(storage=Storage.EXTERNAL, size_bytes=KIB, start=3)
+    reader = dataclasses.replace(
+        LAYER_BACKWARD, input_ends=(2, 2), outputs=(LAYER_BACKWARD.outputs[0], late)
+    )
+    problem = dataclasses.replace(
+        problem, regions={**problem.regions, "Lb": reader}, tangents={"g": 8 * KIB}
+    )
+    plan = planned(problem)
+    made, loss = KIB, 512
+    assert ordinary_bytes(problem).most[3] == loss * problem.keeps_outputs + 8 * KIB + made
+    assert ordinary_bytes(problem).after[3] == loss * problem.keeps_outputs + made
+    assert check(problem, plan).ok
+    broken = dataclasses.replace(plan, peak_bytes=plan.peak_bytes - 1)
+    assert "Lb@3 needs" in complaints(problem, broken)
 
 
 def test_eighty_layers_with_forty_copies_each_are_checked_within_its_time():
