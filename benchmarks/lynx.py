@@ -85,7 +85,7 @@ def run_stages() -> None:
             )
             what = f"{1e3 * plan.slowest_s:.1f} ms {plan.layers}" if plan.layers else plan.conflict
             kind = "split" if token_split else "whole"
-            print(f"{gib} GiB {kind}: {seconds:.2f} s, {plan.num_solves} policies, {what}")
+            print(f"{gib} GiB {kind}: {seconds:.2f} s, {what}")
 
 
 def main() -> None:

@@ -35,7 +35,6 @@ from memo_compile.planners.placement.bilevel import bilevel_offsets
 from memo_compile.planners.placement.compiled import has_numba
 from memo_compile.planners.placement.files import read_problem
 from memo_compile.planners.placement.instance import build_instance
-from memo_compile.planners.placement.portfolio import SearchOptions
 from memo_compile.planners.solver import SolveStatus
 
 CHALLENGING = Path(__file__).parent.parent / "tests" / "data" / "minimalloc"
@@ -54,12 +53,12 @@ PATIENCE_S = 30.0
 BACKEND_LIMIT_S = 5.0
 """The backend's default time limit for placement."""
 VARIANTS: dict[str, dict[str, Any]] = {
-    "greedy": {"solver": "greedy", "levels": "flat"},
-    "greedy 2-level": {"solver": "greedy", "levels": "bilevel"},
-    "MIP per layer": {"solver": "mip", "levels": "bilevel"},
-    "MIP flat": {"solver": "mip", "levels": "flat"},
-    "search flat": {"solver": "search", "levels": "flat"},
-    "search 2-level": {"solver": "search", "levels": "bilevel"},
+    "greedy": {"solver": "greedy", "bilevel": False},
+    "greedy 2-level": {"solver": "greedy", "bilevel": True},
+    "MIP per layer": {"solver": "mip", "bilevel": True},
+    "MIP flat": {"solver": "mip", "bilevel": False},
+    "search flat": {"solver": "search", "bilevel": False},
+    "search 2-level": {"solver": "search", "bilevel": True},
     "auto": {},
 }
 
@@ -107,14 +106,14 @@ def graph_problems(
 
 
 def run_graphs(
-    layers: tuple[int, ...], cache: Path, models: tuple[str, ...], options: SearchOptions
+    layers: tuple[int, ...], cache: Path, models: tuple[str, ...], use_numba: bool | None
 ) -> None:
     print("\nreal training graphs, solver auto: arena / lower bound, seconds (best of 3)")
     print("moved: offload and recompute drawn for each class; mixed: for each layer anew")
     print("layers model           variant buffers blocks    ratio seconds status")
     for depth, model, variant, problem in graph_problems(layers, cache, models):
         limit_s = min(LIMIT_S[depth], BACKEND_LIMIT_S)
-        runs = [timed(problem, time_limit_s=limit_s, options=options) for _ in range(3)]
+        runs = [timed(problem, time_limit_s=limit_s, use_numba=use_numba) for _ in range(3)]
         found, seconds = min(runs, key=lambda run: run[1])
         bad = ratio(found) > MOST_RATIO[variant != "saved"] or seconds > LIMIT_S[depth]
         print(
@@ -128,8 +127,8 @@ def run_graph_levels(layers: tuple[int, ...], cache: Path, models: tuple[str, ..
     print("\nreal training graphs, two levels against flat (solver search, 5 s each)")
     print("layers model           variant     flat seconds two-level seconds level-1 s    loss")
     for depth, model, variant, problem in graph_problems(layers, cache, models, seeds=(0,)):
-        flat, flat_s = timed(problem, levels="flat", time_limit_s=BACKEND_LIMIT_S)
-        two, two_s = timed(problem, solver="search", levels="bilevel", time_limit_s=BACKEND_LIMIT_S)
+        flat, flat_s = timed(problem, time_limit_s=BACKEND_LIMIT_S)
+        two, two_s = timed(problem, solver="search", bilevel=True, time_limit_s=BACKEND_LIMIT_S)
         loss = two.height_bytes / flat.height_bytes - 1
         note = f"  {explained(problem, flat)}" if loss > MOST_LOSS else ""
         print(
@@ -154,12 +153,12 @@ def explained(problem: PlacementProblem, flat: Placement) -> str:
     without, _ = timed(
         replace(problem, buffers=freed),
         solver="search",
-        levels="bilevel",
+        bilevel=True,
         time_limit_s=BACKEND_LIMIT_S,
     )
     loss = without.height_bytes / flat.height_bytes - 1
     if loss > MOST_LOSS:
-        longer, _ = timed(problem, solver="search", levels="bilevel", time_limit_s=PATIENCE_S)
+        longer, _ = timed(problem, solver="search", bilevel=True, time_limit_s=PATIENCE_S)
         return f"{longer.height_bytes / flat.height_bytes - 1:.3%} when given {PATIENCE_S:.0f} s"
     return f"{loss:.3%} with the {sum(large)} largest transients outside their frames"
 
@@ -208,19 +207,19 @@ def paper_height(problem: PlacementProblem, time_limit_s: float) -> int:
     return place(top, solver="mip", time_limit_s=time_limit_s).height_bytes
 
 
-def run_challenging(options: SearchOptions) -> None:
+def run_challenging(use_numba: bool | None) -> None:
     print(f"\nchallenging instances, capacity {CAPACITY_BYTES}, best of 3")
     total = 0.0
     for path in sorted(CHALLENGING.glob("*.csv")):
         problem = read_problem(path, capacity=CAPACITY_BYTES)
-        runs = [timed(problem, time_limit_s=120, options=options) for _ in range(3)]
+        runs = [timed(problem, time_limit_s=120, use_numba=use_numba) for _ in range(3)]
         found, seconds = min(runs, key=lambda run: run[1])
         total += seconds
         print(f"{path.stem:12} {len(problem.buffers):5} {found.status.value:10} {seconds:8.3f} s")
     print(f"{'together':29} {total:8.3f} s")
 
 
-def run_steps(layers: tuple[int, ...], options: SearchOptions) -> None:
+def run_steps(layers: tuple[int, ...], use_numba: bool | None) -> None:
     print("\ntraining steps, solver auto: arena / lower bound, seconds (best of 3)")
     print("layers model            moved buffers    ratio seconds status")
     for depth in layers:
@@ -228,7 +227,7 @@ def run_steps(layers: tuple[int, ...], options: SearchOptions) -> None:
             for moved in (False, True):
                 problem = make_step(model, depth, moved=moved)
                 limit_s = LIMIT_S[depth]
-                runs = [timed(problem, time_limit_s=limit_s, options=options) for _ in range(3)]
+                runs = [timed(problem, time_limit_s=limit_s, use_numba=use_numba) for _ in range(3)]
                 found, seconds = min(runs, key=lambda run: run[1])
                 bad = ratio(found) > MOST_RATIO[moved] or seconds > LIMIT_S[depth]
                 print(
@@ -238,16 +237,16 @@ def run_steps(layers: tuple[int, ...], options: SearchOptions) -> None:
                 )
 
 
-def run_irregular(layers: tuple[int, ...], options: SearchOptions) -> None:
+def run_irregular(layers: tuple[int, ...], use_numba: bool | None) -> None:
     print("\nirregular steps (random sizes, random offload and recompute), arena / lower bound")
     print("layers model            seed buffers     auto seconds   greedy two-level")
     for depth in layers:
         for model in MODELS:
             for seed in range(2):
                 problem = make_irregular_step(model, depth, seed)
-                found, seconds = timed(problem, time_limit_s=LIMIT_S[depth], options=options)
+                found, seconds = timed(problem, time_limit_s=LIMIT_S[depth], use_numba=use_numba)
                 greedy, _ = timed(problem, solver="greedy")
-                two, _ = timed(problem, solver="search", levels="bilevel", time_limit_s=1.0)
+                two, _ = timed(problem, solver="search", bilevel=True, time_limit_s=1.0)
                 print(
                     f"{depth:6} {model:16} {seed:4} {len(problem.buffers):7} {ratio(found):8.5f} "
                     f"{seconds:7.3f} {ratio(greedy):8.5f} {ratio(two):9.5f}"
@@ -262,9 +261,9 @@ def run_levels(layers: tuple[int, ...]) -> None:
         for model in MODELS:
             for moved in (False, True):
                 problem = make_step(model, depth, moved=moved)
-                flat, flat_s = timed(problem, levels="flat", time_limit_s=LIMIT_S[depth])
+                flat, flat_s = timed(problem, time_limit_s=LIMIT_S[depth])
                 two, two_s = timed(
-                    problem, solver="search", levels="bilevel", time_limit_s=LIMIT_S[depth]
+                    problem, solver="search", bilevel=True, time_limit_s=LIMIT_S[depth]
                 )
                 loss = two.height_bytes / flat.height_bytes - 1
                 print(
@@ -300,12 +299,12 @@ def run_ablation(depth: int) -> None:
         print(f"{model:16} " + " ".join(f"{cell:>17}" for cell in cells))
 
 
-def run_problems(folder: Path, options: SearchOptions, time_limit_s: float) -> None:
+def run_problems(folder: Path, use_numba: bool | None, time_limit_s: float) -> None:
     print("file                                  buffers blocks    ratio  2-level seconds status")
     for path in sorted([*folder.glob("*.csv"), *folder.glob("*.json")]):
         problem = read_problem(path)
-        found, seconds = timed(problem, options=options, time_limit_s=time_limit_s)
-        two = ratio(timed(problem, solver="search", levels="bilevel")[0]) if problem.blocks else 0
+        found, seconds = timed(problem, use_numba=use_numba, time_limit_s=time_limit_s)
+        two = ratio(timed(problem, solver="search", bilevel=True)[0]) if problem.blocks else 0
         print(
             f"{path.name:37} {len(problem.buffers):7} {len(problem.blocks):6} {ratio(found):8.5f} "
             f"{two:8.5f} {seconds:7.3f} {found.status.value}"
@@ -322,27 +321,27 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(CONFIGS), choices=CONFIGS)
     parser.add_argument("--cache", type=Path, help="folder of the captured graphs")
     arguments = parser.parse_args()
-    options = SearchOptions(use_numba=False) if arguments.plain else SearchOptions()
+    use_numba = False if arguments.plain else None
     print(
         f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, "
         f"numba {'off' if arguments.plain or not has_numba() else 'on'}, "
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     )
     if arguments.problems:
-        run_problems(arguments.problems, options, arguments.time_limit)
+        run_problems(arguments.problems, use_numba, arguments.time_limit)
         return
     layers = tuple(arguments.layers)
     if "graphs" in arguments.parts:
         cache = arguments.cache or Path(tempfile.gettempdir()) / "memo-graphs"
         models = tuple(arguments.models)
-        run_graphs(layers, cache, models, options)
+        run_graphs(layers, cache, models, use_numba)
         run_graph_levels(layers, cache, models)
         run_graph_ablation(8, cache, models)
     if "challenging" in arguments.parts:
-        run_challenging(options)
+        run_challenging(use_numba)
     if "synthetic" in arguments.parts:
-        run_steps(layers, options)
-        run_irregular(layers, options)
+        run_steps(layers, use_numba)
+        run_irregular(layers, use_numba)
         run_levels(layers)
         run_ablation(8)
 

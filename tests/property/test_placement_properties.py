@@ -3,7 +3,6 @@
 import itertools
 import json
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,11 +18,9 @@ from memo_compile.planners.placement.files import (
     parse_csv,
 )
 from memo_compile.planners.placement.placement_problem import fixed_collisions
-from memo_compile.planners.placement.portfolio import SearchOptions
 from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.serialise import plain, restore
 
-PLAIN = SearchOptions(use_numba=False)
 SETTINGS = settings(
     deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
@@ -100,8 +97,8 @@ def _together(a, b):
 @given(problems(most=6))
 def test_every_solver_is_valid_and_the_exact_ones_equal_brute_force(problem):
     greedy = place(problem, solver="greedy")
-    search = place(problem, solver="search", options=PLAIN)
-    auto = place(problem, options=PLAIN)
+    search = place(problem, solver="search", use_numba=False)
+    auto = place(problem, use_numba=False)
     for placement in (greedy, search, auto):
         check_placement(problem, placement)
         assert placement.lower_bound_bytes <= placement.height_bytes
@@ -116,7 +113,7 @@ def test_every_solver_is_valid_and_the_exact_ones_equal_brute_force(problem):
 @settings(SETTINGS, max_examples=15)
 @given(problems(most=8, features=False))
 def test_exact_search_equals_brute_force_on_eight_plain_buffers(problem):
-    found = place(problem, solver="search", options=PLAIN)
+    found = place(problem, solver="search", use_numba=False)
     assert found.status is SolveStatus.OPTIMAL
     assert found.height_bytes == brute_force(problem)
 
@@ -126,26 +123,11 @@ def test_exact_search_equals_brute_force_on_eight_plain_buffers(problem):
 def test_search_is_at_most_mip_is_at_most_greedy(problem):
     greedy = place(problem, solver="greedy")
     mip = place(problem, solver="mip", time_limit_s=20)
-    search = place(problem, solver="search", options=PLAIN)
+    search = place(problem, solver="search", use_numba=False)
     check_placement(problem, mip)
     assert search.height_bytes <= mip.height_bytes <= greedy.height_bytes
     assert mip.status is SolveStatus.OPTIMAL
     assert mip.height_bytes == search.height_bytes
-
-
-SWITCHES = tuple(itertools.product((False, True), repeat=5))
-
-
-@pytest.mark.parametrize("on", SWITCHES)
-@settings(SETTINGS, max_examples=6)
-@given(problem=problems(most=6))
-def test_no_switch_changes_the_optimum(on, problem):
-    names = ("dominance", "hatless", "crowding", "pieces", "jump")
-    options = SearchOptions(use_numba=False, **dict(zip(names, on, strict=True)))
-    found = place(problem, solver="search", options=options)
-    check_placement(problem, found)
-    assert found.status is SolveStatus.OPTIMAL
-    assert found.height_bytes == place(problem, solver="search", options=PLAIN).height_bytes
 
 
 @SETTINGS
@@ -157,7 +139,7 @@ def test_alignment_of_the_problem_is_kept(problem, alignment):
     ]
     aligned = PlacementProblem(buffers=tuple(free), alignment=alignment)
     for solver in ("greedy", "search"):
-        found = place(aligned, solver=solver, time_limit_s=5, options=PLAIN)
+        found = place(aligned, solver=solver, time_limit_s=5, use_numba=False)
         check_placement(aligned, found)
         assert all(offset % alignment == 0 for offset in found.offsets.values())
 
@@ -165,9 +147,9 @@ def test_alignment_of_the_problem_is_kept(problem, alignment):
 @SETTINGS
 @given(problems(most=6, features=False), st.integers(0, 30))
 def test_a_capacity_is_met_or_refuted_with_a_conflict_that_cannot_fit(problem, capacity):
-    best = place(problem, solver="search", options=PLAIN).height_bytes
+    best = place(problem, solver="search", use_numba=False).height_bytes
     bounded = PlacementProblem(buffers=problem.buffers, capacity=capacity)
-    found = place(bounded, options=PLAIN)
+    found = place(bounded, use_numba=False)
     if capacity >= best:
         check_placement(bounded, found)
         return
@@ -222,7 +204,7 @@ def steps(draw):
 @SETTINGS
 @given(steps())
 def test_two_levels_are_valid_and_tie_the_offsets_of_a_class(problem):
-    found = place(problem, solver="greedy", levels="bilevel", time_limit_s=2)
+    found = place(problem, solver="greedy", bilevel=True, time_limit_s=2)
     check_placement(problem, found)
     for kind in ("f", "b"):
         blocks = [b for b in problem.blocks if b.class_key == kind]
@@ -232,6 +214,6 @@ def test_two_levels_are_valid_and_tie_the_offsets_of_a_class(problem):
             at = [found.offsets[f"{block.id}.{k}"] for k in range(count)]
             frames.add(tuple(offset - at[0] for offset in at))
         assert len(frames) == 1
-    flat = place(problem, time_limit_s=2, options=PLAIN)
+    flat = place(problem, time_limit_s=2, use_numba=False)
     check_placement(problem, flat)
     assert flat.height_bytes <= found.height_bytes

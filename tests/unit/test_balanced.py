@@ -7,13 +7,7 @@ import pytest
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.errors import InputError
-from memo_compile.papers.kwai.balanced import (
-    LayerTensor,
-    enumerate_frontier,
-    find_frontier,
-    layer_frontier,
-    solve_frontier,
-)
+from memo_compile.papers.kwai.balanced import layer_frontier
 from memo_compile.papers.layer_costs import Efficiency
 
 KWAI = Efficiency(gemm=0.6, hbm=0.8)
@@ -57,47 +51,6 @@ def test_ascending_in_bytes_descending_in_time():
         assert all(a.extra_time_fraction > b.extra_time_fraction for a, b in pairs)
 
 
-def test_recomputing_needs_inputs():
-    # b is not read by backward, but recomputing c reads it.
-    choices = [
-        LayerTensor(name="a", size_bytes=1, seconds=1, kept=True),
-        LayerTensor(name="b", size_bytes=5, seconds=10, inputs=(0,), needed=False),
-        LayerTensor(name="c", size_bytes=4, seconds=1, inputs=(1,)),
-    ]
-    points = [(p.kept_bytes, p.recompute_s, p.recomputed) for p in enumerate_frontier(choices)]
-    assert points == [(1, 11, ("b", "c")), (5, 0, ())]
-
-
-def test_program_equals_enumeration():
-    choices = [
-        LayerTensor(
-            name=f"t{i}",
-            size_bytes=1 + (i * 7) % 5,
-            seconds=1 + (i * 11) % 6,
-            inputs=tuple(j for j in (i - 1, i - 3) if j >= 0),
-            needed=i % 4 != 2,
-            kept=i == 0,
-        )
-        for i in range(9)
-    ]
-    for walked, enumerated in zip(
-        solve_frontier(choices), enumerate_frontier(choices), strict=True
-    ):
-        assert walked.kept_bytes == enumerated.kept_bytes
-        assert walked.recompute_s == pytest.approx(enumerated.recompute_s)
-
-
-def test_more_than_twenty_tensors():
-    choices = [LayerTensor(name=f"t{i}", size_bytes=i + 1, seconds=1.0) for i in range(22)]
-    points = find_frontier(choices)
-    # Equal costs: the best set of k tensors to recompute is the k largest.
-    assert [p.kept_bytes for p in points] == [k * (k + 1) // 2 for k in range(23)]
-
-
 def test_refusals():
-    with pytest.raises(InputError, match="inputs of a: expected earlier tensors"):
-        find_frontier([LayerTensor(name="a", size_bytes=1, seconds=1, inputs=(0,))])
-    with pytest.raises(InputError, match="a: expected a size and a time"):
-        find_frontier([LayerTensor(name="a", size_bytes=1, seconds=-1)])
     with pytest.raises(InputError, match="gemm-efficiency: expected a share"):
         Efficiency(gemm=1.2, hbm=0.8)

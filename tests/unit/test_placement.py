@@ -20,12 +20,9 @@ from memo_compile.planners.placement.compiled import has_numba
 from memo_compile.planners.placement.files import parse_csv, read_problem
 from memo_compile.planners.placement.instance import build_instance
 from memo_compile.planners.placement.mip import mip_offsets
-from memo_compile.planners.placement.portfolio import SearchOptions
 from memo_compile.planners.solver import Engine, SolveStatus, available_engines
 
 DATA = Path(__file__).parent.parent / "data" / "minimalloc"
-PLAIN = SearchOptions(use_numba=False)
-
 # `low` overlaps both others, which do not overlap each other.
 #   time 0 1 2 3
 #   a    3 3 . .      b  . . 3 3      low . 3 3 .
@@ -42,7 +39,7 @@ def problem(*buffers, **options):
 
 @pytest.mark.parametrize("solver", ["auto", "greedy", "mip", "search"])
 def test_the_drawn_problem_reaches_its_bound(solver):
-    found = place(problem(*DRAWN), solver=solver, options=PLAIN)
+    found = place(problem(*DRAWN), solver=solver, use_numba=False)
     check_placement(problem(*DRAWN), found)
     assert found.height_bytes == found.lower_bound_bytes == 6
     assert found.status is SolveStatus.OPTIMAL
@@ -67,14 +64,14 @@ GAPPED = (
 @pytest.mark.parametrize("solver", ["auto", "search", "mip"])
 def test_a_bound_that_is_out_of_reach_is_raised_by_proof(solver):
     assert lower_bound(build_instance(problem(*GAPPED))) == 8
-    found = place(problem(*GAPPED), solver=solver, options=PLAIN)
+    found = place(problem(*GAPPED), solver=solver, use_numba=False)
     assert found.height_bytes == found.lower_bound_bytes == 9
     assert found.status is SolveStatus.OPTIMAL
 
 
 def test_a_capacity_refuted_by_search_names_a_conflict_without_bystanders():
     bystanders = [Buffer(id=f"by{i}", lower=i, upper=i + 1, size=1) for i in range(5, 9)]
-    found = place(problem(*GAPPED, *bystanders, capacity=8), options=PLAIN)
+    found = place(problem(*GAPPED, *bystanders, capacity=8), use_numba=False)
     assert found.status is SolveStatus.INFEASIBLE
     assert found.conflict == ("thin", "wide0", "wide1")
     assert found.lower_bound_bytes == 9
@@ -143,15 +140,13 @@ def test_public_hard_instances_fit_their_capacity(name):
 @pytest.mark.parametrize("name", ["B", "C", "H"])
 def test_public_hard_instances_in_plain_python(name):
     hard = read_problem(DATA / f"{name}.1048576.csv", capacity=1048576)
-    found = place(hard, solver="search", time_limit_s=60, options=PLAIN)
+    found = place(hard, solver="search", time_limit_s=60, use_numba=False)
     check_placement(hard, found)
     assert found.height_bytes <= 1048576
 
 
 @pytest.mark.parametrize("engine", available_engines())
-@pytest.mark.parametrize("symmetry_breaking", [False, True])
-@pytest.mark.parametrize("warm_start", [False, True])
-def test_mip_proves_the_optimum_with_each_engine(engine: Engine, symmetry_breaking, warm_start):
+def test_mip_proves_the_optimum_with_each_engine(engine: Engine):
     twins = [Buffer(id=f"t{i}", lower=0, upper=3, size=2) for i in range(3)]
     instance = build_instance(problem(*DRAWN, *twins))
     start = place(problem(*DRAWN, *twins), solver="greedy").offsets
@@ -161,8 +156,6 @@ def test_mip_proves_the_optimum_with_each_engine(engine: Engine, symmetry_breaki
         lower_bound(instance),
         float("inf"),
         engine=engine,
-        symmetry_breaking=symmetry_breaking,
-        warm_start=warm_start,
     )
     assert result.status is SolveStatus.OPTIMAL
     assert instance.height(result.offsets) == 12
@@ -178,7 +171,7 @@ def test_blocks_of_one_class_share_their_frame():
     ]
     saved = [Buffer(id=f"s{i}", lower=4 * i + 3, upper=12, size=5) for i in range(3)]
     step = PlacementProblem(buffers=(*transients, *saved), blocks=blocks)
-    found = place(step, solver="search", levels="bilevel", options=PLAIN)
+    found = place(step, solver="search", bilevel=True, use_numba=False)
     check_placement(step, found)
     frames = {
         tuple(found.offsets[f"{b.id}.{k}"] - found.offsets[f"{b.id}.0"] for k in range(3))
@@ -259,8 +252,6 @@ class TestRefusals:
     def test_options(self):
         with pytest.raises(ConfigError, match="solver: expected one of auto, greedy, mip, search"):
             place(problem(), solver="cplex")
-        with pytest.raises(ConfigError, match="levels: expected one of auto, flat, bilevel"):
-            place(problem(), levels="three")
         with pytest.raises(ConfigError, match="time_limit_s: expected at least 0"):
             place(problem(), time_limit_s=-1)
 

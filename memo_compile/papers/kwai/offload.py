@@ -5,12 +5,16 @@ Source: Kwai (USENIX ATC 24), section 3, recomputed; docs/many-gpus.md derives i
 
     M = 6 n + 12 n / (d c) + A [4 + (N - 4)(1 - alpha)]     alpha > 0;  N in the bracket at alpha 0
 
-n = parameters of rank 0 on one GPU, A = bytes of one chunk on one GPU, N = chunks in flight.
+n = parameters of rank 0 on one GPU, A = bytes of one chunk on one GPU, N = chunks in flight. What
+takes or gives Any works on numbers and on arrays over configurations.
 """
 
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+import numpy as np
 
 from memo_compile.costs.models import ELEMENT_BYTES, ModelShape
 from memo_compile.errors import InputError, require_at_least
@@ -121,24 +125,35 @@ def chunk_bytes(shape: ModelShape, seq: int, config: ParallelConfig) -> float:
     return per_token * seq / (config.cp * config.tp)
 
 
-def static_bytes(shape: ModelShape, config: ParallelConfig) -> float:
-    """Weights, gradients and optimizer state of rank 0, the one with the input embedding."""
-    layers = shape.num_layers // config.pp
-    parameters = (layers * shape.layer_parameters + shape.embedding_parameters) / config.tp
-    sharded = OPTIMIZER_BYTES * parameters / (config.dp * config.cp)
-    return WEIGHT_AND_GRADIENT_BYTES * parameters + sharded
+def stage_parameters(shape: Any, config: Any) -> Any:
+    """n: parameters of rank 0, the one with the input embedding, on one GPU."""
+    layers = shape.num_layers / config.pp * shape.layer_parameters
+    return (layers + shape.embedding_parameters) / config.tp
 
 
-def chunks_in_flight(pp: int, num_chunks: int) -> int:
+def static_bytes(shape: Any, config: Any) -> Any:
+    """Weights, gradients and optimizer state of rank 0."""
+    optimizer_bytes = OPTIMIZER_BYTES / (config.dp * config.cp)
+    return stage_parameters(shape, config) * (WEIGHT_AND_GRADIENT_BYTES + optimizer_bytes)
+
+
+def chunks_in_flight(pp: Any, num_chunks: Any) -> Any:
     """N on rank 0: p for plain 1F1B, 2 (p - 1) + (v - 1) p + 1 with v > 1 chunks per rank."""
-    return pp if num_chunks == 1 else 2 * (pp - 1) + (num_chunks - 1) * pp + 1
+    return np.where(num_chunks == 1, pp, 2 * (pp - 1) + (num_chunks - 1) * pp + 1)
 
 
-def resident_chunks(in_flight: int, alpha: float) -> float:
+def resident_chunks(in_flight: Any, alpha: Any) -> Any:
     """Chunks' worth of memory that ``in_flight`` chunks occupy at offloaded share ``alpha``."""
-    if alpha == 0:
-        return float(in_flight)
-    return RESIDENT_CHUNKS + (in_flight - RESIDENT_CHUNKS) * (1 - alpha)
+    held = RESIDENT_CHUNKS + (in_flight - RESIDENT_CHUNKS) * (1 - alpha)
+    return np.where(alpha == 0, in_flight, held)
+
+
+def smallest_alpha(pp: Any, in_flight: Any, static: Any, chunk: Any, budget_bytes: float) -> Any:
+    """The least offloaded share that fits, at most 1; 0 where nothing need or can be offloaded."""
+    spare = in_flight - RESIDENT_CHUNKS
+    room = (budget_bytes - static) / chunk - RESIDENT_CHUNKS
+    alpha = np.clip(1 - room / np.maximum(spare, 1), 0.0, 1.0)
+    return np.where((pp >= MIN_STAGES) & (spare > 0), alpha, 0.0)
 
 
 def plan_offload(
@@ -153,19 +168,13 @@ def plan_offload(
     static = static_bytes(shape, config)
     chunk = chunk_bytes(shape, seq, config)
     num_chunks = shape.num_layers // (config.pp * config.layers_per_chunk)
-    in_flight = chunks_in_flight(config.pp, num_chunks)
-    can_offload = config.pp >= MIN_STAGES and in_flight > RESIDENT_CHUNKS
-    alpha = 0.0
-    if static + chunk * in_flight > budget_bytes:
-        alpha = 1.0
-        if can_offload:
-            room = (budget_bytes - static) / chunk - RESIDENT_CHUNKS
-            alpha = min(1.0, 1 - room / (in_flight - RESIDENT_CHUNKS))
-    resident = resident_chunks(in_flight, alpha if can_offload else 0.0)
+    in_flight = int(chunks_in_flight(config.pp, num_chunks))
+    alpha = float(smallest_alpha(config.pp, in_flight, static, chunk, budget_bytes))
+    resident = float(resident_chunks(in_flight, alpha))
     peak = static + chunk * resident
-    fits = peak <= budget_bytes or (can_offload and math.isclose(peak, budget_bytes, rel_tol=1e-9))
+    fits = peak <= budget_bytes or (alpha > 0 and math.isclose(peak, budget_bytes, rel_tol=1e-9))
     return OffloadPlan(
-        alpha=alpha,
+        alpha=alpha if fits else 1.0,
         peak_bytes=peak,
         chunks_in_flight=in_flight,
         resident_chunks=resident,

@@ -101,7 +101,6 @@ class JointPlan:
     policies: tuple[HeuSolution, ...] = ()
     cooldown_s: tuple[float, ...] = ()
     """Per stage what cool-down adds to a step, see :func:`cooldown_seconds`."""
-    num_solves: int = 0
     conflict: str = ""
 
     @property
@@ -118,11 +117,7 @@ def plan_stages(problem: JointProblem, *, token_split: bool = False) -> JointPla
     stages = _Stages(problem=problem, token_split=token_split)
     layers_of = split_lazily(problem.num_layers, problem.num_stages, stages.time)
     if layers_of is None:
-        return JointPlan(
-            status=SolveStatus.INFEASIBLE,
-            num_solves=len(stages.solved),
-            conflict=stages.explain(),
-        )
+        return JointPlan(status=SolveStatus.INFEASIBLE, conflict=stages.explain())
     policies = tuple(stages.policy(s, n, break_ties=True) for s, n in enumerate(layers_of))
     known = [stages.time(s, n) for s, n in enumerate(layers_of)]
     times = tuple(time for time in known if time is not None)
@@ -135,7 +130,6 @@ def plan_stages(problem: JointProblem, *, token_split: bool = False) -> JointPla
             cooldown_seconds(problem.costs, policies[s], times, s, n, problem.num_batches)
             for s, n in enumerate(layers_of)
         ),
-        num_solves=len(stages.solved) + problem.num_stages,
     )
 
 
@@ -220,25 +214,19 @@ def split_lazily(num_layers: int, num_stages: int, stage_s: StageTime) -> tuple[
     """
     if num_layers < num_stages:
         return None
-    cache: dict[tuple[int, int], float | None] = {}
-
-    def time_of(stage: int, layers: int) -> float | None:
-        if (stage, layers) not in cache:
-            cache[stage, layers] = stage_s(stage, layers)
-        return cache[stage, layers]
-
+    stage_s = functools.cache(stage_s)
     best: tuple[int, ...] | None = None
     limit = float("inf")
     start = [-(-num_layers // num_stages)] * num_stages
     while True:
         capacity = [
-            _capacity(functools.partial(time_of, stage), limit, start[stage], num_layers)
+            _capacity(functools.partial(stage_s, stage), limit, start[stage], num_layers)
             for stage in range(num_stages)
         ]
         if min(capacity) < 1 or sum(capacity) < num_layers:
             return best
         best = _fill(capacity, num_layers)
-        times = [time_of(stage, layers) for stage, layers in enumerate(best)]
+        times = [stage_s(stage, layers) for stage, layers in enumerate(best)]
         limit = max(time for time in times if time is not None)
         start = list(best)
 

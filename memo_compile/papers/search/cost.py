@@ -20,12 +20,15 @@ from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.models import ELEMENT_BYTES, ModelShape
 from memo_compile.papers.kwai.balanced import BALANCED
 from memo_compile.papers.kwai.offload import (
-    MIN_STAGES,
     OPTIMIZER_BYTES,
-    RESIDENT_CHUNKS,
     WEIGHT_AND_GRADIENT_BYTES,
     Checkpoint,
+    chunks_in_flight,
+    resident_chunks,
     saved_elements,
+    smallest_alpha,
+    stage_parameters,
+    static_bytes,
 )
 from memo_compile.papers.layer_costs import layer_output, layer_tensors
 from memo_compile.papers.search.space import CHECKPOINTS, Columns
@@ -131,24 +134,15 @@ def evaluate(
     taken. O(number of configurations), without a Python loop over them.
     """
     chunks = work.num_layers / (columns.pp * columns.layers_per_chunk)
-    in_flight = np.where(
-        chunks == 1, columns.pp, 2 * (columns.pp - 1) + (chunks - 1) * columns.pp + 1
-    )
-    stage_parameters = (
-        work.num_layers / columns.pp * work.layer_parameters + work.embedding_parameters
-    ) / columns.tp
-    replicas = columns.dp * columns.cp
-    static = stage_parameters * (WEIGHT_AND_GRADIENT_BYTES + OPTIMIZER_BYTES / replicas)
+    in_flight = chunks_in_flight(columns.pp, chunks)
+    static = static_bytes(work, columns)
     elements = _per_policy(work.saved_elements, columns.checkpoint)
     shard = columns.tp * columns.cp
     chunk = columns.layers_per_chunk * elements * (ELEMENT_BYTES * work.seq) / shard
     if alpha is None:
-        alpha = _smallest_alpha(columns.pp, in_flight, static, chunk, budget_bytes)
-    held = RESIDENT_CHUNKS + (in_flight - RESIDENT_CHUNKS) * (1 - alpha)
-    peak = static + chunk * np.where(alpha == 0, in_flight, held)
-    step = _step_seconds(
-        work, columns, hardware, model, chunks, in_flight, stage_parameters, alpha * chunk
-    )
+        alpha = smallest_alpha(columns.pp, in_flight, static, chunk, budget_bytes)
+    peak = static + chunk * resident_chunks(in_flight, alpha)
+    step = _step_seconds(work, columns, hardware, model, chunks, in_flight, alpha * chunk)
     batches = work.global_batch / columns.dp
     usable = (peak <= budget_bytes * (1 + 1e-9)) & (batches % 1 == 0)
     usable &= ((chunks == 1) | (batches % columns.pp == 0)) & (work.num_heads % columns.tp == 0)
@@ -162,15 +156,6 @@ def _per_policy(table: Any, checkpoint: Any) -> Any:
     if table.ndim == 1:
         return table[checkpoint]
     return table[checkpoint, np.arange(len(checkpoint))]
-
-
-def _smallest_alpha(pp: Any, in_flight: Any, static: Any, chunk: Any, budget_bytes: float) -> Any:
-    """Kwai's closed form: 0 where nothing need or can be offloaded."""
-    room = (budget_bytes - static) / chunk
-    spare = in_flight - RESIDENT_CHUNKS
-    can_offload = (pp >= MIN_STAGES) & (spare > 0)
-    alpha = 1 - (room - RESIDENT_CHUNKS) / np.maximum(spare, 1)
-    return np.where(can_offload, np.clip(alpha, 0.0, 1.0), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +206,6 @@ def _step_seconds(
     model: CostModel,
     chunks: Any,
     in_flight: Any,
-    stage_parameters: Any,
     copied_bytes: Any,
 ) -> Any:
     """The sum in the module's docstring; ``copied_bytes`` leave and return for each chunk."""
@@ -248,7 +232,8 @@ def _step_seconds(
     exposed = steep * exposed + (passes - steep) * steady
     replicas = dp * cp
     gradient_rate = np.where(shard * dp <= hardware.devices_per_node, link_rate, network_rate)
-    gradients = GRADIENT_TRAFFIC_BYTES * stage_parameters * (replicas - 1) / replicas
-    optimizer = OPTIMIZER_TRAFFIC_BYTES * stage_parameters / replicas
+    parameters = stage_parameters(work, columns)
+    gradients = GRADIENT_TRAFFIC_BYTES * parameters * (replicas - 1) / replicas
+    optimizer = OPTIMIZER_TRAFFIC_BYTES * parameters / replicas
     step = batches * (stage + head) + (pp - 1) * stage / chunks + passes * boundary + exposed
     return step + gradients / gradient_rate + optimizer / hbm_rate

@@ -13,7 +13,7 @@ from memo_compile.planners.placement import kernel
 from memo_compile.planners.placement.bounds import lower_bound, section_bounds
 from memo_compile.planners.placement.instance import Instance, build_instance
 from memo_compile.planners.placement.placement_problem import PlacementProblem
-from memo_compile.planners.placement.portfolio import Searcher, SearchOptions
+from memo_compile.planners.placement.portfolio import Searcher
 
 _PROOF_NODES = 20_000
 """Choices spent on one attempt to prove that a smaller set does not fit either."""
@@ -44,10 +44,9 @@ def search_conflict(problem: PlacementProblem, capacity: int, deadline_s: float)
         instance = build_instance(problem, ids)
         if lower_bound(instance) > capacity:
             return True
-        searcher = Searcher(instance, SearchOptions(jump=False, use_numba=False))
+        searcher = Searcher(instance, use_numba=False)
         rank = next(searcher.ranks())
-        switches = SearchOptions(jump=False).switches
-        outcome, _ = searcher.run(capacity, rank, _PROOF_NODES, switches)
+        outcome, _ = searcher.run(capacity, rank, _PROOF_NODES, jump=False)
         return outcome == kernel.EXHAUSTED
 
     ids = [b.id for b in sorted(problem.buffers, key=lambda b: b.size) if b.size > 0]

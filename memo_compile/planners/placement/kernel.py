@@ -8,15 +8,15 @@ or on another one. Sorted by (offset, rank), such a placement is a sequence in w
 lies exactly at the highest end (aligned) of the earlier buffers that it overlaps. So the search
 chooses the NEXT buffer only; its offset follows, and the keys (offset, rank) ascend.
 
-**Switches.** Each can be off without a change of what is found, except that JUMP gives up proofs:
-DOMINANCE: a buffer that fits completely below the candidate's offset makes the candidate needless,
-the same placement with that buffer moved down is visited elsewhere. HATLESS: a choice that lifts
-no other buffer costs nothing, so it has no alternatives. CROWDING: in each section, for each
-offset x, the buffers that cannot lie below x must fit between x and the capacity. PIECES: where no
-unplaced buffer crosses a point in time, both sides are searched one after the other, and a failure
-of one is a failure of the choice that parted them. JUMP: a failure goes back to the last choice on
-which a buffer of the failed section stands (conflict-directed backjumping). The order of keys ties
-choices together in ways that this reasoning ignores, hence no proof after a jump.
+**Cuts.** Dominance: a buffer that fits completely below the candidate's offset makes the candidate
+needless, the same placement with that buffer moved down is visited elsewhere. Hatless: a choice
+that lifts no other buffer costs nothing, so it has no alternatives. Crowding: in each section, for
+each offset x, the buffers that cannot lie below x must fit between x and the capacity. Pieces:
+where no unplaced buffer crosses a point in time, both sides are searched one after the other, and a
+failure of one is a failure of the choice that parted them. Jump, which can be off: a failure goes
+back to the last choice on which a buffer of the failed section stands (conflict-directed
+backjumping). The order of keys ties choices together in ways that this reasoning ignores, hence no
+proof after a jump.
 """
 
 from typing import Any, NamedTuple
@@ -24,12 +24,6 @@ from typing import Any, NamedTuple
 FOUND = 1
 EXHAUSTED = 0
 LIMIT = 2
-
-DOMINANCE = 1
-HATLESS = 2
-CROWDING = 4
-PIECES = 8
-JUMP = 16
 
 BITS = 62
 """Bits used of each word of ``State.blame``: below the sign of int64."""
@@ -121,7 +115,7 @@ class State(NamedTuple):
 
 
 def search(
-    tables: Tables, state: State, capacity: int, slack: int, max_nodes: int, switches: int
+    tables: Tables, state: State, capacity: int, slack: int, max_nodes: int, jump: bool
 ) -> tuple:
     """Searches for offsets whose height is at most ``capacity``.
 
@@ -136,20 +130,19 @@ def search(
         return FOUND, 0
     roof = capacity + slack
     state.piece_end[0] = num_items
-    if switches & PIECES:
-        cut_slice(tables, state, 0, num_items, 0, len(state.left))
+    cut_slice(tables, state, 0, num_items, 0, len(state.left))
     depth = 0
     open_frame(tables, state, 0, 0, -1, -1, roof)
     nodes = 0
     while nodes < max_nodes:
-        position = next_choice(tables, state, depth, switches)
+        position = next_choice(tables, state, depth)
         if position < 0:
-            depth = retreat(tables, state, depth, switches)
+            depth = retreat(tables, state, depth, jump)
             if depth < 0:
                 return LIMIT if state.tally[JUMPED] else EXHAUSTED, nodes
             continue
         nodes += 1
-        if not place_next(tables, state, depth, position, capacity, roof, switches):
+        if not place_next(tables, state, depth, position, capacity, roof):
             undo(tables, state, state.mark[depth])
             continue
         start = state.begin[depth] + 1
@@ -172,13 +165,7 @@ def search(
 
 
 def place_next(
-    tables: Tables,
-    state: State,
-    depth: int,
-    position: int,
-    capacity: int,
-    roof: int,
-    switches: int,
+    tables: Tables, state: State, depth: int, position: int, capacity: int, roof: int
 ) -> bool:
     """Places the buffer at ``position`` of ``items`` and cuts the rest of the frame's slice.
 
@@ -192,17 +179,16 @@ def place_next(
     state.mark[depth] = state.tally[CHOSEN]
     if not put(tables, state, item, depth, capacity, roof):
         return False
-    if switches & HATLESS and state.tally[TRAIL] == state.chosen_trail[state.tally[CHOSEN] - 1]:
+    if state.tally[TRAIL] == state.chosen_trail[state.tally[CHOSEN] - 1]:
         state.ceiling[depth] = -1
     if begin + 1 == end:
         return True
-    if switches & CROWDING and crowded(tables, state, depth, begin + 1, end, roof):
+    if crowded(tables, state, depth, begin + 1, end, roof):
         return False
     state.piece_end[begin + 1] = end
-    if switches & PIECES:
-        first = tables.span_lower[tables.span_start[item]]
-        last = tables.span_upper[tables.span_start[item + 1] - 1]
-        cut_slice(tables, state, begin + 1, end, first, last)
+    first = tables.span_lower[tables.span_start[item]]
+    last = tables.span_upper[tables.span_start[item + 1] - 1]
+    cut_slice(tables, state, begin + 1, end, first, last)
     return True
 
 
@@ -271,7 +257,7 @@ def crowded(tables: Tables, state: State, depth: int, begin: int, end: int, roof
     return False
 
 
-def next_choice(tables: Tables, state: State, depth: int, switches: int) -> int:
+def next_choice(tables: Tables, state: State, depth: int) -> int:
     """Position in ``items`` of the frame's next choice, and its key recorded; -1 when none is left.
 
     The lowest offset goes first; nothing may fit completely below it (dominance), and no buffer
@@ -303,7 +289,7 @@ def next_choice(tables: Tables, state: State, depth: int, switches: int) -> int:
         for position in range(state.begin[depth], state.end[depth]):
             blame_item(state, depth, state.items[position])
         return -1
-    if best_offset >= lowest_end and switches & DOMINANCE:
+    if best_offset >= lowest_end:
         blame_item(state, depth, dominator)
         return -1
     if best_offset > state.ceiling[depth]:
@@ -401,10 +387,10 @@ def blame_section(tables: Tables, state: State, depth: int, section: int, low: i
                 blame_item(state, depth, item)
 
 
-def retreat(tables: Tables, state: State, depth: int, switches: int) -> int:
+def retreat(tables: Tables, state: State, depth: int, jump: bool) -> int:
     """The frame below ``depth`` whose choice had a part in its failure, undone; -1 if none.
 
-    Without JUMP simply the frame below.
+    Without ``jump`` simply the frame below.
     """
     words = state.tally[WORDS]
     source = depth * words
@@ -413,7 +399,7 @@ def retreat(tables: Tables, state: State, depth: int, switches: int) -> int:
         item = state.chosen[state.mark[depth]]
         undo(tables, state, state.mark[depth])
         bit = 1 << (item % BITS)
-        if not switches & JUMP or state.blame[source + item // BITS] & bit:
+        if not jump or state.blame[source + item // BITS] & bit:
             state.blame[source + item // BITS] &= ~bit
             for word in range(words):
                 state.blame[depth * words + word] |= state.blame[source + word]

@@ -49,8 +49,6 @@ def mip_offsets(
     deadline_s: float,
     *,
     engine: Engine | None = None,
-    symmetry_breaking: bool = True,
-    warm_start: bool = True,
 ) -> MipResult:
     """Solves the program from the valid offsets ``start`` (N,); ``bound`` in bytes.
 
@@ -60,9 +58,7 @@ def mip_offsets(
     overlaps = find_overlaps(instance)
     if len(overlaps.other) // 2 > MOST_PAIRS:
         return MipResult(offsets=start, status=SolveStatus.TIME_LIMIT)
-    model, offsets = _program(
-        instance, overlaps, start, bound, engine, symmetry_breaking, warm_start
-    )
+    model, offsets = _program(instance, overlaps, start, bound, engine)
     status = solve(model, deadline_s - time.perf_counter())
     if not status.has_solution:
         return MipResult(offsets=start, status=status)
@@ -107,8 +103,6 @@ def _program(
     start: Ints,
     bound: int,
     engine: Engine | None,
-    symmetry_breaking: bool,
-    warm_start: bool,
 ) -> tuple[Any, list[Any]]:
     """The model of this file's head, and its offset expressions in units."""
     import mip
@@ -135,15 +129,14 @@ def _program(
         for j in overlaps.other[overlaps.start[i] : overlaps.start[i + 1]].tolist():
             if j < i:
                 continue
-            if symmetry_breaking and _are_twins(instance, i, j):
+            if _are_twins(instance, i, j):
                 model += offsets[i] + size[i] <= offsets[j], f"twins_{i}_{j}"
                 continue
             below = model.add_var(name=f"z{i}_{j}", var_type=mip.BINARY)
             starts.append((below, float(start[i] < start[j])))
             model += offsets[i] + size[i] <= offsets[j] + cap * (1 - below), f"below_{i}_{j}"
             model += offsets[j] + size[j] <= offsets[i] + cap * below, f"above_{i}_{j}"
-    if warm_start:
-        model.start = starts
+    model.start = starts
     return model, offsets
 
 

@@ -4,14 +4,13 @@
 two levels and never higher, while rigid frames cost up to 12 % where offload and recompute make
 every layer a peak (``python -m benchmarks.placement``): a hole that fits one call of a class need
 not exist in the next. The two levels remain for ablation, for frames that must be one table for a
-class (``levels="bilevel"``), and as a second greedy where numba is missing.
+class (``bilevel=True``), and as a second greedy where numba is missing.
 """
 
 import time
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import TypeVar
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from memo_compile.planners.placement.greedy import ORDERS, greedy_offsets
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, build_instance
 from memo_compile.planners.placement.mip import mip_offsets
 from memo_compile.planners.placement.placement_problem import Placement, PlacementProblem
-from memo_compile.planners.placement.portfolio import Searcher, SearchOptions
+from memo_compile.planners.placement.portfolio import Searcher
 from memo_compile.planners.solver import SolveStatus, available_engines
 
 _MANY_BUFFERS = 1500
@@ -55,17 +54,6 @@ class Solver(Enum):
     SEARCH = "search"
 
 
-class Levels(Enum):
-    """Whether blocks are planned before the whole."""
-
-    AUTO = "auto"
-    FLAT = "flat"
-    BILEVEL = "bilevel"
-
-
-_E = TypeVar("_E", bound=Enum)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Answer:
     """The best offsets so far and what is proved."""
@@ -81,19 +69,24 @@ def place(
     *,
     solver: str = "auto",
     time_limit_s: float = 10.0,
-    levels: str = "auto",
-    options: SearchOptions | None = None,
+    bilevel: bool = False,
+    use_numba: bool | None = None,
 ) -> Placement:
     """Offsets for every buffer of ``problem``, as low as ``solver`` finds them in the time.
 
     With a capacity it stops at the first placement that fits, else at the lower bound. A slow
     solver never fails the planning: what greedy found stands. ``time_limit_s`` is a soft limit;
-    the first greedy placement always completes. ``options`` are the switches of the search.
+    the first greedy placement always completes. ``bilevel`` plans blocks before the whole.
+    ``use_numba`` is the search's: None chooses by what is installed and by size.
 
     Raises:
-        ConfigError: an unknown ``solver`` or ``levels``, or a negative time limit.
+        ConfigError: an unknown ``solver``, or a negative time limit.
     """
-    chosen, chosen_levels = _parse(Solver, "solver", solver), _parse(Levels, "levels", levels)
+    try:
+        chosen = Solver(solver)
+    except ValueError:
+        known = ", ".join(member.value for member in Solver)
+        raise ConfigError(f"solver: expected one of {known}, got {solver!r}") from None
     if not time_limit_s >= 0:
         raise ConfigError(f"time_limit_s: expected at least 0 seconds, got {time_limit_s}")
     begin = time.perf_counter()
@@ -104,7 +97,7 @@ def place(
         conflict = load_conflict(instance, problem.capacity)
         return _infeasible(bound, conflict, "bound", begin)
     target = bound if problem.capacity is None else problem.capacity
-    answer = _solve(instance, bound, target, deadline, chosen, chosen_levels, options)
+    answer = _solve(instance, bound, target, deadline, chosen, bilevel, use_numba)
     if problem.capacity is not None and answer.bound > problem.capacity:
         # The proof is worth an explanation: it gets as long again as the limit was, at most 10 s.
         explain_by = time.perf_counter() + min(max(time_limit_s, 1.0), 10.0)
@@ -126,10 +119,10 @@ def _solve(
     target: int,
     deadline_s: float,
     solver: Solver,
-    levels: Levels,
-    options: SearchOptions | None,
+    bilevel: bool,
+    use_numba: bool | None,
 ) -> _Answer:
-    """Greedy first, then what ``solver`` and ``levels`` ask for, until ``target`` is reached."""
+    """Greedy first, then what ``solver`` and ``bilevel`` ask for, until ``target`` is reached."""
     enough = target
     if solver is Solver.AUTO and instance.problem.capacity is None:
         is_step = bool(instance.problem.blocks) or instance.num_buffers > _MANY_BUFFERS
@@ -138,13 +131,13 @@ def _solve(
     orders = {"load": ORDERS["load"], **ORDERS} if huge else ORDERS
     found = greedy_offsets(instance, enough, deadline_s, orders)
     answer = _Answer(offsets=found, bound=bound, solver="greedy")
-    if levels is Levels.BILEVEL and instance.problem.blocks:
+    if bilevel and instance.problem.blocks:
         answer = _bilevel(instance, answer, enough, deadline_s, solver)
         if solver is not Solver.AUTO:
             return answer
     if solver is Solver.GREEDY or instance.height(answer.offsets) <= enough:
         return answer
-    if levels is Levels.AUTO and solver is Solver.AUTO and not has_numba():
+    if not bilevel and solver is Solver.AUTO and not has_numba():
         # The plain search may be too slow for a whole step; two levels are a second greedy.
         answer = _bilevel(instance, answer, enough, deadline_s, solver)
     if solver is Solver.MIP:
@@ -153,7 +146,7 @@ def _solve(
     share = _SEARCH_SHARE if solver is Solver.AUTO and small and available_engines() else 1.0
     left_s = deadline_s - time.perf_counter()
     search_until = deadline_s - (1 - share) * left_s
-    answer = _search(instance, answer, target, enough, search_until, options)
+    answer = _search(instance, answer, target, enough, search_until, use_numba)
     open_gap = answer.bound < instance.height(answer.offsets) > target
     if share < 1.0 and open_gap and answer.bound <= target:
         answer = _mip(instance, answer, deadline_s)
@@ -184,23 +177,22 @@ def _search(
     target: int,
     enough: int,
     deadline_s: float,
-    options: SearchOptions | None,
+    use_numba: bool | None,
 ) -> _Answer:
     """Narrows the gap between bound and height: at the target first, then in between.
 
     A capacity that no run reaches within its turn is raised halfway to the best height; a proof
     raises the bound; a success lowers the height, and the target gets its turn again.
     """
-    chosen = options or SearchOptions()
-    if chosen.use_numba is None and is_cold():
+    if use_numba is None and is_cold():
         # A few seconds of the plain search may spare the compiler's; many problems are easy.
-        plain = Searcher(instance, replace(chosen, use_numba=False))
+        plain = Searcher(instance, use_numba=False)
         now = time.perf_counter()
         until = now + min(_PLAIN_FIRST_S, (deadline_s - now) / 4)
         answer = _narrow(plain, instance, answer, target, enough, until)
         if answer.bound > target or instance.height(answer.offsets) <= max(enough, target):
             return answer
-    return _narrow(Searcher(instance, chosen), instance, answer, target, enough, deadline_s)
+    return _narrow(Searcher(instance, use_numba), instance, answer, target, enough, deadline_s)
 
 
 def _narrow(
@@ -276,11 +268,3 @@ def _infeasible(bound: int, conflict: tuple[str, ...], solver: str, begin_s: flo
 
 def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
-
-
-def _parse(kind: type[_E], name: str, value: str) -> _E:
-    try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(member.value for member in kind)
-        raise ConfigError(f"{name}: expected one of {known}, got {value!r}") from None

@@ -8,7 +8,6 @@ limit is made, which can prove that a capacity is out of reach.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,49 +44,19 @@ _MOST_PAIRS = 60_000_000
 """Beyond this many overlapping pairs the tables would take gigabytes; greedy stands alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchOptions:
-    """The switches of the search; what is found does not depend on them, only how fast."""
-
-    dominance: bool = True
-    """Skip a choice when another buffer fits completely below it."""
-    hatless: bool = True
-    """A choice that lifts nobody has no alternatives."""
-    crowding: bool = True
-    """Bound each section by the lowest offsets of its unplaced buffers."""
-    pieces: bool = True
-    """Search parts that share no time one after the other."""
-    jump: bool = True
-    """Go back to the last choice that had a part in a failure; proofs come from runs without."""
-    use_numba: bool | None = None
-    """Compiled or plain Python; None chooses by what is installed and by size."""
-    seed: int = 0
-    """Of the noise on the orders."""
-
-    @property
-    def switches(self) -> int:
-        """The flags of ``kernel.search``."""
-        flags = (
-            (self.dominance, kernel.DOMINANCE),
-            (self.hatless, kernel.HATLESS),
-            (self.crowding, kernel.CROWDING),
-            (self.pieces, kernel.PIECES),
-            (self.jump, kernel.JUMP),
-        )
-        return sum(flag for on, flag in flags if on)
-
-
 class Searcher:
     """Canonical search over one instance, asked again and again for other capacities."""
 
-    def __init__(self, instance: Instance, options: SearchOptions | None = None) -> None:
-        """Builds the overlap table; quadratic in the number of buffers."""
+    def __init__(self, instance: Instance, use_numba: bool | None = None) -> None:
+        """Builds the overlap table; quadratic in the number of buffers.
+
+        ``use_numba``: compiled or plain Python; None chooses by what is installed and by size.
+        """
         self._instance = instance
-        self._options = options or SearchOptions()
         self._overlaps = find_overlaps(instance)
-        self._rng = np.random.default_rng(self._options.seed)
+        self._rng = np.random.default_rng(0)
         self._keys = _order_keys(instance, self._overlaps)
-        compiled = self._options.use_numba
+        compiled = use_numba
         if compiled is None:
             compiled = has_numba() and instance.num_buffers > _TINY
         self._kernel = compiled_search() if compiled else kernel.search
@@ -107,13 +76,17 @@ class Searcher:
         self.seconds = 0.0
         """Time spent in the kernel so far."""
 
-    def run(self, capacity: int, rank: Ints, max_nodes: int, switches: int) -> tuple[int, Ints]:
-        """One run: (FOUND | EXHAUSTED | LIMIT, offsets (N,) that hold on FOUND)."""
+    def run(self, capacity: int, rank: Ints, max_nodes: int, jump: bool) -> tuple[int, Ints]:
+        """One run: (FOUND | EXHAUSTED | LIMIT, offsets (N,) that hold on FOUND).
+
+        With ``jump`` a failure goes back to the last choice that had a part in it, and proves
+        nothing.
+        """
         tables = kernel.Tables(rank=self._convert(rank), **self._static)
         state = _fresh_state(self._instance, self._overlaps, self._convert)
         begin = time.perf_counter()
         outcome, nodes = self._kernel(
-            tables, state, capacity, self._instance.max_slack, max_nodes, switches
+            tables, state, capacity, self._instance.max_slack, max_nodes, jump
         )
         self.seconds += time.perf_counter() - begin
         self.nodes += nodes
@@ -137,14 +110,12 @@ class Searcher:
         ``deadline_s`` is on the clock of ``time.perf_counter``.
         """
         limit = float(max(_NODES_PER_BUFFER * self._instance.num_buffers, _LEAST_NODES))
-        switches = self._options.switches
         outcome, offsets = kernel.LIMIT, np.zeros(0, dtype=np.int64)
         every = _PROOF_EVERY if self._instance.num_buffers <= _FEW else _RARE_PROOF_EVERY
         for count, rank in enumerate(self.ranks(), start=1):
             proof = count % every == 0
-            flags = switches & ~kernel.JUMP if proof else switches
             nodes = int(limit) * (_PROOF_FACTOR if proof else 1)
-            outcome, offsets = self._timed_run(capacity, rank, nodes, flags, deadline_s)
+            outcome, offsets = self._timed_run(capacity, rank, nodes, not proof, deadline_s)
             out_of_time = not len(offsets) or time.perf_counter() > deadline_s
             if outcome != kernel.LIMIT or count == max_runs or out_of_time:
                 break
@@ -153,7 +124,7 @@ class Searcher:
         return outcome, offsets
 
     def _timed_run(
-        self, capacity: int, rank: Ints, nodes: int, flags: int, deadline_s: float
+        self, capacity: int, rank: Ints, nodes: int, jump: bool, deadline_s: float
     ) -> tuple[int, Ints]:
         """A run whose nodes are also bounded by the time that is left; none if too few remain."""
         left_s = deadline_s - time.perf_counter()
@@ -161,7 +132,7 @@ class Searcher:
             nodes = min(nodes, int(max(left_s, 0.0) * self.nodes / self.seconds))
         if self.nodes and nodes <= self._instance.num_buffers:
             return kernel.LIMIT, np.zeros(0, dtype=np.int64)
-        return self.run(capacity, rank, nodes, flags)
+        return self.run(capacity, rank, nodes, jump)
 
 
 def _order_keys(instance: Instance, overlaps: Overlaps) -> list[tuple[Ints, Ints]]:

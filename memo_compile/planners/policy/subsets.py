@@ -4,8 +4,7 @@ All subsets are evaluated at once with numpy, a row of the table a subset. Slots
 ``MAX_GROUPS`` are merged first: two of nearly the same price per byte are seldom told apart.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -73,7 +72,10 @@ def _bytes(cls: LayerClass, group: tuple[int, ...]) -> int:
 
 
 def _table(cls: LayerClass, groups: list[tuple[int, ...]]) -> tuple[Any, Any, Any]:
-    """Per subset: bytes freed, seconds, and whether everything it needs may be recomputed."""
+    """Per subset: bytes freed, seconds, and whether everything it needs may be recomputed.
+
+    An operator runs where its slot is recomputed, or where one that runs reads it and it has none.
+    """
     rows = np.arange(1 << len(groups), dtype=np.int64)
     none = np.zeros(len(rows), dtype=bool)
     recomputed_of = {
@@ -82,45 +84,16 @@ def _table(cls: LayerClass, groups: list[tuple[int, ...]]) -> tuple[Any, Any, An
     freed = np.zeros(len(rows), dtype=np.int64)
     for slot, recomputed in recomputed_of.items():
         freed += recomputed * cls.slots[slot].size_bytes
-    wanted = [none if op.slot is None else recomputed_of.get(op.slot, none) for op in cls.ops]
-    kept = [none if op.slot is None else ~recomputed_of.get(op.slot, none) for op in cls.ops]
-    runs, seconds = recomputed_steps(cls.ops, wanted, kept)
-    possible = ~none
-    for op, running in zip(cls.ops, runs, strict=True):
+    seconds, possible = np.zeros(len(rows)), ~none
+    read = [none.copy() for _ in cls.ops]
+    for op, is_read in zip(reversed(cls.ops), reversed(read), strict=True):
+        runs = is_read if op.slot is None else recomputed_of.get(op.slot, none)
+        seconds += runs * op.seconds
+        for source in op.inputs:
+            read[source] |= runs
         if not op.can_recompute:
-            possible &= ~running
+            possible &= ~runs
     return freed, seconds, possible
-
-
-class Recomputable(Protocol):
-    """Something that is made from earlier ones."""
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        """Indices of the earlier ones."""
-
-    @property
-    def seconds(self) -> float:
-        """Of making it once."""
-
-
-def recomputed_steps(
-    steps: Sequence[Recomputable], wanted: Sequence[Any], kept: Sequence[Any]
-) -> tuple[list[Any], Any]:
-    """Per step whether each subset recomputes it, and the seconds of each subset.
-
-    A subset is a position in every array. A step is recomputed where it is not ``kept`` and is
-    ``wanted`` or read by one that is recomputed.
-    """
-    wanted = [row.copy() for row in wanted]
-    found: list[Any] = [None] * len(steps)
-    seconds: Any = 0.0
-    for index in reversed(range(len(steps))):
-        found[index] = wanted[index] & ~kept[index]
-        seconds = seconds + found[index] * steps[index].seconds
-        for source in steps[index].inputs:
-            wanted[source] |= found[index]
-    return found, seconds
 
 
 def _lower_hull(points: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
