@@ -19,6 +19,7 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.analysis.purity import in_flight, is_wait, is_write
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph, storage_bytes, view_spec
+from memo_compile.analysis.structure import make_tape
 from memo_compile.analysis.views import is_tensor, is_view, storage_of
 from memo_compile.lowering.eager_ops import runnable
 from memo_compile.step.problem import (
@@ -31,6 +32,9 @@ from memo_compile.step.problem import (
 )
 
 Env = dict[fx.Node, Any]
+
+_WRITES_OUT: dict[str, bool] = {}
+"""An operator and the layouts of its arguments, as text -> whether its ``out=`` takes them."""
 
 
 def lower(region: RegionGraph, *, poison: bool = False) -> LoweredRegion:
@@ -199,17 +203,11 @@ class _AtenRegion:
         mode = shim.detect_fake_mode([*values, node.meta["val"]])
         if mode is None:
             return False
-        fake = node.meta["val"]
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-        with mode:
-            target = torch.empty_strided(
-                fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device
-            )
-            try:
-                result = out(*args, **_out_kwargs(out, kwargs, target))
-            except (RuntimeError, TypeError, NotImplementedError):
-                return False
-        return result.shape == fake.shape and result.stride() == fake.stride()
+        (text,) = make_tape((node,)).texts
+        if text not in _WRITES_OUT:
+            with mode:
+                _WRITES_OUT[text] = _takes_out(out, node)
+        return _WRITES_OUT[text]
 
     def _run(self, args: list[Any]) -> list[Any]:
         env: Env = dict(zip(self.inputs, args, strict=True))
@@ -328,6 +326,17 @@ def _same_arguments(target: torch._ops.OpOverload, out: torch._ops.OpOverload) -
     ours = [(arg.name, str(arg.type)) for arg in target._schema.arguments if not arg.kwarg_only]
     theirs = [(arg.name, str(arg.type)) for arg in out._schema.arguments if not arg.kwarg_only]
     return ours == theirs
+
+
+def _takes_out(out: Any, node: fx.Node) -> bool:
+    fake = node.meta["val"]
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    target = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
+    try:
+        result = out(*args, **_out_kwargs(out, kwargs, target))
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return bool(result.shape == fake.shape and result.stride() == fake.stride())
 
 
 def _out_kwargs(

@@ -198,6 +198,8 @@ class Schedule:
     at_once: bool = False
     """Nothing runs beside a copy to the host, and a reload begins where its value is needed: the
     program does not depend on seconds."""
+    widen: bool = False
+    """Copies get more time wherever that needs no byte more than the step's peak."""
 
     def __post_init__(self) -> None:
         for name in ("offload_lag", "reload_lead"):

@@ -5,16 +5,17 @@ import pytest
 from hypothesis import given, settings
 
 from memo_compile.check.check_moves import check_moves, recomputations_of
+from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import place_step
 from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
-from memo_compile.step.movable import Action, Mode, Moves, RecomputeKey, Schedule
+from memo_compile.step.movable import Action, Mode, Moves, RecomputeKey, RecomputeRegion, Schedule
 from memo_compile.step.problem import CallKind, Problem, arena_buffers, call_starts, live_bytes
 from memo_compile.step.program_text import program_text
 from memo_compile.step.residency import ordinary_bytes, step_constant_bytes
 from memo_compile.step.serialise import from_json, to_json
 from memo_compile.step.simulate import peak_live_bytes, simulate
-from tests.steps.movable import KIB, NUM_ROWS, movable_step, recomputer, with_regions
+from tests.steps.movable import KIB, NUM_ROWS, costs_of, movable_step, recomputer
 
 SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
 CHOICES = ((SAVE, OFFLOAD),) * 2 + ((SAVE, OFFLOAD, RECOMPUTE),) * 3
@@ -139,19 +140,25 @@ def test_the_live_peak_is_that_of_the_buffers(drawn):
         assert peak_live_bytes(problem) <= plan.peak_bytes
 
 
+def regions_of(step, moves: Moves) -> list[RecomputeRegion]:
+    """Of every mode of ``moves``, for its rows and for all of them."""
+    recompute = recomputer(step)
+    return [
+        recompute(RecomputeKey(class_key="L", slots=slots, rows=part))
+        for slots, rows in {(mode.slots(RECOMPUTE), mode.recompute_rows) for mode in moves.modes}
+        for part in dict.fromkeys((rows, None))
+        if slots
+    ]
+
+
 @settings(max_examples=40, deadline=None)
 @given(drawn=moved_steps())
 def test_time_is_that_of_the_calls_and_of_the_stalls(drawn):
     step, moves, problem = drawn
-    recompute = recomputer(step)
-    region_s = dict(step.costs.region_s)
-    for slots, rows in {(mode.slots(RECOMPUTE), mode.recompute_rows) for mode in moves.modes}:
-        for part in (rows, None) if slots else ():
-            key = RecomputeKey(class_key="L", slots=slots, rows=part)
-            region_s[key.region] = recompute(key).seconds
-    timeline = simulate(problem, with_regions(step.costs, region_s))
+    costs = costs_of(step, *regions_of(step, moves))
+    timeline = simulate(problem, costs)
     runs = (CallKind.RUN, CallKind.RECOMPUTE)
-    compute_s = sum(region_s[call.region] for call in problem.calls if call.kind in runs)
+    compute_s = sum(costs.call_s(call) for call in problem.calls if call.kind in runs)
     assert timeline.step_s == pytest.approx(compute_s + timeline.stall_s)
     lanes: dict[str, float] = {}
     for span in timeline.spans:
@@ -218,3 +225,19 @@ def test_waits_come_after_their_copies_and_no_later_than_the_deadline(call_s, dr
     assert waits == sorted(waits)
     for copy, wait in zip(copies, waits, strict=True):
         assert copy.issued <= wait <= copy.deadline
+
+
+@settings(max_examples=80, deadline=None)
+@given(drawn=moved_steps())
+def test_copies_with_more_time_make_no_step_slower_nor_larger(drawn):
+    step, moves, problem = drawn
+    asked = regions_of(step, moves)
+    costs = costs_of(step, *asked)
+    wide = widened(problem, costs)
+    check_order(wide)
+    assert sorted(call.name for call in wide.calls) == sorted(call.name for call in problem.calls)
+    assert peak_live_bytes(wide) == peak_live_bytes(problem)
+    before, after = simulate(problem, costs), simulate(wide, costs)
+    assert after.step_s <= before.step_s * (1 + 1e-6)
+    assert check_moves(step.problem, wide, recomputations_of(step, wide, asked)).ok
+    assert place_step(wide, solver="greedy").check.ok

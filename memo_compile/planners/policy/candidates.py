@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from memo_compile.errors import InvalidPlan
+from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.cheapest_first import greedy_sequence
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
 from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel, build_model
 from memo_compile.planners.policy.modes import RecomputeOf, layer_modes, recompute_key
-from memo_compile.planners.policy.named import NAMED, ROTATING, named_moves, steady_moves
+from memo_compile.planners.policy.named import NAMED, named_moves, steady_moves
 from memo_compile.planners.policy.quanta import QUANTA
 from memo_compile.step.movable import MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.plans import Timeline
@@ -25,14 +26,17 @@ from memo_compile.step.simulate import peak_live_bytes, simulate
 
 log = logging.getLogger("memo")
 
-WIDE = Schedule(offload_lag=2, reload_lead=2)
+WIDE = Schedule(offload_lag=2, reload_lead=2, widen=True)
 """A copy may take two layers: layers with much to copy borrow time from those with little."""
 
-TIGHT = Schedule(offload_lag=0, reload_lead=0)
+TIGHT = Schedule(offload_lag=0, reload_lead=0, widen=True)
 """Every copy ends before the next layer begins: slow, and the fewest bytes in flight."""
 
+NEXT = Schedule(offload_lag=1, reload_lead=1, widen=True)
+"""A copy may take the next layer, as with MEMO's rotating buffers."""
+
 GRIDS = {
-    ROTATING: (0.001, 0.05, 0.12, 0.3),
+    NEXT: (0.001, 0.05, 0.12, 0.3),
     WIDE: (0.05, 0.12, 0.22, 0.45),
     TIGHT: (0.001,),
 }
@@ -67,8 +71,8 @@ def simulated(
     step: MovableStep, moves: Moves, recompute: RecomputeOf, notes: tuple[str, ...] = ()
 ) -> Candidate:
     """The step program of ``moves``, simulated."""
-    problem = apply_moves(step, moves, recompute)
-    timeline = simulate(problem, costs_with(step, moves, recompute), spans=False)
+    problem, costs = program_of(step, moves, recompute)
+    timeline = simulate(problem, costs, spans=False)
     return Candidate(
         moves=moves,
         problem=problem,
@@ -77,6 +81,14 @@ def simulated(
         cost_s=timeline.step_s + COPY_WEIGHT * copy_seconds(step, problem),
         notes=notes,
     )
+
+
+def program_of(
+    step: MovableStep, moves: Moves, recompute: RecomputeOf
+) -> tuple[Problem, StepCosts]:
+    """The step program of ``moves``, and its costs."""
+    problem, costs = apply_moves(step, moves, recompute), costs_with(step, moves, recompute)
+    return (widened(problem, costs) if moves.schedule.widen else problem), costs
 
 
 def costs_with(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> StepCosts:
@@ -135,7 +147,7 @@ class CandidateSource:
 
     def _greedy(self) -> tuple[Moves, ...]:
         if self.searched.greedy is None:
-            models = self._models((ROTATING, WIDE))
+            models = self._models((NEXT, WIDE))
             found = (self._greedy_moves(model) for model in models.values())
             self.searched.greedy = tuple(itertools.chain.from_iterable(found))
         return self.searched.greedy
@@ -205,7 +217,7 @@ class CandidateSource:
         The schedules are solved side by side: the engine runs outside of Python's lock.
         """
         deadline = time.monotonic() + self.time_limit_s
-        top = models[ROTATING].peak_bytes([0] * models[ROTATING].num_layers)
+        top = models[NEXT].peak_bytes([0] * models[NEXT].num_layers)
         with ThreadPoolExecutor(max_workers=len(GRIDS)) as pool:
             solved = [
                 pool.submit(self._solved, models[schedule], top, shares, deadline)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from memo_compile.errors import ConfigError, Infeasible
-from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.candidates import (
     Candidate,
     CandidateSource,
     SearchedMoves,
     costs_with,
+    program_of,
 )
 from memo_compile.planners.policy.modes import RecomputeOf, with_launches
 from memo_compile.planners.policy.named import NAMED
@@ -173,8 +173,8 @@ def confirmed(
     module's proof is of the choice with estimates; lowered regions may shift a peak.
     """
     recompute = with_launches(recompute)
-    problem = apply_moves(step, choice.moves, recompute)
-    timeline = simulate(problem, costs_with(step, choice.moves, recompute))
+    problem, costs = program_of(step, choice.moves, recompute)
+    timeline = simulate(problem, costs)
     if timeline.step_s > choice.timeline.step_s * (1 + SAME):
         return None
     plan = place(problem)

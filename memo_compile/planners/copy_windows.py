@@ -1,0 +1,119 @@
+"""Copies get all the time that memory allows: waits come later, reloads are issued earlier.
+
+A schedule counts in layers: before layer i + lag + 1 the copies of layer i have ended. That bounds
+the bytes in flight where the step is at its peak. Elsewhere memory is free, and to wait there is to
+lose time for nothing. Rewrite, with P the most bytes that the step has alive at any point:
+
+    offload v; L1; wait v; L2      ->    offload v; L1; L2; wait v      v fits beside L2 within P
+    L3b; reload w; L2b; wait w     ->    reload w; L3b; L2b; wait w     w fits beside L3b within P
+
+A wait is put off until its copy has ended, and a reload is issued as much earlier as it takes for
+its copy to end in time, but neither where more than P would be alive. So the step has the same
+peak, which no other step's depends on.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from memo_compile.step.copy_times import CopyBack, CopyLane, issues_of
+from memo_compile.step.movable import StepCosts
+from memo_compile.step.problem import CallKind, Problem, StepCall
+from memo_compile.step.simulate import most_per_call
+
+
+def widened(problem: Problem, costs: StepCosts) -> Problem:
+    """``problem`` with later waits and earlier reloads; the most bytes alive are the same.
+
+    Cost: linear in the number of calls, and for each reload in those that it moves across.
+
+    Raises:
+        InputError: a region has no seconds.
+    """
+    if not problem.host_bytes:
+        return problem
+    alive = sum(most_per_call(problem))
+    limit, border = int(alive.max()), problem.first_backward
+    forward = _later_waits(problem, costs, (limit - alive[:border]).tolist())
+    backward = _earlier_reloads(problem, costs, limit - alive[border:])
+    return replace(problem, calls=(*forward, *backward))
+
+
+def _later_waits(problem: Problem, costs: StepCosts, room: Sequence[int]) -> Iterator[StepCall]:
+    """The forward; ``room`` are the bytes that are free during each of its calls."""
+    sizes = _buffer_bytes(problem)
+    lane, ends = CopyLane(), dict[str, float]()
+    put_off: list[tuple[float, int, StepCall]] = []
+    now, held = 0.0, 0
+    for call, free in zip(problem.calls, room, strict=False):
+        while put_off and (held > free or put_off[0][0] <= now):
+            end, size_bytes, wait = put_off.pop(0)
+            now, held = max(now, end), held - size_bytes
+            yield wait
+        if call.kind is CallKind.WAIT:
+            size_bytes = sizes[call.inputs[0]]
+            put_off.append((ends[call.waits_for or ""], size_bytes, call))
+            held += size_bytes
+            continue
+        if call.copy is not None:
+            ends[call.name] = lane.copy(now, costs.d2h_s(call.copy.num_bytes))[1]
+        else:
+            now += costs.call_s(call)
+        yield call
+    yield from (wait for _, _, wait in put_off)
+
+
+def _buffer_bytes(problem: Problem) -> dict[str, int]:
+    """Value that the forward makes in the arena -> bytes of its buffer."""
+    found = {}
+    for call in problem.calls[: problem.first_backward]:
+        region = problem.regions[call.region]
+        for slot, value in zip(region.outputs, call.outputs, strict=True):
+            if slot.index is not None and slot.index < len(region.buffers):
+                found[value] = region.buffers[slot.index].size_bytes
+    return found
+
+
+def _earlier_reloads(problem: Problem, costs: StepCosts, room: Any) -> Iterator[StepCall]:
+    """The backward; ``room`` (int64, one for each of its calls) are the bytes that are free."""
+    calls = problem.calls[problem.first_backward :]
+    places = _places(calls)
+    free = np.full(places[-1] + 1 if calls else 0, np.iinfo(np.int64).max)
+    np.minimum.at(free, places, room)
+    needed = {call.waits_for: at for call, at in zip(calls, places, strict=True) if call.waits_for}
+    reloads = [
+        (call, at) for call, at in zip(calls, places, strict=True) if call.kind is CallKind.RELOAD
+    ]
+    copies = [
+        CopyBack(0, at, needed[call.name], costs.h2d_s(call.copy.num_bytes))
+        for call, at in reloads
+        if call.copy is not None
+    ]
+    seconds = [costs.call_s(call) for call in calls if call.copy is None and not call.waits_for]
+    issued: dict[int, list[StepCall]] = {}
+    last = 0
+    for (call, at), wanted in zip(reloads, issues_of(seconds, copies), strict=True):
+        size_bytes = problem.regions[call.region].buffers[0].size_bytes
+        first = max(wanted, last)
+        full = np.flatnonzero(free[first:at] < size_bytes)
+        last = first + int(full[-1]) + 1 if len(full) else min(first, at)
+        free[last:at] -= size_bytes
+        issued.setdefault(last, []).append(call)
+    before = -1
+    for call, at in zip(calls, places, strict=True):
+        if at != before:
+            yield from issued.get(at, ())
+            before = at
+        if call.kind is not CallKind.RELOAD:
+            yield call
+
+
+def _places(calls: Sequence[StepCall]) -> list[int]:
+    """Per call of the backward the number of calls before it that compute."""
+    found, place = [], 0
+    for call in calls:
+        found.append(place)
+        place += call.copy is None and not call.waits_for
+    return found
