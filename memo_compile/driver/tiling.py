@@ -64,19 +64,26 @@ def first_that_fits(
         return attempt(gm, replace(config, token_tiles=1) if config.exact else config)
     untouched = shim.copied(gm)
     failed: Exception | None = None
-    for tiles in tile_order(gm, facts, config, device_bytes or facts.device_bytes()):
-        graph = gm if failed is None else shim.copied(untouched)
-        try:
-            return attempt(graph, replace(config, token_tiles=tiles))
-        except (MemoError, ArenaError, *UNEXPECTED) as error:
-            if _ends_planning(error) or (failed is None and not _leads_on(error, tiles, config)):
-                raise
-            log.info("memo: in %d tiles of tokens: %s", tiles, error)
-            if _is_unexpected(error) and (failed is None or isinstance(failed, Infeasible)):
-                say_dropped(f"the graph is not planned in {tiles} tiles of tokens", error)
-            failed = error if failed is None else _more_telling(failed, error)
-    assert failed is not None, "there are tilings to try"
-    raise failed
+    try:
+        for tiles in tile_order(gm, facts, config, device_bytes or facts.device_bytes()):
+            graph = gm if failed is None else shim.copied(untouched)
+            try:
+                return attempt(graph, replace(config, token_tiles=tiles))
+            except (MemoError, ArenaError, *UNEXPECTED) as error:
+                if _ends_planning(error) or (
+                    failed is None and not _leads_on(error, tiles, config)
+                ):
+                    raise
+                log.info("memo: in %d tiles of tokens: %s", tiles, error)
+                if _is_unexpected(error) and (failed is None or isinstance(failed, Infeasible)):
+                    say_dropped(f"the graph is not planned in {tiles} tiles of tokens", error)
+                failed = error if failed is None else _more_telling(failed, error)
+        assert failed is not None, "there are tilings to try"
+        raise failed
+    finally:
+        # Its traceback has this frame: together they would keep the frames of all callers, and so
+        # what the first forward returns, until the collector runs.
+        failed = None
 
 
 def _ends_planning(error: Exception) -> bool:

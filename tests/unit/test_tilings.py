@@ -1,5 +1,8 @@
 """The tilings in which a graph is tried: their order, what leads on, which error counts."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from memo_runtime.arena import ArenaError
@@ -49,6 +52,31 @@ def floor(floor_bytes):
 
 def test_a_graph_that_fits_is_tried_once():
     assert tried() == ("planned", [1])
+
+
+class Output:
+    """What a caller of the compiled model holds."""
+
+
+def test_a_try_that_failed_keeps_nothing_of_its_callers_alive(monkeypatch):
+    """Results of the first forward go when the user lets them go, not when the collector runs."""
+
+    def attempt(gm, config):
+        if config.token_tiles == 1:
+            raise floor(5)
+
+    def first_step():
+        output = Output()
+        config = MemoConfig(memory_budget=2**30)
+        first_that_fits(graph(), GraphFacts([torch.ones(4)]), config, attempt)
+        return weakref.ref(output)
+
+    monkeypatch.setattr(tiling, "tile_order", lambda *_: (1, TOKEN_TILES))
+    gc.disable()
+    try:
+        assert first_step()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("options", "tiles"), [({"token_tiles": 4}, 4), ({"exact": True}, 1)])
