@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memo_runtime.arena import ArenaError
-from memo_runtime.host_store import FILE_PREFIX, HostStoreError
+from memo_runtime.host_store import FILE_PREFIX
 from torch import fx
 
 from memo_compile import shim
@@ -24,7 +23,7 @@ from memo_compile.backends.specialise import specialise, symbol_positions
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.left_whole import REPORT, is_bug
+from memo_compile.driver.left_whole import REFUSED, REPORT, is_bug
 from memo_compile.driver.pipeline import assemble, cut_step
 from memo_compile.driver.probe import tiling_believed
 from memo_compile.driver.stages import CapturedStep
@@ -174,11 +173,10 @@ def _step_aside(
 ) -> Callable[..., Any]:
     """Plain Inductor for a graph that got no plan; ``strict`` raises instead.
 
-    Where the device refused every planned arena, plain Inductor, which mostly needs more, is no
-    way out.
+    Where the device or the host refused the memory of every plan, plain Inductor, which mostly
+    needs more, is no way out.
     """
-    refused = isinstance(error, ArenaError)
-    if config.strict or config.memory_budget is not None or refused:
+    if config.strict or config.memory_budget is not None or isinstance(error, REFUSED):
         raise _named(error)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     state.mark_failed(f"a graph runs through plain Inductor, without a plan: {reason}")
@@ -193,7 +191,7 @@ def _step_aside(
 
 def _named(error: Exception) -> Exception:
     """``error``, or a MemoError with its cause where no code raises such an error on purpose."""
-    if isinstance(error, MemoError | HostStoreError | torch.OutOfMemoryError):
+    if isinstance(error, (MemoError, torch.OutOfMemoryError, *REFUSED)):
         return error
     log.error("memo: planning failed; %s", REPORT, exc_info=error)
     named = MemoError(f"planning failed: {described(error)}; {REPORT}")

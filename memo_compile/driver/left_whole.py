@@ -6,6 +6,9 @@ An error of a kind that no code raises on purpose is a fault of memo: the log as
 
 import logging
 
+from memo_runtime.arena import ArenaError
+from memo_runtime.host_store import HostStoreError
+
 from memo_compile.errors import MemoError, PassFailed, described
 from memo_compile.reporting import state
 
@@ -25,12 +28,15 @@ UNEXPECTED = (
 """What rules, kernels and checks of torch raise where an operator is not what they take it for, and
 what the runner of passes makes of it."""
 
+REFUSED = (ArenaError, HostStoreError)
+"""What the runtime raises where a device or a host has no room for the frames of a step."""
+
 REPORT = "please report this with the model, torch's version and the log"
 
 
 def is_bug(error: Exception) -> bool:
     """True for an error that no code raises on purpose, as it is or named by the pass runner."""
-    return isinstance(error, PassFailed) or not isinstance(error, MemoError)
+    return isinstance(error, PassFailed) or not isinstance(error, (MemoError, *REFUSED))
 
 
 def say_dropped(what: str, error: Exception) -> None:

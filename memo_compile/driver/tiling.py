@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from memo_runtime.arena import ArenaError
 from torch import fx
 
 from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
+from memo_compile.driver.left_whole import REFUSED, UNEXPECTED, is_bug, say_dropped
 from memo_compile.errors import ConfigError, Infeasible, MemoError, UnsupportedGraph
 
 log = logging.getLogger("memo")
@@ -69,13 +68,13 @@ def first_that_fits(
             graph = gm if failed is None else shim.copied(untouched)
             try:
                 return attempt(graph, replace(config, token_tiles=tiles))
-            except (MemoError, ArenaError, *UNEXPECTED) as error:
+            except (MemoError, *REFUSED, *UNEXPECTED) as error:
                 if _ends_planning(error) or (
                     failed is None and not _leads_on(error, tiles, config)
                 ):
                     raise
                 log.info("memo: in %d tiles of tokens: %s", tiles, error)
-                if _is_unexpected(error) and (failed is None or isinstance(failed, Infeasible)):
+                if is_bug(error) and (failed is None or isinstance(failed, Infeasible)):
                     say_dropped(f"the graph is not planned in {tiles} tiles of tokens", error)
                 failed = error if failed is None else _more_telling(failed, error)
         assert failed is not None, "there are tilings to try"
@@ -88,7 +87,7 @@ def first_that_fits(
 
 def _ends_planning(error: Exception) -> bool:
     """True for what another plan does not mend: an option, memory that torch itself ran out of."""
-    if isinstance(error, ArenaError):
+    if isinstance(error, REFUSED):
         return False
     return isinstance(error, ConfigError | torch.OutOfMemoryError)
 
@@ -98,14 +97,10 @@ def _leads_on(error: Exception, tiles: int, config: MemoConfig) -> bool:
 
     A graph that cannot be planned whole cannot be planned in tiles either.
     """
-    refused = isinstance(error, ArenaError)
+    refused = isinstance(error, REFUSED)
     if config.memory_budget is None and not refused:
         return False
     return tiles != 1 or refused or isinstance(error, Infeasible)
-
-
-def _is_unexpected(error: Exception) -> bool:
-    return is_bug(error) and not isinstance(error, ArenaError)
 
 
 def _more_telling(before: Exception, error: Exception) -> Exception:
@@ -118,7 +113,7 @@ def _more_telling(before: Exception, error: Exception) -> Exception:
     if not isinstance(before, Infeasible):
         return error
     if not isinstance(error, Infeasible):
-        return before if _is_unexpected(error) else error
+        return before if is_bug(error) else error
     floors = before.floor_bytes, error.floor_bytes
     if floors[1] is None or (floors[0] is not None and floors[0] < floors[1]):
         return before

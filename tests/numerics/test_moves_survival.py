@@ -17,6 +17,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 import memo_compile
 from memo_compile.config import MemoConfig
+from memo_compile.driver.tiling import TOKEN_TILES
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.planners.policy import candidates
 from memo_compile.planners.solver import SolveStatus
@@ -256,6 +257,27 @@ def test_host_memory_is_refused(monkeypatch):
     assert isinstance(error, HostStoreError)
     assert "host_budget" in str(error)
     assert " B as shm" in str(error)
+    assert leased_slabs() == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"strict": True}, {"strict": False}, {"memory_budget": "1GiB"}]
+)
+def test_host_memory_that_is_refused_at_every_size(monkeypatch, caplog, options):
+    """Row 13: an error, not plain Inductor; the graph was tried in tiles as well."""
+
+    def refuse(self, kind, size_bytes, plan_key):
+        raise HostStoreError(f"memo: refused {size_bytes} B as {kind}. Lower host_budget")
+
+    monkeypatch.setattr(HostPool, "acquire", refuse)
+    out = {name: value for name, value in OUT.items() if name != "token_tiles"}
+    with caplog.at_level(logging.INFO, logger="memo"):
+        error = inner_error(Stack(num_layers=4), **out, **options)
+    assert isinstance(error, HostStoreError)
+    assert "no plan of this step needs less" in str(error)
+    for tiles in (1, TOKEN_TILES):
+        assert f"in {tiles} tiles of tokens: memo: refused" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert leased_slabs() == 0
 
 
