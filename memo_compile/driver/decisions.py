@@ -85,11 +85,15 @@ def _read_in_backward(problem: Problem) -> set[str]:
     return read
 
 
+def recomputes_slices(rows: Iterable[Decision]) -> bool:
+    """True where a part of a tensor's tokens is recomputed, and not all of them."""
+    return any(row.decision == Action.RECOMPUTE.value and row.token_fraction < 1 for row in rows)
+
+
 def step_notes(problem: Problem, rows: Iterable[Decision], config: MemoConfig) -> Iterator[str]:
     """What the user should know of a step that does not simply keep everything."""
-    sliced = any(row.decision == Action.RECOMPUTE.value and row.token_fraction < 1 for row in rows)
     for what, happens in (
-        ("a part of the tokens is recomputed", sliced),
+        ("a part of the tokens is recomputed", recomputes_slices(rows)),
         ("wide chains run in tiles of tokens", (config.token_tiles or 1) > 1),
     ):
         if happens:

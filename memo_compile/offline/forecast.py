@@ -263,7 +263,7 @@ def _answer(question: Question, loaded: Loaded, step: OfflineStep) -> Forecast:
         in_flight=in_flight,
         tokens_per_s=tokens_per_s,
         peak_at=_peak_at(step),
-        notes=loaded.notes,
+        notes=(*loaded.notes, *step.notes),
     )
 
 

@@ -5,7 +5,7 @@ stages of the backend but the last. No kernel is compiled and nothing is compute
 be fakes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Never
 
@@ -17,15 +17,17 @@ from memo_compile.backends.capture import StepCapture, next_graph_name
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.hardware import HardwareProfile, find_hardware
 from memo_compile.costs.roofline import graph_cost
+from memo_compile.driver.decisions import recomputes_slices
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.pipeline import cut_step, lower_step
 from memo_compile.driver.plan_step import plan_step
-from memo_compile.driver.stages import CapturedStep, PlanRequest
+from memo_compile.driver.stages import CapturedStep, CutStep, PlanRequest
 from memo_compile.driver.tiling import first_that_fits
 from memo_compile.errors import MemoError, UnsupportedGraph
+from memo_compile.reporting import state
 from memo_compile.step.movable import StepCosts
-from memo_compile.step.plans import Observed, ReportedPlan
+from memo_compile.step.plans import Observed, Plan, ReportedPlan
 from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import simulate
 
@@ -36,6 +38,11 @@ less time than vectorised loops; no C++ compiler is asked what the machine can d
 NOTHING_TRAINS = (
     "nothing in this step needs a gradient: give trainable parameters, or return a loss that "
     "depends on them"
+)
+
+NOT_COMPARED = (
+    "{}: not compared with the whole. That is done before a step runs; nothing is computed for a "
+    "plan, which believes the rules about operators"
 )
 
 FORWARD_AND_BACKWARD = 3
@@ -54,6 +61,8 @@ class OfflineStep:
     """Of forward and backward on one device, without those of recomputation."""
     exact: bool
     """True when the backend makes the same plan; False for another device than the tensors'."""
+    notes: tuple[str, ...] = ()
+    """What is not known of the plan because nothing ran."""
 
 
 def plan(
@@ -69,7 +78,8 @@ def plan(
     Tensors may be real, or fakes of one ``FakeTensorMode``, which take no memory. ``options`` are
     those of ``torch.compile(..., backend="memo")``. Without ``hardware`` the plan is for the device
     that the tensors lie on, and equal to the one that the backend makes with
-    ``costs="roofline"``. ``loss`` is applied to the model's result inside the step.
+    ``costs="roofline"``. ``loss`` is applied to the model's result inside the step. What it
+    runs in slices of rows, which nothing has compared with the whole, is in ``report().notes``.
 
     Raises:
         UnsupportedGraph: the model does not trace into one graph, or nothing needs a gradient.
@@ -79,6 +89,8 @@ def plan(
     profile = find_hardware(hardware) if isinstance(hardware, str) else hardware
     config = resolve(options, None)
     step = plan_step_offline(model, args, kwargs, config=config, hardware=profile, loss=loss)
+    for note in step.notes:
+        state.add_note(note)
     return step.plan
 
 
@@ -159,7 +171,17 @@ def _planned_step(
         costs=costs,
         model_flops=FORWARD_AND_BACKWARD * forward_flops,
         exact=known.runs_here(),
+        notes=tuple(_not_compared(step, planned.plan)),
     )
+
+
+def _not_compared(step: CutStep, plan: Plan) -> Iterator[str]:
+    """What runs in slices of rows because rules say so."""
+    tiled = [*step.forward.tilings, *step.backward.tilings]
+    if tiled:
+        yield NOT_COMPARED.format(f"tiles of {', '.join(tiled)}")
+    if recomputes_slices(plan.decisions):
+        yield NOT_COMPARED.format("recomputations of a part of the tokens")
 
 
 def _with_loss(model: Callable[..., Any], loss: Callable[[Any], Any] | None) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from memo_compile.errors import ConfigError, Infeasible, UnsupportedGraph
 from memo_compile.offline import plan_offline as offline
 from memo_compile.reporting import state
 from memo_compile.step.simulate import simulate
+from tests.numerics.small import Stack, rows
 
 
 class Block(nn.Module):
@@ -131,8 +132,8 @@ def test_the_models_python_is_traced_and_not_run():
 
     model = Counting(8, 8)
     before = set(Counting.forward.__globals__)
-    for rows in range(4, 16):  # more shapes than Dynamo compiles a function for
-        memo_compile.plan(model, torch.randn(rows, 8), options={"lowering": "aten"})
+    for size in range(4, 16):  # more shapes than Dynamo compiles a function for
+        memo_compile.plan(model, torch.randn(size, 8), options={"lowering": "aten"})
     assert (model.calls, model.seen) == (0, None)
     assert set(Counting.forward.__globals__) == before
 
@@ -195,6 +196,20 @@ def test_infeasible_comes_bare_with_its_floor():
     with pytest.raises(Infeasible, match=r"^budget 1\.00 KiB < floor .* MiB") as caught:
         memo_compile.plan(model, x, options={"lowering": "aten", "memory_budget": "1KiB"})
     assert caught.value.floor_bytes > 1024
+
+
+def test_slices_that_nothing_has_compared_with_the_whole_are_noted():
+    options = {"lowering": "aten", "token_granule": 4}
+    for more, noted in (
+        ({}, []),
+        ({"token_tiles": 4}, ["tiles of "]),
+        ({"policy": "memo", "alpha": 0.5}, ["recomputations of a part of the tokens"]),
+    ):
+        state.reset()
+        memo_compile.plan(Stack(num_layers=4), rows(1, 32), options={**options, **more})
+        notes = [note for note in memo_compile.report().notes if "not compared" in note]
+        assert len(notes) == len(noted)
+        assert all(note.startswith(start) for note, start in zip(notes, noted, strict=True))
 
 
 def test_a_graph_break_is_named():
