@@ -61,7 +61,7 @@ class MemoConfig:
     """Forbid recomputation of a slice of tokens, and tiles of tokens: their results may differ in
     the last bits."""
     costs: str = "auto"
-    """``measured`` runs each region once, ``roofline`` computes; ``auto`` measures."""
+    """``measured`` runs each region a few times, ``roofline`` computes; ``auto`` measures."""
     copy_bytes_per_s: float | tuple[float, float] | None = None
     """Slows copies down to this speed, or to one for each direction (to the host, back), for
     tests and what-if measurements."""

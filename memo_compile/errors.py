@@ -1,4 +1,8 @@
-"""Every exception that memo raises on purpose. A user's mistake is a MemoError, never an assert."""
+"""The exceptions that the compiler raises on purpose. A user's mistake is never an assert.
+
+The runtime imports nothing of the compiler and has its own, which are no MemoError: ``ArenaError``,
+``HostStoreError`` and ``StepError``.
+"""
 
 import traceback
 from collections.abc import Mapping
@@ -54,7 +58,7 @@ class PassFailed(MemoError):
 
 
 class RuntimeMisuse(MemoError):
-    """The program was called in a way that its plan does not cover, e.g. a backward run twice."""
+    """Something was run that exists for planning only, or that this machine cannot run."""
 
 
 def described(error: BaseException) -> str:

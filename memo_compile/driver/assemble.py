@@ -158,11 +158,11 @@ class Assembly:
     def reserve(self) -> None:
         """The step's frames are there: a refusal comes now and not in the first step.
 
-        What is refused is planned again, a few times: pinned memory as pageable, everything else
-        for less. The report says so.
+        What is refused is planned again, ``MAX_REFUSALS`` times at most: pinned memory as pageable,
+        everything else for less. The report says so.
 
         Raises:
-            ArenaError: the device refused the arena of every plan.
+            ArenaError: the device refused the arena of every plan that was tried.
             HostStoreError: the host refused the memory for offloaded activations likewise.
         """
         for _ in range(MAX_REFUSALS):
@@ -176,7 +176,10 @@ class Assembly:
                 self._plan_smaller(refused)
         refused = self._refused()
         if refused is not None:
-            raise type(refused)(f"{refused}; no plan of this step needs less")
+            raise type(refused)(
+                f"{refused}; the step was planned again {MAX_REFUSALS} times, each time for less, "
+                "and may fit with a lower memory_budget"
+            )
 
     def _refused(self) -> ArenaError | HostStoreError | None:
         """Why the step cannot have its frames; None where it can."""

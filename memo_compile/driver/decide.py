@@ -1,7 +1,8 @@
 """Decides what is kept, offloaded and recomputed, and lowers the regions that recompute.
 
-The policies choose with estimates of recompute regions; what they choose is lowered. Where a
-lowered region differs from its estimate they choose once more, until all that is chosen is known.
+The policies choose with estimates of recompute regions; what they choose is lowered. The choice
+stands if it still fits with the lowered regions and is no slower (``frontier.confirmed``). Else the
+policies choose again, with what is known by then, until they choose nothing but lowered regions.
 """
 
 import itertools
@@ -30,8 +31,9 @@ from memo_compile.step.problem import CallKind, Problem
 log = logging.getLogger("memo")
 
 LOWERED_ROUND = 5
-"""In the first rounds of choosing and lowering estimates count too. They are close: the first round
-is nearly always confirmed. In this one only what is lowered does."""
+"""Only what is lowered may be chosen in this round. In all others estimates count too, which are
+close: the first choice is nearly always confirmed. Where they are not, this round ends the search
+with the best of what is lowered; if that does not fit, rounds with estimates follow."""
 
 MeasureRegions = Callable[
     [Mapping[str, LoweredRegion], Mapping[str, RegionGraph]], Mapping[str, float]
@@ -186,7 +188,8 @@ class RecomputeLibrary:
 
     def lowered_graphs(self) -> dict[str, RegionGraph]:
         """The graphs of the regions that were lowered."""
-        return {key.region: graph for key, graph in self.region_graphs.items()}
+        graphs = {key.region: graph for key, graph in self.region_graphs.items()}
+        return {name: graphs[name] for name in self.lowered}
 
 
 def decide(

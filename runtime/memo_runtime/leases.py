@@ -46,8 +46,8 @@ class StepCounters:
 class Lease:
     """One live step's hold on a frame and, where the step offloads, on a host frame.
 
-    ``saved`` are the tensors that the forward leaves for its backward; all lie in the frame.
-    ``counted`` is what its forward did.
+    ``saved`` is what the forward leaves for its backward: tensors in the frame, and views of inputs
+    or results, which lie in ordinary memory. ``counted`` is what its forward did.
     """
 
     def __init__(self, number: int, slab: Slab, size_bytes: int, give_back: Callable[[], None]):
@@ -182,7 +182,8 @@ def lease_frame(
     """A frame of the device's arena for one step, and a host frame of ``host_bytes`` if any.
 
     Raises:
-        HostStoreError: the host frame was refused; nothing is held.
+        ArenaError: the device refused the frame; nothing is held.
+        HostStoreError: the host refused the host frame; nothing is held.
     """
     slab = arena.acquire(size_bytes)
     try:

@@ -247,5 +247,6 @@ class CandidateSource:
                 time_limit_s=deadline - time.monotonic(),
             )
             chosen = solution.chosen if solution.status.has_solution else lowest.chosen
-            found.append(Moves(modes=model.chosen_modes(chosen), schedule=model.schedule))
+            modes = model.chosen_modes(chosen)
+            found.append(Moves(modes=modes, schedule=model.schedule, policy="program"))
         return found

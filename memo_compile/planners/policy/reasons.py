@@ -1,4 +1,7 @@
-"""Why each slot is kept, offloaded or recomputed: one sentence from the numbers that decided."""
+"""What each slot's decision weighs: one sentence from the numbers of its class.
+
+It is made after the choice, which compared the seconds and peaks of whole steps (``frontier.py``).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
