@@ -131,7 +131,7 @@ def _far_readers(reach: Sequence[int], structure: LayerStructure) -> list[int]:
 def _lone_tables(
     order: Sequence[fx.Node], reach: Sequence[int], structure: LayerStructure
 ) -> list[int]:
-    """Movable positions in the gaps that compute with what was made before the layers.
+    """Movable positions outside of the layers that compute with what was made before the layers.
 
     The only global attention layer among local ones makes its own mask and rotary table, where
     the local ones share theirs. Views of weights and dropout masks belong to their layer.

@@ -29,7 +29,7 @@ class JointUnits:
 
     @property
     def num_units(self) -> int:
-        """Prologue, layers, gaps and epilogue together."""
+        """Prologue, layers, middles and epilogue together."""
         return len(self.structure.units)
 
 

@@ -32,15 +32,15 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """One range of the sequence: an instance of a layer class, or a gap between instances."""
+    """One range of the sequence: an instance of a layer class, or what lies between."""
 
     start: int
     end: int
     """Half-open range of positions in the sequence given to ``find_layers``."""
     class_key: str | None
-    """Equal for isomorphic units; None for a gap (prologue, middle, epilogue)."""
+    """Equal for isomorphic units; None for what is no layer (prologue, middle, epilogue)."""
     instance: int
-    """Index within the class, or among the gaps."""
+    """Index within the class, or among the units without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
