@@ -183,6 +183,8 @@ def _as_dict(answer: "Forecast") -> dict[str, Any]:
         "outside_bytes": answer.outside_bytes,
         "host_bytes": answer.host_bytes,
         "step_s": answer.step_s,
+        "stall_s": plan.stall_s,
+        "step_lower_bound_s": plan.step_lower_bound_s,
         "mfu": answer.mfu,
         "tokens_per_s": answer.tokens_per_s,
         "peak_at": None if peak is None else dataclasses.asdict(peak) | {"tensors": tensors},
@@ -252,3 +254,9 @@ def _numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str
     yield "step", f"{format_seconds(answer.step_s)}, MFU {answer.mfu:.1%}{speed} (roofline)"
     if plan.timeline is not None:
         yield "stalls", format_seconds(plan.timeline.stall_s)
+    if plan.step_lower_bound_s:
+        above = answer.step_s / plan.step_lower_bound_s - 1
+        yield (
+            "at best",
+            f"{format_seconds(plan.step_lower_bound_s)}: this plan is {above:.1%} above",
+        )

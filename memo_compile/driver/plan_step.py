@@ -26,6 +26,7 @@ from memo_compile.driver.user_outputs import held_bytes
 from memo_compile.errors import ConfigError, Infeasible, MemoError
 from memo_compile.planners.place_step import place_step, require_budget
 from memo_compile.planners.policy import Choice
+from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import FixedBytes, Problem
@@ -118,6 +119,7 @@ class _Planner:
             decisions=rows,
             policy=choice.moves.policy,
             timeline=choice.timeline,
+            step_lower_bound_s=self._lower_bound_s(budget_bytes),
             frontier=tuple(
                 replace(point, peak_bytes=placed.peak_bytes) if point.chosen else point
                 for point in choice.frontier
@@ -125,6 +127,15 @@ class _Planner:
             host_bytes=choice.problem.host_bytes,
         )
         return self._planned(choice.problem, plan)
+
+    def _lower_bound_s(self, budget_bytes: int | None) -> float:
+        library = self.known.library(self.config.host_store)
+        return step_lower_bound_s(
+            self.movable.step,
+            budget_bytes=budget_bytes,
+            host_budget_bytes=self._host_budget_bytes(),
+            regions=library.regions.values(),
+        )
 
     def _all_saved(self, budget_bytes: int | None) -> PlannedStep:
         """The step that keeps everything.

@@ -159,9 +159,15 @@ def _planned_step(
     planned = plan_step(lowered, config, PlanRequest(), known)
     costs = known.costs(config.host_store)
     made = planned.plan
-    if made.timeline is None:
-        made = replace(made, timeline=simulate(planned.problem, costs))
-    observed = Observed(planning_s=planned.planning_s, lowering_s=lowered.lowering_s)
+    timeline = made.timeline
+    if timeline is None:  # everything is kept: no step is faster
+        timeline = simulate(planned.problem, costs)
+        made = replace(made, timeline=timeline, step_lower_bound_s=timeline.step_s)
+    observed = Observed(
+        planning_s=planned.planning_s,
+        lowering_s=lowered.lowering_s,
+        stall_s=timeline.stall_s,
+    )
     forward_flops = sum(
         graph_cost(step.regions[call.region].gm).flops for call in step.forward.calls
     )

@@ -2,14 +2,14 @@
 
 A schedule counts in layers: before layer i + lag + 1 the copies of layer i have ended. That bounds
 the bytes in flight where the step is at its peak. Elsewhere memory is free, and to wait there is to
-lose time for nothing. Rewrite, with P the most bytes that the step has alive at any point:
+lose time for nothing. Rewrite, with P the most bytes that the step has alive at any point, or a
+multiple of it:
 
     offload v; L1; wait v; L2      ->    offload v; L1; L2; wait v      v fits beside L2 within P
     L3b; reload w; L2b; wait w     ->    reload w; L3b; L2b; wait w     w fits beside L3b within P
 
 A wait is put off until its copy has ended, and a reload is issued as much earlier as it takes for
-its copy to end in time, but neither where more than P would be alive. So the step has the same
-peak, which no other step's depends on.
+its copy to end in time, but neither where more than P would be alive.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,12 @@ import numpy as np
 from memo_compile.step.copy_times import CopyBack, CopyLane, issues_of
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.problem import CallKind, Problem, StepCall
+from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import most_per_call
 
 
-def widened(problem: Problem, costs: StepCosts) -> Problem:
-    """``problem`` with later waits and earlier reloads; the most bytes alive are the same.
+def widened(problem: Problem, costs: StepCosts, times: float = 1.0) -> Problem:
+    """``problem`` with later waits and earlier reloads; the peak is ``times`` as large at most.
 
     Cost: linear in the number of calls, and for each reload in those that it moves across.
 
@@ -35,7 +36,9 @@ def widened(problem: Problem, costs: StepCosts) -> Problem:
     if not problem.host_bytes:
         return problem
     alive = sum(most_per_call(problem))
-    limit, border = int(alive.max()), problem.first_backward
+    border = problem.first_backward
+    peak = int(alive.max())
+    limit = peak + int((times - 1) * (peak + step_constant_bytes(problem)))
     forward = _later_waits(problem, costs, (limit - alive[:border]).tolist())
     backward = _earlier_reloads(problem, costs, limit - alive[border:])
     return replace(problem, calls=(*forward, *backward))

@@ -83,6 +83,8 @@ def _cards(plan: Plan, view: StepView) -> list[tuple[str, str, str]]:
     if plan.timeline is not None:
         step, stall = plan.timeline.step_s, plan.timeline.stall_s
         share = f"{100 * stall / step:.1f} % waits for copies" if stall else "no stalls"
+        if plan.step_lower_bound_s:
+            share += f", {step / plan.step_lower_bound_s - 1:.1%} above the best possible"
         cards.append(("simulated step", format_seconds(step), share))
     if plan.host_bytes:
         cards.append(("moved to the host", format_bytes(plan.host_bytes), "in host memory"))

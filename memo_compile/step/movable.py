@@ -198,8 +198,9 @@ class Schedule:
     at_once: bool = False
     """Nothing runs beside a copy to the host, and a reload begins where its value is needed: the
     program does not depend on seconds."""
-    widen: bool = False
-    """Copies get more time wherever that needs no byte more than the step's peak."""
+    widen: float = 0.0
+    """Copies get more time wherever no more bytes are alive than this many times the step's peak;
+    0: they do not."""
 
     def __post_init__(self) -> None:
         for name in ("offload_lag", "reload_lead"):

@@ -112,11 +112,18 @@ class Plan:
     """Of the host frame that offloaded activations are copied to."""
     timeline: Timeline | None = None
     """The simulated step, where costs are known."""
+    step_lower_bound_s: float | None = None
+    """Seconds that no plan within the budget goes below, by the same costs as ``timeline``."""
     frontier: tuple[FrontierPoint, ...] = ()
     """Step time against memory, fastest first; where a budget made memo choose."""
     dropping_saves_bytes: int = 0
     """How much lower the peak would be if the user dropped the forward's results before the
     backward, with the same moves."""
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of the simulated step, where costs are known."""
+        return None if self.timeline is None else self.timeline.step_s
 
     @property
     def outside_bytes(self) -> int:

@@ -9,44 +9,14 @@ from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import place_step
 from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
-from memo_compile.step.movable import Action, Mode, Moves, RecomputeKey, RecomputeRegion, Schedule
+from memo_compile.step.movable import RecomputeKey
 from memo_compile.step.problem import CallKind, Problem, arena_buffers, call_starts, live_bytes
 from memo_compile.step.program_text import program_text
 from memo_compile.step.residency import ordinary_bytes, step_constant_bytes
 from memo_compile.step.serialise import from_json, to_json
 from memo_compile.step.simulate import peak_live_bytes, simulate
-from tests.steps.movable import KIB, NUM_ROWS, costs_of, movable_step, recomputer
-
-SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
-CHOICES = ((SAVE, OFFLOAD),) * 2 + ((SAVE, OFFLOAD, RECOMPUTE),) * 3
-
-
-@st.composite
-def modes(draw) -> Mode:
-    actions = tuple(draw(st.sampled_from(choices)) for choices in CHOICES)
-    rows = None
-    if RECOMPUTE in actions:
-        rows = draw(st.none() | st.integers(1, NUM_ROWS))
-    return Mode(actions=actions, recompute_rows=rows)
-
-
-@st.composite
-def moved_steps(draw):
-    """(the step, the decisions, the program)."""
-    num_layers = draw(st.integers(1, 5))
-    step = movable_step(
-        num_layers,
-        bytes_per_s=KIB * draw(st.sampled_from([1, 7, 16, 40, 64, 100, 1000])),
-        copy_latency_s=draw(st.sampled_from([0.0, 0.1])),
-    )
-    waiting = st.none() | st.integers(0, 3)
-    moves = Moves(
-        modes=tuple(draw(modes()) for _ in range(num_layers)),
-        schedule=Schedule(
-            offload_lag=draw(waiting), reload_lead=draw(waiting), at_once=draw(st.booleans())
-        ),
-    )
-    return step, moves, apply_moves(step, moves, recomputer(step))
+from tests.steps.drawn_moves import moved_steps, regions_of
+from tests.steps.movable import costs_of, recomputer
 
 
 def check_order(problem: Problem) -> None:
@@ -140,17 +110,6 @@ def test_the_live_peak_is_that_of_the_buffers(drawn):
         assert peak_live_bytes(problem) <= plan.peak_bytes
 
 
-def regions_of(step, moves: Moves) -> list[RecomputeRegion]:
-    """Of every mode of ``moves``, for its rows and for all of them."""
-    recompute = recomputer(step)
-    return [
-        recompute(RecomputeKey(class_key="L", slots=slots, rows=part))
-        for slots, rows in {(mode.slots(RECOMPUTE), mode.recompute_rows) for mode in moves.modes}
-        for part in dict.fromkeys((rows, None))
-        if slots
-    ]
-
-
 @settings(max_examples=40, deadline=None)
 @given(drawn=moved_steps())
 def test_time_is_that_of_the_calls_and_of_the_stalls(drawn):
@@ -228,15 +187,16 @@ def test_waits_come_after_their_copies_and_no_later_than_the_deadline(call_s, dr
 
 
 @settings(max_examples=80, deadline=None)
-@given(drawn=moved_steps())
-def test_copies_with_more_time_make_no_step_slower_nor_larger(drawn):
+@given(drawn=moved_steps(), times=st.sampled_from([1.0, 1.0, 1.1, 1.5]))
+def test_copies_with_more_time_make_no_step_slower_nor_larger(drawn, times):
     step, moves, problem = drawn
     asked = regions_of(step, moves)
     costs = costs_of(step, *asked)
-    wide = widened(problem, costs)
+    wide = widened(problem, costs, times)
     check_order(wide)
     assert sorted(call.name for call in wide.calls) == sorted(call.name for call in problem.calls)
-    assert peak_live_bytes(wide) == peak_live_bytes(problem)
+    peak = peak_live_bytes(problem)
+    assert peak <= peak_live_bytes(wide) <= peak * times
     before, after = simulate(problem, costs), simulate(wide, costs)
     assert after.step_s <= before.step_s * (1 + 1e-6)
     assert check_moves(step.problem, wide, recomputations_of(step, wide, asked)).ok

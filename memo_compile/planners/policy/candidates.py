@@ -26,13 +26,13 @@ from memo_compile.step.simulate import peak_live_bytes, simulate
 
 log = logging.getLogger("memo")
 
-WIDE = Schedule(offload_lag=2, reload_lead=2, widen=True)
+WIDE = Schedule(offload_lag=2, reload_lead=2, widen=1.0)
 """A copy may take two layers: layers with much to copy borrow time from those with little."""
 
-TIGHT = Schedule(offload_lag=0, reload_lead=0, widen=True)
+TIGHT = Schedule(offload_lag=0, reload_lead=0, widen=1.0)
 """Every copy ends before the next layer begins: slow, and the fewest bytes in flight."""
 
-NEXT = Schedule(offload_lag=1, reload_lead=1, widen=True)
+NEXT = Schedule(offload_lag=1, reload_lead=1, widen=1.0)
 """A copy may take the next layer, as with MEMO's rotating buffers."""
 
 GRIDS = {
@@ -42,6 +42,12 @@ GRIDS = {
 }
 """Per schedule the bounds at which the program is solved, from its floor (0) to save-all (1).
 Denser near the floor, where plans are slow and a byte is worth most."""
+
+WIDER = (1.1, 1.3, 1.8)
+"""Of a plan's peak: where copies stall it, it is also tried with more bytes in flight."""
+
+STALLED = 0.001
+"""Of the step: a plan that stalls less is left as it is."""
 
 MAX_GREEDY = 20
 """Plans of each greedy sequence that are simulated, evenly spread."""
@@ -88,7 +94,8 @@ def program_of(
 ) -> tuple[Problem, StepCosts]:
     """The step program of ``moves``, and its costs."""
     problem, costs = apply_moves(step, moves, recompute), costs_with(step, moves, recompute)
-    return (widened(problem, costs) if moves.schedule.widen else problem), costs
+    times = moves.schedule.widen
+    return (widened(problem, costs, times) if times else problem), costs
 
 
 def costs_with(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> StepCosts:
@@ -186,13 +193,21 @@ class CandidateSource:
 
     def _valid(self, found: Iterable[Moves]) -> list[Candidate]:
         """The candidates of ``found`` that make a program; any other is left out with a warning."""
-        candidates = []
+        candidates: list[Candidate] = []
         for moves in found:
             try:
-                candidates.append(self._evaluated(moves))
+                candidates += self._with_wider(self._evaluated(moves))
             except InvalidPlan as error:
                 log.warning("memo: a plan of policy %s is left out: %s", moves.policy, error)
         return candidates
+
+    def _with_wider(self, candidate: Candidate) -> Iterator[Candidate]:
+        yield candidate
+        moves, timeline = candidate.moves, candidate.timeline
+        if moves.schedule.widen and timeline.stall_s > STALLED * timeline.step_s:
+            for times in WIDER:
+                schedule = replace(moves.schedule, widen=times)
+                yield self._evaluated(replace(moves, schedule=schedule))
 
     def _evaluated(self, moves: Moves, notes: tuple[str, ...] = ()) -> Candidate:
         if (moves, notes) not in self._evaluations:

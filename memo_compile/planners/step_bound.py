@@ -1,0 +1,221 @@
+"""How fast a step can be under a budget at best: a bound that no plan of memo goes below.
+
+At one point p of the step the bytes above the budget must be somewhere else, whatever the plan:
+copied to the host before p and back after it, or not made yet. One linear program for each point,
+over fractions of tensors, and the largest answer counts. It knows nothing of schedules, modes,
+placement or layers as wholes, so it is never above the time of a plan. Symbols, for each class of
+layers with n layers whose slot s is not in use at p:
+
+    y[s], x[s]    layers whose slot s is offloaded, recomputed: x + y <= n
+    z[o]          layers that run operator o a second time: z[maker of s] >= x[s], and for each
+                  input i of o: z[i] >= z[o] - (layers that have i at hand)
+    before, after seconds of computation in which a copy can run before p, and after it
+    u, v          seconds for which the step stands still before p, and after it
+
+    minimise      u + v + R,   R = sum z[o] seconds[o]
+    bytes         sum size[s] (x[s] + y[s]) >= alive[p] - budget
+    out, back     sum d2h[s] y[s] <= before + u,    sum h2d[s] y[s] <= after + v
+    host          sum size[s] y[s] <= host budget
+
+``before`` and ``after`` hold R as well where p lies in the backward.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from memo_compile.errors import ConfigError
+from memo_compile.planners import solver
+from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of
+from memo_compile.planners.policy.model import call_bytes
+from memo_compile.planners.solver import weighted
+from memo_compile.step.movable import LayerClass, MovableStep, RecomputeRegion
+
+MAX_POINTS = 16
+"""Linear programs of one bound; each takes milliseconds."""
+
+Key = tuple[str, int]
+"""A class, and one of its slots or operators by number."""
+
+
+def step_lower_bound_s(
+    step: MovableStep,
+    *,
+    budget_bytes: int | None,
+    host_budget_bytes: int | None = None,
+    regions: Collection[RecomputeRegion] = (),
+) -> float:
+    """Seconds that every plan of ``step`` within the budgets takes at least.
+
+    ``regions`` are recomputations whose seconds are known: where one is faster than its operators
+    together, all are taken to be. Without a solver, or a budget, it is the computation alone.
+    Infinite where no plan can be.
+    """
+    facts = facts_of(step)
+    compute_s = sum(facts.call_s)
+    if budget_bytes is None:
+        return compute_s
+    excess = np.array(call_bytes(step.problem)[0]) - budget_bytes
+    lives, discount = list(_lives(step, facts)), _discount(step, regions)
+    try:
+        more = [
+            _added_s(_point(step, facts, lives, at), int(excess[at]), host_budget_bytes, discount)
+            for at in _points(excess, facts.first_backward)
+        ]
+    except ConfigError:  # no engine on this machine
+        return compute_s
+    return compute_s + max(more, default=0.0)
+
+
+def _points(excess: Any, first_backward: int) -> list[int]:
+    """Calls at which bytes are above the budget: the worst, and some spread over the step."""
+    above = np.flatnonzero(excess > 0)
+    if not len(above):
+        return []
+    spread = np.linspace(0, len(above) - 1, min(len(above), MAX_POINTS // 2)).astype(int)
+    worst = above[np.argsort(-excess[above], kind="stable")][: MAX_POINTS // 2]
+    near = above[np.argsort(abs(above - first_backward), kind="stable")][:2]
+    return sorted({*above[spread].tolist(), *worst.tolist(), *near.tolist()})
+
+
+def _discount(step: MovableStep, regions: Collection[RecomputeRegion]) -> float:
+    """The least seconds of a region over those of its operators, at most 1."""
+    found = 1.0
+    for region in regions:
+        cls = step.classes[region.key.class_key]
+        seconds = sum(cls.ops[at].seconds for at in closure_of(cls, region.key.slots))
+        if region.key.rows is None and seconds > 0:
+            found = min(found, region.seconds / seconds)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Point:
+    """What may be off the device during one call, and the time around it."""
+
+    step: MovableStep
+    num_off: Mapping[Key, int]
+    """(class, slot) -> layers that hold it and do not use it during the call."""
+    before_s: float
+    after_s: float
+    in_backward: bool
+
+    def classes(self) -> Iterator[tuple[LayerClass, int]]:
+        """The classes with something to move, and the most layers that have it."""
+        for key in dict.fromkeys(class_key for class_key, _ in self.num_off):
+            counts = [count for (owner, _), count in self.num_off.items() if owner == key]
+            yield self.step.classes[key], max(counts)
+
+
+class _Life(NamedTuple):
+    """A saved value of one layer."""
+
+    key: Key
+    made: int
+    """The forward's call that makes it."""
+    last_use: int
+    """The forward's last call that has to do with it."""
+    read: int
+    """The backward's first that reads it."""
+
+
+def _lives(step: MovableStep, facts: StepFacts) -> Iterator[_Life]:
+    last_use: dict[str, int] = {}
+    for index, call in enumerate(facts.problem.calls[: facts.first_backward]):
+        last_use.update(dict.fromkeys((*call.inputs, *call.outputs), index))
+    for layer in step.layers:
+        for slot, value in enumerate(layer.values):
+            readers = facts.backward_readers.get(value, ())
+            if readers and value in last_use:
+                made = facts.written_at.get(value, 0)
+                yield _Life((layer.class_key, slot), made, last_use[value], readers[0])
+
+
+def _point(step: MovableStep, facts: StepFacts, lives: Sequence[_Life], at: int) -> _Point:
+    off = [life for life in lives if life.last_use < at < life.read]
+    seconds = facts.call_s
+    return _Point(
+        step=step,
+        num_off=Counter(life.key for life in off),
+        before_s=sum(seconds[min(life.made for life in off) + 1 : at]) if off else 0.0,
+        after_s=sum(seconds[at + 1 : max(life.read for life in off)]) if off else 0.0,
+        in_backward=at >= facts.first_backward,
+    )
+
+
+def _added_s(
+    point: _Point, excess_bytes: int, host_budget_bytes: int | None, discount: float
+) -> float:
+    """The seconds beyond computation that the point's linear program finds."""
+    model = solver.make_model("bound of a step")
+    stalls = [model.add_var(name=name) for name in ("u", "v")]
+    moved: list[tuple[int, Any, Any]] = []
+    runs: list[tuple[float, Any]] = []
+    for cls, num_layers in point.classes():
+        x, y = _slot_variables(model, point, cls)
+        runs += _require_operators(model, cls, num_layers, x)
+        moved += [(cls.slots[slot].size_bytes, x.get(slot, 0), y.get(slot, 0)) for slot in x | y]
+    again = weighted([seconds * discount for seconds, _ in runs], [run for _, run in runs])
+    sizes = [size_bytes for size_bytes, _, _ in moved]
+    offloaded = [y for _, _, y in moved]
+    off = weighted(sizes, offloaded) + weighted(sizes, [x for _, x, _ in moved])
+    model.add_constr(off >= float(excess_bytes), "bytes")
+    costs = point.step.costs
+    rates = (costs.d2h_bytes_per_s, costs.h2d_bytes_per_s)
+    for stall, seconds, rate, may_recompute in zip(
+        stalls, (point.before_s, point.after_s), rates, (point.in_backward, True), strict=True
+    ):
+        room = seconds + stall + (again if may_recompute else 0.0)
+        model.add_constr(weighted([size / rate for size in sizes], offloaded) <= room)
+    if host_budget_bytes is not None:
+        model.add_constr(weighted(sizes, offloaded) <= float(host_budget_bytes), "host")
+    model.objective = stalls[0] + stalls[1] + again
+    status = solver.solve(model)
+    if status is solver.SolveStatus.INFEASIBLE:
+        return float("inf")
+    return max(0.0, float(model.objective_value)) if status.has_solution else 0.0
+
+
+def _slot_variables(
+    model: Any, point: _Point, cls: LayerClass
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Per slot the layers that recompute it, and that offload it."""
+    x: dict[int, Any] = {}
+    y: dict[int, Any] = {}
+    for slot, kind in enumerate(cls.slots):
+        count = point.num_off.get((cls.key, slot), 0)
+        if count and kind.can_recompute:
+            x[slot] = model.add_var(ub=count)
+        if count and kind.can_offload:
+            y[slot] = model.add_var(ub=count)
+        if slot in x and slot in y:
+            model.add_constr(x[slot] + y[slot] <= count)
+    return x, y
+
+
+def _require_operators(
+    model: Any, cls: LayerClass, num_layers: int, x: Mapping[int, Any]
+) -> list[tuple[float, Any]]:
+    """(seconds, layers that run it a second time) of each operator that a recomputed slot needs."""
+    makers = {op.slot: at for at, op in enumerate(cls.ops) if op.slot is not None}
+    users: dict[int, list[int]] = {}
+    for at, op in enumerate(cls.ops):
+        for source in op.inputs:
+            users.setdefault(source, []).append(at)
+    runs: dict[int, Any] = {}
+    for at in reversed(range(len(cls.ops))):
+        op = cls.ops[at]
+        wanted = x.get(op.slot) if op.slot is not None and makers[op.slot] == at else None
+        readers = [runs[user] for user in users.get(at, ()) if user in runs]
+        if not op.can_recompute or (wanted is None and (op.slot is not None or not readers)):
+            continue
+        runs[at] = model.add_var(ub=num_layers)
+        if wanted is not None:
+            model.add_constr(runs[at] >= wanted)
+        else:
+            for reader in readers:
+                model.add_constr(runs[at] >= reader)
+    return [(cls.ops[at].seconds, run) for at, run in runs.items()]

@@ -1,0 +1,72 @@
+"""The bound of a step against random plans of it: none is faster."""
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from memo_compile.planners.copy_windows import widened
+from memo_compile.planners.step_bound import step_lower_bound_s
+from memo_compile.step.movable import Action, Mode, Moves
+from memo_compile.step.simulate import peak_live_bytes, simulate
+from tests.steps.drawn_moves import moved_steps, regions_of
+from tests.steps.movable import KIB, costs_of, movable_step
+
+
+@settings(max_examples=150, deadline=None)
+@given(drawn=moved_steps(), wide=st.booleans())
+def test_no_plan_is_faster_than_the_bound_at_its_own_peak(drawn, wide):
+    step, moves, problem = drawn
+    costs = costs_of(step, *regions_of(step, moves))
+    if wide:
+        problem = widened(problem, costs)
+    bound_s = step_lower_bound_s(
+        step, budget_bytes=peak_live_bytes(problem), host_budget_bytes=problem.host_bytes
+    )
+    assert bound_s <= simulate(problem, costs).step_s * (1 + 1e-6)
+    assert bound_s >= step_lower_bound_s(step, budget_bytes=None)
+
+
+def test_the_bound_of_a_smaller_budget_is_higher():
+    step = movable_step(4)
+    most = peak_live_bytes(step.problem)
+    bounds = [step_lower_bound_s(step, budget_bytes=most - less * 40 * KIB) for less in range(8)]
+    assert bounds == sorted(bounds)
+    assert bounds[0] < bounds[2] < bounds[-1]
+
+
+def test_without_a_budget_it_is_the_computation():
+    step = movable_step(3)
+    alone = simulate(step.problem, step.costs).step_s
+    assert step_lower_bound_s(step, budget_bytes=None) == pytest.approx(alone)
+
+
+def test_a_budget_that_no_plan_keeps_has_no_end():
+    assert step_lower_bound_s(movable_step(3), budget_bytes=KIB) == float("inf")
+
+
+def test_copies_need_room_on_the_host():
+    step = movable_step(4, bytes_per_s=1e9)
+    budget = peak_live_bytes(step.problem) - 150 * KIB
+    free = step_lower_bound_s(step, budget_bytes=budget)
+    assert free < step_lower_bound_s(step, budget_bytes=budget, host_budget_bytes=0)
+
+
+def test_a_faster_recomputation_lowers_it():
+    step = movable_step(4, bytes_per_s=KIB)
+    budget = peak_live_bytes(step.problem) - 150 * KIB
+    slow = step_lower_bound_s(step, budget_bytes=budget)
+    regions = regions_of(step, _recompute_everything(step))
+    fast = [_in_half_the_time(region) for region in regions]
+    assert step_lower_bound_s(step, budget_bytes=budget, regions=regions) == pytest.approx(slow)
+    assert step_lower_bound_s(step, budget_bytes=budget, regions=fast) < slow
+
+
+def _recompute_everything(step):
+    kept, again = Action.SAVE, Action.RECOMPUTE
+    return Moves(modes=(Mode(actions=(kept, kept, again, again, again)),) * len(step.layers))
+
+
+def _in_half_the_time(region):
+    return replace(region, seconds=region.seconds / 2)

@@ -1,0 +1,56 @@
+"""Random decisions on synthetic steps, for laws that hold for all of them."""
+
+import hypothesis.strategies as st
+
+from memo_compile.planners.moves import apply_moves
+from memo_compile.step.movable import (
+    Action,
+    Mode,
+    Moves,
+    RecomputeKey,
+    RecomputeRegion,
+    Schedule,
+)
+from tests.steps.movable import KIB, NUM_ROWS, movable_step, recomputer
+
+SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
+CHOICES = ((SAVE, OFFLOAD),) * 2 + ((SAVE, OFFLOAD, RECOMPUTE),) * 3
+
+
+@st.composite
+def modes(draw) -> Mode:
+    actions = tuple(draw(st.sampled_from(choices)) for choices in CHOICES)
+    rows = None
+    if RECOMPUTE in actions:
+        rows = draw(st.none() | st.integers(1, NUM_ROWS))
+    return Mode(actions=actions, recompute_rows=rows)
+
+
+@st.composite
+def moved_steps(draw):
+    """(the step, the decisions, the program)."""
+    num_layers = draw(st.integers(1, 5))
+    step = movable_step(
+        num_layers,
+        bytes_per_s=KIB * draw(st.sampled_from([1, 7, 16, 40, 64, 100, 1000])),
+        copy_latency_s=draw(st.sampled_from([0.0, 0.1])),
+    )
+    waiting = st.none() | st.integers(0, 3)
+    moves = Moves(
+        modes=tuple(draw(modes()) for _ in range(num_layers)),
+        schedule=Schedule(
+            offload_lag=draw(waiting), reload_lead=draw(waiting), at_once=draw(st.booleans())
+        ),
+    )
+    return step, moves, apply_moves(step, moves, recomputer(step))
+
+
+def regions_of(step, moves: Moves) -> list[RecomputeRegion]:
+    """Of every mode of ``moves``, for its rows and for all of them."""
+    recompute = recomputer(step)
+    return [
+        recompute(RecomputeKey(class_key="L", slots=slots, rows=part))
+        for slots, rows in {(mode.slots(RECOMPUTE), mode.recompute_rows) for mode in moves.modes}
+        for part in dict.fromkeys((rows, None))
+        if slots
+    ]
