@@ -17,10 +17,10 @@ from memo_compile.costs.host import (
     host_memory,
 )
 from memo_compile.driver.decide import decide
-from memo_compile.driver.decisions import moved_rows, saved_rows, step_notes
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.movable_step import Movable
+from memo_compile.driver.report_rows import moved_rows, saved_rows, step_notes
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
 from memo_compile.driver.user_outputs import held_bytes
 from memo_compile.errors import ConfigError, Infeasible, MemoError

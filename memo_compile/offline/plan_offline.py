@@ -17,11 +17,11 @@ from memo_compile.backends.capture import StepCapture, next_graph_name
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.hardware import HardwareProfile, find_hardware
 from memo_compile.costs.roofline import graph_cost
-from memo_compile.driver.decisions import recomputes_slices
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.pipeline import cut_step, lower_step
 from memo_compile.driver.plan_step import plan_step
+from memo_compile.driver.report_rows import recomputes_slices
 from memo_compile.driver.stages import CapturedStep, CutStep, PlanRequest
 from memo_compile.driver.tiling import first_that_fits
 from memo_compile.errors import MemoError, UnsupportedGraph

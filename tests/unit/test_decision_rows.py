@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from memo_compile.driver.decisions import moved_rows
+from memo_compile.driver.report_rows import moved_rows
 from memo_compile.planners.policy import choose
 from memo_compile.step.movable import MovableStep
 from memo_compile.step.plans import Decision
