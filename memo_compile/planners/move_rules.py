@@ -109,7 +109,7 @@ def recompute_closure(
 
     An operator whose slot is in ``available`` does not run, unless the slot is itself wanted. What
     is neither is made on the way, even where its operator cannot be recomputed: see
-    ``modes_valid``.
+    ``require_valid_modes``.
     """
     wanted = set(slots)
     at_hand = set(available) - wanted
@@ -164,7 +164,7 @@ def recompute_rows(cls: LayerClass, mode: Mode) -> int | None:
     return None if mode.recompute_rows == cls.slots[recomputed[0]].num_rows else mode.recompute_rows
 
 
-def modes_valid(step: MovableStep, moves: Moves) -> None:
+def require_valid_modes(step: MovableStep, moves: Moves) -> None:
     """Nothing, when every layer can do what its mode says.
 
     Raises:

@@ -19,8 +19,8 @@ from memo_compile.errors import InvalidPlan
 from memo_compile.planners.move_rules import (
     StepFacts,
     facts_of,
-    modes_valid,
     recompute_rows,
+    require_valid_modes,
 )
 from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
 from memo_compile.step.movable import (
@@ -91,10 +91,10 @@ def apply_moves(
 
     Raises:
         InputError: a region of the step has no seconds.
-        InvalidPlan: a mode cannot be (``modes_valid``), or a recomputation needs a value that does
+        InvalidPlan: a mode cannot be (``require_valid_modes``), or a recomputation needs a value that does
             not exist when it runs.
     """
-    modes_valid(step, moves)
+    require_valid_modes(step, moves)
     return _Builder(step, moves, recompute).build()
 
 

@@ -10,10 +10,10 @@ import pytest
 from memo_compile.errors import InputError, InvalidPlan
 from memo_compile.planners import move_rules
 from memo_compile.planners.move_rules import (
-    modes_valid,
     recomputable,
     recompute_closure,
     recompute_seconds,
+    require_valid_modes,
 )
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import place_step
@@ -350,7 +350,7 @@ def test_modes_that_cannot_be(what):
     change, modes, message = CANNOT[what]
     step = change(movable_step(1))
     with pytest.raises(InvalidPlan, match=message):
-        modes_valid(step, Moves(modes=modes))
+        require_valid_modes(step, Moves(modes=modes))
     with pytest.raises(InvalidPlan, match=message):
         applied(step, *modes)
 
