@@ -27,7 +27,7 @@ from memo_compile.driver.left_whole import REFUSED, REPORT, is_bug
 from memo_compile.driver.pipeline import assemble, cut_step
 from memo_compile.driver.probe import tiling_believed
 from memo_compile.driver.stages import CapturedStep
-from memo_compile.driver.tiling import first_that_fits
+from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import ConfigError, MemoError, UnsupportedGraph, described
 from memo_compile.reporting import state
 from memo_compile.step.serialise import to_json

@@ -23,7 +23,7 @@ from memo_compile.driver.pipeline import cut_step, lower_step
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.report_rows import recomputes_slices
 from memo_compile.driver.stages import CapturedStep, CutStep, PlanRequest
-from memo_compile.driver.tiling import first_that_fits
+from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import MemoError, UnsupportedGraph
 from memo_compile.reporting import state
 from memo_compile.step.movable import StepCosts

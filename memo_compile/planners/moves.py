@@ -91,8 +91,8 @@ def apply_moves(
 
     Raises:
         InputError: a region of the step has no seconds.
-        InvalidPlan: a mode cannot be (``require_valid_modes``), or a recomputation needs a value that does
-            not exist when it runs.
+        InvalidPlan: a mode cannot be (``require_valid_modes``), or a recomputation needs a value
+            that does not exist when it runs.
     """
     require_valid_modes(step, moves)
     return _Builder(step, moves, recompute).build()

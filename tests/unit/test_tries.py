@@ -1,4 +1,4 @@
-"""The tilings in which a graph is tried: their order, what leads on, which error counts."""
+"""The numbers of tiles in which a graph is tried: order, what leads on, which error counts."""
 
 import gc
 import weakref
@@ -10,9 +10,9 @@ from torch import fx
 
 import memo_compile
 from memo_compile.config import MemoConfig
-from memo_compile.driver import tiling
+from memo_compile.driver import tries
 from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.tiling import TOKEN_TILES, first_that_fits
+from memo_compile.driver.tries import TOKEN_TILES, first_that_fits
 from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, UnsupportedGraph
 
 pytestmark = pytest.mark.usefixtures("fresh_report")
@@ -25,7 +25,7 @@ def graph() -> fx.GraphModule:
 def tried(*failures, order=(1, TOKEN_TILES), monkeypatch=None, **options):
     """(what comes out, the numbers of tiles tried) when the first attempts raise ``failures``."""
     if monkeypatch is not None:
-        monkeypatch.setattr(tiling, "tile_order", lambda *_: order)
+        monkeypatch.setattr(tries, "tile_order", lambda *_: order)
     seen = []
 
     def attempt(gm, config):
@@ -71,7 +71,7 @@ def test_a_try_that_failed_keeps_nothing_of_its_callers_alive(monkeypatch):
         first_that_fits(graph(), GraphFacts([torch.ones(4)]), config, attempt)
         return weakref.ref(output)
 
-    monkeypatch.setattr(tiling, "tile_order", lambda *_: (1, TOKEN_TILES))
+    monkeypatch.setattr(tries, "tile_order", lambda *_: (1, TOKEN_TILES))
     gc.disable()
     try:
         assert first_step()() is None
