@@ -57,11 +57,11 @@ class _Moved:
     size_bytes: int
     """Of its buffer."""
     copy: Copy
-    issued: int
+    issued_call: int
     """Index of the call before which the copy to the host is issued."""
-    needed: int = -1
+    needed_item: int = -1
     """Index among the backward's items of the first that reads it."""
-    latest: int = -1
+    latest_item: int = -1
     """Index of the item before which its buffer must exist."""
 
 
@@ -200,14 +200,14 @@ class _Builder:
                     layer=index,
                     size_bytes=size,
                     copy=Copy(start_bytes=span[0], end_bytes=span[1], host_offset=0),
-                    issued=self.facts.written_at[value] + 1,
-                    needed=self.first_read[value],
-                    latest=self.first_read[value],
+                    issued_call=self.facts.written_at[value] + 1,
+                    needed_item=self.first_read[value],
+                    latest_item=self.first_read[value],
                 )
                 if mixed:
-                    moved.latest = self.recomputation_of[value].at
+                    moved.latest_item = self.recomputation_of[value].at
                 found.append(moved)
-        found.sort(key=lambda move: (move.issued, -move.copy.num_bytes, move.value))
+        found.sort(key=lambda move: (move.issued_call, -move.copy.num_bytes, move.value))
         return _with_host_ranges(found)
 
     def _forward(self) -> Iterator[StepCall]:
@@ -215,12 +215,13 @@ class _Builder:
         seconds = facts.call_s[: facts.first_backward]
         d2h_s = self.step.costs.d2h_s
         copies = [
-            CopyOut(move.issued, self._deadline(move), d2h_s(move.copy.num_bytes)) for move in moved
+            CopyOut(move.issued_call, self._deadline(move), d2h_s(move.copy.num_bytes))
+            for move in moved
         ]
         issued: dict[int, list[_Moved]] = {}
         waited: dict[int, list[_Moved]] = {}
         for move, place in zip(moved, waits_of(seconds, copies), strict=True):
-            issued.setdefault(move.issued, []).append(move)
+            issued.setdefault(move.issued_call, []).append(move)
             waited.setdefault(place, []).append(move)
         for place in range(facts.first_backward + 1):
             for move in issued.get(place, ()):
@@ -234,26 +235,28 @@ class _Builder:
         """The place at which the copy to the host has ended at last."""
         first_backward, lag = self.facts.first_backward, self.schedule.offload_lag
         if self.schedule.at_once:
-            return move.issued
+            return move.issued_call
         if lag is None or move.layer + lag + 1 >= len(self.forward_at):
             return first_backward
-        return min(first_backward, max(move.issued, self.forward_at[move.layer + lag + 1]))
+        return min(first_backward, max(move.issued_call, self.forward_at[move.layer + lag + 1]))
 
     def _backward(self) -> Iterator[StepCall]:
         order = sorted(
             self.moved,
-            key=lambda move: (move.latest, move.needed, -move.copy.num_bytes, move.value),
+            key=lambda move: (move.latest_item, move.needed_item, -move.copy.num_bytes, move.value),
         )
         h2d_s = self.step.costs.h2d_s
         copies = [
-            CopyBack(self._earliest(move), move.latest, move.needed, h2d_s(move.copy.num_bytes))
+            CopyBack(
+                self._earliest(move), move.latest_item, move.needed_item, h2d_s(move.copy.num_bytes)
+            )
             for move in order
         ]
         issued: dict[int, list[_Moved]] = {}
         waited: dict[int, list[_Moved]] = {}
         for move, place in zip(order, issues_of(self._item_seconds(), copies), strict=True):
             issued.setdefault(place, []).append(move)
-            waited.setdefault(move.needed, []).append(move)
+            waited.setdefault(move.needed_item, []).append(move)
         renamed = self._renamed()
         for place, item in enumerate(self.items):
             for move in issued.get(place, ()):
@@ -269,10 +272,10 @@ class _Builder:
         """The place from which the reload may be issued."""
         lead = self.schedule.reload_lead
         if self.schedule.at_once:
-            return move.latest
+            return move.latest_item
         if lead is None or move.layer + lead + 1 >= len(self.backward_at):
             return 0
-        return min(move.latest, self.place_of[self.backward_at[move.layer + lead + 1]] + 1)
+        return min(move.latest_item, self.place_of[self.backward_at[move.layer + lead + 1]] + 1)
 
     def _renamed(self) -> dict[str, str]:
         """Value -> what the calls of the backward read in its place."""
