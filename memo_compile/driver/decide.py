@@ -43,7 +43,7 @@ MeasureRegions = Callable[
 
 @dataclass(slots=True, kw_only=True)
 class RecomputeLibrary:
-    """The recompute regions of a step: estimated when first asked for, exact once lowered."""
+    """The recompute regions of a step: estimated when first asked for, known once lowered."""
 
     step: MovableStep
     graphs: Mapping[str, ClassGraph]
@@ -122,7 +122,7 @@ class RecomputeLibrary:
             ),
             inputs=inputs,
             seconds=recompute_seconds(self.step, key),
-            exact=False,
+            is_lowered=False,
         )
 
     def lower(self, problem: Problem) -> bool:
@@ -150,7 +150,7 @@ class RecomputeLibrary:
                 self.regions[key],
                 profile=replace(lowered.profile, name=key.region),
                 seconds=seconds[key.region],
-                exact=True,
+                is_lowered=True,
             )
         return True
 

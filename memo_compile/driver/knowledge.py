@@ -126,7 +126,7 @@ class StepKnowledge:
             return None
         costs = self.costs(host_store)
         lowered = self._library.regions.values() if self._library else ()
-        more = {region.key.region: region.seconds for region in lowered if region.exact}
+        more = {region.key.region: region.seconds for region in lowered if region.is_lowered}
         return replace(costs, region_s={**costs.region_s, **more})
 
     def _speeds(self, host_store: str) -> Mapping[str, float]:

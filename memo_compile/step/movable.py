@@ -161,7 +161,7 @@ class RecomputeRegion:
     profile: RegionProfile
     inputs: tuple[RegionInput, ...]
     seconds: float
-    exact: bool = True
+    is_lowered: bool = True
     """False while ``profile`` is an estimate made before lowering."""
 
 

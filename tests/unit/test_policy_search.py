@@ -283,7 +283,7 @@ def test_a_program_that_cannot_be_is_left_out_with_a_warning(caplog):
 def test_estimates_count_launches_and_measurements_do_not():
     known = recomputer(movable_step(2))
     key = RecomputeKey(class_key="L", slots=(2, 3, 4))
-    exact = known(key)
-    assert with_launches(known)(key) is exact
-    estimate = with_launches(lambda key: replace(known(key), exact=False))(key)
-    assert estimate.seconds == pytest.approx(exact.seconds + 3 * LAUNCH_S)
+    lowered = known(key)
+    assert with_launches(known)(key) is lowered
+    estimate = with_launches(lambda key: replace(known(key), is_lowered=False))(key)
+    assert estimate.seconds == pytest.approx(lowered.seconds + 3 * LAUNCH_S)

@@ -52,7 +52,7 @@ def with_launches(recompute: RecomputeOf) -> RecomputeOf:
     def counted(key: RecomputeKey) -> RecomputeRegion:
         if key not in known:
             region = recompute(key)
-            if not region.exact:
+            if not region.is_lowered:
                 more_s = LAUNCH_S * region.profile.num_lines
                 region = replace(region, seconds=region.seconds + more_s)
             known[key] = region
