@@ -15,6 +15,7 @@ from torch import fx
 from memo_compile.analysis.layers import LayerStructure, find_layers
 from memo_compile.analysis.purity import is_write
 from memo_compile.analysis.views import storage_of
+from memo_compile.step.problem import Phase
 
 UNIT = "memo_unit"
 """Key of ``node.meta``: the index of the unit."""
@@ -118,6 +119,28 @@ def backward_positions(graph: fx.Graph, num_units: int) -> dict[fx.Node, int]:
             positions[node] = min(readers, default=num_units - 1)
     _write_after_reads(graph, positions)
     return positions
+
+
+def region_names(units: JointUnits, phase: Phase) -> dict[int, str]:
+    """Position -> name: ``layer0_fwd`` for the first class, ``prologue_fwd``, ``epilogue_fwd``."""
+    suffix = "fwd" if phase is Phase.FORWARD else "bwd"
+    spans = units.structure.units
+    classes = list(dict.fromkeys(span.class_key for span in spans if span.class_key is not None))
+    names: dict[int, str] = {}
+    for index, unit in enumerate(spans):
+        position = index if phase is Phase.FORWARD else len(spans) - 1 - index
+        if unit.class_key is not None:
+            stem = f"layer{classes.index(unit.class_key)}"
+        elif len(spans) == 1:
+            stem = "step"
+        elif index == 0:
+            stem = "prologue"
+        elif index == len(spans) - 1:
+            stem = "epilogue"
+        else:
+            stem = "middle"
+        names[position] = f"{stem}_{suffix}"
+    return names
 
 
 def tangent_dependents(graph: fx.Graph) -> set[fx.Node]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from memo_compile.analysis.structure import argument, op_name
+
 _RANDOM_PRIMS = ("inductor_seeds", "inductor_seed")
 """Inductor's random numbers are pure functions of a seed; only drawing the seeds is random."""
 
@@ -70,6 +72,20 @@ def is_pure(node: fx.Node) -> bool:
     assert isinstance(node.target, torch._ops.OpOverload)
     mutates = node.target._schema.is_mutable
     return not mutates and not is_random(node) and not is_collective(node)
+
+
+def is_repeatable(node: fx.Node) -> bool:
+    """True for an operator that gives the same each time: pure ones, and attention without dropout.
+
+    Attention kernels are declared random whatever their dropout is.
+    """
+    if node.target is operator.getitem:
+        return is_repeatable(node.all_input_nodes[0])
+    target = node.target
+    is_attention = op_name(node).startswith("_scaled_dot_product")
+    if is_attention and isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
+        return not argument(node, "dropout_p")
+    return is_pure(node)
 
 
 def is_constant(node: fx.Node) -> bool:

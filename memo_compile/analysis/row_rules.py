@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile.analysis.purity import is_pure
+from memo_compile.analysis.purity import is_repeatable
 from memo_compile.analysis.structure import argument, op_name
-from memo_compile.analysis.views import is_tensor
+from memo_compile.analysis.views import is_tensor, shape_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,29 +73,6 @@ def rule_of(node: fx.Node) -> Rule | None:
         return _BY_NAME[name]
     assert isinstance(node.target, torch._ops.OpOverload)
     return _broadcast if torch.Tag.pointwise in node.target.tags else None
-
-
-def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Shape of the node's value; of the first tensor of a tuple; empty for a number."""
-    value = node.meta.get("val")
-    for item in value if isinstance(value, tuple | list) else (value,):
-        if isinstance(item, torch.Tensor):
-            return tuple(item.shape)
-    return ()
-
-
-def is_repeatable(node: fx.Node) -> bool:
-    """True for an operator that gives the same each time: pure ones, and attention without dropout.
-
-    Attention kernels are declared random whatever their dropout is.
-    """
-    if node.target is operator.getitem:
-        return is_repeatable(node.all_input_nodes[0])
-    target = node.target
-    is_attention = op_name(node).startswith("_scaled_dot_product")
-    if is_attention and isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
-        return not argument(node, "dropout_p")
-    return is_pure(node)
 
 
 def _node(value: object) -> fx.Node:

@@ -18,17 +18,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from memo_compile.analysis.purity import is_repeatable
 from memo_compile.analysis.row_rules import (
     Carried,
     RowDim,
     contracted_partner,
     is_counter,
-    is_repeatable,
     rule_of,
-    shape_of,
 )
 from memo_compile.analysis.structure import argument, op_name
-from memo_compile.analysis.views import is_tensor
+from memo_compile.analysis.views import is_tensor, shape_of
 from memo_compile.errors import UnsupportedGraph
 
 _UNIFORM = frozenset(("full", "zeros", "ones", "empty"))

@@ -16,6 +16,15 @@ def is_tensor(node: object) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Shape of the node's value; of the first tensor of a tuple; empty for a number."""
+    value = node.meta.get("val")
+    for item in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(item, torch.Tensor):
+            return tuple(item.shape)
+    return ()
+
+
 def results_of(graph: fx.Graph) -> Sequence[Any]:
     """What ``graph`` returns, in order."""
     results = graph.output_node().args[0]

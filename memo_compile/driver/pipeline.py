@@ -16,7 +16,11 @@ from collections.abc import Callable, Mapping
 
 from torch import fx
 
-from memo_compile.analysis.joint_units import JointUnits, backward_positions, forward_positions
+from memo_compile.analysis.joint_units import (
+    backward_positions,
+    forward_positions,
+    region_names,
+)
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.knowledge import StepKnowledge
@@ -127,7 +131,7 @@ def _cut_half(
         phase=phase,
         static_inputs=step.facts.static_names,
         device=step.facts.device,
-        names=_region_names(step.units, phase),
+        names=region_names(step.units, phase),
     )
     return step.runner.derive(
         "cut",
@@ -139,25 +143,3 @@ def _cut_half(
             **{name: region.gm for name, region in made.regions.items()},
         },
     )
-
-
-def _region_names(units: JointUnits, phase: Phase) -> dict[int, str]:
-    """Position -> name: ``layer0_fwd`` for the first class, ``prologue_fwd``, ``epilogue_fwd``."""
-    suffix = "fwd" if phase is Phase.FORWARD else "bwd"
-    spans = units.structure.units
-    classes = list(dict.fromkeys(span.class_key for span in spans if span.class_key is not None))
-    names: dict[int, str] = {}
-    for index, unit in enumerate(spans):
-        position = index if phase is Phase.FORWARD else len(spans) - 1 - index
-        if unit.class_key is not None:
-            stem = f"layer{classes.index(unit.class_key)}"
-        elif len(spans) == 1:
-            stem = "step"
-        elif index == 0:
-            stem = "prologue"
-        elif index == len(spans) - 1:
-            stem = "epilogue"
-        else:
-            stem = "middle"
-        names[position] = f"{stem}_{suffix}"
-    return names

@@ -21,8 +21,8 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.analysis.purity import is_collective
 from memo_compile.analysis.regions import RegionGraph, layout_elements, layout_of
-from memo_compile.analysis.row_rules import shape_of
 from memo_compile.analysis.structure import argument, op_name
+from memo_compile.analysis.views import shape_of
 from memo_compile.costs.measure_regions import torch_as_before
 from memo_compile.costs.roofline import graph_cost
 from memo_compile.driver.left_whole import say_bug

@@ -16,10 +16,11 @@ from memo_compile.analysis.purity import (
     is_collective,
     is_known,
     is_random,
+    is_repeatable,
     is_write,
 )
 from memo_compile.analysis.regions import RegionGraph
-from memo_compile.analysis.row_rules import RowDim, is_repeatable
+from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import row_dims, slice_rows
 from memo_compile.analysis.views import is_item, is_view, results_of, storage_of, viewed
 from memo_compile.errors import UnsupportedGraph

@@ -7,10 +7,17 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.regions import RegionGraph
-from memo_compile.analysis.row_rules import RowDim, shape_of
+from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, rows_through
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import is_item, is_tensor, is_view, results_of, storage_of
+from memo_compile.analysis.views import (
+    is_item,
+    is_tensor,
+    is_view,
+    results_of,
+    shape_of,
+    storage_of,
+)
 
 NUM_ANCHORS = 2
 """Widest values of the peak that a chain is looked for around: often the first is read by the
