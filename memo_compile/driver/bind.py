@@ -1,4 +1,4 @@
-"""Binds a planned step to the runtime: values become slots, buffers become views of the frame.
+"""Binds a planned step to the runtime: values become registers, buffers become views of the frame.
 
 What runs is what the Problem and the Plan say, which is what the checker has seen: beside them a
 region has its code, the layouts of its buffers, and the graph its constants.
@@ -141,7 +141,7 @@ class Binder:
         return rows
 
     def half(self, phase: Phase) -> RunHalf:
-        """The half with values replaced by slots of its environment."""
+        """The half with values replaced by registers of its environment."""
         data = self.halves[phase]
         steps = [
             (index, call)
@@ -152,30 +152,30 @@ class Binder:
         for _, call in steps:
             names += [*call.inputs, *call.outputs, *(target.value for target in call.into)]
         names += [data.handle, *(value for value in data.results if value is not None)]
-        slots = {value: index for index, value in enumerate(dict.fromkeys(names))}
-        half = _Half(self, data, slots, steps)
+        registers = {value: index for index, value in enumerate(dict.fromkeys(names))}
+        half = _Half(self, data, registers, steps)
         return RunHalf(
-            num_slots=len(slots),
-            constants=tuple((slots[key], self.constants[phase][key]) for key in data.constants),
-            arguments=tuple(slots[value] for value in data.arguments),
+            num_registers=len(registers),
+            constants=tuple((registers[key], self.constants[phase][key]) for key in data.constants),
+            arguments=tuple(registers[value] for value in data.arguments),
             calls=tuple(half.instruction(index, call) for index, call in steps),
-            results=tuple(None if value is None else slots[value] for value in data.results),
-            leased=tuple(slots[value] for value in self.leased),
-            checked=self._checked(slots) if phase is Phase.FORWARD else (),
-            visible=self._visible(slots) if phase is Phase.FORWARD else (),
+            results=tuple(None if value is None else registers[value] for value in data.results),
+            leased=tuple(registers[value] for value in self.leased),
+            checked=self._checked(registers) if phase is Phase.FORWARD else (),
+            visible=self._visible(registers) if phase is Phase.FORWARD else (),
             planned_bytes=half.planned_bytes(steps[0][0]) if steps else 0,
             resident_bytes=half.resident_after(),
-            handle=slots[data.handle],
+            handle=registers[data.handle],
         )
 
-    def _checked(self, slots: Mapping[str, int]) -> tuple[int, ...]:
-        """Slots of the step's own inputs that the lease keeps, whole or a view of them."""
+    def _checked(self, registers: Mapping[str, int]) -> tuple[int, ...]:
+        """Registers of the step's own inputs that the lease keeps, whole or a view of them."""
         kept = dict.fromkeys(self.sources.get(value, value) for value in self.leased)
         arguments = self.halves[Phase.FORWARD].arguments
-        return tuple(slots[value] for value in kept if value in arguments)
+        return tuple(registers[value] for value in kept if value in arguments)
 
-    def _visible(self, slots: Mapping[str, int]) -> tuple[int, ...]:
-        """Slots of what the lease keeps in the memory of the user's results."""
+    def _visible(self, registers: Mapping[str, int]) -> tuple[int, ...]:
+        """Registers of what the lease keeps in the memory of the user's results."""
         problem = self.planned.problem
         results = {
             value
@@ -185,7 +185,7 @@ class Binder:
             if slot.storage is Storage.EXTERNAL
         }
         return tuple(
-            slots[value] for value in self.leased if self.sources.get(value, value) in results
+            registers[value] for value in self.leased if self.sources.get(value, value) in results
         )
 
 
@@ -196,13 +196,13 @@ class _Half:
         self,
         binder: Binder,
         half: Half,
-        slots: Mapping[str, int],
+        registers: Mapping[str, int],
         steps: list[tuple[int, StepCall]],
     ) -> None:
         self.binder = binder
         self.problem = binder.planned.problem
         self.plan = binder.planned.plan
-        self.slots = slots
+        self.registers = registers
         self.phase = half.phase
         self.results = {value for value in half.results if value is not None}
         kept = set(self.results)
@@ -221,13 +221,13 @@ class _Half:
         """What the runtime executes for ``call``."""
         if call.kind is CallKind.OFFLOAD:
             value = call.inputs[0]
-            return StartOffload(copy=self._range(call, value), input=self.slots[value])
+            return StartOffload(copy=self._range(call, value), input=self.registers[value])
         if call.kind is CallKind.RELOAD:
             value = call.outputs[0]
             return StartReload(
                 copy=self._range(call, value),
                 table=index,
-                output=self.slots[value],
+                output=self.registers[value],
                 of=self.binder.numbers[self.binder.offload_of[call.name]],
             )
         if call.kind is CallKind.WAIT:
@@ -279,7 +279,7 @@ class _Half:
 
     def _run(self, index: int, call: StepCall) -> RunCall:
         lowered = self.binder.planned.lowered[call.region]
-        slots = self.slots
+        registers = self.registers
         dead = {v for v in (*call.inputs, *call.outputs) if self.last.get(v, -1) <= index}
         dead -= self.kept
         ordinary = [target for target in call.into if target.value not in self.binder.places]
@@ -289,14 +289,14 @@ class _Half:
             views=self.binder.views.get(index, ()),
             resident_bytes=self.plan.resident_bytes[index],
             table=index,
-            inputs=tuple(slots[value] for value in call.inputs),
-            outputs=tuple(slots[value] for value in call.outputs),
-            drop=tuple(slots[value] for value in dict.fromkeys(call.inputs) if value in dead),
-            unread=tuple(slots[value] for value in call.outputs if value in dead),
+            inputs=tuple(registers[value] for value in call.inputs),
+            outputs=tuple(registers[value] for value in call.outputs),
+            drop=tuple(registers[value] for value in dict.fromkeys(call.inputs) if value in dead),
+            unread=tuple(registers[value] for value in call.outputs if value in dead),
             copies=tuple(self._unsafe_outputs(call)),
             dying=tuple(self.dying.get(index, ())),
             into=tuple(
-                (target.buffer, slots[target.value], target.offset_bytes) for target in ordinary
+                (target.buffer, registers[target.value], target.offset_bytes) for target in ordinary
             ),
             planned_bytes=self.plan.resident_bytes[index]
             + self.ordinary.after[index]

@@ -1,7 +1,7 @@
 """What a half of a step is made of: region calls, copies that begin, waits for their end.
 
-An instruction is bound to slots of the half's environment and to byte ranges of the step's frame
-and host frame. Their order in ``RunHalf.calls`` is the schedule; each executes itself on a
+An instruction is bound to registers of the half's environment and to byte ranges of the step's
+frame and host frame. Their order in ``RunHalf.calls`` is the schedule; each executes itself on a
 :class:`Running` half.
 """
 
@@ -61,16 +61,16 @@ class RunCall:
     views: tuple[InputView, ...]
     """The inputs that are read as another view of their storage."""
     drop: tuple[int, ...]
-    """Input slots that nobody reads after this call."""
+    """Input registers that nobody reads after this call."""
     unread: tuple[int, ...] = ()
-    """Output slots that nobody reads at all."""
+    """Output registers that nobody reads at all."""
     copies: tuple[int, ...] = ()
     """Positions among the outputs that would alias the arena although the user keeps them."""
     dying: tuple[tuple[int, int, int], ...] = ()
     """Poison mode: (input, offset, bytes) of storages whose life ends in this call."""
     into: tuple[tuple[int, int, int], ...] = ()
-    """(buffer, slot, offset in bytes) of buffers that lie in the storage of a value in ordinary
-    memory; in the arena the table says it."""
+    """(buffer, register, offset in bytes) of buffers that lie in the storage of a value in
+    ordinary memory; in the arena the table says it."""
     recomputed_bytes: int = 0
     """Of saved activations that this call recomputes."""
     planned_bytes: int | None = None
@@ -88,22 +88,22 @@ class RunCall:
                 position: lease.slab.bytes(size_bytes, offset)
                 for position, offset, size_bytes in self.dying
             }
-        inputs = [env[slot] for slot in self.inputs]
+        inputs = [env[register] for register in self.inputs]
         for view in self.views:
             value = inputs[view[0]]
             offset = value.storage_offset() + (view[3] if len(view) == 4 else 0)
             inputs[view[0]] = value.as_strided(view[1], view[2], offset)
-        for slot in self.drop:
-            env[slot] = None  # the region frees an input of ordinary memory at its last use
+        for register in self.drop:
+            env[register] = None  # the region frees an input of ordinary memory at its last use
         results = self.run(inputs)
-        for slot, value in zip(self.outputs, results, strict=True):
-            env[slot] = value
+        for register, value in zip(self.outputs, results, strict=True):
+            env[register] = value
         del results
         for position in self.copies:
-            slot = self.outputs[position]
-            env[slot] = env[slot].clone()
-        for slot in self.unread:
-            env[slot] = None
+            register = self.outputs[position]
+            env[register] = env[register].clone()
+        for register in self.unread:
+            env[register] = None
         if running.heap is not None and self.planned_bytes is not None:
             running.heap.check(self.planned_bytes)
         if self.recomputed_bytes:
@@ -111,8 +111,8 @@ class RunCall:
 
     def _with_into(self, views: Sequence[torch.Tensor], env: list[Any]) -> list[torch.Tensor]:
         changed = list(views)
-        for buffer, slot, offset_bytes in self.into:
-            changed[buffer] = view_inside(env[slot], views[buffer], offset_bytes)
+        for buffer, register, offset_bytes in self.into:
+            changed[buffer] = view_inside(env[register], views[buffer], offset_bytes)
         return changed
 
 
@@ -148,7 +148,7 @@ class StartOffload:
 
     copy: CopyRange
     input: int | None = None
-    """The value's slot, if a reload is to show its bytes as they are shown now."""
+    """The value's register, if a reload is to show its bytes as they are shown now."""
 
     def execute(self, running: Running) -> None:
         """The copy is in flight."""

@@ -30,24 +30,27 @@ class StepError(RuntimeError):
 class RunHalf:
     """One half of a step: where arguments go, what is executed, what is returned."""
 
-    num_slots: int
+    num_registers: int
+    """Of the environment, where the values of a half are found while it runs."""
     constants: tuple[tuple[int, Any], ...]
     arguments: tuple[int, ...]
     calls: tuple[Instruction, ...]
     results: tuple[int | None, ...]
     leased: tuple[int, ...]
-    """FORWARD: slots to keep in the lease; BACKWARD: slots to fill from it."""
+    """FORWARD: registers to keep in the lease; BACKWARD: registers to fill from it."""
     checked: tuple[int, ...] = ()
-    """FORWARD: slots of the step's own inputs behind what is leased: the user may write there."""
+    """FORWARD: registers of the step's own inputs behind what is leased: the user may write into
+    those."""
     visible: tuple[int, ...] = ()
-    """FORWARD: slots among ``leased`` in the memory of results: the user may write there too."""
+    """FORWARD: registers among ``leased`` in the memory of results: the user may write into those
+    too."""
     planned_bytes: int = 0
     """What the step holds as the half begins, its frame and ordinary memory."""
     resident_bytes: int | None = None
     """FORWARD: of the frame, from its start, what the backward still uses. The rest goes back at
     once: autograd makes gradients of the results in ordinary memory before the backward begins."""
     handle: int
-    """FORWARD: the slot to return the handle in; BACKWARD: the slot it arrives in."""
+    """FORWARD: the register to return the handle in; BACKWARD: the register it arrives in."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,15 +167,17 @@ def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:
         if plan.heap is not None:
             plan.heap.begin(lease.slab.occupy(plan.arena_bytes))
         env = _environment(plan.forward, args)
-        checked = [env[slot] for slot in plan.forward.checked]
+        checked = [env[register] for register in plan.forward.checked]
         lease.counted = _execute(plan, plan.forward, lease, env)
         env[plan.forward.handle] = lease.handle()
-        results = [None if slot is None else _apart(env[slot]) for slot in plan.forward.results]
-        for slot in plan.forward.visible:
+        results = [
+            None if register is None else _apart(env[register]) for register in plan.forward.results
+        ]
+        for register in plan.forward.visible:
             # Autograd ties a result to the handle: a lease that held it would keep itself alive.
-            env[slot] = env[slot].detach()
-        checked += _in_same_memory(results, [env[slot] for slot in plan.forward.visible])
-        lease.saved = [env[slot] for slot in plan.forward.leased]
+            env[register] = env[register].detach()
+        checked += _in_same_memory(results, [env[register] for register in plan.forward.visible])
+        lease.saved = [env[register] for register in plan.forward.leased]
         lease.checked = [(tensor, tensor._version) for tensor in checked]
         return results
     except BaseException:
@@ -246,11 +251,11 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
     if plan.heap is not None:
         plan.heap.begin_backward(half.planned_bytes)
     snapshot = lease.snapshot() if keep_graph else None
-    for slot, value in zip(half.leased, lease.saved, strict=True):
-        env[slot] = value
+    for register, value in zip(half.leased, lease.saved, strict=True):
+        env[register] = value
     try:
         counted = lease.counted + _execute(plan, half, lease, env)
-        results = [None if slot is None else env[slot] for slot in half.results]
+        results = [None if register is None else env[register] for register in half.results]
     finally:
         if snapshot is None:
             lease.release()
@@ -264,11 +269,11 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
 
 
 def _environment(half: RunHalf, args: list[Any]) -> list[Any]:
-    env: list[Any] = [None] * half.num_slots
-    for slot, value in half.constants:
-        env[slot] = value
-    for slot, value in zip(half.arguments, args, strict=True):
-        env[slot] = value
+    env: list[Any] = [None] * half.num_registers
+    for register, value in half.constants:
+        env[register] = value
+    for register, value in zip(half.arguments, args, strict=True):
+        env[register] = value
     args.clear()
     return env
 

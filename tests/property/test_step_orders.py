@@ -100,7 +100,7 @@ def _chain_plan(num, fwd, bwd, table, schedule, bytes_per_s):
         arena_bytes=2 * num * NUM_BYTES,
         table=table,
         forward=RunHalf(
-            num_slots=2 + num,
+            num_registers=2 + num,
             constants=(),
             arguments=(0,),
             calls=tuple(fwd),
@@ -109,7 +109,7 @@ def _chain_plan(num, fwd, bwd, table, schedule, bytes_per_s):
             handle=1 + num,
         ),
         backward=RunHalf(
-            num_slots=1 + 2 * num,
+            num_registers=1 + 2 * num,
             constants=(),
             arguments=(0,),
             calls=tuple(bwd),

@@ -103,7 +103,7 @@ def step(forward: tuple = FORWARD, backward: tuple = BACKWARD, **options: Any) -
         arena_bytes=4 * NUM_BYTES,
         table=TABLE,
         forward=RunHalf(
-            num_slots=5,
+            num_registers=5,
             constants=(),
             arguments=(0,),
             calls=forward,
@@ -112,7 +112,7 @@ def step(forward: tuple = FORWARD, backward: tuple = BACKWARD, **options: Any) -
             handle=4,
         ),
         backward=RunHalf(
-            num_slots=6,
+            num_registers=6,
             constants=(),
             arguments=(0, 1),
             calls=backward,

@@ -24,7 +24,7 @@ from tests.steps.moving import (
 def into_ordinary(offset_bytes: int) -> StepPlan:
     """``b`` is written into the middle of an ordinary tensor that the constants hold."""
     plan = step((DOUBLE, dataclasses.replace(SHIFT, into=((0, 5, offset_bytes),)), TOTAL))
-    plan.forward.num_slots = 6
+    plan.forward.num_registers = 6
     plan.forward.constants = ((5, torch.zeros(3 * NUM)),)
     return plan
 
@@ -70,7 +70,7 @@ def test_an_input_is_read_as_a_view_from_where_its_value_starts(of_view, expecte
         arena_bytes=512,
         table=[[]],
         forward=RunHalf(
-            num_slots=3,
+            num_registers=3,
             constants=(),
             arguments=(0,),
             calls=(call(look, 0, (0,), (1,), views=(of_view,)),),
@@ -79,7 +79,7 @@ def test_an_input_is_read_as_a_view_from_where_its_value_starts(of_view, expecte
             handle=2,
         ),
         backward=RunHalf(
-            num_slots=1, constants=(), arguments=(0,), calls=(), results=(), leased=(), handle=0
+            num_registers=1, constants=(), arguments=(0,), calls=(), results=(), leased=(), handle=0
         ),
     )
     run_forward(plan, [torch.arange(10.0)[3:]])

@@ -185,7 +185,7 @@ def recomputed_in_part(**options) -> StepPlan:
         **options,
     )
     plan.table = [*plan.table, [part]]
-    plan.backward.num_slots = 8
+    plan.backward.num_registers = 8
     plan.backward.arguments = (0, 1, 6)
     return plan
 
