@@ -16,6 +16,7 @@ from memo_compile.papers.layer_costs import Efficiency
 from memo_compile.papers.lynx.heu import solve_heu
 from memo_compile.papers.lynx.joint import JointProblem, plan_stages
 from memo_compile.papers.lynx.layer import LayerCosts, describe_layer
+from memo_compile.papers.lynx.lynx_instance import HeuInstance
 
 SHAPES = ("gpt-300m", "gpt-1.3b", "gpt-7b", "gpt-13b", "gpt-23b", "gpt-175b")
 STATIC_BYTES_PER_PARAMETER = 18
@@ -48,8 +49,15 @@ def run_layers() -> None:
     for name in SHAPES:
         costs = layer(name, micro_batch=4)
         kept = sum(m for m, need in zip(costs.ops.sizes, costs.need, strict=True) if need)
-        instance = costs.instance(
-            num_layers=8, num_batches=8, static_bytes=0, budget_bytes=0.3 * 64 * kept
+        instance = HeuInstance(
+            ops=costs.ops,
+            need=costs.need,
+            windows=costs.windows,
+            num_layers=8,
+            num_batches=8,
+            static=0,
+            budget=0.3 * 64 * kept,
+            forward_windows=True,
         )
         on_demand = dataclasses.replace(instance, windows=(0, 0, 0, 0))
         full_s = sum(costs.ops.times[:-1])

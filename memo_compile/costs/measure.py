@@ -36,7 +36,6 @@ class MemoryWatch:
 
     baseline_bytes: int
     peak_bytes: int
-    num_samples: int = 0
 
     @property
     def growth_bytes(self) -> int:
@@ -99,7 +98,6 @@ def watch_memory() -> Iterator[MemoryWatch]:
 def _sample(watch: MemoryWatch, stop: threading.Event) -> None:
     while not stop.wait(SAMPLE_PERIOD_S):
         watch.peak_bytes = max(watch.peak_bytes, resident_bytes())
-        watch.num_samples += 1
     watch.peak_bytes = max(watch.peak_bytes, resident_bytes())
 
 

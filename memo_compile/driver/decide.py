@@ -200,7 +200,7 @@ def decide(
     budget_bytes: int | None,
     host_budget_bytes: int | None,
     place: Callable[[Problem], Plan],
-) -> Choice[Plan]:
+) -> Choice:
     """The fastest step that fits, every region that it calls lowered.
 
     A round either ends or lowers regions that were only estimated before. In ``LOWERED_ROUND``

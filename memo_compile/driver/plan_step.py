@@ -148,7 +148,7 @@ class _Planner:
         rows = saved_rows(self.problem, self.lowered.cut.forward, self.lowered.cut.units)
         return self._planned(self.problem, replace(saved, decisions=rows))
 
-    def _choose(self, budget_bytes: int | None) -> Choice[Plan]:
+    def _choose(self, budget_bytes: int | None) -> Choice:
         try:
             return self._choose_within(budget_bytes)
         except Infeasible as error:
@@ -160,7 +160,7 @@ class _Planner:
                 log.warning("memo: %s", note)
             return self._choose_within(error.floor_bytes)
 
-    def _choose_within(self, budget_bytes: int | None) -> Choice[Plan]:
+    def _choose_within(self, budget_bytes: int | None) -> Choice:
         return decide(
             self.movable,
             self.known.library(self.config.host_store),
@@ -170,7 +170,7 @@ class _Planner:
             place=lambda problem: self._place(problem, solver="greedy"),
         )
 
-    def _placed(self, choice: Choice[Plan]) -> Plan:
+    def _placed(self, choice: Choice) -> Plan:
         """The chosen step placed with all effort; candidates were placed quickly."""
         best = self._place(choice.problem)
         return best if best.peak_bytes <= choice.plan.peak_bytes else choice.plan

@@ -8,7 +8,7 @@ from memo_compile.passes.cut import Cut
 from memo_compile.planners.moves import original_name
 from memo_compile.planners.policy import Choice, reasons
 from memo_compile.step.movable import Action, LayerClass, Mode, MovableStep, Slot
-from memo_compile.step.plans import Decision, Plan
+from memo_compile.step.plans import Decision
 from memo_compile.step.problem import CallKind, Phase, Problem
 from memo_compile.units import format_bytes
 
@@ -44,7 +44,7 @@ def saved_rows(problem: Problem, forward: Cut, units: JointUnits) -> tuple[Decis
     return tuple(rows)
 
 
-def moved_rows(step: MovableStep, choice: Choice[Plan], units: JointUnits) -> tuple[Decision, ...]:
+def moved_rows(step: MovableStep, choice: Choice, units: JointUnits) -> tuple[Decision, ...]:
     """The rows of a step whose tensors move; layers of a class that differ have rows apart.
 
     What the backward does not read in these layers is neither kept nor moved, and has no row.

@@ -232,14 +232,14 @@ _ENGINE_REMEDIES = {
 
 
 def try_engine(engine: solver.Engine) -> str:
-    """Solve max x + 2y, x + y <= 3, x and y integers up to 2; what went wrong, or an empty text."""
+    """Solve min -x - 2y, x + y <= 3, integers up to 2; what went wrong, or an empty text."""
     try:
-        model = solver.make_model("doctor", sense=solver.Sense.MAXIMIZE, engine=engine)
+        model = solver.make_model("doctor", engine=engine)
     except ConfigError:
         return "does not start"
     x, y = (model.add_var(name=name, var_type="I", lb=0, ub=2) for name in "xy")
     model.add_constr(x + y <= 3)
-    model.objective = x + 2 * y
+    model.objective = -x - 2 * y
     try:
         status = solver.solve(model, time_limit_s=10.0)
         found = (solver.integer_value(x), solver.integer_value(y)) if status.has_solution else None

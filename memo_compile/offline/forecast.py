@@ -13,7 +13,7 @@ from memo_compile.offline.plan_offline import OfflineStep, plan_step_offline
 from memo_compile.offline.shapes.load import Loaded, load
 from memo_compile.offline.shapes.transformer import Degrees
 from memo_compile.step.problem import arena_buffers, call_starts
-from memo_compile.step.simulate import memory_curve
+from memo_compile.step.simulate import memory_levels
 from memo_compile.units import parse_size
 
 CONTEXT_BYTES = 2**30
@@ -272,7 +272,7 @@ def _peak_at(step: OfflineStep) -> PeakAt | None:
     problem = step.problem
     if not problem.calls:
         return None
-    line = max(memory_curve(problem), key=lambda point: point[1])[0]
+    line = int(sum(memory_levels(problem)).argmax())
     starts = call_starts(problem)
     index = max(i for i in range(len(problem.calls)) if starts[i] <= line)
     call = problem.calls[index]

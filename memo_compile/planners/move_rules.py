@@ -46,25 +46,15 @@ class StepFacts:
     """(class, mode) that were looked at and found possible."""
 
 
-_latest: "tuple[weakref.ref[MovableStep], StepFacts] | None" = None
-"""Of the step that was asked about last: policies try many decisions on one step. They go with it.
-"""
+_FACTS: "weakref.WeakKeyDictionary[MovableStep, StepFacts]" = weakref.WeakKeyDictionary()
+"""Policies try many decisions on one step."""
 
 
 def facts_of(step: MovableStep) -> StepFacts:
-    """The facts of ``step``, collected once for as long as no other step is asked about."""
-    global _latest
-    known = _latest
-    if known is None or known[0]() is not step:
-        known = (weakref.ref(step, _forget), _collect(step))
-        _latest = known
-    return known[1]
-
-
-def _forget(step: "weakref.ref[MovableStep]") -> None:
-    global _latest
-    if _latest is not None and _latest[0] is step:
-        _latest = None
+    """The facts of ``step``, collected once."""
+    if step not in _FACTS:
+        _FACTS[step] = _collect(step)
+    return _FACTS[step]
 
 
 def _collect(step: MovableStep) -> StepFacts:

@@ -2,7 +2,7 @@
 
 from memo_compile.check.check_plan import require_valid
 from memo_compile.errors import Infeasible
-from memo_compile.planners.placement import Block, Buffer, Placement, PlacementProblem, place
+from memo_compile.planners.placement import Block, Buffer, PlacementProblem, place
 from memo_compile.step.plans import Decision, Plan
 from memo_compile.step.problem import (
     ALIGNMENT_BYTES,
@@ -37,7 +37,7 @@ def place_step(
     """
     placed = place(placement_problem(problem), solver=solver, time_limit_s=time_limit_s)
     lower_bound = max(live_bytes(arena_buffers(problem)).values(), default=0)
-    arena_bytes = _height(problem, placed)
+    arena_bytes = placed.height_bytes
     resident = residency(problem, placed.offsets, arena_bytes, releases_pages=releases_pages)
     plan = Plan(
         name=name,
@@ -97,8 +97,3 @@ def placement_problem(problem: Problem) -> PlacementProblem:
         for buffer in arena_buffers(problem)
     )
     return PlacementProblem(buffers=buffers, blocks=blocks, alignment=ALIGNMENT_BYTES)
-
-
-def _height(problem: Problem, placed: Placement) -> int:
-    ends = (placed.offsets[buffer.id] + buffer.size_bytes for buffer in arena_buffers(problem))
-    return max(ends, default=0)

@@ -49,13 +49,6 @@ class Engine(Enum):
     CBC = "CBC"
 
 
-class Sense(Enum):
-    """Direction of the objective; the values are python-mip's."""
-
-    MINIMIZE = "MIN"
-    MAXIMIZE = "MAX"
-
-
 @functools.cache
 def available_engines() -> tuple[Engine, ...]:
     """The engines that start on this machine, the preferred one first; empty without python-mip."""
@@ -75,8 +68,8 @@ def available_engines() -> tuple[Engine, ...]:
     return tuple(found)
 
 
-def make_model(name: str, sense: Sense = Sense.MINIMIZE, engine: Engine | None = None) -> Any:
-    """An empty, silent ``mip.Model``.
+def make_model(name: str, engine: Engine | None = None) -> Any:
+    """An empty, silent ``mip.Model`` that minimises.
 
     Raises:
         ConfigError: ``engine``, or with None every engine, is missing on this machine.
@@ -90,7 +83,7 @@ def make_model(name: str, sense: Sense = Sense.MINIMIZE, engine: Engine | None =
     import mip
 
     chosen = engine or engines[0]
-    model = mip.Model(name=name, sense=sense.value, solver_name=chosen.value)
+    model = mip.Model(name=name, solver_name=chosen.value)
     model.verbose = 0
     return model
 

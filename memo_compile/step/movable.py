@@ -220,9 +220,12 @@ class Moves:
     policy that the options name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True, eq=False)
 class MovableStep:
-    """What the policies get: the step under policy SAVE, its layers in forward order, costs."""
+    """What the policies get: the step under policy SAVE, its layers in forward order, costs.
+
+    Facts are remembered for each of them, so that two are equal only if they are one.
+    """
 
     problem: Problem
     classes: Mapping[str, LayerClass]

@@ -15,20 +15,17 @@ import numpy as np
 from memo_compile.errors import InvalidPlan
 from memo_compile.step.copy_times import CopyLane
 from memo_compile.step.movable import StepCosts
-from memo_compile.step.plans import Plan, Span, Timeline
+from memo_compile.step.plans import Span, Timeline
 from memo_compile.step.problem import (
     CallKind,
     Problem,
     RegionProfile,
     StepCall,
     Storage,
-    arena_buffers,
     call_starts,
     last_reads,
-    live_bytes,
     ordinary_events,
     outside_events,
-    running_sums,
 )
 from memo_compile.step.residency import step_constant_bytes
 
@@ -77,30 +74,6 @@ def _end_of(call: StepCall, ends: Mapping[str, float]) -> float:
             f"{call.name} waits for {call.waits_for}, which is no copy issued before it"
         )
     return end
-
-
-def memory_curve(problem: Problem, placed: Plan | None = None) -> list[tuple[int, int]]:
-    """(line, device bytes from that line on) wherever they change.
-
-    The arena counts with the buffers that are alive; with ``placed``, with the bytes that the plan
-    keeps resident during each call.
-    """
-    ordinary = running_sums(
-        [
-            *((line, change) for line, change, _ in outside_events(problem)),
-            *ordinary_events(problem),
-        ]
-    )
-    arena = (
-        live_bytes(arena_buffers(problem))
-        if placed is None
-        else dict(zip(call_starts(problem), placed.resident_bytes, strict=False))
-    )
-    constant, held, more, curve = step_constant_bytes(problem), 0, 0, []
-    for line in sorted(arena.keys() | ordinary.keys()):
-        held, more = arena.get(line, held), ordinary.get(line, more)
-        curve.append((line, constant + held + more))
-    return curve
 
 
 def peak_live_bytes(problem: Problem) -> int:

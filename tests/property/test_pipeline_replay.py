@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from memo_compile.papers.kwai.offload import chunks_in_flight, resident_chunks
 from memo_compile.papers.kwai.pipeline_replay import ChunkTimes, replay_step
 from memo_compile.papers.kwai.schedule import Direction, PipelineShape
-from memo_compile.papers.kwai.selection import GRAIN_BYTES, SavedTensor, TensorRole, select_prefix
+from memo_compile.papers.kwai.selection import GRAIN_BYTES, SavedTensor, select_prefix
 
 seconds = st.floats(0.01, 10, allow_nan=False)
 shares = st.floats(0, 1)
@@ -73,7 +73,6 @@ def test_offloading_never_makes_a_step_faster(step):
 
 @st.composite
 def chunks(draw):
-    roles = st.sampled_from(TensorRole)
     sizes = st.integers(0, 40 * GRAIN_BYTES)
     count = draw(st.integers(0, 10))
     return [
@@ -81,7 +80,7 @@ def chunks(draw):
             name=f"t{i}",
             size_bytes=draw(sizes),
             storage=f"s{draw(st.integers(0, 6))}",
-            role=draw(roles),
+            is_activation=draw(st.integers(0, 2)) == 0,
         )
         for i in range(count)
     ]
@@ -90,11 +89,11 @@ def chunks(draw):
 @settings(max_examples=150, deadline=None)
 @given(chunks(), shares)
 def test_prefix_moves_the_bytes_it_should(tensors, alpha):
-    movable = sum(t.num_bytes for t in select_prefix(tensors, 1.0))
+    movable = sum(select_prefix(tensors, 1.0).values())
     moved = select_prefix(tensors, alpha)
     wanted = -(-math.ceil(alpha * movable) // GRAIN_BYTES) * GRAIN_BYTES
-    assert sum(t.num_bytes for t in moved) == min(movable, wanted)
+    assert sum(moved.values()) == min(movable, wanted)
     by_name = {t.name: t for t in tensors}
-    assert len({by_name[t.name].storage for t in moved}) == len(moved)
-    assert all(by_name[t.name].role is TensorRole.ACTIVATION for t in moved)
-    assert all(t.num_bytes == by_name[t.name].size_bytes for t in moved[:-1])
+    assert len({by_name[name].storage for name in moved}) == len(moved)
+    assert all(by_name[name].is_activation for name in moved)
+    assert all(moved[name] == by_name[name].size_bytes for name in list(moved)[:-1])

@@ -11,6 +11,7 @@ from memo_compile.papers.layer_costs import Efficiency
 from memo_compile.papers.lynx.heu import solve_heu
 from memo_compile.papers.lynx.joint import JointProblem, cooldown_seconds, plan_stages
 from memo_compile.papers.lynx.layer import describe_layer
+from memo_compile.papers.lynx.lynx_instance import HeuInstance
 from memo_compile.papers.lynx.solution import HeuSolution, Part
 from memo_compile.planners.solver import SolveStatus
 
@@ -30,8 +31,15 @@ def layer(name, micro_batch=4, tp=8):
 
 def stage(costs, share):
     kept = sum(m for m, need in zip(costs.ops.sizes, costs.need, strict=True) if need)
-    return costs.instance(
-        num_layers=8, num_batches=8, static_bytes=0, budget_bytes=share * 64 * kept
+    return HeuInstance(
+        ops=costs.ops,
+        need=costs.need,
+        windows=costs.windows,
+        num_layers=8,
+        num_batches=8,
+        static=0,
+        budget=share * 64 * kept,
+        forward_windows=True,
     )
 
 

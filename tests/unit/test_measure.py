@@ -26,7 +26,6 @@ def test_a_peak_between_entry_and_exit_is_seen():
         time.sleep(0.02)
         memory.close()
     assert watch.growth_bytes == pytest.approx(64 * MIB, abs=LAG_BYTES)
-    assert watch.num_samples > 5
 
 
 def test_what_is_held_at_entry_is_baseline():
@@ -49,9 +48,11 @@ def test_memory_that_is_mapped_but_never_touched_does_not_count():
 def test_an_exception_in_the_block_passes_and_the_sampler_stops():
     with pytest.raises(KeyError), watch_memory() as watch:
         raise KeyError
-    seen = watch.num_samples
-    time.sleep(0.01)
-    assert watch.num_samples == seen
+    seen = watch.peak_bytes
+    memory = touched(64 * MIB)
+    time.sleep(0.02)
+    assert watch.peak_bytes == seen
+    memory.close()
 
 
 def test_resident_is_positive():

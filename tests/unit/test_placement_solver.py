@@ -6,7 +6,6 @@ from memo_compile.errors import ConfigError
 from memo_compile.planners import solver
 from memo_compile.planners.solver import (
     Engine,
-    Sense,
     SolveStatus,
     available_engines,
     integer_value,
@@ -21,9 +20,9 @@ ENGINES = available_engines()
 def test_optimal_then_infeasible(engine):
     import mip
 
-    model = make_model("knapsack", Sense.MAXIMIZE, engine)
+    model = make_model("knapsack", engine)
     take = [model.add_var(var_type=mip.BINARY) for _ in range(3)]
-    model.objective = mip.xsum((i + 1) * x for i, x in enumerate(take))
+    model.objective = -mip.xsum((i + 1) * x for i, x in enumerate(take))
     model += mip.xsum(take) <= 2
     assert solve(model, 10.0) is SolveStatus.OPTIMAL
     assert [integer_value(x) for x in take] == [0, 1, 1]

@@ -30,7 +30,7 @@ def place(problem: Problem) -> Placed:
     return Placed(peak_bytes=peak_live_bytes(problem) + 512)
 
 
-def decided(step: MovableStep, policy: str = "auto", **options: object) -> Choice[Placed]:
+def decided(step: MovableStep, policy: str = "auto", **options: object) -> Choice:
     given = {"budget_bytes": None, "host_budget_bytes": None, "recompute": recomputer(step)}
     return choose(step, policy=policy, place=place, **{**given, **options})  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from memo_compile.planners.place_step import place_step
 from memo_compile.step.movable import Action, Mode, Moves, Schedule
 from memo_compile.step.plans import Span
 from memo_compile.step.problem import OutsideBuffer
-from memo_compile.step.simulate import memory_curve, peak_live_bytes, simulate
+from memo_compile.step.simulate import memory_levels, peak_live_bytes, simulate
 from tests.steps.movable import (
     BACKWARD_S,
     FORWARD_S,
@@ -122,23 +122,12 @@ def test_the_closed_forms_of_rotating_buffers(bytes_per_s, rows):
     assert per_layer(problem, step.costs, more) == pytest.approx((forward_s, backward_s), rel=0.01)
 
 
-def test_the_memory_curve_of_a_small_step():
+def test_memory_by_line_of_a_small_step():
     """Constant memory 1 KiB; a loss of 512 B in the forward, 1 KiB of gradient in each backward."""
-    curve = memory_curve(two_layers())
-    assert curve[0] == (0, 3 * KIB)
-    assert max(size for _, size in curve) == peak_live_bytes(two_layers())
-    assert curve[-1][1] == KIB + 2 * KIB
-    lines = [line for line, _ in curve]
-    assert lines == sorted(set(lines))
-
-
-def test_the_memory_curve_of_a_plan_has_its_peak():
-    step = movable_step(3)
-    plan = place_step(step.problem, solver="greedy")
-    curve = memory_curve(step.problem, plan)
-    assert max(size for _, size in curve) == plan.peak_bytes
-    kept = memory_curve(step.problem)
-    assert max(size for _, size in kept) == peak_live_bytes(step.problem) <= plan.peak_bytes
+    levels = sum(memory_levels(two_layers()))
+    assert levels[0] == 2 * KIB
+    assert KIB + max(levels) == peak_live_bytes(two_layers())
+    assert levels[-1] == 2 * KIB
 
 
 def test_kernels_memory_counts():
@@ -153,5 +142,4 @@ def test_kernels_memory_counts():
 def test_a_step_of_nothing():
     problem = replace(two_layers(), calls=())
     assert peak_live_bytes(problem) == KIB
-    assert memory_curve(problem) == []
     assert simulate(problem, movable_step(1).costs).step_s == 0

@@ -8,7 +8,6 @@ the smallest: so the tensor that is cut is a large one in both cases, and few st
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from memo_compile.errors import InputError
 
@@ -16,14 +15,6 @@ GRAIN_BYTES = 2**20
 """Offloaded bytes are a multiple of this; smaller tensors are not worth a copy."""
 
 SMALLEST_FIRST_ABOVE = 0.5
-
-
-class TensorRole(Enum):
-    """What a saved tensor is; only activations are offloaded."""
-
-    ACTIVATION = "activation"
-    PARAMETER = "parameter"
-    ROTARY_TABLE = "rotary_table"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,25 +25,18 @@ class SavedTensor:
     size_bytes: int
     storage: str
     """Name of the storage; tensors that share one are aliases."""
-    role: TensorRole = TensorRole.ACTIVATION
+    is_activation: bool = True
+    """False for parameters and tables of rotary embeddings."""
 
     def __post_init__(self) -> None:
         if self.size_bytes < 0:
             raise InputError(f"{self.name}: expected at least 0 bytes, got {self.size_bytes}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadedBytes:
-    """The first ``num_bytes`` of a tensor."""
+def select_prefix(tensors: Sequence[SavedTensor], alpha: float) -> dict[str, int]:
+    """The bytes to offload from each tensor's begin, by its name, which is its own.
 
-    name: str
-    num_bytes: int
-
-
-def select_prefix(tensors: Sequence[SavedTensor], alpha: float) -> tuple[OffloadedBytes, ...]:
-    """The bytes to offload: ceil(alpha x total), rounded up to 1 MiB, never more than there are.
-
-    The last tensor of the prefix may be cut. Equal sizes keep the order of the chunk.
+    Together ceil(alpha x total), rounded up to 1 MiB, never more than there are. The last tensor of the prefix may be cut. Equal sizes keep the order of the chunk.
 
     Raises:
         InputError: ``alpha`` lies outside [0, 1].
@@ -64,13 +48,13 @@ def select_prefix(tensors: Sequence[SavedTensor], alpha: float) -> tuple[Offload
     wanted = math.ceil(alpha * total)
     left = min(total, -(-wanted // GRAIN_BYTES) * GRAIN_BYTES)
     largest_first = alpha <= SMALLEST_FIRST_ABOVE
-    chosen = []
+    chosen: dict[str, int] = {}
     for tensor in sorted(movable, key=lambda t: -t.size_bytes if largest_first else t.size_bytes):
         if left == 0:
             break
-        chosen.append(OffloadedBytes(name=tensor.name, num_bytes=min(left, tensor.size_bytes)))
-        left -= chosen[-1].num_bytes
-    return tuple(chosen)
+        chosen[tensor.name] = min(left, tensor.size_bytes)
+        left -= chosen[tensor.name]
+    return chosen
 
 
 def _movable(tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
@@ -80,5 +64,5 @@ def _movable(tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
         known = largest.get(tensor.storage)
         if known is None or tensor.size_bytes > known.size_bytes:
             largest[tensor.storage] = tensor
-    fixed = {t.storage for t in tensors if t.role is not TensorRole.ACTIVATION}
+    fixed = {t.storage for t in tensors if not t.is_activation}
     return [t for t in largest.values() if t.storage not in fixed and t.size_bytes >= GRAIN_BYTES]

@@ -16,6 +16,7 @@ from memo_compile.papers.lynx import fields
 from memo_compile.papers.lynx.fields import Number
 from memo_compile.papers.lynx.heu import solve_heu
 from memo_compile.papers.lynx.layer import LayerCosts
+from memo_compile.papers.lynx.lynx_instance import HeuInstance
 from memo_compile.papers.lynx.solution import HeuSolution
 from memo_compile.planners.solver import SolveStatus
 
@@ -146,11 +147,15 @@ class _Stages:
         if (stage, layers) not in self.solved or break_ties:
             problem = self.problem
             extra = problem.extra_static[stage] if problem.extra_static else 0
-            instance = problem.costs.instance(
+            costs = problem.costs
+            instance = HeuInstance(
+                ops=costs.ops,
+                need=costs.need,
+                windows=costs.windows,
                 num_layers=layers,
                 num_batches=min(problem.num_stages - stage, problem.num_batches),
-                static_bytes=problem.layer_static * layers + extra,
-                budget_bytes=problem.budgets[stage],
+                static=problem.layer_static * layers + extra,
+                budget=problem.budgets[stage],
                 forward_windows=stage < problem.num_stages - 1,
             )
             self.solved[stage, layers] = solve_heu(

@@ -58,27 +58,6 @@ class LayerCosts:
             backward_s=fields.number(data, "backward_time", _backward(instance.ops)),
         )
 
-    def instance(
-        self,
-        *,
-        num_layers: int,
-        num_batches: int,
-        static_bytes: Number,
-        budget_bytes: Number,
-        forward_windows: bool = True,
-    ) -> HeuInstance:
-        """The per-layer problem of a stage with ``num_layers`` such layers."""
-        return HeuInstance(
-            ops=self.ops,
-            need=self.need,
-            windows=self.windows,
-            num_layers=num_layers,
-            num_batches=num_batches,
-            static=static_bytes,
-            budget=budget_bytes,
-            forward_windows=forward_windows,
-        )
-
 
 def describe_layer(
     shape: ModelShape,

@@ -11,7 +11,6 @@ have the smaller peak: after the plans that none beats come some more (``in_orde
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol, TypeVar
 
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.planners.policy.candidates import (
@@ -25,7 +24,7 @@ from memo_compile.planners.policy.modes import RecomputeOf, with_launches
 from memo_compile.planners.policy.named import NAMED
 from memo_compile.planners.policy.quanta import QUANTA
 from memo_compile.step.movable import MEASURED, Mode, MovableStep, Moves, Schedule
-from memo_compile.step.plans import FrontierPoint, Timeline
+from memo_compile.step.plans import FrontierPoint, Plan, Timeline
 from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import simulate
 from memo_compile.units import format_bytes
@@ -78,27 +77,15 @@ class NothingFits(Infeasible):
         self.candidates_within_budget = tuple(candidates_within_budget)
 
 
-class Placed(Protocol):
-    """What ``place`` returns: a Plan, or anything that knows its peak."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Upper bound of the device memory of the step."""
-        ...
-
-
-PlacedT = TypeVar("PlacedT", bound=Placed)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice(Generic[PlacedT]):
+class Choice:
     """The chosen decisions, the step that they make, and what else was considered."""
 
     moves: Moves
     problem: Problem
     """The step with copies and recomputation."""
     timeline: Timeline
-    plan: PlacedT
+    plan: Plan
     """What ``place`` made of ``problem``."""
     frontier: tuple[FrontierPoint, ...] = ()
     """Fastest first. A plan that was placed has its placed peak, another its bytes alive."""
@@ -113,13 +100,13 @@ def choose(
     host_budget_bytes: int | None,
     policy: str,
     recompute: RecomputeOf,
-    place: Callable[[Problem], PlacedT],
+    place: Callable[[Problem], Plan],
     alpha: float | None = None,
     exact: bool = False,
     solver: bool = True,
     time_limit_s: float = 20.0,
     searched: SearchedMoves | None = None,
-) -> Choice[PlacedT]:
+) -> Choice:
     """The fastest plan of ``policy`` whose placed peak is at most ``budget_bytes``.
 
     ``auto`` and ``greedy`` choose from many plans and keep everything when there is no budget or
@@ -160,13 +147,13 @@ def choose(
 
 
 def confirmed(
-    choice: Choice[PlacedT],
+    choice: Choice,
     step: MovableStep,
     *,
     budget_bytes: int | None,
     recompute: RecomputeOf,
-    place: Callable[[Problem], PlacedT],
-) -> Choice[PlacedT] | None:
+    place: Callable[[Problem], Plan],
+) -> Choice | None:
     """``choice`` with what is known of its regions now; None where the choice must be made anew.
 
     That is where it does not fit any more, or is slower by more than ``SAME`` of the step. The
@@ -190,8 +177,8 @@ def confirmed(
 
 
 def _search(
-    source: CandidateSource, chooser: "_Chooser[PlacedT]", policy: str, alpha: float | None
-) -> tuple[list[Candidate], "tuple[Candidate, PlacedT] | None"]:
+    source: CandidateSource, chooser: "_Chooser", policy: str, alpha: float | None
+) -> tuple[list[Candidate], tuple[Candidate, Plan] | None]:
     """The candidates of ``policy``, and the chosen one with its placement."""
     if policy in ("auto", "greedy"):
         saved = source.named("save")
@@ -258,15 +245,15 @@ def _bytes_first(candidate: Candidate) -> tuple[int, float]:
 
 
 @dataclass(slots=True)
-class _Chooser(Generic[PlacedT]):
+class _Chooser:
     """Places candidates, each at most once, and remembers their peaks."""
 
     budget_bytes: int | None
     host_budget_bytes: int | None
-    _place: Callable[[Problem], PlacedT]
-    _placed: dict[tuple[tuple[Mode, ...], Schedule], PlacedT] = field(default_factory=dict)
+    _place: Callable[[Problem], Plan]
+    _placed: dict[tuple[tuple[Mode, ...], Schedule], Plan] = field(default_factory=dict)
 
-    def pick(self, ordered: Iterable[Candidate]) -> tuple[Candidate, PlacedT] | None:
+    def pick(self, ordered: Iterable[Candidate]) -> tuple[Candidate, Plan] | None:
         """The first candidate that fits, with its placement."""
         for candidate in ordered:
             if self._host_fits(candidate) and self._may_fit(candidate):
@@ -281,18 +268,19 @@ class _Chooser(Generic[PlacedT]):
     def _may_fit(self, candidate: Candidate) -> bool:
         return self.budget_bytes is None or candidate.live_bytes <= self.budget_bytes
 
-    def _plan_of(self, candidate: Candidate) -> PlacedT:
-        key = (candidate.moves.modes, candidate.moves.schedule)
-        if key not in self._placed:
-            self._placed[key] = self._place(candidate.problem)
-        return self._placed[key]
+    def _placed_already(self, candidate: Candidate) -> Plan | None:
+        return self._placed.get((candidate.moves.modes, candidate.moves.schedule))
 
-    def _is_placed(self, candidate: Candidate) -> bool:
-        return (candidate.moves.modes, candidate.moves.schedule) in self._placed
+    def _plan_of(self, candidate: Candidate) -> Plan:
+        plan = self._placed_already(candidate)
+        if plan is None:
+            plan = self._place(candidate.problem)
+            self._placed[candidate.moves.modes, candidate.moves.schedule] = plan
+        return plan
 
     def _peak_of(self, candidate: Candidate) -> int:
         """The placed peak where it is known, else the bytes alive."""
-        plan = self._placed.get((candidate.moves.modes, candidate.moves.schedule))
+        plan = self._placed_already(candidate)
         return candidate.live_bytes if plan is None else plan.peak_bytes
 
     def frontier(
@@ -381,7 +369,7 @@ class _Chooser(Generic[PlacedT]):
         for candidate in [*recomputed, *sorted(candidates, key=_bytes_first)]:
             if best is not None and candidate.live_bytes >= best[0]:
                 break
-            if not self._is_placed(candidate):
+            if self._placed_already(candidate) is None:
                 if not left:
                     continue
                 left -= 1

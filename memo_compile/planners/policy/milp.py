@@ -28,7 +28,7 @@ is that of single layers.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,14 +81,13 @@ def solve_modes(
     host_budget_bytes: int | None = None,
     time_limit_s: float = math.inf,
     gap: float = GAP,
-    num_segments: int = NUM_SEGMENTS,
 ) -> MilpSolution:
     """The modes of the shortest step whose points all lie within ``bound_bytes``.
 
     The answer is deterministic as long as ``time_limit_s`` does not bind.
     """
     try:
-        program = _Program(model, make_segments(model, num_segments), gap)
+        program = _Program(model, gap)
     except ConfigError:  # no engine on this machine
         return MilpSolution(status=SolveStatus.ERROR)
     if not program.require_bytes(bound_bytes):
@@ -103,11 +102,10 @@ def lowest_peak(
     *,
     host_budget_bytes: int | None = None,
     time_limit_s: float = math.inf,
-    num_segments: int = NUM_SEGMENTS,
 ) -> MilpSolution:
     """The modes with the smallest peak, whatever they cost in time."""
     try:
-        program = _Program(model, make_segments(model, num_segments), FLOOR_GAP)
+        program = _Program(model, FLOOR_GAP)
     except ConfigError:
         return MilpSolution(status=SolveStatus.ERROR)
     program.minimise_bytes()
@@ -137,9 +135,9 @@ def make_segments(model: StepModel, num_segments: int = NUM_SEGMENTS) -> list[tu
 class _Program:
     """The program being built; seconds are in units of the save-all step, bytes of its peak."""
 
-    def __init__(self, model: StepModel, segments: Sequence[tuple[int, ...]], gap: float) -> None:
+    def __init__(self, model: StepModel, gap: float) -> None:
         self.step = model
-        self.segments = segments
+        self.segments = segments = make_segments(model)
         self.segment_of = {layer: at for at, some in enumerate(segments) for layer in some}
         self.totals = [sum(model.deltas[layer] for layer in some) for some in segments]
         self.unit_s = sum(model.seconds) or 1.0

@@ -18,11 +18,7 @@ import numpy as np
 from memo_compile.planners.move_rules import facts_of
 from memo_compile.planners.policy.modes import ModeCost
 from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Schedule, StepCosts
-from memo_compile.step.problem import (
-    Phase,
-    Problem,
-    call_starts,
-)
+from memo_compile.step.problem import Phase, Problem, call_starts
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import memory_levels, most_per_call
 
@@ -137,10 +133,10 @@ def build_model(
     """
     assert schedule.offload_lag is not None, "the model needs a lag"
     assert schedule.reload_lead is not None, "the model needs a lead"
-    windows = _Windows.of(step, schedule)
+    windows, facts = _Windows.of(step, schedule), facts_of(step)
     during, border = call_bytes(step.problem)
     num_calls = len(step.problem.calls)
-    before_backward = [border[at] for at in windows.backward_at]
+    before_backward = [border[at] for at in facts.backward_at]
     base = np.array([*during, *before_backward], dtype=np.int64)
     deltas = []
     for layer, some in enumerate(modes):
@@ -148,7 +144,7 @@ def build_model(
         for row, mode in enumerate(some):
             for start, end, size_bytes in windows.absences(layer, mode.mode):
                 delta[row, start:end] -= size_bytes
-            delta[row, num_calls:] = delta[row, list(windows.backward_at)]
+            delta[row, num_calls:] = delta[row, list(facts.backward_at)]
             if mode.key is not None:
                 again_bytes = windows.recomputed_bytes(layer, mode.mode)
                 delta[row, num_calls + layer] += mode.recompute_peak_bytes - again_bytes
@@ -157,9 +153,9 @@ def build_model(
         base_bytes=base,
         deltas=tuple(deltas),
         modes=tuple(map(tuple, modes)),
-        seconds=facts_of(step).call_s,
-        forward_at=windows.forward_at,
-        backward_at=windows.backward_at,
+        seconds=facts.call_s,
+        forward_at=facts.forward_at,
+        backward_at=facts.backward_at,
         freed_at=windows.freed_at,
         reload_at=windows.reload_at,
         class_keys=tuple(layer.class_key for layer in step.layers),
@@ -173,8 +169,6 @@ class _Windows:
     """From which call to which a moved value of each layer is not on the device."""
 
     step: MovableStep
-    forward_at: tuple[int, ...]
-    backward_at: tuple[int, ...]
     freed_at: tuple[int, ...]
     reload_at: tuple[int, ...]
     last_forward_use: Mapping[str, int]
@@ -190,8 +184,6 @@ class _Windows:
         last, first = _uses(step.problem)
         return _Windows(
             step=step,
-            forward_at=forward_at,
-            backward_at=backward_at,
             freed_at=tuple(
                 forward_at[i + lag + 1] if i + lag + 1 < count else first_backward
                 for i in range(count)
