@@ -3,9 +3,10 @@
 Run: python -m benchmarks.memo_tables [--out FOLDER]
 
 The three planned rows (full recompute, full offload, memo; 17 cells of GPT-7B on 8 A800) are
-predicted by ``papers.memo.mfu`` with three fitted numbers: the shares of the nominal FLOP/s and
-memory bandwidth that kernels reach, and the effective speed of a copy. They are fitted twice, on
-every other cell in the table's order and then on the rest, so that each cell is held out once.
+predicted by ``benchmarks/memo_steps.py`` with three fitted numbers: the shares of the nominal
+FLOP/s and memory bandwidth that kernels reach, and the effective speed of a copy. They are fitted
+twice, on every other cell in the table's order and then on the rest, so that each cell is held out
+once.
 Exits with 1 when a held-out cell is off by more than 3 points of MFU.
 """
 
@@ -19,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS, ROOT, hardware, print_table, write_results
+from benchmarks.memo_steps import MemoPolicy, Rates, StepEstimate, Training, estimate_step
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.papers.layer_costs import Efficiency
-from memo_compile.papers.memo.mfu import MemoPolicy, Rates, StepEstimate, Training, estimate_step
 
 TABLE = ROOT / "tests" / "data" / "memo_table4_ablation.csv"
 

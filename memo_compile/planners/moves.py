@@ -245,7 +245,10 @@ class _Builder:
             self.moved,
             key=lambda move: (move.latest_item, move.needed_item, -move.copy.num_bytes, move.value),
         )
-        h2d_s = self.step.costs.h2d_s
+        h2d_s, call_s = self.step.costs.h2d_s, self.facts.call_s
+        item_s = [
+            call_s[item] if isinstance(item, int) else item.region.seconds for item in self.items
+        ]
         copies = [
             CopyBack(
                 self._earliest(move), move.latest_item, move.needed_item, h2d_s(move.copy.num_bytes)
@@ -254,10 +257,11 @@ class _Builder:
         ]
         issued: dict[int, list[_Moved]] = {}
         waited: dict[int, list[_Moved]] = {}
-        for move, place in zip(order, issues_of(self._item_seconds(), copies), strict=True):
+        for move, place in zip(order, issues_of(item_s, copies), strict=True):
             issued.setdefault(place, []).append(move)
             waited.setdefault(move.needed_item, []).append(move)
-        renamed = self._renamed()
+        renamed = {value: _recomputed_name(value) for value in self.recomputation_of}
+        renamed |= {value: _reloaded_name(value) for value in self.reloaded}
         for place, item in enumerate(self.items):
             for move in issued.get(place, ()):
                 yield self._copy_call(move, CallKind.RELOAD)
@@ -276,17 +280,6 @@ class _Builder:
         if lead is None or move.layer + lead + 1 >= len(self.backward_at):
             return 0
         return min(move.latest_item, self.place_of[self.backward_at[move.layer + lead + 1]] + 1)
-
-    def _renamed(self) -> dict[str, str]:
-        """Value -> what the calls of the backward read in its place."""
-        recomputed = {value: _recomputed_name(value) for value in self.recomputation_of}
-        return {**recomputed, **{value: _reloaded_name(value) for value in self.reloaded}}
-
-    def _item_seconds(self) -> list[float]:
-        call_s = self.facts.call_s
-        return [
-            call_s[item] if isinstance(item, int) else item.region.seconds for item in self.items
-        ]
 
     def _added(self, layer: int, **fields: Any) -> StepCall:
         """A call of the layer that the step without moves has not."""

@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import memo_tables
-from memo_compile.cli.main import main
-from memo_compile.costs.hardware import find_hardware
-from memo_compile.costs.models import find_model
-from memo_compile.errors import InputError
-from memo_compile.papers.layer_costs import Efficiency
-from memo_compile.papers.memo.alpha import compute_alpha
-from memo_compile.papers.memo.mfu import (
+from benchmarks.memo_steps import (
     MemoPolicy,
     Rates,
     Training,
@@ -23,6 +17,12 @@ from memo_compile.papers.memo.mfu import (
     layer_times,
     rotating_step_s,
 )
+from memo_compile.cli.main import main
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.costs.models import find_model
+from memo_compile.errors import InputError
+from memo_compile.papers.layer_costs import Efficiency
+from memo_compile.papers.memo.alpha import compute_alpha
 from memo_compile.planners.policy.quanta import QUANTA
 
 DATA = Path(__file__).parents[1] / "data"

@@ -5,10 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks import memo_tables
-from memo_compile.costs.hardware import find_hardware
-from memo_compile.costs.models import find_model
-from memo_compile.papers.layer_costs import Efficiency
-from memo_compile.papers.memo.mfu import (
+from benchmarks.memo_steps import (
     ATTENTION_BACKWARD_FACTOR,
     BACKWARD_FACTOR,
     Rates,
@@ -17,6 +14,9 @@ from memo_compile.papers.memo.mfu import (
     layer_times,
     rotating_step_s,
 )
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.costs.models import find_model
+from memo_compile.papers.layer_costs import Efficiency
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.named import memo_alpha, named_moves
 from memo_compile.planners.policy.quanta import QUANTA
@@ -107,7 +107,7 @@ def test_memo(seq, speed, alpha):
 @pytest.mark.parametrize("alpha", QUANTA)
 @pytest.mark.parametrize(("seq", "speed"), SETUPS)
 def test_memo_of_32_layers_with_the_last_two_kept(seq, speed, alpha):
-    """The form of ``papers.memo.mfu``, less the recomputation of the two layers that stay whole."""
+    """The form of ``memo_steps``, less the recomputation of the two layers that stay whole."""
     setup, reached = training(seq), rates(speed)
     times = layer_times(setup, reached)
     copy_s = (times.always_bytes + alpha * times.others_bytes) / speed

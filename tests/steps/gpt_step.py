@@ -4,8 +4,8 @@
 gelu for its backward, which also reads x.
 """
 
+from benchmarks.memo_steps import Rates, Training, layer_times
 from memo_compile.papers.layer_costs import layer_tensors
-from memo_compile.papers.memo.mfu import Rates, Training, layer_times
 from memo_compile.step.movable import MovableStep, StepCosts
 from tests.steps.movable import LayerKind, repeated
 

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
+from benchmarks.lynx_layers import describe_layer
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.errors import InputError
 from memo_compile.papers.layer_costs import Efficiency
 from memo_compile.papers.lynx.heu import solve_heu
 from memo_compile.papers.lynx.joint import JointProblem, cooldown_seconds, plan_stages
-from memo_compile.papers.lynx.layer import describe_layer
 from memo_compile.papers.lynx.lynx_instance import HeuInstance
 from memo_compile.papers.lynx.solution import HeuSolution, Part
 from memo_compile.planners.solver import SolveStatus

@@ -9,11 +9,12 @@ from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.models import ModelShape
 from memo_compile.papers.kwai.offload import OffloadPlan, ParallelConfig, chunk_bytes, static_bytes
 from memo_compile.papers.kwai.pipeline_replay import ChunkTimes, StepReplay, replay_step
-from memo_compile.papers.kwai.schedule import Direction, PipelineShape
+from memo_compile.papers.kwai.schedule import PipelineShape
 from memo_compile.papers.search.cost import CostModel, describe_workload, layer_seconds
 from memo_compile.papers.search.space import columns_of
 
 LANES = ("compute", "d2h", "h2d")
+_COPIES = {"d2h": "offload", "h2d": "reload"}
 MICROSECONDS = 1e6
 
 
@@ -67,7 +68,7 @@ def pipeline_trace(
                 "tid": LANES.index(span.lane),
                 "ts": span.start_s * MICROSECONDS,
                 "dur": (span.end_s - span.start_s) * MICROSECONDS,
-                "name": _label(span.work.direction, span.lane),
+                "name": _COPIES.get(span.lane, span.work.direction.value),
                 "args": {"chunk": span.work.chunk, "micro_batch": span.work.micro_batch},
             }
             for span in rank.spans
@@ -83,10 +84,6 @@ def pipeline_trace(
             for now_s, chunks in rank.memory
         ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _label(direction: Direction, lane: str) -> str:
-    return {"compute": direction.value, "d2h": "offload", "h2d": "reload"}[lane]
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -36,7 +36,8 @@ class SavedTensor:
 def select_prefix(tensors: Sequence[SavedTensor], alpha: float) -> dict[str, int]:
     """The bytes to offload from each tensor's begin, by its name, which is its own.
 
-    Together ceil(alpha x total), rounded up to 1 MiB, never more than there are. The last tensor of the prefix may be cut. Equal sizes keep the order of the chunk.
+    Together ceil(alpha x total), rounded up to 1 MiB, never more than there are. The last tensor
+    of the prefix may be cut. Equal sizes keep the order of the chunk.
 
     Raises:
         InputError: ``alpha`` lies outside [0, 1].

@@ -250,24 +250,24 @@ def _conflict(instance: HeuInstance, token_split: bool) -> Conflict | None:
     Parts in growing order: static memory; with the outputs that every layer must keep; with what
     the backward of one layer reads, kept or rebuilt (the least that any plan needs).
     """
-    budget, static = instance.budget, instance.static
-    if static > budget:
-        message = f"static memory {static} > budget {budget}; raise the budget"
-        return Conflict(constraint="static", message=message, floor=static, budget=budget)
+    static, budget = instance.static, instance.budget
     layers, batches, output = instance.num_layers, instance.num_batches, instance.ops.sizes[-1]
-    kept = static + layers * batches * output
-    if exceeds(kept, budget):
+    if static > budget:
+        name, floor = "static", static
+        message = f"static memory {static} > budget {budget}; raise the budget"
+    elif exceeds(kept := static + layers * batches * output, budget):
+        name, floor = "layer_outputs", kept
         message = (
             f"static {static} + layer outputs kept by {layers} layers x {batches} micro-batches "
             f"x {output} = {kept} > budget {budget}; raise the budget or use fewer layers"
         )
-        return Conflict(constraint="layer_outputs", message=message, floor=kept, budget=budget)
-    rebuilt = memory_needed(instance, token_split=token_split)
-    if exceeds(rebuilt, budget):
+    elif exceeds(rebuilt := memory_needed(instance, token_split=token_split), budget):
+        name, floor = "layer_rebuild", rebuilt
         message = (
             f"least memory of any plan {rebuilt} (static {static}, kept layer outputs "
             f"{kept - static}, rebuilding one layer {rebuilt - kept}) > budget {budget}; "
             "raise the budget or use fewer layers"
         )
-        return Conflict(constraint="layer_rebuild", message=message, floor=rebuilt, budget=budget)
-    return None
+    else:
+        return None
+    return Conflict(constraint=name, message=message, floor=floor, budget=budget)

@@ -34,7 +34,11 @@ def split_exact(table: StageTimes) -> Split:
         return Split(status=SolveStatus.INFEASIBLE, conflict=conflict)
     fastest = _best_split(table, max)
     if fastest is None:
-        return Split(status=SolveStatus.INFEASIBLE, conflict=_gap_conflict(table))
+        conflict = (
+            "num_layers: no combination of the layer counts that fit adds up to "
+            f"{table.num_layers}; some stages run out of memory in the middle of their range"
+        )
+        return Split(status=SolveStatus.INFEASIBLE, conflict=conflict)
     slowest = _checked(table, SolveStatus.OPTIMAL, fastest).slowest
     rows = tuple(
         tuple(None if time is None or time > slowest else time for time in row)
@@ -73,8 +77,9 @@ def split_paper(table: StageTimes) -> Split:
 
     A move is accepted while the slowest stage gets faster. It may stop short of the optimum.
     """
-    layers_of = _even(table)
-    if not _fits(table, layers_of):
+    each, extra = divmod(table.num_layers, len(table.rows))
+    layers_of = [each + (s < extra) for s in range(len(table.rows))]
+    if any(_time(table, s, n) is None for s, n in enumerate(layers_of)):
         exact = split_exact(_without_times(table, layers_of))
         if exact.status is SolveStatus.INFEASIBLE:
             return exact
@@ -100,31 +105,14 @@ def find_conflict(table: StageTimes) -> str:
     return ""
 
 
-def _gap_conflict(table: StageTimes) -> str:
-    return (
-        f"num_layers: no combination of the layer counts that fit adds up to {table.num_layers}; "
-        "some stages run out of memory in the middle of their range"
-    )
-
-
 def _fitting(row: Sequence[Number | None], most: int) -> list[tuple[int, Number]]:
     """Layer counts up to ``most`` with which a stage fits, and its times."""
     return [(i, time) for i, time in enumerate(row[: most + 1]) if time is not None]
 
 
-def _even(table: StageTimes) -> list[int]:
-    """The even split, earlier stages taking what is left over."""
-    each, extra = divmod(table.num_layers, len(table.rows))
-    return [each + (s < extra) for s in range(len(table.rows))]
-
-
 def _time(table: StageTimes, stage: int, layers: int) -> Number | None:
     row = table.rows[stage]
     return row[layers] if 0 <= layers < len(row) else None
-
-
-def _fits(table: StageTimes, layers_of: Sequence[int]) -> bool:
-    return all(_time(table, s, n) is not None for s, n in enumerate(layers_of))
 
 
 def _without_times(table: StageTimes, wanted: Sequence[int]) -> StageTimes:

@@ -1,1 +1,1 @@
-"""MEMO (arXiv 2407.12117) in closed form: alpha, and the seconds of a step."""
+"""MEMO (arXiv 2407.12117) in closed form: alpha."""

@@ -53,14 +53,11 @@ class Fit:
         return tuple(predicted / measured - 1 for predicted, measured in pairs)
 
 
-def calibrate(
-    runs: Sequence[Measurement], hardware: HardwareProfile, start: CostModel | None = None
-) -> Fit:
+def calibrate(runs: Sequence[Measurement], hardware: HardwareProfile) -> Fit:
     """The shares that explain ``runs`` best; shares stay at most 1."""
-    prior = start or CostModel()
     names = tuple(PRIOR_SPREAD)
     spread = np.array([PRIOR_SPREAD[name] for name in names])
-    centre = np.log([getattr(prior, name) for name in names])
+    centre = np.log([getattr(CostModel(), name) for name in names])
     top = np.array([np.inf if name.endswith("_s") else 0.0 for name in names])
     measured = np.array([run.iteration_s for run in runs])
     predict = _predictor(runs, hardware)

@@ -2,28 +2,13 @@
 
 import functools
 import importlib.util
+import inspect
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
 from memo_compile.planners.placement import kernel
-
-_FUNCTIONS = (
-    kernel.blame_item,
-    kernel.blame_section,
-    kernel.undo,
-    kernel.retreat,
-    kernel.open_frame,
-    kernel.crowded,
-    kernel.next_choice,
-    kernel.lift,
-    kernel.put,
-    kernel.cut_slice,
-    kernel.place_next,
-    kernel.search,
-)
-"""Callees before their callers: each is compiled against the compiled ones before it."""
 
 
 def has_numba() -> bool:
@@ -37,16 +22,16 @@ def compiled_search() -> Any:
     import numba
 
     space: dict[str, Any] = dict(vars(kernel))
-    for function in _FUNCTIONS:
+    for name, function in inspect.getmembers(kernel, inspect.isfunction):
+        if function.__module__ != kernel.__name__:
+            continue
         # The clone sees the compiled helpers; the plain functions stay usable beside it.
-        clone = types.FunctionType(
-            function.__code__, space, function.__name__, function.__defaults__
-        )
+        clone = types.FunctionType(function.__code__, space, name, function.__defaults__)
         clone.__module__ = kernel.__name__
         try:
-            space[function.__name__] = numba.njit(cache=True)(clone)
+            space[name] = numba.njit(cache=True)(clone)
         except RuntimeError:  # numba finds no folder that it may write its cache to
-            space[function.__name__] = numba.njit(clone)
+            space[name] = numba.njit(clone)
     return space["search"]
 
 

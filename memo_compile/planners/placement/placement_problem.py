@@ -199,25 +199,19 @@ def fixed_collisions(buffers: Iterable[Buffer]) -> Iterator[tuple[Buffer, Buffer
 
     A sweep over the live fixed spans: quadratic only in how many are live at once.
     """
-    fixed = [b for b in buffers if b.offset is not None and b.size > 0]
+    fixed = [(b.offset, b) for b in buffers if b.offset is not None and b.size > 0]
     spans = sorted(
-        (lower, upper, index) for index, b in enumerate(fixed) for lower, upper in b.segments()
+        (lower, upper, index) for index, (_, b) in enumerate(fixed) for lower, upper in b.segments()
     )
     live: list[tuple[int, int]] = []
     for lower, upper, index in spans:
         while live and live[0][0] <= lower:
             heapq.heappop(live)
-        for _, other in live:
-            if share_bytes(fixed[index], fixed[other]):
-                yield fixed[other], fixed[index]
+        start, buffer = fixed[index]
+        for other_start, other in (fixed[at] for _, at in live):
+            if start < other_start + other.size and other_start < start + buffer.size:
+                yield other, buffer
         heapq.heappush(live, (upper, index))
-
-
-def share_bytes(first: Buffer, second: Buffer) -> bool:
-    """True when the fixed address ranges of the two overlap, whenever they live."""
-    assert first.offset is not None
-    assert second.offset is not None
-    return first.offset < second.offset + second.size and second.offset < first.offset + first.size
 
 
 def _first_duplicate(ids: Iterable[str]) -> str | None:

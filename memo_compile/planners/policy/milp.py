@@ -147,15 +147,15 @@ class _Program:
         self.model.max_mip_gap_abs = min(gap, ADDED_GAP)
         solver.limit_nodes(self.model, MAX_NODES)
         self.x = [
-            [self.model.add_var(f"x_{at}_{m}", var_type="B") for m in range(self._num_modes(at))]
-            for at in range(len(segments))
+            [
+                self.model.add_var(f"x_{at}_{m}", var_type="B")
+                for m in range(len(model.modes[some[0]]))
+            ]
+            for at, some in enumerate(segments)
         ]
         for at, variables in enumerate(self.x):
             self.model.add_constr(total(variables) == 1, f"one_{at}")
         self._few_regions()
-
-    def _num_modes(self, segment: int) -> int:
-        return len(self.step.modes[self.segments[segment][0]])
 
     def _few_regions(self) -> None:
         """Constraint ``regions``."""
@@ -240,9 +240,6 @@ class _Program:
         scaled = [seconds_of(mode) / self.unit_s for mode in self.step.modes[layer]]
         return weighted(scaled, self.x[self.segment_of[layer]])
 
-    def _out_s(self, layer: int) -> Any:
-        return self._seconds(layer, lambda mode: mode.d2h_s(self.step.costs))
-
     def _back_s(self, layer: int) -> Any:
         return self._seconds(layer, lambda mode: mode.h2d_s(self.step.costs))
 
@@ -261,7 +258,7 @@ class _Program:
             more = sum(self._seconds(i, lambda mode: mode.recompute_s) for i in recomputing)
             model.add_constr(start[call + 1] >= start[call] + more + own_s, f"order_{call}")
         for i in layers:
-            d, h = self._out_s(i), self._back_s(i)
+            d, h = self._seconds(i, lambda mode: mode.d2h_s(step.costs)), self._back_s(i)
             made = step.forward_at[i]
             model.add_constr(out[i] >= start[made] + seconds[made] + d, f"out_{i}")
             model.add_constr(start[step.freed_at[i]] >= out[i], f"freed_{i}")
