@@ -21,6 +21,7 @@ from memo_runtime.host_store import FILE_PREFIX, HostStore, HostStoreError
 
 from memo_compile.config import cache_folder
 from memo_compile.costs.hardware_measure import device_name, run_times
+from memo_compile.step.serialise import restore
 
 log = logging.getLogger("memo")
 
@@ -47,11 +48,8 @@ class CopyBandwidth:
     def __post_init__(self) -> None:
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "latency_s"):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and math.isfinite(value)
-            if not number or value < 0 or (value == 0 and name != "latency_s"):
+            if not math.isfinite(value) or value < 0 or (value == 0 and name != "latency_s"):
                 raise ValueError(f"{name}: expected a number above 0, got {value!r}")
-        if not isinstance(self.source, str):
-            raise ValueError(f"source: expected a text, got {self.source!r}")
 
 
 def copy_bandwidth(device: torch.device, kind: str, *, folder: Path | None = None) -> CopyBandwidth:
@@ -160,7 +158,8 @@ def _read(path: Path, fingerprint: dict[str, Any]) -> CopyBandwidth | None:
         content = json.loads(path.read_text())
         if content["fingerprint"] != fingerprint:
             return None
-        return CopyBandwidth(**content["copies"])
+        copies: CopyBandwidth = restore(content["copies"], CopyBandwidth, "copies")
+        return copies
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:

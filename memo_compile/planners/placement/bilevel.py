@@ -75,10 +75,9 @@ def bilevel_offsets(
 
 def _sequences(instance: Instance, bodies: Sequence[_Body]) -> Iterator[Ints]:
     """Orders of the bodies: five static ones, then the same with noise on their heights."""
-    load = instance.loads(instance.size)
-    length = np.array([b.last - b.first for b in bodies])
-    most = np.array([load[b.first : b.last].max() for b in bodies])
     birth = np.array([b.first for b in bodies])
+    death = np.array([b.last for b in bodies])
+    length, most = death - birth, instance.most_loaded(birth, death)
     rng = np.random.default_rng(0)
     for turn in range(1 + _NOISY_TURNS):
         height = np.array([float(b.height) for b in bodies])

@@ -18,14 +18,7 @@ Order = Callable[[Instance], Ints]
 
 def _by_load(instance: Instance) -> Ints:
     """Most loaded section first: what must fit under the peak is placed before it gets crowded."""
-    loads = instance.loads(instance.size)
-    worst = np.array(
-        [
-            loads[lo:hi].max()
-            for lo, hi in zip(instance.span_lower, instance.span_upper, strict=True)
-        ],
-        dtype=np.int64,
-    )
+    worst = instance.most_loaded(instance.span_lower, instance.span_upper)
     of_buffer = np.zeros(instance.num_buffers, dtype=np.int64)
     np.maximum.at(of_buffer, instance.owner, worst)
     return -of_buffer

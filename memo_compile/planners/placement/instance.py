@@ -83,6 +83,12 @@ class Instance:
         np.subtract.at(change, self.span_upper, of_span)
         return np.cumsum(change)[:-1]
 
+    def most_loaded(self, lower: Ints, upper: Ints) -> Ints:
+        """(K,) bytes live in the busiest of the sections ``lower`` (K,) to before ``upper``."""
+        loads = self.loads(self.size)
+        busiest = [loads[lo:hi].max() for lo, hi in zip(lower, upper, strict=True)]
+        return np.array(busiest, dtype=np.int64)
+
     def offsets(self, of_item: Sequence[int] | Ints) -> dict[str, int]:
         """Offsets by id for the whole problem; empty buffers lie at 0 or where they are fixed."""
         offsets = {b.id: b.offset or 0 for b in self.problem.buffers}

@@ -142,11 +142,7 @@ def _order_keys(instance: Instance, overlaps: Overlaps) -> list[tuple[Ints, Ints
     """
     n = instance.num_buffers
     length = np.add.reduceat(instance.span_upper - instance.span_lower, instance.span_start[:-1])
-    loads = instance.loads(instance.size)
-    load = np.array(
-        [loads[lo:hi].max() for lo, hi in zip(instance.first, instance.last, strict=True)],
-        dtype=np.int64,
-    )
+    load = instance.most_loaded(instance.first, instance.last)
     sums = np.concatenate(([0], np.cumsum(instance.size[overlaps.other])))
     neighbours = sums[overlaps.start[1:]] - sums[overlaps.start[:-1]]
     none = np.zeros(n, dtype=np.int64)
