@@ -87,11 +87,6 @@ def test_what_is_known_of_a_step_goes_with_it():
     del step
     gc.collect()
     assert gone() is None
-    last = movable_step(2)
-    move_rules.facts_of(last)
-    del last
-    gc.collect()
-    assert move_rules._latest is None
 
 
 def test_an_offloaded_value_goes_and_comes_back_under_another_name():
