@@ -134,7 +134,8 @@ def _require_runs_alone(region: RegionGraph) -> None:
 
 def _require_fits(lowered: LoweredRegion, region: RegionGraph) -> None:
     """Refuse what the system would kill the process for."""
-    needed = sum(map(storage_bytes, _tensors(region)))
+    inputs = (value for value in region.example_inputs() if isinstance(value, torch.Tensor))
+    needed = sum(map(storage_bytes, inputs))
     needed += _offsets(lowered.profile)[1]
     needed += sum(buffer.size_bytes for buffer in lowered.profile.outside)
     free = _free_bytes(region.device)
@@ -152,10 +153,6 @@ def _free_bytes(device: torch.device) -> int | None:
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free) + int(unused)
-
-
-def _tensors(region: RegionGraph) -> list[torch.Tensor]:
-    return [value for value in region.example_inputs() if isinstance(value, torch.Tensor)]
 
 
 @contextlib.contextmanager

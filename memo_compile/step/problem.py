@@ -524,6 +524,11 @@ def outside_peak(problem: Problem) -> dict[str, int]:
 
 def outside_events(problem: Problem) -> Iterator[tuple[int, int, str]]:
     """(line, bytes born or minus bytes dead, kind) of all memory that kernels allocate."""
+    if not any(
+        region.outside or any(slot.storage is Storage.OUTSIDE for slot in region.outputs)
+        for region in problem.regions.values()
+    ):
+        return
     starts = call_starts(problem)
     last_read = last_reads(problem, starts)
     for index, call in enumerate(problem.calls):

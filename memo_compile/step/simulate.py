@@ -6,7 +6,7 @@ on one device. A wait stalls the compute lane until its copy has ended. Nothing 
 and backward are one sequence.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ from memo_compile.step.problem import (
     Problem,
     RegionProfile,
     StepCall,
-    Storage,
     call_starts,
     last_reads,
     ordinary_events,
@@ -97,7 +96,7 @@ def most_per_call(problem: Problem) -> tuple[Any, Any]:
 def memory_levels(problem: Problem) -> tuple[Any, Any]:
     """Per line of the step the bytes alive in the arena, and those of ordinary memory."""
     starts = call_starts(problem)
-    outside = [(line, change) for line, change, _ in _outside_events(problem)]
+    outside = [(line, change) for line, change, _ in outside_events(problem)]
     outside += ordinary_events(problem)
     levels = []
     for events in (_arena_events(problem, starts), np.array(outside, np.int64).reshape(-1, 2)):
@@ -105,14 +104,6 @@ def memory_levels(problem: Problem) -> tuple[Any, Any]:
         np.add.at(alive, np.minimum(events[:, 0], starts[-1]), events[:, 1])
         levels.append(np.cumsum(alive)[:-1])
     return levels[0], levels[1]
-
-
-def _outside_events(problem: Problem) -> Iterable[tuple[int, int, str]]:
-    """``outside_events``; nothing at once where no region has such memory."""
-    for region in problem.regions.values():
-        if region.outside or any(slot.storage is Storage.OUTSIDE for slot in region.outputs):
-            return outside_events(problem)
-    return ()
 
 
 @dataclass(slots=True)

@@ -46,6 +46,10 @@ class Tables(NamedTuple):
     """(N,) bytes, or -1."""
     rank: Any
     """(N,) a permutation: which of several buffers with equal offsets goes first."""
+    first: Any
+    """(N,) first section of the buffer's life."""
+    last: Any
+    """(N,) section after it."""
     span_start: Any
     """(N + 1,) rows of the next two."""
     span_lower: Any
@@ -186,9 +190,7 @@ def place_next(
     if crowded(tables, state, depth, begin + 1, end, roof):
         return False
     state.piece_end[begin + 1] = end
-    first = tables.span_lower[tables.span_start[item]]
-    last = tables.span_upper[tables.span_start[item + 1] - 1]
-    cut_slice(tables, state, begin + 1, end, first, last)
+    cut_slice(tables, state, begin + 1, end, tables.first[item], tables.last[item])
     return True
 
 
@@ -205,12 +207,8 @@ def open_frame(
     last = 0
     for position in range(start, end):
         item = state.items[position]
-        lower = tables.span_lower[tables.span_start[item]]
-        upper = tables.span_upper[tables.span_start[item + 1] - 1]
-        if lower < first:
-            first = lower
-        if upper > last:
-            last = upper
+        first = min(first, tables.first[item])
+        last = max(last, tables.last[item])
     most = 0
     for section in range(first, last):
         if state.left[section] > most:
@@ -319,11 +317,9 @@ def put(tables: Tables, state: State, item: int, depth: int, capacity: int, roof
             state.left[section] -= padded
             if state.left[section] > 0 and base + padded + state.left[section] > roof:
                 fits = False
-    first = tables.span_lower[tables.span_start[item]]
-    last = tables.span_upper[tables.span_start[item + 1] - 1]
-    tally[DIRTY_LOWER] = first
-    tally[DIRTY_UPPER] = last
-    for section in range(first + 1, last):
+    tally[DIRTY_LOWER] = tables.first[item]
+    tally[DIRTY_UPPER] = tables.last[item]
+    for section in range(tables.first[item] + 1, tables.last[item]):
         state.cross[section] -= 1
     if not fits:
         blame_item(state, depth, item)
@@ -350,10 +346,8 @@ def lift(tables: Tables, state: State, item: int, depth: int, capacity: int) -> 
         tally[TRAIL] = trail + 1
         state.offset[other] = low
         state.pusher[other] = item
-        first = tables.span_lower[tables.span_start[other]]
-        last = tables.span_upper[tables.span_start[other + 1] - 1]
-        tally[DIRTY_LOWER] = min(tally[DIRTY_LOWER], first)
-        tally[DIRTY_UPPER] = max(tally[DIRTY_UPPER], last)
+        tally[DIRTY_LOWER] = min(tally[DIRTY_LOWER], tables.first[other])
+        tally[DIRTY_UPPER] = max(tally[DIRTY_UPPER], tables.last[other])
         if low + tables.size[other] > capacity or 0 <= tables.fixed[other] < low:
             blame_item(state, depth, other)
             return False
@@ -424,9 +418,7 @@ def undo(tables: Tables, state: State, mark: int) -> None:
         for span in range(tables.span_start[item], tables.span_start[item + 1]):
             for section in range(tables.span_lower[span], tables.span_upper[span]):
                 state.left[section] += padded
-        lower = tables.span_lower[tables.span_start[item]]
-        upper = tables.span_upper[tables.span_start[item + 1] - 1]
-        for section in range(lower + 1, upper):
+        for section in range(tables.first[item] + 1, tables.last[item]):
             state.cross[section] += 1
         state.placed[item] = 0
 
@@ -447,8 +439,8 @@ def cut_slice(tables: Tables, state: State, begin: int, end: int, first: int, la
     high = 0
     for position in range(begin, end):
         item = state.items[position]
-        low = min(low, tables.span_lower[tables.span_start[item]])
-        high = max(high, tables.span_upper[tables.span_start[item + 1] - 1])
+        low = min(low, tables.first[item])
+        high = max(high, tables.last[item])
     piece = 0
     state.count[0] = 0
     state.label[low] = 0
@@ -460,7 +452,7 @@ def cut_slice(tables: Tables, state: State, begin: int, end: int, first: int, la
     for position in range(begin, end):
         item = state.items[position]
         state.scratch[position] = item
-        state.count[state.label[tables.span_lower[tables.span_start[item]]]] += 1
+        state.count[state.label[tables.first[item]]] += 1
     start = begin
     for index in range(piece + 1):
         size = state.count[index]
@@ -470,6 +462,6 @@ def cut_slice(tables: Tables, state: State, begin: int, end: int, first: int, la
         start += size
     for position in range(begin, end):
         item = state.scratch[position]
-        index = state.label[tables.span_lower[tables.span_start[item]]]
+        index = state.label[tables.first[item]]
         state.items[state.count[index]] = item
         state.count[index] += 1

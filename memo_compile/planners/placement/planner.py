@@ -239,19 +239,16 @@ def _feasible(instance: Instance, answer: _Answer, begin_s: float) -> Placement:
         status = SolveStatus.TIME_LIMIT
     elif height <= answer.bound:
         status = SolveStatus.OPTIMAL
+    # The fixed offsets of empty buffers count in the height like all others.
+    empty = max((b.offset or 0 for b in instance.problem.buffers if b.size == 0), default=0)
     return Placement(
         offsets=MappingProxyType(instance.offsets(answer.offsets)),
-        height_bytes=max(height, _empty_height(instance.problem)),
+        height_bytes=max(height, empty),
         lower_bound_bytes=answer.bound,
         status=status,
         seconds=time.perf_counter() - begin_s,
         solver=answer.solver,
     )
-
-
-def _empty_height(problem: PlacementProblem) -> int:
-    """Bytes below the fixed offsets of empty buffers: they count in the height like all others."""
-    return max((b.offset or 0 for b in problem.buffers if b.size == 0), default=0)
 
 
 def _infeasible(bound: int, conflict: tuple[str, ...], solver: str, begin_s: float) -> Placement:

@@ -174,9 +174,9 @@ def _static_tables(
     instance: Instance, overlaps: Overlaps, convert: Callable[[Any], Any]
 ) -> dict[str, Any]:
     """All tables of the kernel but the ranks."""
-    names = ("size", "padded", "align", "fixed", "span_start", "span_lower", "span_upper")
+    names = "size padded align fixed first last span_start span_lower span_upper"
     return {
-        **{name: convert(getattr(instance, name)) for name in names},
+        **{name: convert(getattr(instance, name)) for name in names.split()},
         "near_start": convert(overlaps.start),
         "near": convert(overlaps.other),
     }

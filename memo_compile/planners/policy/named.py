@@ -12,6 +12,7 @@ A slot that cannot do what its policy wants stays, and a note says so.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -172,9 +173,7 @@ def _with_region(
 
 def repeating_layers(step: MovableStep) -> list[int]:
     """Indices of the layers whose class has more than one; all where none repeats."""
-    count: dict[str, int] = {}
-    for layer in step.layers:
-        count[layer.class_key] = count.get(layer.class_key, 0) + 1
+    count = Counter(layer.class_key for layer in step.layers)
     found = [i for i, layer in enumerate(step.layers) if count[layer.class_key] > 1]
     return found or list(range(len(step.layers)))
 
