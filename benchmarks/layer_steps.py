@@ -27,10 +27,10 @@ from memo_compile.step.movable import (
 from memo_compile.step.problem import (
     FixedBytes,
     LayerClassInfo,
-    OutputSlot,
     Phase,
     Problem,
     RegionBuffer,
+    RegionOutput,
     RegionProfile,
     StepCall,
     Storage,
@@ -256,8 +256,8 @@ def _profile(
         ),
         input_ends=input_ends,
         outputs=(
-            *(OutputSlot(storage=Storage.ARENA, index=names.index(output)) for output in outputs),
-            *(OutputSlot(storage=Storage.EXTERNAL, size_bytes=size) for size in external),
+            *(RegionOutput(storage=Storage.ARENA, index=names.index(output)) for output in outputs),
+            *(RegionOutput(storage=Storage.EXTERNAL, size_bytes=size) for size in external),
         ),
     )
 

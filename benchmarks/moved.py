@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from memo_compile.step.problem import (
-    OutputSlot,
     Phase,
     Problem,
     RegionBuffer,
+    RegionOutput,
     RegionProfile,
     StepCall,
     Storage,
@@ -30,7 +30,7 @@ RECOMPUTED = 0.5
 """Part of what only its own layer reads that is made again; drawn first."""
 LAST_KEPT = 2
 """Layers at the end whose tensors stay; at most half of all."""
-NOTHING = OutputSlot(storage=Storage.NONE)
+NOTHING = RegionOutput(storage=Storage.NONE)
 
 
 def moved_step(problem: Problem, seed: int, *, by_layer: bool = False) -> Problem:
@@ -46,10 +46,10 @@ def _recompute(problem: Problem, seed: int, by_layer: bool) -> Problem:
     for call in layers:
         own = _backward_of(problem, call)
         again = []
-        for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
-            private = slot.storage is Storage.ARENA and value not in forward_readers
+        for output, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
+            private = output.storage is Storage.ARENA and value not in forward_readers
             private = private and backward_readers.get(value) == [own]
-            if private and _drawn("recompute", seed, call, slot, by_layer) < RECOMPUTED:
+            if private and _drawn("recompute", seed, call, output, by_layer) < RECOMPUTED:
                 again.append(value)
         if again:
             region = _part(problem.regions[call.region], call, again)
@@ -79,18 +79,18 @@ def _again(value: str) -> str:
 
 def _part(region: RegionProfile, call: StepCall, wanted: Sequence[str]) -> RegionProfile:
     """``region`` that makes only the outputs ``wanted``: no buffers for its other outputs."""
-    slots = dict(zip(call.outputs, region.outputs, strict=True))
-    chosen = {slots[value].index for value in wanted}
+    made = dict(zip(call.outputs, region.outputs, strict=True))
+    chosen = {made[value].index for value in wanted}
     crossing = set(region.outputs_of_buffers())
     kept = [i for i in range(len(region.buffers)) if i not in crossing or i in chosen]
     place = {old: new for new, old in enumerate(kept)}
     outputs = tuple(
-        replace(slot, index=place[slot.index])
-        if value in wanted and slot.index is not None
+        replace(output, index=place[output.index])
+        if value in wanted and output.index is not None
         else NOTHING
-        for value, slot in slots.items()
+        for value, output in made.items()
     )
-    positions = ".".join(str(i) for i, slot in enumerate(outputs) if slot is not NOTHING)
+    positions = ".".join(str(i) for i, output in enumerate(outputs) if output is not NOTHING)
     return replace(
         region,
         name=f"{region.name}.again.{positions}",
@@ -110,15 +110,15 @@ def _offload(problem: Problem, seed: int, by_layer: bool) -> Problem:
     index_of = {call.name: index for index, call in enumerate(calls)}
     for call in _moving(problem):
         region = problem.regions[call.region]
-        for slot, value in zip(region.outputs, call.outputs, strict=True):
-            first = slot.storage is Storage.ARENA and roots[value] == value and value in readers
-            if not first or _drawn("offload", seed, call, slot, by_layer) >= OFFLOADED:
+        for output, value in zip(region.outputs, call.outputs, strict=True):
+            first = output.storage is Storage.ARENA and roots[value] == value and value in readers
+            if not first or _drawn("offload", seed, call, output, by_layer) >= OFFLOADED:
                 continue
-            assert slot.index is not None
+            assert output.index is not None
             back[value] = f"reloaded.{value}"
             after.setdefault(index_of[call.name] + 1, []).append(value)
             at = _one_before(calls, readers[value][0])
-            size = region.buffers[slot.index].size_bytes
+            size = region.buffers[output.index].size_bytes
             reloads.setdefault(at, []).append((back[value], size))
     regions, out = dict(problem.regions), []
     for index, call in enumerate(calls):
@@ -155,7 +155,7 @@ def _reload_call(made: Sequence[tuple[str, int]], index: int) -> tuple[RegionPro
         num_lines=1,
         buffers=buffers,
         input_ends=(),
-        outputs=tuple(OutputSlot(storage=Storage.ARENA, index=i) for i in range(len(made))),
+        outputs=tuple(RegionOutput(storage=Storage.ARENA, index=i) for i in range(len(made))),
     )
     names = tuple(name for name, _ in made)
     return profile, _copy(profile, Phase.BACKWARD, (), names)
@@ -198,13 +198,13 @@ def _roots(problem: Problem) -> Mapping[str, str]:
     for call in problem.calls:
         region = problem.regions[call.region]
         owner: dict[int | None, str] = {}
-        for slot, value in zip(region.outputs, call.outputs, strict=True):
+        for output, value in zip(region.outputs, call.outputs, strict=True):
             roots[value] = value
-            if slot.storage is Storage.INPUT and slot.index is not None:
-                source = call.inputs[slot.index]
+            if output.storage is Storage.INPUT and output.index is not None:
+                source = call.inputs[output.index]
                 roots[value] = roots.get(source, source)
-            elif slot.storage is Storage.ARENA:
-                roots[value] = owner.setdefault(slot.index, value)
+            elif output.storage is Storage.ARENA:
+                roots[value] = owner.setdefault(output.index, value)
     return roots
 
 
@@ -222,7 +222,7 @@ def _unique(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
 
-def _drawn(what: str, seed: int, call: StepCall, slot: OutputSlot, by_layer: bool) -> float:
+def _drawn(what: str, seed: int, call: StepCall, output: RegionOutput, by_layer: bool) -> float:
     """A number in [0, 1) for one tensor: the same for equal arguments, in every process."""
     where = call.name if by_layer else call.region
-    return random.Random(f"{what} {seed} {where} {slot.index}").random()
+    return random.Random(f"{what} {seed} {where} {output.index}").random()

@@ -128,8 +128,8 @@ def places(problem: Problem, plan: Plan) -> Iterator[str]:
             continue
         last = max(at for at, start in enumerate(starts[:-1]) if start < buffer.end)
         born, dies = problem.calls[buffer.call], problem.calls[last]
-        slots = problem.regions[born.region].outputs
-        made = dict(zip((slot.index for slot in slots), born.outputs, strict=True))
+        outputs = problem.regions[born.region].outputs
+        made = dict(zip((output.index for output in outputs), born.outputs, strict=True))
         offset = plan.offsets[buffer.id]
         bytes_ = f"[{offset:>6}:{offset + buffer.size_bytes:>6}]"
         yield f"{bytes_}  {made[buffer.index]:<15} {born.name} .. {dies.name}"

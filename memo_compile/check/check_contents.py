@@ -20,9 +20,9 @@ from memo_compile.step.problem import (
     ALIGNMENT_BYTES,
     CallKind,
     Into,
-    OutputSlot,
     Phase,
     Problem,
+    RegionOutput,
     RegionProfile,
     StepCall,
     Storage,
@@ -140,8 +140,8 @@ class StepContents:
             self._write(call, region, into)
         if call.kind is CallKind.OFFLOAD:
             self._offload(call)
-        for slot, value in zip(region.outputs, call.outputs, strict=True):
-            self._make(call, region, slot, value)
+        for output, value in zip(region.outputs, call.outputs, strict=True):
+            self._make(call, region, output, value)
         if call.kind is CallKind.RELOAD:
             self._reload(call)
 
@@ -358,42 +358,46 @@ class StepContents:
                 f"{call.name} reloads {source.value} as it was before a call wrote into it"
             )
 
-    def _make(self, call: StepCall, region: RegionProfile, slot: OutputSlot, value: str) -> None:
+    def _make(
+        self, call: StepCall, region: RegionProfile, output: RegionOutput, value: str
+    ) -> None:
         if value in self.storage_of:
             self.complain(f"{call.name} makes {value}, which exists already")
-        if slot.storage is Storage.ARENA and value in self._inputs:
+        if output.storage is Storage.ARENA and value in self._inputs:
             # autograd hands outputs of the forward to the backward; they are in ordinary memory
             self.complain(f"{call.name} makes {value} in the arena, but the step is given it")
         storage = value
-        if slot.storage is Storage.INPUT:
-            assert slot.index is not None, f"{call.name}: INPUT output without an input"
-            source = call.inputs[slot.index]
+        if output.storage is Storage.INPUT:
+            assert output.index is not None, f"{call.name}: INPUT output without an input"
+            source = call.inputs[output.index]
             self.storage_of[value] = self.storage_of.get(source, source)
             return
-        if slot.storage is Storage.ARENA:
-            assert slot.index is not None, f"{call.name}: ARENA output without a buffer"
-            inside = call.value_around(slot.index)
+        if output.storage is Storage.ARENA:
+            assert output.index is not None, f"{call.name}: ARENA output without a buffer"
+            inside = call.value_around(output.index)
             if inside is not None:
                 self.storage_of[value] = self.storage_of.get(inside, inside)
                 return
-            storage = f"{call.name}/{region.buffers[slot.index].name}"
+            storage = f"{call.name}/{region.buffers[output.index].name}"
         self.storage_of[value] = storage
         if storage not in self.held:
-            self._fill_output(call, region, slot, storage)
+            self._fill_output(call, region, output, storage)
 
     def _fill_output(
-        self, call: StepCall, region: RegionProfile, slot: OutputSlot, storage: str
+        self, call: StepCall, region: RegionProfile, output: RegionOutput, storage: str
     ) -> None:
-        if slot.storage is not Storage.ARENA or slot.index is None:
-            self._fill(storage, max(slot.size_bytes, 1), [(0, max(slot.size_bytes, 1), storage)])
+        if output.storage is not Storage.ARENA or output.index is None:
+            self._fill(
+                storage, max(output.size_bytes, 1), [(0, max(output.size_bytes, 1), storage)]
+            )
             return
         self._in_arena.add(storage)
-        size = region.buffers[slot.index].size_bytes
+        size = region.buffers[output.index].size_bytes
         pieces: Pieces = [(0, size, storage)]
         if call.kind is CallKind.RELOAD:
             pieces = []
         elif self.made_again is not None:
-            known = self.made_again(call, slot.index)
+            known = self.made_again(call, output.index)
             pieces = pieces if known is None else known
         self._fill(storage, size, pieces)
 

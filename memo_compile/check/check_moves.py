@@ -163,9 +163,9 @@ class _Comparison:
         recomputation = self.recomputations.get(call.name)
         if recomputation is None or call.kind is not CallKind.RECOMPUTE:
             return None
-        slots = self.moved.problem.regions[call.region].outputs
-        for slot, value in zip(slots, recomputation.outputs, strict=True):
-            if slot.storage is Storage.ARENA and slot.index == buffer:
+        outputs = self.moved.problem.regions[call.region].outputs
+        for output, value in zip(outputs, recomputation.outputs, strict=True):
+            if output.storage is Storage.ARENA and output.index == buffer:
                 pieces = self.original.pieces_of(value)
                 made = all(tag.startswith(f"{recomputation.maker}/") for _, _, tag in pieces)
                 return pieces if made else None

@@ -220,7 +220,7 @@ class _Replay:
         self, call: StepCall, region: RegionProfile
     ) -> Iterator[tuple[int, bool, str, int, bool]]:
         """(line, is birth, owner, bytes, in the arena): on a line deaths come before births."""
-        held = {slot.index for slot in region.outputs if slot.storage is Storage.ARENA}
+        held = {output.index for output in region.outputs if output.storage is Storage.ARENA}
         inside = {into.buffer for into in call.into}
         for index, buffer in enumerate(region.buffers):
             if index in inside:
@@ -233,13 +233,13 @@ class _Replay:
             owner = f"{call.name}/{outside.kind} {index}"
             yield outside.start, True, owner, outside.size_bytes, False
             yield outside.end, False, owner, 0, False
-        for slot, value in zip(region.outputs, call.outputs, strict=True):
-            if slot.same_as is not None:
+        for output, value in zip(region.outputs, call.outputs, strict=True):
+            if output.same_as is not None:
                 continue
-            if slot.storage is Storage.OUTSIDE:
-                yield 0, True, _outside_owner(value), slot.size_bytes, False
-            elif slot.storage is Storage.EXTERNAL:
-                yield slot.start, True, f"{value}{_FOR_USER}", slot.size_bytes, False
+            if output.storage is Storage.OUTSIDE:
+                yield 0, True, _outside_owner(value), output.size_bytes, False
+            elif output.storage is Storage.EXTERNAL:
+                yield output.start, True, f"{value}{_FOR_USER}", output.size_bytes, False
         yield from self._last_uses(call, region)
 
     def _last_uses(
@@ -256,9 +256,9 @@ class _Replay:
                 end = region.input_ends[position]
                 ends[owner_of_value] = max(ends.get(owner_of_value, 0), end)
         passed_on = {
-            self.place_of.get(call.inputs[slot.index])
-            for slot in region.outputs
-            if slot.storage is Storage.INPUT and slot.index is not None
+            self.place_of.get(call.inputs[output.index])
+            for output in region.outputs
+            if output.storage is Storage.INPUT and output.index is not None
         }
         for owner, end in ends.items():
             in_arena = owner in self.storages and self.storages[owner].in_arena
@@ -330,20 +330,20 @@ class _Replay:
             del self.live[bisect.bisect_left(self.live, (storage.offset, owner))]
 
     def _bind(self, call: StepCall, region: RegionProfile, position: int, value: str) -> None:
-        slot = region.outputs[position]
-        holder = value if slot.same_as is None else call.outputs[slot.same_as]
+        output = region.outputs[position]
+        holder = value if output.same_as is None else call.outputs[output.same_as]
         owner: str | None = None
-        if slot.storage is Storage.ARENA:
-            assert slot.index is not None, f"{call.name}: ARENA output without a buffer"
-            inside = call.value_around(slot.index)
-            buffer = f"{call.name}/{region.buffers[slot.index].name}"
+        if output.storage is Storage.ARENA:
+            assert output.index is not None, f"{call.name}: ARENA output without a buffer"
+            inside = call.value_around(output.index)
+            buffer = f"{call.name}/{region.buffers[output.index].name}"
             owner = buffer if inside is None else self.place_of.get(inside)
-        elif slot.storage is Storage.INPUT:
-            assert slot.index is not None, f"{call.name}: INPUT output without an input"
-            owner = self.place_of.get(call.inputs[slot.index])
-        elif slot.storage is Storage.OUTSIDE:
+        elif output.storage is Storage.INPUT:
+            assert output.index is not None, f"{call.name}: INPUT output without an input"
+            owner = self.place_of.get(call.inputs[output.index])
+        elif output.storage is Storage.OUTSIDE:
             owner = _outside_owner(holder)
-        elif slot.storage is Storage.EXTERNAL and call.phase is Phase.FORWARD:
+        elif output.storage is Storage.EXTERNAL and call.phase is Phase.FORWARD:
             self.results.add(value)
             if not self.problem.keeps_outputs and self.reads_left.get(value, 0):
                 owner = f"{holder}{_FOR_USER}"

@@ -181,24 +181,24 @@ class _Tiles:
         for running_sum in self.tiling.sums:
             total = Ref(source=Source.BEFORE, index=running_sum.total)
             operands = (Operand(value=total, whole=self.layouts[total]), *running_sum.terms)
-            (slot,) = self.problem.regions[running_sum.region].outputs
-            buffer = -1 if slot.index is None else slot.index
+            (output,) = self.problem.regions[running_sum.region].outputs
+            buffer = -1 if output.index is None else output.index
             into = (Into(buffer=buffer, value=self.values[total], offset_bytes=0),)
             yield from self._take(next(rest, None), running_sum.region, number, operands, into)
 
     def _rows_into(self, number: int) -> tuple[Into, ...]:
         """Where tile ``number`` writes its rows."""
         found = []
-        slots = self.problem.regions[self.tiling.tile].outputs
+        outputs = self.problem.regions[self.tiling.tile].outputs
         for at, rows in enumerate(self.tiling.rows):
             ref = Ref(source=Source.BEFORE, index=rows.whole)
-            whole, slot = self.layouts[ref], slots[at]
+            whole, output = self.layouts[ref], outputs[at]
             assert whole is not None, f"{ref} was found to be a tensor"
-            is_buffer = slot.storage is Storage.ARENA and slot.index is not None
+            is_buffer = output.storage is Storage.ARENA and output.index is not None
             part = whole.part(rows.slice.dim, number, rows.slice.length)
             found.append(
                 Into(
-                    buffer=slot.index if is_buffer and slot.index is not None else -1,
+                    buffer=output.index if is_buffer and output.index is not None else -1,
                     value=self.values[ref],
                     offset_bytes=part.offset * part.item_bytes,
                 )

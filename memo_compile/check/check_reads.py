@@ -80,7 +80,7 @@ class _Reads:
     def _gaps(self, call: StepCall, region: RegionProfile) -> Iterator[str]:
         """Bytes between what is recomputed and what is reloaded, which only rounding up covers."""
         made = dict(
-            zip((slot.index for slot in region.outputs), region.output_layouts, strict=False)
+            zip((output.index for output in region.outputs), region.output_layouts, strict=False)
         )
         for into in call.into:
             layout, start = made.get(into.buffer), self.reloaded_from.get(into.value)

@@ -181,8 +181,10 @@ class Binder:
             value
             for call in problem.calls
             if call.phase is Phase.FORWARD
-            for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True)
-            if slot.storage is Storage.EXTERNAL
+            for output, value in zip(
+                problem.regions[call.region].outputs, call.outputs, strict=True
+            )
+            if output.storage is Storage.EXTERNAL
         }
         return tuple(
             registers[value] for value in self.leased if self.sources.get(value, value) in results
@@ -318,7 +320,7 @@ def _view(offset: int, spec: ViewSpec) -> FrameView:
 def _output_bytes(views: tuple[ViewSpec, ...], call: StepCall, problem: Problem) -> int:
     """Bytes that a recompute call makes for the backward."""
     outputs = problem.regions[call.region].outputs
-    made = [views[slot.index] for slot in outputs if slot.index is not None]
+    made = [views[output.index] for output in outputs if output.index is not None]
     return sum(_num_bytes(spec) for spec in made)
 
 
@@ -355,14 +357,14 @@ def _places(planned: PlannedStep) -> Iterator[tuple[str, tuple[int, ViewSpec]]]:
             continue
         lowered = planned.lowered[call.region]
         inside = call.into_buffers()
-        for slot, value in zip(lowered.profile.outputs, call.outputs, strict=True):
-            if slot.storage is Storage.ARENA and slot.index is not None:
-                if slot.index not in inside:
-                    name = lowered.profile.buffers[slot.index].name
+        for output, value in zip(lowered.profile.outputs, call.outputs, strict=True):
+            if output.storage is Storage.ARENA and output.index is not None:
+                if output.index not in inside:
+                    name = lowered.profile.buffers[output.index].name
                     offset = planned.plan.offsets[f"{call.name}/{name}"]
-                    found[value] = (offset, lowered.views[slot.index])
-            elif slot.storage is Storage.INPUT and slot.index is not None:
-                source_place = found.get(call.inputs[slot.index])
+                    found[value] = (offset, lowered.views[output.index])
+            elif output.storage is Storage.INPUT and output.index is not None:
+                source_place = found.get(call.inputs[output.index])
                 if source_place is not None:
                     found[value] = source_place
     yield from found.items()
@@ -397,9 +399,9 @@ def _sources(problem: Problem) -> dict[str, str]:
     """Value that lies in the memory of another -> the value that was made there."""
     found: dict[str, str] = {}
     for call in problem.calls:
-        for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
-            if slot.storage is Storage.INPUT and slot.index is not None:
-                viewed = call.inputs[slot.index]
+        for output, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
+            if output.storage is Storage.INPUT and output.index is not None:
+                viewed = call.inputs[output.index]
                 found[value] = found.get(viewed, viewed)
     return found
 
@@ -430,11 +432,11 @@ def _dying_inputs(binder: Binder) -> dict[int, list[tuple[int, int, int]]]:
             end, size = ends.get(owner.get(value, ""), (-1, 0))
             if end == starts[index] + region.input_ends[position]:
                 dying.setdefault(index, []).append((position, plan.offsets[owner[value]], size))
-        for slot, value in zip(region.outputs, call.outputs, strict=True):
-            if slot.storage is Storage.ARENA and slot.index is not None:
-                owner[value] = f"{call.name}/{region.buffers[slot.index].name}"
-            elif slot.storage is Storage.INPUT and slot.index is not None:
-                source = owner.get(call.inputs[slot.index])
+        for output, value in zip(region.outputs, call.outputs, strict=True):
+            if output.storage is Storage.ARENA and output.index is not None:
+                owner[value] = f"{call.name}/{region.buffers[output.index].name}"
+            elif output.storage is Storage.INPUT and output.index is not None:
+                source = owner.get(call.inputs[output.index])
                 if source is not None:
                     owner[value] = source
     return dying

@@ -244,11 +244,11 @@ def _arena_sizes(problem: Problem) -> dict[str, int]:
     for call in problem.calls:
         region = problem.regions[call.region]
         owners: dict[int, list[str]] = {}
-        for slot, value in zip(region.outputs, call.outputs, strict=True):
-            if slot.storage is Storage.ARENA and slot.index is not None:
-                owners.setdefault(slot.index, []).append(value)
-            elif slot.storage is Storage.INPUT and slot.index is not None:
-                aliased.add(call.inputs[slot.index])
+        for output, value in zip(region.outputs, call.outputs, strict=True):
+            if output.storage is Storage.ARENA and output.index is not None:
+                owners.setdefault(output.index, []).append(value)
+            elif output.storage is Storage.INPUT and output.index is not None:
+                aliased.add(call.inputs[output.index])
         if call.phase is Phase.FORWARD and call.kind is CallKind.RUN:
             for index, values in owners.items():
                 if len(values) == 1:

@@ -38,10 +38,10 @@ def step_problem(
         *(_step_call(call, Phase.BACKWARD, units, lowered) for call in backward.calls),
     ]
     outputs_bytes = sum(
-        slot.size_bytes
+        output.size_bytes
         for call in forward.calls
-        for slot in lowered[call.region].profile.outputs
-        if slot.storage is Storage.EXTERNAL
+        for output in lowered[call.region].profile.outputs
+        if output.storage is Storage.EXTERNAL
     )
     given = backward.program.graph.find_nodes(op="placeholder")
     problem = Problem(
@@ -115,13 +115,13 @@ def _half(cut: Cut) -> Half:
 
 def _into(target: CutInto, region: LoweredRegion) -> Into:
     """Where an output goes, by the buffer that lowering gave it."""
-    slot = region.profile.outputs[target.output]
-    if slot.storage is not Storage.ARENA or slot.index is None:
+    output = region.profile.outputs[target.output]
+    if output.storage is not Storage.ARENA or output.index is None:
         raise UnsupportedGraph(
             f"region {region.profile.name}: output {target.output} of a tile is no buffer of its "
             "own; set token_tiles=1"
         )
-    return Into(buffer=slot.index, value=target.value, offset_bytes=target.offset_bytes)
+    return Into(buffer=output.index, value=target.value, offset_bytes=target.offset_bytes)
 
 
 def _layer_classes(units: JointUnits, calls: Iterable[StepCall]) -> tuple[LayerClassInfo, ...]:

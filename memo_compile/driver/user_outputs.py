@@ -32,11 +32,11 @@ def result_storages(problem: Problem, results: Sequence[str | None]) -> dict[int
     """
     root: dict[str, str] = {}
     for call in problem.calls:
-        for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
-            if slot.storage is Storage.EXTERNAL:
-                root[value] = value if slot.same_as is None else call.outputs[slot.same_as]
-            elif slot.storage is Storage.INPUT and slot.index is not None:
-                source = call.inputs[slot.index]
+        for output, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
+            if output.storage is Storage.EXTERNAL:
+                root[value] = value if output.same_as is None else call.outputs[output.same_as]
+            elif output.storage is Storage.INPUT and output.index is not None:
+                source = call.inputs[output.index]
                 if source in root:
                     root[value] = root[source]
     return {at: root[value] for at, value in enumerate(results) if value in root}
@@ -45,10 +45,10 @@ def result_storages(problem: Problem, results: Sequence[str | None]) -> dict[int
 def held_bytes(problem: Problem, results: Sequence[str | None]) -> int:
     """Bytes of the large results: each storage once."""
     sizes = {
-        value: slot.size_bytes
+        value: output.size_bytes
         for call in problem.calls
         if call.phase is Phase.FORWARD
-        for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True)
+        for output, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True)
     }
     roots = set(result_storages(problem, results).values())
     return sum(sizes[value] for value in roots if sizes[value] > LARGE_RESULT_BYTES)

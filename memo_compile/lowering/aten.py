@@ -23,9 +23,9 @@ from memo_compile.analysis.structure import make_tape
 from memo_compile.analysis.views import is_tensor, is_view, storage_of
 from memo_compile.lowering.eager_ops import runnable
 from memo_compile.step.problem import (
-    OutputSlot,
     OutsideBuffer,
     RegionBuffer,
+    RegionOutput,
     RegionProfile,
     Storage,
     align,
@@ -144,7 +144,7 @@ class _AtenRegion:
             num_lines=len(self.nodes),
             buffers=tuple(self.buffers.values()),
             input_ends=tuple(self._input_end(node) for node in self.inputs),
-            outputs=tuple(self._slots()),
+            outputs=tuple(self._region_outputs()),
             outside=tuple(self.outside),
         )
         views = tuple(view_spec(node.meta["val"]) for node in self.buffers)
@@ -155,33 +155,33 @@ class _AtenRegion:
             return len(self.nodes)
         return self.last_use[node] + 1 if node in self.last_use else 0
 
-    def _slots(self) -> Iterator[OutputSlot]:
+    def _region_outputs(self) -> Iterator[RegionOutput]:
         counted: dict[fx.Node, int] = {}
         for index, node in enumerate(self.outputs):
-            slot = self._slot(index, node)
-            if slot.storage in (Storage.EXTERNAL, Storage.OUTSIDE):
+            output = self._region_output(index, node)
+            if output.storage in (Storage.EXTERNAL, Storage.OUTSIDE):
                 same_as = counted.setdefault(storage_of(node), index)
                 if same_as != index:
-                    slot = replace(slot, size_bytes=0, same_as=same_as)
-            yield slot
+                    output = replace(output, size_bytes=0, same_as=same_as)
+            yield output
 
-    def _slot(self, index: int, node: Any) -> OutputSlot:
+    def _region_output(self, index: int, node: Any) -> RegionOutput:
         if not isinstance(node, fx.Node):
-            return OutputSlot(storage=Storage.NONE)
+            return RegionOutput(storage=Storage.NONE)
         root = storage_of(node)
         if root in self.buffers:
-            return OutputSlot(storage=Storage.ARENA, index=self.index[root])
+            return RegionOutput(storage=Storage.ARENA, index=self.index[root])
         if root.op == "placeholder":
-            return OutputSlot(storage=Storage.INPUT, index=self.inputs.index(root))
+            return RegionOutput(storage=Storage.INPUT, index=self.inputs.index(root))
         if is_write(root) and root.all_input_nodes[0].op == "placeholder":
             source = self.inputs.index(root.all_input_nodes[0])
-            return OutputSlot(storage=Storage.INPUT, index=source)
+            return RegionOutput(storage=Storage.INPUT, index=source)
         value = root.meta.get("val")
         size = align(storage_bytes(value)) if isinstance(value, torch.Tensor) else 0
         if index in self.region.external_outputs:
             start = self.line[_maker(root)] if root in self.line else 0
-            return OutputSlot(storage=Storage.EXTERNAL, size_bytes=size, start=start)
-        return OutputSlot(storage=Storage.OUTSIDE, size_bytes=size)
+            return RegionOutput(storage=Storage.EXTERNAL, size_bytes=size, start=start)
+        return RegionOutput(storage=Storage.OUTSIDE, size_bytes=size)
 
     def _is_mapped(self, node: fx.Node) -> bool:
         """True for what a forward makes for the user in the host's memory, as Inductor's regions.

@@ -11,9 +11,9 @@ from memo_compile import shim
 from memo_compile.analysis.regions import RegionGraph, ViewSpec
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.step.problem import (
-    OutputSlot,
     OutsideBuffer,
     RegionBuffer,
+    RegionOutput,
     RegionProfile,
     Storage,
     align,
@@ -211,20 +211,20 @@ class LineScan:
             num_lines=len(self._lines),
             buffers=buffers,
             input_ends=tuple(ends[self._groups.root(name)] for name in inputs),
-            outputs=tuple(self._slots()),
+            outputs=tuple(self._region_outputs()),
             outside=tuple(self._outside_buffers(ends)),
         )
 
-    def _slots(self) -> Iterator[OutputSlot]:
+    def _region_outputs(self) -> Iterator[RegionOutput]:
         inputs = {name: position for position, name in enumerate(self._graph.graph_input_names)}
         names = self._graph.get_output_names()
         counted: dict[str, int] = {}
         for index, name in enumerate(names):
             root = self._groups.root(name)
             if root in self._arena:
-                yield OutputSlot(storage=Storage.ARENA, index=self._arena[root])
+                yield RegionOutput(storage=Storage.ARENA, index=self._arena[root])
             elif root in inputs:
-                yield OutputSlot(storage=Storage.INPUT, index=inputs[root])
+                yield RegionOutput(storage=Storage.INPUT, index=inputs[root])
             elif root in self._births or root in self._outside:
                 size = self._size_bytes(self._graph.name_to_buffer[root])
                 same_as = counted.get(root)
@@ -233,14 +233,14 @@ class LineScan:
                 user = index in self._region.external_outputs
                 storage = Storage.EXTERNAL if user else Storage.OUTSIDE
                 start = self._births[root][0] if root in self._births else self._outside[root][0]
-                yield OutputSlot(
+                yield RegionOutput(
                     storage=storage,
                     size_bytes=size,
                     start=start if user else 0,
                     same_as=same_as,
                 )
             else:
-                yield OutputSlot(storage=Storage.NONE)
+                yield RegionOutput(storage=Storage.NONE)
 
     def _outside_buffers(self, ends: dict[str, int]) -> Iterator[OutsideBuffer]:
         yield from self._copied

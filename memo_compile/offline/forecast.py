@@ -281,8 +281,8 @@ def _peak_at(step: OfflineStep) -> PeakAt | None:
     found = []
     for buffer in alive[:NUM_LARGEST]:
         maker = problem.calls[buffer.call]
-        slots = problem.regions[maker.region].outputs_of_buffers()
-        value = maker.outputs[slots[buffer.index][0]] if buffer.index in slots else None
+        positions = problem.regions[maker.region].outputs_of_buffers()
+        value = maker.outputs[positions[buffer.index][0]] if buffer.index in positions else None
         info = problem.tensors.get(value) if value is not None else None
         found.append(
             TensorAtPeak(

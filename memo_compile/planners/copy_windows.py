@@ -73,9 +73,9 @@ def _buffer_bytes(problem: Problem) -> dict[str, int]:
     found = {}
     for call in problem.calls[: problem.first_backward]:
         region = problem.regions[call.region]
-        for slot, value in zip(region.outputs, call.outputs, strict=True):
-            if slot.index is not None and slot.index < len(region.buffers):
-                found[value] = region.buffers[slot.index].size_bytes
+        for output, value in zip(region.outputs, call.outputs, strict=True):
+            if output.index is not None and output.index < len(region.buffers):
+                found[value] = region.buffers[output.index].size_bytes
     return found
 
 

@@ -73,11 +73,11 @@ def _collect(step: MovableStep) -> StepFacts:
             continue
         inside = call.into_buffers()
         written_at.update((into.value, at) for into in call.into)
-        for slot, value in zip(region.outputs, call.outputs, strict=True):
+        for output, value in zip(region.outputs, call.outputs, strict=True):
             written_at[value] = at
-            if slot.storage is Storage.ARENA and slot.index is not None:
-                if slot.index not in inside:
-                    size_of[value] = region.buffers[slot.index].size_bytes
+            if output.storage is Storage.ARENA and output.index is not None:
+                if output.index not in inside:
+                    size_of[value] = region.buffers[output.index].size_bytes
     index_of = {call.name: at for at, call in enumerate(calls)}
     return StepFacts(
         problem=problem,

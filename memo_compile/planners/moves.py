@@ -346,12 +346,12 @@ class _Builder:
         if region.key.rows is None:
             return ()
         found: dict[int, Into] = {}
-        for slot, value in zip(region.profile.outputs, recomputation.values, strict=True):
-            index = slot.index
-            if slot.storage is not Storage.ARENA or index is None or index in found:
+        for output, value in zip(region.profile.outputs, recomputation.values, strict=True):
+            index = output.index
+            if output.storage is not Storage.ARENA or index is None or index in found:
                 raise InvalidPlan(
                     f"{region.key.region} must make {value} in an arena buffer of its own, "
-                    f"so that it can be written into the reloaded one; got {slot.storage.value}. "
+                    f"so that it can be written into the reloaded one; got {output.storage.value}. "
                     "Recompute all rows"
                 )
             if value in self.reloaded:

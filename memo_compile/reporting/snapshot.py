@@ -190,22 +190,22 @@ def _made(
     del plan
     lives, at = [], address
     for index, call in enumerate(problem.calls):
-        slots = problem.regions[call.region].outputs
-        for slot, value in zip(slots, call.outputs, strict=True):
-            if slot.storage is not Storage.EXTERNAL or not slot.size_bytes:
+        outputs = problem.regions[call.region].outputs
+        for output, value in zip(outputs, call.outputs, strict=True):
+            if output.storage is not Storage.EXTERNAL or not output.size_bytes:
                 continue
             frames = (_frame(value), _frame(call.name, f"{FRAME_FILE} {view.labels[index]}"))
             lives.append(
                 _Life(
-                    start=view.starts[index] + slot.start,
+                    start=view.starts[index] + output.start,
                     end=None,
                     address=at,
-                    size_bytes=slot.size_bytes,
+                    size_bytes=output.size_bytes,
                     category="output",
                     frames=frames,
                 )
             )
-            at += slot.size_bytes
+            at += output.size_bytes
     blocks = [
         _block(life.address, life.size_bytes, "active_allocated", life.frames) for life in lives
     ]

@@ -207,14 +207,16 @@ class _Names:
         on_host: dict[int, str] = {}
         for index, call in enumerate(self.problem.calls):
             region = self.problem.regions[call.region]
-            for slot, value in zip(region.outputs, call.outputs, strict=True):
-                if slot.index is None:
+            for output, value in zip(region.outputs, call.outputs, strict=True):
+                if output.index is None:
                     continue
-                if slot.storage is Storage.ARENA:
-                    self.buffer_of.setdefault(value, (index, slot.index))
-                    self.value_of.setdefault((index, slot.index), value)
-                elif slot.storage is Storage.INPUT and call.inputs[slot.index] in self.buffer_of:
-                    self.buffer_of[value] = self.buffer_of[call.inputs[slot.index]]
+                if output.storage is Storage.ARENA:
+                    self.buffer_of.setdefault(value, (index, output.index))
+                    self.value_of.setdefault((index, output.index), value)
+                elif (
+                    output.storage is Storage.INPUT and call.inputs[output.index] in self.buffer_of
+                ):
+                    self.buffer_of[value] = self.buffer_of[call.inputs[output.index]]
             if call.kind is CallKind.OFFLOAD and call.copy is not None:
                 value = call.inputs[0]
                 on_host[call.copy.host_offset - call.copy.start_bytes] = value
@@ -327,8 +329,8 @@ def _role(call: StepCall, buffer: ArenaBuffer, offloaded: bool, backward_start: 
 
 def _made(problem: Problem) -> Iterator[int]:
     for call in problem.calls:
-        slots = problem.regions[call.region].outputs
-        yield sum(slot.size_bytes for slot in slots if slot.storage is Storage.EXTERNAL)
+        outputs = problem.regions[call.region].outputs
+        yield sum(output.size_bytes for output in outputs if output.storage is Storage.EXTERNAL)
 
 
 def _moments(problem: Problem, plan: Plan, buffers: tuple[ArenaBuffer, ...]) -> tuple[Moment, ...]:

@@ -143,7 +143,7 @@ class OutsideBuffer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputSlot:
+class RegionOutput:
     """Where one output of a region lies."""
 
     storage: Storage
@@ -166,7 +166,7 @@ class RegionProfile:
     buffers: tuple[RegionBuffer, ...]
     input_ends: tuple[int, ...]
     """Per input the first line after its last use; 0 for an unused input."""
-    outputs: tuple[OutputSlot, ...]
+    outputs: tuple[RegionOutput, ...]
     outside: tuple[OutsideBuffer, ...] = ()
     input_layouts: Layouts = ()
     """What the code was made for; empty for copies, and where no code is known."""
@@ -175,9 +175,9 @@ class RegionProfile:
     def outputs_of_buffers(self) -> dict[int, list[int]]:
         """Buffer index -> the outputs whose storage it is, by position."""
         found: dict[int, list[int]] = {}
-        for position, slot in enumerate(self.outputs):
-            if slot.storage is Storage.ARENA and slot.index is not None:
-                found.setdefault(slot.index, []).append(position)
+        for position, output in enumerate(self.outputs):
+            if output.storage is Storage.ARENA and output.index is not None:
+                found.setdefault(output.index, []).append(position)
         return found
 
 
@@ -272,7 +272,7 @@ def copy_regions(reload_sizes: Iterable[int]) -> dict[str, RegionProfile]:
             num_lines=1,
             buffers=(buffer,),
             input_ends=(),
-            outputs=(OutputSlot(storage=Storage.ARENA, index=0),),
+            outputs=(RegionOutput(storage=Storage.ARENA, index=0),),
         )
     return regions
 
@@ -453,12 +453,12 @@ def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
             last[value] = max(last.get(value, 0), starts[index] + end)
         for into in call.into:
             last[into.value] = max(last.get(into.value, 0), starts[index] + region.num_lines)
-        for slot, value in zip(region.outputs, call.outputs, strict=True):
-            if slot.same_as is not None:
-                first = call.outputs[slot.same_as]
+        for output, value in zip(region.outputs, call.outputs, strict=True):
+            if output.same_as is not None:
+                first = call.outputs[output.same_as]
                 last[first] = max(last.get(first, 0), last.get(value, 0))
-            if slot.storage is Storage.INPUT and slot.index is not None:
-                source = call.inputs[slot.index]
+            if output.storage is Storage.INPUT and output.index is not None:
+                source = call.inputs[output.index]
                 alive = max(last.get(value, 0), starts[index] + region.num_lines)
                 last[source] = max(last.get(source, 0), alive)
     return last
@@ -502,13 +502,13 @@ def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
             end = _last_line(starts, last_read[value])
             yield max(backward_line + 1, end), -size_bytes
     for index, call in enumerate(problem.calls):
-        for slot, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
-            if slot.storage is not Storage.EXTERNAL or not slot.size_bytes:
+        for output, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
+            if output.storage is not Storage.EXTERNAL or not output.size_bytes:
                 continue
-            yield starts[index] + slot.start, slot.size_bytes
+            yield starts[index] + output.start, output.size_bytes
             if call.phase is Phase.FORWARD and not problem.keeps_outputs:
                 end = _last_line(starts, last_read[value]) if value in last_read else 0
-                yield max(backward_line, end), -slot.size_bytes
+                yield max(backward_line, end), -output.size_bytes
 
 
 def outside_peak(problem: Problem) -> dict[str, int]:
@@ -525,7 +525,7 @@ def outside_peak(problem: Problem) -> dict[str, int]:
 def outside_events(problem: Problem) -> Iterator[tuple[int, int, str]]:
     """(line, bytes born or minus bytes dead, kind) of all memory that kernels allocate."""
     if not any(
-        region.outside or any(slot.storage is Storage.OUTSIDE for slot in region.outputs)
+        region.outside or any(output.storage is Storage.OUTSIDE for output in region.outputs)
         for region in problem.regions.values()
     ):
         return
@@ -536,11 +536,11 @@ def outside_events(problem: Problem) -> Iterator[tuple[int, int, str]]:
         for buffer in region.outside:
             yield start + buffer.start, buffer.size_bytes, buffer.kind
             yield start + buffer.end, -buffer.size_bytes, buffer.kind
-        for slot, value in zip(region.outputs, call.outputs, strict=True):
-            if slot.storage is Storage.OUTSIDE:
-                yield start, slot.size_bytes, "unplanned outputs"
+        for output, value in zip(region.outputs, call.outputs, strict=True):
+            if output.storage is Storage.OUTSIDE:
+                yield start, output.size_bytes, "unplanned outputs"
                 end = _last_line(starts, last_read[value]) if value in last_read else 0
-                yield max(start + region.num_lines, end), -slot.size_bytes, "unplanned outputs"
+                yield max(start + region.num_lines, end), -output.size_bytes, "unplanned outputs"
 
 
 def _last_line(starts: Sequence[int], line: int) -> int:

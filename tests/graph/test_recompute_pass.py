@@ -360,10 +360,10 @@ def test_estimates_hold_all_that_is_computed(name):
     assert len(profile.input_ends) == len(sources)
     assert [output.storage for output in profile.outputs] == [Storage.ARENA] * len(slots(region))
     assert len({output.index for output in profile.outputs}) == len(slots(region))
-    for slot in profile.outputs:
-        assert profile.buffers[slot.index].end == profile.num_lines
+    for output in profile.outputs:
+        assert profile.buffers[output.index].end == profile.num_lines
     outputs = [outputs_of(region)[at].meta["val"] for at in slots(region).values()]
-    for value, slot in zip(outputs, profile.outputs, strict=True):
-        size = profile.buffers[slot.index].size_bytes
+    for value, output in zip(outputs, profile.outputs, strict=True):
+        size = profile.buffers[output.index].size_bytes
         assert 0 <= size - value.numel() * value.element_size() < ALIGNMENT_BYTES
     assert len(profile.buffers) > len(slots(region))

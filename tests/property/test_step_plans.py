@@ -8,10 +8,10 @@ from memo_compile.planners.place_step import place_step
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import (
     FixedBytes,
-    OutputSlot,
     Phase,
     Problem,
     RegionBuffer,
+    RegionOutput,
     RegionProfile,
     StepCall,
     Storage,
@@ -31,25 +31,25 @@ def regions(draw, name: str, num_inputs: int) -> RegionProfile:
         end = draw(st.integers(start + 1, LINES))
         size = 512 * draw(st.integers(0, 6))
         buffers.append(RegionBuffer(name=f"b{index}", size_bytes=size, start=start, end=end))
-    slots = []
+    drawn = []
     for _ in range(draw(st.integers(1, 3))):
         kind = draw(
             st.sampled_from([Storage.ARENA, Storage.ARENA, Storage.INPUT, Storage.EXTERNAL])
         )
         if kind is Storage.ARENA:
             index = draw(st.integers(0, len(buffers) - 1))
-            slots.append(OutputSlot(storage=kind, index=index))
+            drawn.append(RegionOutput(storage=kind, index=index))
         elif kind is Storage.INPUT and num_inputs:
             index = draw(st.integers(0, num_inputs - 1))
-            slots.append(OutputSlot(storage=kind, index=index))
+            drawn.append(RegionOutput(storage=kind, index=index))
         else:
-            slots.append(OutputSlot(storage=Storage.EXTERNAL, size_bytes=512))
+            drawn.append(RegionOutput(storage=Storage.EXTERNAL, size_bytes=512))
     return RegionProfile(
         name=name,
         num_lines=LINES,
         buffers=tuple(buffers),
         input_ends=tuple(draw(st.integers(0, LINES)) for _ in range(num_inputs)),
-        outputs=tuple(slots),
+        outputs=tuple(drawn),
     )
 
 

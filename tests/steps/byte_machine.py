@@ -158,16 +158,16 @@ class Machine:
         self, call: StepCall, region: RegionProfile, mine: dict[int, Cells], seen: list
     ) -> None:
         digest = hash((call.region, tuple(seen)))
-        kept = {slot.index for slot in region.outputs if slot.storage is Storage.ARENA}
+        kept = {output.index for output in region.outputs if output.storage is Storage.ARENA}
         for index in sorted(kept | {target.buffer for target in call.into}):
             for cell in range(mine[index].count if call.kind is not CallKind.RELOAD else 0):
                 mine[index].put(cell, (digest, index, cell))
-        for position, (slot, value) in enumerate(zip(region.outputs, call.outputs, strict=True)):
-            if slot.storage is Storage.ARENA:
-                self.values[value] = mine[slot.index]
-                self._recompute(call, position, mine[slot.index])
-            elif slot.storage is Storage.INPUT:
-                self.values[value] = self.values[call.inputs[slot.index]]
+        for position, (output, value) in enumerate(zip(region.outputs, call.outputs, strict=True)):
+            if output.storage is Storage.ARENA:
+                self.values[value] = mine[output.index]
+                self._recompute(call, position, mine[output.index])
+            elif output.storage is Storage.INPUT:
+                self.values[value] = self.values[call.inputs[output.index]]
             else:
                 self.values[value] = self._ordinary(value, 1, (digest, position))
                 self.results[value] = self.values[value].all()

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from memo_compile.step.problem import (
-    OutputSlot,
     Phase,
     RegionBuffer,
+    RegionOutput,
     RegionProfile,
     StepCall,
     Storage,
@@ -19,19 +19,19 @@ def buffer(name: str, size_bytes: int, start: int, end: int) -> RegionBuffer:
     return RegionBuffer(name=name, size_bytes=size_bytes, start=start, end=end)
 
 
-def arena(index: int) -> OutputSlot:
-    return OutputSlot(storage=Storage.ARENA, index=index)
+def arena(index: int) -> RegionOutput:
+    return RegionOutput(storage=Storage.ARENA, index=index)
 
 
-def external(size_bytes: int) -> OutputSlot:
-    return OutputSlot(storage=Storage.EXTERNAL, size_bytes=size_bytes)
+def external(size_bytes: int) -> RegionOutput:
+    return RegionOutput(storage=Storage.EXTERNAL, size_bytes=size_bytes)
 
 
 def region(
     name: str,
     buffers: Sequence[RegionBuffer],
     input_ends: Sequence[int],
-    outputs: Sequence[OutputSlot],
+    outputs: Sequence[RegionOutput],
     num_lines: int = 4,
 ) -> RegionProfile:
     return RegionProfile(

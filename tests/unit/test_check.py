@@ -12,11 +12,11 @@ from memo_compile.step.problem import (
     COPY_REGION,
     CallKind,
     Copy,
-    OutputSlot,
     OutsideBuffer,
     Phase,
     Problem,
     RegionBuffer,
+    RegionOutput,
     RegionProfile,
     StepCall,
     Storage,
@@ -197,7 +197,7 @@ def test_memory_outside_the_arena_is_summed_line_by_line(problem):
     layer = dataclasses.replace(
         LAYER,
         outside=outside,
-        outputs=(OutputSlot(storage=Storage.OUTSIDE, size_bytes=4 * KIB),),
+        outputs=(RegionOutput(storage=Storage.OUTSIDE, size_bytes=4 * KIB),),
     )
     heavy = dataclasses.replace(problem, regions={**problem.regions, "L": layer})
     plan = planned(heavy)
@@ -210,7 +210,7 @@ def test_memory_outside_the_arena_is_summed_line_by_line(problem):
 
 def test_a_gradient_that_came_in_counts_beside_what_its_last_reader_makes(problem):
     """The heap may keep the hole of what was freed inside a call, until that call has ended."""
-    late = OutputSlot(storage=Storage.EXTERNAL, size_bytes=KIB, start=3)
+    late = RegionOutput(storage=Storage.EXTERNAL, size_bytes=KIB, start=3)
     reader = dataclasses.replace(
         LAYER_BACKWARD, input_ends=(2, 2), outputs=(LAYER_BACKWARD.outputs[0], late)
     )
@@ -239,7 +239,7 @@ def test_eighty_layers_with_forty_copies_each_are_checked_within_its_time():
             num_lines=1,
             buffers=tuple(data[name] for name in mine),
             input_ends=(),
-            outputs=tuple(OutputSlot(storage=Storage.ARENA, index=at) for at in range(10)),
+            outputs=tuple(RegionOutput(storage=Storage.ARENA, index=at) for at in range(10)),
         )
         regions[f"B{i}"] = RegionProfile(
             name=f"B{i}", num_lines=1, buffers=(), input_ends=(1,) * 10, outputs=()

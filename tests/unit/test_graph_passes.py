@@ -262,10 +262,10 @@ def test_what_has_an_out_overload_writes_into_its_buffer(function, direct):
         results = lowered.run([x])
     finally:
         current.views = ()
-    for slot, result, expected in zip(lowered.profile.outputs, results, function(x), strict=True):
+    for output, result, expected in zip(lowered.profile.outputs, results, function(x), strict=True):
         torch.testing.assert_close(result, expected)
-        assert slot.storage is Storage.ARENA
-        assert result.data_ptr() == views[slot.index].data_ptr()
+        assert output.storage is Storage.ARENA
+        assert result.data_ptr() == views[output.index].data_ptr()
 
 
 def test_the_users_outputs_get_no_buffer():

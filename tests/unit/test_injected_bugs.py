@@ -354,8 +354,8 @@ def test_most_offloaded_values_lose_their_bytes():
 def _owner(moved: Problem, offload: StepCall) -> str:
     maker = next(call for call in moved.calls if offload.inputs[0] in call.outputs)
     region = moved.regions[maker.region]
-    slot = region.outputs[maker.outputs.index(offload.inputs[0])]
-    return f"{maker.name}/{region.buffers[slot.index].name}"
+    output = region.outputs[maker.outputs.index(offload.inputs[0])]
+    return f"{maker.name}/{region.buffers[output.index].name}"
 
 
 def _is_overwritten(moved: Problem, plan: Plan, buffer) -> bool:

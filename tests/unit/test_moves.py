@@ -28,7 +28,15 @@ from memo_compile.step.movable import (
     RegionInput,
     Schedule,
 )
-from memo_compile.step.problem import CallKind, Into, OutputSlot, Phase, Problem, StepCall, Storage
+from memo_compile.step.problem import (
+    CallKind,
+    Into,
+    Phase,
+    Problem,
+    RegionOutput,
+    StepCall,
+    Storage,
+)
 from tests.steps.movable import KIB, NUM_ROWS, SLOTS, movable_step, recomputer
 from tests.steps.parts import call
 
@@ -218,7 +226,7 @@ def test_a_mix_needs_results_in_buffers_of_their_own():
 
     def shared(key: RecomputeKey):
         region = recompute(key)
-        outputs = (OutputSlot(storage=Storage.ARENA, index=1),) * len(key.slots)
+        outputs = (RegionOutput(storage=Storage.ARENA, index=1),) * len(key.slots)
         return replace(region, profile=replace(region.profile, outputs=outputs))
 
     moves = Moves(modes=(mode(rows=2, b=RECOMPUTE, c=RECOMPUTE),))
@@ -384,7 +392,7 @@ def test_two_layers_do_not_move_one_value():
 def test_what_is_not_in_the_arena_is_not_copied():
     step = movable_step(1)
     region = step.problem.regions["P"]
-    outside = replace(region, outputs=(OutputSlot(storage=Storage.OUTSIDE, size_bytes=8 * KIB),))
+    outside = replace(region, outputs=(RegionOutput(storage=Storage.OUTSIDE, size_bytes=8 * KIB),))
     step = replace(
         step,
         problem=replace(step.problem, regions={**step.problem.regions, "P": outside}),

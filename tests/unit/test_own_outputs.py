@@ -51,7 +51,7 @@ def region_of_mixed_results() -> RegionGraph:
 
 def test_a_tensor_among_numbers_gets_a_planned_buffer():
     lowered = lower_regions([region_of_mixed_results()], MemoConfig(), PassRunner())["mixed"]
-    assert [slot.storage for slot in lowered.profile.outputs] == [Storage.ARENA, Storage.ARENA]
+    assert [output.storage for output in lowered.profile.outputs] == [Storage.ARENA, Storage.ARENA]
     (own,) = lowered.profile.outside  # the kernel's own result
     assert own.size_bytes == 512
     generator = torch.Generator().manual_seed(0)

@@ -14,7 +14,7 @@ NAMED = set(re.findall(r"`(\w+)`", TEXT))
 CLASSES = (
     *(plans.Plan, plans.Decision, plans.Timeline, plans.Span, plans.FrontierPoint),
     *(plans.CheckVerdict, problem.FixedBytes, problem.LayerClassInfo, problem.Problem),
-    *(problem.RegionProfile, problem.RegionBuffer, problem.OutsideBuffer, problem.OutputSlot),
+    *(problem.RegionProfile, problem.RegionBuffer, problem.OutsideBuffer, problem.RegionOutput),
     *(problem.StepCall, problem.Copy, problem.Into, problem.TensorInfo, movable.StepCosts),
 )
 
