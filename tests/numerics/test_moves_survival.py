@@ -17,6 +17,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 import memo_compile
 from memo_compile.config import MemoConfig
+from memo_compile.driver import assemble
 from memo_compile.driver.tries import TOKEN_TILES
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.planners.policy import candidates
@@ -340,6 +341,19 @@ def test_an_arena_that_is_refused_at_every_size(monkeypatch, strict):
     assert isinstance(error, ArenaError)
     assert "no plan of this step needs less" in str(error)
     assert min(asked) < max(asked)
+
+
+def test_a_refusal_says_how_often_the_step_was_planned_again(monkeypatch):
+    """Row 14: a smaller plan may exist that was not tried; the message does not deny it."""
+
+    def refuse(self, size_bytes):
+        raise ArenaError(f"memo: cpu refused {size_bytes} B for the arena of a step")
+
+    monkeypatch.setattr(DeviceArena, "acquire", refuse)
+    monkeypatch.setattr(assemble, "MAX_REFUSALS", 1)
+    error = inner_error(Stack(num_layers=4), **MOVING)
+    assert "the step was planned again 1 times" in str(error)
+    assert "no plan of this step needs less" not in str(error)
 
 
 def test_a_smaller_plan_for_the_host_memory_that_there_is(monkeypatch):
