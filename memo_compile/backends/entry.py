@@ -53,7 +53,8 @@ def memo(
 
     Raises:
         ConfigError: an option is unknown or cannot be used.
-        MemoError: planning failed and ``strict`` is set.
+        MemoError: planning failed, and ``strict`` or a ``memory_budget`` is set.
+        ArenaError, HostStoreError: the device or the host refused the memory of every plan tried.
     """
     with _failure_reported():
         config = _with_own_dump(resolve(options, mode))
