@@ -24,6 +24,7 @@ from memo_compile.planners.policy.modes import (
     mode_cost,
     with_launches,
 )
+from memo_compile.planners.policy.named import NAMED
 from memo_compile.planners.policy.subsets import MAX_GROUPS, recompute_sets, slot_groups
 from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.movable import Action, Moves, RecomputeKey, Schedule
@@ -211,10 +212,17 @@ def test_without_an_engine_the_choice_is_greedys(monkeypatch):
     assert choice.plan.peak_bytes <= budget_bytes
 
 
+def test_every_candidate_names_who_proposed_it():
+    step = movable_step(4)
+    source = CandidateSource(step=step, recompute=recomputer(step))
+    proposers = {candidate.moves.policy for candidate in source.auto()}
+    assert proposers == {"greedy", "program", "steady", *NAMED}
+
+
 def test_without_time_the_choice_is_greedys():
     step = movable_step(4)
     source = CandidateSource(step=step, recompute=recomputer(step), time_limit_s=0.0)
-    assert {candidate.moves.policy for candidate in source.auto()}.isdisjoint({"auto"})
+    assert "program" not in {candidate.moves.policy for candidate in source.auto()}
     assert solve_modes(model_of(3), bound_bytes=1 << 40, time_limit_s=0.0).status is (
         SolveStatus.TIME_LIMIT
     )
