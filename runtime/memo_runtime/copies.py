@@ -159,17 +159,6 @@ class CopyEngine:
         if ticket.error is not None:
             log.warning("memo: a copy of a dropped step failed: %s", ticket.error)
 
-    def drain(self) -> None:
-        """Every copy issued so far has ended; blocks the host.
-
-        A LATE copy that nobody waits for has not begun, and stays so.
-        """
-        self._lanes.drain()
-
-    def close(self) -> None:
-        """End the lanes' threads, after the copies that were issued. They return when needed."""
-        self._lanes.close()
-
     def _start(self, ticket: Ticket) -> None:
         if not ticket.started:
             if self.schedule in (CopySchedule.EARLY, CopySchedule.LATE):
@@ -217,14 +206,6 @@ class _CpuLanes:
     def settle(self, ticket: Ticket) -> None:
         self.workers[ticket.lane].drain()
 
-    def drain(self) -> None:
-        for worker in self.workers.values():
-            worker.drain()
-
-    def close(self) -> None:
-        for worker in self.workers.values():
-            worker.close()
-
 
 class _CudaLanes:
     """A stream for each lane.
@@ -270,13 +251,6 @@ class _CudaLanes:
             self.streams[ticket.lane].synchronize()
         if ticket.event is not None:
             ticket.event.synchronize()
-
-    def drain(self) -> None:
-        for stream in self.streams.values():
-            stream.synchronize()
-
-    def close(self) -> None:
-        self.drain()
 
 
 class _Worker:

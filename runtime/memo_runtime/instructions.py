@@ -41,10 +41,8 @@ class Running:
             self.resident_bytes = resident_bytes
 
 
-Size = tuple[int, ...]
-
-InputView = tuple[int, Size, Size] | tuple[int, Size, Size, int]
-"""(position, size, stride[, offset]); the offset is in elements, from where the value starts."""
+InputView = tuple[int, tuple[int, ...], tuple[int, ...], int]
+"""(position, size, stride, offset); the offset is in elements, from where the value starts."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,10 +87,9 @@ class RunCall:
                 for position, offset, size_bytes in self.dying
             }
         inputs = [env[register] for register in self.inputs]
-        for view in self.views:
-            value = inputs[view[0]]
-            offset = value.storage_offset() + (view[3] if len(view) == 4 else 0)
-            inputs[view[0]] = value.as_strided(view[1], view[2], offset)
+        for position, size, stride, offset in self.views:
+            value = inputs[position]
+            inputs[position] = value.as_strided(size, stride, value.storage_offset() + offset)
         for register in self.drop:
             env[register] = None  # the region frees an input of ordinary memory at its last use
         results = self.run(inputs)
@@ -147,16 +144,14 @@ class StartOffload:
     """A copy from the frame to the host frame begins."""
 
     copy: CopyRange
-    input: int | None = None
-    """The value's register, if a reload is to show its bytes as they are shown now."""
+    input: int
+    """The value's register: a reload shows its bytes as they are shown now."""
 
     def execute(self, running: Running) -> None:
         """The copy is in flight."""
-        if self.input is not None:
-            value = running.env[self.input]
-            start_bytes = value.storage_offset() * value.element_size()
-            start_bytes -= self.copy.frame_offset_bytes
-            running.lease.shown[self.copy.number] = (value, start_bytes)
+        value = running.env[self.input]
+        start_bytes = value.storage_offset() * value.element_size() - self.copy.frame_offset_bytes
+        running.lease.shown[self.copy.number] = (value, start_bytes)
         self.copy.issue(Lane.D2H, running.lease)
         running.count(offloaded_bytes=self.copy.num_bytes)
 
@@ -169,21 +164,18 @@ class StartReload:
     table: int
     """Index of the call in the frame's tables; the table's one view is the value's buffer."""
     output: int
-    of: int | None = None
-    """The offload whose value this is: a slice of its buffer, say, or transposed in it. None: the
-    value is the table's view."""
+    of: int
+    """The offload whose value this is: a slice of its buffer, say, or transposed in it."""
 
     def execute(self, running: Running) -> None:
         """The value is in the environment; its bytes are there after the copy's wait."""
-        (value,) = running.tables[self.table]
+        (buffer,) = running.tables[self.table]
         if running.poison:
-            poison(value)
-        if self.of is not None:
-            like, start_bytes = running.lease.shown[self.of]
-            value = view_inside(value, like, self.copy.frame_offset_bytes + start_bytes)
-        running.env[self.output] = value
+            poison(buffer)
+        like, start_bytes = running.lease.shown[self.of]
+        offset_bytes = self.copy.frame_offset_bytes + start_bytes
+        running.env[self.output] = view_inside(buffer, like, offset_bytes)
         self.copy.issue(Lane.H2D, running.lease)
-        running.count(reloaded_bytes=self.copy.num_bytes)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -29,7 +29,6 @@ class StepCounters:
     """What one step moved and recomputed while it ran."""
 
     offloaded_bytes: int = 0
-    reloaded_bytes: int = 0
     recomputed_bytes: int = 0
     stall_s: float = 0.0
     """How long computation stood still for copies (row 16 of docs/situations.md)."""
@@ -37,7 +36,6 @@ class StepCounters:
     def __add__(self, other: "StepCounters") -> "StepCounters":
         return StepCounters(
             offloaded_bytes=self.offloaded_bytes + other.offloaded_bytes,
-            reloaded_bytes=self.reloaded_bytes + other.reloaded_bytes,
             recomputed_bytes=self.recomputed_bytes + other.recomputed_bytes,
             stall_s=self.stall_s + other.stall_s,
         )

@@ -13,10 +13,7 @@ from memo_runtime.arena import FrameTable, arena_of
 from memo_runtime.copies import CopySchedule, Throttle, engine_of
 from memo_runtime.current import current
 from memo_runtime.heap import HeapWatch
-from memo_runtime.instructions import (
-    Instruction,
-    Running,
-)
+from memo_runtime.instructions import Instruction, Running
 from memo_runtime.leases import Lease, StepCounters, lease_frame, lease_ordinary, leases
 
 log = logging.getLogger("memo")
@@ -75,11 +72,9 @@ class StepPlan:
     throttle_bytes_per_s: Throttle = None
     """CPU: no copy is faster."""
     measure_stall: bool = False
-    """CUDA: ``last.stall_s`` is measured, at the price of a host that waits with the device."""
+    """CUDA: ``stall_s`` is measured, at the price of a host that waits with the device."""
     on_step_end: Callable[[StepCounters], None] = lambda counted: None
-    """Called at the end of each backward that succeeded."""
-    last: StepCounters = field(default_factory=StepCounters)
-    """What the last step did, its forward and its backward."""
+    """Told at the end of each backward that succeeded what the step did, its forward included."""
     heap: HeapWatch | None = None
     """CPU: gives free heap back where memory is above the plan."""
     live: int = 0
@@ -263,7 +258,6 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
             lease.settle()  # before a reload in flight can overwrite what is restored
             lease.restore(snapshot)
     lease.ran = True
-    plan.last = counted
     plan.on_step_end(counted)
     return results
 

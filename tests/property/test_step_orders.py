@@ -39,7 +39,7 @@ def test_any_order_that_waits_before_it_reads_is_right(chain, schedule, throttle
     make, read, table = _chain_regions(num)
     fwd, bwd = [], []
     for at in range(num):
-        fwd += [make[at], StartOffload(copy=_range(at, at, at))]
+        fwd += [make[at], StartOffload(copy=_range(at, at, at), input=1 + at)]
         fwd += [WaitCopy(number=i, dying=((i * NUM_BYTES, NUM_BYTES),)) for i in _at(waits, at)]
     for at in range(num):
         bwd += [WaitCopy(number=i) for i in _at(waits, num + at)]
@@ -69,7 +69,7 @@ def _range(number, value, frame):
 
 def _reload(index, num):
     return StartReload(
-        copy=_range(num + index, index, num + index), table=num + index, output=1 + index
+        copy=_range(num + index, index, num + index), table=num + index, output=1 + index, of=index
     )
 
 

@@ -78,19 +78,19 @@ def moved(number: int, frame_offset: int, start: int = 0, end: int = NUM_BYTES) 
 
 TABLE = [[view(at)] for at in (0, NUM_BYTES, 0)] + [[view(at * NUM_BYTES)] for at in (2, 3)] + [[]]
 DOUBLE = call(double, 0, (0,), (1,))
-START_OFFLOAD = StartOffload(copy=moved(OFFLOAD, 0))
+START_OFFLOAD = StartOffload(copy=moved(OFFLOAD, 0), input=1)
 SHIFT = call(shift, 1, (1,), (2,))
 WAIT_OFFLOAD = WaitCopy(number=OFFLOAD, dying=((0, NUM_BYTES),))
 TOTAL = call(total, 2, (2,), (3,))
 FORWARD = (DOUBLE, START_OFFLOAD, SHIFT, WAIT_OFFLOAD, TOTAL)
 
-START_RELOAD = StartReload(copy=moved(RELOAD, 2 * NUM_BYTES), table=3, output=3)
+START_RELOAD = StartReload(copy=moved(RELOAD, 2 * NUM_BYTES), table=3, output=3, of=OFFLOAD)
 TIMES_B = call(multiply, 4, (1, 2), (4,))
 WAIT_RELOAD = WaitCopy(number=RELOAD)
 TIMES_A = call(multiply_outside, 5, (4, 3), (5,))
 BACKWARD = (START_RELOAD, TIMES_B, WAIT_RELOAD, TIMES_A)
 
-RELOAD_OVER_B = StartReload(copy=moved(RELOAD, NUM_BYTES), table=1, output=3)
+RELOAD_OVER_B = StartReload(copy=moved(RELOAD, NUM_BYTES), table=1, output=3, of=OFFLOAD)
 BACKWARD_OVER_B = (TIMES_B, RELOAD_OVER_B, WAIT_RELOAD, TIMES_A)
 """The same step, but ``a`` comes back where the saved ``b`` was."""
 

@@ -14,6 +14,7 @@ from memo_runtime.copies import (
     CopySchedule,
     Lane,
     Ticket,
+    _stop_threads,
     engine_of,
     move_bytes,
 )
@@ -26,14 +27,14 @@ WAIT_S = 20.0
 def engine(request):
     engine = CopyEngine(CPU, request.param)
     yield engine
-    engine.close()
+    _stop_threads()
 
 
 @pytest.fixture
 def normal():
     engine = CopyEngine(CPU)
     yield engine
-    engine.close()
+    _stop_threads()
 
 
 def ones(size: int = 4096) -> torch.Tensor:
@@ -79,7 +80,7 @@ def test_serial_has_copied_when_issue_returns():
     ticket = engine.issue(Lane.H2D, destination, ones())
     assert bool(destination.all())
     assert engine.wait(ticket) >= ticket.stall_s > 0
-    engine.close()
+    _stop_threads()
 
 
 def test_normal_returns_while_the_copy_is_held_up(normal, monkeypatch):
@@ -141,7 +142,7 @@ def test_a_throttled_copy_is_no_faster_and_whole(schedule):
     engine.wait(engine.issue(Lane.H2D, destination, source))
     assert time.perf_counter() - start_s >= 1_000_003 / 20e6
     assert torch.equal(source, destination)
-    engine.close()
+    _stop_threads()
 
 
 def test_each_direction_has_its_own_throttle():
@@ -153,7 +154,7 @@ def test_each_direction_has_its_own_throttle():
         seconds[lane] = time.perf_counter() - start_s
     assert seconds[Lane.D2H] >= 0.3
     assert seconds[Lane.H2D] < seconds[Lane.D2H]
-    engine.close()
+    _stop_threads()
 
 
 def test_a_throttled_lane_that_comes_late_catches_up(monkeypatch):
@@ -168,22 +169,13 @@ def test_a_throttled_lane_that_comes_late_catches_up(monkeypatch):
     for ticket in tickets:
         engine.wait(ticket)
     assert 0.3 <= time.perf_counter() - start_s < 0.25 + 0.3
-    engine.close()
+    _stop_threads()
 
 
 def test_a_throttle_below_a_byte_a_piece_still_moves():
     source, destination = ones(3), zeros(3)
     move_bytes(destination, source, 30.0)
     assert torch.equal(source, destination)
-
-
-def test_drain_waits_for_every_copy(normal, monkeypatch):
-    gate = threading.Event()
-    monkeypatch.setattr(copies, "move_bytes", held_by(gate))
-    tickets = [normal.issue(lane, zeros(), ones()) for lane in (*Lane, *Lane)]
-    threading.Timer(0.05, gate.set).start()
-    normal.drain()
-    assert all(ticket.copied.is_set() for ticket in tickets)
 
 
 def fail(destination, source, *link):
@@ -247,11 +239,11 @@ def test_cuda_cannot_be_throttled():
         CopyEngine(torch.device("cuda"), bytes_per_s=1e9)
 
 
-def test_a_closed_engine_copies_again(normal):
+def test_an_engine_copies_again_after_its_threads_were_stopped(normal):
     normal.wait(normal.issue(Lane.D2H, zeros(), ones()))
     names = {thread.name for thread in threading.enumerate()}
     assert "memo-d2h" in names
-    normal.close()
+    _stop_threads()
     destination = zeros()
     normal.wait(normal.issue(Lane.D2H, destination, ones()))
     assert bool(destination.all())
@@ -264,7 +256,7 @@ def test_threads_start_at_the_first_copy_and_are_daemons():
     engine.wait(engine.issue(Lane.D2H, zeros(), ones()))
     (thread,) = set(threading.enumerate()) - before
     assert thread.daemon
-    engine.close()
+    _stop_threads()
     assert not thread.is_alive()
 
 

@@ -55,7 +55,7 @@ def test_a_view_inside_counts_from_the_storage_and_keeps_strides():
 
 
 @pytest.mark.parametrize(
-    ("of_view", "expected"), [((0, (2,), (2,)), [3.0, 5.0]), ((0, (2,), (2,), 1), [4.0, 6.0])]
+    ("of_view", "expected"), [((0, (2,), (2,), 0), [3.0, 5.0]), ((0, (2,), (2,), 1), [4.0, 6.0])]
 )
 def test_an_input_is_read_as_a_view_from_where_its_value_starts(of_view, expected):
     seen = []

@@ -102,9 +102,9 @@ def test_a_reserved_frame_stays_while_other_plans_go():
 
 
 def test_a_throttled_step_stalls_and_is_right():
-    plan = step(throttle_bytes_per_s=20_000.0)
-    assert is_right(plan)
-    assert plan.last.stall_s > NUM_BYTES / 20_000.0
+    counted: list[StepCounters] = []
+    assert is_right(step(throttle_bytes_per_s=20_000.0, on_step_end=counted.append))
+    assert counted[0].stall_s > NUM_BYTES / 20_000.0
     assert is_right(step(schedule="late", throttle_bytes_per_s=1e6))
 
 
@@ -126,10 +126,10 @@ def test_missing_bytes_show_as_nan_in_poison_mode():
     """Half of the value was offloaded and reloaded; the other half must not look like numbers."""
     half = NUM_BYTES // 2
     plan = step(
-        (DOUBLE, StartOffload(copy=moved(0, 0, 0, half)), SHIFT, WAIT_OFFLOAD, TOTAL),
+        (DOUBLE, StartOffload(copy=moved(0, 0, 0, half), input=1), SHIFT, WAIT_OFFLOAD, TOTAL),
         (
             TIMES_B,
-            StartReload(copy=moved(RELOAD, NUM_BYTES, 0, half), table=1, output=3),
+            StartReload(copy=moved(RELOAD, NUM_BYTES, 0, half), table=1, output=3, of=0),
             WAIT_RELOAD,
             TIMES_A,
         ),
@@ -166,7 +166,7 @@ def recomputed_in_part(**options) -> StepPlan:
     plan = step(
         (
             DOUBLE,
-            StartOffload(copy=moved(0, 0, 4 * split)),
+            StartOffload(copy=moved(0, 0, 4 * split), input=1),
             SHIFT,
             WAIT_OFFLOAD,
             TOTAL,
@@ -176,6 +176,7 @@ def recomputed_in_part(**options) -> StepPlan:
                 copy=moved(RELOAD, 2 * NUM_BYTES, 4 * split),
                 table=3,
                 output=3,
+                of=0,
             ),
             call(again, 6, (6,), (7,), unread=(7,), recomputed_bytes=4 * split),
             TIMES_B,
@@ -192,24 +193,23 @@ def recomputed_in_part(**options) -> StepPlan:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_rows_are_recomputed_into_a_value_that_is_being_reloaded(schedule):
-    plan = recomputed_in_part(schedule=schedule, poison=True)
+    counted: list[StepCounters] = []
+    plan = recomputed_in_part(schedule=schedule, poison=True, on_step_end=counted.append)
     x, g = values(0), values(1)
     _, handle = forward(plan, x)
     (gradient,) = run_backward(plan, [handle, g, x], keep_graph=False)
     assert torch.equal(gradient, gradient_of(x, g))
-    assert plan.last.recomputed_bytes == NUM_BYTES // 4
-    assert plan.last.offloaded_bytes == plan.last.reloaded_bytes == NUM_BYTES * 3 // 4
+    assert counted[0].recomputed_bytes == NUM_BYTES // 4
+    assert counted[0].offloaded_bytes == NUM_BYTES * 3 // 4
 
 
 def test_counters_are_of_the_whole_step_and_reach_the_callback():
     counted: list[StepCounters] = []
-    plan = step(on_step_end=counted.append, schedule="serial")
-    assert plan.last == StepCounters()
-    assert is_right(plan)
-    assert plan.last.offloaded_bytes == plan.last.reloaded_bytes == NUM_BYTES
-    assert plan.last.recomputed_bytes == 0
-    assert plan.last.stall_s > 0
-    assert counted == [plan.last]
+    assert is_right(step(on_step_end=counted.append, schedule="serial"))
+    (last,) = counted
+    assert last.offloaded_bytes == NUM_BYTES
+    assert last.recomputed_bytes == 0
+    assert last.stall_s > 0
 
 
 def test_copies_run_while_a_region_runs(monkeypatch):
@@ -475,7 +475,7 @@ def test_saved_values_come_back_after_the_copies_of_a_failed_backward(monkeypatc
         fails_at(patched, 1, ValueError)
         with pytest.raises(ValueError, match="injected after instruction 1"):
             backward(plan, handle, g, keep_graph=True)
-    leases.find(handle).engine.drain()
+    leases.find(handle).settle()
     assert torch.equal(backward(plan, handle, g), gradient_of(x, g))
 
 
