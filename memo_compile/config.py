@@ -15,16 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memo_compile.errors import ConfigError
+from memo_compile.errors import ConfigError, nearest
 from memo_compile.units import parse_size
 
 log = logging.getLogger("memo")
 
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-LOWERINGS = ("inductor", "aten")
 POLICIES = ("auto", "save", "full-recompute", "full-offload", "memo", "greedy")
-COSTS = ("auto", "measured", "roofline")
-OUTPUTS = ("auto", "held", "dropped")
+_CHOICES = {
+    "lowering": ("inductor", "aten"),
+    "mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    "policy": POLICIES,
+    "costs": ("auto", "measured", "roofline"),
+    "outputs": ("auto", "held", "dropped"),
+}
 DEBUG_FLAGS = ("poison", "copies-early", "copies-late", "copies-serial", "stalls")
 ALPHAS = (0.0, 0.125, 0.25, 0.5, 1.0)
 """MEMO's fractions of the tokens (section 4.2 of the paper)."""
@@ -90,11 +93,8 @@ class MemoConfig:
     """Settings for Inductor itself, passed through."""
 
     def __post_init__(self) -> None:
-        _one_of("lowering", self.lowering, LOWERINGS)
-        _one_of("mode", self.mode, MODES)
-        _one_of("policy", self.policy, POLICIES)
-        _one_of("costs", self.costs, COSTS)
-        _one_of("outputs", self.outputs, OUTPUTS)
+        for name, allowed in _CHOICES.items():
+            _one_of(name, getattr(self, name), allowed)
         self._require_host_store()
         self._require_types()
         if self.alpha is not None and self.alpha not in ALPHAS:
@@ -217,15 +217,10 @@ def resolve(options: Mapping[str, Any] | None, mode: str | None) -> MemoConfig:
 def _checked(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key in options:
         if key not in _FIELDS:
-            raise ConfigError(unknown_option(key, where))
+            known = f"; known options: {', '.join(sorted(_FIELDS))}"
+            hint = nearest(str(key), _FIELDS, otherwise=known)
+            raise ConfigError(f"{where}: unknown option {key!r}{hint}")
     return dict(options)
-
-
-def unknown_option(key: str, where: str) -> str:
-    """The message for an option that does not exist, with the nearest that does."""
-    near = difflib.get_close_matches(str(key), _FIELDS, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(sorted(_FIELDS))}"
-    return f"{where}: unknown option {key!r}; {hint}"
 
 
 def _from_environment() -> dict[str, Any]:
@@ -314,6 +309,5 @@ def _from_file() -> dict[str, Any]:
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = nearest(str(value), allowed)
         raise ConfigError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{hint}")

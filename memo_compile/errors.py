@@ -4,8 +4,9 @@ The runtime imports nothing of the compiler and has its own, which are no MemoEr
 ``HostStoreError`` and ``StepError``.
 """
 
+import difflib
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 
@@ -30,6 +31,12 @@ def require_at_least(least: int, values: Mapping[str, float]) -> None:
     for name, value in values.items():
         if not value >= least:
             raise InputError(f"{name}: expected at least {least}, got {value}")
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of a message about a ``name`` that is not ``known``: which one may be meant."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else otherwise
 
 
 class UnsupportedGraph(MemoError):

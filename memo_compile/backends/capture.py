@@ -6,7 +6,6 @@ stages of whoever captures.
 """
 
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Never
@@ -15,10 +14,7 @@ import torch
 from torch import fx
 
 from memo_compile import shim
-from memo_compile.analysis.joint_units import (
-    JointUnits,
-    tag_units,
-)
+from memo_compile.analysis.joint_units import JointUnits, tag_units
 from memo_compile.analysis.saved import saved_nodes, tag_saved
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
@@ -34,8 +30,6 @@ from memo_compile.passes.order import selection
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.runner import PassRunner
 from memo_compile.reporting import state
-
-log = logging.getLogger("memo")
 
 _graph_numbers = itertools.count()
 
@@ -201,7 +195,8 @@ class StepCapture:
         def forward(args: list[Any]) -> Any:
             if self._running is None:
                 raise UnsupportedGraph("the backward of this graph was never compiled")
-            _note_other_offloader()
+            if shim.saved_tensors_hooks_active():
+                state.warn_once(OTHER_OFFLOADER)
             return self._running.forward(args)
 
         forward._boxed_call = True  # type: ignore[attr-defined]
@@ -239,12 +234,6 @@ class StepCapture:
 
 def _never_run(*_: Any) -> Never:
     raise RuntimeMisuse("this graph was captured for its plan only, and is not compiled")
-
-
-def _note_other_offloader() -> None:
-    """Say once that another tool moves saved tensors too: it gets memo's handles, nothing else."""
-    if shim.saved_tensors_hooks_active() and state.add_note(OTHER_OFFLOADER):
-        log.warning("memo: %s", OTHER_OFFLOADER)
 
 
 def _note_users_checkpoints(joint: fx.GraphModule) -> None:

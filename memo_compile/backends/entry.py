@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import logging
 import os
 import tempfile
@@ -19,7 +18,7 @@ from memo_compile import shim
 from memo_compile.backends.artifacts import dump_step, emit_artifacts
 from memo_compile.backends.capture import StepCapture, next_graph_name
 from memo_compile.backends.left_out import DynamoWatch
-from memo_compile.backends.specialise import specialise, symbol_positions
+from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
@@ -28,7 +27,7 @@ from memo_compile.driver.pipeline import assemble, cut_step
 from memo_compile.driver.probe import tiling_believed
 from memo_compile.driver.stages import CapturedStep
 from memo_compile.driver.tries import first_that_fits
-from memo_compile.errors import ConfigError, MemoError, UnsupportedGraph, described
+from memo_compile.errors import ConfigError, MemoError, UnsupportedGraph, described, nearest
 from memo_compile.reporting import state
 from memo_compile.step.serialise import to_json
 
@@ -59,13 +58,16 @@ def memo(
     with _failure_reported():
         config = _with_own_dump(resolve(options, mode))
         _require_usable(config)
-        _note_mode(config)
+        if config.mode == "reduce-overhead":
+            note = "mode='reduce-overhead': CUDA graphs are not used together with the arena"
+            state.warn_once(note)
         _note_distributed()
-        if not symbol_positions(gm, example_inputs):
+        symbols = symbol_positions(gm, example_inputs)
+        if not symbols:
             return compile_static(gm, example_inputs, config)
         if not _trains(example_inputs):
             return shim.compile_fx(gm, example_inputs)
-        return specialise(gm, example_inputs, config, _compile_specialised)
+        return Specialised(gm, symbols, config, _compile_specialised)
 
 
 @contextlib.contextmanager
@@ -104,12 +106,11 @@ def compile_static(
     """``gm`` for inputs of known shapes, planned or, if that is not possible, plain."""
     original = shim.copied(gm)
     try:
-        compiler = plan_graph(gm, example_inputs, config)
+        return plan_graph(gm, example_inputs, config)
     except (ConfigError, shim.RestartAnalysis):
         raise
     except Exception as error:
         return _step_aside(original, example_inputs, config, error)
-    return compiler
 
 
 def plan_graph(
@@ -120,12 +121,11 @@ def plan_graph(
     Where the budget, or what the device grants, is below what the step needs, its wide chains are
     run in tiles of tokens.
     """
-    facts = GraphFacts(example_inputs)
 
     def attempt(graph: fx.GraphModule, options: MemoConfig) -> Callable[..., Any]:
         return _plan_once(graph, example_inputs, options)
 
-    return first_that_fits(gm, facts, config, attempt)
+    return first_that_fits(gm, GraphFacts(example_inputs), config, attempt)
 
 
 def _plan_once(
@@ -163,7 +163,7 @@ def _retire(assembly: Assembly) -> None:
 
 def _on_unplanned() -> None:
     if state.count_unplanned() == 1:
-        _warn_once(
+        state.warn_once(
             "a forward began while another of the same graph was waiting for its backward; it "
             "runs in ordinary memory. Set max_inflight to the number of live forwards"
         )
@@ -213,22 +213,19 @@ def _note_distributed() -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     if _several_ranks():
-        _warn_once("each rank plans its own graph; that the ranks' plans agree is not checked yet")
+        state.warn_once(
+            "each rank plans its own graph; that the ranks' plans agree is not checked yet"
+        )
     if shim.has_fsdp_modules():
-        _warn_once(
+        state.warn_once(
             "FSDP2 gathers parameters outside the compiled blocks: every block is planned by "
             "itself, and what fully_shard() keeps gathered is not in the plan"
         )
     if shim.ddp_splits_graphs():
-        _warn_once(
+        state.warn_once(
             "DistributedDataParallel cuts the graph at its gradient buckets, so that every piece "
             "is planned by itself; set torch._dynamo.config.optimize_ddp = False"
         )
-
-
-def _warn_once(note: str) -> None:
-    if state.add_note(note):
-        log.warning("memo: %s", note)
 
 
 def _require_usable(config: MemoConfig) -> None:
@@ -240,9 +237,9 @@ def _require_usable(config: MemoConfig) -> None:
     settings = shim.inductor_settings()
     for name in config.inductor_options:
         if name not in settings:
-            near = difflib.get_close_matches(name, settings, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"inductor_options: unknown setting {name!r}{hint}")
+            raise ConfigError(
+                f"inductor_options: unknown setting {name!r}{nearest(name, settings)}"
+            )
     store = config.host_store
     if store.startswith(FILE_PREFIX):
         folder = store.removeprefix(FILE_PREFIX)
@@ -262,11 +259,7 @@ def _with_own_dump(config: MemoConfig) -> MemoConfig:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        _warn_once(f"nothing is dumped: {folder} cannot be written: {error.strerror or error}")
+        reason = error.strerror or error
+        state.warn_once(f"nothing is dumped: {folder} cannot be written: {reason}")
         return dataclasses.replace(config, dump=None)
     return dataclasses.replace(config, dump=str(folder))
-
-
-def _note_mode(config: MemoConfig) -> None:
-    if config.mode == "reduce-overhead":
-        _warn_once("mode='reduce-overhead': CUDA graphs are not used together with the arena")

@@ -34,16 +34,6 @@ MAX_COMPILATIONS_PER_PLAN = 4
 CompileStatic = Callable[[fx.GraphModule, Sequence[Any], MemoConfig], Callable[..., Any]]
 
 
-def specialise(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    config: MemoConfig,
-    compile_static: CompileStatic,
-) -> Callable[..., Any]:
-    """A callable that compiles ``gm`` anew for each combination of sizes it meets."""
-    return _Specialised(gm, symbol_positions(gm, example_inputs), config, compile_static)
-
-
 def symbol_positions(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[int, ...]:
     """Inputs that are numbers of the user: sizes, and floats that Dynamo wraps into tensors."""
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -63,7 +53,9 @@ def _is_wrapped_float(node: fx.Node) -> bool:
     )
 
 
-class _Specialised:
+class Specialised:
+    """A graph that is compiled anew for each combination of sizes it meets."""
+
     def __init__(
         self,
         gm: fx.GraphModule,

@@ -1,6 +1,5 @@
 """A planned step that runs: the plan bound to the runtime, replaced by another when it must be."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,11 +22,9 @@ from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Observed, Plan, ReportedPlan
-from memo_compile.step.problem import FixedBytes, Problem
+from memo_compile.step.problem import Problem
 from memo_compile.step.residency import retained_peak_bytes, step_constant_bytes
 from memo_compile.units import format_bytes
-
-log = logging.getLogger("memo")
 
 MAX_REFUSALS = 6
 """So often a step is planned again for less: three quarters each time."""
@@ -140,7 +137,9 @@ class Assembly:
         """What only the backward shows fits too: results that are held, and retain_graph's copy."""
         plan, problem = self.plan, self.problem
         earlier, own = self._watch.turn(args)
-        planned = plan.fixed.earlier_outputs + (self._held_bytes() if problem.keeps_outputs else 0)
+        planned = plan.fixed.earlier_outputs
+        if problem.keeps_outputs:
+            planned += held_bytes(problem, self.lowered.cut.forward.results)
         held = max(0, earlier + own - planned)
         again = plan.fixed.new_gradients if ran_before(self.step, args) else 0
         copied = retained_peak_bytes(problem, plan) - plan.peak_bytes if keep_graph else 0
@@ -151,9 +150,6 @@ class Assembly:
         if peak > plan.peak_bytes and (copied or budget is not None):
             self.plan = replace(plan, peak_bytes=peak)
             self._report()
-
-    def _held_bytes(self) -> int:
-        return held_bytes(self.problem, self.lowered.cut.forward.results)
 
     def reserve(self) -> None:
         """The step's frames are there: a refusal comes now and not in the first step.
@@ -195,7 +191,7 @@ class Assembly:
         self.request = replace(self.request, host_store="shm")
         planned = self._replan(self._gradient_bytes())
         if planned.problem.host_bytes:
-            _say(f"copies go through pageable memory and may block: {refused}")
+            state.warn_once(f"copies go through pageable memory and may block: {refused}")
         self._bind_again(planned)
 
     def _plan_smaller(self, refused: ArenaError | HostStoreError) -> None:
@@ -218,7 +214,7 @@ class Assembly:
         if not shrinks and planned.plan.peak_bytes >= plan.peak_bytes:
             raise type(refused)(f"{refused}; no plan of this step needs less")
         arena, host = (format_bytes(size) for size in sizes)
-        _say(f"{refused}. Planned again: arena {arena}, host memory {host}")
+        state.warn_once(f"{refused}. Planned again: arena {arena}, host memory {host}")
         self._bind_again(planned)
 
     def _request_less(self, refused: ArenaError | HostStoreError) -> PlanRequest:
@@ -266,18 +262,14 @@ class Assembly:
         more += fixed.earlier_outputs - before.fixed.earlier_outputs
         budget = before.budget_bytes
         if budget is None or before.peak_bytes + more <= budget or not alone:
-            self._count_more(fixed, more)
+            if more:
+                self.plan = replace(before, fixed=fixed, peak_bytes=before.peak_bytes + more)
+                self._report()
         else:
             self._plan_with(existing, lasting, replaced=earlier <= self.problem.rebound_bytes)
         if self.step.heap is not None and alone:
             replaced = max(0, earlier - self.plan.fixed.earlier_outputs)
             self.step.heap.replaced_bytes = min(replaced, self.problem.rebound_bytes)
-
-    def _count_more(self, fixed: FixedBytes, more: int) -> None:
-        before = self.plan
-        if more:
-            self.plan = replace(before, fixed=fixed, peak_bytes=before.peak_bytes + more)
-            self._report()
 
     def _plan_with(self, existing: int, lasting: int, *, replaced: bool) -> None:
         """Replan with kept gradients and results.
@@ -363,9 +355,3 @@ def _no_room(peak: int, budget: int, *, held: int, again: int, copied: int) -> s
         f"this backward would need {format_bytes(peak)} > memory_budget {format_bytes(budget)}, "
         f"and has not begun. Beside its plan: {parts}; or raise memory_budget"
     )
-
-
-def _say(note: str) -> None:
-    """``note`` is in the report, and once in the log."""
-    if state.add_note(note):
-        log.warning("memo: %s", note.removeprefix("memo: "))

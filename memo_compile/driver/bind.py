@@ -5,6 +5,7 @@ region has its code, the layouts of its buffers, and the graph its constants.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -207,10 +208,7 @@ class _Half:
         self.registers = registers
         self.phase = half.phase
         self.results = {value for value in half.results if value is not None}
-        kept = set(self.results)
-        if half.phase is Phase.FORWARD:
-            kept |= set(binder.leased)
-        self.kept = kept
+        self.kept = {*self.results, *(binder.leased if half.phase is Phase.FORWARD else ())}
         self.ordinary = ordinary_bytes(self.problem)
         self.last = {
             value: index
@@ -250,10 +248,8 @@ class _Half:
         """
         if self.plan.budget_bytes is not None:
             return 0
-        runs = (CallKind.RUN, CallKind.RECOMPUTE)
-        later = range(index + 1, len(self.problem.calls))
-        following = next((i for i in later if self.problem.calls[i].kind in runs), None)
-        calls = self.problem.calls
+        calls, runs = self.problem.calls, (CallKind.RUN, CallKind.RECOMPUTE)
+        following = next((i for i in range(index + 1, len(calls)) if calls[i].kind in runs), None)
         if following is None or calls[following].region != calls[index].region:
             return 0
         ordinary = self.ordinary
@@ -265,9 +261,8 @@ class _Half:
         """The arena that the backward's first call needs, for the forward of a training step."""
         if self.phase is Phase.BACKWARD:
             return None
-        first = (i for i, call in enumerate(self.problem.calls) if call.phase is Phase.BACKWARD)
-        index = next(first, None)
-        return None if index is None else self.plan.resident_bytes[index]
+        index = self.problem.first_backward
+        return self.plan.resident_bytes[index] if index < len(self.problem.calls) else None
 
     def _range(self, call: StepCall, value: str) -> CopyRange:
         assert call.copy is not None, f"{call.name} copies nothing"
@@ -321,14 +316,7 @@ def _output_bytes(views: tuple[ViewSpec, ...], call: StepCall, problem: Problem)
     """Bytes that a recompute call makes for the backward."""
     outputs = problem.regions[call.region].outputs
     made = [views[output.index] for output in outputs if output.index is not None]
-    return sum(_num_bytes(spec) for spec in made)
-
-
-def _num_bytes(spec: ViewSpec) -> int:
-    total = spec.dtype.itemsize
-    for size in spec.size:
-        total *= size
-    return total
+    return sum(math.prod(spec.size) * spec.dtype.itemsize for spec in made)
 
 
 def _offloads_of(problem: Problem) -> Iterator[tuple[str, str]]:

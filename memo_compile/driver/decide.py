@@ -100,8 +100,8 @@ class RecomputeLibrary:
             lambda: recompute_graph(
                 graph.region,
                 key,
-                output_of_slot={slot: at for at, slot in graph.slot_of_output.items()},
-                input_of_slot={slot: at for at, slot in graph.slot_of_input.items()},
+                slot_of_output=graph.slot_of_output,
+                slot_of_input=graph.slot_of_input,
                 num_rows=graph.num_rows,
                 row_seeds=graph.row_seeds,
             ),

@@ -70,13 +70,16 @@ class GraphFacts:
 
     def constant_bytes(self, state_bytes_per_parameter: float | None = None) -> int:
         """Parameters, a gradient for each that is trained, and optimizer state."""
+        return sum(self._model_bytes(state_bytes_per_parameter))
+
+    def _model_bytes(self, state_bytes_per_parameter: float | None) -> tuple[int, int, int]:
         unique = _unique(self._parameters)
         trained = [parameter for parameter in unique if parameter.requires_grad]
         gradients = sum(_bytes(parameter) for parameter in trained)
         state = OPTIMIZER_TENSORS * gradients
         if state_bytes_per_parameter is not None:
             state = int(sum(parameter.numel() for parameter in trained) * state_bytes_per_parameter)
-        return sum(_bytes(parameter) for parameter in unique) + gradients + state
+        return sum(_bytes(parameter) for parameter in unique), gradients, state
 
     def fixed_bytes(
         self, outputs_bytes: int, state_bytes_per_parameter: float | None = None
@@ -87,16 +90,12 @@ class GraphFacts:
         Optimizer state is ``state_bytes_per_parameter`` for each trainable number, by default
         OPTIMIZER_TENSORS tensors of its dtype.
         """
-        unique = _unique(self._parameters)
-        parameters = sum(_bytes(parameter) for parameter in unique)
-        gradients = sum(_bytes(parameter) for parameter in unique if parameter.requires_grad)
-        existing = self.existing_gradient_bytes()
-        state = self.constant_bytes(state_bytes_per_parameter) - parameters - gradients
+        parameters, gradients, state = self._model_bytes(state_bytes_per_parameter)
         self._parameters = []  # from here on the model alone keeps its parameters alive
         return FixedBytes(
             parameters=parameters,
             buffers=max(0, self._static_bytes - parameters),
-            gradients=gradients + existing,
+            gradients=gradients + self.existing_gradient_bytes(),
             optimizer_state=state,
             new_gradients=gradients,
             inputs=self._input_bytes,

@@ -67,13 +67,9 @@ class StepKnowledge:
         return self._movable
 
     def _layers(self, costs: StepCosts, *, slices_rows: bool) -> Movable:
-        step = self.lowered.cut
         return movable_step(
-            step.forward,
-            step.backward,
-            self.lowered.problem,
+            self.lowered,
             costs,
-            num_units=step.units.num_units,
             profile=self.profile(),
             token_granule=self.config.token_granule,
             slices_rows=slices_rows,

@@ -41,11 +41,10 @@ def is_bug(error: Exception) -> bool:
 
 def say_dropped(what: str, error: Exception) -> None:
     """``what`` is not done, for ``error``: in the report and once in the log."""
-    if not is_bug(error):
-        if state.add_note(f"{what}: {error}"):
-            log.warning("memo: %s: %s", what, error)
-        return
-    say_bug(what, described(error), error)
+    if is_bug(error):
+        say_bug(what, described(error), error)
+    else:
+        state.warn_once(f"{what}: {error}")
 
 
 def say_bug(what: str, reason: str, error: Exception | None = None) -> None:

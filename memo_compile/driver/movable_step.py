@@ -5,8 +5,9 @@ stand at the same positions are one class. What a layer may move is what lies in
 name, is read by one forward call at most, and is read by a backward. All else stays.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -16,13 +17,16 @@ from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import attention_rows, row_dims, row_layout
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import storage_of
+from memo_compile.analysis.views import results_of, storage_of
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.roofline import node_seconds
-from memo_compile.passes.cut import Cut, CutCall
+from memo_compile.driver.stages import LoweredStep
+from memo_compile.passes.cut import Cut, CutCall, unique_name
 from memo_compile.passes.recompute import layer_ops
 from memo_compile.step.movable import Layer, LayerClass, LayerOp, MovableStep, Slot, StepCosts
 from memo_compile.step.problem import CallKind, Phase, Problem, StepCall, Storage
+
+T = TypeVar("T")
 
 MIN_MOVE_BYTES = 1024
 """A smaller tensor is kept: its copy costs a latency and frees a page at most."""
@@ -38,6 +42,11 @@ class ClassGraph:
     num_rows: int
     row_seeds: Mapping[fx.Node, RowDim]
 
+    def at_slots(self, inputs: Sequence[T], outputs: Sequence[T]) -> list[T]:
+        """Of what stands at the region's inputs and outputs that of each slot, in order."""
+        found = [inputs[position] for position in self.slot_of_input]
+        return found + [outputs[position] for position in self.slot_of_output]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movable:
@@ -48,42 +57,30 @@ class Movable:
 
 
 def movable_step(
-    forward: Cut,
-    backward: Cut,
-    problem: Problem,
+    lowered: LoweredStep,
     costs: StepCosts,
     *,
-    num_units: int,
     profile: HardwareProfile,
     token_granule: int,
-    slices_rows: bool = True,
+    slices_rows: bool,
 ) -> Movable:
-    """The layers of ``problem``, which is the step under policy SAVE.
-
-    Unless it ``slices_rows`` no tensor can be split along its rows.
-    """
-    builder = _Builder(forward, backward, problem, costs, num_units, profile, slices_rows)
-    return builder.build(token_granule)
+    """The layers of a step; unless it ``slices_rows`` no tensor can be split along its rows."""
+    return _Builder(lowered, costs, profile, slices_rows).build(token_granule)
 
 
 class _Builder:
     def __init__(
-        self,
-        forward: Cut,
-        backward: Cut,
-        problem: Problem,
-        costs: StepCosts,
-        num_units: int,
-        profile: HardwareProfile,
-        slices_rows: bool,
+        self, lowered: LoweredStep, costs: StepCosts, profile: HardwareProfile, slices_rows: bool
     ) -> None:
+        forward, backward, problem = lowered.cut.forward, lowered.cut.backward, lowered.problem
         self.slices_rows = slices_rows
         self.forward = forward
         self.problem = problem
         self.costs = costs
         self.profile = profile
+        last = lowered.cut.units.num_units - 1
         self.backward_of = {  # the first of several at one position
-            num_units - 1 - call.position: call.name for call in reversed(backward.calls)
+            last - call.position: call.name for call in reversed(backward.calls)
         }
         self.index = {call.name: at for at, call in enumerate(problem.calls)}
         self.position = {call.name: call.position for call in forward.calls}
@@ -110,11 +107,11 @@ class _Builder:
                 continue
             signature = (call.region, inputs, outputs, self._keeps_inputs(call))
             if signature not in keys:
-                keys[signature] = _fresh(call.region, classes)
+                keys[signature] = unique_name(call.region, classes, "#")
                 graph = self._graph(call, inputs, outputs)
                 graphs[keys[signature]] = graph
                 classes[keys[signature]] = self._class(keys[signature], cut_call, call, graph)
-            values = [call.inputs[at] for at in inputs] + [call.outputs[at] for at in outputs]
+            values = graphs[keys[signature]].at_slots(call.inputs, call.outputs)
             layers.append(
                 Layer(
                     class_key=keys[signature],
@@ -136,12 +133,9 @@ class _Builder:
         """Positions of inputs that another call made, that only this call reads in the forward."""
         found: dict[str, int] = {}
         for position, value in enumerate(call.inputs):
-            if self._may_move(value) and self._reading_layers(value) == {self._layer(call)}:
+            if self._may_move(value) and self._reading_layers(value) == {self.position[call.name]}:
                 found.setdefault(value, position)
         return tuple(found.values())
-
-    def _layer(self, call: StepCall) -> int:
-        return self.position[call.name]
 
     def _reading_layers(self, value: str) -> set[int]:
         """Positions of the forward calls that read ``value``, but for its maker's own."""
@@ -186,19 +180,18 @@ class _Builder:
         ops = layer_ops(
             graph.region,
             slot_of_output=graph.slot_of_output,
-            input_slots=graph.slot_of_input,
+            slot_of_input=graph.slot_of_input,
             seconds_of=lambda node: seconds[node],
             row_seeds=graph.row_seeds,
             num_rows=graph.num_rows,
         )
-        nodes = self._slot_nodes(graph)
+        region = graph.region.gm.graph
+        nodes = graph.at_slots(region.find_nodes(op="placeholder"), results_of(region))
         dims = row_dims(graph.region.gm, graph.row_seeds, graph.num_rows) if graph.row_seeds else {}
         able = _can_recompute(ops) if self._keeps_inputs(call) else set()
         slots = []
-        values = [call.inputs[at] for at in graph.slot_of_input]
-        values += [call.outputs[at] for at in graph.slot_of_output]
-        for slot, value in enumerate(values):
-            node = nodes[slot]
+        values = graph.at_slots(call.inputs, call.outputs)
+        for slot, (value, node) in enumerate(zip(values, nodes, strict=True)):
             dim = dims.get(node)
             row_bytes = None if dim is None else row_layout(node.meta["val"], dim, graph.num_rows)
             slots.append(
@@ -229,12 +222,6 @@ class _Builder:
         total = sum(seconds.values())
         scale = self.costs.region_s[call.region] / total if total > 0 else 0.0
         return {node: node_s * scale for node, node_s in seconds.items()}
-
-    def _slot_nodes(self, graph: ClassGraph) -> list[fx.Node]:
-        placeholders = graph.region.gm.graph.find_nodes(op="placeholder")
-        outputs = graph.region.gm.graph.find_nodes(op="output")[0].args[0]
-        nodes = [placeholders[position] for position in graph.slot_of_input]
-        return nodes + [outputs[position] for position in graph.slot_of_output]
 
 
 def _arena_sizes(problem: Problem) -> dict[str, int]:
@@ -279,15 +266,6 @@ def _readers(problem: Problem, phase: Phase) -> dict[str, set[str]]:
             for value in call.inputs:
                 found.setdefault(value, set()).add(call.name)
     return found
-
-
-def _fresh(base: str, taken: Mapping[str, object]) -> str:
-    """``base``, or ``base#2`` where the same region is called with other slots."""
-    number, name = 1, base
-    while name in taken:
-        number += 1
-        name = f"{base}#{number}"
-    return name
 
 
 def _rows_of(value: torch.Tensor) -> tuple[RowDim, int] | None:

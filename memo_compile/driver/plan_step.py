@@ -1,7 +1,6 @@
 """Plans a lowered step for a request: decides what moves under the budget, places it, proves it."""
 
 import functools
-import logging
 import time
 from dataclasses import dataclass, replace
 
@@ -32,8 +31,6 @@ from memo_compile.step.plans import Plan
 from memo_compile.step.problem import FixedBytes, Problem
 from memo_compile.step.residency import residency, step_constant_bytes
 from memo_compile.units import format_bytes
-
-log = logging.getLogger("memo")
 
 
 def plan_step(
@@ -99,9 +96,7 @@ class _Planner:
             saved = self._place(self.problem)
             fits = budget_bytes is None or saved.peak_bytes <= budget_bytes
             if fits or self.config.policy == "save" or not self.movable.step.layers:
-                require_budget(replace(saved, budget_bytes=self._declared_budget_bytes()))
-                rows = saved_rows(self.problem, self.lowered.cut.forward, self.lowered.cut.units)
-                return self._planned(self.problem, replace(saved, decisions=rows))
+                return self._all_saved(saved, self._declared_budget_bytes())
         try:
             choice = self._choose(budget_bytes)
         except (MemoError, *UNEXPECTED) as error:
@@ -109,7 +104,7 @@ class _Planner:
                 raise
             # What is to move is a possibility: the step can keep everything.
             say_dropped(f"{self.lowered.cut.name}: everything is kept, nothing is moved", error)
-            return self._all_saved(budget_bytes)
+            return self._all_saved(self._place(self.problem), budget_bytes)
         rows = moved_rows(self.movable.step, choice, self.lowered.cut.units)
         for note in (*choice.notes, *step_notes(self.problem, rows, self.config)):
             state.add_note(note)
@@ -137,14 +132,13 @@ class _Planner:
             regions=library.regions.values(),
         )
 
-    def _all_saved(self, budget_bytes: int | None) -> PlannedStep:
+    def _all_saved(self, saved: Plan, budget_bytes: int | None) -> PlannedStep:
         """The step that keeps everything.
 
         Raises:
             Infeasible: it does not fit.
         """
-        saved = replace(self._place(self.problem), budget_bytes=budget_bytes)
-        require_budget(saved)
+        require_budget(replace(saved, budget_bytes=budget_bytes))
         rows = saved_rows(self.problem, self.lowered.cut.forward, self.lowered.cut.units)
         return self._planned(self.problem, replace(saved, decisions=rows))
 
@@ -155,9 +149,7 @@ class _Planner:
             declared = self._declared_budget_bytes()
             if error.floor_bytes is None or (declared is not None and error.floor_bytes > declared):
                 raise
-            note = f"the device may have too little memory left for a step: {error}"
-            if state.add_note(note):
-                log.warning("memo: %s", note)
+            state.warn_once(f"the device may have too little memory left for a step: {error}")
             return self._choose_within(error.floor_bytes)
 
     def _choose_within(self, budget_bytes: int | None) -> Choice:

@@ -20,9 +20,9 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.analysis.purity import is_collective
-from memo_compile.analysis.regions import RegionGraph, layout_elements, layout_of
+from memo_compile.analysis.regions import RegionGraph, layout_elements
 from memo_compile.analysis.structure import argument, op_name
-from memo_compile.analysis.views import shape_of
+from memo_compile.analysis.views import results_of, shape_of
 from memo_compile.costs.measure_regions import torch_as_before
 from memo_compile.costs.roofline import graph_cost
 from memo_compile.driver.left_whole import say_bug
@@ -111,22 +111,17 @@ def probe_tiling(tiling: RegionTiling) -> Probe:
     chain alone, which has no such kernels, two rows against one row at a time; last the whole in
     its own types.
     """
-    for run in (_probe_whole(True), _probe_chain, _probe_whole(False)):
-        probe = run(tiling)
-        if probe.verdict is not Verdict.NOT_RUN:
-            return probe
+
+    def tiled(wide: bool) -> Run:
+        graphs = {name: _prepared(part, wide) for name, part in tiling.parts.items()}
+        return lambda inputs: _run_calls(tiling, graphs, inputs)
+
+    probe = _compare(tiling.region, tiled, types=(True,))
+    if probe.verdict is Verdict.NOT_RUN:
+        probe = _probe_chain(tiling)
+    if probe.verdict is Verdict.NOT_RUN:
+        probe = _compare(tiling.region, tiled, types=(False,))
     return probe
-
-
-def _probe_whole(wide: bool) -> Callable[[RegionTiling], Probe]:
-    def run(tiling: RegionTiling) -> Probe:
-        def tiled(wide: bool) -> Run:
-            graphs = {name: _prepared(part, wide) for name, part in tiling.parts.items()}
-            return lambda inputs: _run_calls(tiling, graphs, inputs)
-
-        return _compare(tiling.region, tiled, types=(wide,))
-
-    return run
 
 
 def _probe_chain(tiling: RegionTiling) -> Probe:
@@ -152,13 +147,9 @@ def probe_rows(whole: RegionGraph, part: RegionGraph, *, num_parts: int = 1) -> 
 
     def sliced(number: int) -> Callable[[bool], Run]:
         def made(wide: bool) -> Run:
-            run = _prepared(part, wide)
-            examples = part.example_inputs()
+            run, examples = _prepared(part, wide), part.example_inputs()
             return lambda inputs: run(
-                [
-                    _narrowed(value, example, number)
-                    for value, example in zip(inputs, examples, strict=True)
-                ]
+                [_narrowed(*pair, number) for pair in zip(inputs, examples, strict=True)]
             )
 
         return made
@@ -272,8 +263,7 @@ def _require_small(region: RegionGraph, wide: bool) -> None:
             raise _NotRunError(f"{node.name} talks to other ranks")
     kind = region.device.type if region.device.type in MAX_BYTES else "cpu"
     size = transient_bytes(region.gm) + sum(_bytes_of(value) for value in region.example_inputs())
-    results = region.gm.graph.output_node().args[0]
-    assert isinstance(results, list | tuple)
+    results = results_of(region.gm.graph)
     made = (result.meta.get("val") for result in results if isinstance(result, fx.Node))
     size += sum(map(_bytes_of, made))
     if size * (2 if wide else 1) > MAX_BYTES[kind]:
@@ -293,11 +283,11 @@ def _first_line(error: BaseException) -> str:
 
 def _prepared(region: RegionGraph, wide: bool) -> Run:
     """``region`` op by op; ``wide``: with float64 for every shorter type."""
-    return interpret(region.gm, _widened if wide else None)
 
+    def widened(value: Any) -> Any:
+        return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
-def _widened(value: Any) -> Any:
-    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+    return interpret(region.gm, widened if wide else None)
 
 
 def _run_calls(tiling: RegionTiling, graphs: Mapping[str, Run], inputs: Sequence[Any]) -> list[Any]:
@@ -310,21 +300,16 @@ def _run_calls(tiling: RegionTiling, graphs: Mapping[str, Run], inputs: Sequence
             for name, read in zip(call.inputs, call.reads, strict=True)
         ]
         made = list(graphs[call.region](given))
-        fakes = tiling.parts[call.region].gm.graph.output_node().args[0]
-        assert isinstance(fakes, list | tuple)
+        made_as = tiling.parts[call.region].output_layouts()
         for into in call.into:
-            made_by = fakes[into.output]
-            assert isinstance(made_by, fx.Node)
-            layout = layout_of(made_by.meta["val"])
-            assert layout is not None, made_by
+            layout = made_as[into.output]
+            assert layout is not None, f"{call.name}: output {into.output} is no tensor"
             at = into.offset_bytes // layout.item_bytes
             target = _seen(values[into.value], replace(layout, offset=at))
             made[into.output] = target.copy_(made[into.output])
         values.update(zip(call.outputs, made, strict=True))
-        layouts.update(zip(call.outputs, tiling.parts[call.region].output_layouts(), strict=True))
-    results = tiling.region.gm.graph.output_node().args[0]
-    assert isinstance(results, list | tuple)
-    return [values[f"out{at}"] for at in range(len(results))]
+        layouts.update(zip(call.outputs, made_as, strict=True))
+    return [values[f"out{at}"] for at in range(len(results_of(tiling.region.gm.graph)))]
 
 
 def _seen(value: Any, layout: Layout | None) -> Any:
@@ -405,11 +390,7 @@ def _bound_in(user: fx.Node, index: fx.Node) -> int | None:
         assert isinstance(positions, list | tuple)
         sizes = shape_of(user.args[0])  # type: ignore[arg-type]
         return next((sizes[at] for at, position in enumerate(positions) if position is index), None)
-    if not isinstance(user.target, torch._ops.OpOverload) or "index" not in {
-        declared.name for declared in user.target._schema.arguments
-    }:
-        return None
-    if argument(user, "index") is not index:
+    if not isinstance(user.target, torch._ops.OpOverload) or argument(user, "index") is not index:
         return None
     table = shape_of(user.args[0])  # type: ignore[arg-type]
     return table[argument(user, "dim")] if table else 1

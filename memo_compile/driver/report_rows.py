@@ -19,9 +19,7 @@ MIN_NAMED_BYTES = 2**20
 def saved_rows(problem: Problem, forward: Cut, units: JointUnits) -> tuple[Decision, ...]:
     """The rows of policy SAVE, read off each class's first layer."""
     leased = set(forward.leased)
-    labels = {
-        layer_class.class_key: layer_class.module_path for layer_class in units.structure.classes
-    }
+    labels = _module_paths(units)
     rows: list[Decision] = []
     for call in problem.calls:
         if call.phase is not Phase.FORWARD or call.instance or call.layer_class is None:
@@ -51,9 +49,7 @@ def moved_rows(step: MovableStep, choice: Choice, units: JointUnits) -> tuple[De
     """
     why = reasons(step, choice.moves)
     read = _read_in_backward(choice.problem)
-    paths = {
-        layer_class.class_key: layer_class.module_path for layer_class in units.structure.classes
-    }
+    paths = _module_paths(units)
     calls = {call.name: call for call in step.problem.calls}
     rows: list[Decision] = []
     for key, cls in step.classes.items():
@@ -73,6 +69,10 @@ def moved_rows(step: MovableStep, choice: Choice, units: JointUnits) -> tuple[De
                 reason = why[key, index, mode]
                 rows.extend(_rows_of(step, cls, slot, index, mode, where, reason))
     return tuple(rows)
+
+
+def _module_paths(units: JointUnits) -> dict[str, str | None]:
+    return {found.class_key: found.module_path for found in units.structure.classes}
 
 
 def _read_in_backward(problem: Problem) -> set[str]:

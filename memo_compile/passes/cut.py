@@ -16,6 +16,7 @@ them. Two regions with the same text are one region, called twice.
 """
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,7 +176,7 @@ class _Cutter:
         key = _digest(gm, external, static)
         base = self.request.names.get(border.position, "region")
         if key not in self.keys:
-            name = _unique(base, self.regions)
+            name = unique_name(base, self.regions, "_")
             self.keys[key] = name
             self.regions[name] = RegionGraph(
                 name=name,
@@ -314,13 +315,10 @@ def _is_submodule(node: fx.Node) -> bool:
     return node.op == "get_attr" and not is_tensor(node)
 
 
-def _unique(base: str, taken: Mapping[str, Any]) -> str:
-    if base not in taken:
-        return base
-    number = 2
-    while f"{base}_{number}" in taken:
-        number += 1
-    return f"{base}_{number}"
+def unique_name(base: str, taken: Mapping[str, Any], separator: str) -> str:
+    """``base``, or with a number behind the ``separator`` where that is taken: ``base_2``."""
+    numbered = (f"{base}{separator}{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([base], numbered) if name not in taken)
 
 
 def _digest(gm: fx.GraphModule, external: frozenset[int], static: tuple[int, ...]) -> str:

@@ -1,9 +1,8 @@
 """The passes over the graphs of a step, in the order in which they run."""
 
-import difflib
 from collections.abc import Sequence
 
-from memo_compile.errors import ConfigError
+from memo_compile.errors import ConfigError, nearest
 from memo_compile.passes.accumulate import AccumulateInPlace
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.equal_cut import EqualCut, SaveMinCut, SufficientCut
@@ -54,7 +53,9 @@ def selection(entries: Sequence[str]) -> PassSelection:
         elif name == entry:
             raise ConfigError(f"passes: expected -NAME or ..N, got {entry!r}")
         elif name not in is_required:
-            raise ConfigError(_unknown(name, list(is_required)))
+            known = f"; known passes: {', '.join(is_required)}"
+            hint = nearest(name, is_required, otherwise=known)
+            raise ConfigError(f"passes: unknown pass {name!r}{hint}")
         elif is_required[name]:
             raise ConfigError(required(name))
         else:
@@ -67,9 +68,3 @@ def _limit(entry: str) -> int:
     if not (digits.isascii() and digits.isdigit()):
         raise ConfigError(f"passes: expected a number of passes behind '..', got {entry!r}")
     return int(digits)
-
-
-def _unknown(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known passes: {', '.join(names)}"
-    return f"passes: unknown pass {name!r}; {hint}"

@@ -34,14 +34,14 @@ _NO_ROWS: Mapping[fx.Node, RowDim] = {}
 def layer_ops(
     region: RegionGraph,
     slot_of_output: Mapping[int, int],
-    input_slots: Mapping[int, int],
+    slot_of_input: Mapping[int, int],
     seconds_of: Callable[[fx.Node], float],
     row_seeds: Mapping[fx.Node, RowDim] = _NO_ROWS,
     num_rows: int = 1,
 ) -> tuple[LayerOp, ...]:
     """The layer's operators in an order that can run; inputs that are slots come first.
 
-    ``slot_of_output`` and ``input_slots`` give the slot of a position among the region's outputs
+    ``slot_of_output`` and ``slot_of_input`` give the slot of a position among the region's outputs
     and inputs. A view is no operator of its own unless it is a slot: what reads it depends on what
     it shows. An operator with several results is one operator with all the seconds, and one free
     operator for each result that is read, so that recomputing any of them costs the whole once.
@@ -52,7 +52,7 @@ def layer_ops(
     row_wise = {node for node in dims if not _is_given(node, row_seeds)}
     listing = _Listing(region, slot_of_output, seconds_of, row_wise)
     placeholders = region.gm.graph.find_nodes(op="placeholder")
-    for position, slot in input_slots.items():
+    for position, slot in slot_of_input.items():
         listing.add_input(placeholders[position], slot)
     for node in region.gm.graph.nodes:
         if node.op == "call_function":
@@ -163,8 +163,8 @@ def _why_not_recomputed(node: fx.Node, written: Iterable[fx.Node]) -> str | None
 def recompute_graph(
     region: RegionGraph,
     key: RecomputeKey,
-    output_of_slot: Mapping[int, int],
-    input_of_slot: Mapping[int, int],
+    slot_of_output: Mapping[int, int],
+    slot_of_input: Mapping[int, int],
     num_rows: int,
     row_seeds: Mapping[fx.Node, RowDim] = _NO_ROWS,
 ) -> tuple[RegionGraph, tuple[RegionInput, ...]]:
@@ -186,23 +186,19 @@ def recompute_graph(
         UnsupportedGraph: an operator in between may not be recomputed or does not keep rows apart.
     """
     outputs = results_of(region.gm.graph)
+    made_at = {slot: outputs[position] for position, slot in slot_of_output.items()}
     for slot in key.slots:
-        if slot not in output_of_slot:
+        if slot not in made_at:
             raise UnsupportedGraph(
                 f"{key.region}: slot {slot} is no output of {region.name}; keep or offload it"
             )
-    wanted = [outputs[output_of_slot[slot]] for slot in key.slots]
-    kept = {
-        outputs[position]: slot
-        for slot, position in output_of_slot.items()
-        if slot not in key.slots
-    }
+    wanted = [made_at[slot] for slot in key.slots]
+    kept = {node: slot for slot, node in made_at.items() if slot not in key.slots}
     part = _part(region, wanted, kept, key.region)
     gm = part.gm
     if key.rows is not None:
         gm = _first_rows(region, part, wanted, key, row_seeds, num_rows)
     positions = {node: at for at, node in enumerate(region.gm.graph.find_nodes(op="placeholder"))}
-    slots = {position: slot for slot, position in input_of_slot.items()}
     static = tuple(
         index
         for index, node in enumerate(part.inputs)
@@ -216,7 +212,7 @@ def recompute_graph(
         is_backward=True,
         device=region.device,
     )
-    return made, tuple(_input(node, kept, positions, slots) for node in part.inputs)
+    return made, tuple(_input(node, kept, positions, slot_of_input) for node in part.inputs)
 
 
 def _input(

@@ -1,11 +1,14 @@
 """What memo did in this process: plans, notes, steps that ran without a plan."""
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from memo_compile.step.plans import ReportedPlan
+
+log = logging.getLogger("memo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,12 @@ def add_note(note: str) -> bool:
             return False
         _state.notes.append(note)
         return True
+
+
+def warn_once(note: str) -> None:
+    """``note`` is in the report, and once in the log."""
+    if add_note(note):
+        log.warning("memo: %s", note.removeprefix("memo: "))
 
 
 def mark_failed(note: str, *, runs: bool = True) -> None:

@@ -36,16 +36,20 @@ def slots(region: RegionGraph) -> dict[int, int]:
     return {index + 1: index for index in range(len(outputs_of(region)))}
 
 
+def slot_of_output(region: RegionGraph) -> dict[int, int]:
+    return {output: slot for slot, output in slots(region).items()}
+
+
 def key(*made: int, rows: int | None = None) -> RecomputeKey:
     return RecomputeKey(class_key="layer0_fwd", slots=made, rows=rows)
 
 
 def again(region: RegionGraph, wanted: RecomputeKey, rows=None, num_rows: int = 1):
-    return recompute_graph(region, wanted, slots(region), {0: 0}, num_rows, rows or {})
+    return recompute_graph(region, wanted, slot_of_output(region), {0: 0}, num_rows, rows or {})
 
 
 def ops_of(region: RegionGraph, rows=None, num_rows: int = 1):
-    of_output = {output: slot for slot, output in slots(region).items()}
+    of_output = slot_of_output(region)
     return layer_ops(region, of_output, {0: 0}, lambda node: 1.0, rows or {}, num_rows)
 
 
