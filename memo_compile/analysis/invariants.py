@@ -23,12 +23,7 @@ def hoist_invariants(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
 
     A model makes some values in its first layer and uses them in all: T5's relative bias, the
     seeds of all dropouts, a mask. They depend on no matrix product, hence on no earlier layer,
-    and move to just before the run of layers that reads them.
-
-    Rewrite:
-        layer 0: q0, k0, bias, attend(q0, k0, bias)      bias
-        layer 1: q1, k1, attend(q1, k1, bias)        ->  layer 0: q0, k0, attend(q0, k0, bias)
-                                                         layer 1: q1, k1, attend(q1, k1, bias)
+    and move to just before the run of layers that reads them (``passes.hoist`` shows it).
 
     Nothing moves when that finds no more layers. Cost: a few times that of ``find_layers``.
     """
@@ -142,17 +137,14 @@ def _lone_tables(
     for unit in structure.units:
         for position in range(unit.start, unit.end):
             node = order[position]
-            is_table = reach[position] >= 0 and not _is_dropout(node)
+            is_dropout = op_name(node).startswith("inductor_")
+            is_table = reach[position] >= 0 and not is_dropout
             from_table = any(source in tables for source in node.all_input_nodes)
             if is_table and (position < first or from_table):
                 tables.add(node)
                 if position >= first and unit.class_key is None:
                     chosen.append(position)
     return chosen
-
-
-def _is_dropout(node: fx.Node) -> bool:
-    return op_name(node).startswith("inductor_")
 
 
 def _guesses(reach: Sequence[int]) -> list[list[int]]:

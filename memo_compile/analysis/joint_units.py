@@ -39,15 +39,12 @@ def forward_nodes(joint: fx.GraphModule) -> tuple[fx.Node, ...]:
 
     Nodes that a pattern replaced carry no tag; they belong to the forward when it reads them.
     """
-    wanted = {node for node in joint.graph.nodes if _is_tagged_forward(node)}
-    for node in reversed(joint.graph.nodes):
+    nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
+    wanted = {node for node in nodes if node.meta.get("partitioner_tag") == "is_forward"}
+    for node in reversed(nodes):
         if node in wanted:
             wanted.update(node.all_input_nodes)
-    return tuple(n for n in joint.graph.nodes if n.op == "call_function" and n in wanted)
-
-
-def _is_tagged_forward(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta.get("partitioner_tag") == "is_forward"
+    return tuple(node for node in nodes if node in wanted)
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -72,9 +69,9 @@ def tag_units(joint: fx.GraphModule) -> JointUnits:
     known = set(forward)
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in known:
-            known_unit = unit_of_seq.get(node.meta.get("seq_nr"))
-            if known_unit is not None:
-                node.meta[UNIT] = known_unit
+            seq = node.meta.get("seq_nr")
+            if seq in unit_of_seq:
+                node.meta[UNIT] = unit_of_seq[seq]
     return JointUnits(structure=structure, forward=forward)
 
 

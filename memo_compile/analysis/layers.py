@@ -7,7 +7,7 @@ from itertools import pairwise, takewhile
 
 from torch import fx
 
-from memo_compile.analysis.module_paths import LayerPaths
+from memo_compile.analysis.module_paths import LayerPaths, Range
 from memo_compile.analysis.repeats import Repeat, best_repeat
 from memo_compile.analysis.structure import Tape, make_tape
 
@@ -26,8 +26,6 @@ Local and global attention layers share all but a few; attention and its MLP les
 
 _MIN_COMMON_SHARE = 0.5
 """Share of the shorter of two layers that both begin with, when no name tells them apart."""
-
-Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,13 +76,8 @@ def best_repeat(
 ) -> Repeat | None:
     """The verified repeat that covers most of the range; of equals, the shortest period.
 
-    A matrix product in each instance depends on one in the instance before it.
-
-    Args:
-        tape: the whole sequence.
-        start: first position to consider.
-        end: one past the last.
-        prefers_cut: tie-break between rotations, true for positions where a module layer begins.
+    A matrix product in each instance depends on one in the instance before it. ``prefers_cut``
+    breaks ties between rotations: it is true for positions where a module layer begins.
     """
     runs = [
         run

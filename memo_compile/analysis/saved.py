@@ -1,9 +1,7 @@
 """Policy SAVE: what torch's min-cut would keep for the backward, cut equally in every layer.
 
 Torch's partitioner sees one big graph and may cut two equal layers differently, or recompute a
-layer's input from the layer before. A region is lowered once for all its layers, so here every
-layer of a class keeps the same tensors, and the backward of a layer recomputes nothing that
-another layer made.
+layer's input from the layer before. A region is lowered once for all its layers.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -71,7 +69,20 @@ def equal_in_layers(units: JointUnits, chosen: set[fx.Node], *, for_tiles: bool)
     ``for_tiles`` what is much wider than its unit's input is left out, so that the backward
     recomputes it next to its readers, where ``passes.tiles`` can do both tile by tile.
     """
-    return _same_in_every_layer(units, chosen - _wide(units) if for_tiles else chosen)
+    if for_tiles:
+        chosen = chosen - _wide(units)
+    result = {node for node in chosen if node.op == "placeholder" or UNIT not in node.meta}
+    spans, classes = units.structure.units, units.structure.classes
+    middle_of = {cls.class_key: spans[cls.units[len(cls.units) // 2]] for cls in classes}
+    for unit in spans:
+        own = units.forward[unit.start : unit.end]
+        if unit.class_key is None:
+            result |= chosen.intersection(own)
+            continue
+        middle = middle_of[unit.class_key]
+        pattern = units.forward[middle.start : middle.end]
+        result |= {node for node, like in zip(own, pattern, strict=True) if like in chosen}
+    return result
 
 
 def sufficient(
@@ -84,8 +95,20 @@ def sufficient(
     the step overwrites). Such an input, or a view of it, is never saved.
     """
     written = overwritten(joint.graph)
-    kept = {node for node in chosen if storage_of(node) not in written}
-    return _close(joint, kept, _unit_of_every_node(joint, units), num_fwd_outputs)
+    saved = {node for node in chosen if storage_of(node) not in written}
+    unit_of = _unit_of_every_node(joint, units)
+    backward = tangent_dependents(joint.graph)
+    seen: set[fx.Node] = set()
+    stack = [(node, source) for node in backward for source in node.all_input_nodes]
+    ends = pytree.arg_tree_leaves(*joint.graph.output_node().args)[num_fwd_outputs:]
+    stack += [(node, node) for node in ends if isinstance(node, fx.Node)]
+    while stack:
+        reader, node = stack.pop()
+        if node in backward or _is_available(reader, node, saved, unit_of) or node in seen:
+            continue
+        seen.add(node)
+        stack.extend((node, source) for source in node.all_input_nodes)
+    return saved
 
 
 def _made_in_forward(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
@@ -143,50 +166,12 @@ def _bytes(node: fx.Node) -> int:
     return value.nbytes if isinstance(value, torch.Tensor) else 0
 
 
-def _same_in_every_layer(units: JointUnits, chosen: set[fx.Node]) -> set[fx.Node]:
-    result = {node for node in chosen if node.op == "placeholder" or UNIT not in node.meta}
-    spans, classes = units.structure.units, units.structure.classes
-    middle_of = {cls.class_key: spans[cls.units[len(cls.units) // 2]] for cls in classes}
-    for unit in spans:
-        own = units.forward[unit.start : unit.end]
-        if unit.class_key is None:
-            result |= chosen.intersection(own)
-            continue
-        middle = middle_of[unit.class_key]
-        pattern = units.forward[middle.start : middle.end]
-        result |= {node for node, like in zip(own, pattern, strict=True) if like in chosen}
-    return result
-
-
 def _unit_of_every_node(joint: fx.GraphModule, units: JointUnits) -> dict[fx.Node, int]:
     """Node -> its unit: as tagged, else where the backward would run it."""
     last = units.num_units - 1
     found = {n: last - at for n, at in backward_positions(joint.graph, units.num_units).items()}
     found.update({node: node.meta[UNIT] for node in units.forward if UNIT in node.meta})
     return found
-
-
-def _close(
-    joint: fx.GraphModule,
-    chosen: set[fx.Node],
-    unit_of: Mapping[fx.Node, int],
-    num_fwd_outputs: int,
-) -> set[fx.Node]:
-    """``chosen``, completed to what the backward can start from."""
-    backward = tangent_dependents(joint.graph)
-    saved = set(chosen)
-    seen: set[fx.Node] = set()
-    stack = [(node, source) for node in backward for source in node.all_input_nodes]
-    output = joint.graph.find_nodes(op="output")[0]
-    ends = pytree.arg_tree_leaves(*output.args)[num_fwd_outputs:]
-    stack += [(node, node) for node in ends if isinstance(node, fx.Node)]
-    while stack:
-        reader, node = stack.pop()
-        if node in backward or _is_available(reader, node, saved, unit_of) or node in seen:
-            continue
-        seen.add(node)
-        stack.extend((node, source) for source in node.all_input_nodes)
-    return saved
 
 
 def _is_available(

@@ -3,8 +3,7 @@
 tlparse shows the trace beside Inductor's output.
 """
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from memo_compile import shim
 from memo_compile.driver.assemble import Assembly
@@ -24,20 +23,11 @@ def dump_step(step: CutStep, assembly: Assembly) -> None:
     write_pictures(step.runner.dump, assembly.problem, assembly.reported, assembly.costs())
 
 
-def emit_artifacts(plan_name: str, texts: Mapping[str, Callable[[], str]]) -> None:
-    """Every text of ``texts`` (name -> what makes it) is an artifact ``memo_<plan_name>_<name>``.
-
-    No text is made unless TORCH_TRACE is set. A name that ends in ``.json`` is shown as JSON.
-    """
-    for name, text in texts.items():
-        stem, _, ending = name.rpartition(".")
-        metadata = {
-            "name": f"memo_{plan_name}_{stem or name}",
-            "encoding": "json" if ending == "json" else "string",
-        }
-        shim.trace_structured(
-            "artifact",
-            metadata_fn=functools.partial(dict, metadata),
-            payload_fn=text,
-            expect_trace_id=False,
-        )
+def trace_plan(name: str, plan: Callable[[], str]) -> None:
+    """What ``plan`` makes is the JSON artifact ``memo_<name>_plan``, if TORCH_TRACE is set."""
+    shim.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"memo_{name}_plan", "encoding": "json"},
+        payload_fn=plan,
+        expect_trace_id=False,
+    )

@@ -15,7 +15,7 @@ from memo_runtime.host_store import FILE_PREFIX
 from torch import fx
 
 from memo_compile import shim
-from memo_compile.backends.artifacts import dump_step, emit_artifacts
+from memo_compile.backends.artifacts import dump_step, trace_plan
 from memo_compile.backends.capture import StepCapture, next_graph_name
 from memo_compile.backends.left_out import DynamoWatch
 from memo_compile.backends.specialise import Specialised, symbol_positions
@@ -151,7 +151,7 @@ def _compiled_step(captured: CapturedStep, config: MemoConfig) -> Assembly:
     step = cut_step(captured, config, tiling_believed)
     assembly = assemble(step, config)
     dump_step(step, assembly)
-    emit_artifacts(step.name, {"plan.json": lambda: to_json(assembly.reported)})
+    trace_plan(step.name, lambda: to_json(assembly.reported))
     return assembly
 
 

@@ -410,16 +410,12 @@ class StepContents:
         self.held[storage] = held
 
 
-def _share(start: int, end: int, other_start: int, other_end: int) -> bool:
-    return start < other_end and other_start < end
-
-
 def _clash(start: int, end: int, other_start: int, other_end: int) -> bool:
     """True when a write to ``[start, end)`` touches the other range.
 
     A buffer's size is rounded up to the alignment, so that a range that begins inside its last
     ``ALIGNMENT_BYTES`` - 1 bytes is not touched.
     """
-    if not _share(start, end, other_start, other_end):
+    if start >= other_end or other_start >= end:
         return False
     return not (start < other_start and end - other_start < ALIGNMENT_BYTES)

@@ -76,7 +76,6 @@ def _over_budget(plan: Plan) -> str:
 class _Storage:
     """The bytes that one buffer holds now, and the values that live in them."""
 
-    owner: str
     offset: int
     size_bytes: int
     in_arena: bool = True
@@ -298,12 +297,12 @@ class _Replay:
             self._complain(f"{owner} and {other} share bytes while both are alive")
         self.highest = max(self.highest, offset + size_bytes)
         self._die(owner)
-        self.storages[owner] = _Storage(owner, offset, size_bytes)
+        self.storages[owner] = _Storage(offset, size_bytes)
         if size_bytes:
             bisect.insort(self.live, (offset, owner))
 
     def _bear_outside(self, owner: str, size_bytes: int) -> None:
-        self.storages[owner] = _Storage(owner, 0, size_bytes, in_arena=False)
+        self.storages[owner] = _Storage(0, size_bytes, in_arena=False)
         self.outside_bytes += size_bytes
         self.most_outside_bytes = max(self.most_outside_bytes, self.outside_bytes)
 

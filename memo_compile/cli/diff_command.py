@@ -19,8 +19,6 @@ from memo_compile.step.serialise import from_json
 MAX_ROWS = 40
 """Of each kind in the table; ``--json`` has all."""
 
-GROUPS = ("numbers", "decisions", "offsets", "parts")
-
 
 def diff_files(
     first_file: Annotated[Path, typer.Argument(metavar="A.json", help="A plan or a problem.")],
@@ -40,7 +38,7 @@ def diff_files(
     found = differences(first, second)
     kind = type(first).__name__.lower()
     if as_json:
-        print(json.dumps({"equal": found.equal, "kind": kind, **as_dict(found)}))
+        print(json.dumps({"equal": found.equal, "kind": kind, **dataclasses.asdict(found)}))
     elif found.equal:
         print(f"equal {kind}s")
     else:
@@ -63,17 +61,10 @@ def _read(path: Path) -> Plan | Problem:
     raise InputError(f"{path}: expected a plan.json or a problem.json of memo")
 
 
-def as_dict(found: Differences) -> dict[str, Any]:
-    """Every change as plain data, by group."""
-    return {
-        group: [dataclasses.asdict(change) for change in getattr(found, group)] for group in GROUPS
-    }
-
-
 def as_text(found: Differences) -> str:
     """A table for each group in which something changed, at most MAX_ROWS rows each."""
     tables = []
-    for group in GROUPS:
+    for group in (field.name for field in dataclasses.fields(found)):
         changes: tuple[Difference, ...] = getattr(found, group)
         if not changes:
             continue

@@ -47,7 +47,6 @@ def heu(
 ) -> None:
     """What one layer keeps, and in which of five phases it recomputes the rest."""
     instance = HeuInstance.from_json(read_object(file))
-
     solution = solve_heu(instance, token_split=token_split, time_limit_s=time_limit)
     _finish(
         solution.status,
@@ -65,7 +64,6 @@ def opt(
 ) -> None:
     """The best schedule of a small graph, with recomputation behind its communications."""
     instance = OptInstance.from_json(read_object(file))
-
     solution = solve_opt(instance, token_split=token_split, time_limit_s=time_limit)
     matrices = {"S": solution.resident, "Rc": solution.critical, "Ro": solution.overlapped}
     _finish(
@@ -101,11 +99,9 @@ def stages(
     if "layer" in data:
         if method is SplitMethod.PAPER:
             raise InputError("method: the paper's greedy needs a table of stage times")
-
         _plan_stages(JointProblem.from_json(data), token_split)
         return
     table = StageTimes.from_json(data)
-
     split = split_exact(table) if method is SplitMethod.EXACT else split_paper(table)
     if split.status is SolveStatus.INFEASIBLE:
         _refuse(split.conflict)

@@ -87,7 +87,10 @@ def plan_command(
         policy=policy,
     )
     answer, longest_seq = _answer(question, max_seq=max_seq, as_json=as_json)
-    _write_files(answer, report, out)
+    if report is not None:
+        write_report(report, answer.step.problem, answer.step.plan)
+    if out is not None:
+        write_text(out, to_json(answer.step.plan))
     if emit is not None:
         print(_settings_text(emit, answer), end="")
     elif as_json:
@@ -110,7 +113,12 @@ def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[For
     try:
         if max_seq:
             with _busy(console, "searching the longest sequence"):
-                found = longest(question, lambda seq, fits: _tried(console, seq, fits))
+                found = longest(
+                    question,
+                    lambda seq, fits: console.print(
+                        f"{seq} tokens: {'fits' if fits else 'does not fit'}"
+                    ),
+                )
             if found == 0:
                 raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget")
             question = dataclasses.replace(question, seq=found)
@@ -131,17 +139,6 @@ def _busy(console: Console, what: str) -> Iterator[None]:
         return
     with console.status(what):
         yield
-
-
-def _tried(console: Console, seq: int, fits: bool) -> None:
-    console.print(f"{seq} tokens: {'fits' if fits else 'does not fit'}")
-
-
-def _write_files(answer: "Forecast", report: Path | None, out: Path | None) -> None:
-    if report is not None:
-        write_report(report, answer.step.problem, answer.step.plan)
-    if out is not None:
-        write_text(out, to_json(answer.step.plan))
 
 
 def _settings_text(tool: str, answer: "Forecast") -> str:
@@ -201,9 +198,8 @@ def _as_dict(answer: "Forecast") -> dict[str, Any]:
 
 def _print(answer: "Forecast", max_seq: int | None) -> None:
     """The answer as tables."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PLAIN_WIDTH)
+    is_terminal = Console().is_terminal
+    console = Console(highlight=False, width=None if is_terminal else PLAIN_WIDTH)
     question, plan = answer.question, answer.step.plan
     room = format_bytes(abs(answer.budget_bytes - answer.peak_bytes))
     verdict = f"fits, {room} to spare" if answer.fits else f"does not fit: {room} too much"

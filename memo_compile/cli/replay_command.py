@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from memo_compile.cli.diff_command import as_dict, as_text
+from memo_compile.cli.diff_command import as_text
 from memo_compile.cli.dumps import read_data
 from memo_compile.cli.options import AsJson
 from memo_compile.errors import InputError
@@ -111,7 +111,7 @@ def _as_dict(found: Differences, plan: ReportedPlan) -> dict[str, Any]:
         "check": str(plan.check),
         "solver": plan.solver,
         "seconds": plan.planning_s,
-        **as_dict(found),
+        **dataclasses.asdict(found),
     }
 
 

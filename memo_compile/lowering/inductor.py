@@ -18,6 +18,7 @@ import torch
 
 from memo_compile import shim
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
+from memo_compile.analysis.views import results_of
 from memo_compile.lowering import aten
 from memo_compile.lowering.lines import LineScan
 
@@ -101,10 +102,7 @@ def session(settings: Mapping[str, Any]) -> Iterator[None]:
 
     ``settings`` are the user's for Inductor; memo's own win.
     """
-    with (
-        shim.inductor_patch({**settings, **INDUCTOR_SETTINGS}),
-        shim.kernels_in_background(),
-    ):
+    with shim.inductor_patch({**settings, **INDUCTOR_SETTINGS}), shim.kernels_in_background():
         yield
 
 
@@ -115,15 +113,12 @@ def lower(region: RegionGraph, *, poison: bool = False) -> LoweredRegion:
     next region was traced with them too.
     """
     examples = region.example_inputs()
-    output = region.gm.graph.find_nodes(op="output")[0]
-    output.meta["user_visible_output_idxs"] = [
-        index for index, value in enumerate(output.args[0]) if isinstance(value, torch.fx.Node)
+    results = results_of(region.gm.graph)
+    region.gm.graph.output_node().meta["user_visible_output_idxs"] = [
+        index for index, value in enumerate(results) if isinstance(value, torch.fx.Node)
     ]
     recorder = _Recorder(region=region, poison=poison)
-    with (
-        shim.own_tracing_context(examples),
-        _arena_codegen(recorder),
-    ):
+    with shim.own_tracing_context(examples), _arena_codegen(recorder):
         compiled = shim.compile_fx_inner(
             region.gm,
             examples,

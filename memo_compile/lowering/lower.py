@@ -1,5 +1,6 @@
 """Which lowering runs a region, and what happens to graphs that memo does not plan."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,14 +19,11 @@ def lower_regions(
     regions: Iterable[RegionGraph], config: MemoConfig, runner: PassRunner
 ) -> dict[str, LoweredRegion]:
     """Every region by its name, lowered as ``config.lowering`` says."""
-    poison = "poison" in config.debug
-    if config.lowering == "aten":
+    by_inductor = config.lowering != "aten"
+    session = inductor.session(config.inductor_options) if by_inductor else contextlib.nullcontext()
+    with session:
         return {
-            region.name: _laid_out(region, aten.lower(region, poison=poison)) for region in regions
-        }
-    with inductor.session(config.inductor_options):
-        return {
-            region.name: _laid_out(region, _lowered(region, poison, runner)) for region in regions
+            region.name: _laid_out(region, _lowered(region, config, runner)) for region in regions
         }
 
 
@@ -39,8 +37,9 @@ def _laid_out(region: RegionGraph, lowered: LoweredRegion) -> LoweredRegion:
     return replace(lowered, profile=profile)
 
 
-def _lowered(region: RegionGraph, poison: bool, runner: PassRunner) -> LoweredRegion:
-    if region.op_by_op:
+def _lowered(region: RegionGraph, config: MemoConfig, runner: PassRunner) -> LoweredRegion:
+    poison = "poison" in config.debug
+    if region.op_by_op or config.lowering == "aten":
         return aten.lower(region, poison=poison)
     own = OwnOutputs(external_outputs=region.external_outputs)
     copied = shim.copied(region.gm)  # lowering rewrites it, and others still read the first

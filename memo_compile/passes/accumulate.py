@@ -41,10 +41,8 @@ class AccumulateInPlace:
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
         positions = backward_positions(gm.graph, self.num_units)
-        output = gm.graph.find_nodes(op="output")[0]
         found = []
-        for result in dict.fromkeys(output.all_input_nodes):
-            node = result
+        for node in dict.fromkeys(gm.graph.output_node().all_input_nodes):
             while (part := _part(node, positions)) is not None:
                 found.append((node, part))
                 node = part

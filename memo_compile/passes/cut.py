@@ -28,7 +28,7 @@ from torch import fx
 from memo_compile.analysis.overwrites import runs_once
 from memo_compile.analysis.purity import is_constant, is_write
 from memo_compile.analysis.regions import RegionGraph, layout_of
-from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, storage_of
+from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, results_of, storage_of
 from memo_compile.passes.lease import HANDLE
 from memo_compile.step.problem import Layouts, Phase
 from memo_compile.step.tilings import Tiling
@@ -110,8 +110,7 @@ class _Cutter:
         self.graph = request.gm.graph
         self.prefix = "" if request.phase is Phase.FORWARD else "bwd:"
         self.positions = _with_views_at_their_source(request)
-        self.output = self.graph.find_nodes(op="output")[0]
-        self.results = list(self.output.args[0])
+        self.results = results_of(self.graph)
         self.regions: dict[str, RegionGraph] = {}
         self.keys: dict[str, str] = {}
         self.external = {
@@ -126,12 +125,8 @@ class _Cutter:
             position: _Border(self, position, nodes) for position, nodes in by_position.items()
         }
         wanted = self._wanted(borders.values())
-        calls = []
-        for position in sorted(borders):
-            call = self._call(borders[position], wanted)
-            if call is not None:
-                calls.append(call)
-        return self._assemble(calls)
+        calls = [self._call(borders[position], wanted) for position in sorted(borders)]
+        return self._assemble([call for call in calls if call is not None])
 
     def value(self, node: fx.Node) -> str:
         """The step-wide name of the value that ``node`` makes."""

@@ -1,12 +1,4 @@
-"""Takes saved activations out of autograd's hands: they stay in the frame, a handle travels.
-
-``LeaseSaved`` rewrites the forward and ``FetchLeased`` the backward:
-
-    forward:  return loss, primal, mul, mm     forward:  h = lease(mul, mm)
-                                                         return loss, primal, h
-    backward: (primal, mul, mm, tangent)    -> backward: (primal, h, tangent)
-                                                         mul = fetch(h, 0); mm = fetch(h, 1)
-"""
+"""Takes saved activations out of autograd's hands: they stay in the frame, a handle travels."""
 
 import itertools
 from dataclasses import dataclass

@@ -96,17 +96,12 @@ def _results(node: fx.Node) -> dict[int, fx.Node]:
         return {0: node}
     if not isinstance(value, tuple | list):
         return {}
-    if not all(isinstance(item, torch.Tensor) for item in value):
-        return {}
-    if not all(user.target is operator.getitem for user in node.users):
-        return {}
-    if not _declares_tensors(node.target):
+    assert isinstance(node.target, torch._ops.OpOverload)
+    tensors = all(isinstance(item, torch.Tensor) for item in value)
+    declared = all(str(result.type) == "Tensor" for result in node.target._schema.returns)
+    if not (tensors and declared and all(user.target is operator.getitem for user in node.users)):
         return {}
     return {int(user.args[1]): user for user in node.users}  # type: ignore[arg-type]
-
-
-def _declares_tensors(target: Any) -> bool:
-    return all(str(result.type) == "Tensor" for result in target._schema.returns)
 
 
 def _rewrite(node: fx.Node, results: dict[int, fx.Node]) -> bool:

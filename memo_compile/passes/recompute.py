@@ -28,16 +28,14 @@ from memo_compile.passes.extract import Extract, extract
 from memo_compile.step.movable import LayerOp, RecomputeKey, RegionInput
 from memo_compile.step.problem import align
 
-_NO_ROWS: Mapping[fx.Node, RowDim] = {}
-
 
 def layer_ops(
     region: RegionGraph,
     slot_of_output: Mapping[int, int],
     slot_of_input: Mapping[int, int],
     seconds_of: Callable[[fx.Node], float],
-    row_seeds: Mapping[fx.Node, RowDim] = _NO_ROWS,
-    num_rows: int = 1,
+    row_seeds: Mapping[fx.Node, RowDim],
+    num_rows: int,
 ) -> tuple[LayerOp, ...]:
     """The layer's operators in an order that can run; inputs that are slots come first.
 
@@ -166,7 +164,7 @@ def recompute_graph(
     slot_of_output: Mapping[int, int],
     slot_of_input: Mapping[int, int],
     num_rows: int,
-    row_seeds: Mapping[fx.Node, RowDim] = _NO_ROWS,
+    row_seeds: Mapping[fx.Node, RowDim],
 ) -> tuple[RegionGraph, tuple[RegionInput, ...]]:
     """The smallest part of a layer's forward that makes ``key.slots``, and where its inputs are.
 

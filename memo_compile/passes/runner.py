@@ -14,8 +14,6 @@ from torch.fx.passes.infra.pass_base import PassResult
 from memo_compile.analysis.saved import SAVED
 from memo_compile.errors import ConfigError, MemoError, PassFailed
 
-__all__ = ["GraphPass", "PassResult", "PassRunner", "PassSelection", "graph_text"]
-
 T = TypeVar("T")
 
 TIMES_FILE = "passes.txt"

@@ -107,10 +107,10 @@ def _split(name: str, region: RegionGraph, tiles: int, accepts: Accepts) -> "_Sp
 
 def _is_plain(tiled: TiledRegion) -> bool:
     """True when every output of the region is a value of its own that one of the parts makes."""
-    refs = [ref for ref in tiled.outputs if ref is not None]
-    made = all(ref.source is not Source.REGION_INPUT for ref in refs)
-    made = made and all(_is_contiguous(output.whole) for output in tiled.tile_outputs)
-    return made and len(set(refs)) == len(refs) and len(refs) == len(tiled.outputs)
+    refs = tiled.outputs
+    made = all(ref is not None and ref.source is not Source.REGION_INPUT for ref in refs)
+    dense = all(_is_contiguous(output.whole) for output in tiled.tile_outputs)
+    return made and dense and len(set(refs)) == len(refs)
 
 
 def _is_contiguous(spec: ViewSpec) -> bool:
@@ -188,11 +188,7 @@ class _Split:
             before=f"{self.name}.before",
             before_inputs=tiled.before_inputs,
             tile=f"{self.name}.tile",
-            tile_inputs=tuple(
-                self._operand(tile_input)
-                for tile_input in tiled.tile_inputs
-                if tile_input.accumulator is None
-            ),
+            tile_inputs=tuple(map(self._operand, self._plain_inputs())),
             rows=tuple(
                 Rows(whole=self.wholes[at], slice=Slice(dim=output.dim, length=output.length))
                 for at, output in enumerate(tiled.tile_outputs)
@@ -211,6 +207,10 @@ class _Split:
             outputs=tuple(self.made(ref) for ref in tiled.outputs if ref is not None),
             output_layouts=region.output_layouts(),
         )
+
+    def _plain_inputs(self) -> list[TileInput]:
+        """The tile's inputs without the running sums, which come last."""
+        return [found for found in self.tiled.tile_inputs if found.accumulator is None]
 
     def _operand(self, tile_input: TileInput) -> Operand:
         dim, whole = tile_input.dim, _layout(tile_input.whole)
@@ -255,9 +255,7 @@ class _Split:
             )
 
     def _tile_call(self, call: CutCall, names: "_Names", number: int) -> CutCall:
-        inputs = [
-            tile_input for tile_input in self.tiled.tile_inputs if tile_input.accumulator is None
-        ]
+        inputs = self._plain_inputs()
         rows = [output for output in self.tiled.tile_outputs if output.accumulator is None]
         return CutCall(
             name=f"{call.name}.tile{number}",
@@ -316,11 +314,8 @@ class _Names:
     def __init__(self, split: _Split, call: CutCall) -> None:
         self.split = split
         self.call = call
-        self.known: dict[Ref, str] = {}
-        for ref, value in zip(split.tiled.outputs, call.outputs, strict=True):
-            if ref is None:
-                continue
-            self.known[split.made(ref)] = value
+        outputs = zip(split.tiled.outputs, call.outputs, strict=True)
+        self.known = {split.made(ref): value for ref, value in outputs if ref is not None}
 
     def before(self, index: int) -> str:
         """Output ``index`` of the part before the tiles."""

@@ -68,7 +68,6 @@ class TileOutput:
     whole: ViewSpec
     dim: int | None = None
     length: int = 0
-    row_bytes: int | None = None
     step_bytes: int | None = None
     accumulator: int | None = None
 
@@ -104,11 +103,6 @@ class TiledRegion:
         return replace(self.chain, gm=gm)
 
 
-def tile(region: RegionGraph, tiles: int) -> TiledRegion | None:
-    """``region`` with its widest row-wise chain in tiles, or None when that saves too little."""
-    return next(iter(tilings(region, tiles)), None)
-
-
 def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
     """``region`` with one of its wide chains in tiles, what needs the fewest bytes first.
 
@@ -133,9 +127,8 @@ class _Splitter:
         self.dims = chain.dims
         self.nodes = list(region.gm.graph.nodes)
         self.placeholders = region.gm.graph.find_nodes(op="placeholder")
-        results = results_of(region.gm.graph)
-        self.results: list[Any] = list(results)
-        self.made = [result for result in dict.fromkeys(results) if isinstance(result, fx.Node)]
+        self.results = results_of(region.gm.graph)
+        self.made = [node for node in dict.fromkeys(self.results) if isinstance(node, fx.Node)]
         self.external = {storage_of(self.results[at]) for at in region.external_outputs}
         self.inside = chain.nodes | chain.sums
         self.behind = self._behind()
@@ -281,7 +274,6 @@ class _Splitter:
             whole=view_spec(node.meta["val"]),
             dim=dim.dim,
             length=self.rows * dim.factor,
-            row_bytes=row_bytes,
             step_bytes=row_bytes * self.rows,
         )
 

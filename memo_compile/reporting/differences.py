@@ -42,32 +42,26 @@ class Differences:
 
 def differences(first: Plan | Problem, second: Plan | Problem) -> Differences:
     """What changed from ``first`` to ``second``, which are of one kind."""
+    numbers = _collapsed(_changed(_numbers(first), _numbers(second)))
     if isinstance(first, Plan) and isinstance(second, Plan):
-        return _of_plans(first, second)
+        return Differences(
+            numbers=numbers,
+            decisions=_changed(_decisions(first), _decisions(second)),
+            offsets=_changed(first.offsets, second.offsets),
+        )
     assert isinstance(first, Problem) and isinstance(second, Problem), (first, second)  # noqa: PT018
-    return _of_problems(first, second)
+    return Differences(numbers=numbers, parts=tuple(_parts_of_problems(first, second)))
 
 
 _APART = frozenset({"offsets", "decisions", "regions", "calls", "tensors"})
 """Fields that are not compared as a whole."""
 
 
-def _of_plans(first: Plan, second: Plan) -> Differences:
-    return Differences(
-        numbers=_collapsed(_changed(_numbers(first), _numbers(second))),
-        decisions=_changed(_decisions(first), _decisions(second)),
-        offsets=_changed(first.offsets, second.offsets),
-    )
-
-
-def _of_problems(first: Problem, second: Problem) -> Differences:
+def _parts_of_problems(first: Problem, second: Problem) -> list[Difference]:
+    calls = [{call.name: call for call in each.calls} for each in (first, second)]
     parts = [
         *_parts("region", first.regions, second.regions),
-        *_parts(
-            "call",
-            {call.name: call for call in first.calls},
-            {call.name: call for call in second.calls},
-        ),
+        *_parts("call", *calls),
         *_parts("tensor", first.tensors, second.tensors),
     ]
     order = [[call.name for call in each.calls] for each in (first, second)]
@@ -76,8 +70,7 @@ def _of_problems(first: Problem, second: Problem) -> Differences:
         parts.append(
             Difference(what=f"order of calls from {at}", first=order[0][at], second=order[1][at])
         )
-    numbers = _collapsed(_changed(_numbers(first), _numbers(second)))
-    return Differences(numbers=numbers, parts=tuple(parts))
+    return parts
 
 
 def _numbers(data: Plan | Problem) -> dict[str, Any]:

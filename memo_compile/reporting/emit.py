@@ -27,35 +27,11 @@ class Settings:
     pp: int
     decisions: Sequence[Decision]
 
-    def bytes_of(self, decision: str) -> int:
-        """Bytes of one layer with ``decision``, over the rows of all classes."""
-        rows = (row for row in self.decisions if row.decision == decision)
-        return round(sum(row.bytes * row.token_fraction for row in rows))
-
-    @property
-    def recomputes(self) -> bool:
-        """True when something is recomputed."""
-        return self.bytes_of("RECOMPUTE") > 0
-
-    @property
-    def offloads(self) -> bool:
-        """True when something goes to the host."""
-        return self.bytes_of("OFFLOAD") > 0
-
-    @property
-    def keeps_everything(self) -> bool:
-        """True when nothing is recomputed and nothing goes to the host."""
-        return not self.recomputes and not self.offloads
-
-    @property
-    def mostly_recomputes(self) -> bool:
-        """True when more bytes are recomputed than copied or kept."""
-        recomputed = self.bytes_of("RECOMPUTE")
-        return recomputed > self.bytes_of("SAVE") + self.bytes_of("OFFLOAD")
-
 
 TOOLS = ("hf", "torchtitan", "megatron")
 """Each has its text in ``templates/TOOL.j2``."""
+
+KINDS = ("SAVE", "OFFLOAD", "RECOMPUTE")
 
 
 def emit(tool: str, settings: Settings) -> str:
@@ -66,16 +42,26 @@ def emit(tool: str, settings: Settings) -> str:
     """
     if tool not in TOOLS:
         raise InputError(f"emit: expected one of {', '.join(TOOLS)}, got {tool!r}")
-    offloaded = format_bytes(settings.bytes_of("OFFLOAD"))
-    text = render(f"{tool}.j2", plan=settings, summary=_summary(settings), offloaded=offloaded)
+    sizes = {kind: _bytes_of(kind, settings.decisions) for kind in KINDS}
+    counts = Counter(row.decision for row in settings.decisions)
+    parts = [
+        f"{counts[kind]} {kind} ({format_bytes(sizes[kind])} a layer)"
+        for kind in KINDS
+        if counts[kind]
+    ]
+    text = render(
+        f"{tool}.j2",
+        plan=settings,
+        summary=", ".join(parts) or "nothing is saved",
+        recomputes=sizes["RECOMPUTE"] > 0,
+        mostly_recomputes=sizes["RECOMPUTE"] > sizes["SAVE"] + sizes["OFFLOAD"],
+        offloads=sizes["OFFLOAD"] > 0,
+        offloaded=format_bytes(sizes["OFFLOAD"]),
+    )
     return text.rstrip() + "\n"
 
 
-def _summary(settings: Settings) -> str:
-    counts = Counter(row.decision for row in settings.decisions)
-    parts = [
-        f"{counts[kind]} {kind} ({format_bytes(settings.bytes_of(kind))} a layer)"
-        for kind in ("SAVE", "OFFLOAD", "RECOMPUTE")
-        if counts[kind]
-    ]
-    return ", ".join(parts) or "nothing is saved"
+def _bytes_of(kind: str, decisions: Sequence[Decision]) -> int:
+    """Bytes of one layer with a decision of this ``kind``, over the rows of all classes."""
+    rows = (row for row in decisions if row.decision == kind)
+    return round(sum(row.bytes * row.token_fraction for row in rows))

@@ -50,10 +50,13 @@ def write_plots(folder: Path, problem: Problem, plan: Plan) -> tuple[Path, ...]:
     """
     if not can_plot():
         raise ConfigError("plots: matplotlib is not installed; pip install 'memo-compile[plot]'")
+    from matplotlib.figure import Figure
+
     view = view_step(problem, plan)
     written = []
     for name, draw in (("memory", _memory), ("arena", _arena)):
-        figure = _figure()
+        # A figure that no window and no global state of pyplot knows of.
+        figure = Figure(figsize=SIZE_INCHES, layout="constrained")
         draw(figure.add_subplot(), view, plan)
         for ending in ("svg", "png"):
             path = folder / f"{name}.{ending}"
@@ -62,13 +65,6 @@ def write_plots(folder: Path, problem: Problem, plan: Plan) -> tuple[Path, ...]:
             figure.savefig(path, dpi=DOTS_PER_INCH, metadata=metadata)
             written.append(path)
     return tuple(written)
-
-
-def _figure() -> Any:
-    """A figure that no window and no global state of pyplot knows of."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=SIZE_INCHES, layout="constrained")
 
 
 def _memory(axes: Any, view: StepView, plan: Plan) -> None:
@@ -99,11 +95,10 @@ def _arena(axes: Any, view: StepView, plan: Plan) -> None:
     from matplotlib.collections import PolyCollection
 
     for role, colour in ROLE_COLOURS.items():
-        boxes = [box for box in view.boxes if box.role is role]
-        corners = [
-            _corners(box.start, box.end, box.offset / GIB, (box.offset + box.size_bytes) / GIB)
-            for box in boxes
-        ]
+        corners = []
+        for box in (box for box in view.boxes if box.role is role):
+            low, high = box.offset / GIB, (box.offset + box.size_bytes) / GIB
+            corners.append([(box.start, low), (box.end, low), (box.end, high), (box.start, high)])
         if corners:
             axes.add_collection(
                 PolyCollection(
@@ -113,10 +108,6 @@ def _arena(axes: Any, view: StepView, plan: Plan) -> None:
     axes.set_ylabel("address in the arena (GiB)")
     axes.set_ylim(0, max(plan.arena_bytes, 1) / GIB)
     _program_axis(axes, view)
-
-
-def _corners(left: float, right: float, low: float, high: float) -> list[tuple[float, float]]:
-    return [(left, low), (right, low), (right, high), (left, high)]
 
 
 def _program_axis(axes: Any, view: StepView) -> None:

@@ -8,6 +8,7 @@ which tensor, of which pass, made where in the user's code.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from memo_compile.planners.placement import Buffer, PlacementProblem, place
@@ -48,9 +49,10 @@ def memory_snapshot(problem: Problem, plan: Plan) -> dict[str, Any]:
     address = FIRST_ADDRESS
     segments = [_constant_segment(plan, address)]
     lives: list[_Life] = []
-    for make in (_arena, _outside, _made):
+    makers = (partial(_arena, plan), partial(_outside, problem), partial(_made, problem))
+    for make in makers:
         address += int(segments[-1]["total_size"]) + GAP_BYTES
-        segment, own = make(problem, plan, view, address)
+        segment, own = make(view, address)
         segments.append(segment)
         lives.extend(own)
     clock = _clock(problem, plan, view)
@@ -125,10 +127,7 @@ def _constant_segment(plan: Plan, address: int) -> dict[str, Any]:
     return _segment(address, at - address, blocks, "constant memory")
 
 
-def _arena(
-    problem: Problem, plan: Plan, view: StepView, address: int
-) -> tuple[dict[str, Any], list[_Life]]:
-    del problem
+def _arena(plan: Plan, view: StepView, address: int) -> tuple[dict[str, Any], list[_Life]]:
     lives = [
         _Life(
             start=box.start,
@@ -144,11 +143,8 @@ def _arena(
     return _segment(address, align(plan.arena_bytes), [], "arena"), lives
 
 
-def _outside(
-    problem: Problem, plan: Plan, view: StepView, address: int
-) -> tuple[dict[str, Any], list[_Life]]:
+def _outside(problem: Problem, view: StepView, address: int) -> tuple[dict[str, Any], list[_Life]]:
     """What kernels allocate themselves, placed as tightly as they would find it free."""
-    del plan
     born: dict[tuple[str, int], list[int]] = {}
     found: list[tuple[int, int, int, str]] = []
     ordered = sorted(outside_events(problem), key=lambda event: (event[0], event[1]))
@@ -183,11 +179,8 @@ def _outside(
     return _segment(address, align(placed.height_bytes), [], "allocated by kernels"), lives
 
 
-def _made(
-    problem: Problem, plan: Plan, view: StepView, address: int
-) -> tuple[dict[str, Any], list[_Life]]:
+def _made(problem: Problem, view: StepView, address: int) -> tuple[dict[str, Any], list[_Life]]:
     """Gradients and other outputs in ordinary memory: made in the step, alive when it ends."""
-    del plan
     lives, at = [], address
     for index, call in enumerate(problem.calls):
         outputs = problem.regions[call.region].outputs

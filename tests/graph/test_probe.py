@@ -11,7 +11,7 @@ from memo_compile.analysis.regions import RegionGraph
 from memo_compile.driver import probe
 from memo_compile.driver.probe import Verdict, made_up_inputs, probe_rows, probe_tiling
 from memo_compile.passes.tile_cut import RegionTiling, _Split
-from memo_compile.passes.tiles import tile
+from memo_compile.passes.tiles import tilings
 
 TOKENS, WIDTH, INNER = 8, 16, 512
 
@@ -67,9 +67,7 @@ def mlp(x, up, down):
 
 
 def tiling_of(whole: RegionGraph) -> RegionTiling:
-    tiled = tile(whole, 4)
-    assert tiled is not None
-    return _Split.of("part", whole, tiled).tiling(whole)
+    return _Split.of("part", whole, tilings(whole, 4)[0]).tiling(whole)
 
 
 def wide() -> RegionGraph:

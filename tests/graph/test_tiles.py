@@ -12,7 +12,7 @@ from torch.nn import functional
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.lowering.aten import interpret
 from memo_compile.passes.tile_chains import transient_bytes
-from memo_compile.passes.tiles import TiledRegion, tile
+from memo_compile.passes.tiles import TiledRegion, tilings
 from memo_compile.step.tilings import Ref, Source
 from tests import models
 from tests.steps.programs import step_programs
@@ -84,7 +84,6 @@ def run_tiled(tiled: TiledRegion, inputs: list[torch.Tensor]) -> list[Any]:
         ):
             target = whole
             if out.step_bytes is not None:
-                assert out.step_bytes == out.row_bytes * (tiled.num_rows // tiled.num_tiles)
                 start = number * out.step_bytes
                 target = row_view(whole, result.shape, result.stride(), start)
                 assert result.numel() * result.element_size() == out.step_bytes
@@ -92,6 +91,10 @@ def run_tiled(tiled: TiledRegion, inputs: list[torch.Tensor]) -> list[Any]:
     made[Source.TILE] = wholes
     made[Source.AFTER] = run_part(tiled.after, [value(ref) for ref in tiled.after_inputs])
     return [None if ref is None else value(ref) for ref in tiled.outputs]
+
+
+def tile(region: RegionGraph, tiles: int) -> TiledRegion | None:
+    return next(iter(tilings(region, tiles)), None)
 
 
 def check(whole: RegionGraph, inputs: list[torch.Tensor], tiles: int = TILES) -> TiledRegion:
@@ -153,8 +156,11 @@ def test_the_loss_head_never_has_all_logits(head_inputs):
     assert transient_bytes(tiled.tile.gm) <= tiled.transient_bytes
     sums = [output for output in tiled.tile_outputs if output.accumulator is not None]
     assert [output.whole.size for output in sums] == [(), ()]
-    rows = [output for output in tiled.tile_outputs if output.row_bytes is not None]
-    assert [(output.whole.size, output.row_bytes) for output in rows] == [((TOKENS, 1), 4)]
+    rows = [output for output in tiled.tile_outputs if output.step_bytes is not None]
+    step_bytes = 4 * TOKENS // tiled.num_tiles
+    assert [(output.whole.size, output.step_bytes) for output in rows] == [
+        ((TOKENS, 1), step_bytes)
+    ]
 
 
 def test_the_backward_of_the_loss_head_makes_the_logits_again_in_tiles(head_inputs):
@@ -188,7 +194,7 @@ def test_an_mlp_in_tiles():
     tiled = check(whole, inputs)
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.1 / TILES
     (out,) = tiled.tile_outputs
-    assert out.row_bytes == WIDTH * 4
+    assert out.step_bytes == WIDTH * 4 * (tiled.num_rows // tiled.num_tiles)
 
 
 def test_the_backward_of_an_mlp_recomputes_in_tiles():

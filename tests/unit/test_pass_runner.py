@@ -8,11 +8,12 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.errors import ConfigError, PassFailed, UnsupportedGraph
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.order import PASSES, selection
-from memo_compile.passes.runner import PassResult, PassRunner, PassSelection
+from memo_compile.passes.runner import PassRunner, PassSelection
 
 
 def two_sines() -> fx.GraphModule:

@@ -1,12 +1,11 @@
 """Artifacts for tlparse: in torch's structured trace when one is written, else free."""
 
-import functools
 import json
 import logging
 
 import torch._logging._internal as torch_logging
 
-from memo_compile.backends.artifacts import emit_artifacts
+from memo_compile.backends.artifacts import trace_plan
 
 
 class Records(logging.Handler):
@@ -18,13 +17,12 @@ class Records(logging.Handler):
         self.records.append((record.metadata, record.payload))
 
 
-def test_texts_are_artifacts_with_the_plans_name(monkeypatch):
+def test_a_plan_is_an_artifact_with_its_name(monkeypatch):
     handler = Records()
     monkeypatch.setattr(torch_logging.trace_log, "handlers", [handler])
     monkeypatch.setattr(torch_logging.trace_log, "level", logging.DEBUG)
     torch_logging.trace_log.manager._clear_cache()
-    texts = {"plan.json": '{"a": 1}', "report.html": "<p>", "note": "x"}
-    emit_artifacts("graph0", {name: functools.partial(str, text) for name, text in texts.items()})
+    trace_plan("graph0", lambda: '{"a": 1}')
     torch_logging.trace_log.manager._clear_cache()
     found = {
         record["artifact"]["name"]: (record["artifact"]["encoding"], text)
@@ -33,8 +31,6 @@ def test_texts_are_artifacts_with_the_plans_name(monkeypatch):
     }
     assert found["memo_graph0_plan"] == ("json", '{"a": 1}')
     assert json.loads(found["memo_graph0_plan"][1]) == {"a": 1}
-    assert found["memo_graph0_report"] == ("string", "<p>")
-    assert found["memo_graph0_note"][1] == "x"
 
 
 def test_without_a_trace_no_text_is_made(monkeypatch):
@@ -43,4 +39,4 @@ def test_without_a_trace_no_text_is_made(monkeypatch):
     def make() -> str:
         raise AssertionError("nobody reads it")
 
-    emit_artifacts("graph0", {"plan.json": make})
+    trace_plan("graph0", make)
