@@ -116,11 +116,9 @@ def is_static(node: Any) -> bool:
     return all(isinstance(value, int | sympy.Integer) for value in values)
 
 
-@contextlib.contextmanager
-def own_tracing_context(examples: Sequence[Any]) -> Iterator[None]:
+def own_tracing_context(examples: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     """A fresh TracingContext: Inductor asserts that ``output_strides`` is empty at each compile."""
-    with tracing(TracingContext(detect_fake_mode(examples))):
-        yield
+    return tracing(TracingContext(detect_fake_mode(examples)))
 
 
 NO_GRAPH_CACHE: dict[str, Any] = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
@@ -209,10 +207,9 @@ def min_cut_saved_names(
 
     Common subexpressions stay apart (``cse=False``), so that the names are those of ``joint``.
     """
-    copied = fx.GraphModule(joint, copy_graph(joint.graph))
     with functorch_patch(cse=False):
         forward, _ = min_cut_rematerialization_partition(
-            copied,
+            copied(joint),
             joint_inputs,
             num_fwd_outputs=num_fwd_outputs,
             static_lifetime_input_indices=static_lifetime_input_indices,
@@ -221,32 +218,25 @@ def min_cut_saved_names(
     return [node.name for node in outputs[num_fwd_outputs:] if isinstance(node, fx.Node)]
 
 
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy of ``graph`` whose nodes keep their names."""
-    copied = fx.Graph()
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """``gm`` with a graph of its own: what rewrites one of the two leaves the other as it is.
+
+    Nodes keep their names, and the module what Dynamo noted on it.
+    """
+    graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        nodes[node] = copied.node_copy(node, lambda value: nodes[value])
+    for node in gm.graph.nodes:
+        nodes[node] = graph.node_copy(node, lambda value: nodes[value])
         nodes[node].name = node.name
         nodes[node].meta = dict(node.meta)
         if hasattr(node, "_dynamo_source"):  # on placeholders: where Dynamo found the input
             nodes[node]._dynamo_source = node._dynamo_source
-    return copied
-
-
-def with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """``gm`` with another graph, and what Dynamo noted on it: parameters' names, compile ids."""
     made = fx.GraphModule(gm, graph)
     made.meta.update(gm.meta)
     for name in ("_param_name_to_source", "_backend_id"):  # read by AOTAutograd, 2.11 and 2.13
         if hasattr(gm, name):
             setattr(made, name, getattr(gm, name))
     return made
-
-
-def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm`` with a graph of its own: what rewrites one of the two leaves the other as it is."""
-    return with_graph(gm, copy_graph(gm.graph))
 
 
 def wrong_fake(node: fx.Node) -> str:
@@ -288,8 +278,7 @@ def compile_fx(
 
 def known_inductor_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """``settings`` without the keys that this version of Inductor lacks."""
-    known = inductor_config._config  # type: ignore[attr-defined]
-    return {key: value for key, value in settings.items() if key in known}
+    return {key: value for key, value in settings.items() if key in inductor_settings()}
 
 
 def inductor_settings() -> Collection[str]:
@@ -325,12 +314,9 @@ def inner_compiler(run: Callable[..., Any]) -> Callable[..., Any]:
     return inner
 
 
-@contextlib.contextmanager
-def fresh_static_tracing() -> Iterator[None]:
+def fresh_static_tracing() -> contextlib.AbstractContextManager[Any]:
     """A tracing context for compiling at run time, outside Dynamo: all sizes are numbers."""
-    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
-    with tracing(TracingContext(mode)):
-        yield
+    return tracing(TracingContext(torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)))
 
 
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
@@ -463,7 +449,7 @@ def graph_break(error: BaseException) -> str | None:
     if not isinstance(error, torch._dynamo.exc.Unsupported):
         return None
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    what = next((line for line in lines if line), "graph break")
+    what = lines[0] if lines else "graph break"
     hint = next((line for line in lines if line.startswith("Explanation:")), "")
     where = re.findall(r'File "([^"]+)", line (\d+)', str(error))
     place = f" at {where[-1][0]}:{where[-1][1]}" if where else ""

@@ -7,6 +7,7 @@ from torch import fx
 from memo_compile.analysis.layers import LayerStructure, find_layers
 from memo_compile.analysis.purity import is_pure, is_random
 from memo_compile.analysis.structure import argument, is_matmul, op_name
+from memo_compile.analysis.views import makers_of
 
 _MAX_ROUNDS = 3
 """Each round may uncover a class whose own shared values are moved in the next."""
@@ -159,13 +160,7 @@ def _guesses(reach: Sequence[int]) -> list[list[int]]:
 def _with_sources(order: Sequence[fx.Node], chosen: Sequence[int]) -> list[fx.Node]:
     """The nodes at ``chosen`` and all that they are computed from, in order."""
     inside = set(order)
-    found: set[fx.Node] = set()
-    stack = [order[position] for position in chosen]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += [source for source in node.all_input_nodes if source in inside]
+    found = makers_of((order[position] for position in chosen), lambda node: node in inside)
     return [node for node in order if node in found]
 
 

@@ -308,11 +308,17 @@ def fake_mode(gm: fx.GraphModule) -> Any:
     raise UnsupportedGraph("the graph to slice carries no fake tensors")
 
 
-def fake_of(gm: fx.GraphModule, mode: Any, node: fx.Node) -> Any:
-    """The fake value of ``node``, also of a tensor that ``gm`` carries itself."""
-    if "val" in node.meta:
-        return node.meta["val"]
-    return mode.from_tensor(getattr(gm, str(node.target)))
+def run_on_fakes(gm: fx.GraphModule, mode: Any, node: fx.Node) -> Any:
+    """What ``node`` makes of the fakes of its inputs, tensors that ``gm`` carries included."""
+
+    def fake(source: fx.Node) -> Any:
+        if "val" in source.meta:
+            return source.meta["val"]
+        return mode.from_tensor(getattr(gm, str(source.target)))
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), fake)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
 
 
 @dataclass(slots=True)
@@ -395,11 +401,7 @@ class _Slicer:
         copy.replace_input_with(source, dense)
 
     def _value(self, copy: fx.Node) -> Any:
-        args, kwargs = fx.node.map_arg(
-            (copy.args, copy.kwargs), lambda source: fake_of(self.gm, self.mode, source)
-        )
-        assert callable(copy.target)
-        return copy.target(*args, **kwargs)
+        return run_on_fakes(self.gm, self.mode, copy)
 
 
 def row_layout(value: torch.Tensor, dim: RowDim, num_rows: int) -> int | None:

@@ -1,7 +1,7 @@
 """Which nodes only look at another node's storage, and whose storage that is."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,18 @@ def results_of(graph: fx.Graph) -> Sequence[Any]:
     results = graph.output_node().args[0]
     assert isinstance(results, list | tuple), f"a graph of memo's returns a tuple, got {results}"
     return results
+
+
+def makers_of(ends: Iterable[fx.Node], goes_on: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """``ends`` and all that they are computed from, followed through nodes where it ``goes_on``."""
+    found: set[fx.Node] = set()
+    stack = list(ends)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes if goes_on(node) else ())
+    return found
 
 
 def is_view(node: fx.Node) -> bool:

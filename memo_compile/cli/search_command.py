@@ -74,12 +74,11 @@ def calibrate_command(
     """Fit the cost model's shares of nominal rates to measured runs."""
     runs = read_measurements(file)
     fit = calibrate(runs, find_hardware(hardware))
+    found = list(zip(runs, fit.measured_s, fit.predicted_s, fit.errors, strict=True))
     if as_json:
         rows = [
             {"measured_s": measured, "predicted_s": predicted, "error": error}
-            for measured, predicted, error in zip(
-                fit.measured_s, fit.predicted_s, fit.errors, strict=True
-            )
+            for _, measured, predicted, error in found
         ]
         print(json.dumps({"model": dataclasses.asdict(fit.model), "runs": rows}))
         return
@@ -87,9 +86,7 @@ def calibrate_command(
     print(format_table(("share", "fitted"), shares))
     table = [
         (run.shape.name, format_seconds(measured), format_seconds(predicted), f"{error:+.1%}")
-        for run, measured, predicted, error in zip(
-            runs, fit.measured_s, fit.predicted_s, fit.errors, strict=True
-        )
+        for run, measured, predicted, error in found
     ]
     print()
     print(format_table(("run", "measured", "predicted", "error"), table))

@@ -116,8 +116,9 @@ def _run(
 def judge(eager: Mapping[str, Any], memo: Mapping[str, Any] | None) -> Verification:
     """What the recorded steps of both runs say."""
     if memo is None:
-        return _verdict(0, 0.0, 0.0, {}, ["the process with memo died"])
-    faults = list(_state_faults(memo, len(eager["steps"])))
+        memo, faults = {"steps": ()}, ["the process with memo died"]
+    else:
+        faults = list(_state_faults(memo, len(eager["steps"])))
     losses = gradients = 0.0
     pairs = list(zip(eager["steps"], memo["steps"], strict=False))
     for number, (left, right) in enumerate(pairs, start=1):
@@ -129,16 +130,6 @@ def judge(eager: Mapping[str, Any], memo: Mapping[str, Any] | None) -> Verificat
         if not gradient <= bound:
             faults.append(f"step {number}: gradients differ by {gradient:.1e}, more than {bound:g}")
         losses, gradients = max(losses, loss), max(gradients, gradient)
-    return _verdict(len(pairs), losses, gradients, memo, faults)
-
-
-def _verdict(
-    num_steps: int,
-    losses: float,
-    gradients: float,
-    memo: Mapping[str, Any],
-    faults: list[str],
-) -> Verification:
     planned, measured = memo.get("planned_peak_bytes"), memo.get("measured_peak_bytes")
     if planned is not None and measured is not None:
         allowed = planned + max(PEAK_SLACK_BYTES, int(PEAK_SLACK * planned))
@@ -147,7 +138,7 @@ def _verdict(
                 f"the peak is {format_bytes(measured)}, planned were {format_bytes(planned)}"
             )
     return Verification(
-        num_steps=num_steps,
+        num_steps=len(pairs),
         loss_difference=losses,
         gradient_difference=gradients,
         planned_peak_bytes=planned,

@@ -20,7 +20,7 @@ from memo_compile import shim
 from memo_compile.analysis.purity import in_flight, is_wait, is_write
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph, storage_bytes, view_spec
 from memo_compile.analysis.structure import make_tape
-from memo_compile.analysis.views import is_tensor, is_view, storage_of
+from memo_compile.analysis.views import is_tensor, is_view, results_of, storage_of
 from memo_compile.lowering.eager_ops import runnable
 from memo_compile.step.problem import (
     OutsideBuffer,
@@ -70,19 +70,17 @@ class _AtenRegion:
         self.poison = poison
         self.nodes = list(region.gm.graph.nodes)
         self.inputs = region.gm.graph.find_nodes(op="placeholder")
-        self.outputs: list[Any] = list(self.nodes[-1].args[0])
+        self.outputs = results_of(region.gm.graph)
         self.line = {node: number for number, node in enumerate(self.nodes)}
         self.last_use = self._last_uses()
         self.dropped = self._dropped()
         self.external = {storage_of(self.outputs[index]) for index in region.external_outputs}
         self.kept = {storage_of(node) for node in self.outputs if isinstance(node, fx.Node)}
         self.buffers: dict[fx.Node, RegionBuffer] = {}
-        self.outside: list[OutsideBuffer] = []
         self._place()
         self.index = {node: index for index, node in enumerate(self.buffers)}
         self.writers = {node: self._writes_out(node) for node in self.buffers}
         self.mapped = {node for node in self.external if self._is_mapped(node)}
-        self._count_copies()
 
     def _last_uses(self) -> dict[fx.Node, int]:
         """Storage -> the last line that reads it, through views and tuples."""
@@ -126,16 +124,15 @@ class _AtenRegion:
             return len(self.nodes)
         return max(self.last_use.get(node, 0), self.line[node]) + 1
 
-    def _count_copies(self) -> None:
+    def _copied(self) -> Iterator[OutsideBuffer]:
+        """Results that exist beside the buffers that they are copied to."""
         for node, buffer in self.buffers.items():
             if not self.writers[node]:
-                self.outside.append(
-                    OutsideBuffer(
-                        kind=str(_maker(node).target),
-                        size_bytes=buffer.size_bytes,
-                        start=self.line[_maker(node)],
-                        end=self.line[node] + 1,
-                    )
+                yield OutsideBuffer(
+                    kind=str(_maker(node).target),
+                    size_bytes=buffer.size_bytes,
+                    start=self.line[_maker(node)],
+                    end=self.line[node] + 1,
                 )
 
     def lowered(self) -> LoweredRegion:
@@ -145,7 +142,7 @@ class _AtenRegion:
             buffers=tuple(self.buffers.values()),
             input_ends=tuple(self._input_end(node) for node in self.inputs),
             outputs=tuple(self._region_outputs()),
-            outside=tuple(self.outside),
+            outside=tuple(self._copied()),
         )
         views = tuple(view_spec(node.meta["val"]) for node in self.buffers)
         return LoweredRegion(profile=profile, views=views, run=self._run)

@@ -62,7 +62,7 @@ class ArenaWrapper(shim.PythonWrapperCodegen):
         self.header.writeline("from memo_runtime.current import current as memo_current")
         self.header.writeline("from memo_runtime.pages import own_mapping as memo_own_mapping")
         scan = LineScan(self, recorder.region)
-        self.lines = scan.rewrite(poison=recorder.poison)
+        self.lines = list(scan.rewrite(poison=recorder.poison))
         recorder.scan = scan
 
 

@@ -158,15 +158,12 @@ class LineScan:
             if name in self._external and node.get_device().type == "cpu" and shim.is_static(node)
         }
 
-    def rewrite(self, *, poison: bool) -> list[Any]:
+    def rewrite(self, *, poison: bool) -> Iterator[Any]:
         """The lines with arena buffers in place of allocations, and poison where lives end."""
         ends = self._ends()
         dying: dict[int, list[str]] = {}
-        for name in self._arena:
+        for name in self._arena if poison else ():
             dying.setdefault(ends[self._groups.root(name)] - 1, []).append(name)
-        return list(self._rewritten(dying if poison else {}, poison=poison))
-
-    def _rewritten(self, dying: dict[int, list[str]], *, poison: bool) -> Iterator[Any]:
         inputs = list(self._graph.graph_input_names)
         results = self._results()
         for number, line in enumerate(self._lines):

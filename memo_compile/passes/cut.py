@@ -29,7 +29,7 @@ from memo_compile.analysis.overwrites import runs_once
 from memo_compile.analysis.purity import is_constant, is_write
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, results_of, storage_of
-from memo_compile.passes.lease import HANDLE
+from memo_compile.passes.lease import HANDLE, is_given
 from memo_compile.step.problem import Layouts, Phase
 from memo_compile.step.tilings import Tiling
 
@@ -130,13 +130,7 @@ class _Cutter:
 
     def value(self, node: fx.Node) -> str:
         """The step-wide name of the value that ``node`` makes."""
-        if node.target is ops.fetch or node.op in ("placeholder", "get_attr"):
-            return node.name
-        return self.prefix + node.name
-
-    def is_given(self, node: fx.Node) -> bool:
-        """True for what the step program has before its first call."""
-        return node.op in ("placeholder", "get_attr") or node.target is ops.fetch
+        return node.name if is_given(node) else self.prefix + node.name
 
     def _nodes_by_position(self) -> dict[int, list[fx.Node]]:
         found: dict[int, list[fx.Node]] = {}
@@ -231,17 +225,17 @@ class _Border:
                 self._reach(source)
 
     def _is_own(self, node: fx.Node) -> bool:
-        return self.cutter.positions.get(node) == self.position and not self.cutter.is_given(node)
+        return self.cutter.positions.get(node) == self.position and not is_given(node)
 
     def _is_remade(self, node: fx.Node) -> bool:
         """True for what the region makes itself although it stands elsewhere."""
         if is_constant(node):
             return True
-        if not is_movable_view(node) or self.cutter.is_given(node):
+        if not is_movable_view(node) or is_given(node):
             return False
         base = base_of(node)
         grows = node.meta["val"].numel() > base.meta["val"].numel()
-        return grows or self.cutter.is_given(base)
+        return grows or is_given(base)
 
     def _reach(self, node: fx.Node) -> None:
         if self._is_own(node) or _is_submodule(node):

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from memo_compile.analysis.views import makers_of
+
 
 @dataclass(slots=True, kw_only=True)
 class Extract:
@@ -31,13 +33,7 @@ def extract(
     gm: fx.GraphModule, outputs: Sequence[fx.Node], is_given: Callable[[fx.Node], bool]
 ) -> Extract:
     """What makes ``outputs``, back to the nodes that are given; those become placeholders."""
-    needed: set[fx.Node] = set()
-    stack = list(outputs)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend([] if is_given(node) else node.all_input_nodes)
+    needed = makers_of(outputs, lambda node: not is_given(node))
     inputs = [node for node in gm.graph.nodes if node in needed and is_given(node)]
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}

@@ -102,6 +102,11 @@ def leased_names(forward: fx.GraphModule) -> tuple[str, ...]:
     return tuple(node.name for node in lease.args if isinstance(node, fx.Node))
 
 
+def is_given(node: fx.Node) -> bool:
+    """True for what a half of the step has before its first operator runs."""
+    return node.op in ("placeholder", "get_attr") or node.target is ops.fetch
+
+
 def _handle_meta(value: torch.Tensor) -> dict[str, Any]:
     return {"val": value, "saved_tensor_with_no_vc_check": True}
 

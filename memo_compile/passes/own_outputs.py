@@ -12,7 +12,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile import shim
 from memo_compile.analysis.structure import argument
-from memo_compile.analysis.views import results_of, storage_of
+from memo_compile.analysis.views import is_tensor, results_of, storage_of
 
 _aten = torch.ops.aten
 _ALLOCATING = ("convolution", "scaled_dot_product", "flash_attn", "efficient_attention", "cudnn")
@@ -80,13 +80,8 @@ def _may_become(target: Any, made: Iterable[fx.Node], leaving: Iterable[fx.Node]
     would then lie in the operator's own memory. Torch's own kernels are left alone: a copy costs
     more often than it helps.
     """
-    sizes = {_num_bytes(node) for node in leaving}
-    return _is_custom(target) and any(_num_bytes(node) in sizes for node in made)
-
-
-def _num_bytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.nbytes if isinstance(value, torch.Tensor) else -1
+    sizes = {node.meta["val"].nbytes for node in leaving if is_tensor(node)}
+    return _is_custom(target) and any(node.meta["val"].nbytes in sizes for node in made)
 
 
 def _results(node: fx.Node) -> dict[int, fx.Node]:

@@ -4,14 +4,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from memo_runtime import ops
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.regions import storage_bytes
 from memo_compile.analysis.views import is_tensor, results_of, storage_of
-
-_aten = torch.ops.aten
+from memo_compile.passes.lease import is_given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +50,7 @@ class SeparateResults:
             node = nodes.get(at)
             if node is None or not is_tensor(node):
                 continue
-            if _is_given(node) or any(_overlap(node, other) for other in taken):
+            if is_given(storage_of(node)) or any(_overlap(node, other) for other in taken):
                 separated[at] = _clone(node)
             else:
                 taken.append(node)
@@ -61,11 +59,6 @@ class SeparateResults:
         output.args = (tuple(separated),)
         gm.graph.lint()
         return PassResult(gm, True)
-
-
-def _is_given(node: fx.Node) -> bool:
-    root = storage_of(node)
-    return root.op in ("placeholder", "get_attr") or root.target is ops.fetch
 
 
 def _overlap(first: fx.Node, second: fx.Node) -> bool:
@@ -89,6 +82,6 @@ def _clone(node: fx.Node) -> fx.Node:
     else:
         place = graph.inserting_after(node)
     with place:
-        copied = graph.call_function(_aten.clone.default, (node,))
+        copied = graph.call_function(torch.ops.aten.clone.default, (node,))
     copied.meta = {**node.meta, "val": node.meta["val"].clone()}
     return copied

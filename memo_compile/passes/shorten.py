@@ -19,7 +19,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.regions import RegionGraph
-from memo_compile.analysis.rows import fake_mode, fake_of
+from memo_compile.analysis.rows import fake_mode, run_on_fakes
 from memo_compile.analysis.views import is_tensor
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.runner import PassRunner
@@ -162,12 +162,8 @@ class _Shortener:
     def _call(self, copy: fx.Node, node: fx.Node) -> None:
         copy.args = fx.node.map_aggregate(copy.args, self.scale.size)
         copy.kwargs = fx.node.map_aggregate(copy.kwargs, self.scale.size)
-        args, kwargs = fx.node.map_arg(
-            (copy.args, copy.kwargs), lambda source: fake_of(self.gm, self.mode, source)
-        )
-        assert callable(copy.target)
         try:
-            copy.meta["val"] = copy.target(*args, **kwargs)
+            copy.meta["val"] = run_on_fakes(self.gm, self.mode, copy)
         except _REFUSALS as error:
             raise _OtherSizeError(f"{node.name}: {error}") from error
         found = [tuple(value.shape) for value in _tensors(copy)]

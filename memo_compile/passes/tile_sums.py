@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.regions import RegionGraph
-from memo_compile.analysis.views import is_view, results_of
+from memo_compile.analysis.views import is_view, makers_of, results_of
 from memo_compile.passes.tiles import TiledRegion
 
 
@@ -110,15 +110,9 @@ def _without_sums(
     """``gm`` with fewer inputs, and outputs ``rows`` and ``more``."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {node: _placeholder(graph, node) for node in inputs}
-    needed: set[fx.Node] = set()
-    stack = [*rows, *more]
-    while stack:
-        node = stack.pop()
-        if node not in needed and node not in made:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
+    needed = makers_of([*rows, *more], lambda node: node not in inputs)
     for node in gm.graph.nodes:
-        if node in needed:
+        if node in needed and node not in made:
             made[node] = graph.node_copy(node, lambda source: made[source])
     outputs = [made[node] for node in rows]
     for node in more:

@@ -36,7 +36,6 @@ ROLE_WORDS = {
     Role.SCRATCH: "scratch of one pass",
 }
 
-LANES = ("compute", "d2h", "h2d", "communication")
 LANE_WORDS = {
     "compute": "compute",
     "d2h": "copy to host",
@@ -213,7 +212,7 @@ def lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None
         return None
     end = max(plan.timeline.step_s, *(span.end_s for span in plan.timeline.spans))
     calls = {call.name: index for index, call in enumerate(problem.calls)}
-    shapes: dict[str, list[Shape]] = {lane: [] for lane in LANES}
+    shapes: dict[str, list[Shape]] = {lane: [] for lane in LANE_WORDS}
     busy_ns: Counter[str] = Counter()
     for span in plan.timeline.spans:
         lane = "compute" if span.lane == "stall" else span.lane

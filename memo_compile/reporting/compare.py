@@ -150,7 +150,14 @@ def _replay(
             total -= alive.pop(event["addr"])[0]
     if stale and total == peak:
         at_peak = dict(alive)
-    blocks = [_block(size, frames) for size, frames in at_peak.values()]
+    blocks = [
+        LiveBlock(
+            size_bytes=size,
+            frames=tuple(f"{at['filename']}:{at['line']} {at['name']}" for at in frames),
+            names=tuple(at["name"] for at in frames),
+        )
+        for size, frames in at_peak.values()
+    ]
     blocks.sort(key=lambda block: -block.size_bytes)
     return Measured(device=device, peak_bytes=peak, blocks=tuple(blocks))
 
@@ -180,14 +187,6 @@ def _before(snapshot: Mapping[str, Any], events: Sequence[Mapping[str, Any]], de
                 alive[address] = (size, block.get("frames", ()))
             address += block["size"]
     return alive
-
-
-def _block(size: int, frames: Sequence[Mapping[str, Any]]) -> LiveBlock:
-    return LiveBlock(
-        size_bytes=size,
-        frames=tuple(f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in frames),
-        names=tuple(frame["name"] for frame in frames),
-    )
 
 
 def compare(plan: Plan, measured: Measured, problem: Problem | None = None) -> Comparison:

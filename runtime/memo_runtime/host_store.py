@@ -181,8 +181,3 @@ class HostPool:
             if not store.leased and not store.plans:
                 self.stores.remove(store)
                 store.close()
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that all stores hold together."""
-        return sum(store.size_bytes for store in self.stores)

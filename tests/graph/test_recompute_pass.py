@@ -305,7 +305,7 @@ def test_a_buffer_that_a_kernel_fills_is_no_constant():
 
 
 def copied(region: RegionGraph) -> RegionGraph:
-    return replace(region, gm=shim.with_graph(region.gm, shim.copy_graph(region.gm.graph)))
+    return replace(region, gm=shim.copied(region.gm))
 
 
 @pytest.mark.parametrize("name", REGIONS)
