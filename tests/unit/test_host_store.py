@@ -163,7 +163,7 @@ def test_live_steps_have_frames_of_their_own_and_free_ones_are_shared():
     assert first is not second
     pool.release(first)
     assert pool.acquire("shm", 1000, 2) is first
-    assert [store.size_bytes for store in pool.stores] == [8192]
+    assert [store.size_bytes for store in pool.stores] == [4096, 4096]
 
 
 def test_a_free_frame_that_is_too_small_is_replaced_by_one_of_exact_size():
