@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile.analysis.views import results_of
+from memo_compile.analysis.views import results_of, storage_of
 from memo_compile.step.problem import Layout, Layouts, RegionProfile
 
 RunRegion = Callable[[list[Any]], Sequence[Any]]
@@ -20,6 +20,15 @@ class ViewSpec:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
+
+    def layout(self) -> Layout:
+        """The same without torch, from the first element on."""
+        return Layout(
+            dtype=str(self.dtype).removeprefix("torch."),
+            item_bytes=self.dtype.itemsize,
+            size=self.size,
+            stride=self.stride,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +53,11 @@ class RegionGraph:
     def example_inputs(self) -> list[Any]:
         """The fake values of the placeholders, in order."""
         return [node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder")]
+
+    def external_storages(self) -> set[fx.Node]:
+        """What makes the memory of the outputs that go to the user."""
+        results = results_of(self.gm.graph)
+        return {storage_of(results[at]) for at in self.external_outputs}
 
     def input_layouts(self) -> Layouts:
         """How the inputs lie."""
@@ -71,12 +85,7 @@ def layout_of(value: object) -> Layout | None:
     """How a tensor lies, from its own first element on; None for what is no strided tensor."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    return Layout(
-        dtype=str(value.dtype).removeprefix("torch."),
-        item_bytes=value.element_size(),
-        size=tuple(value.shape),
-        stride=tuple(value.stride()),
-    )
+    return view_spec(value).layout()
 
 
 def layout_elements(value: torch.Tensor) -> int:

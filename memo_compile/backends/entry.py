@@ -200,19 +200,18 @@ def _named(error: Exception) -> Exception:
     return named
 
 
-def _several_ranks() -> bool:
-    """True in a process group of more than one."""
+def _num_ranks() -> int:
+    """Of the process group; 0 without one."""
     distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return False
-    return distributed.get_world_size() > 1
+    has_group = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if has_group else 0
 
 
 def _note_distributed() -> None:
     """Name what memo does not do yet when several ranks train together."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if not _num_ranks():
         return
-    if _several_ranks():
+    if _num_ranks() > 1:
         state.warn_once(
             "each rank plans its own graph; that the ranks' plans agree is not checked yet"
         )
@@ -252,7 +251,7 @@ def _with_own_dump(config: MemoConfig) -> MemoConfig:
     if config.dump is None:
         return config
     folder = Path(config.dump)
-    if _several_ranks():
+    if _num_ranks() > 1:
         folder /= f"rank{torch.distributed.get_rank()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

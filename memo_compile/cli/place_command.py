@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from memo_compile.cli.options import EXIT_CODES
+from memo_compile.cli.options import EXIT_CODES, AsJson
 from memo_compile.errors import InputError
 from memo_compile.planners.placement import check_placement, place
 from memo_compile.planners.placement.files import format_csv, read_problem
@@ -26,7 +26,7 @@ def place_file(
     time_limit: Annotated[float, typer.Option(min=0.0, help="seconds")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="write the offsets to this CSV")] = None,
     svg: Annotated[Path | None, typer.Option(help="draw the arena to this SVG")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Give every buffer an offset so that no two that live together share a byte."""
     problem = read_problem(

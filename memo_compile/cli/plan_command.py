@@ -17,8 +17,8 @@ from memo_compile.cli.options import AsJson, Hardware, parse_count
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.errors import Infeasible, InputError
 from memo_compile.reporting.emit import TOOLS, Settings, emit
+from memo_compile.reporting.html import render_html
 from memo_compile.reporting.view import short_source
-from memo_compile.reporting.write import write_report
 from memo_compile.step.serialise import to_json
 from memo_compile.text_files import write_text
 from memo_compile.units import format_bytes, format_seconds
@@ -88,7 +88,7 @@ def plan_command(
     )
     answer, longest_seq = _answer(question, max_seq=max_seq, as_json=as_json)
     if report is not None:
-        write_report(report, answer.step.problem, answer.step.plan)
+        write_text(report, render_html(answer.step.problem, answer.step.plan))
     if out is not None:
         write_text(out, to_json(answer.step.plan))
     if emit is not None:

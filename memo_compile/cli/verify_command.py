@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from memo_compile.cli.options import Script, require_script
+from memo_compile.cli.options import AsJson, Script, require_script
 from memo_compile.errors import InputError
 from memo_compile.units import format_bytes
 
@@ -71,7 +71,7 @@ def verify(
     context: typer.Context,
     script: Script,
     steps: Annotated[int, typer.Option(help="Training steps to compare.", min=1)] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="The verdict as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a training script eagerly and with memo; compare losses and gradients, measure the peak.
 

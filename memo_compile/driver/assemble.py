@@ -161,21 +161,20 @@ class Assembly:
             ArenaError: the device refused the arena of every plan that was tried.
             HostStoreError: the host refused the memory for offloaded activations likewise.
         """
-        for _ in range(MAX_REFUSALS):
+        for attempt in range(MAX_REFUSALS + 1):
             refused = self._refused()
             if refused is None:
                 return
+            if attempt == MAX_REFUSALS:
+                raise type(refused)(
+                    f"{refused}; the step was planned again {MAX_REFUSALS} times, each time for "
+                    "less, and may fit with a lower memory_budget"
+                )
             arena_of(self.step.device).forget(self.step.key)  # regions are timed in that memory
             if self.step.host_store == "pinned" and isinstance(refused, HostStoreError):
                 self._plan_pageable(refused)
             else:
                 self._plan_smaller(refused)
-        refused = self._refused()
-        if refused is not None:
-            raise type(refused)(
-                f"{refused}; the step was planned again {MAX_REFUSALS} times, each time for less, "
-                "and may fit with a lower memory_budget"
-            )
 
     def _refused(self) -> ArenaError | HostStoreError | None:
         """Why the step cannot have its frames; None where it can."""

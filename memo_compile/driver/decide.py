@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.config import MemoConfig
 from memo_compile.driver.left_whole import UNEXPECTED, say_dropped
-from memo_compile.driver.movable_step import ClassGraph, Movable
+from memo_compile.driver.movable_step import Movable
 from memo_compile.driver.probe import believed, probe_rows
 from memo_compile.errors import MemoError, UnsupportedGraph, described
 from memo_compile.lowering.aten import estimate
 from memo_compile.lowering.lower import lower_regions
-from memo_compile.passes.recompute import recompute_graph
+from memo_compile.passes.recompute import ClassGraph, recompute_graph
 from memo_compile.passes.runner import PassRunner
 from memo_compile.planners.move_rules import recompute_seconds
 from memo_compile.planners.policy import Choice, choose
@@ -97,14 +97,7 @@ class RecomputeLibrary:
         return self.runner.derive(
             "recompute",
             graph.region.gm,
-            lambda: recompute_graph(
-                graph.region,
-                key,
-                slot_of_output=graph.slot_of_output,
-                slot_of_input=graph.slot_of_input,
-                num_rows=graph.num_rows,
-                row_seeds=graph.row_seeds,
-            ),
+            lambda: recompute_graph(graph, key),
             stage=key.region,
             graphs=lambda made: {made[0].name: made[0].gm},
         )

@@ -5,9 +5,8 @@ stand at the same positions are one class. What a layer may move is what lies in
 name, is read by one forward call at most, and is read by a backward. All else stays.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import fx
@@ -15,37 +14,19 @@ from torch import fx
 from memo_compile.analysis.purity import is_write
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim
-from memo_compile.analysis.rows import attention_rows, row_dims, row_layout
+from memo_compile.analysis.rows import attention_rows, row_layout
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import results_of, storage_of
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.roofline import node_seconds
 from memo_compile.driver.stages import LoweredStep
 from memo_compile.passes.cut import Cut, CutCall, unique_name
-from memo_compile.passes.recompute import layer_ops
+from memo_compile.passes.recompute import ClassGraph, layer_ops
 from memo_compile.step.movable import Layer, LayerClass, LayerOp, MovableStep, Slot, StepCosts
 from memo_compile.step.problem import CallKind, Phase, Problem, StepCall, Storage
 
-T = TypeVar("T")
-
 MIN_MOVE_BYTES = 1024
 """A smaller tensor is kept: its copy costs a latency and frees a page at most."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassGraph:
-    """The forward region of a layer class, and which of its inputs and outputs are slots."""
-
-    region: RegionGraph
-    slot_of_output: Mapping[int, int]
-    slot_of_input: Mapping[int, int]
-    num_rows: int
-    row_seeds: Mapping[fx.Node, RowDim]
-
-    def at_slots(self, inputs: Sequence[T], outputs: Sequence[T]) -> list[T]:
-        """Of what stands at the region's inputs and outputs that of each slot, in order."""
-        found = [inputs[position] for position in self.slot_of_input]
-        return found + [outputs[position] for position in self.slot_of_output]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,17 +158,10 @@ class _Builder:
 
     def _class(self, key: str, cut_call: CutCall, call: StepCall, graph: ClassGraph) -> LayerClass:
         seconds = self._seconds(call, graph.region)
-        ops = layer_ops(
-            graph.region,
-            slot_of_output=graph.slot_of_output,
-            slot_of_input=graph.slot_of_input,
-            seconds_of=lambda node: seconds[node],
-            row_seeds=graph.row_seeds,
-            num_rows=graph.num_rows,
-        )
+        ops = layer_ops(graph, lambda node: seconds[node])
         region = graph.region.gm.graph
         nodes = graph.at_slots(region.find_nodes(op="placeholder"), results_of(region))
-        dims = row_dims(graph.region.gm, graph.row_seeds, graph.num_rows) if graph.row_seeds else {}
+        dims = graph.row_dims()
         able = _can_recompute(ops) if self._keeps_inputs(call) else set()
         slots = []
         values = graph.at_slots(call.inputs, call.outputs)

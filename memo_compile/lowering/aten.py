@@ -74,7 +74,7 @@ class _AtenRegion:
         self.line = {node: number for number, node in enumerate(self.nodes)}
         self.last_use = self._last_uses()
         self.dropped = self._dropped()
-        self.external = {storage_of(self.outputs[index]) for index in region.external_outputs}
+        self.external = region.external_storages()
         self.kept = {storage_of(node) for node in self.outputs if isinstance(node, fx.Node)}
         self.buffers: dict[fx.Node, RegionBuffer] = {}
         self._place()

@@ -49,7 +49,10 @@ def selection(entries: Sequence[str]) -> PassSelection:
     for entry in entries:
         name = entry.removeprefix("-")
         if entry.startswith(".."):
-            limit = _limit(entry)
+            digits = entry.removeprefix("..")
+            if not (digits.isascii() and digits.isdigit()):
+                raise ConfigError(f"passes: expected a number of passes behind '..', got {entry!r}")
+            limit = int(digits)
         elif name == entry:
             raise ConfigError(f"passes: expected -NAME or ..N, got {entry!r}")
         elif name not in is_required:
@@ -61,10 +64,3 @@ def selection(entries: Sequence[str]) -> PassSelection:
         else:
             skipped.add(name)
     return PassSelection(skipped=frozenset(skipped), limit=limit)
-
-
-def _limit(entry: str) -> int:
-    digits = entry.removeprefix("..")
-    if not (digits.isascii() and digits.isdigit()):
-        raise ConfigError(f"passes: expected a number of passes behind '..', got {entry!r}")
-    return int(digits)

@@ -5,7 +5,9 @@ is not kept in memory can be recomputed from the slots that are, by a part of th
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -28,31 +30,47 @@ from memo_compile.passes.extract import Extract, extract
 from memo_compile.step.movable import LayerOp, RecomputeKey, RegionInput
 from memo_compile.step.problem import align
 
+T = TypeVar("T")
 
-def layer_ops(
-    region: RegionGraph,
-    slot_of_output: Mapping[int, int],
-    slot_of_input: Mapping[int, int],
-    seconds_of: Callable[[fx.Node], float],
-    row_seeds: Mapping[fx.Node, RowDim],
-    num_rows: int,
-) -> tuple[LayerOp, ...]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassGraph:
+    """The forward region of a layer class, and which of its inputs and outputs are slots."""
+
+    region: RegionGraph
+    slot_of_output: Mapping[int, int]
+    """Position -> slot."""
+    slot_of_input: Mapping[int, int]
+    num_rows: int
+    row_seeds: Mapping[fx.Node, RowDim]
+    """Which inputs carry rows, and which operators mix rows but have a result for each
+    (``rows.attention_rows``); without them no operator counts as row-wise."""
+
+    def at_slots(self, inputs: Sequence[T], outputs: Sequence[T]) -> list[T]:
+        """Of what stands at the region's inputs and outputs that of each slot, in order."""
+        found = [inputs[position] for position in self.slot_of_input]
+        return found + [outputs[position] for position in self.slot_of_output]
+
+    def row_dims(self) -> dict[fx.Node, RowDim | None]:
+        """Where the region's values have their rows (``rows.row_dims``); empty without seeds."""
+        if not self.row_seeds or self.num_rows < 2:
+            return {}
+        return row_dims(self.region.gm, self.row_seeds, self.num_rows)
+
+
+def layer_ops(layer: ClassGraph, seconds_of: Callable[[fx.Node], float]) -> tuple[LayerOp, ...]:
     """The layer's operators in an order that can run; inputs that are slots come first.
 
-    ``slot_of_output`` and ``slot_of_input`` give the slot of a position among the region's outputs
-    and inputs. A view is no operator of its own unless it is a slot: what reads it depends on what
-    it shows. An operator with several results is one operator with all the seconds, and one free
-    operator for each result that is read, so that recomputing any of them costs the whole once.
-    ``row_seeds`` say which inputs carry rows, and which operators mix rows but have a result for
-    each (``rows.attention_rows``); without seeds no operator counts as row-wise.
+    A view is no operator of its own unless it is a slot: what reads it depends on what it shows. An
+    operator with several results is one operator with all the seconds, and one free operator for
+    each result that is read, so that recomputing any of them costs the whole once.
     """
-    dims = row_dims(region.gm, row_seeds, num_rows) if row_seeds and num_rows > 1 else {}
-    row_wise = {node for node in dims if not _is_given(node, row_seeds)}
-    listing = _Listing(region, slot_of_output, seconds_of, row_wise)
-    placeholders = region.gm.graph.find_nodes(op="placeholder")
-    for position, slot in slot_of_input.items():
+    listing = _Listing(layer, seconds_of)
+    graph = layer.region.gm.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    for position, slot in layer.slot_of_input.items():
         listing.add_input(placeholders[position], slot)
-    for node in region.gm.graph.nodes:
+    for node in graph.nodes:
         if node.op == "call_function":
             listing.add(node)
     return tuple(listing.ops)
@@ -61,18 +79,12 @@ def layer_ops(
 class _Listing:
     """The operators so far, and for each value which of them it comes from."""
 
-    def __init__(
-        self,
-        region: RegionGraph,
-        slot_of_output: Mapping[int, int],
-        seconds_of: Callable[[fx.Node], float],
-        row_wise: Set[fx.Node],
-    ) -> None:
-        outputs = results_of(region.gm.graph)
-        self.slots = {outputs[position]: slot for position, slot in slot_of_output.items()}
+    def __init__(self, layer: ClassGraph, seconds_of: Callable[[fx.Node], float]) -> None:
+        outputs = results_of(layer.region.gm.graph)
+        self.slots = {outputs[position]: slot for position, slot in layer.slot_of_output.items()}
         self.seconds_of = seconds_of
-        self.row_wise = row_wise
-        self.written = written_storages(region.gm.graph)
+        self.row_wise = {node for node in layer.row_dims() if not _is_given(node, layer.row_seeds)}
+        self.written = written_storages(layer.region.gm.graph)
         self.ops: list[LayerOp] = []
         self.made_by: dict[fx.Node, int] = {}
 
@@ -159,12 +171,7 @@ def _why_not_recomputed(node: fx.Node, written: Iterable[fx.Node]) -> str | None
 
 
 def recompute_graph(
-    region: RegionGraph,
-    key: RecomputeKey,
-    slot_of_output: Mapping[int, int],
-    slot_of_input: Mapping[int, int],
-    num_rows: int,
-    row_seeds: Mapping[fx.Node, RowDim],
+    layer: ClassGraph, key: RecomputeKey
 ) -> tuple[RegionGraph, tuple[RegionInput, ...]]:
     """The smallest part of a layer's forward that makes ``key.slots``, and where its inputs are.
 
@@ -183,8 +190,8 @@ def recompute_graph(
     Raises:
         UnsupportedGraph: an operator in between may not be recomputed or does not keep rows apart.
     """
-    outputs = results_of(region.gm.graph)
-    made_at = {slot: outputs[position] for position, slot in slot_of_output.items()}
+    region, outputs = layer.region, results_of(layer.region.gm.graph)
+    made_at = {slot: outputs[position] for position, slot in layer.slot_of_output.items()}
     for slot in key.slots:
         if slot not in made_at:
             raise UnsupportedGraph(
@@ -195,8 +202,10 @@ def recompute_graph(
     part = _part(region, wanted, kept, key.region)
     gm = part.gm
     if key.rows is not None:
-        gm = _first_rows(region, part, wanted, key, row_seeds, num_rows)
-    positions = {node: at for at, node in enumerate(region.gm.graph.find_nodes(op="placeholder"))}
+        gm = _first_rows(layer, part, wanted, key)
+    placeholders = region.gm.graph.find_nodes(op="placeholder")
+    positions = {node: at for at, node in enumerate(placeholders)}
+    slots = {placeholders[at]: slot for at, slot in layer.slot_of_input.items()} | kept
     static = tuple(
         index
         for index, node in enumerate(part.inputs)
@@ -210,21 +219,13 @@ def recompute_graph(
         is_backward=True,
         device=region.device,
     )
-    return made, tuple(_input(node, kept, positions, slot_of_input) for node in part.inputs)
-
-
-def _input(
-    node: fx.Node,
-    kept: Mapping[fx.Node, int],
-    positions: Mapping[fx.Node, int],
-    slots: Mapping[int, int],
-) -> RegionInput:
-    if node in kept:
-        return RegionInput(slot=kept[node])
-    position = positions[node]
-    if position in slots:
-        return RegionInput(slot=slots[position])
-    return RegionInput(forward_input=position)
+    inputs = (
+        RegionInput(slot=slots[node])
+        if node in slots
+        else RegionInput(forward_input=positions[node])
+        for node in part.inputs
+    )
+    return made, tuple(inputs)
 
 
 def _part(
@@ -247,16 +248,11 @@ def _part(
 
 
 def _first_rows(
-    region: RegionGraph,
-    part: Extract,
-    wanted: Sequence[fx.Node],
-    key: RecomputeKey,
-    row_seeds: Mapping[fx.Node, RowDim],
-    num_rows: int,
+    layer: ClassGraph, part: Extract, wanted: Sequence[fx.Node], key: RecomputeKey
 ) -> fx.GraphModule:
     """The part for rows ``[0, key.rows)``."""
     assert key.rows is not None
-    dims = row_dims(region.gm, row_seeds, num_rows)
+    dims = row_dims(layer.region.gm, layer.row_seeds, layer.num_rows)
     for node in wanted:
         if dims.get(node) is None:
             raise UnsupportedGraph(
@@ -266,6 +262,6 @@ def _first_rows(
     own = {
         copy: dims[node]
         for node, copy in part.made.items()
-        if node in dims and (copy.op == "placeholder" or not _is_given(node, row_seeds))
+        if node in dims and (copy.op == "placeholder" or not _is_given(node, layer.row_seeds))
     }
-    return slice_rows(part.gm, own, key.rows, num_rows)
+    return slice_rows(part.gm, own, key.rows, layer.num_rows)

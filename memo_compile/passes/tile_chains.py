@@ -10,14 +10,7 @@ from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, rows_through
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import (
-    is_item,
-    is_tensor,
-    is_view,
-    results_of,
-    shape_of,
-    storage_of,
-)
+from memo_compile.analysis.views import is_item, is_tensor, is_view, shape_of, storage_of
 
 NUM_ANCHORS = 2
 """Widest values of the peak that a chain is looked for around: often the first is read by the
@@ -105,10 +98,13 @@ def _stages(
     later stage moves there.
     """
     nodes = [node for node in region.gm.graph.nodes if node.op == "call_function"]
+    external = region.external_storages()  # the user's: no memory of the step's to write in parts
     own = {
         node
         for node in nodes
-        if dims.get(node) is not None and is_row_wise(node, dims) and _may_be_own(region, node)
+        if dims.get(node) is not None
+        and is_row_wise(node, dims)
+        and (storage_of(node) not in external or is_view(node))
     }
     own = _with_all_items(own)
     sums = {node for node in nodes if node not in dims and _is_sum(node, dims, own)}
@@ -143,14 +139,6 @@ def _with_all_items(own: set[fx.Node]) -> set[fx.Node]:
     """``own`` without operators some of whose results are not in it: a tuple stays in one part."""
     kept = {node for node in own if all(item in own for item in _items(node))}
     return {node for node in kept if not is_item(node) or node.all_input_nodes[0] in kept}
-
-
-def _may_be_own(region: RegionGraph, node: fx.Node) -> bool:
-    """False for what the user receives: its memory is not the step's to write tile by tile."""
-    results = results_of(region.gm.graph)
-    made = [results[index] for index in region.external_outputs]
-    external = {storage_of(result) for result in made if isinstance(result, fx.Node)}
-    return storage_of(node) not in external or is_view(node)
 
 
 def _is_sum(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], own: set[fx.Node]) -> bool:

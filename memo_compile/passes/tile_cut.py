@@ -213,7 +213,7 @@ class _Split:
         return [found for found in self.tiled.tile_inputs if found.accumulator is None]
 
     def _operand(self, tile_input: TileInput) -> Operand:
-        dim, whole = tile_input.dim, _layout(tile_input.whole)
+        dim, whole = tile_input.dim, tile_input.whole.layout()
         part = None if dim is None else Slice(dim=dim, length=tile_input.view.size[dim])
         return Operand(value=self.made(tile_input.value), whole=whole, slice=part)
 
@@ -343,16 +343,7 @@ class _Names:
 def _slice(tile_input: TileInput, number: int) -> Layout:
     """What tile ``number`` reads of an input's value."""
     offset = number * (tile_input.step_bytes or 0) // tile_input.view.dtype.itemsize
-    return replace(_layout(tile_input.view), offset=offset)
-
-
-def _layout(spec: ViewSpec) -> Layout:
-    return Layout(
-        dtype=str(spec.dtype).removeprefix("torch."),
-        item_bytes=spec.dtype.itemsize,
-        size=spec.size,
-        stride=spec.stride,
-    )
+    return replace(tile_input.view.layout(), offset=offset)
 
 
 def _num_outputs(region: RegionGraph) -> int:

@@ -129,7 +129,7 @@ class _Splitter:
         self.placeholders = region.gm.graph.find_nodes(op="placeholder")
         self.results = results_of(region.gm.graph)
         self.made = [node for node in dict.fromkeys(self.results) if isinstance(node, fx.Node)]
-        self.external = {storage_of(self.results[at]) for at in region.external_outputs}
+        self.external = region.external_storages()
         self.inside = chain.nodes | chain.sums
         self.behind = self._behind()
         self.rows = chain.num_rows // chain.num_tiles
@@ -167,7 +167,9 @@ class _Splitter:
         inputs = [self._tile_input(node, places) for node in part.inputs]
         if any((end.step_bytes or 0) % ALIGNMENT_BYTES for end in [*inputs, *outputs] if end):
             return None
-        inputs += [self._sum_input(node, zeros[node], at) for at, node in enumerate(sums)]
+        for at, node in enumerate(sums):
+            total, place = view_spec(node.meta["val"]), Ref(source=Source.BEFORE, index=zeros[node])
+            inputs.append(TileInput(value=place, view=total, whole=total, accumulator=at))
         part.finish(ends)
         dims = {made: self.dims.get(node) for node, made in part.made.items()}
         tile_gm = self._tile_graph(part, dims, len(row_outputs), sums)
@@ -293,15 +295,6 @@ class _Splitter:
             whole=spec,
             dim=dim.dim,
             step_bytes=count * spec.stride[dim.dim] * fake.element_size(),
-        )
-
-    def _sum_input(self, node: fx.Node, index: int, accumulator: int) -> TileInput:
-        total = view_spec(node.meta["val"])
-        return TileInput(
-            value=Ref(source=Source.BEFORE, index=index),
-            view=total,
-            whole=total,
-            accumulator=accumulator,
         )
 
     def _finish_before(

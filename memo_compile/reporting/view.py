@@ -7,7 +7,6 @@ Time is the step's own axis in lines of generated code (see ``problem.py``); no 
 import bisect
 import enum
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memo_compile.errors import InputError
@@ -146,15 +145,18 @@ def view_step(problem: Problem, plan: Plan) -> StepView:
     layers = _layers(problem)
     labels = tuple(_label(call, layer) for call, layer in zip(problem.calls, layers, strict=True))
     backward_start = starts[problem.first_backward]
-    buffers, made = arena_buffers(problem), tuple(_made(problem))
+    buffers = arena_buffers(problem)
     return StepView(
         labels=labels,
         layers=layers,
         starts=starts,
         backward_start=backward_start,
         boxes=_boxes(problem, plan, buffers, layers, backward_start),
-        moments=_moments(problem, plan, buffers),
-        made=made,
+        moments=_moments(problem, plan, buffers, starts),
+        made=tuple(
+            sum(output.size_bytes for output in outputs if output.storage is Storage.EXTERNAL)
+            for outputs in (problem.regions[call.region].outputs for call in problem.calls)
+        ),
         constant_bytes=step_constant_bytes(problem),
     )
 
@@ -327,14 +329,9 @@ def _role(call: StepCall, buffer: ArenaBuffer, offloaded: bool, backward_start: 
     return Role.OFFLOADED if offloaded else Role.SCRATCH
 
 
-def _made(problem: Problem) -> Iterator[int]:
-    for call in problem.calls:
-        outputs = problem.regions[call.region].outputs
-        yield sum(output.size_bytes for output in outputs if output.storage is Storage.EXTERNAL)
-
-
-def _moments(problem: Problem, plan: Plan, buffers: tuple[ArenaBuffer, ...]) -> tuple[Moment, ...]:
-    starts = call_starts(problem)
+def _moments(
+    problem: Problem, plan: Plan, buffers: tuple[ArenaBuffer, ...], starts: tuple[int, ...]
+) -> tuple[Moment, ...]:
     live, given = live_bytes(buffers), running_sums(ordinary_events(problem))
     outside = running_sums((line, change) for line, change, _ in outside_events(problem))
     resident = plan.resident_bytes or (plan.arena_bytes,) * len(problem.calls)

@@ -14,7 +14,6 @@ from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.step.serialise import to_json
-from memo_compile.text_files import write_text
 
 PICTURES: tuple[tuple[str, Callable[[Problem, Plan], bytes]], ...] = (
     ("problem.json", lambda problem, plan: to_json(problem).encode()),
@@ -55,12 +54,3 @@ def write_pictures(
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return tuple(written)
-
-
-def write_report(path: Path, problem: Problem, plan: Plan) -> None:
-    """``path`` holds the HTML report of ``plan``.
-
-    Raises:
-        InputError: the file cannot be written, or the plan is not one of this problem.
-    """
-    write_text(path, render_html(problem, plan))

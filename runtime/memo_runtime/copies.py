@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -54,28 +55,31 @@ class CopySchedule(enum.Enum):
     """As NORMAL, but nothing else runs meanwhile: overlap is off."""
 
 
+@dataclass(slots=True, eq=False)
 class Ticket:
     """One issued copy."""
 
-    def __init__(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
-        if destination.shape != source.shape or destination.dim() != 1:
-            raise AssertionError(f"expected equal lengths, got {destination.shape}, {source.shape}")
-        self.lane = lane
-        self.destination = destination
-        self.source = source
-        self.pid = os.getpid()
-        self.stall_s = 0.0
-        """How long the issue itself blocked."""
-        self.error: BaseException | None = None
-        self.started = False
-        self.finished = False
-        """The wait is over; what the copy wrote can be read."""
-        self.copied = threading.Event()
-        """CPU: the copy has run, or failed."""
-        self.issued_s = 0.0
-        """CPU: when its lane was told of it."""
-        self.event: torch.cuda.Event | None = None
-        """CUDA: recorded behind the copy."""
+    lane: Lane
+    destination: torch.Tensor
+    source: torch.Tensor
+    pid: int = field(default_factory=os.getpid)
+    stall_s: float = 0.0
+    """How long the issue itself blocked."""
+    error: BaseException | None = None
+    started: bool = False
+    finished: bool = False
+    """The wait is over; what the copy wrote can be read."""
+    copied: threading.Event = field(default_factory=threading.Event)
+    """CPU: the copy has run, or failed."""
+    issued_s: float = 0.0
+    """CPU: when its lane was told of it."""
+    event: torch.cuda.Event | None = None
+    """CUDA: recorded behind the copy."""
+
+    def __post_init__(self) -> None:
+        to, source = self.destination.shape, self.source.shape
+        if to != source or len(to) != 1:
+            raise AssertionError(f"expected equal lengths, got {to}, {source}")
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +98,6 @@ class CopyEngine:
         self,
         device: torch.device,
         schedule: CopySchedule = CopySchedule.NORMAL,
-        *,
         bytes_per_s: Throttle = None,
         measure_stall: bool = False,
     ) -> None:
@@ -331,15 +334,8 @@ def move_bytes(
                 time.sleep(-late_s)
 
 
-@functools.cache
-def engine_of(
-    device: torch.device,
-    schedule: CopySchedule = CopySchedule.NORMAL,
-    bytes_per_s: Throttle = None,
-    measure_stall: bool = False,
-) -> CopyEngine:
-    """The one engine of ``device`` with these properties in this process."""
-    return CopyEngine(device, schedule, bytes_per_s=bytes_per_s, measure_stall=measure_stall)
+engine_of = functools.cache(CopyEngine)
+"""The one engine of a device with these properties in this process."""
 
 
 @atexit.register

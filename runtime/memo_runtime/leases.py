@@ -10,7 +10,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,34 +41,33 @@ class StepCounters:
         )
 
 
+@dataclass(eq=False)
 class Lease:
-    """One live step's hold on a frame and, where the step offloads, on a host frame.
+    """One live step's hold on a frame and, where the step offloads, on a host frame."""
 
-    ``saved`` is what the forward leaves for its backward: tensors in the frame, and views of inputs
-    or results, which lie in ordinary memory. ``counted`` is what its forward did.
-    """
-
-    def __init__(self, number: int, slab: Slab, size_bytes: int, give_back: Callable[[], None]):
-        self.number = number
-        self.slab = slab
-        self.size_bytes = size_bytes
-        self.plan: Any = None
-        """The StepPlan of its forward. The backward must be that plan's too, also where the step
-        was planned again in between."""
-        self.saved: list[Any] = []
-        self.checked: list[tuple[torch.Tensor, int]] = []
-        """The step's inputs and results behind ``saved``; their versions as its forward ended."""
-        self.active = True
-        self.ran = False
-        """Its backward has run, and may run again (retain_graph)."""
-        self.host: HostStore | None = None
-        self.engine: CopyEngine | None = None
-        self.tickets: dict[int, Ticket] = {}
-        """Every copy of the step by its number; one issued in the forward may end later."""
-        self.shown: dict[int, tuple[torch.Tensor, int]] = {}
-        """Offload -> the value as its region returned it, and where in its buffer it starts (B)."""
-        self.counted = StepCounters()
-        self._give_back = give_back
+    number: int
+    slab: Slab
+    size_bytes: int
+    _give_back: Callable[[], None]
+    host: HostStore | None = None
+    engine: CopyEngine | None = None
+    plan: Any = None
+    """The StepPlan of its forward. The backward must be that plan's too, also where the step was
+    planned again in between."""
+    saved: list[Any] = field(default_factory=list)
+    """What the forward leaves for its backward: tensors in the frame, and views of inputs or
+    results, which lie in ordinary memory."""
+    checked: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """The step's inputs and results behind ``saved``; their versions as its forward ended."""
+    active: bool = True
+    ran: bool = False
+    """Its backward has run, and may run again (retain_graph)."""
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    """Every copy of the step by its number; one issued in the forward may end later."""
+    shown: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    """Offload -> the value as its region returned it, and where in its buffer it starts (B)."""
+    counted: StepCounters = field(default_factory=StepCounters)
+    """What its forward did."""
 
     def handle(self) -> torch.Tensor:
         """The tensor to hand to autograd; the lease ends at the latest when it is freed."""
@@ -151,9 +150,11 @@ class LeaseTable:
         self._live: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()  # the collector may end a lease while this thread holds it
 
-    def open(self, slab: Slab, size_bytes: int, give_back: Callable[[], None]) -> Lease:
-        """A new lease on ``slab``; ``give_back`` runs once, when it ends."""
-        lease = Lease(next(self._numbers), slab, size_bytes, give_back)
+    def open(
+        self, slab: Slab, size_bytes: int, host: HostStore | None, give_back: Callable[[], None]
+    ) -> Lease:
+        """A new lease on ``slab`` and ``host``; ``give_back`` runs once, when it ends."""
+        lease = Lease(next(self._numbers), slab, size_bytes, give_back, host)
         with self._lock:
             self._live[lease.number] = lease
         return lease
@@ -195,9 +196,7 @@ def lease_frame(
         if host is not None:
             arena.host.release(host)
 
-    lease = leases.open(slab, size_bytes, give_back)
-    lease.host = host
-    return lease
+    return leases.open(slab, size_bytes, host, give_back)
 
 
 def lease_ordinary(
@@ -207,6 +206,4 @@ def lease_ordinary(
     slab = Slab(device, size_bytes)
     slab.leased = True
     host = HostStore(host_kind, host_bytes) if host_bytes else None
-    lease = leases.open(slab, size_bytes, lambda: None if host is None else host.close())
-    lease.host = host
-    return lease
+    return leases.open(slab, size_bytes, host, _nothing if host is None else host.close)

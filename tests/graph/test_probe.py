@@ -93,8 +93,11 @@ def test_what_is_too_large_is_compared_for_two_rows(monkeypatch):
     found = tiling_of(wide())
     whole = 2 * TOKENS * INNER * 8
     monkeypatch.setitem(probe.MAX_BYTES, "cpu", 2 * WIDTH * INNER * 8 + whole // 2)
-    assert probe._probe_whole(True)(found).verdict is Verdict.NOT_RUN
+    chains: list[probe.Probe] = []
+    of_chain = probe._probe_chain
+    monkeypatch.setattr(probe, "_probe_chain", lambda it: chains.append(of_chain(it)) or chains[-1])
     assert probe_tiling(found).verdict is Verdict.AGREES
+    assert [chain.verdict for chain in chains] == [Verdict.AGREES]
     monkeypatch.setitem(probe.MAX_BYTES, "cpu", 1000)
     answer = probe_tiling(found)
     assert answer.verdict is Verdict.NOT_RUN

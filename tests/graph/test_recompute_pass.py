@@ -17,7 +17,7 @@ from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering import aten
 from memo_compile.lowering.aten import estimate
 from memo_compile.passes.own_outputs import OwnOutputs
-from memo_compile.passes.recompute import layer_ops, recompute_graph
+from memo_compile.passes.recompute import ClassGraph, layer_ops, recompute_graph
 from memo_compile.passes.runner import graph_text
 from memo_compile.step.movable import RecomputeKey, RegionInput
 from memo_compile.step.problem import ALIGNMENT_BYTES, Storage
@@ -36,8 +36,14 @@ def slots(region: RegionGraph) -> dict[int, int]:
     return {index + 1: index for index in range(len(outputs_of(region)))}
 
 
-def slot_of_output(region: RegionGraph) -> dict[int, int]:
-    return {output: slot for slot, output in slots(region).items()}
+def layer(region: RegionGraph, rows, num_rows: int) -> ClassGraph:
+    return ClassGraph(
+        region=region,
+        slot_of_output={output: slot for slot, output in slots(region).items()},
+        slot_of_input={0: 0},
+        num_rows=num_rows,
+        row_seeds=rows or {},
+    )
 
 
 def key(*made: int, rows: int | None = None) -> RecomputeKey:
@@ -45,12 +51,11 @@ def key(*made: int, rows: int | None = None) -> RecomputeKey:
 
 
 def again(region: RegionGraph, wanted: RecomputeKey, rows=None, num_rows: int = 1):
-    return recompute_graph(region, wanted, slot_of_output(region), {0: 0}, num_rows, rows or {})
+    return recompute_graph(layer(region, rows, num_rows), wanted)
 
 
 def ops_of(region: RegionGraph, rows=None, num_rows: int = 1):
-    of_output = slot_of_output(region)
-    return layer_ops(region, of_output, {0: 0}, lambda node: 1.0, rows or {}, num_rows)
+    return layer_ops(layer(region, rows, num_rows), lambda node: 1.0)
 
 
 def slot_named(region: RegionGraph, name: str) -> int:

@@ -137,7 +137,7 @@ def test_a_lease_ends_with_its_handle(arena):
 
 def test_a_lease_is_given_back_once(arena):
     given = []
-    lease = LeaseTable().open(arena.acquire(512), 512, lambda: given.append(1))
+    lease = LeaseTable().open(arena.acquire(512), 512, None, lambda: given.append(1))
     lease.saved = [torch.ones(1)]
     lease.release()
     lease.release()

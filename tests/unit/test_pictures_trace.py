@@ -17,7 +17,7 @@ from torch.cuda import _memory_viz
 from memo_compile.errors import InputError
 from memo_compile.reporting.snapshot import FIRST_ADDRESS, memory_snapshot
 from memo_compile.reporting.trace import THREADS, chrome_trace
-from memo_compile.reporting.write import write_pictures, write_report
+from memo_compile.reporting.write import write_pictures
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, OutsideBuffer, Problem
@@ -248,5 +248,3 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="file: cannot be written"):
         write_pictures(tmp_path / "file", *layered(4))
-    with pytest.raises(InputError, match=r"r\.html: cannot be written"):
-        write_report(tmp_path / "file" / "r.html", *layered(4))
