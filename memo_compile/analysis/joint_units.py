@@ -101,7 +101,7 @@ def backward_positions(graph: fx.Graph, num_units: int) -> dict[fx.Node, int]:
     """Node -> the step's region that runs it, for a backward graph: the units in reverse.
 
     What depends on no incoming gradient (recomputed forward nodes above all) runs where it is
-    first read: no layer needs another layer's recomputation (see ``analysis.saved``).
+    first read: no layer needs another layer's recomputation (see ``passes.equal_cut``).
     """
     gradients = tangent_dependents(graph)
     wanted: dict[fx.Node, int | None] = {}

@@ -6,7 +6,7 @@ region has its code, the layouts of its buffers, and the graph its constants.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -290,7 +290,11 @@ class _Half:
             outputs=tuple(registers[value] for value in call.outputs),
             drop=tuple(registers[value] for value in dict.fromkeys(call.inputs) if value in dead),
             unread=tuple(registers[value] for value in call.outputs if value in dead),
-            copies=tuple(self._unsafe_outputs(call)),
+            copies=tuple(  # the user receives them although their storage lies in the arena
+                position
+                for position, value in enumerate(call.outputs)
+                if value in self.results and value in self.binder.places
+            ),
             dying=tuple(self.dying.get(index, ())),
             into=tuple(
                 (target.buffer, registers[target.value], target.offset_bytes) for target in ordinary
@@ -300,12 +304,6 @@ class _Half:
             + self._reused_bytes(index),
             recomputed_bytes=_output_bytes(lowered.views, call, self.problem) if recomputes else 0,
         )
-
-    def _unsafe_outputs(self, call: StepCall) -> Iterable[int]:
-        """Outputs that the user receives although their storage lies in the arena."""
-        for position, value in enumerate(call.outputs):
-            if value in self.results and value in self.binder.places:
-                yield position
 
 
 def _view(offset: int, spec: ViewSpec) -> FrameView:

@@ -74,7 +74,10 @@ class _Builder:
         self.user_values = {value for value in forward.results if value is not None}
         self.made_at = {value: call.position for call in forward.calls for value in call.outputs}
         self.written = {*_written(forward), *_written(backward)}
-        self.filled = _filled(problem)
+        self.filled = {
+            into.value: at for at, call in enumerate(problem.calls) for into in call.into
+        }
+        """Value -> the last call that writes into it: its maker alone cannot recompute it."""
 
     def build(self, token_granule: int) -> Movable:
         keys: dict[tuple[str, tuple[int, ...], tuple[int, ...], bool], str] = {}
@@ -226,11 +229,6 @@ def _written(cut: Cut) -> Iterator[str]:
             root = storage_of(node.all_input_nodes[0]) if is_write(node) else None
             if root in position:
                 yield call.inputs[position[root]]
-
-
-def _filled(problem: Problem) -> dict[str, int]:
-    """Value -> the last call that writes into it: its maker alone cannot recompute it."""
-    return {into.value: at for at, call in enumerate(problem.calls) for into in call.into}
 
 
 def _readers(problem: Problem, phase: Phase) -> dict[str, set[str]]:

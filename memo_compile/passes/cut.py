@@ -224,9 +224,6 @@ class _Border:
             for source in node.all_input_nodes:
                 self._reach(source)
 
-    def _is_own(self, node: fx.Node) -> bool:
-        return self.cutter.positions.get(node) == self.position and not is_given(node)
-
     def _is_remade(self, node: fx.Node) -> bool:
         """True for what the region makes itself although it stands elsewhere."""
         if is_constant(node):
@@ -238,7 +235,9 @@ class _Border:
         return grows or is_given(base)
 
     def _reach(self, node: fx.Node) -> None:
-        if self._is_own(node) or _is_submodule(node):
+        is_own = self.cutter.positions.get(node) == self.position and not is_given(node)
+        is_submodule = node.op == "get_attr" and not is_tensor(node)
+        if is_own or is_submodule:
             return
         if self._is_remade(node):
             for source in node.all_input_nodes:
@@ -298,10 +297,6 @@ def _written(node: fx.Node) -> fx.Node:
     while node.target is torch.ops.aten.copy_.default:
         node = storage_of(node.all_input_nodes[0])
     return node
-
-
-def _is_submodule(node: fx.Node) -> bool:
-    return node.op == "get_attr" and not is_tensor(node)
 
 
 def unique_name(base: str, taken: Mapping[str, Any], separator: str) -> str:

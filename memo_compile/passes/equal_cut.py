@@ -1,27 +1,41 @@
-"""Chooses what the forward keeps for the backward: three passes that tag, and change nothing else.
+"""Policy SAVE chooses what the forward keeps for the backward: three passes that tag, and no more.
 
     SaveMinCut     what torch's own partitioner would keep
     EqualCut       the same in every layer of a class
     SufficientCut  all that a layer's backward starts from
 
+Torch's partitioner sees one big graph and may cut two equal layers differently, or recompute a
+layer's input from the layer before. A region is lowered once for all its layers.
+
 The halves are cut out of the joint graph by these tags (``shim.extract_halves``).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
+from torch.utils import _pytree as pytree
 
 from memo_compile import shim
-from memo_compile.analysis.joint_units import JointUnits
-from memo_compile.analysis.saved import (
-    equal_in_layers,
-    saved_nodes,
-    sufficient,
-    tag_saved,
-    whole_in_forward,
+from memo_compile.analysis.joint_units import (
+    UNIT,
+    JointUnits,
+    backward_positions,
+    forward_nodes,
+    tangent_dependents,
 )
+from memo_compile.analysis.overwrites import overwritten, runs_once
+from memo_compile.analysis.purity import is_constant, is_pure
+from memo_compile.analysis.saved import saved_nodes, tag_saved
+from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, storage_of
+
+TILE_FACTOR = 2
+"""A saved tensor this many times larger than its unit's input is cheaper to recompute, in tiles,
+than to keep: logits, and what lies between the two products of an MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +45,9 @@ class SaveMinCut:
     Rewrite:
         relu = relu(mm)                ->    relu = relu(mm)  # saved
         t = permute(relu, [1, 0])            t = permute(relu, [1, 0])
+
+    A view is replaced by its tensor, and what the forward does not make by what it is made of,
+    where that is no larger.
     """
 
     joint_inputs: Any
@@ -48,28 +65,52 @@ class SaveMinCut:
             num_fwd_outputs=self.num_fwd_outputs,
             static_lifetime_input_indices=self.static_lifetime_input_indices,
         )
-        return PassResult(gm, tag_saved(gm, whole_in_forward(names, gm)))
+        by_name = {node.name: node for node in gm.graph.nodes}
+        forward = set(forward_nodes(gm))
+        chosen = {
+            base_of(node)
+            for name in names
+            if name in by_name
+            for node in _made_in_forward(by_name[name], forward)
+        }
+        return PassResult(gm, tag_saved(gm, chosen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualCut:
-    """Every layer of a class keeps the same tensors, so that one region serves them all.
+    """Every layer of a class keeps what the middle one keeps, so that one region serves them all.
 
     Rewrite:
         layer 0: a0 = mm(x0), b0 = relu(a0)  # saved     layer 0: a0 = mm(x0)  # saved, b0
         layer 1: a1 = mm(x1)  # saved, b1            ->  layer 1: a1 = mm(x1)  # saved, b1
         layer 2: a2 = mm(x2)  # saved, b2                layer 2: a2 = mm(x2)  # saved, b2
+
+    The first and the last have other neighbours, so that min-cut may treat them differently.
     """
 
     units: JointUnits
     for_tiles: bool
-    """Wide chains are to run in tiles: what is much wider than its unit's input is not saved."""
+    """Wide chains are to run in tiles: what is much wider than its unit's input is not saved, so
+    that the backward recomputes it next to its readers, where both can run tile by tile."""
     name: ClassVar[str] = "equal-cut"
     is_required: ClassVar[bool] = False
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Tag in place."""
-        chosen = equal_in_layers(self.units, set(saved_nodes(gm)), for_tiles=self.for_tiles)
+        units, saved = self.units, set(saved_nodes(gm))
+        if self.for_tiles:
+            saved -= _wide(units)
+        chosen = {node for node in saved if node.op == "placeholder" or UNIT not in node.meta}
+        spans, classes = units.structure.units, units.structure.classes
+        middle_of = {cls.class_key: spans[cls.units[len(cls.units) // 2]] for cls in classes}
+        for unit in spans:
+            own = units.forward[unit.start : unit.end]
+            if unit.class_key is None:
+                chosen |= saved.intersection(own)
+                continue
+            middle = middle_of[unit.class_key]
+            pattern = units.forward[middle.start : middle.end]
+            chosen |= {node for node, like in zip(own, pattern, strict=True) if like in saved}
         return PassResult(gm, tag_saved(gm, chosen))
 
 
@@ -80,6 +121,9 @@ class SufficientCut:
     Rewrite:
         x1 = add(x0, b0)                  ->    x1 = add(x0, b0)  # saved
         backward of layer 1 reads x1            backward of layer 1 reads x1
+
+    Not to be made twice are random numbers, collectives, custom operators, and what reads an input
+    that the step overwrites. Such an input, or a view of it, is never saved.
     """
 
     units: JointUnits
@@ -89,6 +133,99 @@ class SufficientCut:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Tag in place."""
-        chosen = set(saved_nodes(gm))
-        kept = sufficient(gm, self.units, chosen, num_fwd_outputs=self.num_fwd_outputs)
-        return PassResult(gm, tag_saved(gm, kept))
+        written = overwritten(gm.graph)
+        saved = {node for node in saved_nodes(gm) if storage_of(node) not in written}
+        unit_of = _unit_of_every_node(gm, self.units)
+        backward = tangent_dependents(gm.graph)
+        seen: set[fx.Node] = set()
+        stack = [(node, source) for node in backward for source in node.all_input_nodes]
+        ends = pytree.arg_tree_leaves(*gm.graph.output_node().args)[self.num_fwd_outputs :]
+        stack += [(node, node) for node in ends if isinstance(node, fx.Node)]
+        while stack:
+            reader, node = stack.pop()
+            if node in backward or _is_available(reader, node, saved, unit_of) or node in seen:
+                continue
+            seen.add(node)
+            stack.extend((node, source) for source in node.all_input_nodes)
+        return PassResult(gm, tag_saved(gm, saved))
+
+
+def _made_in_forward(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
+    """``node``, or what it is made of where only the backward's formulas make it.
+
+    ``rstd / n`` of a normalisation is such a node. Min-cut may keep it, but no layer's forward has
+    it; without its ``rstd`` the backward would start from the layer's input, kept beside the rest.
+    """
+    if node.op != "call_function" or node in forward or UNIT not in node.meta:
+        return [node]
+    sources: list[fx.Node] = []
+    for source in node.all_input_nodes:
+        sources += _made_in_forward(source, forward)
+    return sources if sum(map(_bytes, sources)) <= _bytes(node) else [node]
+
+
+def _wide(units: JointUnits) -> set[fx.Node]:
+    """Tensors at least TILE_FACTOR times as large as what their unit gets from the one before.
+
+    Attention kernels do not come in tiles, so that what one reads or makes is not among them.
+    """
+    found = set()
+    for index, unit in enumerate(units.structure.units):
+        own = units.forward[unit.start : unit.end]
+        inputs = [
+            _bytes(source)
+            for node in own
+            for source in node.all_input_nodes
+            if source.meta.get(UNIT) == index - 1
+        ]
+        limit = TILE_FACTOR * max(inputs, default=0)
+        if limit == 0:
+            continue
+        found |= {node for node in own if _bytes(node) >= limit and not _near_attention(node)}
+    return found
+
+
+def _near_attention(node: fx.Node) -> bool:
+    """True for what an attention kernel returns or reads, through views."""
+    stack, seen = [node], set()
+    while stack:
+        reached = stack.pop()
+        if reached in seen:
+            continue
+        seen.add(reached)
+        if "attention" in op_name(reached):
+            return True
+        if reached is node or is_movable_view(reached) or op_name(reached) == "":
+            stack.extend(reached.users)
+    return any("attention" in op_name(source) for source in node.all_input_nodes)
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
+
+
+def _unit_of_every_node(joint: fx.GraphModule, units: JointUnits) -> dict[fx.Node, int]:
+    """Node -> its unit: as tagged, else where the backward would run it."""
+    last = units.num_units - 1
+    found = {n: last - at for n, at in backward_positions(joint.graph, units.num_units).items()}
+    found.update({node: node.meta[UNIT] for node in units.forward if UNIT in node.meta})
+    return found
+
+
+def _is_available(
+    reader: fx.Node, node: fx.Node, saved: set[fx.Node], unit_of: Mapping[fx.Node, int]
+) -> bool:
+    """True when the backward has ``node`` without computing; saves it if it must not compute it."""
+    base = base_of(node)
+    if base.op == "placeholder":
+        saved.add(base)
+    if base in saved or base.op == "get_attr":
+        return True
+    if is_constant(base) or not is_tensor(base):
+        return False
+    crosses = reader in unit_of and unit_of.get(base, unit_of[reader]) != unit_of[reader]
+    if crosses or not is_pure(base) or runs_once(base):
+        saved.add(base)
+        return True
+    return False

@@ -29,7 +29,7 @@ class KeepOverwritten:
         copy_(buffer, new)                       grad  = mul(tangent, old)
                                                  copy_(buffer, new)
 
-    Tagged nodes are never recomputed (``analysis.saved``, ``passes.recompute``), so that ``old``
+    Tagged nodes are never recomputed (``passes.equal_cut``, ``passes.recompute``), so that ``old``
     and ``add`` are what the backward starts from.
     """
 

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from memo_compile.step.plans import ReportedPlan
@@ -31,9 +31,28 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain data for JSON."""
-        from memo_compile.reporting.table import report_dict
+        return {
+            "active": self.active,
+            "unplanned_steps": self.unplanned_steps,
+            "notes": list(self.notes),
+            "plans": [_plan_dict(plan) for plan in self.plans],
+        }
 
-        return report_dict(self)
+
+def _plan_dict(plan: ReportedPlan) -> dict[str, Any]:
+    return {
+        "name": plan.name,
+        "arena_bytes": plan.arena_bytes,
+        "lower_bound_bytes": plan.lower_bound_bytes,
+        "outside_bytes": plan.outside_bytes,
+        "outside_bytes_by_kind": dict(plan.outside_bytes_by_kind),
+        "peak_bytes": plan.peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "num_regions": plan.num_regions,
+        "layer_classes": [asdict(cls) for cls in plan.layer_classes],
+        "decisions": [asdict(decision) for decision in plan.decisions],
+        "check": str(plan.check),
+    }
 
 
 LeftOut = tuple[tuple[str, ...], bool]

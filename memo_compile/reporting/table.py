@@ -1,8 +1,6 @@
 """The report as text: a table a plan, then what was left out."""
 
 import io
-from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -89,29 +87,3 @@ def _decisions(plan: ReportedPlan) -> Table:
             short_source(row.source),
         )
     return table
-
-
-def report_dict(report: Report) -> dict[str, Any]:
-    """``report`` as plain data."""
-    return {
-        "active": report.active,
-        "unplanned_steps": report.unplanned_steps,
-        "notes": list(report.notes),
-        "plans": [_plan_dict(plan) for plan in report.plans],
-    }
-
-
-def _plan_dict(plan: ReportedPlan) -> dict[str, Any]:
-    return {
-        "name": plan.name,
-        "arena_bytes": plan.arena_bytes,
-        "lower_bound_bytes": plan.lower_bound_bytes,
-        "outside_bytes": plan.outside_bytes,
-        "outside_bytes_by_kind": dict(plan.outside_bytes_by_kind),
-        "peak_bytes": plan.peak_bytes,
-        "budget_bytes": plan.budget_bytes,
-        "num_regions": plan.num_regions,
-        "layer_classes": [asdict(cls) for cls in plan.layer_classes],
-        "decisions": [asdict(decision) for decision in plan.decisions],
-        "check": str(plan.check),
-    }
