@@ -9,9 +9,9 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from memo_compile.analysis.invariants import apply_order
 from memo_compile.analysis.purity import is_constant, is_pure
 from memo_compile.analysis.views import storage_of
+from memo_compile.passes.hoist import apply_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

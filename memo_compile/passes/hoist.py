@@ -1,18 +1,31 @@
-"""Moves what the first layer makes for all layers before the layers, as a pass."""
+"""Moves what several layers share, but the first of them makes, before the layers."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from memo_compile.analysis.invariants import apply_order, hoist_invariants
 from memo_compile.analysis.joint_units import forward_nodes
+from memo_compile.analysis.layers import LayerStructure, find_layers
+from memo_compile.analysis.purity import is_pure, is_random
+from memo_compile.analysis.structure import argument, is_matmul, op_name
+from memo_compile.analysis.views import makers_of
+
+_MAX_ROUNDS = 3
+"""Each round may uncover a class whose own shared values are moved in the next."""
+
+_MAX_GUESSES = 24
+"""Distances tried when no layer is found at first: a model of two layers, one of them impure."""
+
+_MAX_NODES_TO_GUESS = 3000
+"""Longer sequences hold more than two layers, and those need no guess."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoistInvariants:
-    """T5's relative bias, dropout seeds, masks: see ``analysis.invariants.hoist_invariants``.
+    """The first layer is as like the others as it can be: what all read is made before them.
 
     Rewrite:
         layer 0: q0, k0, bias, attend(q0, k0, bias)      bias
@@ -31,3 +44,178 @@ class HoistInvariants:
             return PassResult(gm, False)
         apply_order(gm.graph, order)
         return PassResult(gm, True)
+
+
+def hoist_invariants(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """The same nodes, reordered.
+
+    A model makes some values in its first layer and uses them in all: T5's relative bias, the
+    seeds of all dropouts, a mask. They depend on no matrix product, hence on no earlier layer,
+    and move to just before the run of layers that reads them.
+
+    Nothing moves when that finds no more layers. Cost: a few times that of ``find_layers``.
+    """
+    order = list(nodes)
+    structure = find_layers(order)
+    for _ in range(_MAX_ROUNDS):
+        better = _improve(order, structure)
+        if better is None:
+            break
+        order, structure = better
+    return tuple(order)
+
+
+def apply_order(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
+    """Move the nodes of ``order`` in ``graph`` so that they follow each other as given.
+
+    Other nodes keep their place; ``order`` must be topological. Linear.
+    """
+    later: fx.Node | None = None
+    for node in reversed(order):
+        if later is not None and not node < later:
+            later.prepend(node)
+        later = node
+    graph.lint()
+
+
+def _improve(
+    order: list[fx.Node], structure: LayerStructure
+) -> tuple[list[fx.Node], LayerStructure] | None:
+    """The reordering that covers most nodes by layers, None when none covers more than now."""
+    reach = _reach(order)
+    if structure.classes:
+        far = _far_readers(reach, structure)
+        tries = [far, far + _lone_tables(order, reach, structure)]
+    else:
+        tries = _guesses(reach) if len(order) <= _MAX_NODES_TO_GUESS else []
+    best, most = None, structure.num_covered
+    for chosen in tries:
+        front = _with_sources(order, chosen)
+        if front == order[: len(front)]:
+            continue
+        moved = set(front)
+        rest = [node for node in order if node not in moved]
+        found = find_layers(front + rest)
+        if found.num_covered > most:
+            best, most = _sink(front, rest, found), found.num_covered
+    return None if best is None else (best, find_layers(best))
+
+
+def _reach(order: Sequence[fx.Node]) -> list[int]:
+    """Positions from each movable node to its last reader; -1 for a node that must stay.
+
+    Random draws keep their order, so that the results stay those of the unchanged graph; a
+    single tensor of seeds has no order to keep.
+    """
+    position_of = {node: position for position, node in enumerate(order)}
+    seeds_move = sum(_draws(node) for node in order) <= 1
+    fixed: set[fx.Node] = set()
+    reach = []
+    for position, node in enumerate(order):
+        is_seeds = seeds_move and op_name(node) == "inductor_seeds"
+        stays = is_matmul(node) or not (is_pure(node) or is_seeds)
+        if stays or any(_is_fixed(source, position_of, fixed) for source in node.all_input_nodes):
+            fixed.add(node)
+            reach.append(-1)
+            continue
+        readers = [position_of[user] for user in node.users if user in position_of]
+        nothing = position if node.users else position + len(order)  # a dead node may go anywhere
+        reach.append(max(readers, default=nothing) - position)
+    return reach
+
+
+def _draws(node: fx.Node) -> bool:
+    """True when ``node`` advances the random generator; attention without dropout does not."""
+    if not is_random(node):
+        return False
+    dropout = argument(node, "dropout_p")
+    return dropout is None or dropout != 0.0
+
+
+def _is_fixed(source: fx.Node, inside: Mapping[fx.Node, int], fixed: set[fx.Node]) -> bool:
+    """True when what reads ``source`` cannot move freely within the sequence."""
+    return source in fixed or (source.op == "call_function" and source not in inside)
+
+
+def _far_readers(reach: Sequence[int], structure: LayerStructure) -> list[int]:
+    """Movable positions read a whole layer later: no value inside of a layer lives that long.
+
+    The layer that counts is the one at the position, or the next one.
+    """
+    chosen: list[int] = []
+    length = len(reach)
+    for unit in reversed(structure.units):
+        if unit.class_key is not None:
+            length = unit.end - unit.start
+        chosen += [i for i in range(unit.start, unit.end) if reach[i] >= length]
+    return sorted(chosen)
+
+
+def _lone_tables(
+    order: Sequence[fx.Node], reach: Sequence[int], structure: LayerStructure
+) -> list[int]:
+    """Movable positions outside of the layers that compute with what was made before the layers.
+
+    The only global attention layer among local ones makes its own mask and rotary table, where
+    the local ones share theirs. Views of weights and dropout masks belong to their layer.
+    """
+    first = next(unit.start for unit in structure.units if unit.class_key is not None)
+    tables: set[fx.Node] = set()
+    chosen = []
+    for unit in structure.units:
+        for position in range(unit.start, unit.end):
+            node = order[position]
+            is_dropout = op_name(node).startswith("inductor_")
+            is_table = reach[position] >= 0 and not is_dropout
+            from_table = any(source in tables for source in node.all_input_nodes)
+            if is_table and (position < first or from_table):
+                tables.add(node)
+                if position >= first and unit.class_key is None:
+                    chosen.append(position)
+    return chosen
+
+
+def _guesses(reach: Sequence[int]) -> list[list[int]]:
+    """Sets of movable positions, by descending distance to the last reader."""
+    distances = sorted({distance for distance in reach if distance > 1}, reverse=True)
+    return [
+        [position for position, distance in enumerate(reach) if distance >= threshold]
+        for threshold in distances[:_MAX_GUESSES]
+    ]
+
+
+def _with_sources(order: Sequence[fx.Node], chosen: Sequence[int]) -> list[fx.Node]:
+    """The nodes at ``chosen`` and all that they are computed from, in order."""
+    inside = set(order)
+    found = makers_of((order[position] for position in chosen), lambda node: node in inside)
+    return [node for node in order if node in found]
+
+
+def _sink(
+    front: Sequence[fx.Node], rest: Sequence[fx.Node], structure: LayerStructure
+) -> list[fx.Node]:
+    """Merge ``front`` into ``rest``, as late as the first reader's run of layers allows.
+
+    At the front of the graph they would live longer than needed: a decoder's bias through the
+    encoder. ``structure`` is that of ``front + rest``.
+    """
+    sequence = [*front, *rest]
+    place: dict[fx.Node, int] = {}
+    run_start: int | None = None
+    for unit in structure.units:
+        is_layer = unit.class_key is not None
+        if is_layer and run_start is None:
+            run_start = unit.start
+        if not is_layer:
+            run_start = None
+        for position in range(max(unit.start, len(front)), unit.end):
+            place[sequence[position]] = position if run_start is None else run_start
+    waiting: dict[int, list[fx.Node]] = {}
+    for node in reversed(front):
+        place[node] = min((place[u] for u in node.users if u in place), default=len(front))
+        waiting.setdefault(place[node], []).append(node)
+    merged: list[fx.Node] = []
+    for position in range(len(front), len(sequence)):
+        merged += reversed(waiting.get(position, []))
+        merged.append(sequence[position])
+    return merged

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from memo_compile.analysis.invariants import apply_order, hoist_invariants
 from memo_compile.analysis.layers import LayerStructure, find_layers
 from memo_compile.analysis.structure import make_tape
 from memo_compile.analysis.views import storage_of
+from memo_compile.passes.hoist import apply_order, hoist_invariants
 from tests import models
 from tests.steps.joint_graphs import capture_model, forward_part
 

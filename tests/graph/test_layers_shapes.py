@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from memo_compile.analysis.invariants import hoist_invariants
 from memo_compile.analysis.layers import find_layers
+from memo_compile.passes.hoist import hoist_invariants
 from tests.steps.joint_graphs import capture_joint
 
 WIDTH = 64
