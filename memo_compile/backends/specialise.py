@@ -11,6 +11,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,27 +54,24 @@ def _is_wrapped_float(node: fx.Node) -> bool:
     )
 
 
+@dataclass(eq=False)
 class Specialised:
     """A graph that is compiled anew for each combination of sizes it meets."""
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        symbols: tuple[int, ...],
-        config: MemoConfig,
-        compile_static: CompileStatic,
-    ) -> None:
-        self._gm = gm
-        self._symbols = symbols
-        self._config = config
-        self._compile_static = compile_static
-        folder = f"symbolic{next(_graph_numbers)}"
-        self._runner = PassRunner(Path(config.dump) / folder if config.dump else None)
-        self._known: collections.OrderedDict[tuple[str, ...], Callable[..., Any]]
-        self._known = collections.OrderedDict()
-        self._num_compiled = 0
-        self._plain: Callable[..., Any] | None = None
-        self._lock = threading.RLock()
+    _gm: fx.GraphModule
+    _symbols: tuple[int, ...]
+    _config: MemoConfig
+    _compile_static: CompileStatic
+    _known: collections.OrderedDict[tuple[str, ...], Callable[..., Any]] = field(
+        default_factory=collections.OrderedDict
+    )
+    _num_compiled: int = 0
+    _plain: Callable[..., Any] | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        dump, folder = self._config.dump, f"symbolic{next(_graph_numbers)}"
+        self._runner = PassRunner(Path(dump) / folder if dump else None)
 
     def __call__(self, *args: Any) -> Any:
         """Run with the plan of these sizes."""

@@ -133,11 +133,7 @@ class _Planner:
         )
 
     def _all_saved(self, saved: Plan, budget_bytes: int | None) -> PlannedStep:
-        """The step that keeps everything.
-
-        Raises:
-            Infeasible: it does not fit.
-        """
+        """The step that keeps everything, if it fits."""
         require_budget(replace(saved, budget_bytes=budget_bytes))
         rows = saved_rows(self.problem, self.lowered.cut.forward, self.lowered.cut.units)
         return self._planned(self.problem, replace(saved, decisions=rows))

@@ -61,7 +61,7 @@ def tile_cut(
     split = {}
     for name, region in cut.regions.items():
         try:
-            found = _derived_split(name, region, tiles, accepts, runner)
+            found = _split(name, region, tiles, accepts, runner)
         except Exception as error:  # tiles are a possibility: without them the region runs whole
             dropped(f"region {name} is not run in tiles", error)
             continue
@@ -83,26 +83,23 @@ def tile_cut(
     )
 
 
-def _derived_split(
+def _split(
     name: str, region: RegionGraph, tiles: int, accepts: Accepts, runner: PassRunner
 ) -> "_Split | None":
+    """The best tiling of ``region`` that is accepted."""
+
+    def best() -> "_Split | None":
+        plain = (tiled for tiled in tilings(region, tiles) if _is_plain(tiled))
+        splits = (_Split.of(name, region, tiled) for tiled in plain)
+        return next((split for split in splits if accepts(split.tiling(region))), None)
+
     return runner.derive(
         "tile",
         region.gm,
-        lambda: _split(name, region, tiles, accepts),
+        best,
         stage=name,
         graphs=lambda split: {part: made.gm for part, made in split.parts()} if split else {},
     )
-
-
-def _split(name: str, region: RegionGraph, tiles: int, accepts: Accepts) -> "_Split | None":
-    """The best tiling of ``region`` that is accepted."""
-    for tiled in tilings(region, tiles):
-        if _is_plain(tiled):
-            found = _Split.of(name, region, tiled)
-            if accepts(found.tiling(region)):
-                return found
-    return None
 
 
 def _is_plain(tiled: TiledRegion) -> bool:

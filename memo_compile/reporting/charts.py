@@ -8,7 +8,7 @@ from typing import Any
 
 from memo_compile.reporting import svg
 from memo_compile.reporting.svg import HEIGHT, WIDTH, Shape
-from memo_compile.reporting.view import Box, Moment, Role, StepView, short_source
+from memo_compile.reporting.view import Box, Role, StepView, short_source
 from memo_compile.step.plans import FrontierPoint, Plan, Span
 from memo_compile.step.problem import CallKind, Phase, Problem
 from memo_compile.units import format_bytes, format_seconds
@@ -35,6 +35,9 @@ ROLE_WORDS = {
     Role.RECOMPUTED: "recomputed",
     Role.SCRATCH: "scratch of one pass",
 }
+
+AREAS = ("fixed", "made", "outside", "live", "held")
+"""CSS classes of the memory curve, from its bottom upwards."""
 
 LANE_WORDS = {
     "compute": "compute",
@@ -174,16 +177,10 @@ def memory_chart(view: StepView, plan: Plan) -> dict[str, Any]:
     columns = view.columns(CURVE_COLUMNS)
     width, up = WIDTH / len(columns), HEIGHT / most
     constant = view.constant_bytes
-    layered: tuple[tuple[str, Callable[[Moment], int]], ...] = (
-        ("held", lambda at: at.held_bytes),
-        ("live", lambda at: constant + at.made_bytes + at.outside_bytes + at.live_bytes),
-        ("outside", lambda at: constant + at.made_bytes + at.outside_bytes),
-        ("made", lambda at: constant + at.made_bytes),
-        ("fixed", lambda at: constant),
-    )
+    tops = [(*view.heights(moment), moment.held_bytes) for moment in columns]
     areas = [
-        (css, svg.steps_path([value(moment) * up for moment in columns], width))
-        for css, value in layered
+        (css, svg.steps_path([height * up for height in heights], width))
+        for css, heights in zip(AREAS, zip(*tops, strict=True), strict=True)
     ]
     shapes = []
     for index, moment in enumerate(columns):
@@ -197,7 +194,7 @@ def memory_chart(view: StepView, plan: Plan) -> dict[str, Any]:
         )
         shapes.append(Shape(x=index * width, y=0, width=width, height=HEIGHT, css="", tip=tip))
     return {
-        "areas": areas,
+        "areas": areas[::-1],
         "outside": any(moment.outside_bytes for moment in columns),
         "ticks": _ticks(svg.nice_ticks(most / ROOM, base=2), 0, most, _short_bytes),
         "budget": round(100 * budget / most, 2) if budget else None,

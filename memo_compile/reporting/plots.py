@@ -70,15 +70,9 @@ def write_plots(folder: Path, problem: Problem, plan: Plan) -> tuple[Path, ...]:
 def _memory(axes: Any, view: StepView, plan: Plan) -> None:
     columns = view.columns(MOST_COLUMNS)
     lines = [view.starts[-1] * index / len(columns) for index in range(len(columns))]
-    layers = (
-        [view.constant_bytes / GIB for _ in columns],
-        [moment.made_bytes / GIB for moment in columns],
-        [moment.outside_bytes / GIB for moment in columns],
-        [moment.live_bytes / GIB for moment in columns],
-    )
     bottom = [0.0] * len(lines)
-    for (label, colour), heights in zip(AREAS, layers, strict=True):
-        top = [low + high for low, high in zip(bottom, heights, strict=True)]
+    tops = [[height / GIB for height in view.heights(moment)] for moment in columns]
+    for (label, colour), top in zip(AREAS, map(list, zip(*tops, strict=True)), strict=True):
         axes.fill_between(lines, bottom, top, step="post", color=colour, label=label, linewidth=0)
         bottom = top
     held = [moment.held_bytes / GIB for moment in columns]

@@ -6,6 +6,7 @@ Time is the step's own axis in lines of generated code (see ``problem.py``); no 
 
 import bisect
 import enum
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -99,6 +100,11 @@ class StepView:
         """Index of the call whose lines hold ``line``; the last call for the step's end."""
         found = bisect.bisect_right(self.starts, line) - 1
         return max(0, min(found, len(self.labels) - 1))
+
+    def heights(self, moment: Moment) -> tuple[int, ...]:
+        """Of the memory curve's areas, each on those below: constant, made, by kernels, alive."""
+        own = (moment.made_bytes, moment.outside_bytes, moment.live_bytes)
+        return tuple(itertools.accumulate((self.constant_bytes, *own)))
 
     @property
     def peak(self) -> Moment | None:
