@@ -79,7 +79,7 @@ class Simulation:
 
     def __init__(self, step: side_by_side.CompiledStep) -> None:
         planned = step.assembly.planned
-        self.problem, self.graphs = planned.problem, planned.graphs
+        self.problem, self.graphs = planned.problem, step.assembly.known.graphs()
         called = {call.region for call in self.problem.calls}
         self.lowered = {name: region for name, region in planned.lowered.items() if name in called}
         self.num_calls = Counter(call.region for call in self.problem.calls)

@@ -109,7 +109,7 @@ class Binder:
         copies = [call.name for call in calls if call.copy is not None]
         self.numbers = {name: number for number, name in enumerate(copies)}
         self.offload_of = dict(_offloads_of(self.planned.problem))
-        self.places = dict(_places(self.planned))
+        self.places = _places(self.planned)
         self.leased = tuple(_leased(self.planned.problem, self.halves[Phase.BACKWARD]))
         self.views = dict(_views(self.planned.problem, self.offload_of))
         self.sources = _sources(self.planned.problem)
@@ -327,8 +327,8 @@ def _offloads_of(problem: Problem) -> Iterator[tuple[str, str]]:
             yield call.name, wrote[call.copy.host_offset]
 
 
-def _places(planned: PlannedStep) -> Iterator[tuple[str, tuple[int, ViewSpec]]]:
-    """(value, (offset, view)) of every value whose storage lies in the arena, aliases included.
+def _places(planned: PlannedStep) -> dict[str, tuple[int, ViewSpec]]:
+    """Value -> offset and view, of every value whose storage lies in the arena, aliases included.
 
     The view of a reloaded value is that of its buffer's bytes; how they are read the runtime takes
     from the value that was offloaded.
@@ -353,7 +353,7 @@ def _places(planned: PlannedStep) -> Iterator[tuple[str, tuple[int, ViewSpec]]]:
                 source_place = found.get(call.inputs[output.index])
                 if source_place is not None:
                     found[value] = source_place
-    yield from found.items()
+    return found
 
 
 def _views(

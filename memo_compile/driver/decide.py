@@ -18,13 +18,13 @@ from memo_compile.driver.probe import believed, probe_rows
 from memo_compile.errors import MemoError, UnsupportedGraph, described
 from memo_compile.lowering.aten import estimate
 from memo_compile.lowering.lower import lower_regions
-from memo_compile.passes.recompute import ClassGraph, recompute_graph
+from memo_compile.passes.recompute import recompute_graph
 from memo_compile.passes.runner import PassRunner
 from memo_compile.planners.move_rules import recompute_seconds
 from memo_compile.planners.policy import Choice, choose
 from memo_compile.planners.policy.candidates import SearchedMoves
 from memo_compile.planners.policy.frontier import NothingFits, confirmed
-from memo_compile.step.movable import MovableStep, RecomputeKey, RecomputeRegion, RegionInput
+from memo_compile.step.movable import RecomputeKey, RecomputeRegion, RegionInput
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, Problem
 
@@ -45,8 +45,7 @@ MeasureRegions = Callable[
 class RecomputeLibrary:
     """The recompute regions of a step: estimated when first asked for, known once lowered."""
 
-    step: MovableStep
-    graphs: Mapping[str, ClassGraph]
+    movable: Movable
     config: MemoConfig
     measure: MeasureRegions
     runner: PassRunner
@@ -93,7 +92,7 @@ class RecomputeLibrary:
         return self.regions[key]
 
     def _graph(self, key: RecomputeKey) -> tuple[RegionGraph, tuple[RegionInput, ...]]:
-        graph = self.graphs[key.class_key]
+        graph = self.movable.graphs[key.class_key]
         return self.runner.derive(
             "recompute",
             graph.region.gm,
@@ -114,7 +113,7 @@ class RecomputeLibrary:
                 output_layouts=region.output_layouts(),
             ),
             inputs=inputs,
-            seconds=recompute_seconds(self.step, key),
+            seconds=recompute_seconds(self.movable.step, key),
             is_lowered=False,
         )
 

@@ -78,10 +78,8 @@ class StepKnowledge:
     def library(self, host_store: str) -> RecomputeLibrary:
         """The step's recompute regions."""
         if self._library is None:
-            movable = self._layers_of_step(host_store)
             self._library = RecomputeLibrary(
-                step=movable.step,
-                graphs=movable.graphs,
+                movable=self._layers_of_step(host_store),
                 config=self.config,
                 measure=self._seconds,
                 runner=self.lowered.cut.runner,

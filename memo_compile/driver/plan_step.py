@@ -185,7 +185,6 @@ class _Planner:
             problem=problem,
             plan=plan,
             lowered=self.known.regions(),
-            graphs=self.known.graphs(),
         )
 
     def saved_by_dropping(self, planned: PlannedStep) -> int:

@@ -97,6 +97,5 @@ class PlannedStep:
     problem: Problem
     plan: Plan
     lowered: Mapping[str, LoweredRegion]
-    graphs: Mapping[str, RegionGraph]
     planning_s: float = 0.0
     """How long ``plan_step`` took."""
