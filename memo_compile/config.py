@@ -60,6 +60,8 @@ class MemoConfig:
     token_tiles: int | None = None
     """Run wide chains (loss head, MLP) in this many tiles of tokens; 1: never; by default only
     when the budget asks for it."""
+    tile_above_bytes: int = field(default=0, metadata={"internal": True})
+    """Regions whose transients are no larger run whole; no option, ``driver/tries.py`` sets it."""
     exact: bool = False
     """Forbid recomputation of a slice of tokens, and tiles of tokens: their results may differ in
     the last bits."""
@@ -163,6 +165,10 @@ class MemoConfig:
             )
         return speeds[0], speeds[1]
 
+    def tiles_above(self) -> int | None:
+        """Bytes above which wide chains run in tiles of tokens; None: none does."""
+        return self.tile_above_bytes if (self.token_tiles or 1) > 1 else None
+
     def host_kind(self, device_type: str) -> str:
         """Which memory activations are offloaded to: ``pinned``, ``shm`` or ``file:DIR``."""
         if self.host_store == "auto":
@@ -177,7 +183,11 @@ class MemoConfig:
         return "normal"
 
 
-_FIELDS = {option.name: option for option in dataclasses.fields(MemoConfig)}
+_FIELDS = {
+    option.name: option
+    for option in dataclasses.fields(MemoConfig)
+    if not option.metadata.get("internal")
+}
 _VARIABLES = ("MEMO_CONFIG", *(f"MEMO_{name.upper()}" for name in _FIELDS))
 _LISTS = ("debug", "passes")
 """Options that may be given as one text, with commas."""

@@ -72,7 +72,9 @@ def cut_step(
     tiles = config.token_tiles or 1
 
     def tiled(whole: Cut) -> Cut:
-        return tile_cut(whole, tiles, step.runner, accepts, say_dropped)
+        return tile_cut(
+            whole, tiles, step.runner, accepts, say_dropped, above_bytes=config.tile_above_bytes
+        )
 
     return CutStep(
         name=step.name,

@@ -8,7 +8,7 @@ import logging
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -18,6 +18,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import REFUSED, UNEXPECTED, is_bug, say_dropped
 from memo_compile.errors import ConfigError, Infeasible, MemoError, UnsupportedGraph
+from memo_compile.units import format_bytes
 
 log = logging.getLogger("memo")
 
@@ -39,6 +40,18 @@ _PRODUCTS = (
     "mm",
 )
 """What makes the widest activations, as it stands in a Dynamo graph."""
+
+
+class Tiles(NamedTuple):
+    """How a graph is tried: which regions run in how many tiles of tokens."""
+
+    number: int
+    above_bytes: int = 0
+    """Regions whose transients are no larger run whole."""
+
+    def __str__(self) -> str:
+        where = f", where more than {format_bytes(self.above_bytes)} are in use at once"
+        return f"{self.number} tiles of tokens{where if self.above_bytes else ''}"
 
 
 Attempt = Callable[[fx.GraphModule, MemoConfig], T]
@@ -67,15 +80,16 @@ def first_that_fits(
         for tiles in tile_order(gm, facts, config, device_bytes or facts.device_bytes()):
             graph = gm if failed is None else shim.copied(untouched)
             try:
-                return attempt(graph, replace(config, token_tiles=tiles))
+                tiled = replace(config, token_tiles=tiles.number)
+                return attempt(graph, replace(tiled, tile_above_bytes=tiles.above_bytes))
             except (MemoError, *REFUSED, *UNEXPECTED) as error:
                 if _ends_planning(error) or (
-                    failed is None and not _leads_on(error, tiles, config)
+                    failed is None and not _leads_on(error, tiles.number, config)
                 ):
                     raise
-                log.info("memo: in %d tiles of tokens: %s", tiles, error)
+                log.info("memo: in %s: %s", tiles, error)
                 if is_bug(error) and (failed is None or isinstance(failed, Infeasible)):
-                    say_dropped(f"the graph is not planned in {tiles} tiles of tokens", error)
+                    say_dropped(f"the graph is not planned in {tiles}", error)
                 failed = error if failed is None else _more_telling(failed, error)
         assert failed is not None, "there are tilings to try"
         raise failed
@@ -122,18 +136,23 @@ def _more_telling(before: Exception, error: Exception) -> Exception:
 
 def tile_order(
     gm: fx.GraphModule, facts: GraphFacts, config: MemoConfig, device_bytes: int | None
-) -> tuple[int, int]:
-    """Numbers of tiles (1: whole), the more promising first, for a Dynamo graph under a budget.
+) -> tuple[Tiles, ...]:
+    """The tiles to try, the more promising first, for a Dynamo graph under a budget.
 
     The loss head's logits and their gradient exist at one time when they are not in tiles. That
-    alone with parameters, gradients and optimizer state may be more than the budget. It is an
-    estimate: a step that would just have fitted whole may run in tiles, which is a little slower.
+    alone with parameters, gradients and optimizer state may be more than the budget. Then regions
+    that break the budget by themselves run in tiles, which cost time; where that does not do, all
+    regions do whose chains are wide. It is an estimate: a step that would just have fitted whole
+    may run in tiles.
     """
+    whole, everywhere = Tiles(1), Tiles(TOKEN_TILES)
     budget = config.budget_bytes(device_bytes)
     least = facts.constant_bytes(config.optimizer_state_bytes_per_parameter)
-    if budget is not None and least + 2 * _widest_bytes(gm) > budget * (1 - REST):
-        return TOKEN_TILES, 1
-    return 1, TOKEN_TILES
+    if budget is None or least + 2 * _widest_bytes(gm) <= budget * (1 - REST):
+        return whole, everywhere
+    room = int(budget * (1 - REST)) - least
+    needed = (Tiles(TOKEN_TILES, room),) if room > 0 else ()
+    return (*needed, everywhere, whole)
 
 
 def _widest_bytes(gm: fx.GraphModule) -> int:

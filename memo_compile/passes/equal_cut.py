@@ -89,17 +89,19 @@ class EqualCut:
     """
 
     units: JointUnits
-    for_tiles: bool
-    """Wide chains are to run in tiles: what is much wider than its unit's input is not saved, so
-    that the backward recomputes it next to its readers, where both can run tile by tile."""
+    tiles_above: int | None
+    """Where a value and its gradient take more bytes, wide chains are to run in tiles (None: never):
+    what is much wider than its unit's input is not saved then, so that the backward recomputes it
+    next to its readers, where both can run tile by tile."""
     name: ClassVar[str] = "equal-cut"
     is_required: ClassVar[bool] = False
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Tag in place."""
         units, saved = self.units, set(saved_nodes(gm))
-        if self.for_tiles:
-            saved -= _wide(units)
+        above = self.tiles_above
+        if above is not None:
+            saved -= {node for node in _wide(units) if 2 * _bytes(node) > above}
         chosen = {node for node in saved if node.op == "placeholder" or UNIT not in node.meta}
         spans, classes = units.structure.units, units.structure.classes
         middle_of = {cls.class_key: spans[cls.units[len(cls.units) // 2]] for cls in classes}

@@ -18,6 +18,7 @@ from memo_compile.analysis.regions import RegionGraph, ViewSpec
 from memo_compile.analysis.views import results_of
 from memo_compile.passes.cut import Cut, CutCall, CutInto
 from memo_compile.passes.runner import PassRunner
+from memo_compile.passes.tile_chains import transient_bytes
 from memo_compile.passes.tile_sums import Term, TileSum, take_sums_out
 from memo_compile.passes.tiles import TiledRegion, TileInput, tilings
 from memo_compile.step.problem import Layout
@@ -49,17 +50,22 @@ def tile_cut(
     runner: PassRunner,
     accepts: Accepts,
     dropped: Dropped,
+    *,
+    above_bytes: int = 0,
 ) -> Cut:
     """``cut`` with every region whose widest chain pays in ``tiles`` tiles, in parts.
 
-    A region that saves too little, writes into its inputs, or returns one value twice stays; so
-    does one none of whose tilings ``accepts`` lets through, and one for which an operator is not
-    what the analysis takes it for: ``dropped`` is told of the error.
+    A region whose transients are not above ``above_bytes``, that saves too little, writes into its
+    inputs, or returns one value twice stays; so does one none of whose tilings ``accepts`` lets
+    through, and one for which an operator is not what the analysis takes it for: ``dropped`` is
+    told of the error.
     """
     if tiles < 2:
         return cut
     split = {}
     for name, region in cut.regions.items():
+        if above_bytes and transient_bytes(region.gm) <= above_bytes:
+            continue
         try:
             found = _split(name, region, tiles, accepts, runner)
         except Exception as error:  # tiles are a possibility: without them the region runs whole

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import memo_compile
-from tests.models import ModelCase
+from memo_compile.driver import tries
+from tests.models import ModelCase, llama
 from tests.numerics.budget_cases import MODELS, model_case
 from tests.numerics.closeness import Reference
 from tests.numerics.small import leased_slabs
@@ -57,6 +58,28 @@ def test_op_by_op_without_a_tile_in_the_middle(name):
 @pytest.mark.parametrize("policy", ["full-recompute", "full-offload"])
 def test_tiles_of_a_step_that_moves(policy):
     assert_equals_eager("llama", 4, lowering="aten", debug="poison", policy=policy, token_granule=4)
+
+
+VOCABULARY, TOKENS = 512, 64
+"""Logits are 16 times as wide as the layers, and the MLP twice."""
+
+
+@pytest.mark.parametrize("policy", ["save", "full-recompute", "full-offload"])
+def test_only_the_loss_head_runs_in_tiles_where_it_alone_is_too_wide(policy, monkeypatch):
+    model, inputs, _ = llama(num_layers=3, seq=TOKENS)
+    model.set_output_embeddings(nn.Linear(model.config.hidden_size, VOCABULARY, bias=False))
+    model.config.vocab_size = VOCABULARY
+    logits = inputs["input_ids"].numel() * VOCABULARY * 4
+    monkeypatch.setattr(tries, "tile_order", lambda *_: (tries.Tiles(4, logits),))
+    case = LossOnly(model), inputs, lambda model, **inputs: model(**inputs)
+    options = {"lowering": "aten", "debug": "poison", "costs": "roofline", "strict": True}
+    options |= {"policy": policy, "token_granule": 4, "memory_budget": 2**30}
+    reference = Reference(case, [sgd])
+    ours = reference.train(functools.partial(torch.compile, backend="memo", options=options))
+    assert_planned()
+    calls = {key.split("/")[0] for key in memo_compile.report().plans[-1].offsets}
+    assert {call.split("_")[0] for call in calls if ".tile" in call} == {"epilogue"}
+    reference.assert_close(ours)
 
 
 INDUCTOR = tuple(name for name in MODELS if name != "mixtral")

@@ -1,4 +1,4 @@
-"""The numbers of tiles in which a graph is tried: order, what leads on, which error counts."""
+"""The tilings in which a graph is tried: their order, what leads on, which error counts."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ import memo_compile
 from memo_compile.config import MemoConfig
 from memo_compile.driver import tries
 from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.tries import TOKEN_TILES, first_that_fits
+from memo_compile.driver.tries import TOKEN_TILES, Tiles, first_that_fits
 from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, UnsupportedGraph
 
 pytestmark = pytest.mark.usefixtures("fresh_report")
@@ -25,7 +25,7 @@ def graph() -> fx.GraphModule:
 def tried(*failures, order=(1, TOKEN_TILES), monkeypatch=None, **options):
     """(what comes out, the numbers of tiles tried) when the first attempts raise ``failures``."""
     if monkeypatch is not None:
-        monkeypatch.setattr(tries, "tile_order", lambda *_: order)
+        monkeypatch.setattr(tries, "tile_order", lambda *_: tuple(map(Tiles, order)))
     seen = []
 
     def attempt(gm, config):
@@ -71,7 +71,7 @@ def test_a_try_that_failed_keeps_nothing_of_its_callers_alive(monkeypatch):
         first_that_fits(graph(), GraphFacts([torch.ones(4)]), config, attempt)
         return weakref.ref(output)
 
-    monkeypatch.setattr(tries, "tile_order", lambda *_: (1, TOKEN_TILES))
+    monkeypatch.setattr(tries, "tile_order", lambda *_: (Tiles(1), Tiles(TOKEN_TILES)))
     gc.disable()
     try:
         assert first_step()() is None
@@ -147,3 +147,31 @@ def test_of_two_failures_the_one_that_tells_most_is_raised(first, second, raised
     assert found is raised
     assert seen == [1, TOKEN_TILES]
     assert bool(memo_compile.report().notes) == (second is BUG)
+
+
+def with_logits(tokens: int, hidden: int, vocabulary: int) -> tuple[fx.GraphModule, GraphFacts]:
+    """A loss head that keeps nothing small, and what it is given."""
+    gm = fx.symbolic_trace(lambda x, weight: torch.mm(x, weight))
+    product = next(iter(gm.graph.find_nodes(op="call_function", target=torch.mm)))
+    product.meta["example_value"] = torch.empty(tokens, vocabulary, device="meta")
+    weight = torch.nn.Parameter(torch.empty(hidden, vocabulary))
+    return gm, GraphFacts([torch.empty(tokens, hidden), weight])
+
+
+def test_where_logits_alone_break_the_budget_only_what_does_so_runs_in_tiles():
+    gm, facts = with_logits(tokens=4096, hidden=16, vocabulary=1024)
+    logits, least = 4096 * 1024 * 4, facts.constant_bytes(0)
+    room = int(1.5 * logits)
+    budget = int((least + room) / (1 - tries.REST)) + 1
+    config = MemoConfig(memory_budget=budget, optimizer_state_bytes_per_parameter=0)
+    first, *others = tries.tile_order(gm, facts, config, None)
+    assert first.number == TOKEN_TILES
+    assert 0 <= first.above_bytes - room <= 2
+    assert others == [Tiles(TOKEN_TILES), Tiles(1)]
+    assert str(first).startswith("8 tiles of tokens, where more than 24.00 MiB")
+
+
+def test_where_logits_fit_the_whole_comes_first():
+    gm, facts = with_logits(tokens=64, hidden=16, vocabulary=64)
+    config = MemoConfig(memory_budget=2**30)
+    assert tries.tile_order(gm, facts, config, None) == (Tiles(1), Tiles(TOKEN_TILES))
