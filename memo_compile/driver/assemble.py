@@ -1,12 +1,13 @@
 """A planned step that runs: the plan bound to the runtime, replaced by another when it must be."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memo_runtime.arena import ArenaError, arena_of
 from memo_runtime.host_store import HostStoreError
-from memo_runtime.leases import StepCounters
+from memo_runtime.leases import StepCounters, leases
 from memo_runtime.run_step import StepPlan, ran_before, run_backward, run_forward
 
 from memo_compile import shim
@@ -23,7 +24,11 @@ from memo_compile.reporting import state
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Observed, Plan, ReportedPlan
 from memo_compile.step.problem import Problem
-from memo_compile.step.residency import retained_peak_bytes, step_constant_bytes
+from memo_compile.step.residency import (
+    retained_peak_bytes,
+    step_constant_bytes,
+    waiting_step_bytes,
+)
 from memo_compile.units import format_bytes
 
 MAX_REFUSALS = 6
@@ -110,7 +115,14 @@ class Assembly:
         return self.lowered.cut.facts.existing_gradient_bytes()
 
     def forward(self, args: list[Any]) -> list[Any]:
-        """The forward's results; empties ``args``."""
+        """The forward's results; empties ``args``.
+
+        Raises:
+            Infeasible: it would break the budget; nothing has run.
+        """
+        if not leases.any_live():
+            state.step_begins()
+        self._require_room_beside_others()
         self._count_what_exists(args)
         self._count_kept_outputs()
         with self._memory.explained(self.problem, self.reported):
@@ -132,6 +144,26 @@ class Assembly:
         if not self.problem.keeps_outputs:
             self._kept_bytes = kept
         return results
+
+    def _require_room_beside_others(self) -> None:
+        """Where a forward is one too many for the planned frames, its ordinary memory fits too."""
+        step, budget = self.step, self.plan.budget_bytes
+        if budget is None or step.live < step.max_inflight:
+            return
+        gc.collect()  # which ends the steps that nobody holds any more
+        if step.live < step.max_inflight:
+            return
+        more = (step.beyond + 1) * waiting_step_bytes(self.problem, self.plan.arena_bytes)
+        peak = self.plan.peak_bytes + more
+        if peak > budget:
+            count = step.live + step.beyond + 1
+            raise Infeasible(
+                f"{count} forwards of one graph wait for their backward, which needs "
+                f"{format_bytes(peak)} > memory_budget {format_bytes(budget)}; this one has not "
+                f"begun. Call backward after each forward, or set max_inflight={count}, so that "
+                "all are planned together, or raise memory_budget",
+                floor_bytes=peak,
+            )
 
     def _require_room(self, args: list[Any], *, keep_graph: bool) -> None:
         """What only the backward shows fits too: results that are held, and retain_graph's copy."""

@@ -16,7 +16,8 @@ class Report:
     """A picture of one moment; ``print`` it for a table."""
 
     active: bool
-    """True when a plan stands and no training graph runs without one."""
+    """True when a plan stands, no training graph runs without one, and every forward of the last
+    step ran by its plan."""
     plans: tuple[ReportedPlan, ...]
     """Newest last. A plan whose model is gone stays until the next one stands."""
     unplanned_steps: int
@@ -66,6 +67,8 @@ class _State:
     """Of ``plans``, those whose models are gone."""
     notes: list[str] = field(default_factory=list)
     unplanned_steps: int = 0
+    unplanned_now: bool = False
+    """A forward of the last step ran without its plan."""
     failed: bool = False
     refused: bool = False
     left_out: Callable[[], LeftOut] = lambda: ((), False)
@@ -81,8 +84,9 @@ def report() -> Report:
     """What memo planned in this process so far."""
     notes, gave_up = _state.left_out()
     with _state.lock:
+        without = _state.failed or _state.refused or gave_up or _state.unplanned_now
         return Report(
-            active=bool(_state.plans) and not (_state.failed or _state.refused or gave_up),
+            active=bool(_state.plans) and not without,
             plans=tuple(_state.plans),
             unplanned_steps=_state.unplanned_steps,
             notes=(*_state.notes, *notes),
@@ -101,7 +105,7 @@ def reset() -> None:
         _state.gone.clear()
         _state.notes.clear()
         _state.unplanned_steps = 0
-        _state.failed = _state.refused = False
+        _state.failed = _state.refused = _state.unplanned_now = False
     _state.begin()
 
 
@@ -155,5 +159,12 @@ def mark_failed(note: str, *, runs: bool = True) -> None:
 def count_unplanned() -> int:
     """One more step ran without its plan; returns how many so far."""
     with _state.lock:
+        _state.unplanned_now = True
         _state.unplanned_steps += 1
         return _state.unplanned_steps
+
+
+def step_begins() -> None:
+    """A forward begins while no other step has its backward to come."""
+    with _state.lock:
+        _state.unplanned_now = False

@@ -58,10 +58,13 @@ def residency(
         current = max(tail, min(current, most - more))
         resident.append(current)
     slack = heap_slack(most) if releases_pages else 0
-    # A step that waits for its backward holds its frame, and results that are kept.
-    held = arena_bytes + (problem.fixed.outputs if problem.keeps_outputs else 0)
-    waiting = (problem.live_steps - 1) * held
+    waiting = (problem.live_steps - 1) * waiting_step_bytes(problem, arena_bytes)
     return Residency(resident_bytes=tuple(resident), peak_bytes=fixed + most + slack + waiting)
+
+
+def waiting_step_bytes(problem: Problem, arena_bytes: int) -> int:
+    """What a step holds until its backward begins: its frame, and results that are kept."""
+    return arena_bytes + (problem.fixed.outputs if problem.keeps_outputs else 0)
 
 
 def heap_slack(step_bytes: int) -> int:

@@ -159,6 +159,11 @@ class LeaseTable:
             self._live[lease.number] = lease
         return lease
 
+    def any_live(self) -> bool:
+        """True while a step of this process has its backward to come."""
+        with self._lock:
+            return any(lease.active for lease in list(self._live.values()))
+
     def find(self, handle: torch.Tensor) -> Lease | None:
         """The live lease behind ``handle``; None when its step has ended."""
         number = int.from_bytes(bytes(handle.cpu().tolist()), "little")

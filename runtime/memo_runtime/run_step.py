@@ -78,6 +78,9 @@ class StepPlan:
     heap: HeapWatch | None = None
     """CPU: gives free heap back where memory is above the plan."""
     live: int = 0
+    """Steps in planned frames whose backward is to come."""
+    beyond: int = 0
+    """Further ones, in ordinary memory."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Re-entrant: the collector may end a lease while this thread holds it."""
 
@@ -110,9 +113,7 @@ class StepPlan:
             self.live += planned
         if not planned:
             self.on_unplanned()
-            lease = lease_ordinary(
-                self.device, self.arena_bytes, host_bytes=self.host_bytes, host_kind=self.host_store
-            )
+            lease = self._ordinary_lease()
         else:
             lease = self._planned_lease(count=1)
         lease.engine = engine
@@ -120,6 +121,22 @@ class StepPlan:
             lease.slab.bytes(self.arena_bytes).fill_(255)
             if lease.host is not None:
                 lease.host.bytes(self.host_bytes).fill_(255)
+        return lease
+
+    def _ordinary_lease(self) -> Lease:
+        lease = lease_ordinary(
+            self.device, self.arena_bytes, host_bytes=self.host_bytes, host_kind=self.host_store
+        )
+        give_back = lease._give_back
+
+        def end() -> None:
+            with self.lock:
+                self.beyond -= 1
+            give_back()
+
+        lease._give_back = end
+        with self.lock:
+            self.beyond += 1
         return lease
 
     def _planned_lease(self, *, count: int) -> Lease:

@@ -1,5 +1,6 @@
 """What a step meets only later: kept gradients, live forwards, regions larger than estimated."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -41,18 +42,39 @@ def refusal(model: nn.Module, **options: object) -> Infeasible:
     return error
 
 
+class WithWideWeight(nn.Module):
+    """Four layers, and a weight whose gradient is larger than the arena."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Stack(num_layers=4)
+        self.wide = nn.Linear(512, 600, bias=False)
+        self.register_buffer("row", torch.ones(1, 512))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + 0.01 * self.wide(self.row).sum()
+
+
+def saved_plan(model: nn.Module) -> Plan:
+    """Of a step that keeps everything."""
+    torch._dynamo.reset()
+    memo_compiled(model, **MOVING, policy="save")(rows(1, 256)).backward()
+    plan = memo_compile.report().plans[-1]
+    torch._dynamo.reset()
+    state.reset()
+    return plan
+
+
 def test_a_step_that_is_planned_again_while_another_waits():
     """Row 2: the waiting step ends by the plan that it began with.
 
-    Gradients that are kept do not fit the budget, so the third forward is planned again; the second
-    ran in ordinary memory, and does not keep the plan from being changed.
+    The budget has room for a second forward in ordinary memory. Gradients that are kept do not fit,
+    so the third forward is planned again; the second does not keep the plan from being changed.
     """
-    torch._dynamo.reset()
-    memo_compiled(Stack(num_layers=4), **MOVING, policy="save")(rows(1, 256)).backward()
-    peak = memo_compile.report().plans[-1].peak_bytes
-    torch._dynamo.reset()
-    state.reset()
-    pair = moved_pair(**MOVING, memory_budget=peak)
+    saved = saved_plan(WithWideWeight())
+    room = saved.arena_bytes + saved.fixed.outputs
+    assert saved.fixed.new_gradients > room
+    pair = Pair(WithWideWeight(), **MOVING, memory_budget=saved.peak_bytes + room)
 
     def overlapping(model):
         first, second = model(rows(1, 256)), model(rows(2, 256))
@@ -65,8 +87,41 @@ def test_a_step_that_is_planned_again_while_another_waits():
     pair.assert_equal()
     plan = memo_compile.report().plans[-1]
     assert plan.offloaded_bytes + plan.recomputed_bytes > 0  # it was planned again
-    assert plan.peak_bytes <= peak
+    assert plan.peak_bytes <= saved.peak_bytes + room
+    assert memo_compile.report().unplanned_steps == 1
     assert leased_slabs() == 0
+
+
+def test_a_forward_too_many_is_refused_where_it_would_break_the_budget():
+    """Row 2: nothing has run; what waits ends as planned, and the next step is planned."""
+    saved = saved_plan(Stack(num_layers=4))
+    budget = saved.peak_bytes + saved.arena_bytes - 1
+    pair = moved_pair(**MOVING, memory_budget=budget)
+    loss = pair.compiled(rows(1, 256))
+    with pytest.raises(Infeasible, match="max_inflight=2") as raised:
+        pair.compiled(rows(2, 256))
+    assert raised.value.floor_bytes > budget
+    loss.backward()
+    pair.eager(rows(1, 256)).backward()
+    pair.each(lambda model: model(rows(3, 256)).backward())
+    pair.assert_equal()
+    assert_planned()
+    assert leased_slabs() == 0
+
+
+def test_a_forward_that_only_the_collector_has_yet_to_end_does_not_count():
+    saved = saved_plan(Stack(num_layers=4))
+    pair = moved_pair(**MOVING, memory_budget=saved.peak_bytes)
+    gc.disable()
+    try:
+        cycle = [pair.compiled(rows(1, 256))]
+        cycle.append(cycle)
+        del cycle
+        pair.each(lambda model: model(rows(2, 256)).backward())
+    finally:
+        gc.enable()
+    pair.assert_equal()
+    assert_planned()
 
 
 def test_a_request_leaves_nothing_behind():
