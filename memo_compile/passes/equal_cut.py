@@ -90,7 +90,7 @@ class EqualCut:
 
     units: JointUnits
     tiles_above: int | None
-    """Where a value and its gradient take more bytes, wide chains are to run in tiles (None: never):
+    """Where a value and its gradient take more bytes, wide chains run in tiles (None: never):
     what is much wider than its unit's input is not saved then, so that the backward recomputes it
     next to its readers, where both can run tile by tile."""
     name: ClassVar[str] = "equal-cut"
