@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from memo_runtime.current import current
-from memo_runtime.pages import own_mapping
+from memo_runtime.pages import MIN_OWN_MAPPING_BYTES, own_mapping, trim_heap
 from torch import fx
 
 from memo_compile import shim
@@ -241,6 +241,8 @@ class _AtenRegion:
             self._write(node, args, kwargs, view)
         else:
             view.copy_(runnable(node.target)(*args, **kwargs))
+            if view.device.type == "cpu" and view.nbytes >= MIN_OWN_MAPPING_BYTES:
+                trim_heap()  # or the next such result may lie beside the hole of this one
         return view
 
     def _write(self, node: fx.Node, args: Any, kwargs: Any, target: torch.Tensor) -> None:

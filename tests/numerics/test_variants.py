@@ -9,6 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 import memo_compile
+from memo_compile.lowering import aten
 from tests import models
 from tests.numerics.closeness import Reference
 from tests.numerics.small import Pair, Stack, rows
@@ -331,3 +332,14 @@ def test_a_number_in_a_tensor_beside_batches_of_any_size():
         pair.each(lambda model, x=x, scale=scale: model(x, scale).backward())
         pair.assert_equal()
     assert memo_compile.report().active
+
+
+@pytest.mark.parametrize(("width", "gives_back"), [(512, True), (8, False)])
+def test_large_results_of_operators_without_out_leave_no_hole(width, gives_back, monkeypatch):
+    """Op by op: the heap keeps what is freed, and puts the next result beside it."""
+    trims = []
+    monkeypatch.setattr(aten, "trim_heap", lambda: trims.append(1))
+    rounded = nn.Linear(width, width).bfloat16()
+    compiled = memo_compiled(lambda x: rounded(x).float().softmax(-1).sum())
+    compiled(torch.ones(1024, width, dtype=torch.bfloat16)).backward()
+    assert bool(trims) == gives_back
