@@ -9,6 +9,7 @@ import difflib
 import functools
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -62,6 +63,9 @@ class MemoConfig:
     when the budget asks for it."""
     tile_above_bytes: int = field(default=0, metadata={"internal": True})
     """Regions whose transients are no larger run whole; no option, ``driver/tries.py`` sets it."""
+    max_over_bound: float = field(default=math.inf, metadata={"internal": True})
+    """A first plan that takes so many times its lower bound is not taken, since other tiles are yet
+    to be tried; no option either."""
     exact: bool = False
     """Forbid recomputation of a slice of tokens, and tiles of tokens: their results may differ in
     the last bits."""

@@ -56,6 +56,10 @@ class Infeasible(MemoError):
         self.floor_bytes = floor_bytes
 
 
+class TooSlow(MemoError):
+    """A plan fits and is far above its lower bound: other tiles may be faster."""
+
+
 class InvalidPlan(MemoError):
     """The independent checker found a plan that would compute a wrong result or break its bound."""
 

@@ -25,7 +25,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.left_whole import say_dropped
-from memo_compile.driver.plan_step import plan_step
+from memo_compile.driver.plan_step import plan_step, require_fast
 from memo_compile.driver.stages import CapturedStep, CutStep, LoweredStep, PlanRequest
 from memo_compile.driver.step_problem import step_problem, whole_step
 from memo_compile.lowering.lower import lower_regions
@@ -43,6 +43,7 @@ def assemble(step: CutStep, config: MemoConfig) -> Assembly:
 
     Raises:
         Infeasible: no plan fits the budget; nothing has run.
+        TooSlow: other tiles are to be tried.
         ArenaError, HostStoreError: as ``Assembly.reserve``.
     """
     return assemble_lowered(
@@ -54,12 +55,10 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig) -> Assembly:
     """The last two stages of ``assemble``, which raises the same."""
     known = StepKnowledge(lowered=lowered, config=config)
     request = PlanRequest()
+    planned = plan_step(lowered, config, request, known)
+    require_fast(planned.plan, config)
     assembly = Assembly(
-        lowered=lowered,
-        config=config,
-        known=known,
-        request=request,
-        planned=plan_step(lowered, config, request, known),
+        lowered=lowered, config=config, known=known, request=request, planned=planned
     )
     assembly.reserve()
     return assembly

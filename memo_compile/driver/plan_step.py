@@ -22,7 +22,7 @@ from memo_compile.driver.movable_step import Movable
 from memo_compile.driver.report_rows import moved_rows, saved_rows, step_notes
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
 from memo_compile.driver.user_outputs import held_bytes
-from memo_compile.errors import ConfigError, Infeasible, MemoError
+from memo_compile.errors import ConfigError, Infeasible, MemoError, TooSlow
 from memo_compile.planners.place_step import place_step, require_budget
 from memo_compile.planners.policy import Choice
 from memo_compile.planners.step_bound import step_lower_bound_s
@@ -58,6 +58,17 @@ def plan_step(
         raise with_both_floors(error, planner.problem.fixed) from None
     plan = replace(planned.plan, dropping_saves_bytes=planner.saved_by_dropping(planned))
     return replace(planned, plan=plan, planning_s=time.perf_counter() - start)
+
+
+def require_fast(plan: Plan, config: MemoConfig) -> None:
+    """Nothing, where the first plan of a step is near its lower bound, or no other is to be tried.
+
+    Raises:
+        TooSlow: it is not.
+    """
+    step_s, bound_s = plan.step_s, plan.step_lower_bound_s
+    if step_s is not None and bound_s and step_s > config.max_over_bound * bound_s:
+        raise TooSlow(f"the fastest plan takes {step_s / bound_s:.2f} x its lower bound")
 
 
 def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:

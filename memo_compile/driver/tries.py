@@ -5,6 +5,7 @@ does not fit: where it can be told before, the try that will fit comes first.
 """
 
 import logging
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +31,9 @@ TOKEN_TILES = 8
 REST = 0.1
 """Of the budget: the layers need that much beside parameters and logits."""
 
+FAST = 1.06
+"""Times its lower bound that a plan may take where more tiles may do: they cost about so much."""
+
 _PRODUCTS = (
     torch.nn.functional.linear,
     torch.matmul,
@@ -48,10 +52,21 @@ class Tiles(NamedTuple):
     number: int
     above_bytes: int = 0
     """Regions whose transients are no larger run whole."""
+    max_over_bound: float = math.inf
+    """A plan that takes more times its lower bound leads to the next tiles."""
 
     def __str__(self) -> str:
         where = f", where more than {format_bytes(self.above_bytes)} are in use at once"
         return f"{self.number} tiles of tokens{where if self.above_bytes else ''}"
+
+    def options(self, config: MemoConfig) -> MemoConfig:
+        """``config`` for this try."""
+        return replace(
+            config,
+            token_tiles=self.number,
+            tile_above_bytes=self.above_bytes,
+            max_over_bound=self.max_over_bound,
+        )
 
 
 Attempt = Callable[[fx.GraphModule, MemoConfig], T]
@@ -80,8 +95,7 @@ def first_that_fits(
         for tiles in tile_order(gm, facts, config, device_bytes or facts.device_bytes()):
             graph = gm if failed is None else shim.copied(untouched)
             try:
-                tiled = replace(config, token_tiles=tiles.number)
-                return attempt(graph, replace(tiled, tile_above_bytes=tiles.above_bytes))
+                return attempt(graph, tiles.options(config))
             except (MemoError, *REFUSED, *UNEXPECTED) as error:
                 if _ends_planning(error) or (
                     failed is None and not _leads_on(error, tiles.number, config)
@@ -151,8 +165,10 @@ def tile_order(
     if budget is None or least + 2 * _widest_bytes(gm) <= budget * (1 - REST):
         return whole, everywhere
     room = int(budget * (1 - REST)) - least
-    needed = (Tiles(TOKEN_TILES, room),) if room > 0 else ()
-    return (*needed, everywhere, whole)
+    if room <= 0:
+        return everywhere, whole
+    needed = Tiles(TOKEN_TILES, room)
+    return needed._replace(max_over_bound=FAST), everywhere, needed, whole
 
 
 def _widest_bytes(gm: fx.GraphModule) -> int:

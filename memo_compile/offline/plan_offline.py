@@ -20,7 +20,7 @@ from memo_compile.costs.roofline import graph_cost
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.pipeline import cut_step, lower_step
-from memo_compile.driver.plan_step import plan_step
+from memo_compile.driver.plan_step import plan_step, require_fast
 from memo_compile.driver.report_rows import recomputes_slices
 from memo_compile.driver.stages import CapturedStep, CutStep, PlanRequest
 from memo_compile.driver.tries import first_that_fits
@@ -157,6 +157,7 @@ def _planned_step(
     lowered = lower_step(step, config, for_cuda=for_cuda)
     known = StepKnowledge(lowered=lowered, config=config, hardware=hardware, may_run=False)
     planned = plan_step(lowered, config, PlanRequest(), known)
+    require_fast(planned.plan, config)
     costs = known.costs(config.host_store)
     made = planned.plan
     timeline = made.timeline

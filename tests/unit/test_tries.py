@@ -1,7 +1,9 @@
 """The tilings in which a graph is tried: their order, what leads on, which error counts."""
 
 import gc
+import math
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +14,11 @@ import memo_compile
 from memo_compile.config import MemoConfig
 from memo_compile.driver import tries
 from memo_compile.driver.facts import GraphFacts
+from memo_compile.driver.plan_step import require_fast
 from memo_compile.driver.tries import TOKEN_TILES, Tiles, first_that_fits
-from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, UnsupportedGraph
+from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, TooSlow, UnsupportedGraph
+from memo_compile.step.plans import Timeline
+from tests.steps.running import SETUPS
 
 pytestmark = pytest.mark.usefixtures("fresh_report")
 
@@ -167,8 +172,39 @@ def test_where_logits_alone_break_the_budget_only_what_does_so_runs_in_tiles():
     first, *others = tries.tile_order(gm, facts, config, None)
     assert first.number == TOKEN_TILES
     assert 0 <= first.above_bytes - room <= 2
-    assert others == [Tiles(TOKEN_TILES), Tiles(1)]
+    assert first.max_over_bound == tries.FAST
+    last_resort = first._replace(max_over_bound=math.inf)
+    assert others == [Tiles(TOKEN_TILES), last_resort, Tiles(1)]
     assert str(first).startswith("8 tiles of tokens, where more than 24.00 MiB")
+
+
+def test_a_slow_plan_leads_to_more_tiles_and_is_taken_where_those_fail(monkeypatch):
+    seen = []
+
+    def attempt(gm, config):
+        seen.append((config.tile_above_bytes, config.max_over_bound))
+        if config.max_over_bound == 1.5:
+            raise TooSlow("a plan that fits")
+        if not config.tile_above_bytes:
+            raise floor(9)
+        return "planned"
+
+    order = (Tiles(8, 5, 1.5), Tiles(8), Tiles(8, 5), Tiles(1))
+    monkeypatch.setattr(tries, "tile_order", lambda *_: order)
+    config = MemoConfig(memory_budget=2**30)
+    assert first_that_fits(graph(), GraphFacts([torch.ones(4)]), config, attempt) == "planned"
+    assert seen == [(5, 1.5), (0, math.inf), (5, math.inf)]
+    assert memo_compile.report().notes == ()
+
+
+def test_only_a_plan_near_its_bound_is_fast():
+    step = SETUPS["slices"].ready()
+    timeline = Timeline(step_s=3.0, stall_s=0.0)
+    plan = replace(step.planned.plan, timeline=timeline, step_lower_bound_s=2.0)
+    require_fast(plan, MemoConfig())
+    require_fast(replace(plan, timeline=None), MemoConfig(max_over_bound=1.06))
+    with pytest.raises(TooSlow, match=r"1\.50 x its lower bound"):
+        require_fast(plan, MemoConfig(max_over_bound=1.06))
 
 
 def test_where_logits_fit_the_whole_comes_first():
