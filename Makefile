@@ -3,7 +3,7 @@
 # SECONDS, LOWERING (aten, inductor, both), SEED: for `make fuzz`.  MUTATIONS: for `make mutate`.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); [ $$n -gt 8 ] && echo 8 || echo $$n)
+WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1); [ $$n -gt 8 ] && echo 8 || echo $$n)
 SECONDS ?= 600
 LOWERING ?= both
 SEED ?= 0
