@@ -20,7 +20,7 @@ import numpy as np
 
 from memo_compile.step.copy_times import CopyBack, CopyLane, issues_of
 from memo_compile.step.movable import StepCosts
-from memo_compile.step.problem import CallKind, Problem, StepCall
+from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import most_per_call
 
@@ -74,7 +74,7 @@ def _buffer_bytes(problem: Problem) -> dict[str, int]:
     for call in problem.calls[: problem.first_backward]:
         region = problem.regions[call.region]
         for output, value in zip(region.outputs, call.outputs, strict=True):
-            if output.index is not None and output.index < len(region.buffers):
+            if output.storage is Storage.ARENA and output.index is not None:
                 found[value] = region.buffers[output.index].size_bytes
     return found
 
