@@ -103,6 +103,18 @@ def test_a_sum_that_cancels_may_be_as_wrong_as_eager():
     assert judge.faults(ours, exact, own, allowed) == []
 
 
+@pytest.mark.parametrize(("second", "is_right"), [(0.999, True), (0.9, False)])
+def test_the_place_of_the_largest_logit_may_be_another_where_rounding_decides(second, is_right):
+    logits = torch.tensor([[1.0, second, 0.0]])
+    exact = [{"output 0.0": logits, "output 0.3": logits.argmax(-1)}]
+    allowed = judge.tolerances(exact, exact, "bfloat16")
+    allowed[0]["output 0.0"] = 0.01
+    ours = [{**exact[0], "output 0.3": torch.tensor([1])}]
+    assert (judge.faults(ours, exact, exact, allowed) == []) == is_right
+    ours = [{**exact[0], "output 0.3": torch.tensor([3])}]
+    assert judge.faults(ours, exact, exact, allowed) != []
+
+
 def _changed(record: Record) -> Record:
     name = next(name for name in record.steps[0] if name.startswith("gradient layers0"))
     record.steps[0][name] = record.steps[0][name] * 1.01
