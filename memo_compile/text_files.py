@@ -1,8 +1,21 @@
-"""Writing a text file that a command was asked for."""
+"""Files that a command was given, or was asked for; one line for what is wrong with them."""
 
+import contextlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from memo_compile.errors import InputError
+
+
+@contextlib.contextmanager
+def named(path: Path, done: str) -> Iterator[None]:
+    """An OSError of the block is an InputError: ``path`` cannot be ``done`` (read, written)."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: cannot be {done}: {error.strerror or error}") from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -11,7 +24,43 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         InputError: it cannot be written.
     """
-    try:
+    with named(path, "written"):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def read_text(path: Path) -> str:
+    """What ``path`` holds, without the mark that some editors begin a text with.
+
+    Raises:
+        InputError: it cannot be read, or is no text.
+    """
+    try:
+        with named(path, "read"):
+            return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
+
+
+def read_json(path: Path) -> Any:
+    """The data in ``path``.
+
+    Raises:
+        InputError: it cannot be read, or is not JSON.
+    """
+    return parse_json(read_text(path), str(path))
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The data that ``text`` holds; ``where`` is how errors call its file.
+
+    Raises:
+        InputError: it is not JSON; the message starts with file:line.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}:{error.lineno}: not JSON: {error.msg}") from error
+    except ValueError as error:  # a number of more digits than Python reads
+        raise InputError(f"{where}: not JSON: {error}") from error
+    except RecursionError:
+        raise InputError(f"{where}: lists are nested too deeply") from None

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from memo_compile.cli.dumps import read_text
+from memo_compile.cli.dumps import read_data
 from memo_compile.cli.options import AsJson
 from memo_compile.cli.tables import format_table
 from memo_compile.errors import InputError
 from memo_compile.reporting.differences import Difference, Differences, differences
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
-from memo_compile.step.serialise import from_json
+from memo_compile.text_files import read_json
 
 MAX_ROWS = 40
 """Of each kind in the table; ``--json`` has all."""
@@ -48,16 +48,12 @@ def diff_files(
 
 def _read(path: Path) -> Plan | Problem:
     """The plan or the problem in ``path``, whichever the file says it is."""
-    text = read_text(path)
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON: {error}") from error
+    content = read_json(path)
     kind = content.get("kind") if isinstance(content, dict) else None
     if kind == Plan.__name__:
-        return from_json(text, Plan, where=str(path))
+        return read_data(path, Plan)
     if kind == Problem.__name__:
-        return from_json(text, Problem, where=str(path))
+        return read_data(path, Problem)
     raise InputError(f"{path}: expected a plan.json or a problem.json of memo")
 
 

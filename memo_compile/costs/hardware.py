@@ -10,7 +10,6 @@ half of what is printed.
 
 import dataclasses
 import difflib
-import json
 import math
 import os
 import re
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memo_compile.errors import InputError
+from memo_compile.text_files import read_json
 
 GIB = 2**30
 
@@ -260,12 +260,7 @@ def read_profile(path: Path) -> HardwareProfile:
     Raises:
         InputError: no such file, not JSON, or a figure is missing or no number; it is named.
     """
-    try:
-        body = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"hardware: cannot read the profile {path}: {error}") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{error.lineno}: not a JSON profile: {error.msg}") from error
+    body = read_json(path)
     if not isinstance(body, dict) or body.get("schema_version") != PROFILE_SCHEMA_VERSION:
         raise InputError(
             f"{path}:1: expected a profile with schema_version {PROFILE_SCHEMA_VERSION}; "

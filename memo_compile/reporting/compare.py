@@ -16,6 +16,7 @@ from memo_compile.errors import InputError
 from memo_compile.reporting.view import view_step
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
+from memo_compile.text_files import named
 
 TOLERANCE = 0.02
 """A measured peak may be this much above the planned one: allocators round and kernels differ."""
@@ -87,10 +88,8 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     Raises:
         InputError: the file cannot be read, or is not a snapshot of torch's.
     """
-    try:
+    with named(path, "read"):
         content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot read: {error.strerror or error}") from error
     try:
         data = _PlainUnpickler(io.BytesIO(content)).load()
     except Exception as error:  # a broken pickle raises nearly anything

@@ -5,7 +5,6 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 
-from memo_compile.errors import InputError
 from memo_compile.reporting.html import render_html
 from memo_compile.reporting.plots import can_plot, write_plots
 from memo_compile.reporting.snapshot import memory_snapshot
@@ -14,6 +13,7 @@ from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.step.serialise import to_json
+from memo_compile.text_files import named
 
 PICTURES: tuple[tuple[str, Callable[[Problem, Plan], bytes]], ...] = (
     ("problem.json", lambda problem, plan: to_json(problem).encode()),
@@ -40,9 +40,9 @@ def write_pictures(
     Raises:
         InputError: the folder cannot be written, or the plan is not one of this problem.
     """
-    try:
+    written = []
+    with named(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
-        written = []
         for name, content in PICTURES:
             (folder / name).write_bytes(content(problem, plan))
             written.append(folder / name)
@@ -51,6 +51,4 @@ def write_pictures(
             written.append(folder / COSTS)
         if can_plot():
             written.extend(write_plots(folder, problem, plan))
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return tuple(written)

@@ -13,6 +13,7 @@ from memo_compile.errors import InputError
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import SCHEMA_VERSION, Observed, Plan, ReportedPlan
 from memo_compile.step.problem import Problem
+from memo_compile.text_files import parse_json
 
 Data = TypeVar("Data", Problem, Plan, ReportedPlan, StepCosts)
 
@@ -36,10 +37,7 @@ def from_json(text: str, kind: type[Data], *, where: str = "input") -> Data:
     Raises:
         InputError: not JSON, another kind or version, or a field that is missing or wrong.
     """
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{where}: not JSON: {error}") from error
+    content = parse_json(text, where)
     if not isinstance(content, dict) or content.get("kind") != _kind_name(kind):
         raise InputError(f"{where}: expected a {_kind_name(kind)}")
     if content.get("schema") != SCHEMA_VERSION:

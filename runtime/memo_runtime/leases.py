@@ -6,10 +6,10 @@ object with a finalizer, so that a lease also ends when autograd drops the step 
 back when they have ended.
 """
 
+import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,8 @@ class Lease:
     number: int
     slab: Slab
     size_bytes: int
-    _give_back: Callable[[], None]
+    at_end: contextlib.ExitStack
+    """Gives the frames back, what was added last first; runs once."""
     host: HostStore | None = None
     engine: CopyEngine | None = None
     plan: Any = None
@@ -115,7 +116,7 @@ class Lease:
             raise
         finally:
             self.tickets = {}
-            self._give_back()
+            self.at_end.close()
             self._let_go()
 
     def _let_go(self) -> None:
@@ -124,7 +125,6 @@ class Lease:
         A result that the user holds keeps the handle alive. The memory of a plan that is no longer
         run must go all the same.
         """
-        self._give_back = _nothing
         self.plan = self.host = self.engine = None
         del self.slab
 
@@ -138,10 +138,6 @@ class Lease:
         self.slab.resident_bytes = max(self.slab.resident_bytes, self.size_bytes)
 
 
-def _nothing() -> None:
-    """What is left to do for a lease that has ended."""
-
-
 class LeaseTable:
     """All live leases of the process. Thread-safe."""
 
@@ -151,10 +147,10 @@ class LeaseTable:
         self._lock = threading.RLock()  # the collector may end a lease while this thread holds it
 
     def open(
-        self, slab: Slab, size_bytes: int, host: HostStore | None, give_back: Callable[[], None]
+        self, slab: Slab, size_bytes: int, host: HostStore | None, at_end: contextlib.ExitStack
     ) -> Lease:
-        """A new lease on ``slab`` and ``host``; ``give_back`` runs once, when it ends."""
-        lease = Lease(next(self._numbers), slab, size_bytes, give_back, host)
+        """A new lease on ``slab`` and ``host``; ``at_end`` is closed once, when it ends."""
+        lease = Lease(next(self._numbers), slab, size_bytes, at_end, host)
         with self._lock:
             self._live[lease.number] = lease
         return lease
@@ -189,26 +185,22 @@ def lease_frame(
         ArenaError: the device refused the frame; nothing is held.
         HostStoreError: the host refused the host frame; nothing is held.
     """
-    slab = arena.acquire(size_bytes)
-    try:
-        host = arena.host.acquire(host_kind, host_bytes, plan_key) if host_bytes else None
-    except BaseException:
-        arena.release(slab)
-        raise
-
-    def give_back() -> None:
-        arena.release(slab)
-        if host is not None:
-            arena.host.release(host)
-
-    return leases.open(slab, size_bytes, host, give_back)
+    with contextlib.ExitStack() as at_end:
+        slab, host = arena.acquire(size_bytes), None
+        at_end.callback(arena.release, slab)
+        if host_bytes:
+            host = arena.host.acquire(host_kind, host_bytes, plan_key)
+            at_end.callback(arena.host.release, host)
+        return leases.open(slab, size_bytes, host, at_end.pop_all())
 
 
 def lease_ordinary(
     device: torch.device, size_bytes: int, *, host_bytes: int = 0, host_kind: str = "shm"
 ) -> Lease:
     """Frames in ordinary memory that are freed with the lease: for a step that is not planned."""
-    slab = Slab(device, size_bytes)
+    slab, host, at_end = Slab(device, size_bytes), None, contextlib.ExitStack()
     slab.leased = True
-    host = HostStore(host_kind, host_bytes) if host_bytes else None
-    return leases.open(slab, size_bytes, host, _nothing if host is None else host.close)
+    if host_bytes:
+        host = HostStore(host_kind, host_bytes)
+        at_end.callback(host.close)
+    return leases.open(slab, size_bytes, host, at_end)

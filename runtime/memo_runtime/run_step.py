@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memo_runtime.arena import FrameTable, arena_of
+from memo_runtime.arena import FrameTable, Slab, arena_of
 from memo_runtime.copies import CopySchedule, Throttle, engine_of
 from memo_runtime.current import current
 from memo_runtime.heap import HeapWatch
@@ -111,32 +111,21 @@ class StepPlan:
         with self.lock:
             planned = self.live < self.max_inflight
             self.live += planned
-        if not planned:
-            self.on_unplanned()
-            lease = self._ordinary_lease()
-        else:
-            lease = self._planned_lease(count=1)
+        lease = self._planned_lease(count=1) if planned else self._ordinary_lease()
         lease.engine = engine
         if self.poison:
-            lease.slab.bytes(self.arena_bytes).fill_(255)
+            self._poison(lease.slab)
             if lease.host is not None:
                 lease.host.bytes(self.host_bytes).fill_(255)
         return lease
 
     def _ordinary_lease(self) -> Lease:
+        self.on_unplanned()
         lease = lease_ordinary(
             self.device, self.arena_bytes, host_bytes=self.host_bytes, host_kind=self.host_store
         )
-        give_back = lease._give_back
-
-        def end() -> None:
-            with self.lock:
-                self.beyond -= 1
-            give_back()
-
-        lease._give_back = end
-        with self.lock:
-            self.beyond += 1
+        self._count(beyond=1)
+        lease.at_end.callback(self._count, beyond=-1)
         return lease
 
     def _planned_lease(self, *, count: int) -> Lease:
@@ -150,22 +139,20 @@ class StepPlan:
                 plan_key=self.key,
             )
         except BaseException:
-            self._count_down(count)
+            self._count(live=-count)
             raise
-        give_back = lease._give_back
-
-        def end() -> None:
-            self._count_down(count)
-            if self.poison:
-                lease.slab.bytes(self.arena_bytes).fill_(255)
-            give_back()
-
-        lease._give_back = end
+        if self.poison:
+            lease.at_end.callback(self._poison, lease.slab)
+        lease.at_end.callback(self._count, live=-count)
         return lease
 
-    def _count_down(self, count: int) -> None:
+    def _poison(self, slab: Slab) -> None:
+        slab.bytes(self.arena_bytes).fill_(255)
+
+    def _count(self, *, live: int = 0, beyond: int = 0) -> None:
         with self.lock:
-            self.live -= count
+            self.live += live
+            self.beyond += beyond
 
 
 def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:

@@ -1,7 +1,6 @@
-"""Properties of the pipeline replay and of the byte prefix, for any times and sizes."""
+"""Properties of the pipeline replay for any times and sizes."""
 
 import itertools
-import math
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 from memo_compile.papers.kwai.offload import chunks_in_flight, resident_chunks
 from memo_compile.papers.kwai.pipeline_replay import ChunkTimes, replay_step
 from memo_compile.papers.kwai.schedule import Direction, PipelineShape
-from memo_compile.papers.kwai.selection import GRAIN_BYTES, SavedTensor, select_prefix
 
 seconds = st.floats(0.01, 10, allow_nan=False)
 shares = st.floats(0, 1)
@@ -69,31 +67,3 @@ def test_offloading_never_makes_a_step_faster(step):
     shape, alpha, times = step
     plain = replay_step(shape, 0.0, times)
     assert replay_step(shape, alpha, times).step_s >= plain.step_s - 1e-9
-
-
-@st.composite
-def chunks(draw):
-    sizes = st.integers(0, 40 * GRAIN_BYTES)
-    count = draw(st.integers(0, 10))
-    return [
-        SavedTensor(
-            name=f"t{i}",
-            size_bytes=draw(sizes),
-            storage=f"s{draw(st.integers(0, 6))}",
-            is_activation=draw(st.integers(0, 2)) == 0,
-        )
-        for i in range(count)
-    ]
-
-
-@settings(max_examples=150, deadline=None)
-@given(chunks(), shares)
-def test_prefix_moves_the_bytes_it_should(tensors, alpha):
-    movable = sum(select_prefix(tensors, 1.0).values())
-    moved = select_prefix(tensors, alpha)
-    wanted = -(-math.ceil(alpha * movable) // GRAIN_BYTES) * GRAIN_BYTES
-    assert sum(moved.values()) == min(movable, wanted)
-    by_name = {t.name: t for t in tensors}
-    assert len({by_name[name].storage for name in moved}) == len(moved)
-    assert all(by_name[name].is_activation for name in moved)
-    assert all(moved[name] == by_name[name].size_bytes for name in list(moved)[:-1])

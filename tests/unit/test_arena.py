@@ -1,5 +1,6 @@
 """Arena and leases: who holds which bytes, and when they go back."""
 
+import contextlib
 import gc
 import weakref
 from types import SimpleNamespace
@@ -136,8 +137,9 @@ def test_a_lease_ends_with_its_handle(arena):
 
 
 def test_a_lease_is_given_back_once(arena):
-    given = []
-    lease = LeaseTable().open(arena.acquire(512), 512, None, lambda: given.append(1))
+    given, at_end = [], contextlib.ExitStack()
+    at_end.callback(given.append, 1)
+    lease = LeaseTable().open(arena.acquire(512), 512, None, at_end)
     lease.saved = [torch.ones(1)]
     lease.release()
     lease.release()

@@ -197,8 +197,8 @@ def test_diff_of_problems_names_calls_regions_and_order(capsys, dump):
     ("second", "message"),
     [
         ("problem.json", "expected a Plan like .*got a Problem"),
-        ("none.json", "cannot read: No such file"),
-        ("snapshot.pickle", "not text; expected JSON that memo wrote"),
+        ("none.json", "cannot be read: No such file"),
+        ("snapshot.pickle", "not UTF-8 text"),
         ("other.json", "expected a plan.json or a problem.json of memo"),
         ("broken.json", "not JSON"),
         ("old.json", "expected schema 1, got 0"),
@@ -270,6 +270,6 @@ def test_replay_refuses_what_is_no_dump(capsys, dump):
     (dump / "plan.json").unlink()
     code, _, err = run(capsys, "replay", dump)
     assert (code, err.count("\n")) == (2, 1)
-    assert "plan.json: cannot read" in err
+    assert "plan.json: cannot be read" in err
     code, _, err = run(capsys, "replay", dump, "--solver", "luck")
     assert code == 2

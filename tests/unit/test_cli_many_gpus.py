@@ -101,7 +101,7 @@ def test_bad_files(capsys, tmp_path):
     assert run(capsys, "lynx", "opt", path)[2].startswith(f"memo: {path}:2: not JSON")
     code, _, err = run(capsys, "stages", tmp_path / "none.json")
     assert code == 2
-    assert "cannot read" in err
+    assert "cannot be read" in err
 
 
 @pytest.mark.parametrize(

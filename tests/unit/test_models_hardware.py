@@ -121,7 +121,7 @@ def _broken(change):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{\n  nonsense", r"mine\.json:2: not a JSON profile"),
+        ("{\n  nonsense", r"mine\.json:2: not JSON"),
         ("[1, 2]", r"mine\.json:1: expected a profile with schema_version 1"),
         (_broken(lambda b: b.update(schema_version=9)), "expected a profile with schema_version 1"),
         (_broken(lambda b: b.pop("figures")), "figures: expected an object"),
@@ -153,7 +153,7 @@ def test_a_broken_profile_file_is_refused(text, message, tmp_path):
 
 
 def test_a_missing_profile_file_is_refused(tmp_path):
-    with pytest.raises(InputError, match="cannot read the profile"):
+    with pytest.raises(InputError, match=r"none\.json: cannot be read"):
         find_hardware(str(tmp_path / "none.json"))
 
 

@@ -19,7 +19,6 @@ from memo_compile.papers.kwai.offload import (
 )
 from memo_compile.papers.kwai.pipeline_replay import ChunkTimes, is_offloaded, replay_step
 from memo_compile.papers.kwai.schedule import Direction, PipelineShape, order_work
-from memo_compile.papers.kwai.selection import SavedTensor, select_prefix
 
 DATA = Path(__file__).parents[1] / "data"
 BUDGET_BYTES = 65000 * 2**20
@@ -184,33 +183,3 @@ def test_who_is_spared():
 def test_interleaving_needs_whole_groups():
     with pytest.raises(InputError, match="needs a multiple of the 4 ranks, got 6"):
         PipelineShape(num_ranks=4, num_chunks=2, num_batches=6)
-
-
-def saved(name, mib, storage=None, **options):
-    return SavedTensor(name=name, size_bytes=int(mib * MIB), storage=storage or name, **options)
-
-
-def test_prefix_takes_the_largest_and_cuts_the_last():
-    tensors = [saved("a", 4), saved("b", 16), saved("c", 8), saved("tiny", 0.5)]
-    chosen = select_prefix(tensors, 0.5)
-    assert chosen == {"b": 14 * MIB}
-    chosen = select_prefix(tensors, 0.75)
-    assert list(chosen.items()) == [("a", 4 * MIB), ("c", 8 * MIB), ("b", 9 * MIB)]
-
-
-def test_prefix_leaves_parameters_tables_and_aliases():
-    tensors = [
-        saved("w", 32, is_activation=False),
-        saved("w.t", 32, storage="w"),
-        saved("rope", 4, is_activation=False),
-        saved("x", 8),
-        saved("x.view", 8, storage="x"),
-    ]
-    assert select_prefix(tensors, 1.0) == {"x": 8 * MIB}
-
-
-def test_prefix_rounds_up_to_a_mebibyte():
-    assert select_prefix([saved("x", 8)], 0.01) == {"x": MIB}
-    assert select_prefix([saved("x", 8)], 0.0) == {}
-    with pytest.raises(InputError, match="alpha: expected a share"):
-        select_prefix([], 1.5)

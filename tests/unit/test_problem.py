@@ -99,7 +99,7 @@ def test_a_plan_is_written_with_what_was_observed_and_read_with_it_or_without():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "plan.json: not JSON"),
+        ("{", "plan.json:1: not JSON"),
         ("[]", "plan.json: expected a Plan"),
         (to_json(two_layers()), "plan.json: expected a Plan"),
         ('{"kind": "Plan", "schema": 99}', "expected schema 1, got 99"),

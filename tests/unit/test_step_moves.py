@@ -398,13 +398,10 @@ def test_a_forward_dropped_on_a_copying_thread_does_not_wait_for_itself(monkeypa
     results += forward(plan, values(0))
     lease = leases.find(results[1])
     assert lease is not None
-    give_back = lease._give_back
-
-    def end() -> None:
-        give_back()
-        ended.set()
-
-    lease._give_back = end
+    at_end = contextlib.ExitStack()
+    at_end.callback(ended.set)  # runs last
+    at_end.push(lease.at_end)
+    lease.at_end = at_end
     ready.set()
     assert ended.wait(WAIT_S)
     assert nothing_is_held(plan)

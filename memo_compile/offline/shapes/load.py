@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from memo_compile.costs.models import find_model
 from memo_compile.errors import InputError, require_at_least
 from memo_compile.offline.shapes.transformer import Degrees, default_dtype, first_stage
 from memo_compile.shim import fake_mode
+from memo_compile.text_files import read_json
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -124,14 +124,7 @@ def _of_config(path: Path, *, seq: int, batch: int, dtype: torch.dtype) -> Loade
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not text; expected a config.json") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    body = read_json(path)
     if not isinstance(body, dict) or not isinstance(body.get("model_type"), str):
         raise InputError(f"{path}: field 'model_type' is missing; expected a config.json")
     return body

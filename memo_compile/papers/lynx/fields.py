@@ -1,7 +1,6 @@
 """Reading fields of a JSON object with errors that name the field."""
 
 import graphlib
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memo_compile.errors import InputError
+from memo_compile.text_files import read_json
 
 Number = int | float
 
@@ -27,16 +27,7 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         InputError: the file cannot be read, is not JSON, or holds something else than an object.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot read: {error.strerror or error}") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
-    except (UnicodeDecodeError, ValueError) as error:
-        raise InputError(f"{path}: not JSON: {error}") from error
-    except RecursionError:
-        raise InputError(f"{path}: not a problem: lists are nested too deeply") from None
+    data = read_json(path)
     if not isinstance(data, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(data).__name__}")
     return data

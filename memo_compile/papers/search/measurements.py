@@ -13,6 +13,7 @@ from pathlib import Path
 from memo_compile.costs.models import ModelShape, find_model
 from memo_compile.errors import InputError, MemoError
 from memo_compile.papers.kwai.offload import Checkpoint, ParallelConfig, divide_gpus
+from memo_compile.text_files import read_text
 
 _NAMES = {
     **{name: (name,) for name in ("model", "gpus", "tp", "cp", "pp", "alpha")},
@@ -50,13 +51,7 @@ def read_measurements(path: Path) -> tuple[Measurement, ...]:
         InputError: the file cannot be read, a column is missing, or a value cannot be used; the
             message starts with file:line.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(f"{path}: cannot read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    reader = csv.DictReader(text.splitlines())
+    reader = csv.DictReader(read_text(path).splitlines())
     header = [name.strip() for name in reader.fieldnames or ()]
     reader.fieldnames = header
     columns = {field: _column(path, header, names) for field, names in _NAMES.items()}

@@ -9,7 +9,6 @@ is valid and may cost height.
 
 import csv
 import io
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from memo_compile.planners.placement.placement_problem import (
     fixed_collisions,
 )
 from memo_compile.step.serialise import restore
+from memo_compile.text_files import read_json, read_text
 
 _log = logging.getLogger(__name__)
 
@@ -43,18 +43,11 @@ def read_problem(
     Raises:
         InputError: unreadable or malformed; the message starts with file:line (CSV) or file.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
     if path.suffix.lower() != ".json":
-        return parse_csv(text, str(path), capacity=capacity, alignment=alignment)
+        return parse_csv(read_text(path), str(path), capacity=capacity, alignment=alignment)
+    data = read_json(path)
     try:
-        problem: PlacementProblem = restore(json.loads(text), PlacementProblem, "problem")
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+        problem: PlacementProblem = restore(data, PlacementProblem, "problem")
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     return replace(
