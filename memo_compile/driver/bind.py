@@ -37,7 +37,9 @@ from memo_compile.step.problem import (
     Problem,
     StepCall,
     Storage,
+    aliases,
     arena_buffers,
+    arena_values,
     call_starts,
 )
 from memo_compile.step.residency import heap_slack, ordinary_bytes, step_constant_bytes
@@ -109,10 +111,10 @@ class Binder:
         copies = [call.name for call in calls if call.copy is not None]
         self.numbers = {name: number for number, name in enumerate(copies)}
         self.offload_of = dict(_offloads_of(self.planned.problem))
-        self.places = _places(self.planned)
+        self.sources = aliases(self.planned.problem)
+        self.places = _places(self.planned, self.sources)
         self.leased = tuple(_leased(self.planned.problem, self.halves[Phase.BACKWARD]))
         self.views = dict(_views(self.planned.problem, self.offload_of))
-        self.sources = _sources(self.planned.problem)
 
     def table(self) -> list[list[FrameView]]:
         """Per call of the step the views of its buffers."""
@@ -182,9 +184,7 @@ class Binder:
             value
             for call in problem.calls
             if call.phase is Phase.FORWARD
-            for output, value in zip(
-                problem.regions[call.region].outputs, call.outputs, strict=True
-            )
+            for output, value in problem.made_by(call)
             if output.storage is Storage.EXTERNAL
         }
         return tuple(
@@ -327,33 +327,21 @@ def _offloads_of(problem: Problem) -> Iterator[tuple[str, str]]:
             yield call.name, wrote[call.copy.host_offset]
 
 
-def _places(planned: PlannedStep) -> dict[str, tuple[int, ViewSpec]]:
+def _places(planned: PlannedStep, sources: Mapping[str, str]) -> dict[str, tuple[int, ViewSpec]]:
     """Value -> offset and view, of every value whose storage lies in the arena, aliases included.
 
     The view of a reloaded value is that of its buffer's bytes; how they are read the runtime takes
     from the value that was offloaded.
     """
     found: dict[str, tuple[int, ViewSpec]] = {}
-    for call in planned.problem.calls:
+    for made in arena_values(planned.problem):
+        call = planned.problem.calls[made.call]
         if call.kind is CallKind.RELOAD:
-            size_bytes = planned.problem.regions[call.region].buffers[0].size_bytes
-            spec = ViewSpec(dtype=torch.uint8, size=(size_bytes,), stride=(1,))
-            found[call.outputs[0]] = (planned.plan.offsets[f"{call.name}/data"], spec)
-        if call.kind not in (CallKind.RUN, CallKind.RECOMPUTE):
-            continue
-        lowered = planned.lowered[call.region]
-        inside = call.into_buffers()
-        for output, value in zip(lowered.profile.outputs, call.outputs, strict=True):
-            if output.storage is Storage.ARENA and output.index is not None:
-                if output.index not in inside:
-                    name = lowered.profile.buffers[output.index].name
-                    offset = planned.plan.offsets[f"{call.name}/{name}"]
-                    found[value] = (offset, lowered.views[output.index])
-            elif output.storage is Storage.INPUT and output.index is not None:
-                source_place = found.get(call.inputs[output.index])
-                if source_place is not None:
-                    found[value] = source_place
-    return found
+            spec = ViewSpec(dtype=torch.uint8, size=(made.size_bytes,), stride=(1,))
+        else:
+            spec = planned.lowered[call.region].views[made.buffer]
+        found[made.value] = (planned.plan.offsets[made.id], spec)
+    return found | {value: found[source] for value, source in sources.items() if source in found}
 
 
 def _views(
@@ -381,17 +369,6 @@ def _views(
         held.update(zip(call.outputs, problem.regions[call.region].output_layouts, strict=False))
 
 
-def _sources(problem: Problem) -> dict[str, str]:
-    """Value that lies in the memory of another -> the value that was made there."""
-    found: dict[str, str] = {}
-    for call in problem.calls:
-        for output, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
-            if output.storage is Storage.INPUT and output.index is not None:
-                viewed = call.inputs[output.index]
-                found[value] = found.get(viewed, viewed)
-    return found
-
-
 def _leased(problem: Problem, backward: Half) -> Iterator[str]:
     """Values that the backward reads and that neither it nor autograd provides."""
     known = {*backward.constants, *backward.arguments}
@@ -410,19 +387,12 @@ def _dying_inputs(binder: Binder) -> dict[int, list[tuple[int, int, int]]]:
     problem, plan = binder.planned.problem, binder.planned.plan
     starts = call_starts(problem)
     ends = {buffer.id: (buffer.end, buffer.size_bytes) for buffer in arena_buffers(problem)}
-    owner: dict[str, str] = {}
+    owner = {made.value: made.id for made in arena_values(problem)}
     dying: dict[int, list[tuple[int, int, int]]] = {}
     for index, call in enumerate(problem.calls):
-        region = problem.regions[call.region]
         for position, value in enumerate(call.inputs):
-            end, size = ends.get(owner.get(value, ""), (-1, 0))
-            if end == starts[index] + region.input_ends[position]:
-                dying.setdefault(index, []).append((position, plan.offsets[owner[value]], size))
-        for output, value in zip(region.outputs, call.outputs, strict=True):
-            if output.storage is Storage.ARENA and output.index is not None:
-                owner[value] = f"{call.name}/{region.buffers[output.index].name}"
-            elif output.storage is Storage.INPUT and output.index is not None:
-                source = owner.get(call.inputs[output.index])
-                if source is not None:
-                    owner[value] = source
+            buffer = owner.get(binder.sources.get(value, value), "")
+            end, size = ends.get(buffer, (-1, 0))
+            if end == starts[index] + problem.regions[call.region].input_ends[position]:
+                dying.setdefault(index, []).append((position, plan.offsets[buffer], size))
     return dying

@@ -5,6 +5,7 @@ stand at the same positions are one class. What a layer may move is what lies in
 name, is read by one forward call at most, and is read by a backward. All else stays.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from memo_compile.driver.stages import LoweredStep
 from memo_compile.passes.cut import Cut, CutCall, unique_name
 from memo_compile.passes.recompute import ClassGraph, layer_ops
 from memo_compile.step.movable import Layer, LayerClass, LayerOp, MovableStep, Slot, StepCosts
-from memo_compile.step.problem import CallKind, Phase, Problem, StepCall, Storage
+from memo_compile.step.problem import Phase, Problem, StepCall, aliases, arena_values
 
 MIN_MOVE_BYTES = 1024
 """A smaller tensor is kept: its copy costs a latency and frees a page at most."""
@@ -203,21 +204,13 @@ class _Builder:
 
 def _arena_sizes(problem: Problem) -> dict[str, int]:
     """Value -> bytes of its buffer, for values that alone own an arena buffer in the forward."""
-    sizes: dict[str, int] = {}
-    aliased: set[str] = set()
-    for call in problem.calls:
-        region = problem.regions[call.region]
-        owners: dict[int, list[str]] = {}
-        for output, value in zip(region.outputs, call.outputs, strict=True):
-            if output.storage is Storage.ARENA and output.index is not None:
-                owners.setdefault(output.index, []).append(value)
-            elif output.storage is Storage.INPUT and output.index is not None:
-                aliased.add(call.inputs[output.index])
-        if call.phase is Phase.FORWARD and call.kind is CallKind.RUN:
-            for index, values in owners.items():
-                if len(values) == 1:
-                    sizes[values[0]] = region.buffers[index].size_bytes
-    return {value: size for value, size in sizes.items() if value not in aliased}
+    made = [value for value in arena_values(problem) if value.call < problem.first_backward]
+    num_values, aliased = Counter(value.id for value in made), set(aliases(problem).values())
+    return {
+        value.value: value.size_bytes
+        for value in made
+        if num_values[value.id] == 1 and value.value not in aliased
+    }
 
 
 def _written(cut: Cut) -> Iterator[str]:

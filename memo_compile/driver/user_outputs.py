@@ -32,7 +32,7 @@ def result_storages(problem: Problem, results: Sequence[str | None]) -> dict[int
     """
     root: dict[str, str] = {}
     for call in problem.calls:
-        for output, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
+        for output, value in problem.made_by(call):
             if output.storage is Storage.EXTERNAL:
                 root[value] = value if output.same_as is None else call.outputs[output.same_as]
             elif output.storage is Storage.INPUT and output.index is not None:
@@ -48,7 +48,7 @@ def held_bytes(problem: Problem, results: Sequence[str | None]) -> int:
         value: output.size_bytes
         for call in problem.calls
         if call.phase is Phase.FORWARD
-        for output, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True)
+        for output, value in problem.made_by(call)
     }
     roots = set(result_storages(problem, results).values())
     return sum(sizes[value] for value in roots if sizes[value] > LARGE_RESULT_BYTES)

@@ -20,7 +20,7 @@ import numpy as np
 
 from memo_compile.step.copy_times import CopyBack, CopyLane, issues_of
 from memo_compile.step.movable import StepCosts
-from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
+from memo_compile.step.problem import CallKind, Problem, StepCall, arena_values
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import most_per_call
 
@@ -46,7 +46,7 @@ def widened(problem: Problem, costs: StepCosts, times: float = 1.0) -> Problem:
 
 def _later_waits(problem: Problem, costs: StepCosts, room: Sequence[int]) -> Iterator[StepCall]:
     """The forward; ``room`` are the bytes that are free during each of its calls."""
-    sizes = _buffer_bytes(problem)
+    sizes = {made.value: made.size_bytes for made in arena_values(problem)}
     lane, ends = CopyLane(), dict[str, float]()
     put_off: list[tuple[float, int, StepCall]] = []
     now, held = 0.0, 0
@@ -66,17 +66,6 @@ def _later_waits(problem: Problem, costs: StepCosts, room: Sequence[int]) -> Ite
             now += costs.call_s(call)
         yield call
     yield from (wait for _, _, wait in put_off)
-
-
-def _buffer_bytes(problem: Problem) -> dict[str, int]:
-    """Value that the forward makes in the arena -> bytes of its buffer."""
-    found = {}
-    for call in problem.calls[: problem.first_backward]:
-        region = problem.regions[call.region]
-        for output, value in zip(region.outputs, call.outputs, strict=True):
-            if output.storage is Storage.ARENA and output.index is not None:
-                found[value] = region.buffers[output.index].size_bytes
-    return found
 
 
 def _earlier_reloads(problem: Problem, costs: StepCosts, room: Any) -> Iterator[StepCall]:

@@ -18,7 +18,7 @@ from memo_compile.step.movable import (
     Moves,
     RecomputeKey,
 )
-from memo_compile.step.problem import Problem, Storage
+from memo_compile.step.problem import Problem, arena_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,22 +62,15 @@ def _collect(step: MovableStep) -> StepFacts:
     calls = problem.calls
     first_backward = problem.first_backward
     written_at: dict[str, int] = {}
-    size_of: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
     for at, call in enumerate(calls):
-        region = problem.regions[call.region]
         if at >= first_backward:
             targets = (into.value for into in call.into)
             for value in dict.fromkeys((*call.inputs, *targets)):
                 readers.setdefault(value, []).append(at)
             continue
-        inside = call.into_buffers()
         written_at.update((into.value, at) for into in call.into)
-        for output, value in zip(region.outputs, call.outputs, strict=True):
-            written_at[value] = at
-            if output.storage is Storage.ARENA and output.index is not None:
-                if output.index not in inside:
-                    size_of[value] = region.buffers[output.index].size_bytes
+        written_at.update(dict.fromkeys(call.outputs, at))
     index_of = {call.name: at for at, call in enumerate(calls)}
     return StepFacts(
         problem=problem,
@@ -86,7 +79,11 @@ def _collect(step: MovableStep) -> StepFacts:
         forward_at=tuple(index_of[layer.forward] for layer in step.layers),
         backward_at=tuple(index_of[layer.backward] for layer in step.layers),
         written_at=written_at,
-        size_of=size_of,
+        size_of={
+            made.value: made.size_bytes
+            for made in arena_values(problem)
+            if made.call < first_backward
+        },
         backward_readers={value: tuple(found) for value, found in readers.items()},
         call_s=tuple(map(step.costs.call_s, calls)),
     )

@@ -183,8 +183,7 @@ def _made(problem: Problem, view: StepView, address: int) -> tuple[dict[str, Any
     """Gradients and other outputs in ordinary memory: made in the step, alive when it ends."""
     lives, at = [], address
     for index, call in enumerate(problem.calls):
-        outputs = problem.regions[call.region].outputs
-        for output, value in zip(outputs, call.outputs, strict=True):
+        for output, value in problem.made_by(call):
             if output.storage is not Storage.EXTERNAL or not output.size_bytes:
                 continue
             frames = (_frame(value), _frame(call.name, f"{FRAME_FILE} {view.labels[index]}"))

@@ -19,7 +19,9 @@ from memo_compile.step.problem import (
     Problem,
     StepCall,
     Storage,
+    aliases,
     arena_buffers,
+    arena_values,
     call_starts,
     live_bytes,
     ordinary_events,
@@ -200,39 +202,33 @@ class _Names:
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem = problem
-        self.buffer_of: dict[str, tuple[int, int]] = {}
-        """Value -> (call, index of the buffer in its region)."""
-        self.value_of: dict[tuple[int, int], str] = {}
+        self.buffer_of: dict[str, str] = {}
+        """Value -> the id of its buffer."""
+        self.value_of: dict[str, str] = {}
         """The inverse: the first value of each buffer."""
         self.decisions_of: dict[str, list[Decision]] = {}
-        self.offloaded: set[tuple[int, int]] = set()
-        self.reloaded: dict[tuple[int, int], str] = {}
+        self.offloaded: set[str] = set()
+        self.reloaded: dict[str, str] = {}
         """Buffer of a RELOAD -> the value whose bytes it brings back."""
         self._collect()
         self._decide(plan)
 
     def _collect(self) -> None:
+        for made in arena_values(self.problem):
+            self.buffer_of[made.value] = made.id
+            self.value_of.setdefault(made.id, made.value)
+        for value, source in aliases(self.problem).items():
+            self.buffer_of[value] = self.buffer_of.get(source, "")
         on_host: dict[int, str] = {}
-        for index, call in enumerate(self.problem.calls):
-            region = self.problem.regions[call.region]
-            for output, value in zip(region.outputs, call.outputs, strict=True):
-                if output.index is None:
-                    continue
-                if output.storage is Storage.ARENA:
-                    self.buffer_of.setdefault(value, (index, output.index))
-                    self.value_of.setdefault((index, output.index), value)
-                elif (
-                    output.storage is Storage.INPUT and call.inputs[output.index] in self.buffer_of
-                ):
-                    self.buffer_of[value] = self.buffer_of[call.inputs[output.index]]
-            if call.kind is CallKind.OFFLOAD and call.copy is not None:
-                value = call.inputs[0]
-                on_host[call.copy.host_offset - call.copy.start_bytes] = value
-                if value in self.buffer_of:
-                    self.offloaded.add(self.buffer_of[value])
-            elif call.kind is CallKind.RELOAD and call.copy is not None:
-                origin = on_host.get(call.copy.host_offset - call.copy.start_bytes, "")
-                self.reloaded[(index, 0)] = origin
+        for call in self.problem.calls:
+            if call.copy is None:
+                continue
+            begin = call.copy.host_offset - call.copy.start_bytes
+            if call.kind is CallKind.OFFLOAD:
+                on_host[begin] = call.inputs[0]
+                self.offloaded.add(self.buffer_of.get(call.inputs[0], ""))
+            else:
+                self.reloaded[self.buffer_of[call.outputs[0]]] = on_host.get(begin, "")
 
     def _decide(self, plan: Plan) -> None:
         """Spread each class's decisions, which name its first layer, over all its layers."""
@@ -259,11 +255,11 @@ class _Names:
         wanted = "RECOMPUTE" if role in (Role.RECOMPUTED, Role.SCRATCH) else "OFFLOAD"
         return next((d for d in found if d.decision == wanted), next(iter(found), None))
 
-    def origin(self, key: tuple[int, int]) -> str:
+    def origin(self, buffer: str) -> str:
         """The forward's value that the buffer holds; "" when it holds none."""
-        if self.reloaded.get(key):
-            return self.reloaded[key]
-        value = self.value_of.get(key, "")
+        if self.reloaded.get(buffer):
+            return self.reloaded[buffer]
+        value = self.value_of.get(buffer, "")
         if value in self.decisions_of or value in self.problem.tensors:
             return value
         # Recomputed or moved, a value carries the first one's name behind a prefix (``again.mm``).
@@ -296,9 +292,8 @@ def _boxes(
             raise InputError(
                 f"plan: no offset for buffer {buffer.id}; the problem is another step's"
             )
-        key = (buffer.call, buffer.index)
-        value = names.origin(key)
-        role = _role(problem.calls[buffer.call], buffer, key in names.offloaded, backward_start)
+        value, offloaded = names.origin(buffer.id), buffer.id in names.offloaded
+        role = _role(problem.calls[buffer.call], buffer, offloaded, backward_start)
         decision, info = names.decision(value, role), problem.tensors.get(value)
         about = "" if info is None else f"{list(info.shape)} {info.dtype}, {info.op}"
         source = (info.source if info else None) or (decision.source if decision else None)

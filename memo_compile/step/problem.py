@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from memo_compile.errors import InputError
 
@@ -380,6 +381,10 @@ class Problem:
         phases = (call.phase is Phase.BACKWARD for call in self.calls)
         return next((at for at, backward in enumerate(phases) if backward), len(self.calls))
 
+    def made_by(self, call: StepCall) -> Iterator[tuple[RegionOutput, str]]:
+        """What each value is that ``call`` makes."""
+        return zip(self.regions[call.region].outputs, call.outputs, strict=True)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaBuffer:
@@ -438,6 +443,41 @@ def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:
     return tuple(found)
 
 
+class ArenaValue(NamedTuple):
+    """A value that a call makes in a buffer which lies inside no other value."""
+
+    value: str
+    id: str
+    """Of the buffer."""
+    call: int
+    """Index of the call."""
+    buffer: int
+    """Index in the region's ``buffers``."""
+    size_bytes: int
+
+
+def arena_values(problem: Problem) -> Iterator[ArenaValue]:
+    """Everything that calls make in the arena, in order; several values may share a buffer."""
+    for at, call in enumerate(problem.calls):
+        buffers, inside = problem.regions[call.region].buffers, call.into_buffers()
+        for output, value in problem.made_by(call):
+            index = output.index
+            if output.storage is Storage.ARENA and index is not None and index not in inside:
+                buffer = buffers[index]
+                yield ArenaValue(value, f"{call.name}/{buffer.name}", at, index, buffer.size_bytes)
+
+
+def aliases(problem: Problem) -> dict[str, str]:
+    """Value that a region returns of what it was given -> the value that was made there."""
+    found: dict[str, str] = {}
+    for call in problem.calls:
+        for output, value in problem.made_by(call):
+            if output.storage is Storage.INPUT and output.index is not None:
+                viewed = call.inputs[output.index]
+                found[value] = found.get(viewed, viewed)
+    return found
+
+
 def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
     """Value -> the line after its last read, its aliases' reads included.
 
@@ -453,7 +493,7 @@ def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
             last[value] = max(last.get(value, 0), starts[index] + end)
         for into in call.into:
             last[into.value] = max(last.get(into.value, 0), starts[index] + region.num_lines)
-        for output, value in zip(region.outputs, call.outputs, strict=True):
+        for output, value in problem.made_by(call):
             if output.same_as is not None:
                 first = call.outputs[output.same_as]
                 last[first] = max(last.get(first, 0), last.get(value, 0))
@@ -502,7 +542,7 @@ def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
             end = _last_line(starts, last_read[value])
             yield max(backward_line + 1, end), -size_bytes
     for index, call in enumerate(problem.calls):
-        for output, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
+        for output, value in problem.made_by(call):
             if output.storage is not Storage.EXTERNAL or not output.size_bytes:
                 continue
             yield starts[index] + output.start, output.size_bytes
@@ -536,7 +576,7 @@ def outside_events(problem: Problem) -> Iterator[tuple[int, int, str]]:
         for buffer in region.outside:
             yield start + buffer.start, buffer.size_bytes, buffer.kind
             yield start + buffer.end, -buffer.size_bytes, buffer.kind
-        for output, value in zip(region.outputs, call.outputs, strict=True):
+        for output, value in problem.made_by(call):
             if output.storage is Storage.OUTSIDE:
                 yield start, output.size_bytes, "unplanned outputs"
                 end = _last_line(starts, last_read[value]) if value in last_read else 0

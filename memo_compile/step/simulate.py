@@ -7,7 +7,6 @@ and backward are one sequence.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -98,63 +97,49 @@ def memory_levels(problem: Problem) -> tuple[Any, Any]:
     starts = call_starts(problem)
     outside = [(line, change) for line, change, _ in outside_events(problem)]
     outside += ordinary_events(problem)
-    levels = []
-    for events in (_arena_events(problem, starts), np.array(outside, np.int64).reshape(-1, 2)):
-        alive = np.zeros(starts[-1] + 1, dtype=np.int64)
-        np.add.at(alive, np.minimum(events[:, 0], starts[-1]), events[:, 1])
-        levels.append(np.cumsum(alive)[:-1])
-    return levels[0], levels[1]
+    return _arena_level(problem, starts), _level(outside, starts[-1])
 
 
-@dataclass(slots=True)
-class _RegionLives:
-    """A region's buffers as arrays, and where its calls begin."""
-
-    inner: Any
-    """(line, change) of the buffers that die inside."""
-    crossing: tuple[tuple[int, int, int, tuple[int, ...]], ...]
-    """(first line, least end, bytes, positions among the outputs) of the others."""
-    starts: list[int] = field(default_factory=list)
+def _level(events: Sequence[tuple[int, int]], num_lines: int) -> Any:
+    """Per line the sum of all changes (line, bytes) up to and at it; those at the end are left."""
+    table = np.array(events, dtype=np.int64).reshape(-1, 2)
+    changes = np.zeros(num_lines + 1, dtype=np.int64)
+    np.add.at(changes, np.minimum(table[:, 0], num_lines), table[:, 1])
+    return np.cumsum(changes)[:-1]
 
 
-def _region_lives(region: RegionProfile, inside: frozenset[int]) -> _RegionLives:
-    positions = region.outputs_of_buffers()
-    inner: list[tuple[int, int]] = []
-    crossing = []
-    for index, buffer in enumerate(region.buffers):
-        if index in inside:
-            continue
-        if index not in positions:
-            inner += [(buffer.start, buffer.size_bytes), (buffer.end, -buffer.size_bytes)]
-            continue
-        end = max(buffer.end, region.num_lines)
-        crossing.append((buffer.start, end, buffer.size_bytes, tuple(positions[index])))
-    table = np.array(inner, dtype=np.int64).reshape(-1, 2)
-    return _RegionLives(inner=table, crossing=tuple(crossing))
+def _arena_level(problem: Problem, starts: Sequence[int]) -> Any:
+    """Per line the bytes alive of ``arena_buffers``, without its objects.
 
-
-def _arena_events(problem: Problem, starts: Sequence[int]) -> Any:
-    """(line, change) of every buffer of ``arena_buffers``, as one array and without its objects."""
+    What dies inside its call is the same in all calls of a region.
+    """
     last_read = last_reads(problem, tuple(starts))
-    lives: dict[tuple[str, frozenset[int]], _RegionLives] = {}
-    nothing: frozenset[int] = frozenset()
-    events: list[tuple[int, int]] = []
+    shared = {name: region.outputs_of_buffers() for name, region in problem.regions.items()}
+    crossing: list[tuple[int, int]] = []
+    inner: dict[tuple[str, frozenset[int]], list[int]] = {}
     for call, start in zip(problem.calls, starts, strict=False):
-        key = (call.region, call.into_buffers() if call.into else nothing)
-        region = lives.get(key)
-        if region is None:
-            region = lives[key] = _region_lives(problem.regions[call.region], key[1])
-        region.starts.append(start)
-        for first, least_end, size_bytes, positions in region.crossing:
-            end = start + least_end
-            for position in positions:
-                end = max(end, last_read.get(call.outputs[position], 0))
-            events.append((start + first, size_bytes))
-            events.append((end, -size_bytes))
-    tables = [np.array(events, dtype=np.int64).reshape(-1, 2)]
-    for region in lives.values():
-        if len(region.inner):
-            table = np.tile(region.inner, (len(region.starts), 1))
-            table[:, 0] += np.repeat(np.array(region.starts), len(region.inner))
-            tables.append(table)
-    return np.concatenate(tables)
+        inside = call.into_buffers()
+        inner.setdefault((call.region, inside), []).append(start)
+        region = problem.regions[call.region]
+        for index, positions in shared[call.region].items():
+            if index not in inside:
+                buffer = region.buffers[index]
+                reads = (last_read.get(call.outputs[position], 0) for position in positions)
+                end = max(start + buffer.end, start + region.num_lines, *reads)
+                crossing += [(start + buffer.start, buffer.size_bytes), (end, -buffer.size_bytes)]
+    level = _level(crossing, starts[-1])
+    for (name, inside), begins in inner.items():
+        own = _inner_level(problem.regions[name], inside)
+        for begin in begins:
+            level[begin : begin + len(own)] += own
+    return level
+
+
+def _inner_level(region: RegionProfile, inside: frozenset[int]) -> Any:
+    """Per line of a call the bytes of the buffers that die in it."""
+    crossing = region.outputs_of_buffers()
+    events: list[tuple[int, int]] = []
+    for index, buffer in enumerate(region.buffers):
+        if index not in crossing and index not in inside:
+            events += [(buffer.start, buffer.size_bytes), (buffer.end, -buffer.size_bytes)]
+    return _level(events, region.num_lines + 1)
