@@ -9,7 +9,7 @@ Rewrite, region R in 4 tiles:
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -19,7 +19,7 @@ from memo_compile.analysis.views import results_of
 from memo_compile.passes.cut import Cut, CutCall, CutInto
 from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.tile_chains import transient_bytes
-from memo_compile.passes.tile_sums import Term, TileSum, take_sums_out
+from memo_compile.passes.tile_sums import Term
 from memo_compile.passes.tiles import TiledRegion, TileInput, tilings
 from memo_compile.step.problem import Layout
 from memo_compile.step.tilings import Operand, Ref, Rows, RunningSum, Slice, Source, Tiling
@@ -133,35 +133,21 @@ class _Split:
     name: str
     tiled: TiledRegion
     before: RegionGraph
-    tile: RegionGraph
-    """Without its sums."""
-    sums: tuple[TileSum, ...]
-    wholes: dict[int, int] = field(default_factory=dict)
-    """Output of the tile -> output of ``before`` that it fills."""
+    first_whole: int
+    """Output of ``before`` that the tile's first output fills; those behind it follow."""
 
     @staticmethod
     def of(name: str, region: RegionGraph, tiled: TiledRegion) -> "_Split":
         before = tiled.before or _empty_region(region)
-        rows = {
-            at: output.whole
-            for at, output in enumerate(tiled.tile_outputs)
-            if output.step_bytes is not None
-        }
         like = region.gm.graph.find_nodes(op="placeholder")[0].meta["val"]
-        graph, first = _with_zeros(before, list(rows.values()), like)
-        wholes = {at: first + number for number, at in enumerate(rows)}
-        sums = {tile_input.accumulator: tile_input.value.index for tile_input in tiled.tile_inputs}
-        for at, output in enumerate(tiled.tile_outputs):
-            if output.accumulator is not None:
-                wholes[at] = sums[output.accumulator]
-        part, totals = take_sums_out(tiled)
-        return _Split(name=name, tiled=tiled, before=graph, tile=part, sums=totals, wholes=wholes)
+        first = _add_zeros(before.gm, [output.whole for output in tiled.tile_outputs], like)
+        return _Split(name=name, tiled=tiled, before=before, first_whole=first)
 
     def parts(self) -> Iterator[tuple[str, RegionGraph]]:
         """The regions by name."""
         yield f"{self.name}.before", self.before
-        yield f"{self.name}.tile", self.tile
-        for number, running_sum in enumerate(self.sums):
+        yield f"{self.name}.tile", self.tiled.tile
+        for number, running_sum in enumerate(self.tiled.sums):
             yield f"{self.name}.sum{number}", running_sum.region
         if self.tiled.after is not None:
             yield f"{self.name}.after", self.tiled.after
@@ -191,29 +177,24 @@ class _Split:
             before=f"{self.name}.before",
             before_inputs=tiled.before_inputs,
             tile=f"{self.name}.tile",
-            tile_inputs=tuple(map(self._operand, self._plain_inputs())),
+            tile_inputs=tuple(map(self._operand, tiled.tile_inputs)),
             rows=tuple(
-                Rows(whole=self.wholes[at], slice=Slice(dim=output.dim, length=output.length))
-                for at, output in enumerate(tiled.tile_outputs)
-                if output.dim is not None
+                Rows(whole=whole, slice=Slice(dim=output.dim, length=output.length))
+                for whole, output in enumerate(tiled.tile_outputs, start=self.first_whole)
             ),
             sums=tuple(
                 RunningSum(
                     region=f"{self.name}.sum{number}",
-                    total=self.wholes[running_sum.output],
+                    total=running_sum.total,
                     terms=tuple(map(self._term_operand, running_sum.terms)),
                 )
-                for number, running_sum in enumerate(self.sums)
+                for number, running_sum in enumerate(tiled.sums)
             ),
             after=None if tiled.after is None else f"{self.name}.after",
             after_inputs=tuple(map(self.made, tiled.after_inputs)),
             outputs=tuple(self.made(ref) for ref in tiled.outputs if ref is not None),
             output_layouts=region.output_layouts(),
         )
-
-    def _plain_inputs(self) -> list[TileInput]:
-        """The tile's inputs without the running sums, which come last."""
-        return [found for found in self.tiled.tile_inputs if found.accumulator is None]
 
     def _operand(self, tile_input: TileInput) -> Operand:
         dim, whole = tile_input.dim, tile_input.whole.layout()
@@ -223,14 +204,14 @@ class _Split:
     def _term_operand(self, term: Term) -> Operand:
         if term.is_input:
             return self._operand(self.tiled.tile_inputs[term.index])
-        made = self.tile.output_layouts()[term.index]
+        made = self.tiled.tile.output_layouts()[term.index]
         return Operand(value=Ref(source=Source.TILE, index=term.index), whole=made)
 
     def made(self, ref: Ref) -> Ref:
         """What holds ``ref`` when the tiles have run: for their outputs, what they fill."""
         if ref.source is not Source.TILE:
             return ref
-        return Ref(source=Source.BEFORE, index=self.wholes[ref.index])
+        return Ref(source=Source.BEFORE, index=self.first_whole + ref.index)
 
     def calls(self, call: CutCall) -> Iterator[CutCall]:
         """The calls that do what ``call`` did, with the same values where it had any."""
@@ -258,29 +239,28 @@ class _Split:
             )
 
     def _tile_call(self, call: CutCall, names: "_Names", number: int) -> CutCall:
-        inputs = self._plain_inputs()
-        rows = [output for output in self.tiled.tile_outputs if output.accumulator is None]
+        inputs = self.tiled.tile_inputs
         return CutCall(
             name=f"{call.name}.tile{number}",
             region=f"{self.name}.tile",
             position=call.position,
             inputs=tuple(names.value(tile_input.value) for tile_input in inputs),
-            outputs=tuple(names.tile(number, at) for at in range(_num_outputs(self.tile))),
+            outputs=tuple(names.tile(number, at) for at in range(_num_outputs(self.tiled.tile))),
             reads=tuple(_slice(tile_input, number) for tile_input in inputs),
             into=tuple(
                 CutInto(
                     output=at,
-                    value=names.before(self.wholes[at]),
-                    offset_bytes=number * (output.step_bytes or 0),
+                    value=names.before(self.first_whole + at),
+                    offset_bytes=number * output.step_bytes,
                 )
-                for at, output in enumerate(rows)
+                for at, output in enumerate(self.tiled.tile_outputs)
             ),
         )
 
     def _sum_calls(self, call: CutCall, names: "_Names", number: int) -> Iterator[CutCall]:
         """What tile ``number`` adds to the running sums."""
-        for at, running_sum in enumerate(self.sums):
-            total = names.before(self.wholes[running_sum.output])
+        for at, running_sum in enumerate(self.tiled.sums):
+            total = names.before(running_sum.total)
             terms = [self._term(term, names, number) for term in running_sum.terms]
             values = [total, *(value for value, _ in terms)]
             name = f"{call.name}.tile{number}.sum{at}"
@@ -291,8 +271,8 @@ class _Split:
                 inputs=tuple(values),
                 outputs=(f"{name}:0",),
                 reads=(
-                    self.before.output_layouts()[self.wholes[running_sum.output]],
-                    *(r for _, r in terms),
+                    self.before.output_layouts()[running_sum.total],
+                    *(read for _, read in terms),
                 ),
                 into=(CutInto(output=0, value=total, offset_bytes=0),),
             )
@@ -308,7 +288,7 @@ class _Split:
         if term.is_input:
             given = self.tiled.tile_inputs[term.index]
             return names.value(given.value), _slice(given, number)
-        return names.tile(number, term.index), self.tile.output_layouts()[term.index]
+        return names.tile(number, term.index), self.tiled.tile.output_layouts()[term.index]
 
 
 class _Names:
@@ -361,14 +341,12 @@ def _empty_region(region: RegionGraph) -> RegionGraph:
     return replace(region, gm=gm, external_outputs=frozenset(), static_inputs=())
 
 
-def _with_zeros(
-    region: RegionGraph, specs: list[ViewSpec], like: torch.Tensor
-) -> tuple[RegionGraph, int]:
-    """``region``, which now returns zeros for each of ``specs`` too; the first one's position.
+def _add_zeros(gm: fx.GraphModule, specs: list[ViewSpec], like: torch.Tensor) -> int:
+    """``gm`` returns zeros for each of ``specs`` too; the first one's position.
 
     ``like`` is a fake tensor of the same device; what is made is fake as it is.
     """
-    graph = region.gm.graph
+    graph = gm.graph
     end, results = graph.output_node(), results_of(graph)
     made = []
     for spec in specs:
@@ -381,5 +359,5 @@ def _with_zeros(
         node.meta["val"] = like.new_empty(spec.size, dtype=spec.dtype)
         made.append(node)
     end.args = ((*results, *made),)
-    region.gm.recompile()
-    return region, len(results)
+    gm.recompile()
+    return len(results)

@@ -16,66 +16,61 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.regions import RegionGraph
-from memo_compile.analysis.views import is_view, makers_of, results_of
-from memo_compile.passes.tiles import TiledRegion
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TileSum:
-    """One running sum: ``region(acc, *terms)``, written over ``acc``.
-
-    ``terms`` are inputs of the tile (``is_input``) or its outputs, by position.
-    """
-
-    region: RegionGraph
-    output: int
-    """Of the tile as it was, which the sum makes."""
-    terms: tuple["Term", ...]
+from memo_compile.analysis.views import is_view, results_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """What a sum reads of its tile."""
+    """What a sum reads of its tile: an input (``is_input``) or an output, by position."""
 
     is_input: bool
     index: int
 
 
-def take_sums_out(tiled: TiledRegion) -> tuple[RegionGraph, tuple[TileSum, ...]]:
-    """The tile without its sums, whose last outputs are what they read, and the sums.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileSum:
+    """One running sum: ``region(total, *terms)``, written over ``total``."""
 
-    The inputs of the new tile are those of the old one without the sums before. What a sum reads
-    of the rows that the tile returns is returned a second time, as a copy: the whole that the rows
-    lie in is not complete before the last tile.
+    region: RegionGraph
+    total: int
+    """Output of the part before the tiles, which holds what was summed so far."""
+    terms: tuple[Term, ...]
+
+
+def take_sums_out(tile: RegionGraph, num_rows: int, totals: Sequence[int]) -> tuple[TileSum, ...]:
+    """The sums, which ``tile`` loses: its last outputs are what they read.
+
+    ``tile`` returns ``num_rows`` rows and then its sums, and its last inputs are the sums so far,
+    ``totals``. What a sum reads of the rows that the tile returns is returned a second time, as a
+    copy: the whole that the rows lie in is not complete before the last tile.
     """
-    gm = tiled.tile.gm
-    inputs = gm.graph.find_nodes(op="placeholder")
-    results = results_of(gm.graph)
-    num_rows = sum(output.accumulator is None for output in tiled.tile_outputs)
-    rows = list(results[:num_rows])
-    outputs: list[fx.Node] = []
-    sums = []
-    for at, total in enumerate(results[num_rows:], start=num_rows):
-        assert isinstance(total, fx.Node)
-        graph, sources = _sum_graph(total)
-        terms = []
-        for source in sources:
-            if source.op == "placeholder":
-                terms.append(Term(is_input=True, index=inputs.index(source)))
-                continue
-            if source not in outputs:
-                outputs.append(source)
-            terms.append(Term(is_input=False, index=num_rows + outputs.index(source)))
+    graph = tile.gm.graph
+    end, results = graph.output_node(), results_of(graph)
+    inputs = graph.find_nodes(op="placeholder")
+    so_far = inputs[len(inputs) - len(totals) :]
+    rows, read, sums = results[:num_rows], dict[fx.Node, int](), []
+    for total, node in zip(totals, results[num_rows:], strict=True):
+        alone, sources = _sum_graph(node)
+        terms = (
+            Term(is_input=True, index=inputs.index(source))
+            if source.op == "placeholder"
+            else Term(is_input=False, index=read.setdefault(source, num_rows + len(read)))
+            for source in sources
+        )
         region = replace(
-            tiled.tile,
-            gm=fx.GraphModule(gm, graph),
+            tile,
+            gm=fx.GraphModule(tile.gm, alone),
             external_outputs=frozenset(),
             static_inputs=(),
             op_by_op=True,
         )
-        sums.append(TileSum(region=region, output=at, terms=tuple(terms)))
-    kept = inputs[: len(inputs) - len(sums)]
-    return replace(tiled.tile, gm=_without_sums(gm, kept, rows, outputs)), tuple(sums)
+        sums.append(TileSum(region=region, total=total, terms=tuple(terms)))
+    end.args = ((*rows, *(_copied(end, node) if node in rows else node for node in read)),)
+    for node in reversed(graph.nodes):
+        if not node.users and (node.op == "call_function" or node in so_far):
+            graph.erase_node(node)
+    tile.gm.recompile()
+    return tuple(sums)
 
 
 def _sum_graph(total: fx.Node) -> tuple[fx.Graph, list[fx.Node]]:
@@ -104,22 +99,8 @@ def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return made
 
 
-def _without_sums(
-    gm: fx.GraphModule, inputs: Sequence[fx.Node], rows: Sequence[fx.Node], more: Sequence[fx.Node]
-) -> fx.GraphModule:
-    """``gm`` with fewer inputs, and outputs ``rows`` and ``more``."""
-    graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {node: _placeholder(graph, node) for node in inputs}
-    needed = makers_of([*rows, *more], lambda node: node not in inputs)
-    for node in gm.graph.nodes:
-        if node in needed and node not in made:
-            made[node] = graph.node_copy(node, lambda source: made[source])
-    outputs = [made[node] for node in rows]
-    for node in more:
-        out = made[node]
-        if node in rows:
-            out = graph.call_function(torch.ops.aten.clone.default, (out,))
-            out.meta["val"] = node.meta["val"]
-        outputs.append(out)
-    graph.output(tuple(outputs))
-    return fx.GraphModule(gm, graph)
+def _copied(end: fx.Node, node: fx.Node) -> fx.Node:
+    with end.graph.inserting_before(end):
+        made = end.graph.call_function(torch.ops.aten.clone.default, (node,))
+    made.meta["val"] = node.meta["val"]
+    return made

@@ -29,6 +29,7 @@ from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import base_of, is_item, is_tensor, is_view, results_of, storage_of
 from memo_compile.passes.extract import Extract, extract
 from memo_compile.passes.tile_chains import Chain, chains, transient_bytes
+from memo_compile.passes.tile_sums import TileSum, take_sums_out
 from memo_compile.step.tilings import Ref, Source
 
 ALIGNMENT_BYTES = 16
@@ -44,8 +45,7 @@ class TileInput:
 
     ``step_bytes`` is None for a value that every tile reads whole. Else tile i reads ``view``,
     starting ``i * step_bytes`` behind the value's first byte, which is its part of ``whole`` in
-    dimension ``dim``. ``accumulator`` is the output that the input is the running sum of; the
-    tile's result lies in the same bytes.
+    dimension ``dim``.
     """
 
     value: Ref
@@ -53,23 +53,20 @@ class TileInput:
     whole: ViewSpec
     dim: int | None = None
     step_bytes: int | None = None
-    accumulator: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileOutput:
-    """Where an output of the tile region goes: a range of rows, or the accumulator in place.
+    """Where an output of the tile region goes: a range of rows.
 
     Tile i makes bytes ``[i * step_bytes, (i + 1) * step_bytes)`` of a value that looks like
-    ``whole``, ``length`` entries of its dimension ``dim``. ``step_bytes`` is None for an
-    accumulator; input ``accumulator`` is its buffer.
+    ``whole``, ``length`` entries of its dimension ``dim``.
     """
 
     whole: ViewSpec
-    dim: int | None = None
-    length: int = 0
-    step_bytes: int | None = None
-    accumulator: int | None = None
+    dim: int
+    length: int
+    step_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +84,8 @@ class TiledRegion:
     tile: RegionGraph
     tile_inputs: tuple[TileInput, ...]
     tile_outputs: tuple[TileOutput, ...]
+    """The tile's first outputs; what it makes behind them only its sums read."""
+    sums: tuple[TileSum, ...]
     after: RegionGraph | None
     after_inputs: tuple[Ref, ...]
     outputs: tuple[Ref | None, ...]
@@ -146,8 +145,8 @@ class _Splitter:
         if not all(map(is_tensor, [*after.inputs, *row_outputs])):
             return None  # a tuple that the parts would have to share
         sums = [node for node in self.nodes if node in self.chain.sums]
-        outputs = [self._row_output(node) for node in row_outputs]
-        if None in outputs or not (row_outputs or sums):
+        outputs = [row for row in map(self._row_output, row_outputs) if row is not None]
+        if len(outputs) < len(row_outputs) or not (row_outputs or sums):
             return None
         ends = [*row_outputs, *_inputs_of(sums)]
         part = extract(self.region.gm, ends, self._ends_tile)
@@ -165,40 +164,33 @@ class _Splitter:
             for at, node in enumerate(self.placeholders)
         }
         inputs = [self._tile_input(node, places) for node in part.inputs]
-        if any((end.step_bytes or 0) % ALIGNMENT_BYTES for end in [*inputs, *outputs] if end):
+        steps = [given.step_bytes or 0 for given in inputs] + [row.step_bytes for row in outputs]
+        if any(step % ALIGNMENT_BYTES for step in steps):
             return None
-        for at, node in enumerate(sums):
-            total, place = view_spec(node.meta["val"]), Ref(source=Source.BEFORE, index=zeros[node])
-            inputs.append(TileInput(value=place, view=total, whole=total, accumulator=at))
         part.finish(ends)
         dims = {made: self.dims.get(node) for node, made in part.made.items()}
         tile_gm = self._tile_graph(part, dims, len(row_outputs), sums)
-        outputs += [
-            TileOutput(whole=view_spec(node.meta["val"]), accumulator=at)
-            for at, node in enumerate(sums)
-        ]
-        tile_places = {
-            node: Ref(source=Source.TILE, index=at) for at, node in enumerate([*row_outputs, *sums])
-        }
+        places |= {node: Ref(source=Source.BEFORE, index=at) for node, at in zeros.items()}
+        places |= {node: Ref(source=Source.TILE, index=at) for at, node in enumerate(row_outputs)}
         after.finish(late)
-        after_places = {node: Ref(source=Source.AFTER, index=at) for at, node in enumerate(late)}
-        where = {**places, **tile_places, **after_places}
-        shared = self._shared_bytes(early, row_outputs, sums)
-        graphs = [before.gm, tile_gm, after.gm]
+        places |= {node: Ref(source=Source.AFTER, index=at) for at, node in enumerate(late)}
+        needed = max(transient_bytes(gm) for gm in (before.gm, tile_gm, after.gm))
+        tile = self._tile_region(tile_gm, part)
         return TiledRegion(
             num_tiles=self.chain.num_tiles,
             num_rows=self.chain.num_rows,
             before=self._part("before", before, [*early, *sums]) if early or sums else None,
             before_inputs=tuple(self.placeholders.index(node) for node in before.inputs),
-            tile=self._tile_region(tile_gm, part),
+            tile=tile,
             tile_inputs=tuple(inputs),
-            tile_outputs=tuple(output for output in outputs if output is not None),
+            tile_outputs=tuple(outputs),
+            sums=take_sums_out(tile, len(row_outputs), tuple(zeros.values())),
             after=self._part("after", after, late) if late else None,
-            after_inputs=tuple(where[node] for node in after.inputs),
+            after_inputs=tuple(places[node] for node in after.inputs),
             outputs=tuple(
-                where[result] if isinstance(result, fx.Node) else None for result in self.results
+                places[result] if isinstance(result, fx.Node) else None for result in self.results
             ),
-            transient_bytes=shared + max(transient_bytes(gm) for gm in graphs),
+            transient_bytes=needed + self._shared_bytes(early, row_outputs, sums),
             chain=self._tile_region(part.gm, part),
             chain_dims=dims,
         )

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from memo_compile.analysis.regions import RegionGraph
+from memo_compile.analysis.views import results_of
 from memo_compile.lowering.aten import interpret
 from memo_compile.passes.tile_chains import transient_bytes
 from memo_compile.passes.tiles import TiledRegion, tilings
@@ -51,22 +52,15 @@ def run_part(part: RegionGraph | None, inputs: list[Any]) -> list[Any]:
 
 
 def run_tiled(tiled: TiledRegion, inputs: list[torch.Tensor]) -> list[Any]:
-    """Plain torch in place of the step program: row views, and accumulators in place."""
+    """Plain torch in place of the step program: row views, and sums in place."""
     made: dict[Source, list[Any]] = {Source.REGION_INPUT: list(inputs)}
 
     def value(ref: Ref) -> Any:
         return made[ref.source][ref.index]
 
     made[Source.BEFORE] = run_part(tiled.before, [inputs[at] for at in tiled.before_inputs])
-    sums = {
-        tile_input.accumulator: value(tile_input.value)
-        for tile_input in tiled.tile_inputs
-        if tile_input.accumulator is not None
-    }
     wholes = [
-        sums[out.accumulator]
-        if out.accumulator is not None
-        else torch.empty_strided(out.whole.size, out.whole.stride, dtype=out.whole.dtype)
+        torch.empty_strided(out.whole.size, out.whole.stride, dtype=out.whole.dtype)
         for out in tiled.tile_outputs
     ]
     for number in range(tiled.num_tiles):
@@ -79,18 +73,25 @@ def run_tiled(tiled: TiledRegion, inputs: list[torch.Tensor]) -> list[Any]:
             )
             for tile_input in tiled.tile_inputs
         ]
-        for out, whole, result in zip(
-            tiled.tile_outputs, wholes, run_part(tiled.tile, given), strict=True
-        ):
-            target = whole
-            if out.step_bytes is not None:
-                start = number * out.step_bytes
-                target = row_view(whole, result.shape, result.stride(), start)
-                assert result.numel() * result.element_size() == out.step_bytes
-            target.copy_(result)
+        results = run_part(tiled.tile, given)
+        for out, whole, result in zip(tiled.tile_outputs, wholes, results, strict=False):
+            start = number * out.step_bytes
+            row_view(whole, result.shape, result.stride(), start).copy_(result)
+            assert result.numel() * result.element_size() == out.step_bytes
+        for tile_sum in tiled.sums:
+            total = made[Source.BEFORE][tile_sum.total]
+            terms = [(given if term.is_input else results)[term.index] for term in tile_sum.terms]
+            total.copy_(*run_part(tile_sum.region, [total, *terms]))
     made[Source.TILE] = wholes
     made[Source.AFTER] = run_part(tiled.after, [value(ref) for ref in tiled.after_inputs])
     return [None if ref is None else value(ref) for ref in tiled.outputs]
+
+
+def total_shapes(tiled: TiledRegion) -> list[torch.Size]:
+    """Of what the sums are written over."""
+    assert tiled.before is not None
+    made = results_of(tiled.before.gm.graph)
+    return [made[tile_sum.total].meta["val"].shape for tile_sum in tiled.sums]
 
 
 def tile(region: RegionGraph, tiles: int) -> TiledRegion | None:
@@ -154,11 +155,9 @@ def test_the_loss_head_never_has_all_logits(head_inputs):
     assert tiled.num_rows // tiled.num_tiles == TOKENS // TILES
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.05 / TILES
     assert transient_bytes(tiled.tile.gm) <= tiled.transient_bytes
-    sums = [output for output in tiled.tile_outputs if output.accumulator is not None]
-    assert [output.whole.size for output in sums] == [(), ()]
-    rows = [output for output in tiled.tile_outputs if output.step_bytes is not None]
+    assert total_shapes(tiled) == [(), ()]
     step_bytes = 4 * TOKENS // tiled.num_tiles
-    assert [(output.whole.size, output.step_bytes) for output in rows] == [
+    assert [(output.whole.size, output.step_bytes) for output in tiled.tile_outputs] == [
         ((TOKENS, 1), step_bytes)
     ]
 
@@ -170,10 +169,10 @@ def test_the_backward_of_the_loss_head_makes_the_logits_again_in_tiles(head_inpu
     whole = region(head_backward, *inputs, external=(1,))
     tiled = check(whole, inputs)
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.05 / TILES
-    assert "aten.addmm.default" in targets(tiled.tile)
-    (total,) = [output for output in tiled.tile_outputs if output.accumulator is not None]
-    assert total.whole.size == (VOCABULARY, WIDTH)
-    assert tiled.outputs[1] == Ref(source=Source.TILE, index=tiled.tile_outputs.index(total))
+    (total,) = tiled.sums
+    assert [name for name in targets(total.region) if "mm" in name] == ["aten.addmm.default"]
+    assert total_shapes(tiled) == [(VOCABULARY, WIDTH)]
+    assert tiled.outputs[1] == Ref(source=Source.BEFORE, index=total.total)
     assert tiled.before is not None
     assert tiled.before.external_outputs, "the gradient's memory is the user's from the start"
 
@@ -216,7 +215,7 @@ def test_the_backward_of_an_mlp_recomputes_in_tiles():
     whole = region(backward, *inputs, external=(1, 2, 3))
     tiled = check(whole, inputs)
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.1 / TILES
-    assert sum(output.accumulator is not None for output in tiled.tile_outputs) == 5
+    assert len(tiled.sums) == 5
 
 
 def test_a_chain_behind_attention_reads_what_before_made():
@@ -269,8 +268,7 @@ def test_the_head_of_a_real_model_sums_its_weight_gradient_over_tiles():
         for tensor in whole.example_inputs()
     ]
     tiled = check(whole, inputs)
-    sums = {output.whole.size for output in tiled.tile_outputs if output.accumulator is not None}
-    assert sums == {(models.VOCABULARY, models.HIDDEN), (1, 1, models.HIDDEN)}
+    assert set(total_shapes(tiled)) == {(models.VOCABULARY, models.HIDDEN), (1, 1, models.HIDDEN)}
     assert tiled.before is not None
     assert len(tiled.before.external_outputs) == len(whole.external_outputs)
 
