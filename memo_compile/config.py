@@ -63,9 +63,13 @@ class MemoConfig:
     when the budget asks for it."""
     tile_above_bytes: int = field(default=0, metadata={"internal": True})
     """Regions whose transients are no larger run whole; no option, ``driver/tries.py`` sets it."""
-    max_over_bound: float = field(default=math.inf, metadata={"internal": True})
-    """A first plan that takes so many times its lower bound is not taken, since other tiles are yet
-    to be tried; no option either."""
+    drop_above_bytes: int = field(default=0, metadata={"internal": True})
+    """What is no larger, with its gradient, may be saved where chains run in tiles; no option."""
+    max_over_compute: float = field(default=math.inf, metadata={"internal": True})
+    """A first plan that takes more times its computation alone is not taken, since other tiles are
+    yet to be tried; no option either."""
+    max_step_s: float = field(default=math.inf, metadata={"internal": True})
+    """Nor is one that takes as long: other tiles are faster."""
     exact: bool = False
     """Forbid recomputation of a slice of tokens, and tiles of tokens: their results may differ in
     the last bits."""
@@ -169,9 +173,9 @@ class MemoConfig:
             )
         return speeds[0], speeds[1]
 
-    def tiles_above(self) -> int | None:
-        """Bytes above which wide chains run in tiles of tokens; None: none does."""
-        return self.tile_above_bytes if (self.token_tiles or 1) > 1 else None
+    def drops_above(self) -> int | None:
+        """Bytes above which wide chains' values, made in tiles, are not saved; None: all may be."""
+        return self.drop_above_bytes if (self.token_tiles or 1) > 1 else None
 
     def host_kind(self, device_type: str) -> str:
         """Which memory activations are offloaded to: ``pinned``, ``shm`` or ``file:DIR``."""

@@ -57,7 +57,11 @@ class Infeasible(MemoError):
 
 
 class TooSlow(MemoError):
-    """A plan fits and is far above its lower bound: other tiles may be faster."""
+    """A plan fits, and with other tiles the step may be faster than its ``step_s`` seconds."""
+
+    def __init__(self, message: str, *, step_s: float) -> None:
+        super().__init__(message)
+        self.step_s = step_s
 
 
 class InvalidPlan(MemoError):

@@ -136,7 +136,7 @@ class StepCapture:
                 num_fwd_outputs=num_fwd_outputs,
                 static_lifetime_input_indices=static_lifetime_input_indices,
             ),
-            EqualCut(units=units, tiles_above=self.config.tiles_above()),
+            EqualCut(units=units, drops_above=self.config.drops_above()),
             SufficientCut(units=units, num_fwd_outputs=num_fwd_outputs),
         )
         joint = self.runner.run(joint, cuts, stage="joint")

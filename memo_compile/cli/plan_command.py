@@ -182,6 +182,8 @@ def _as_dict(answer: "Forecast") -> dict[str, Any]:
         "step_s": answer.step_s,
         "stall_s": plan.stall_s,
         "step_lower_bound_s": plan.step_lower_bound_s,
+        "compute_s": plan.compute_s,
+        "tiles": dict(plan.tiles),
         "mfu": answer.mfu,
         "tokens_per_s": answer.tokens_per_s,
         "peak_at": None if peak is None else dataclasses.asdict(peak) | {"tensors": tensors},

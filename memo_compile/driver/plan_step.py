@@ -1,6 +1,7 @@
 """Plans a lowered step for a request: decides what moves under the budget, places it, proves it."""
 
 import functools
+import math
 import time
 from dataclasses import dataclass, replace
 
@@ -30,7 +31,7 @@ from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import FixedBytes, Problem
 from memo_compile.step.residency import residency, step_constant_bytes
-from memo_compile.units import format_bytes
+from memo_compile.units import format_bytes, format_seconds
 
 
 def plan_step(
@@ -56,19 +57,31 @@ def plan_step(
         planned = planner.decide()
     except Infeasible as error:
         raise with_both_floors(error, planner.problem.fixed) from None
-    plan = replace(planned.plan, dropping_saves_bytes=planner.saved_by_dropping(planned))
+    plan = replace(
+        planned.plan,
+        dropping_saves_bytes=planner.saved_by_dropping(planned),
+        tiles=lowered.whole.tiles(),
+    )
     return replace(planned, plan=plan, planning_s=time.perf_counter() - start)
 
 
 def require_fast(plan: Plan, config: MemoConfig) -> None:
-    """Nothing, where the first plan of a step is near its lower bound, or no other is to be tried.
+    """Nothing, where the first plan of a step is fast, or no other tiles are to be tried.
 
     Raises:
         TooSlow: it is not.
     """
-    step_s, bound_s = plan.step_s, plan.step_lower_bound_s
-    if step_s is not None and bound_s and step_s > config.max_over_bound * bound_s:
-        raise TooSlow(f"the fastest plan takes {step_s / bound_s:.2f} x its lower bound")
+    step_s, compute_s = plan.step_s, plan.compute_s
+    if step_s is None or not compute_s:
+        return
+    if step_s > config.max_over_compute * compute_s:
+        raise TooSlow(
+            f"the fastest plan takes {step_s / compute_s:.3f} x its computation", step_s=step_s
+        )
+    if step_s >= config.max_step_s:
+        raise TooSlow(
+            f"the fastest plan takes {format_seconds(step_s)}: others are faster", step_s=step_s
+        )
 
 
 def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
@@ -126,6 +139,7 @@ class _Planner:
             policy=choice.moves.policy,
             timeline=choice.timeline,
             step_lower_bound_s=self._lower_bound_s(budget_bytes),
+            compute_s=self._compute_s(),
             frontier=tuple(
                 replace(point, peak_bytes=placed.peak_bytes) if point.chosen else point
                 for point in choice.frontier
@@ -142,6 +156,10 @@ class _Planner:
             host_budget_bytes=self._host_budget_bytes(),
             regions=library.regions.values(),
         )
+
+    def _compute_s(self) -> float:
+        costs = self.known.costs(self.config.host_store)
+        return math.fsum(costs.call_s(call) for call in self.problem.calls)
 
     def _all_saved(self, saved: Plan, budget_bytes: int | None) -> PlannedStep:
         """The step that keeps everything, if it fits."""

@@ -4,6 +4,7 @@ Tracing and planning a large model takes most of a minute, and is done again whe
 does not fit: where it can be told before, the try that will fit comes first.
 """
 
+import itertools
 import logging
 import math
 import operator
@@ -18,7 +19,7 @@ from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import REFUSED, UNEXPECTED, is_bug, say_dropped
-from memo_compile.errors import ConfigError, Infeasible, MemoError, UnsupportedGraph
+from memo_compile.errors import ConfigError, Infeasible, MemoError, TooSlow, UnsupportedGraph
 from memo_compile.units import format_bytes
 
 log = logging.getLogger("memo")
@@ -31,8 +32,12 @@ TOKEN_TILES = 8
 REST = 0.1
 """Of the budget: the layers need that much beside parameters and logits."""
 
-FAST = 1.03
-"""Times its lower bound that a plan may take where more tiles may do: those cost 1.05."""
+FAST, FAST_IN_ALL = 1.005, 1.03
+"""Times its computation that a plan may take, with tiles where they are needed alone or for all
+chains, before more is tried: all tiles cost 1.005, and to recompute what they make 1.04."""
+
+COMPILING = 1.03
+"""Times as much where regions are compiled and timed for each try, which takes a minute."""
 
 _PRODUCTS = (
     torch.nn.functional.linear,
@@ -52,20 +57,28 @@ class Tiles(NamedTuple):
     number: int
     above_bytes: int = 0
     """Regions whose transients are no larger run whole."""
-    max_over_bound: float = math.inf
-    """A plan that takes more times its lower bound leads to the next tiles."""
+    drop_above_bytes: int = 0
+    """What is no larger may be saved."""
+    max_over_compute: float = math.inf
+    """A plan that takes more times its computation leads to the next tiles."""
 
     def __str__(self) -> str:
         where = f", where more than {format_bytes(self.above_bytes)} are in use at once"
-        return f"{self.number} tiles of tokens{where if self.above_bytes else ''}"
+        saved = f", what takes up to {format_bytes(self.drop_above_bytes)} is saved"
+        return (
+            f"{self.number} tiles of tokens{where if self.above_bytes else ''}"
+            f"{saved if self.drop_above_bytes else ''}"
+        )
 
-    def options(self, config: MemoConfig) -> MemoConfig:
-        """``config`` for this try."""
+    def options(self, config: MemoConfig, max_step_s: float = math.inf) -> MemoConfig:
+        """``config`` for this try, which must take less than ``max_step_s``."""
         return replace(
             config,
             token_tiles=self.number,
             tile_above_bytes=self.above_bytes,
-            max_over_bound=self.max_over_bound,
+            drop_above_bytes=self.drop_above_bytes,
+            max_over_compute=self.max_over_compute,
+            max_step_s=max_step_s,
         )
 
 
@@ -80,8 +93,9 @@ def first_that_fits(
     attempt: Attempt[T],
     device_bytes: int | None = None,
 ) -> T:
-    """What ``attempt`` makes of ``gm`` in the first number of tiles for which it does not fail.
+    """What ``attempt`` makes of ``gm`` in the first tiles for which it does not fail.
 
+    Where it raises TooSlow, the fastest plan of those tries and the next ones counts.
     ``device_bytes`` is the memory of another device than the one that the tensors lie on.
 
     Raises:
@@ -90,12 +104,20 @@ def first_that_fits(
     if config.exact or config.token_tiles is not None:
         return attempt(gm, replace(config, token_tiles=1) if config.exact else config)
     untouched = shim.copied(gm)
+    graphs = itertools.chain([gm], iter(lambda: shim.copied(untouched), None))
     failed: Exception | None = None
+    fastest: tuple[float, Tiles] | None = None
     try:
         for tiles in tile_order(gm, facts, config, device_bytes or facts.device_bytes()):
-            graph = gm if failed is None else shim.copied(untouched)
+            if fastest and tiles.number == 1:
+                break
+            limit_s = fastest[0] if fastest else math.inf
             try:
-                return attempt(graph, tiles.options(config))
+                return attempt(next(graphs), tiles.options(config, limit_s))
+            except TooSlow as error:
+                log.info("memo: in %s: %s", tiles, error)
+                if fastest is None or error.step_s < fastest[0]:
+                    fastest = error.step_s, tiles
             except (MemoError, *REFUSED, *UNEXPECTED) as error:
                 if _ends_planning(error) or (
                     failed is None and not _leads_on(error, tiles.number, config)
@@ -105,6 +127,9 @@ def first_that_fits(
                 if is_bug(error) and (failed is None or isinstance(failed, Infeasible)):
                     say_dropped(f"the graph is not planned in {tiles}", error)
                 failed = error if failed is None else _more_telling(failed, error)
+        if fastest:
+            tiles = fastest[1]._replace(max_over_compute=math.inf)
+            return attempt(next(graphs), tiles.options(config))
         assert failed is not None, "there are tilings to try"
         raise failed
     finally:
@@ -156,8 +181,8 @@ def tile_order(
     The loss head's logits and their gradient exist at one time when they are not in tiles. That
     alone with parameters, gradients and optimizer state may be more than the budget. Then regions
     that break the budget by themselves run in tiles, which cost time; where that does not do, all
-    regions do whose chains are wide. It is an estimate: a step that would just have fitted whole
-    may run in tiles.
+    regions do whose chains are wide; at last what those chains make is not saved but recomputed
+    tile by tile. It is an estimate: a step that would just have fitted whole may run in tiles.
     """
     whole, everywhere = Tiles(1), Tiles(TOKEN_TILES)
     budget = config.budget_bytes(device_bytes)
@@ -167,8 +192,10 @@ def tile_order(
     room = int(budget * (1 - REST)) - least
     if room <= 0:
         return everywhere, whole
-    needed = Tiles(TOKEN_TILES, room)
-    return needed._replace(max_over_bound=FAST), everywhere, needed, whole
+    more = 1.0 if config.costs == "roofline" else COMPILING
+    needed = Tiles(TOKEN_TILES, room, room, FAST * more)
+    in_all = Tiles(TOKEN_TILES, 0, room, FAST_IN_ALL * more)
+    return needed, in_all, everywhere, whole
 
 
 def _widest_bytes(gm: fx.GraphModule) -> int:

@@ -129,22 +129,29 @@ def _planned_graph(
     hardware: HardwareProfile | None,
 ) -> OfflineStep:
     """The plan of a Dynamo graph, in tiles of tokens where it does not fit whole."""
+    captured: dict[int | None, CapturedStep] = {}
 
     def attempt(graph: fx.GraphModule, options: MemoConfig) -> OfflineStep:
-        found: list[OfflineStep] = []
-
-        def finish(captured: CapturedStep) -> None:
-            found.append(_planned_step(captured, options, hardware))
-
-        facts = GraphFacts(examples)
-        capture = StepCapture(options, facts, next_graph_name(), finish, is_run=False)
-        capture.run(graph, examples)
-        if not found:
-            raise UnsupportedGraph(NOTHING_TRAINS)
-        return found[0]
+        drops = options.drops_above()
+        if drops not in captured:
+            captured[drops] = _captured(graph, examples, options)
+        step = captured[drops]
+        forward, backward = shim.copied(step.forward), shim.copied(step.backward)
+        step = replace(step, forward=forward, backward=backward)
+        return _planned_step(step, options, hardware)
 
     device_bytes = hardware.memory_bytes if hardware else None
     return first_that_fits(gm, GraphFacts(examples), config, attempt, device_bytes)
+
+
+def _captured(graph: fx.GraphModule, examples: Sequence[Any], config: MemoConfig) -> CapturedStep:
+    found: list[CapturedStep] = []
+    name = next_graph_name()
+    capture = StepCapture(config, GraphFacts(examples), name, found.append, is_run=False)
+    capture.run(graph, examples)
+    if not found:
+        raise UnsupportedGraph(NOTHING_TRAINS)
+    return found[0]
 
 
 def _planned_step(
@@ -163,7 +170,8 @@ def _planned_step(
     timeline = made.timeline
     if timeline is None:  # everything is kept: no step is faster
         timeline = simulate(planned.problem, costs)
-        made = replace(made, timeline=timeline, step_lower_bound_s=timeline.step_s)
+        step_s = timeline.step_s
+        made = replace(made, timeline=timeline, step_lower_bound_s=step_s, compute_s=step_s)
     observed = Observed(
         planning_s=planned.planning_s,
         lowering_s=lowered.lowering_s,

@@ -89,17 +89,17 @@ class EqualCut:
     """
 
     units: JointUnits
-    tiles_above: int | None
-    """Where a value and its gradient take more bytes, wide chains run in tiles (None: never):
-    what is much wider than its unit's input is not saved then, so that the backward recomputes it
-    next to its readers, where both can run tile by tile."""
+    drops_above: int | None
+    """Where a value and its gradient take more bytes, and it is much wider than its unit's input,
+    it is not saved (None: all may be): the backward recomputes it next to its readers, where both
+    can run tile by tile."""
     name: ClassVar[str] = "equal-cut"
     is_required: ClassVar[bool] = False
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Tag in place."""
         units, saved = self.units, set(saved_nodes(gm))
-        above = self.tiles_above
+        above = self.drops_above
         if above is not None:
             saved -= {node for node in _wide(units) if 2 * _bytes(node) > above}
         chosen = {node for node in saved if node.op == "placeholder" or UNIT not in node.meta}

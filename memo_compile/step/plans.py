@@ -114,6 +114,10 @@ class Plan:
     """The simulated step, where costs are known."""
     step_lower_bound_s: float | None = None
     """Seconds that no plan within the budget goes below, by the same costs as ``timeline``."""
+    compute_s: float | None = None
+    """Seconds of the same step, in the same tiles, with everything kept: its computation alone."""
+    tiles: Mapping[str, int] = field(default_factory=dict)
+    """Region (a layer's half, the loss head's) -> in how many tiles of tokens it runs; 1: whole."""
     frontier: tuple[FrontierPoint, ...] = ()
     """Step time against memory, fastest first; where a budget made memo choose."""
     dropping_saves_bytes: int = 0

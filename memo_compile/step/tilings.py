@@ -94,3 +94,11 @@ class WholeStep:
     halves: tuple[Half, ...]
     tilings: Mapping[str, Tiling] = field(default_factory=dict)
     """Region -> how it runs in tiles."""
+
+    def tiles(self) -> Mapping[str, int]:
+        """Region of the step before any tiles -> in how many it runs; 1: whole."""
+        tilings = self.tilings
+        return {
+            call.region: tilings[call.region].num_tiles if call.region in tilings else 1
+            for call in self.calls
+        }

@@ -65,12 +65,14 @@ VOCABULARY, TOKENS = 512, 64
 
 
 @pytest.mark.parametrize("policy", ["save", "full-recompute", "full-offload"])
-def test_only_the_loss_head_runs_in_tiles_where_it_alone_is_too_wide(policy, monkeypatch):
+@pytest.mark.parametrize("in_all", [False, True], ids=["head", "all"])
+def test_only_the_loss_head_is_not_saved_where_it_alone_is_too_wide(in_all, policy, monkeypatch):
     model, inputs, _ = llama(num_layers=3, seq=TOKENS)
     model.set_output_embeddings(nn.Linear(model.config.hidden_size, VOCABULARY, bias=False))
     model.config.vocab_size = VOCABULARY
     logits = inputs["input_ids"].numel() * VOCABULARY * 4
-    monkeypatch.setattr(tries, "tile_order", lambda *_: (tries.Tiles(4, logits),))
+    tiles = tries.Tiles(4, 0 if in_all else logits, logits)
+    monkeypatch.setattr(tries, "tile_order", lambda *_: (tiles,))
     case = LossOnly(model), inputs, lambda model, **inputs: model(**inputs)
     options = {"lowering": "aten", "debug": "poison", "costs": "roofline", "strict": True}
     options |= {"policy": policy, "token_granule": 4, "memory_budget": 2**30}
@@ -78,7 +80,8 @@ def test_only_the_loss_head_runs_in_tiles_where_it_alone_is_too_wide(policy, mon
     ours = reference.train(functools.partial(torch.compile, backend="memo", options=options))
     assert_planned()
     calls = {key.split("/")[0] for key in memo_compile.report().plans[-1].offsets}
-    assert {call.split("_")[0] for call in calls if ".tile" in call} == {"epilogue"}
+    in_tiles = {call.split("_")[0] for call in calls if ".tile" in call}
+    assert in_tiles == ({"layer0", "epilogue"} if in_all else {"epilogue"})
     reference.assert_close(ours)
 
 

@@ -74,7 +74,7 @@ def run(gm: fx.GraphModule, graph_pass) -> str:
 def test_every_layer_keeps_what_the_middle_one_keeps():
     gm, units = three_layers()
     tagged(gm, "sin", "mm_1", "sin_2")
-    text = run(gm, EqualCut(units=units, tiles_above=None))
+    text = run(gm, EqualCut(units=units, drops_above=None))
     assert names_saved(gm) == ["mm", "mm_1", "mm_2"]
     assert text.count("# torch.float32[4, 4], saved\n") == LAYERS
 
@@ -82,7 +82,7 @@ def test_every_layer_keeps_what_the_middle_one_keeps():
 def test_an_equal_cut_stays_as_it_is():
     gm, units = three_layers()
     tagged(gm, "mm", "mm_1", "mm_2")
-    result = EqualCut(units=units, tiles_above=None)(gm)
+    result = EqualCut(units=units, drops_above=None)(gm)
     assert not result.modified
     assert names_saved(gm) == ["mm", "mm_1", "mm_2"]
 

@@ -1,7 +1,6 @@
 """The tilings in which a graph is tried: their order, what leads on, which error counts."""
 
 import gc
-import math
 import weakref
 from dataclasses import replace
 
@@ -172,39 +171,56 @@ def test_where_logits_alone_break_the_budget_only_what_does_so_runs_in_tiles():
     first, *others = tries.tile_order(gm, facts, config, None)
     assert first.number == TOKEN_TILES
     assert 0 <= first.above_bytes - room <= 2
-    assert first.max_over_bound == tries.FAST
-    last_resort = first._replace(max_over_bound=math.inf)
-    assert others == [Tiles(TOKEN_TILES), last_resort, Tiles(1)]
+    assert first.max_over_compute == tries.FAST * tries.COMPILING
+    assert first.drop_above_bytes == first.above_bytes
+    in_all = first._replace(above_bytes=0, max_over_compute=tries.FAST_IN_ALL * tries.COMPILING)
+    assert others == [in_all, Tiles(TOKEN_TILES), Tiles(1)]
     assert str(first).startswith("8 tiles of tokens, where more than 24.00 MiB")
 
 
-def test_a_slow_plan_leads_to_more_tiles_and_is_taken_where_those_fail(monkeypatch):
+@pytest.mark.parametrize(
+    ("seconds", "taken"),
+    [
+        ({5: 1.2, 3: 1.1, 0: None}, [5, 3, 0, 3]),
+        ({5: 1.1, 3: 1.2, 0: 1.3}, [5, 3, 0, 5]),
+        ({5: 1.2, 3: 1.0}, [5, 3]),
+        ({5: 1.2, 3: None, 0: 1.1}, [5, 3, 0]),
+        ({5: None, 3: None, 0: None, -1: 2.0}, [5, 3, 0, -1]),
+    ],
+    ids=["second", "first", "fast", "last", "whole"],
+)
+def test_of_slow_plans_the_fastest_is_taken(monkeypatch, seconds, taken):
     seen = []
 
     def attempt(gm, config):
-        seen.append((config.tile_above_bytes, config.max_over_bound))
-        if config.max_over_bound == 1.5:
-            raise TooSlow("a plan that fits")
-        if not config.tile_above_bytes:
+        above = config.tile_above_bytes if config.token_tiles == 8 else -1
+        seen.append(above)
+        step_s = seconds[above]
+        if step_s is None:
             raise floor(9)
-        return "planned"
+        if step_s > config.max_over_compute or step_s >= config.max_step_s:
+            raise TooSlow("a plan that fits", step_s=step_s)
+        return above
 
-    order = (Tiles(8, 5, 1.5), Tiles(8), Tiles(8, 5), Tiles(1))
+    order = (Tiles(8, 5, 5, 1.05), Tiles(8, 3, 5, 1.05), Tiles(8), Tiles(1))
     monkeypatch.setattr(tries, "tile_order", lambda *_: order)
     config = MemoConfig(memory_budget=2**30)
-    assert first_that_fits(graph(), GraphFacts([torch.ones(4)]), config, attempt) == "planned"
-    assert seen == [(5, 1.5), (0, math.inf), (5, math.inf)]
+    assert first_that_fits(graph(), GraphFacts([torch.ones(4)]), config, attempt) == taken[-1]
+    assert seen == taken
     assert memo_compile.report().notes == ()
 
 
-def test_only_a_plan_near_its_bound_is_fast():
+def test_a_plan_is_fast_near_its_computation_and_where_no_other_was_faster():
     step = SETUPS["slices"].ready()
     timeline = Timeline(step_s=3.0, stall_s=0.0)
-    plan = replace(step.planned.plan, timeline=timeline, step_lower_bound_s=2.0)
-    require_fast(plan, MemoConfig())
-    require_fast(replace(plan, timeline=None), MemoConfig(max_over_bound=1.06))
-    with pytest.raises(TooSlow, match=r"1\.50 x its lower bound"):
-        require_fast(plan, MemoConfig(max_over_bound=1.06))
+    plan = replace(step.planned.plan, timeline=timeline, compute_s=2.0)
+    require_fast(plan, MemoConfig(max_over_compute=1.5, max_step_s=3.1))
+    require_fast(replace(plan, timeline=None), MemoConfig(max_over_compute=1.06))
+    with pytest.raises(TooSlow, match=r"1\.500 x its computation"):
+        require_fast(plan, MemoConfig(max_over_compute=1.06))
+    with pytest.raises(TooSlow, match="others are faster") as caught:
+        require_fast(plan, MemoConfig(max_step_s=3.0))
+    assert caught.value.step_s == 3.0
 
 
 def test_where_logits_fit_the_whole_comes_first():
