@@ -15,6 +15,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.bind import bind_step
 from memo_compile.driver.facts import gradient_bytes
 from memo_compile.driver.knowledge import StepKnowledge
+from memo_compile.driver.library_buffers import Product, library_buffers, products_of
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
@@ -63,6 +64,8 @@ class Assembly:
     _unburdened: PlannedStep | None = None
     """The last plan that counts no results of earlier steps."""
     _memory: OutOfMemory = field(init=False)
+    _products: frozenset[Product] = frozenset()
+    """Under a budget on CPU: those whose buffers in the library are there before a step."""
 
     def __post_init__(self) -> None:
         self._memory = OutOfMemory(dump=self.config.dump)
@@ -82,6 +85,10 @@ class Assembly:
         self.observed = Observed(planning_s=planned.planning_s, lowering_s=self.lowered.lowering_s)
         self._made = tuple(result_storages(planned.problem, step.forward.results))
         self.step = bind_step(planned, step, self.request.applied_to(self.config), self._count)
+        if self.step.heap is not None and planned.plan.budget_bytes is not None:
+            graphs = self.known.graphs()
+            called = dict.fromkeys(call.region for call in planned.problem.calls)
+            self._products = products_of(graphs[name].gm for name in called if name in graphs)
 
     @property
     def problem(self) -> Problem:
@@ -125,6 +132,7 @@ class Assembly:
         self._require_room_beside_others()
         self._count_what_exists(args)
         self._count_kept_outputs()
+        library_buffers.require(self._products)
         with self._memory.explained(self.problem, self.reported):
             results = run_forward(self.step, args)
         self._watch.returned([results[position] for position in self._made])

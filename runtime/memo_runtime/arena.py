@@ -15,7 +15,12 @@ from typing import Any
 import torch
 
 from memo_runtime.host_store import HostPool
-from memo_runtime.pages import ask_for_large_pages, drop_pages, gives_pages_back
+from memo_runtime.pages import (
+    ask_for_large_pages,
+    ask_for_small_pages,
+    drop_pages,
+    gives_pages_back,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,22 +116,25 @@ class Slab:
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         return empty.set_(self._storage, offset_bytes, (num_bytes,), (1,))
 
-    def drop_tail(self, start: int, end: int, *, poison: bool) -> None:
-        """Give the pages in ``[start, end)`` back; their content is lost.
+    def drop_tail(self, start: int) -> None:
+        """Give the pages from ``start`` on back; their content is lost.
 
-        They come back, zeroed, at the next write. With ``poison`` they are overwritten instead.
+        They come back, zeroed, at the next write, and until the next frame begins as small pages:
+        a large one over ``start`` would bring some of them back with what is before it.
         """
-        if poison:
-            self.bytes(end - start, start).fill_(255)
-        elif gives_pages_back(self.device):
-            drop_pages(self._storage.data_ptr() + start, end - start)
+        if gives_pages_back(self.device):
+            address, num_bytes = self._storage.data_ptr() + start, self.size_bytes - start
+            ask_for_small_pages(address, num_bytes)
+            drop_pages(address, num_bytes)
             self.resident_bytes = start
 
     def occupy(self, num_bytes: int) -> int:
         """A frame of ``num_bytes`` begins: pages above it go back. How many stay from before."""
-        if self.resident_bytes > num_bytes:
-            self.drop_tail(num_bytes, self.resident_bytes, poison=False)
-        before, self.resident_bytes = self.resident_bytes, num_bytes
+        before = min(self.resident_bytes, num_bytes)
+        if gives_pages_back(self.device):
+            ask_for_large_pages(self._storage.data_ptr(), num_bytes)
+            self.drop_tail(num_bytes)
+        self.resident_bytes = num_bytes
         return before
 
     def tables(self, key: int, table: FrameTable) -> list[list[torch.Tensor]]:
@@ -186,7 +194,7 @@ class DeviceArena:
         with self._lock:
             for slab in self._slabs:
                 if not slab.leased:
-                    slab.drop_tail(0, slab.size_bytes, poison=False)
+                    slab.drop_tail(0)
 
     def forget(self, key: int) -> None:
         """Drop all views of plan ``key``, and memory that no plan needs, host frames too."""

@@ -36,9 +36,13 @@ class Running:
 
     def keep(self, resident_bytes: int) -> None:
         """Of the frame only its first ``resident_bytes`` are used from now on."""
-        if resident_bytes < self.resident_bytes:
-            self.lease.slab.drop_tail(resident_bytes, self.resident_bytes, poison=self.poison)
-            self.resident_bytes = resident_bytes
+        if resident_bytes >= self.resident_bytes:
+            return
+        if self.poison:
+            poison(self.lease.slab.bytes(self.resident_bytes - resident_bytes, resident_bytes))
+        else:
+            self.lease.slab.drop_tail(resident_bytes)
+        self.resident_bytes = resident_bytes
 
 
 InputView = tuple[int, tuple[int, ...], tuple[int, ...], int]

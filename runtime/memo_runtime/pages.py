@@ -21,6 +21,9 @@ _MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
 """Linux: back the range with huge pages where it can."""
 
+_MADV_NOHUGEPAGE = 15
+"""Linux: back the range with small pages."""
+
 _MIN_LARGE_BYTES = 32 * 2**20
 """A huge page of 2 MiB may be in memory for the sake of one byte: smaller slabs do without."""
 
@@ -76,6 +79,18 @@ def drop_pages(address: int, num_bytes: int) -> None:
     first, last = _whole_pages(address, num_bytes)
     if libc is not None and last > first:
         libc.madvise(first, last - first, _MADV_DONTNEED)
+
+
+def ask_for_small_pages(address: int, num_bytes: int) -> None:
+    """Undo ``ask_for_large_pages`` for ``[address, address + num_bytes)``.
+
+    Of a huge page's range that is in memory in part, Linux brings the rest back whenever it likes
+    (khugepaged, every ten seconds).
+    """
+    libc = _libc()
+    first, last = _whole_pages(address, num_bytes)
+    if libc is not None and last > first:
+        libc.madvise(first, last - first, _MADV_NOHUGEPAGE)
 
 
 def _whole_pages(address: int, num_bytes: int) -> tuple[int, int]:

@@ -1,17 +1,22 @@
 """Arena and leases: who holds which bytes, and when they go back."""
 
 import contextlib
+import ctypes
 import gc
+import mmap
 import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
-from memo_runtime.arena import DeviceArena, FrameView, StreamOrder
+from memo_runtime.arena import DeviceArena, FrameView, Slab, StreamOrder
 from memo_runtime.current import poison
-from memo_runtime.leases import LeaseTable, lease_frame, lease_ordinary, leases
+from memo_runtime.instructions import Running
+from memo_runtime.leases import LeaseTable, StepCounters, lease_frame, lease_ordinary, leases
+from memo_runtime.pages import gives_pages_back
 
 CPU = torch.device("cpu")
+MIB = 2**20
 
 
 @pytest.fixture
@@ -192,11 +197,30 @@ def test_dropped_pages_read_as_zero_and_the_rest_stays(arena):
     page = 4096
     slab = arena.acquire(8 * page)
     slab.bytes(8 * page).fill_(9)
-    slab.drop_tail(4 * page, 8 * page, poison=False)
+    slab.drop_tail(4 * page)
     assert bool((slab.bytes(4 * page) == 9).all())
-    slab.drop_tail(2 * page, 4 * page, poison=True)
-    assert bool((slab.bytes(2 * page, 2 * page) == 255).all())
-    assert bool((slab.bytes(2 * page) == 9).all())
+    assert bool((slab.bytes(2 * page, 5 * page) == 0).all())  # whole pages of the system's
+
+
+@pytest.mark.parametrize("poisons", [False, True])
+def test_the_tail_of_a_frame_is_lost_when_no_call_needs_it(arena, poisons):
+    page = 4096
+    lease = lease_frame(arena, 8 * page)
+    lease.slab.bytes(8 * page).fill_(9)
+    running = Running(
+        lease=lease,
+        env=[],
+        tables=(),
+        resident_bytes=8 * page,
+        poison=poisons,
+        counted=StepCounters(),
+    )
+    running.keep(4 * page)
+    running.keep(6 * page)  # what is gone stays gone
+    assert bool((lease.slab.bytes(4 * page) == 9).all())
+    whole = lease.slab.bytes(2 * page, 5 * page)  # of the system's pages
+    assert bool((whole == (255 if poisons else 0)).all())
+    lease.release()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
@@ -213,3 +237,37 @@ def test_poison_of_whole_numbers(dtype, value):
     tensor = torch.zeros(3, dtype=dtype)
     poison(tensor)
     assert tensor.tolist() == [value] * 3
+
+
+_MADV_COLLAPSE = 25
+"""Linux 6.1: what khugepaged does every ten seconds, at once."""
+
+
+@pytest.mark.skipif(not gives_pages_back(CPU), reason="pages stay where they are")
+def test_what_was_given_back_does_not_come_back_with_large_pages():
+    """Step by step, as in a backward; each step leaves a huge page's range in memory in part."""
+    slab = Slab(CPU, 64 * MIB)
+    slab.occupy(64 * MIB)
+    slab.bytes(64 * MIB).fill_(1)
+    address = slab._storage.data_ptr()
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for kept in range(62 * MIB + MIB // 4, 20 * MIB, -5 * MIB):
+        slab.drop_tail(kept)
+        first = -(-address // (2 * MIB)) * 2 * MIB
+        for start in range(first, address + 62 * MIB, 2 * MIB):
+            libc.madvise(start, 2 * MIB, _MADV_COLLAPSE)
+        assert _resident_bytes(address, 64 * MIB) <= kept + 2 * mmap.PAGESIZE
+    assert slab.occupy(64 * MIB) <= 62 * MIB
+    slab.bytes(64 * MIB).fill_(2)  # the next frame has all of it
+
+
+def _resident_bytes(address: int, num_bytes: int) -> int:
+    """Pages of whole mappings' part in ``[address, address + num_bytes)`` that are in memory."""
+    first = address // mmap.PAGESIZE * mmap.PAGESIZE
+    count = -(-(address + num_bytes - first) // mmap.PAGESIZE)
+    flags = (ctypes.c_ubyte * count)()
+    libc = ctypes.CDLL(None)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    assert libc.mincore(first, count * mmap.PAGESIZE, flags) == 0
+    return sum(flag & 1 for flag in flags) * mmap.PAGESIZE
