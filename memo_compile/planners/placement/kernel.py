@@ -133,10 +133,12 @@ def search(
     if num_items == 0:
         return FOUND, 0
     roof = capacity + slack
+    # A literal 0 would make numba compile every function that is given one a second time.
+    zero = state.tally[CHOSEN]
     state.piece_end[0] = num_items
-    cut_slice(tables, state, 0, num_items, 0, len(state.left))
-    depth = 0
-    open_frame(tables, state, 0, 0, -1, -1, roof)
+    cut_slice(tables, state, zero, num_items, zero, len(state.left))
+    depth = zero
+    open_frame(tables, state, depth, zero, zero - 1, zero - 1, roof)
     nodes = 0
     while nodes < max_nodes:
         position = next_choice(tables, state, depth)
@@ -159,8 +161,8 @@ def search(
         if start == num_items:
             return FOUND, nodes
         if depth < 0:
-            open_frame(tables, state, 0, start, -1, -1, roof)
-            depth = 0
+            depth = zero
+            open_frame(tables, state, depth, start, zero - 1, zero - 1, roof)
             continue
         depth += 1
         offset, rank = state.key_offset[depth - 1], state.key_rank[depth - 1]

@@ -184,10 +184,12 @@ def _search(
     A capacity that no run reaches within its turn is raised halfway to the best height; a proof
     raises the bound; a success lowers the height, and the target gets its turn again.
     """
+    now = time.perf_counter()
+    if now >= deadline_s:  # no searcher: its tables are quadratic, and it may have to compile
+        return answer
     if use_numba is None and is_cold():
         # A few seconds of the plain search may spare the compiler's; many problems are easy.
         plain = Searcher(instance, use_numba=False)
-        now = time.perf_counter()
         until = now + min(_PLAIN_FIRST_S, (deadline_s - now) / 4)
         answer = _narrow(plain, instance, answer, target, enough, until)
         if answer.bound > target or instance.height(answer.offsets) <= max(enough, target):
