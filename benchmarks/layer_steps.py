@@ -187,12 +187,11 @@ def _layer_class(setting: Setting, ops: Sequence[_Op], saved: Sequence[str]) -> 
         for name in saved
     )
     index = {"x": 0, **{op.name: at for at, op in enumerate(ops, start=1)}}
-    first = LayerOp(name="x", seconds=0.0, output_bytes=size["x"], slot=0, can_recompute=False)
+    first = LayerOp(name="x", seconds=0.0, slot=0, can_recompute=False)
     others = (
         LayerOp(
             name=op.name,
             seconds=op.seconds,
-            output_bytes=size[op.name] if op.units else 0,
             inputs=tuple(index[name] for name in op.inputs),
             slot=saved.index(op.name) if op.saved else None,
             row_wise=op.row_wise,
@@ -311,6 +310,7 @@ def _backward_profile(setting: Setting, saved: Sequence[str], weight_bytes: int)
 
 def recompute_of(step: MovableStep) -> Callable[[RecomputeKey], RecomputeRegion]:
     """Recompute regions of ``step``, one line for each operator that runs."""
+    size = {buffer.name: buffer.size_bytes for buffer in step.problem.regions["layer"].buffers}
 
     def make(key: RecomputeKey) -> RecomputeRegion:
         cls = step.classes[key.class_key]
@@ -328,12 +328,12 @@ def recompute_of(step: MovableStep) -> Callable[[RecomputeKey], RecomputeRegion]
         buffers = [
             (
                 names[op],
-                align(round(cls.ops[op].output_bytes * share)),
+                align(round(size[names[op]] * share)),
                 line_of[op],
                 end if op in wanted else max(last.get(op, 0), line_of[op] + 1),
             )
             for op in closure
-            if cls.ops[op].output_bytes
+            if names[op] in size
         ]
         reads = sorted(op for op in last if op not in line_of)
         slots = [slot for slot in (cls.ops[op].slot for op in reads) if slot is not None]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -28,7 +27,6 @@ from memo_compile.analysis.views import is_item, is_view, results_of, storage_of
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.extract import Extract, extract
 from memo_compile.step.movable import LayerOp, RecomputeKey, RegionInput
-from memo_compile.step.problem import align
 
 T = TypeVar("T")
 
@@ -122,7 +120,6 @@ class _Listing:
             LayerOp(
                 name=node.name,
                 seconds=seconds,
-                output_bytes=_own_bytes(node),
                 inputs=inputs,
                 slot=slot,
                 can_recompute=can_recompute,
@@ -134,18 +131,6 @@ class _Listing:
 def _is_given(node: fx.Node, row_seeds: Mapping[fx.Node, RowDim]) -> bool:
     """True for a seed that is computed: its rows exist, but it mixes rows to make them."""
     return node in row_seeds and node.op != "placeholder"
-
-
-def _own_bytes(node: fx.Node) -> int:
-    """Bytes that ``node`` allocates; results of a tuple that are read count at their own node."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return 0 if is_view(node) else align(value.nbytes)
-    if not isinstance(value, tuple | list):
-        return 0
-    read = {user.args[1] for user in node.users if is_item(user)}
-    unread = (item for index, item in enumerate(value) if index not in read)
-    return sum(align(item.nbytes) for item in unread if isinstance(item, torch.Tensor))
 
 
 def _why_not_recomputed(node: fx.Node, written: Iterable[fx.Node]) -> str | None:

@@ -53,7 +53,6 @@ class LayerOp:
     name: str
     seconds: float
     """On all rows. 0 for a layer input."""
-    output_bytes: int
     inputs: tuple[int, ...] = ()
     """Indices of earlier operators of the layer; parameters and shared inputs are not listed."""
     slot: int | None = None

@@ -334,7 +334,6 @@ def test_views_are_no_operators_and_results_of_one_kernel_cost_it_once():
     assert [op.seconds for op in results] == [0.0] * len(results)
     assert sum("attention" in name for name in ops) == 1
     assert ops["mm_1"].inputs == (list(ops).index("mul_4"),)
-    assert all(op.output_bytes % ALIGNMENT_BYTES == 0 for op in ops.values())
 
 
 def test_a_view_that_is_a_slot_is_an_operator():

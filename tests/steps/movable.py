@@ -118,7 +118,6 @@ def _layer_class(kind: LayerKind) -> LayerClass:
         LayerOp(
             name=f"op_{name}",
             seconds=kind.seconds[name],
-            output_bytes=kind.sizes[name],
             inputs=tuple(map(names.index, reads)),
             slot=slot,
             can_recompute=name not in kind.kept,

@@ -425,9 +425,9 @@ def test_closures_end_where_a_slot_is_at_hand():
 
 
 def test_a_long_closure_runs_shared_operators_once():
-    ops = [LayerOp(name="x", seconds=0.0, output_bytes=0, slot=0, can_recompute=False)]
+    ops = [LayerOp(name="x", seconds=0.0, slot=0, can_recompute=False)]
     for at in range(1, 3000):
-        ops.append(LayerOp(name=f"o{at}", seconds=1.0, output_bytes=0, inputs=(at - 1, 0)))
+        ops.append(LayerOp(name=f"o{at}", seconds=1.0, inputs=(at - 1, 0)))
     ops[-1] = replace(ops[-1], slot=1)
     cls = replace(movable_step(1).classes["L"], ops=tuple(ops))
     assert recompute_closure(cls, (1,), (0,)) == tuple(range(1, 3000))
