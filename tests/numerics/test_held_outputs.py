@@ -202,11 +202,11 @@ def assert_within(
     assert_planned()
 
 
-@pytest.mark.parametrize("lowering", ["aten", "inductor"])
-def test_output_in_scope(lowering, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"lowering": "inductor", "token_tiles": 1}], ids=str)
+def test_output_in_scope(options, monkeypatch):
     """``out = model(...); out.loss.backward()``; the logits are a view of a product."""
-    budget = floor_of("both", lowering=lowering)
-    assert_within("both", output_in_scope, budget, monkeypatch, lowering=lowering)
+    budget = floor_of("both", **options)
+    assert_within("both", output_in_scope, budget, monkeypatch, **options)
 
 
 def test_outputs_of_three_steps_in_a_list(monkeypatch):
