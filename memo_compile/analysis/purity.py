@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from memo_compile.analysis.structure import argument, op_name
 
@@ -72,6 +73,11 @@ def is_pure(node: fx.Node) -> bool:
     assert isinstance(node.target, torch._ops.OpOverload)
     mutates = node.target._schema.is_mutable
     return not mutates and not is_random(node) and not is_collective(node)
+
+
+def must_be_saved(node: fx.Node) -> bool:
+    """True where the model's own checkpoint(), or a pass, forbids to recompute ``node``."""
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
 def is_repeatable(node: fx.Node) -> bool:

@@ -140,7 +140,8 @@ def _rows_of_queries(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> Ro
 class _Pass:
     """One walk over the graph with the seeds known so far; ``found`` are those still missing.
 
-    With ``any_source`` a node that cannot have its rows from its inputs is a seed itself.
+    With ``any_source`` a node that cannot have its rows from its inputs is a seed itself, and a
+    number that is made of mixed rows (of a sum) is read whole by every row.
     """
 
     gm: fx.GraphModule
@@ -161,6 +162,8 @@ class _Pass:
                 self.dims[node] = None
             elif all(source in self.dims for source in node.all_input_nodes):
                 self._visit(node)
+            elif self.any_source and is_tensor(node) and node.meta["val"].numel() == 1:
+                self.dims[node] = None
 
     def _visit(self, node: fx.Node) -> None:
         rows = {

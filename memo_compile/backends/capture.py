@@ -26,6 +26,7 @@ from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.equal_cut import EqualCut, SaveMinCut, SufficientCut
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import FetchLeased, LeaseSaved, leased_names
+from memo_compile.passes.loss_gradient import GradientOfLoss
 from memo_compile.passes.order import selection
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.runner import PassRunner
@@ -126,6 +127,7 @@ class StepCapture:
         passes = (
             MergeCommonSubexpressions(),
             HoistInvariants(),
+            *(() if self.config.exact else (GradientOfLoss(),)),
             KeepOverwritten(num_fwd_outputs=num_fwd_outputs),
         )
         joint = self.runner.run(joint, passes, stage="joint")

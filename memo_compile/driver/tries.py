@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import operator
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
@@ -28,6 +29,15 @@ T = TypeVar("T")
 
 TOKEN_TILES = 8
 """Where tiles are wanted: an eighth of the widest tensors is below a layer's other transients."""
+
+HEAD_BYTES = 2**28
+"""Logits as large as this are not made at once without a budget either: tiles cost no time."""
+
+HEAD_FACTOR = 2
+"""The widest product by so much wider than all others makes the logits."""
+
+HEAD_TILES = 16
+"""Of the loss head by itself: a tile's logits are small beside the gradient of their weight."""
 
 REST = 0.1
 """Of the budget: the layers need that much beside parameters and logits."""
@@ -187,23 +197,26 @@ def tile_order(
     whole, everywhere = Tiles(1), Tiles(TOKEN_TILES)
     budget = config.budget_bytes(device_bytes)
     least = facts.constant_bytes(config.optimizer_state_bytes_per_parameter)
-    if budget is None or least + 2 * _widest_bytes(gm) <= budget * (1 - REST):
-        return whole, everywhere
+    widest, *others = _products_bytes(gm)
+    if budget is None or least + 2 * widest <= budget * (1 - REST):
+        if widest < HEAD_BYTES or widest < HEAD_FACTOR * others[0]:
+            return whole, everywhere
+        return Tiles(HEAD_TILES, widest, sys.maxsize), whole, everywhere
     room = int(budget * (1 - REST)) - least
     if room <= 0:
         return everywhere, whole
     more = 1.0 if config.costs == "roofline" else COMPILING
-    needed = Tiles(TOKEN_TILES, room, room, FAST * more)
+    needed = Tiles(HEAD_TILES, room, room, FAST * more)
     in_all = Tiles(TOKEN_TILES, 0, room, FAST_IN_ALL * more)
     return needed, in_all, everywhere, whole
 
 
-def _widest_bytes(gm: fx.GraphModule) -> int:
-    """Bytes of the largest result of a product in ``gm``."""
-    sizes = [0]
+def _products_bytes(gm: fx.GraphModule) -> list[int]:
+    """Different sizes of the results of products in ``gm``, largest first; two at least."""
+    sizes = {0, -1}
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
         if node.target in _PRODUCTS and isinstance(value, torch.Tensor):
             if all(isinstance(size, int) for size in value.shape):
-                sizes.append(value.numel() * value.element_size())
-    return max(sizes)
+                sizes.add(value.numel() * value.element_size())
+    return sorted(sizes, reverse=True)

@@ -28,7 +28,7 @@ from memo_compile.analysis.joint_units import (
     tangent_dependents,
 )
 from memo_compile.analysis.overwrites import overwritten, runs_once
-from memo_compile.analysis.purity import is_constant, is_pure
+from memo_compile.analysis.purity import is_constant, is_pure, must_be_saved
 from memo_compile.analysis.saved import saved_nodes, tag_saved
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, storage_of
@@ -101,7 +101,8 @@ class EqualCut:
         units, saved = self.units, set(saved_nodes(gm))
         above = self.drops_above
         if above is not None:
-            saved -= {node for node in _wide(units) if 2 * _bytes(node) > above}
+            wide = (node for node in _wide(units) if 2 * _bytes(node) > above)
+            saved -= {node for node in wide if not must_be_saved(node)}
         chosen = {node for node in saved if node.op == "placeholder" or UNIT not in node.meta}
         spans, classes = units.structure.units, units.structure.classes
         middle_of = {cls.class_key: spans[cls.units[len(cls.units) // 2]] for cls in classes}

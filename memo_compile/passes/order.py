@@ -8,6 +8,7 @@ from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.equal_cut import EqualCut, SaveMinCut, SufficientCut
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import FetchLeased, LeaseSaved
+from memo_compile.passes.loss_gradient import GradientOfLoss
 from memo_compile.passes.numbers import PutNumbers
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.own_outputs import OwnOutputs
@@ -19,6 +20,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     PutNumbers,  # Dynamo's graph, where it has sizes as symbols
     MergeCommonSubexpressions,  # joint graph
     HoistInvariants,  # joint graph
+    GradientOfLoss,  # joint graph
     KeepOverwritten,  # joint graph
     SaveMinCut,  # joint graph
     EqualCut,  # joint graph

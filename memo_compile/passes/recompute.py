@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from memo_compile.analysis.overwrites import runs_once, written_storages
 from memo_compile.analysis.purity import (
@@ -19,6 +18,7 @@ from memo_compile.analysis.purity import (
     is_random,
     is_repeatable,
     is_write,
+    must_be_saved,
 )
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim
@@ -137,8 +137,8 @@ def _why_not_recomputed(node: fx.Node, written: Iterable[fx.Node]) -> str | None
     """What forbids to run ``node`` a second time, in the backward; None when it may run."""
     if is_item(node):
         node = node.all_input_nodes[0]
-    if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
-        return "the model's own checkpoint() says MUST_SAVE"
+    if must_be_saved(node):
+        return "it is tagged MUST_SAVE, by the model's own checkpoint() or as the loss's gradient"
     if runs_once(node):
         return "it reads an input that the step overwrites"
     for read in (node, *node.all_input_nodes):

@@ -10,11 +10,14 @@ from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, rows_through
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import is_item, is_tensor, is_view, shape_of, storage_of
+from memo_compile.analysis.views import is_item, is_tensor, is_view, makers_of, shape_of, storage_of
 
 NUM_ANCHORS = 2
 """Widest values of the peak that a chain is looked for around: often the first is read by the
 second, and where it is not, the second belongs to another chain."""
+
+NARROW = 8
+"""A value of fewer bytes than this part of the widest costs next to nothing before the tiles."""
 
 
 def transient_bytes(gm: fx.GraphModule) -> int:
@@ -95,7 +98,8 @@ def _stages(
     """The row-wise nodes by how often their rows were mixed before; with the sums at their end.
 
     No path leads from a stage to what mixes its rows and back. A node whose only readers are in a
-    later stage moves there.
+    later stage moves there. Sums of narrow values that wide ones read (how many labels count) come
+    before the tiles, and divide nothing into stages.
     """
     nodes = [node for node in region.gm.graph.nodes if node.op == "call_function"]
     external = region.external_storages()  # the user's: no memory of the step's to write in parts
@@ -108,6 +112,8 @@ def _stages(
     }
     own = _with_all_items(own)
     sums = {node for node in nodes if node not in dims and _is_sum(node, dims, own)}
+    before = _narrow_sums(nodes, own, sums)
+    own, sums = own - before, sums - before
     stage: dict[fx.Node, int] = {}
     for node in region.gm.graph.nodes:
         inside = node in own or node in sums
@@ -129,6 +135,28 @@ def _stages(
             if users and all(user in chain or user in ends for user in users):
                 chain.update((node, *items))
         yield frozenset(chain), frozenset(ends)
+
+
+def _narrow_sums(nodes: Iterable[fx.Node], own: set[fx.Node], sums: set[fx.Node]) -> set[fx.Node]:
+    """The sums that are made of narrow row-wise values, and read for row-wise ones; with those."""
+    widest = max((_bytes(node) for node in own), default=0)
+    mixed: set[fx.Node] = set()  # what is made of a sum
+    read: set[fx.Node] = set()
+    for node in nodes:
+        if node in sums or any(source in mixed for source in node.all_input_nodes):
+            mixed.add(node)
+            read.update(node.all_input_nodes if node in own else ())
+    found: set[fx.Node] = set()
+    for total in sums:
+        made_of = makers_of([total], lambda node: node.op == "call_function")
+        feeds = any(total in makers_of([node], lambda node: True) for node in read - own)
+        if feeds and all(NARROW * _bytes(node) <= widest for node in made_of & own):
+            found |= {total, *(made_of & own)}
+    return found
+
+
+def _bytes(node: fx.Node) -> int:
+    return int(node.meta["val"].nbytes) if is_tensor(node) else 0
 
 
 def _items(node: fx.Node) -> list[fx.Node]:

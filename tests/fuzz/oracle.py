@@ -48,6 +48,8 @@ class Finding:
     """memo's, with the budget in bytes."""
     torch_too: bool = False
     """torch's own backend, in the same run, is wrong or raises as well."""
+    aside: bool = False
+    """memo planned nothing: plain Inductor ran."""
 
     @property
     def signature(self) -> str:
@@ -55,8 +57,8 @@ class Finding:
 
     @property
     def is_torchs(self) -> bool:
-        """torch's own backend raises the same: no other backend of it can run this model."""
-        return self.kind == "exception" and self.torch_too
+        """torch's own backend raises the same, or is what ran and is wrong by itself."""
+        return self.torch_too and (self.kind == "exception" or self.aside)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,6 +136,7 @@ class _Arms:
         else:
             self.exact = self.train_as(torch.float64)
             own = self.eager
+        self._torchs: dict[str, str] = {}
         self._judged = judged_dtype(case)
         self.allowed = judge.tolerances(self.exact.steps, own.steps, self._judged)
 
@@ -157,13 +160,22 @@ class _Arms:
     def faults(self, record: Record) -> list[str]:
         return judge.faults(record.steps, self.exact.steps, self.eager.steps, self.allowed)
 
-    @functools.cached_property
+    @property
     def plain(self) -> str:
         """What is wrong with torch's own run of the same lowering; empty when nothing is.
 
         Plain Inductor, or Inductor's decompositions and partitioner, op by op.
         """
-        backend = "inductor" if self.case.options["lowering"] == "inductor" else OP_BY_OP
+        lowered = self.case.options["lowering"] == "inductor"
+        return self.torchs("inductor" if lowered else OP_BY_OP)
+
+    def torchs(self, backend: str) -> str:
+        """What is wrong with the run of torch's own ``backend``; empty when nothing is."""
+        if backend not in self._torchs:
+            self._torchs[backend] = self._wrong_with(backend)
+        return self._torchs[backend]
+
+    def _wrong_with(self, backend: str) -> str:
         try:
             found = self.faults(self.compiled(backend=backend))
         except Exception as error:
@@ -258,7 +270,9 @@ def _judged(
     if faults := arms.faults(record):
         where = _sort(faults[0])
         detail = "\n".join(faults[:12])
-        found.append(make(kind="wrong", where=where, detail=detail, torch_too=bool(arms.plain)))
+        plain = arms.plain if plans else arms.torchs("inductor")
+        more = {"torch_too": bool(plain), "aside": not plans}
+        found.append(make(kind="wrong", where=where, detail=detail, **more))
     if shared := sorted(record.shared - arms.eager.shared):
         where = shared[0].split()[0]
         found.append(make(kind="shared memory", where=where, detail="\n".join(shared[:12])))

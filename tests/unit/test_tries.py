@@ -169,13 +169,15 @@ def test_where_logits_alone_break_the_budget_only_what_does_so_runs_in_tiles():
     budget = int((least + room) / (1 - tries.REST)) + 1
     config = MemoConfig(memory_budget=budget, optimizer_state_bytes_per_parameter=0)
     first, *others = tries.tile_order(gm, facts, config, None)
-    assert first.number == TOKEN_TILES
+    assert first.number == tries.HEAD_TILES
     assert 0 <= first.above_bytes - room <= 2
     assert first.max_over_compute == tries.FAST * tries.COMPILING
     assert first.drop_above_bytes == first.above_bytes
-    in_all = first._replace(above_bytes=0, max_over_compute=tries.FAST_IN_ALL * tries.COMPILING)
+    in_all = first._replace(
+        number=TOKEN_TILES, above_bytes=0, max_over_compute=tries.FAST_IN_ALL * tries.COMPILING
+    )
     assert others == [in_all, Tiles(TOKEN_TILES), Tiles(1)]
-    assert str(first).startswith("8 tiles of tokens, where more than 24.00 MiB")
+    assert str(first).startswith("16 tiles of tokens, where more than 24.00 MiB")
 
 
 @pytest.mark.parametrize(
@@ -221,6 +223,17 @@ def test_a_plan_is_fast_near_its_computation_and_where_no_other_was_faster():
     with pytest.raises(TooSlow, match="others are faster") as caught:
         require_fast(plan, MemoConfig(max_step_s=3.0))
     assert caught.value.step_s == 3.0
+
+
+@pytest.mark.parametrize("budget", [None, 2**34])
+def test_wide_logits_run_in_tiles_without_a_budget_and_are_saved_if_the_backward_reads_them(budget):
+    gm, facts = with_logits(tokens=8192, hidden=16, vocabulary=16384)
+    logits = 8192 * 16384 * 4
+    config = MemoConfig(memory_budget=budget)
+    first, *others = tries.tile_order(gm, facts, config, None)
+    assert others == [Tiles(1), Tiles(TOKEN_TILES)]
+    assert (first.number, first.above_bytes) == (tries.HEAD_TILES, logits)
+    assert first.drop_above_bytes > 2**60
 
 
 def test_where_logits_fit_the_whole_comes_first():

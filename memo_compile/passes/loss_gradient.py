@@ -1,0 +1,163 @@
+"""Makes the gradient of a loss head in the forward, where its logits are, and scales it later.
+
+A backward is linear in the gradient that comes in. For one scalar loss that gradient is a number,
+which is not known in the forward but may be multiplied in at the end. So the logits are made once,
+are not kept between the halves, and in tiles never exist as a whole (Liger-Kernel, ALST).
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+from torch.utils.checkpoint import CheckpointPolicy
+
+from memo_compile.analysis.joint_units import UNIT, is_tangent, tag_units, tangent_dependents
+from memo_compile.analysis.purity import is_pure
+from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.views import is_tensor, is_view
+
+MIN_BYTES = 2**20
+"""Of the widest value: below there is nothing to gain."""
+
+_IN_FIRST = frozenset("neg sum mean convert_element_type _to_copy clone".split())
+"""Operators that are linear in their first argument, and have no other tensor."""
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientOfLoss:
+    """The head's backward, from the loss down to what is narrow again, is part of the forward.
+
+    Rewrite, with one tangent t, a number (in brackets the half that runs it):
+        p  = softmax(logits)  [forward]        p   = softmax(logits)  [forward]
+        dz = mul(p, t)        [backward]       dz  = mul(p, 1)        [forward]
+        dw = mm(dz.T, x)      [backward]  ->   dw1 = mm(dz.T, x)      [forward, saved]
+        dx = mm(dz, w)        [backward]       dx1 = mm(dz, w)        [forward, saved]
+                                               dw  = mul(dw1, t)      [backward]
+                                               dx  = mul(dx1, t)      [backward]
+
+    Only operators that are known to be linear move, none in float16, whose small gradients need t;
+    and only where all that is saved is smaller than the widest value.
+    """
+
+    name: ClassVar[str] = "loss-gradient"
+    is_required: ClassVar[bool] = False
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        """Rewrite in place."""
+        tangents = [node for node in gm.graph.find_nodes(op="placeholder") if is_tangent(node)]
+        if len(tangents) != 1 or not is_tensor(tangents[0]) or tangents[0].meta["val"].dim():
+            return PassResult(gm, False)
+        (tangent,) = tangents
+        head = _head(gm, tangent)
+        ends = [node for node in head if any(user not in head for user in node.users)]
+        if not head or sum(map(_bytes, ends)) > max(map(_bytes, head)):
+            return PassResult(gm, False)
+        _move(gm, tangent, head, ends)
+        return PassResult(gm, True)
+
+
+def _head(gm: fx.GraphModule, tangent: fx.Node) -> dict[fx.Node, None]:
+    """What moves, in order: the wide values of the last unit, what makes them, what reads them."""
+    linear = _linear(gm, tangent)
+    widest = max(map(_bytes, linear), default=0)
+    wide = {node for node in linear if 2 * _bytes(node) >= widest}
+    if widest < MIN_BYTES or any(_value(node).dtype == torch.float16 for node in linear):
+        return {}
+    found = set(wide)
+    for node in wide:
+        found.update(node.users)
+    for node in reversed(linear):
+        if node in found:
+            found.update(source for source in node.all_input_nodes if source in linear)
+    return {node: None for node in linear if node in found} if found <= linear.keys() else {}
+
+
+def _linear(gm: fx.GraphModule, tangent: fx.Node) -> dict[fx.Node, None]:
+    """Nodes of the last unit's backward that are known to be linear in ``tangent``, in order."""
+    units = tag_units(gm)
+    dependent = tangent_dependents(gm.graph)
+    found: dict[fx.Node, None] = {}
+    for node in gm.graph.nodes:
+        if (
+            node in dependent
+            and node.op == "call_function"
+            and node.meta.get(UNIT) in (None, units.num_units - 1)
+            and is_tensor(node)
+            and is_pure(node)
+            and all(
+                source in found or source is tangent
+                for source in node.all_input_nodes
+                if source in dependent
+            )
+            and _is_linear(node, dependent)
+        ):
+            found[node] = None
+    return found
+
+
+def _is_linear(node: fx.Node, dependent: Container[object]) -> bool:
+    """True where ``node`` of c times the ``dependent`` arguments is c times ``node``, surely."""
+    first, *others = (argument in dependent for argument in (*node.args, *node.kwargs.values()))
+    name, num = op_name(node), sum((first, *others))
+    if is_view(node) or name in _IN_FIRST:
+        return first and num == 1
+    if name in ("mul", "mm", "bmm"):
+        return num == 1
+    if name in ("add", "sub"):
+        return num == 2
+    if name == "div":
+        return first and num == 1 and "rounding_mode" not in node.kwargs
+    if name == "where" and not first:
+        branches = node.args[1:]
+        return all(branch in dependent or _is_zero(branch) for branch in branches)
+    if name == "constant_pad_nd":
+        return first and num == 1 and all(map(_is_zero, node.args[2:]))
+    return False
+
+
+def _is_zero(value: object) -> bool:
+    if isinstance(value, fx.Node):
+        return op_name(value) in ("full", "scalar_tensor") and _is_zero(value.args[-1])
+    return isinstance(value, int | float) and value == 0
+
+
+def _move(
+    gm: fx.GraphModule, tangent: fx.Node, head: Mapping[fx.Node, None], ends: Sequence[fx.Node]
+) -> None:
+    value = tangent.meta["val"]
+    first = next(iter(head))
+    with gm.graph.inserting_before(first):
+        options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        one = gm.graph.call_function(_aten.full.default, ([], 1), options)
+    one.meta = {**_forward(first), "val": torch.ones_like(value)}
+    for node in head:
+        node.meta = _forward(node)
+        node.replace_input_with(tangent, one)
+    for end in ends:
+        later = [user for user in end.users if user not in head]
+        with gm.graph.inserting_after(end):
+            scaled = gm.graph.call_function(_aten.mul.Tensor, (end, tangent))
+        scaled.meta = {**end.meta, "partitioner_tag": "is_backward"}
+        end.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        for user in later:
+            user.replace_input_with(end, scaled)
+    gm.graph.lint()
+
+
+def _forward(node: fx.Node) -> dict[str, object]:
+    return {**node.meta, "partitioner_tag": "is_forward"}
+
+
+def _value(node: fx.Node) -> torch.Tensor:
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor), "only tensors are linear"
+    return value
+
+
+def _bytes(node: fx.Node) -> int:
+    return _value(node).nbytes
