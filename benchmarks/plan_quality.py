@@ -85,6 +85,9 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
         except Infeasible as error:
             rows.append({**row, "floor_bytes": error.floor_bytes})
             continue
+        if not answer.fits:
+            rows.append({**row, "floor_bytes": answer.peak_bytes})
+            continue
         found = answer.step.plan
         rows.append(
             {

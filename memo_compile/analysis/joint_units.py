@@ -20,6 +20,9 @@ from memo_compile.step.problem import Phase
 UNIT = "memo_unit"
 """Key of ``node.meta``: the index of the unit."""
 
+GRADIENT = "memo_gradient"
+"""Key of ``node.meta``: true for a part of a gradient that the forward makes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointUnits:

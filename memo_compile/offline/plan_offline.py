@@ -13,10 +13,11 @@ import torch
 from torch import fx
 
 from memo_compile import shim
+from memo_compile.analysis.joint_units import GRADIENT
 from memo_compile.backends.capture import StepCapture, next_graph_name
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.hardware import HardwareProfile, find_hardware
-from memo_compile.costs.roofline import graph_cost
+from memo_compile.costs.roofline import node_cost
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.pipeline import cut_step, lower_step
@@ -178,7 +179,10 @@ def _planned_step(
         stall_s=timeline.stall_s,
     )
     forward_flops = sum(
-        graph_cost(step.regions[call.region].gm).flops for call in step.forward.calls
+        node_cost(node).flops
+        for call in step.forward.calls
+        for node in step.regions[call.region].gm.graph.nodes
+        if GRADIENT not in node.meta
     )
     return OfflineStep(
         problem=planned.problem,

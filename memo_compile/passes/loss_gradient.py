@@ -14,7 +14,13 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memo_compile.analysis.joint_units import UNIT, is_tangent, tag_units, tangent_dependents
+from memo_compile.analysis.joint_units import (
+    GRADIENT,
+    UNIT,
+    is_tangent,
+    tag_units,
+    tangent_dependents,
+)
 from memo_compile.analysis.purity import is_pure
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import is_tensor, is_view
@@ -88,6 +94,7 @@ def _linear(gm: fx.GraphModule, tangent: fx.Node) -> dict[fx.Node, None]:
             and node.op == "call_function"
             and node.meta.get(UNIT) in (None, units.num_units - 1)
             and is_tensor(node)
+            and _value(node).is_floating_point()
             and is_pure(node)
             and all(
                 source in found or source is tangent
@@ -133,11 +140,11 @@ def _move(
     first = next(iter(head))
     with gm.graph.inserting_before(first):
         options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        one = gm.graph.call_function(_aten.full.default, ([], 1), options)
-    one.meta = {**_forward(first), "val": torch.ones_like(value)}
+        number = gm.graph.call_function(_aten.full.default, ([], 1), options)
+    number.meta = {**_forward(first), "val": torch.ones_like(value)}
     for node in head:
-        node.meta = _forward(node)
-        node.replace_input_with(tangent, one)
+        node.meta = {**_forward(node), GRADIENT: True}
+        node.replace_input_with(tangent, number)
     for end in ends:
         later = [user for user in end.users if user not in head]
         with gm.graph.inserting_after(end):

@@ -4,7 +4,7 @@ import inspect
 
 from tests.fuzz import driver, judge
 from tests.fuzz.case import Case
-from tests.fuzz.oracle import Finding
+from tests.fuzz.oracle import Finding, has_no_size_limits
 from tests.fuzz.source import model_source
 
 _MAIN = '''
@@ -16,6 +16,8 @@ RUN = {run!r}
 OPTIONS = {options!r}
 DTYPE = "{dtype}"
 
+
+{limits}
 
 def main():
     """Train eagerly, in float64, with plain Inductor and with memo; print what differs."""
@@ -46,6 +48,14 @@ if __name__ == "__main__":
 '''
 
 
+_NO_SIZE_LIMITS = """
+from memo_compile.driver import tries
+from memo_compile.passes import loss_gradient
+
+loss_gradient.MIN_BYTES = tries.HEAD_BYTES = tries.HEAD_FACTOR = 0  # as if all were large
+"""
+
+
 def script(case: Case, finding: Finding, judged: str) -> str:
     """Runnable source with the model, the loop, the comparison and what was found."""
     found = "\n".join(f"# {line}" for line in f"{finding.signature}\n{finding.detail}".splitlines())
@@ -55,6 +65,7 @@ def script(case: Case, finding: Finding, judged: str) -> str:
         dtype=case.dtype,
         judged=judged,
         seed=case.seed,
+        limits=_NO_SIZE_LIMITS if has_no_size_limits(case) else "",
     )
     parts = [found, inspect.getsource(driver), inspect.getsource(judge), model_source(case), main]
     return "\n\n".join(parts)

@@ -136,7 +136,8 @@ def test_a_budget_between_floor_and_saving_moves_tensors(capsys):
     body = json.loads(out)
     assert code == 0
     assert body["peak_bytes"] <= int(budget)
-    assert {row["decision"] for row in body["decisions"]} > {"SAVE"}
+    assert {row["decision"] for row in body["decisions"]} != {"SAVE"}
+    assert body["tiles"]["layer0_fwd"] == 1
 
 
 def test_tables_say_what_fits_and_what_sets_the_peak(capsys, tmp_path):
@@ -146,7 +147,7 @@ def test_tables_say_what_fits_and_what_sets_the_peak(capsys, tmp_path):
     assert code == 0
     assert "tiny-gpt, 1 x 1024 tokens on h200: fits" in out
     assert "set by" in out
-    assert "epilogue_bwd@0 (backward)" in out
+    assert "epilogue_fwd@" in out
     assert "MFU" in out
     assert report.read_text().startswith("<!")
     restored = from_json(saved.read_text(), Plan, where="plan.json")

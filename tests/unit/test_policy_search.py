@@ -216,7 +216,7 @@ def test_every_candidate_names_who_proposed_it():
     step = movable_step(4)
     source = CandidateSource(step=step, recompute=recomputer(step))
     proposers = {candidate.moves.policy for candidate in source.auto()}
-    assert proposers == {"greedy", "program", "steady", *NAMED}
+    assert proposers == {"greedy", "program", "steady", "widened", *NAMED}
 
 
 def test_without_time_the_choice_is_greedys():

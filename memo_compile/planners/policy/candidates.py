@@ -116,6 +116,16 @@ def copy_seconds(step: MovableStep, problem: Problem) -> float:
     )
 
 
+def _stalls(candidate: Candidate) -> bool:
+    return candidate.timeline.stall_s > STALLED * candidate.timeline.step_s
+
+
+def _widened(candidate: Candidate) -> Moves:
+    """The same decisions, whose copies get more time within the same peak."""
+    moves = candidate.moves
+    return replace(moves, policy="widened", schedule=replace(moves.schedule, widen=1.0))
+
+
 @dataclass(slots=True, kw_only=True)
 class SearchedMoves:
     """What was found for one step; a later round weighs it with better costs."""
@@ -142,7 +152,9 @@ class CandidateSource:
         found = dict.fromkeys(self._greedy())
         if self.solver and self.step.layers:
             found.update(dict.fromkeys(self._program()))
-        return [*self._valid(found), *self.named_all(), *self.steady()]
+        known = [*self.named_all(), *self.steady()]
+        found.update(dict.fromkeys(map(_widened, filter(_stalls, known))))
+        return [*self._valid(found), *known]
 
     def greedy(self) -> list[Candidate]:
         """What policy ``greedy`` chooses from."""
@@ -203,8 +215,8 @@ class CandidateSource:
 
     def _with_wider(self, candidate: Candidate) -> Iterator[Candidate]:
         yield candidate
-        moves, timeline = candidate.moves, candidate.timeline
-        if moves.schedule.widen and timeline.stall_s > STALLED * timeline.step_s:
+        moves = candidate.moves
+        if moves.schedule.widen and _stalls(candidate):
             for times in WIDER:
                 schedule = replace(moves.schedule, widen=times)
                 yield self._evaluated(replace(moves, schedule=schedule))
