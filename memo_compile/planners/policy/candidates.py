@@ -153,7 +153,8 @@ class CandidateSource:
         if self.solver and self.step.layers:
             found.update(dict.fromkeys(self._program()))
         known = [*self.named_all(), *self.steady()]
-        found.update(dict.fromkeys(map(_widened, filter(_stalls, known))))
+        slow = (plan for plan in known if plan.moves.policy != "memo" and _stalls(plan))
+        found.update(dict.fromkeys(map(_widened, slow)))
         return [*self._valid(found), *known]
 
     def greedy(self) -> list[Candidate]:
