@@ -71,8 +71,9 @@ def require_fast(plan: Plan, config: MemoConfig) -> None:
     Raises:
         TooSlow: it is not.
     """
-    step_s, compute_s = plan.step_s, plan.compute_s
-    if step_s is None or not compute_s:
+    compute_s = plan.compute_s
+    step_s = compute_s if plan.step_s is None else plan.step_s  # what keeps everything computes
+    if not step_s or not compute_s:
         return
     if step_s > config.max_over_compute * compute_s:
         raise TooSlow(
@@ -165,7 +166,10 @@ class _Planner:
         """The step that keeps everything, if it fits."""
         require_budget(replace(saved, budget_bytes=budget_bytes))
         rows = saved_rows(self.problem, self.lowered.cut.forward, self.lowered.cut.units)
-        return self._planned(self.problem, replace(saved, decisions=rows))
+        saved = replace(saved, decisions=rows)
+        if self.config.max_step_s < math.inf:  # other tiles are no slower than that
+            saved = replace(saved, compute_s=self._compute_s())
+        return self._planned(self.problem, saved)
 
     def _choose(self, budget_bytes: int | None) -> Choice:
         try:

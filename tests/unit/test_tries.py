@@ -217,7 +217,9 @@ def test_a_plan_is_fast_near_its_computation_and_where_no_other_was_faster():
     timeline = Timeline(step_s=3.0, stall_s=0.0)
     plan = replace(step.planned.plan, timeline=timeline, compute_s=2.0)
     require_fast(plan, MemoConfig(max_over_compute=1.5, max_step_s=3.1))
-    require_fast(replace(plan, timeline=None), MemoConfig(max_over_compute=1.06))
+    require_fast(replace(plan, timeline=None), MemoConfig(max_over_compute=1.06, max_step_s=2.1))
+    with pytest.raises(TooSlow, match="others are faster"):  # though it keeps everything
+        require_fast(replace(plan, timeline=None), MemoConfig(max_step_s=1.9))
     with pytest.raises(TooSlow, match=r"1\.500 x its computation"):
         require_fast(plan, MemoConfig(max_over_compute=1.06))
     with pytest.raises(TooSlow, match="others are faster") as caught:
@@ -240,3 +242,22 @@ def test_where_logits_fit_the_whole_comes_first():
     gm, facts = with_logits(tokens=64, hidden=16, vocabulary=64)
     config = MemoConfig(memory_budget=2**30)
     assert tries.tile_order(gm, facts, config, None) == (Tiles(1), Tiles(TOKEN_TILES))
+
+
+def test_a_slow_whole_leads_to_tiles_and_is_taken_where_they_are_slower(monkeypatch):
+    order = (Tiles(1, max_over_compute=1.05), Tiles(8, 3, 3, 1.05), Tiles(8))
+    monkeypatch.setattr(tries, "tile_order", lambda *_: order)
+
+    def fastest(seconds):
+        def attempt(gm, config):
+            step_s = seconds[config.token_tiles]
+            if step_s > config.max_over_compute or step_s >= config.max_step_s:
+                raise TooSlow("a plan that fits", step_s=step_s)
+            return config.token_tiles
+
+        config = MemoConfig(memory_budget=2**30)
+        return first_that_fits(graph(), GraphFacts([torch.ones(4)]), config, attempt)
+
+    assert fastest({1: 1.2, 8: 1.1}) == 8
+    assert fastest({1: 1.2, 8: 1.3}) == 1
+    assert fastest({1: 1.02, 8: 1.01}) == 1
