@@ -42,6 +42,10 @@ HEAD_TILES = 16
 REST = 0.1
 """Of the budget: the layers need that much beside parameters and logits."""
 
+SMALL = 0.25
+"""Of the room for logits and layers: where logits take no more, their tiles make no slow plan fast,
+and a whole graph that fits is taken at once."""
+
 FAST, FAST_IN_ALL = 1.005, 1.03
 """Times its computation that a plan may take, with tiles where they are needed alone or for all
 chains, before more is tried: all tiles cost 1.005, and to recompute what they make 1.04."""
@@ -161,9 +165,9 @@ def _leads_on(error: Exception, tiles: int, config: MemoConfig) -> bool:
     A graph that cannot be planned whole cannot be planned in tiles either.
     """
     refused = isinstance(error, REFUSED)
-    if config.memory_budget is None and not refused:
-        return False
-    return tiles != 1 or refused or isinstance(error, Infeasible)
+    if tiles != 1 or refused:
+        return True
+    return config.memory_budget is not None and isinstance(error, Infeasible)
 
 
 def _more_telling(before: Exception, error: Exception) -> Exception:
@@ -193,22 +197,31 @@ def tile_order(
     that break the budget by themselves run in tiles, which cost time; where that does not do, all
     regions do whose chains are wide; at last what those chains make is not saved but recomputed
     tile by tile. It is an estimate: a step that would just have fitted whole may run in tiles.
+    Where logits just fit, the whole graph is taken only if it is fast: with less memory the step
+    might run in tiles, and a smaller budget must not be faster. Where each try is compiled and
+    timed, it is taken all the same.
     """
     whole, everywhere = Tiles(1), Tiles(TOKEN_TILES)
     budget = config.budget_bytes(device_bytes)
+    widest, second, *_ = _products_bytes(gm)
+    head = Tiles(HEAD_TILES, widest, sys.maxsize)
+    first = head if widest >= max(HEAD_BYTES, HEAD_FACTOR * second) else whole
+    if budget is None:
+        return (first, whole, everywhere) if first is head else (whole, everywhere)
     least = facts.constant_bytes(config.optimizer_state_bytes_per_parameter)
-    widest, *others = _products_bytes(gm)
-    if budget is None or least + 2 * widest <= budget * (1 - REST):
-        if widest < HEAD_BYTES or widest < HEAD_FACTOR * others[0]:
-            return whole, everywhere
-        return Tiles(HEAD_TILES, widest, sys.maxsize), whole, everywhere
     room = int(budget * (1 - REST)) - least
     if room <= 0:
         return everywhere, whole
-    more = 1.0 if config.costs == "roofline" else COMPILING
+    compiles = config.costs != "roofline"
+    more = COMPILING if compiles else 1.0
     needed = Tiles(HEAD_TILES, room, room, FAST * more)
     in_all = Tiles(TOKEN_TILES, 0, room, FAST_IN_ALL * more)
-    return needed, in_all, everywhere, whole
+    if 2 * widest > room:
+        return needed, in_all, everywhere, whole
+    if first is whole and (compiles or 2 * widest <= SMALL * room):
+        return whole, everywhere
+    order = (first._replace(max_over_compute=FAST * more), needed, in_all, everywhere)
+    return (*order, whole) if first is head else order
 
 
 def _products_bytes(gm: fx.GraphModule) -> list[int]:

@@ -127,6 +127,12 @@ def test_tiles_that_fail_first_lead_to_the_whole(monkeypatch, error):
     assert bool(notes) == isinstance(error, KeyError)
 
 
+@pytest.mark.parametrize("error", [UnsupportedGraph("no"), KeyError("no")], ids=repr)
+def test_tiles_that_fail_without_a_budget_lead_to_the_whole(monkeypatch, error):
+    options = {"order": (TOKEN_TILES, 1), "monkeypatch": monkeypatch, "memory_budget": None}
+    assert tried(error, **options) == ("planned", [TOKEN_TILES, 1])
+
+
 LOW, HIGH, UNKNOWN = floor(4), floor(9), floor(None)
 UNFIT, BUG, REFUSED = UnsupportedGraph("no"), KeyError("no"), ArenaError("refused")
 
@@ -233,9 +239,24 @@ def test_wide_logits_run_in_tiles_without_a_budget_and_are_saved_if_the_backward
     logits = 8192 * 16384 * 4
     config = MemoConfig(memory_budget=budget)
     first, *others = tries.tile_order(gm, facts, config, None)
-    assert others == [Tiles(1), Tiles(TOKEN_TILES)]
+    assert {Tiles(1), Tiles(TOKEN_TILES)} <= {*others}
     assert (first.number, first.above_bytes) == (tries.HEAD_TILES, logits)
     assert first.drop_above_bytes > 2**60
+
+
+@pytest.mark.parametrize("costs", ["roofline", "measured"])
+def test_where_logits_just_fit_the_whole_is_taken_only_if_it_is_fast(costs):
+    gm, facts = with_logits(tokens=4096, hidden=16, vocabulary=1024)
+    room = int(2.5 * 4096 * 1024 * 4)
+    budget = int((facts.constant_bytes(0) + room) / (1 - tries.REST)) + 1
+    config = MemoConfig(memory_budget=budget, costs=costs, optimizer_state_bytes_per_parameter=0)
+    first, *others = tries.tile_order(gm, facts, config, None)
+    if costs == "measured":
+        assert (first, *others) == (Tiles(1), Tiles(TOKEN_TILES))
+        return
+    assert first == Tiles(1, max_over_compute=tries.FAST)
+    assert [tiles.number for tiles in others] == [tries.HEAD_TILES, TOKEN_TILES, TOKEN_TILES]
+    assert others[-1] == Tiles(TOKEN_TILES)
 
 
 def test_where_logits_fit_the_whole_comes_first():
