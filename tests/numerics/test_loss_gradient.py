@@ -164,6 +164,12 @@ def test_steps_that_move(policy, modified):
     assert modified == [True]
 
 
+def test_without_the_pass(modified):
+    model = WithHead(F.cross_entropy)
+    assert_equals_eager(model, passes=f"-{GradientOfLoss.name}", token_tiles=4)
+    assert modified == []
+
+
 def test_inductor(modified):
     model = WithHead(_shifted)
     assert_equals_eager(model, lowering="inductor", dtype=torch.bfloat16, token_tiles=4)
