@@ -37,7 +37,9 @@ HEAD_FACTOR = 2
 """The widest product by so much wider than all others makes the logits."""
 
 HEAD_TILES = 16
-"""Of the loss head by itself: a tile's logits are small beside the gradient of their weight."""
+"""Of what breaks the budget by itself, mostly the loss head: a tile's logits are small beside the
+gradient of their weight. That is read and written for each tile, so that there are fewer where
+logits fit."""
 
 REST = 0.1
 """Of the budget: the layers need that much beside parameters and logits."""
@@ -204,7 +206,7 @@ def tile_order(
     whole, everywhere = Tiles(1), Tiles(TOKEN_TILES)
     budget = config.budget_bytes(device_bytes)
     widest, second, *_ = _products_bytes(gm)
-    head = Tiles(HEAD_TILES, widest, sys.maxsize)
+    head = Tiles(TOKEN_TILES, widest, sys.maxsize)
     first = head if widest >= max(HEAD_BYTES, HEAD_FACTOR * second) else whole
     if budget is None:
         return (first, whole, everywhere) if first is head else (whole, everywhere)

@@ -240,7 +240,7 @@ def test_wide_logits_run_in_tiles_without_a_budget_and_are_saved_if_the_backward
     config = MemoConfig(memory_budget=budget)
     first, *others = tries.tile_order(gm, facts, config, None)
     assert {Tiles(1), Tiles(TOKEN_TILES)} <= {*others}
-    assert (first.number, first.above_bytes) == (tries.HEAD_TILES, logits)
+    assert (first.number, first.above_bytes) == (TOKEN_TILES, logits)
     assert first.drop_above_bytes > 2**60
 
 
