@@ -59,8 +59,8 @@ class MemoConfig:
     token_granule: int = 128
     """Splits along the tokens are multiples of this."""
     token_tiles: int | None = None
-    """Run wide chains (loss head, MLP) in this many tiles of tokens; 1: never; by default only
-    when the budget asks for it."""
+    """Run wide chains (loss head, MLP) in this many tiles of tokens; 1: never; by default where the
+    budget asks for it, and for logits that are large and stand out (``driver/tries.py``)."""
     tile_above_bytes: int = field(default=0, metadata={"internal": True})
     """Regions whose transients are no larger run whole; no option, ``driver/tries.py`` sets it."""
     drop_above_bytes: int = field(default=0, metadata={"internal": True})
