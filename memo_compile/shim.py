@@ -314,9 +314,31 @@ def inner_compiler(run: Callable[..., Any]) -> Callable[..., Any]:
     return inner
 
 
-def fresh_static_tracing() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def fresh_static_tracing() -> Iterator[TracingContext]:
     """A tracing context for compiling at run time, outside Dynamo: all sizes are numbers."""
-    return tracing(TracingContext(torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)))
+    context = TracingContext(torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True))
+    with tracing(context):
+        yield context
+
+
+def written_inputs(context: TracingContext, num_inputs: int) -> frozenset[int]:
+    """Positions among a graph's inputs of those that it writes into, once it was compiled.
+
+    All of them where AOTAutograd merged some, so that its positions are others, or says nothing.
+    """
+    known = context.fw_metadata
+    if known is None or len(known.input_info) != num_inputs:
+        return frozenset(range(num_inputs))
+    return frozenset(at for at, given in enumerate(known.input_info) if given.mutates_data)
+
+
+def nothing_else_compiles() -> contextlib.AbstractContextManager[Any]:
+    """Dynamo's lock, which it holds when it calls a backend: Inductor's tables are the process's.
+
+    What is compiled at run time must take it too.
+    """
+    return convert_frame.compile_lock
 
 
 def real_tensors() -> contextlib.AbstractContextManager[Any]:

@@ -10,7 +10,7 @@ import collections
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,9 @@ class Specialised:
     _known: collections.OrderedDict[tuple[str, ...], Callable[..., Any]] = field(
         default_factory=collections.OrderedDict
     )
+    _written: frozenset[int] | None = None
+    """Positions of the inputs, without the numbers, that the graph writes into; None before the
+    first compilation."""
     _num_compiled: int = 0
     _plain: Callable[..., Any] | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -76,19 +79,24 @@ class Specialised:
     def __call__(self, *args: Any) -> Any:
         """Run with the plan of these sizes."""
         numbers = tuple(_number(args[index]) for index in self._symbols)
-        key = _key(numbers)
+        rest = [arg for index, arg in enumerate(args) if index not in self._symbols]
+        key = self._key(numbers, rest)
         with self._lock:
             run = self._known.get(key)
             if run is not None:
                 self._known.move_to_end(key)
         if run is None:
-            run = self._compile(numbers, args)
-        if run is self._plain:
-            return run(*args)
-        return run(*(arg for index, arg in enumerate(args) if index not in self._symbols))
+            run = self._compile(numbers, rest)
+        return run(*args) if run is self._plain else run(*rest)
 
-    def _compile(self, numbers: tuple[float, ...], args: Sequence[Any]) -> Callable[..., Any]:
-        with self._lock:
+    def _key(self, numbers: tuple[float, ...], rest: Sequence[Any]) -> tuple[str, ...]:
+        """What tells plans apart: 0.0 equals -0.0, and NaN not even itself."""
+        return (*map(repr, numbers), *_shared_memory(rest, self._written or ()))
+
+    def _compile(self, numbers: tuple[float, ...], rest: Sequence[Any]) -> Callable[..., Any]:
+        with shim.nothing_else_compiles(), self._lock:
+            if (made := self._known.get(self._key(numbers, rest))) is not None:
+                return made  # by another thread meanwhile
             limit = self._config.max_plans * MAX_COMPILATIONS_PER_PLAN
             if self._num_compiled >= limit:
                 return self._plainly(limit)
@@ -98,10 +106,11 @@ class Specialised:
             put = PutNumbers(numbers=dict(zip(self._symbols, numbers, strict=True)))
             gm = self._runner.run(shim.copied(self._gm), [put], stage="dynamo")
             self._runner.write_times()
-            rest = [arg for index, arg in enumerate(args) if index not in self._symbols]
-            with shim.fresh_static_tracing():
+            with shim.fresh_static_tracing() as context:
                 run = self._compile_static(gm, rest, self._config)
-            self._known[_key(numbers)] = run
+            if self._written is None:
+                self._written = shim.written_inputs(context, len(rest))
+            self._known[self._key(numbers, rest)] = run
             return run
 
     def _plainly(self, limit: int) -> Callable[..., Any]:
@@ -120,9 +129,30 @@ class Specialised:
         return self._plain
 
 
-def _key(numbers: tuple[float, ...]) -> tuple[str, ...]:
-    """What tells plans apart: 0.0 equals -0.0, and NaN not even itself."""
-    return tuple(map(repr, numbers))
+def _shared_memory(inputs: Sequence[Any], written: Collection[int]) -> tuple[str, ...]:
+    """How inputs lie in memory that several of them share and into which the graph writes.
+
+    AOTAutograd compiles for that, and leaves it to Dynamo's guards to see another way.
+    """
+    if not written:
+        return ()
+    sharing: dict[int, list[int]] = {}
+    for at, value in enumerate(inputs):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            sharing.setdefault(value.untyped_storage()._cdata, []).append(at)
+    return tuple(
+        f"{at} {_place(inputs[at])}"
+        for group in sharing.values()
+        if len(group) > 1 and not set(written).isdisjoint(group)
+        for at in group
+    )
+
+
+def _place(value: torch.Tensor) -> str:
+    """Where ``value`` lies, and of what it is a view."""
+    base = value if value._base is None else value._base
+    num_bytes = value.untyped_storage().nbytes()
+    return f"at {value.storage_offset()} of {num_bytes} B, {tuple(base.shape)} by {base.stride()}"
 
 
 def _number(value: Any) -> float:

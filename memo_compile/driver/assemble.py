@@ -114,7 +114,8 @@ class Assembly:
             ),
             earlier_output_bytes=earlier_output_bytes,
         )
-        planned = plan_step(self.lowered, self.config, request, self.known)
+        with shim.nothing_else_compiles():
+            planned = plan_step(self.lowered, self.config, request, self.known)
         self.request = request
         return planned
 

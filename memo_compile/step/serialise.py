@@ -48,9 +48,27 @@ def from_json(text: str, kind: type[Data], *, where: str = "input") -> Data:
     apart = {"schema", "kind"} | (_OBSERVED if kind is Plan else set())
     fields = {key: value for key, value in content.items() if key not in apart}
     try:
-        return restore(fields, kind, kind.__name__.lower())
+        data = restore(fields, kind, kind.__name__.lower())
+        if isinstance(data, Problem):
+            _require_regions(data)
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
+    return data
+
+
+def _require_regions(problem: Problem) -> None:
+    """Every call runs a region that is there, on as many values as it takes and makes."""
+    for at, call in enumerate(problem.calls):
+        region = problem.regions.get(call.region)
+        if region is None:
+            raise InputError(f"problem.calls[{at}].region: there is no region {call.region}")
+        counts = len(call.inputs), len(call.outputs)
+        expected = len(region.input_ends), len(region.outputs)
+        if counts != expected:
+            raise InputError(
+                f"problem.calls[{at}]: {call.region} has {expected[0]} inputs and {expected[1]} "
+                f"outputs, got {counts[0]} and {counts[1]}"
+            )
 
 
 def _kind_name(kind: type) -> str:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tests.numerics.closeness import assert_equals_eager
 from tests.numerics.small import rows
-from tests.numerics.training import assert_planned, memo_compiled
+from tests.numerics.training import ATEN, assert_planned, memo_compiled
 
 WIDTH = 16
 WIDE = 2 * WIDTH
@@ -197,3 +197,34 @@ def test_an_input_that_the_step_overwrites(needs_gradient, options):
         run(rows(1, 32, WIDTH), shift, w).backward()
         found.append((w.grad, shift.detach(), leaf.grad))
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+def _placed_inputs(num_rows: int, place: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two inputs: in memory of their own, beside each other in one buffer, or half overlapping."""
+    buffer = torch.randn(3 * num_rows, WIDTH, generator=torch.Generator().manual_seed(num_rows))
+    if place == "apart":
+        return buffer[:num_rows].clone(), buffer[num_rows : 2 * num_rows].clone()
+    start = num_rows if place == "beside" else num_rows // 2
+    return buffer[:num_rows], buffer[start : start + num_rows]
+
+
+def test_a_written_input_that_shares_memory_with_another_at_times():
+    """AOTAutograd compiles for one way to share; only Dynamo's guards would see another."""
+
+    class Halved(nn.Linear):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            x.mul_(0.5)
+            return super().forward(y * 1.0).square().mean() + super().forward(x * 2.0).mean()
+
+    model = Halved(WIDTH, WIDTH)
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="memo", options=ATEN, dynamic=True)
+    for case in ("6 apart", "6 overlapping", "8 overlapping", "8 apart", "8 beside", "6 apart"):
+        num_rows, place = case.split()
+        inputs = []
+        for run in (compiled, eager):
+            run.zero_grad()
+            inputs.append(_placed_inputs(int(num_rows), place))
+            run(*inputs[-1]).backward()
+        assert_equals_eager(model, eager)
+        torch.testing.assert_close(inputs[0], inputs[1], msg=case)

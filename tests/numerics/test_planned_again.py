@@ -1,14 +1,18 @@
 """What a step meets only later: kept gradients, live forwards, regions larger than estimated."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._dynamo import convert_frame
 
 import memo_compile
-from memo_compile.driver import decide
+from memo_compile.backends.specialise import Specialised
+from memo_compile.config import MemoConfig
+from memo_compile.driver import assemble, decide
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import Infeasible
@@ -142,6 +146,43 @@ def test_a_request_leaves_nothing_behind():
     )
     assert burdened.peak_bytes == first.peak_bytes + 2**20 + 2**19
     assert last == first == step.planned.plan
+
+
+def lock_is_free() -> bool:
+    """Whether another thread could compile now."""
+    with ThreadPoolExecutor(1) as other:
+        free = other.submit(convert_frame.compile_lock.acquire, blocking=False).result()
+        if free:
+            other.submit(convert_frame.compile_lock.release).result()
+    return free
+
+
+def test_nothing_else_compiles_while_a_step_is_planned_again(monkeypatch):
+    """Row 17: Inductor's code generators are the process's; Dynamo's lock keeps threads apart."""
+    step, free = SETUPS["slices"].ready(), []
+
+    def plan(*args):
+        free.append(lock_is_free())
+        return plan_step(*args)
+
+    monkeypatch.setattr(assemble, "plan_step", plan)
+    step.assembly._replan(0)
+    assert free == [False]
+    assert lock_is_free()
+
+
+def test_nothing_else_compiles_while_a_shape_is_compiled(monkeypatch):
+    """Row 17: a shape may come up while another thread compiles another model."""
+    free = []
+
+    def compile_static(gm, *_):
+        free.append(lock_is_free())
+        return gm
+
+    step = Specialised(fx.symbolic_trace(lambda x: x.sin()), (), MemoConfig(), compile_static)
+    assert torch.equal(step(torch.ones(2)), torch.ones(2).sin())
+    assert free == [False]
+    assert lock_is_free()
 
 
 def planned_for(step: Ready, request: PlanRequest) -> Plan:

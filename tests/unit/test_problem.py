@@ -110,3 +110,17 @@ def test_a_plan_is_written_with_what_was_observed_and_read_with_it_or_without():
 def test_broken_files_are_named(text, message):
     with pytest.raises(InputError, match=message):
         from_json(text, Plan, where="plan.json")
+
+
+def test_a_problem_whose_calls_and_regions_disagree_is_named():
+    problem = two_layers()
+    call = problem.calls[0]
+    regions = {name: made for name, made in problem.regions.items() if name != call.region}
+    longer = dataclasses.replace(call, inputs=(*call.inputs, "more"))
+    for broken, message in (
+        ({"regions": regions}, rf"problem.calls\[0\].region: there is no region {call.region}"),
+        ({"calls": (longer, *problem.calls[1:])}, rf"problem.calls\[0\]: {call.region} has"),
+    ):
+        text = to_json(dataclasses.replace(problem, **broken))
+        with pytest.raises(InputError, match=f"problem.json: {message}"):
+            from_json(text, Problem, where="problem.json")
