@@ -23,7 +23,7 @@ from memo_compile.analysis.joint_units import (
 )
 from memo_compile.analysis.purity import is_pure
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import is_tensor, is_view
+from memo_compile.analysis.views import base_of, is_tensor, is_view, viewed
 
 MIN_BYTES = 2**20
 """Of the widest value: below there is nothing to gain."""
@@ -32,6 +32,7 @@ _IN_FIRST = frozenset("neg sum mean convert_element_type _to_copy clone".split()
 """Operators that are linear in their first argument, and have no other tensor."""
 
 _aten = torch.ops.aten
+_to_dtype = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +47,8 @@ class GradientOfLoss:
                                                dw  = mul(dw1, t)      [backward]
                                                dx  = mul(dx1, t)      [backward]
 
-    Only operators that are known to be linear move, none in float16, whose small gradients need t;
-    and only where all that is saved is smaller than the widest value.
+    Only operators that are known to be linear move, none in float16 or less, whose small gradients
+    need t; and only where all that is saved is smaller than the widest value.
     """
 
     name: ClassVar[str] = "loss-gradient"
@@ -63,6 +64,8 @@ class GradientOfLoss:
         ends = [node for node in head if any(user not in head for user in node.users)]
         if not head or sum(map(_bytes, ends)) > max(map(_bytes, head)):
             return PassResult(gm, False)
+        if any(is_view(base_of(end)) for end in ends):  # a part of a value: more would be saved
+            return PassResult(gm, False)
         _move(gm, tangent, head, ends)
         return PassResult(gm, True)
 
@@ -72,7 +75,7 @@ def _head(gm: fx.GraphModule, tangent: fx.Node) -> dict[fx.Node, None]:
     linear = _linear(gm, tangent)
     widest = max(map(_bytes, linear), default=0)
     wide = {node for node in linear if 2 * _bytes(node) >= widest}
-    if widest < MIN_BYTES or any(_value(node).dtype == torch.float16 for node in linear):
+    if widest < MIN_BYTES or any(map(_is_coarse, linear)):
         return {}
     found = set(wide)
     for node in wide:
@@ -145,15 +148,41 @@ def _move(
     for node in head:
         node.meta = {**_forward(node), GRADIENT: True}
         node.replace_input_with(tangent, number)
+    scaled = {number: tangent}
     for end in ends:
         later = [user for user in end.users if user not in head]
-        with gm.graph.inserting_after(end):
-            scaled = gm.graph.call_function(_aten.mul.Tensor, (end, tangent))
-        scaled.meta = {**end.meta, "partitioner_tag": "is_backward"}
-        end.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        made = _scaled(end, tangent, scaled)
         for user in later:
-            user.replace_input_with(end, scaled)
+            user.replace_input_with(end, made)
     gm.graph.lint()
+
+
+def _scaled(node: fx.Node, tangent: fx.Node, scaled: dict[fx.Node, fx.Node]) -> fx.Node:
+    """``tangent`` times ``node``, of its dtype; of a view it is the same view."""
+    if node in scaled:
+        return scaled[node]
+    backward = {**node.meta, "partitioner_tag": "is_backward"}
+    if is_view(node):
+        source = _scaled(viewed(node), tangent, scaled)
+        with node.graph.inserting_after(node):
+            made = node.graph.node_copy(node, lambda _: source)
+        made.meta = backward
+    else:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        with node.graph.inserting_after(node):
+            made = node.graph.call_function(_aten.mul.Tensor, (node, tangent))
+        made.meta = {**backward, "val": _value(node) * _value(tangent)}
+        if _value(made).dtype != _value(node).dtype:  # of two numbers the wider type counts
+            with node.graph.inserting_after(made):
+                made = node.graph.call_function(_to_dtype, (made, _value(node).dtype))
+            made.meta = backward
+    scaled[node] = made
+    return made
+
+
+def _is_coarse(node: fx.Node) -> bool:
+    """True for float16 and float8: what float32 and bfloat16 hold may be zero in it."""
+    return torch.finfo(_value(node).dtype).tiny > torch.finfo(torch.float32).tiny
 
 
 def _forward(node: fx.Node) -> dict[str, object]:

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import memo_compile
 from memo_compile.passes import loss_gradient
@@ -86,6 +86,14 @@ class WithHead(nn.Module):
         return (loss, logits) if self.returns_logits else loss
 
 
+def assert_values_are_as_noted(gm):
+    """Every node gives a value of the dtype and strides that others read from its meta."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
+        args, noted = fx.node.map_arg(node.args, lambda read: read.meta["val"]), node.meta["val"]
+        made = node.target(*args)
+        assert (made.dtype, made.stride()) == (noted.dtype, noted.stride()), node.format_node()
+
+
 @pytest.fixture
 def modified(monkeypatch):
     """Whether the pass changed anything, for each graph it saw; nothing is too small for it."""
@@ -95,6 +103,7 @@ def modified(monkeypatch):
     def noted(self, gm):
         result = run(self, gm)
         found.append(result.modified)
+        assert_values_are_as_noted(result.graph_module)
         return result
 
     monkeypatch.setattr(loss_gradient, "MIN_BYTES", 0)
@@ -174,6 +183,61 @@ def test_inductor(modified):
     model = WithHead(_shifted)
     assert_equals_eager(model, lowering="inductor", dtype=torch.bfloat16, token_tiles=4)
     assert modified == [True]
+
+
+class WithSquares(WithHead):
+    """Logits and hidden states read the gradient of one sum: a number, expanded to all tokens."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x).flatten(0, 1)
+        losses = self.loss(self.head(x), labels.flatten(), reduction="none")
+        return (losses + x.square().sum(-1)).sum()
+
+
+class WithTemperature(WithHead):
+    """Its loss is in float32, and the gradient of one bfloat16 number goes through the layers."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        temperature = x.mean().sigmoid()
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x)).flatten(0, 1) * temperature
+        return self.loss(logits.float(), labels.flatten())
+
+
+class InFloat8(torch.autograd.Function):
+    """Its backward is in float8, as of a product of such tensors."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.to(torch.float8_e5m2).to(gradient.dtype)
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_an_expanded_number_is_expanded_again(tiles, modified):
+    assert_equals_eager(WithSquares(F.cross_entropy), token_tiles=tiles, backward=_scaled)
+    assert modified == [True]
+
+
+def test_the_gradient_of_a_number_keeps_its_type(modified):
+    assert_equals_eager(WithTemperature(F.cross_entropy), dtype=torch.bfloat16, token_tiles=4)
+    assert modified == [True]
+
+
+def test_small_gradients_in_float8_are_scaled_first(modified):
+    def scaled(loss):
+        (loss * 2**16).backward()
+
+    assert_equals_eager(WithHead(F.cross_entropy, InFloat8.apply), backward=scaled)
+    assert modified == [False]
 
 
 class Clamped(torch.autograd.Function):
