@@ -12,6 +12,7 @@ from memo_compile.planners import solver
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import CandidateSource, simulated
 from memo_compile.planners.policy.cheapest_first import MAX_KEYS, greedy_sequence
+from memo_compile.planners.policy.frontier import is_steady
 from memo_compile.planners.policy.milp import lowest_peak, make_segments, solve_modes
 from memo_compile.planners.policy.model import StepModel, build_model
 from memo_compile.planners.policy.modes import (
@@ -28,6 +29,7 @@ from memo_compile.planners.policy.named import NAMED
 from memo_compile.planners.policy.subsets import MAX_GROUPS, recompute_sets, slot_groups
 from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.movable import Action, Moves, RecomputeKey, Schedule
+from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import peak_live_bytes
 from tests.steps.movable import KIB, movable_step, recomputer
 
@@ -217,6 +219,17 @@ def test_every_candidate_names_who_proposed_it():
     source = CandidateSource(step=step, recompute=recomputer(step))
     proposers = {candidate.moves.policy for candidate in source.auto()}
     assert proposers == {"greedy", "program", "steady", "widened", *NAMED}
+
+
+def test_what_keeps_a_floor_is_the_same_whatever_is_measured():
+    def steady(seconds: float) -> list[Problem]:
+        step = movable_step(4)
+        region_s = {name: seconds * s for name, s in step.costs.region_s.items()}
+        step = replace(step, costs=replace(step.costs, region_s=region_s))
+        source = CandidateSource(step=step, recompute=recomputer(step), time_limit_s=0.0)
+        return [candidate.problem for candidate in source.auto() if is_steady(candidate)]
+
+    assert steady(1.0) == steady(0.3)
 
 
 def test_without_time_the_choice_is_greedys():

@@ -230,14 +230,16 @@ def in_order(candidates: Sequence[Candidate], host_budget_bytes: int | None) -> 
     known_plans: list[Candidate] = []
     others: list[Candidate] = []
     for candidate in left:
-        is_known = candidate.moves.policy in NAMED or _is_steady(candidate)
+        is_known = candidate.moves.policy in NAMED or is_steady(candidate)
         (known_plans if is_known else others).append(candidate)
     return [*best, *known_plans, *others[:MAX_MORE]]
 
 
-def _is_steady(candidate: Candidate) -> bool:
+def is_steady(candidate: Candidate) -> bool:
     """True for a plan that measured seconds do not change."""
-    return candidate.moves.schedule.at_once or candidate.moves.policy == "full-recompute"
+    schedule = candidate.moves.schedule
+    at_once = schedule.at_once and not schedule.widen
+    return at_once or candidate.moves.policy == "full-recompute"
 
 
 def _bytes_first(candidate: Candidate) -> tuple[int, float]:
@@ -339,7 +341,7 @@ class _Chooser:
     def _is_close(self, candidate: Candidate) -> bool:
         """True for a steady plan that may fit once it is lowered: it fitted where it was named."""
         assert self.budget_bytes is not None, "without a budget everything fits"
-        return _is_steady(candidate) and candidate.live_bytes <= self.budget_bytes * (
+        return is_steady(candidate) and candidate.live_bytes <= self.budget_bytes * (
             1 + ESTIMATED_OVER
         )
 
@@ -349,7 +351,7 @@ class _Chooser:
         """The budget that can surely be kept, and the step that keeps it."""
         if step.costs.source != MEASURED:
             return self._lowest(candidates)
-        steady = self._lowest([candidate for candidate in candidates if _is_steady(candidate)])
+        steady = self._lowest([candidate for candidate in candidates if is_steady(candidate)])
         if steady is not None:
             return steady
         lowest = self._lowest(candidates)
