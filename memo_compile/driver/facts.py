@@ -18,14 +18,27 @@ OPTIMIZER_TENSORS = 2
 
 
 class GraphFacts:
-    """Facts about one Dynamo graph, read from its real example inputs and the AOT forward."""
+    """Facts about one Dynamo graph, read from its real example inputs and the AOT forward.
 
-    def __init__(self, example_inputs: Sequence[Any]) -> None:
+    ``untraced`` are parameters and buffers of layers that the graph lacks and the step has (see
+    ``offline.more_layers``). No reference is kept to a tensor: the model alone keeps them alive.
+    """
+
+    def __init__(
+        self, example_inputs: Sequence[Any], untraced: Sequence[torch.Tensor] = ()
+    ) -> None:
         tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-        self._parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
-        self._trainable = [weakref.ref(parameter) for parameter in _unique(self._parameters)]
+        parameters = _unique(
+            [tensor for tensor in (*tensors, *untraced) if isinstance(tensor, torch.nn.Parameter)]
+        )
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._trainable = [weakref.ref(parameter) for parameter in parameters]
+        self._parameter_bytes = sum(map(_bytes, parameters))
+        self._trained_bytes = sum(map(_bytes, trained))
+        self._num_trained = sum(parameter.numel() for parameter in trained)
         self.device = _main_device(tensors)
         self.static_names: frozenset[str] = frozenset()
+        self._untraced_bytes = sum(map(_bytes, untraced))
         self._static_bytes = 0
         self._input_bytes = 0
 
@@ -50,6 +63,8 @@ class GraphFacts:
     def read_forward(self, placeholders: Sequence[fx.Node], static: frozenset[str]) -> None:
         """Take the bytes of the AOT forward's inputs; ``static`` are parameters and buffers."""
         self.static_names = static
+        self._static_bytes = self._untraced_bytes
+        self._input_bytes = 0
         for node in placeholders:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
@@ -73,13 +88,10 @@ class GraphFacts:
         return sum(self._model_bytes(state_bytes_per_parameter))
 
     def _model_bytes(self, state_bytes_per_parameter: float | None) -> tuple[int, int, int]:
-        unique = _unique(self._parameters)
-        trained = [parameter for parameter in unique if parameter.requires_grad]
-        gradients = sum(_bytes(parameter) for parameter in trained)
-        state = OPTIMIZER_TENSORS * gradients
+        state = OPTIMIZER_TENSORS * self._trained_bytes
         if state_bytes_per_parameter is not None:
-            state = int(sum(parameter.numel() for parameter in trained) * state_bytes_per_parameter)
-        return sum(_bytes(parameter) for parameter in unique), gradients, state
+            state = int(self._num_trained * state_bytes_per_parameter)
+        return self._parameter_bytes, self._trained_bytes, state
 
     def fixed_bytes(
         self, outputs_bytes: int, state_bytes_per_parameter: float | None = None
@@ -91,7 +103,6 @@ class GraphFacts:
         OPTIMIZER_TENSORS tensors of its dtype.
         """
         parameters, gradients, state = self._model_bytes(state_bytes_per_parameter)
-        self._parameters = []  # from here on the model alone keeps its parameters alive
         return FixedBytes(
             parameters=parameters,
             buffers=max(0, self._static_bytes - parameters),

@@ -260,3 +260,19 @@ def test_more_gradient_bytes_than_parameters_are_counted_once():
         outputs=0,
         buffers=0,
     )
+
+
+def test_tries_of_one_trace_count_the_same_memory(monkeypatch):
+    """Parameters, gradients and optimizer state once counted in the first try only."""
+    (once, twice) = (step_on_fakes().plan, [])
+
+    def both(gm, facts, config, attempt, device_bytes):
+        twice.extend(attempt(gm, config) for _ in range(2))
+        return twice[-1]
+
+    monkeypatch.setattr(offline, "first_that_fits", both)
+    model, x = inputs(fake=True)
+    offline.plan_step_offline(model, (x,), {}, config=resolve({"lowering": "aten"}, None))
+    assert [step.plan.fixed for step in twice] == [once.fixed, once.fixed]
+    assert once.fixed.gradients > 0
+    assert [step.plan.peak_bytes for step in twice] == [once.peak_bytes] * 2
