@@ -4,6 +4,7 @@ Read in torch 2.11.0 and 2.13.0. What differs between them is settled here and n
 """
 
 import contextlib
+import itertools
 import logging
 import re
 import sys
@@ -47,6 +48,7 @@ from torch._inductor.codegen.wrapper import (
 from torch._inductor.compile_fx import compile_fx as _compile_fx
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.fx_passes import joint_graph
 from torch._inductor.virtualized import V
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -272,8 +274,49 @@ def compile_fx(
     gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
 ) -> Callable[..., Any]:
     """``gm`` through AOTAutograd and Inductor; ``settings`` are compile_fx's own keywords."""
-    compiled: Any = _compile_fx(gm, list(example_inputs), **settings)
+    with _attention_is_checked():
+        compiled: Any = _compile_fx(gm, list(example_inputs), **settings)
     return cast(Callable[..., Any], compiled)
+
+
+@contextlib.contextmanager
+def _attention_is_checked() -> Iterator[None]:
+    """Inductor puts its attention kernels only where the graph is attention.
+
+    It looks for attention with patterns in which every integer counts as any other, and believes
+    them: a softmax over the batch or over the queries becomes one over the keys, a permuted key a
+    transposed one (pytorch 2.11, 2.13; issues 195320 and 196468). Without the stored pattern its
+    check traces the pattern for the shapes at hand, and compares the integers as well.
+    """
+    lazy_init, stored = joint_graph.lazy_init, []
+
+    def lazy_init_and_forget(*args: Any, **kwargs: Any) -> None:
+        lazy_init(*args, **kwargs)
+        for cell in _stored_patterns():
+            stored.append((cell, cell.cell_contents))
+            cell.cell_contents = None
+
+    joint_graph.lazy_init = lazy_init_and_forget
+    try:
+        yield
+    finally:
+        joint_graph.lazy_init = lazy_init
+        for cell, pattern in stored:
+            cell.cell_contents = pattern
+
+
+def _stored_patterns() -> Iterator[Any]:
+    """The cells of the checks' closures that hold a pattern of attention."""
+    for matcher in joint_graph.pass_patterns:
+        for entry in itertools.chain.from_iterable(matcher.patterns.values()):
+            check = entry.extra_check
+            names = getattr(getattr(check, "__code__", None), "co_freevars", ())
+            cells = dict(zip(names, getattr(check, "__closure__", None) or (), strict=True))
+            if {"search_fn", "search_fn_pattern"} <= cells.keys():
+                name = cells["search_fn"].cell_contents.__name__
+                cell = cells["search_fn_pattern"]
+                if name.startswith("_sfdp") and cell.cell_contents is not None:
+                    yield cell
 
 
 def known_inductor_settings(settings: dict[str, Any]) -> dict[str, Any]:
