@@ -1,5 +1,7 @@
 """Will it fit? A model, a device and a budget answered by a plan that never runs."""
 
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,12 +11,15 @@ import torch
 from memo_compile.config import resolve
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.errors import Infeasible, InputError
+from memo_compile.offline.more_layers import NotUniform
 from memo_compile.offline.plan_offline import OfflineStep, plan_step_offline
 from memo_compile.offline.shapes.load import Loaded, load
 from memo_compile.offline.shapes.transformer import Degrees
 from memo_compile.step.problem import arena_buffers, call_starts
 from memo_compile.step.simulate import memory_levels
 from memo_compile.units import parse_size
+
+log = logging.getLogger("memo")
 
 CONTEXT_BYTES = 2**30
 """Of a GPU's memory that is no step's: CUDA's context and loaded kernels take 0.5 to 0.8 GiB."""
@@ -225,14 +230,16 @@ def _plan(question: Question, loaded: Loaded, budget_bytes: int) -> OfflineStep:
     }
     if question.host_budget is not None:
         options["host_budget"] = question.host_budget
-    return plan_step_offline(
-        loaded.model,
-        loaded.args,
-        loaded.kwargs,
-        config=resolve(options, None),
-        hardware=question.hardware,
-        loss=loaded.loss,
+    planned = functools.partial(
+        plan_step_offline, config=resolve(options, None), hardware=question.hardware
     )
+    if loaded.shorter is not None:
+        shorter = loaded.shorter
+        try:
+            return planned(shorter.model, shorter.args, {}, more=shorter.more)
+        except NotUniform as error:
+            log.info("memo: all layers of %s are traced: %s", loaded.name, error)
+    return planned(loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss)
 
 
 def _parameter_bytes(loaded: Loaded, dtype: torch.dtype) -> float:

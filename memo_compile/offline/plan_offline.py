@@ -26,6 +26,7 @@ from memo_compile.driver.report_rows import recomputes_slices
 from memo_compile.driver.stages import CapturedStep, CutStep, PlanRequest
 from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import MemoError, UnsupportedGraph
+from memo_compile.offline.more_layers import MoreLayers, with_layers
 from memo_compile.reporting import state
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Observed, Plan, ReportedPlan
@@ -103,11 +104,15 @@ def plan_step_offline(
     config: MemoConfig,
     hardware: HardwareProfile | None = None,
     loss: Callable[[Any], Any] | None = None,
+    more: MoreLayers | None = None,
 ) -> OfflineStep:
     """What ``plan`` returns, with the problem and the costs behind it.
 
+    With ``more`` the step is that of a model with more layers of the kind that ``model`` has.
+
     Raises:
         MemoError: as ``plan``.
+        NotUniform: ``more`` is given, and the layers differ in how they are wired.
     """
     config = replace(config, costs="roofline")
     if hardware is not None and hardware.name != "cpu":
@@ -118,7 +123,7 @@ def plan_step_offline(
             with shim.traced_whole(step, args, kwargs) as traced:
                 if traced is None:
                     raise UnsupportedGraph(NOTHING_TRAINS)
-                return _planned_graph(*traced, config, hardware)
+                return _planned_graph(*traced, config, hardware, more)
         except Exception as error:
             _raise_bare(error)
 
@@ -128,27 +133,31 @@ def _planned_graph(
     examples: Sequence[Any],
     config: MemoConfig,
     hardware: HardwareProfile | None,
+    more: MoreLayers | None,
 ) -> OfflineStep:
     """The plan of a Dynamo graph, in tiles of tokens where it does not fit whole."""
+    untraced = more.untraced if more else ()
     captured: dict[int | None, CapturedStep] = {}
 
     def attempt(graph: fx.GraphModule, options: MemoConfig) -> OfflineStep:
         drops = options.drops_above()
         if drops not in captured:
-            captured[drops] = _captured(graph, examples, options)
+            captured[drops] = _captured(graph, GraphFacts(examples, untraced), examples, options)
         step = captured[drops]
         forward, backward = shim.copied(step.forward), shim.copied(step.backward)
         step = replace(step, forward=forward, backward=backward)
-        return _planned_step(step, options, hardware)
+        return _planned_step(step, options, hardware, more)
 
     device_bytes = hardware.memory_bytes if hardware else None
-    return first_that_fits(gm, GraphFacts(examples), config, attempt, device_bytes)
+    return first_that_fits(gm, GraphFacts(examples, untraced), config, attempt, device_bytes)
 
 
-def _captured(graph: fx.GraphModule, examples: Sequence[Any], config: MemoConfig) -> CapturedStep:
+def _captured(
+    graph: fx.GraphModule, facts: GraphFacts, examples: Sequence[Any], config: MemoConfig
+) -> CapturedStep:
     found: list[CapturedStep] = []
     name = next_graph_name()
-    capture = StepCapture(config, GraphFacts(examples), name, found.append, is_run=False)
+    capture = StepCapture(config, facts, name, found.append, is_run=False)
     capture.run(graph, examples)
     if not found:
         raise UnsupportedGraph(NOTHING_TRAINS)
@@ -156,10 +165,15 @@ def _captured(graph: fx.GraphModule, examples: Sequence[Any], config: MemoConfig
 
 
 def _planned_step(
-    captured: CapturedStep, config: MemoConfig, hardware: HardwareProfile | None
+    captured: CapturedStep,
+    config: MemoConfig,
+    hardware: HardwareProfile | None,
+    more: MoreLayers | None,
 ) -> OfflineStep:
     """A captured step through all stages but the last."""
     step = cut_step(captured, config, lambda _: True)  # nothing may be computed to judge tiles
+    if more is not None:
+        step = with_layers(step, more.num_layers)
     device = step.facts.device.type
     for_cuda = device == "cuda" or (hardware is not None and hardware.name != device)
     lowered = lower_step(step, config, for_cuda=for_cuda)

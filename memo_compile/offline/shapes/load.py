@@ -3,15 +3,16 @@
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from memo_compile.costs.models import find_model
+from memo_compile.costs.models import ModelShape, find_model
 from memo_compile.errors import InputError, require_at_least
+from memo_compile.offline.more_layers import MoreLayers
 from memo_compile.offline.shapes.transformer import Degrees, default_dtype, first_stage
 from memo_compile.shim import fake_mode
 from memo_compile.text_files import read_json
@@ -29,6 +30,11 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 """Fields of a config.json without which transformers would silently take a default shape."""
 
 
+TRACED_LAYERS = 6
+"""Of a model whose layers are equal: the plan takes what one in the middle saves, and torch's
+min-cut sees a layer alike when some hundred operators are behind it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """A step's model and inputs as fakes: one device's share."""
@@ -38,9 +44,19 @@ class Loaded:
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any], Any] | None = None
+    shorter: "Shorter | None" = None
     num_tokens: int | None = None
     """Of the step on one data-parallel replica; None where it is unknown."""
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shorter:
+    """The same step with fewer layers, which is traced in seconds; ``more`` is what it lacks."""
+
+    model: torch.nn.Module
+    args: Sequence[Any]
+    more: MoreLayers
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -75,13 +91,41 @@ def load(
         return _of_config(Path(model), seq=seq, batch=batch, dtype=dtype)
     with fake_mode():
         made, inputs = first_stage(shape, degrees, seq=seq, batch=batch, dtype=dtype)
+        shorter = _shorter(made, shape, degrees, seq=seq, batch=batch, dtype=dtype)
     notes: tuple[str, ...] = ()
     if degrees.pp > 1:
         notes = (
             f"planned is the first of {degrees.pp} pipeline stages, which has {degrees.pp} "
             "micro-batches in flight (1F1B); bubbles are not in the step time",
         )
-    return Loaded(name=shape.name, model=made, args=inputs, num_tokens=seq * batch, notes=notes)
+    return Loaded(
+        name=shape.name,
+        model=made,
+        args=inputs,
+        shorter=shorter,
+        num_tokens=seq * batch,
+        notes=notes,
+    )
+
+
+def _shorter(
+    model: torch.nn.Module, shape: ModelShape, degrees: Degrees, **sizes: Any
+) -> Shorter | None:
+    """A stage of TRACED_LAYERS of the same layers; None where ``model`` has hardly more."""
+    num_layers = shape.num_layers // degrees.pp
+    if num_layers <= TRACED_LAYERS:
+        return None
+    few = replace(shape, num_layers=TRACED_LAYERS * degrees.pp)
+    made, inputs = first_stage(few, degrees, **sizes)
+    traced = {name for name, _ in _tensors(made)}
+    untraced = tuple(tensor for name, tensor in _tensors(model) if name not in traced)
+    more = MoreLayers(num_layers=num_layers, untraced=untraced)
+    return Shorter(model=made, args=inputs, more=more)
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def _require_one_device(model: str, degrees: Degrees) -> None:

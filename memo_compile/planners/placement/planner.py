@@ -194,7 +194,11 @@ def _search(
         answer = _narrow(plain, instance, answer, target, enough, until)
         if answer.bound > target or instance.height(answer.offsets) <= max(enough, target):
             return answer
-    return _narrow(Searcher(instance, use_numba), instance, answer, target, enough, deadline_s)
+    compiles, now = is_cold(), time.perf_counter()
+    searcher = Searcher(instance, use_numba)
+    if compiles:  # once for a machine: it must not cost the first plan its search
+        deadline_s += time.perf_counter() - now
+    return _narrow(searcher, instance, answer, target, enough, deadline_s)
 
 
 def _narrow(
