@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from memo_compile.config import resolve
 from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.driver.facts import GraphFacts
 from memo_compile.errors import Infeasible, InputError
 from memo_compile.offline.more_layers import NotUniform
 from memo_compile.offline.plan_offline import OfflineStep, plan_step_offline
@@ -39,6 +41,15 @@ ADAMW_FP32_BYTES = 12.0
 
 SEQ_GRANULE = 1024
 """``longest`` searches multiples of this for each device that shares the tokens."""
+
+START_SEQ = 32_768
+"""The first length that ``longest`` tries where none is given."""
+
+LONGER = 4
+"""Times as long is the next length while all fit."""
+
+HALVED_EACH = 4
+"""Every so many tries the search halves what is left, where the line does not hold."""
 
 NUM_LARGEST = 5
 """Tensors that are named at the peak."""
@@ -154,38 +165,85 @@ def forecast(question: Question) -> Forecast:
         return _answer(question, loaded, _plan(question, loaded, error.floor_bytes))
 
 
-def fits(question: Question) -> bool:
-    """True when a plan fits the budget. Cheaper than ``forecast`` where none does."""
+def needed_bytes(question: Question) -> float | None:
+    """What the smallest plan takes where that is over the budget; None where one fits.
+
+    Infinite where it is unknown. Cheaper than ``forecast`` where none fits.
+    """
     try:
-        return _within(question, _load(question), question.budget_bytes).fits
-    except Infeasible:
-        return False
+        answer = _within(question, _load(question), question.budget_bytes)
+    except Infeasible as error:
+        return math.inf if error.floor_bytes is None else error.floor_bytes
+    return None if answer.fits else answer.peak_bytes
 
 
 def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
     """The longest sequence that fits, a multiple of SEQ_GRANULE x tp x cp; 0 where none does.
 
-    Doubles from ``question.seq`` or the shortest until it does not fit, then bisects. ``tried`` is
-    told each length and whether it fits. Cost: a plan for each, 2 log2 of the answer at most.
+    ``tried`` is told each length and whether it fits. The least bytes of a length grow about
+    linearly from those of the parameters and their state: where one length does not fit, that
+    tells which one just does. Cost: a plan for each, mostly four or five.
     """
     granule = SEQ_GRANULE * question.degrees.tp * question.degrees.cp
+    search = _LengthSearch(
+        start=(question.seq or START_SEQ) // granule,
+        budget_bytes=question.budget_bytes,
+        constant_bytes=_constant_bytes(replace(question, seq=granule)),
+    )
+    while (count := search.next_count()) is not None:
+        needed = needed_bytes(replace(question, seq=count * granule))
+        search.tell(count, needed)
+        tried(count * granule, needed is None)
+    return search.low * granule
 
-    def try_one(count: int) -> bool:
-        found = fits(replace(question, seq=count * granule))
-        tried(count * granule, found)
-        return found
 
-    start = max(1, (question.seq or granule) // granule)
-    low, high = 0, start
-    while try_one(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if try_one(middle):
-            low = middle
+class _LengthSearch:
+    """The most granules that fit: ``low`` do, ``high`` do not; None: not known yet."""
+
+    def __init__(self, *, start: int, budget_bytes: int, constant_bytes: int) -> None:
+        self.low = 0
+        self._high: int | None = None
+        self._high_bytes = math.inf
+        self._start = max(1, start)
+        self._budget_bytes, self._constant_bytes = budget_bytes, constant_bytes
+        self._stride = 1
+        self._num_told = 0
+
+    def tell(self, count: int, needed: float | None) -> None:
+        """``count`` granules fit, or need as many bytes."""
+        self._num_told += 1
+        if needed is None:
+            self._stride = 1 if self.low < self._guess() else 2 * self._stride
+            self.low = count
         else:
-            high = middle
-    return low * granule
+            self._high, self._high_bytes = count, needed
+
+    def next_count(self) -> int | None:
+        """What to try next; None when the answer is ``low``."""
+        if self._high is None:
+            return self._start if not self.low else LONGER * self.low
+        if self._high - self.low <= 1:
+            return None
+        if self._num_told % HALVED_EACH == 0:
+            return (self.low + self._high) // 2
+        wanted = max(self._guess(), self.low + self._stride)
+        return min(wanted, self._high - 1)
+
+    def _guess(self) -> int:
+        """By the line through the bytes of no tokens and those of ``high``; 0: not known."""
+        above = self._high_bytes - self._constant_bytes
+        if self._high is None or not 0 < above < math.inf:
+            return 0
+        return int(self._high * max(0, self._budget_bytes - self._constant_bytes) / above)
+
+
+def _constant_bytes(question: Question) -> int:
+    """Parameters, their gradients and optimizer state; 0 where the model is a function."""
+    loaded = _load(question)
+    if not isinstance(loaded.model, torch.nn.Module):
+        return 0
+    state = question.state_bytes_per_parameter(_parameter_bytes(loaded, question.dtype))
+    return GraphFacts(list(loaded.model.parameters())).constant_bytes(state)
 
 
 def _load(question: Question) -> Loaded:

@@ -316,20 +316,45 @@ def test_the_operators_of_shapes_do_not_run():
         all_gather(torch.zeros(1, 4, 2), 1, 2)
 
 
-@pytest.mark.parametrize(("limit", "start"), [(7, 1), (8, 1), (1, 1), (23, 4), (3, 100), (0, 1)])
-def test_the_longest_sequence_fits_and_the_next_does_not(monkeypatch, limit, start):
+def _needing(limit, curve=1.0):
+    """A model of which ``limit`` tokens fit; the bytes of longer ones grow with that exponent."""
+
+    def needed(setting):
+        if setting.seq <= limit:
+            return None
+        constant = forecasting._constant_bytes(setting)
+        room = setting.budget_bytes - constant
+        return constant + room * (setting.seq / (limit + 1)) ** curve
+
+    return needed
+
+
+@pytest.mark.parametrize("curve", [1.0, 2.0, 0.5])
+@pytest.mark.parametrize(
+    ("limit", "start"), [(7, 1), (8, 1), (1, 1), (23, 4), (3, 100), (0, 1), (999, 8), (400, 900)]
+)
+def test_the_longest_sequence_fits_and_the_next_does_not(monkeypatch, limit, start, curve):
     granule = 1024 * 4
-    monkeypatch.setattr(forecasting, "fits", lambda setting: setting.seq <= limit * granule)
+    monkeypatch.setattr(forecasting, "needed_bytes", _needing(limit * granule, curve))
     tried = {}
     found = longest(question(seq=start * granule, tp=2, cp=2), tried.__setitem__)
     assert found == limit * granule
     assert all(fits is (seq <= limit * granule) for seq, fits in tried.items())
     assert found == 0 or tried[found]
     assert not tried[found + granule]
+    growing = len([seq for seq in tried if seq > start * granule])
+    assert len(tried) <= growing + (5 if curve == 1.0 else 20)
+
+
+def test_the_longest_sequence_is_found_where_nothing_is_known_of_the_floor(monkeypatch):
+    monkeypatch.setattr(
+        forecasting, "needed_bytes", lambda setting: None if setting.seq <= 77 * 1024 else math.inf
+    )
+    assert longest(question(seq=None), lambda *_: None) == 77 * 1024
 
 
 def test_max_seq_is_in_the_answer(capsys, monkeypatch):
-    monkeypatch.setattr(forecasting, "fits", lambda setting: setting.seq <= 3 * 1024)
+    monkeypatch.setattr(forecasting, "needed_bytes", _needing(3 * 1024))
     code, out, err = plan(capsys, "tiny-gpt", "--max-seq", "--hardware", "a100", "--json")
     body = json.loads(out)
     assert (code, body["max_seq"], body["seq"]) == (0, 3072, 3072)
