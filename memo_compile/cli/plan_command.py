@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import track
 from rich.table import Table
 
 from memo_compile.cli.options import AsJson, Hardware, parse_count
@@ -58,6 +59,11 @@ def plan_command(
     ] = "adamw",
     policy: Annotated[str, typer.Option(help="auto, or a named one for ablation.")] = "auto",
     max_seq: Annotated[bool, typer.Option(help="Search the longest sequence that fits.")] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="budget", help="Plans for budgets from the smallest one to none."),
+    ] = None,
+    budgets: Annotated[int, typer.Option(help="How many of them.")] = 8,
     emit: Annotated[
         str | None, typer.Option(help="Settings of hf, torchtitan or megatron on stdout.")
     ] = None,
@@ -86,6 +92,9 @@ def plan_command(
         optimizer=optimizer,
         policy=policy,
     )
+    if sweep is not None:
+        _sweep(question, sweep, budgets, as_json=as_json)
+        return
     answer, longest_seq = _answer(question, max_seq=max_seq, as_json=as_json)
     if report is not None:
         write_text(report, render_html(answer.step.problem, answer.step.plan))
@@ -129,6 +138,59 @@ def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[For
             more = {} if found is None else {"max_seq": found}
             print(json.dumps({"fits": False, "conflict": str(error)} | more))
         raise
+
+
+def _sweep(question: "Question", over: str, num_budgets: int, *, as_json: bool) -> None:
+    """Print what each budget costs."""
+    from memo_compile.offline.forecast import sweep
+
+    if over != "budget":
+        raise InputError(f"sweep: expected budget, got {over!r}")
+    if question.budget is not None:
+        raise InputError("sweep: it chooses the budgets; leave out --budget")
+    console = Console(stderr=True, highlight=False)
+    shown = track(
+        sweep(question, num_budgets),
+        description="planning",
+        total=num_budgets,
+        console=console,
+        disable=not console.is_terminal,
+    )
+    answers = list(shown)
+    if as_json:
+        print(json.dumps({"sweep": [_as_row(answer) for answer in answers]}))
+        return
+    table = Table("budget", "step", "/ computation", "/ bound", "offloaded", "recomputed", "policy")
+    for answer in answers:
+        plan, step_s = answer.step.plan, answer.step_s
+        table.add_row(
+            format_bytes(answer.budget_bytes),
+            format_seconds(step_s),
+            f"{step_s / plan.compute_s:.4f}" if plan.compute_s else "-",
+            f"{step_s / plan.step_lower_bound_s:.4f}" if plan.step_lower_bound_s else "-",
+            format_bytes(plan.offloaded_bytes),
+            format_bytes(plan.recomputed_bytes),
+            plan.policy,
+        )
+    Console(highlight=False, width=None if Console().is_terminal else PLAIN_WIDTH).print(table)
+
+
+def _as_row(answer: "Forecast") -> dict[str, Any]:
+    """A plan of a sweep without its decisions."""
+    plan = answer.step.plan
+    return {
+        "budget_bytes": answer.budget_bytes,
+        "peak_bytes": answer.peak_bytes,
+        "host_bytes": answer.host_bytes,
+        "step_s": answer.step_s,
+        "compute_s": plan.compute_s,
+        "step_lower_bound_s": plan.step_lower_bound_s,
+        "stall_s": plan.stall_s,
+        "offloaded_bytes": plan.offloaded_bytes,
+        "recomputed_bytes": plan.recomputed_bytes,
+        "tiles": dict(plan.tiles),
+        "policy": plan.policy,
+    }
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +50,9 @@ LONGER = 4
 
 HALVED_EACH = 4
 """Every so many tries the search halves what is left, where the line does not hold."""
+
+UNBOUNDED_BYTES = 2**60
+"""A budget that keeps everything."""
 
 NUM_LARGEST = 5
 """Tensors that are named at the peak."""
@@ -163,6 +166,25 @@ def forecast(question: Question) -> Forecast:
         if error.floor_bytes is None or error.floor_bytes <= available:
             raise
         return _answer(question, loaded, _plan(question, loaded, error.floor_bytes))
+
+
+def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
+    """Plans from the smallest budget that can be kept to none, evenly spaced; each as it is made.
+
+    The first and the last are told with their own peak as the budget.
+
+    Raises:
+        InputError, MemoError: as ``forecast``; fewer than two budgets.
+    """
+    if num_budgets < 2:
+        raise InputError(f"budgets: expected at least 2, got {num_budgets}")
+    least, most = (forecast(replace(question, budget=budget)) for budget in (1, UNBOUNDED_BYTES))
+    span = most.peak_bytes - least.peak_bytes
+    yield replace(least, budget_bytes=least.peak_bytes)
+    for number in range(1, num_budgets - 1 if span else 0):
+        budget = least.peak_bytes + span * number // (num_budgets - 1)
+        yield forecast(replace(question, budget=budget))
+    yield replace(most, budget_bytes=most.peak_bytes)
 
 
 def needed_bytes(question: Question) -> float | None:

@@ -361,6 +361,40 @@ def test_max_seq_is_in_the_answer(capsys, monkeypatch):
     assert "4096 tokens: does not fit" in err
 
 
+def test_a_sweep_goes_from_the_floor_to_no_budget(capsys, monkeypatch):
+    answer = forecast(question())
+    least, most = 1000, 5000
+
+    def planned(setting):
+        peak = min(max(setting.budget, least), most)
+        return dataclasses.replace(answer, peak_bytes=peak, budget_bytes=setting.budget)
+
+    monkeypatch.setattr(forecasting, "forecast", planned)
+    arguments = ("tiny-gpt", "--seq", "1024", "--sweep", "budget", "--budgets", "5")
+    code, out, _ = plan(capsys, *arguments, "--json")
+    rows = json.loads(out)["sweep"]
+    assert code == 0
+    assert [row["budget_bytes"] for row in rows] == [1000, 2000, 3000, 4000, 5000]
+    assert [row["peak_bytes"] for row in rows] == [1000, 2000, 3000, 4000, 5000]
+    assert {row["step_s"] for row in rows} == {answer.step_s}
+    _, text, _ = plan(capsys, *arguments)
+    assert text.count("save") == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--sweep", "seq"), "sweep: expected budget"),
+        (("--sweep", "budget", "--budget", "1GiB"), "leave out --budget"),
+        (("--sweep", "budget", "--budgets", "1"), "at least 2"),
+    ],
+)
+def test_a_sweep_that_cannot_be_made_is_refused(capsys, arguments, named):
+    code, _, err = plan(capsys, "tiny-gpt", "--seq", "1024", *arguments)
+    assert code == 2
+    assert named in err
+
+
 def _settings(*decisions, **more):
     rows = tuple(
         Decision(
