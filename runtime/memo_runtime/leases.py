@@ -115,7 +115,7 @@ class Lease:
             self.settle()
             raise
         finally:
-            self.tickets = {}
+            self.tickets.clear()
             self.at_end.close()
             self._let_go()
 
@@ -138,6 +138,12 @@ class Lease:
         self.slab.resident_bytes = max(self.slab.resident_bytes, self.size_bytes)
 
 
+def _give_back(at_end: contextlib.ExitStack, tickets: dict[int, Ticket]) -> None:
+    """The frames of a lease that nobody can end any more; under a copy they stay taken."""
+    if all(ticket.finished for ticket in tickets.values()):
+        at_end.close()
+
+
 class LeaseTable:
     """All live leases of the process. Thread-safe."""
 
@@ -149,8 +155,13 @@ class LeaseTable:
     def open(
         self, slab: Slab, size_bytes: int, host: HostStore | None, at_end: contextlib.ExitStack
     ) -> Lease:
-        """A new lease on ``slab`` and ``host``; ``at_end`` is closed once, when it ends."""
+        """A new lease on ``slab`` and ``host``; ``at_end`` is closed once, when it ends.
+
+        Also where nobody ends it: an interrupt (Ctrl-C) may come before a step has begun, or while
+        its release runs.
+        """
         lease = Lease(next(self._numbers), slab, size_bytes, at_end, host)
+        weakref.finalize(lease, _give_back, at_end, lease.tickets).atexit = False
         with self._lock:
             self._live[lease.number] = lease
         return lease

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from memo_runtime.arena import DeviceArena, FrameView, Slab, StreamOrder
+from memo_runtime.copies import Lane, Ticket
 from memo_runtime.current import poison
 from memo_runtime.instructions import Running
-from memo_runtime.leases import LeaseTable, StepCounters, lease_frame, lease_ordinary, leases
+from memo_runtime.leases import Lease, LeaseTable, StepCounters, lease_frame, lease_ordinary, leases
 from memo_runtime.pages import gives_pages_back
 
 CPU = torch.device("cpu")
@@ -150,6 +151,36 @@ def test_a_lease_is_given_back_once(arena):
     lease.release()
     assert given == [1]
     assert lease.saved == []
+
+
+def test_a_lease_that_nobody_can_end_gives_its_frame_back(arena, monkeypatch):
+    """Ctrl-C came before its step began, or while its release ran."""
+    lease = lease_frame(arena, 1024)
+    slab = lease.slab
+    del lease
+    gc.collect()
+    assert not slab.leased
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    lease = lease_frame(arena, 1024)
+    monkeypatch.setattr(Lease, "_end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lease.release()
+    assert slab.leased
+    del lease
+    gc.collect()
+    assert not slab.leased
+
+
+def test_a_frame_under_a_copy_is_not_given_to_another_step(arena):
+    lease = lease_frame(arena, 1024)
+    slab, content = lease.slab, lease.slab.bytes(8)
+    lease.tickets[0] = Ticket(Lane.D2H, content.clone(), content)
+    del lease
+    gc.collect()
+    assert slab.leased
 
 
 def test_a_handle_outlives_its_plan_without_its_memory(arena):
