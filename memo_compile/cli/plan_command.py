@@ -168,8 +168,8 @@ def _sweep(question: "Question", over: str, num_budgets: int, *, as_json: bool) 
             format_seconds(step_s),
             f"{step_s / plan.compute_s:.4f}" if plan.compute_s else "-",
             f"{step_s / plan.step_lower_bound_s:.4f}" if plan.step_lower_bound_s else "-",
-            format_bytes(plan.offloaded_bytes),
-            format_bytes(plan.recomputed_bytes),
+            format_bytes(answer.offloaded_bytes),
+            format_seconds(answer.recompute_s),
             plan.policy,
         )
     Console(highlight=False, width=None if Console().is_terminal else PLAIN_WIDTH).print(table)
@@ -186,8 +186,8 @@ def _as_row(answer: "Forecast") -> dict[str, Any]:
         "compute_s": plan.compute_s,
         "step_lower_bound_s": plan.step_lower_bound_s,
         "stall_s": plan.stall_s,
-        "offloaded_bytes": plan.offloaded_bytes,
-        "recomputed_bytes": plan.recomputed_bytes,
+        "offloaded_bytes": answer.offloaded_bytes,
+        "recompute_s": answer.recompute_s,
         "tiles": dict(plan.tiles),
         "policy": plan.policy,
     }

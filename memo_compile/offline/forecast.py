@@ -17,7 +17,7 @@ from memo_compile.offline.more_layers import NotUniform
 from memo_compile.offline.plan_offline import OfflineStep, plan_step_offline
 from memo_compile.offline.shapes.load import Loaded, load
 from memo_compile.offline.shapes.transformer import Degrees
-from memo_compile.step.problem import arena_buffers, call_starts
+from memo_compile.step.problem import CallKind, arena_buffers, call_starts
 from memo_compile.step.simulate import memory_levels
 from memo_compile.units import parse_size
 
@@ -143,6 +143,18 @@ class Forecast:
         timeline = self.step.plan.timeline
         assert timeline is not None, "an offline plan is simulated"
         return timeline.step_s
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that go to the host in one micro-batch."""
+        copies = (call.copy for call in self.step.problem.calls if call.kind is CallKind.OFFLOAD)
+        return sum(copy.end_bytes - copy.start_bytes for copy in copies if copy is not None)
+
+    @property
+    def recompute_s(self) -> float:
+        """Seconds of one micro-batch in which activations are made a second time."""
+        again = (call for call in self.step.problem.calls if call.kind is CallKind.RECOMPUTE)
+        return sum(map(self.step.costs.call_s, again))
 
     @property
     def mfu(self) -> float:

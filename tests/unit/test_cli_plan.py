@@ -377,6 +377,8 @@ def test_a_sweep_goes_from_the_floor_to_no_budget(capsys, monkeypatch):
     assert [row["budget_bytes"] for row in rows] == [1000, 2000, 3000, 4000, 5000]
     assert [row["peak_bytes"] for row in rows] == [1000, 2000, 3000, 4000, 5000]
     assert {row["step_s"] for row in rows} == {answer.step_s}
+    assert rows[0]["offloaded_bytes"] == answer.offloaded_bytes == 0
+    assert rows[0]["recompute_s"] == answer.recompute_s == 0
     _, text, _ = plan(capsys, *arguments)
     assert text.count("save") == 5
 
