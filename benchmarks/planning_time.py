@@ -5,12 +5,15 @@ counts: deciding what moves, placing and checking, solver included; not tracing 
 budget is halfway between the floor and what policy save needs, where there is most to decide.
 
 Passes when the 32-layer model takes under 10 s and the 80-layer one under 15 s, on two cores. Each
-model is planned again under a profiler, which tells where the time goes.
+model is planned again under a profiler, which tells where the time goes. Then ``memo plan`` as a
+user calls it, from the start of the process to its answer.
 """
 
 import argparse
 import cProfile
+import json
 import pstats
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,6 +27,13 @@ MODULE = "benchmarks.planning_time"
 MAX_PLANNING_S = {32: 10.0, 80: 15.0}
 """By the number of layers."""
 MODELS = ("llama3-8b", "llama3-70b")
+COMMANDS = (
+    ("llama3-8b --seq 131072", 15.0),
+    ("llama3-8b --seq 131072 --budget 100GiB", 5.0),
+    ("llama3-70b --seq 16384 --tp 8", 25.0),
+    ("llama3-8b --max-seq", 60.0),
+)
+"""Arguments of ``memo plan``, and its most seconds; the second follows the first."""
 STAGES = (
     ("lowering", "lower.py", "lower_regions"),
     ("choosing", "decide.py", "decide"),
@@ -49,6 +59,7 @@ def arguments() -> argparse.Namespace:
     parser = harness.parser(__doc__, sizes={"tokens": 16384})
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated names")
     parser.add_argument("--policy", default="auto")
+    parser.add_argument("--no-commands", action="store_true", help="planning alone")
     parser.add_argument("--repeats", type=int, default=3, help="plans; the median counts")
     return parser.parse_args()
 
@@ -61,7 +72,34 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         arm = harness.Arm(name=name, arguments=(f"--child={name}", *shared))
         rows.append(harness.run_arm(MODULE, arm, timeout_s=2 * harness.CHILD_TIMEOUT_S))
         show(rows[-1])
-    return {"rows": rows, "failures": [failure for row in rows for failure in judge(row)]}
+    commands = [] if options.no_commands else list(map(run_command, *zip(*COMMANDS, strict=True)))
+    late = [row for row in commands if row["seconds"] > row["most_s"]]
+    return {
+        "rows": rows,
+        "commands": commands,
+        "failures": [
+            *(failure for row in rows for failure in judge(row)),
+            *(f"{row['command']}: {row['seconds']:.1f} s of {row['most_s']:.0f} s" for row in late),
+        ],
+    }
+
+
+def run_command(arguments_: str, most_s: float) -> dict[str, Any]:
+    """``memo plan`` with these arguments in a process of its own; seconds to its end.
+
+    Raises:
+        CalledProcessError: it did not answer.
+    """
+    call = [sys.executable, "-c", "from memo_compile.cli.main import main; main()", "plan"]
+    begin = time.perf_counter()
+    done = subprocess.run([*call, *arguments_.split(), "--json"], capture_output=True, text=True)
+    seconds = time.perf_counter() - begin
+    if done.returncode not in (0, 1):  # 1: the smallest plan is over the budget
+        done.check_returncode()
+    command = f"memo plan {arguments_}"
+    print(f"{command}: {seconds:.1f} s (at most {most_s:.0f})")
+    answer = {name: json.loads(done.stdout).get(name) for name in ("fits", "max_seq", "step_s")}
+    return {"command": command, "seconds": seconds, "most_s": most_s, **answer}
 
 
 def run_child(options: argparse.Namespace) -> dict[str, Any]:
