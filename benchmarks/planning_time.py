@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         arm = harness.Arm(name=name, arguments=(f"--child={name}", *shared))
         rows.append(harness.run_arm(MODULE, arm, timeout_s=2 * harness.CHILD_TIMEOUT_S))
         show(rows[-1])
-    commands = [] if options.no_commands else list(map(run_command, *zip(*COMMANDS, strict=True)))
+    commands = [] if options.no_commands else [run_command(*command) for command in COMMANDS]
     late = [row for row in commands if row["seconds"] > row["most_s"]]
     return {
         "rows": rows,
