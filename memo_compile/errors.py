@@ -57,11 +57,15 @@ class Infeasible(MemoError):
 
 
 class TooSlow(MemoError):
-    """A plan fits, and with other tiles the step may be faster than its ``step_s`` seconds."""
+    """A plan fits, and with other tiles the step may be faster than its ``step_s`` seconds.
 
-    def __init__(self, message: str, *, step_s: float) -> None:
+    With ``is_bound`` nothing was placed: hardly a plan takes less than ``step_s``.
+    """
+
+    def __init__(self, message: str, *, step_s: float, is_bound: bool = False) -> None:
         super().__init__(message)
         self.step_s = step_s
+        self.is_bound = is_bound
 
 
 class InvalidPlan(MemoError):

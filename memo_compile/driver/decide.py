@@ -7,6 +7,7 @@ policies choose again, with what is known by then, until they choose nothing but
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -192,6 +193,7 @@ def decide(
     budget_bytes: int | None,
     host_budget_bytes: int | None,
     place: Callable[[Problem], Plan],
+    wanted_s: float = math.inf,
 ) -> Choice:
     """The fastest step that fits, every region that it calls lowered.
 
@@ -199,6 +201,7 @@ def decide(
     what is lowered must do; only where that does not fit more is lowered.
 
     Raises:
+        TooSlow: all plans are slower than ``config`` wants, or than ``wanted_s``.
         Infeasible: nothing fits; the message names the floor (of lowered regions) and its parts.
             Whatever might have fitted is lowered by then, so that a floor that was named is kept.
     """
@@ -218,6 +221,8 @@ def decide(
                 recompute=library.known if only_lowered else library,
                 place=place,
                 searched=None if only_lowered else searched,
+                max_step_s=config.max_step_s,
+                wanted_s=wanted_s,
             )
         except NothingFits as error:
             if library.lower(error.problem) or only_lowered:

@@ -4,6 +4,7 @@ Nothing here depends on a request but the speed of copies, which is known for ea
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -113,6 +114,24 @@ class StepKnowledge:
             **self._copy_speeds[host_store],
             source=MEASURED if self._measures() else f"roofline: {self.profile().name}",
         )
+
+    def compute_s(self, host_store: str) -> float:
+        """Seconds of the step that keeps everything."""
+        costs = self.costs(host_store)
+        return math.fsum(costs.call_s(call) for call in self.lowered.problem.calls)
+
+    def whole_compute_s(self, host_store: str) -> float:
+        """The same before any region ran in tiles; as it is where that is faster, or measured."""
+        compute_s = self.compute_s(host_store)
+        if self._measures():
+            return compute_s
+        halves = self.lowered.cut.forward, self.lowered.cut.backward
+        region_s = dict(self.costs(host_store).region_s)
+        for half in halves:
+            for name, region in half.whole_regions.items():
+                region_s[name] = graph_seconds(region.gm, self.profile())
+        calls = (call for half in halves for call in half.whole_calls)
+        return min(compute_s, math.fsum(region_s[call.region] for call in calls))
 
     def known_costs(self, host_store: str) -> StepCosts | None:
         """As ``costs``, and of recompute regions too; None where no decision needed them."""

@@ -56,7 +56,7 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig) -> Assembly:
     known = StepKnowledge(lowered=lowered, config=config)
     request = PlanRequest()
     planned = plan_step(lowered, config, request, known)
-    require_fast(planned.plan, config)
+    require_fast(planned.plan, config, known.whole_compute_s(config.host_store))
     assembly = Assembly(
         lowered=lowered, config=config, known=known, request=request, planned=planned
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from memo_runtime.pages import gives_pages_back
 
-from memo_compile.check.check_plan import require_within_budget
+from memo_compile.check.check_plan import require_valid, require_within_budget
 from memo_compile.check.prove import require_proved
 from memo_compile.config import MemoConfig, local_world_size
 from memo_compile.costs.host import (
@@ -24,13 +24,14 @@ from memo_compile.driver.report_rows import moved_rows, saved_rows, step_notes
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
 from memo_compile.driver.user_outputs import held_bytes
 from memo_compile.errors import ConfigError, Infeasible, MemoError, TooSlow
-from memo_compile.planners.place_step import place_step, require_budget
+from memo_compile.planners.place_step import placed_step, require_budget
 from memo_compile.planners.policy import Choice
 from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import FixedBytes, Problem
 from memo_compile.step.residency import residency, step_constant_bytes
+from memo_compile.step.simulate import peak_live_bytes
 from memo_compile.units import format_bytes, format_seconds
 
 
@@ -65,19 +66,21 @@ def plan_step(
     return replace(planned, plan=plan, planning_s=time.perf_counter() - start)
 
 
-def require_fast(plan: Plan, config: MemoConfig) -> None:
+def require_fast(plan: Plan, config: MemoConfig, whole_compute_s: float | None = None) -> None:
     """Nothing, where the first plan of a step is fast, or no other tiles are to be tried.
+
+    ``whole_compute_s`` are the seconds of the step before any tiles, which cost time themselves.
 
     Raises:
         TooSlow: it is not.
     """
-    compute_s = plan.compute_s
-    step_s = compute_s if plan.step_s is None else plan.step_s  # what keeps everything computes
+    compute_s = plan.compute_s if whole_compute_s is None else whole_compute_s
+    step_s = plan.compute_s if plan.step_s is None else plan.step_s  # all that is kept is computed
     if not step_s or not compute_s:
         return
     if step_s > config.max_over_compute * compute_s:
         raise TooSlow(
-            f"the fastest plan takes {step_s / compute_s:.3f} x its computation", step_s=step_s
+            f"the fastest plan takes {step_s / compute_s:.3f} x the computation", step_s=step_s
         )
     if step_s >= config.max_step_s:
         raise TooSlow(
@@ -118,10 +121,13 @@ class _Planner:
         """The step that keeps everything where it fits and may, else the fastest that fits."""
         budget_bytes = self._budget_bytes()
         if self.config.policy in ("auto", "save"):
-            saved = self._place(self.problem)
-            fits = budget_bytes is None or saved.peak_bytes <= budget_bytes
-            if fits or self.config.policy == "save" or not self.movable.step.layers:
-                return self._all_saved(saved, self._declared_budget_bytes())
+            may_fit = budget_bytes is None or peak_live_bytes(self.problem) <= budget_bytes
+            if may_fit or self._can_only_save():
+                saved = self._place(self.problem)
+                fits = budget_bytes is None or saved.peak_bytes <= budget_bytes
+                if fits or self._can_only_save():
+                    return self._all_saved(saved, self._declared_budget_bytes())
+        self._require_possible(budget_bytes)
         try:
             choice = self._choose(budget_bytes)
         except (MemoError, *UNEXPECTED) as error:
@@ -140,7 +146,7 @@ class _Planner:
             policy=choice.moves.policy,
             timeline=choice.timeline,
             step_lower_bound_s=self._lower_bound_s(budget_bytes),
-            compute_s=self._compute_s(),
+            compute_s=self.known.compute_s(self.config.host_store),
             frontier=tuple(
                 replace(point, peak_bytes=placed.peak_bytes) if point.chosen else point
                 for point in choice.frontier
@@ -148,6 +154,30 @@ class _Planner:
             host_bytes=choice.problem.host_bytes,
         )
         return self._planned(choice.problem, plan)
+
+    def _can_only_save(self) -> bool:
+        return self.config.policy == "save" or not self.movable.step.layers
+
+    def _require_possible(self, budget_bytes: int | None) -> None:
+        """Nothing, unless no plan of this step can be as fast as ``config`` wants it.
+
+        Raises:
+            TooSlow: none can.
+        """
+        limit_s = min(self.config.max_step_s, self._wanted_s())
+        if limit_s == math.inf:
+            return
+        bound_s = self._lower_bound_s(budget_bytes)
+        if limit_s < bound_s < math.inf:
+            text = f"no plan takes less than {format_seconds(bound_s)}"
+            raise TooSlow(text, step_s=bound_s, is_bound=True)
+
+    def _wanted_s(self) -> float:
+        """Seconds above which other tiles are tried before this step is planned."""
+        factor = self.config.max_over_compute
+        if not 0 < factor < math.inf:  # 0: the plan is made at once, and compared
+            return math.inf
+        return factor * self.known.whole_compute_s(self.config.host_store)
 
     def _lower_bound_s(self, budget_bytes: int | None) -> float:
         library = self.known.library(self.config.host_store)
@@ -158,17 +188,14 @@ class _Planner:
             regions=library.regions.values(),
         )
 
-    def _compute_s(self) -> float:
-        costs = self.known.costs(self.config.host_store)
-        return math.fsum(costs.call_s(call) for call in self.problem.calls)
-
     def _all_saved(self, saved: Plan, budget_bytes: int | None) -> PlannedStep:
         """The step that keeps everything, if it fits."""
         require_budget(replace(saved, budget_bytes=budget_bytes))
         rows = saved_rows(self.problem, self.lowered.cut.forward, self.lowered.cut.units)
         saved = replace(saved, decisions=rows)
-        if self.config.max_step_s < math.inf:  # other tiles are no slower than that
-            saved = replace(saved, compute_s=self._compute_s())
+        config = self.config
+        if config.max_step_s < math.inf or not config.max_over_compute:  # it is compared
+            saved = replace(saved, compute_s=self.known.compute_s(self.config.host_store))
         return self._planned(self.problem, saved)
 
     def _choose(self, budget_bytes: int | None) -> Choice:
@@ -189,6 +216,7 @@ class _Planner:
             budget_bytes=budget_bytes,
             host_budget_bytes=self._host_budget_bytes(),
             place=lambda problem: self._place(problem, solver="greedy"),
+            wanted_s=self._wanted_s(),
         )
 
     def _placed(self, choice: Choice) -> Plan:
@@ -197,7 +225,7 @@ class _Planner:
         return best if best.peak_bytes <= choice.plan.peak_bytes else choice.plan
 
     def _place(self, problem: Problem, solver: str | None = None) -> Plan:
-        return place_step(
+        return placed_step(
             problem,
             name=self.lowered.cut.name,
             solver=solver or self.config.placement_solver,
@@ -210,7 +238,8 @@ class _Planner:
 
     def _planned(self, problem: Problem, plan: Plan) -> PlannedStep:
         """``problem`` as planned, proved to be the original step plus moves."""
-        plan = require_within_budget(replace(plan, budget_bytes=self._declared_budget_bytes()))
+        plan = replace(plan, budget_bytes=self._declared_budget_bytes())
+        plan = require_within_budget(require_valid(problem, plan))
         require_proved(
             self.lowered.whole, self.problem, problem, self.known.recomputations(problem)
         )

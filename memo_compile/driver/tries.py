@@ -9,7 +9,7 @@ import logging
 import math
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -44,13 +44,13 @@ logits fit."""
 REST = 0.1
 """Of the budget: the layers need that much beside parameters and logits."""
 
-SMALL = 0.25
-"""Of the room for logits and layers: where logits take no more, their tiles make no slow plan fast,
-and a whole graph that fits is taken at once."""
-
 FAST, FAST_IN_ALL = 1.005, 1.03
-"""Times its computation that a plan may take, with tiles where they are needed alone or for all
-chains, before more is tried: all tiles cost 1.005, and to recompute what they make 1.04."""
+"""Times the computation of the step without tiles that a plan may take before more is tried, with
+tiles where they are needed alone or for all chains: all tiles cost 1.005 to 1.01, and to recompute
+what they make 1.04."""
+
+NOT_FAST = 0.0
+"""Times its computation: the plan is made, and compared with others."""
 
 COMPILING = 1.03
 """Times as much where regions are compiled and timed for each try, which takes a minute."""
@@ -122,18 +122,14 @@ def first_that_fits(
     untouched = shim.copied(gm)
     graphs = itertools.chain([gm], iter(lambda: shim.copied(untouched), None))
     failed: Exception | None = None
-    fastest: tuple[float, Tiles] | None = None
+    tries = _Tries(tile_order(gm, facts, config, device_bytes or facts.device_bytes()))
     try:
-        for tiles in tile_order(gm, facts, config, device_bytes or facts.device_bytes()):
-            if fastest and tiles.number == 1:
-                break
-            limit_s = fastest[0] if fastest else math.inf
+        while (tiles := tries.following()) is not None:
             try:
-                return attempt(next(graphs), tiles.options(config, limit_s))
+                return attempt(next(graphs), tiles.options(config, tries.limit_s))
             except TooSlow as error:
                 log.info("memo: in %s: %s", tiles, error)
-                if fastest is None or error.step_s < fastest[0]:
-                    fastest = error.step_s, tiles
+                tries.tell(tiles, error)
             except (MemoError, *REFUSED, *UNEXPECTED) as error:
                 if _ends_planning(error) or (
                     failed is None and not _leads_on(error, tiles.number, config)
@@ -143,8 +139,8 @@ def first_that_fits(
                 if is_bug(error) and (failed is None or isinstance(failed, Infeasible)):
                     say_dropped(f"the graph is not planned in {tiles}", error)
                 failed = error if failed is None else _more_telling(failed, error)
-        if fastest:
-            tiles = fastest[1]._replace(max_over_compute=math.inf)
+        if tries.fastest:
+            tiles = tries.fastest._replace(max_over_compute=math.inf)
             return attempt(next(graphs), tiles.options(config))
         assert failed is not None, "there are tilings to try"
         raise failed
@@ -152,6 +148,48 @@ def first_that_fits(
         # Its traceback has this frame: together they would keep the frames of all callers, and so
         # what the first forward returns, until the collector runs.
         failed = None
+
+
+class _Tries:
+    """Which tiles come next, by what is known of those before.
+
+    First all in order. Those of which only a bound is known, because none of their plans is fast,
+    are planned at last, the smallest bound first, as far as they may be the fastest.
+    """
+
+    def __init__(self, order: Iterable[Tiles]) -> None:
+        self.fastest: Tiles | None = None
+        """Of the tiles that were planned, and whose plans are slow."""
+        self.limit_s = math.inf
+        """Seconds of that plan."""
+        self._left = list(order)
+        self._bounds: list[tuple[float, Tiles]] = []
+
+    def following(self) -> Tiles | None:
+        """The tiles to try now; None when there are no more."""
+        while self._left:
+            tiles = self._left.pop(0)
+            if tiles.number > 1 or not (self.fastest or self._bounds):
+                return self._compared(tiles)
+        self._bounds.sort()
+        if not self._bounds or self._bounds[0][0] >= self.limit_s:
+            return None
+        tiles = self._bounds.pop(0)[1]._replace(max_over_compute=math.inf)
+        return self._compared(tiles)
+
+    def _compared(self, tiles: Tiles) -> Tiles:
+        """``tiles``, whose plan is not taken at once where others may be faster."""
+        if self._bounds and tiles.max_over_compute == math.inf:
+            return tiles._replace(max_over_compute=NOT_FAST)
+        return tiles
+
+    def tell(self, tiles: Tiles, error: TooSlow) -> None:
+        """What was found of ``tiles``."""
+        if not error.is_bound:
+            if error.step_s < self.limit_s:
+                self.limit_s, self.fastest = error.step_s, tiles
+        elif error.step_s < self.limit_s:
+            self._bounds.append((error.step_s, tiles))
 
 
 def _ends_planning(error: Exception) -> bool:
@@ -220,7 +258,7 @@ def tile_order(
     in_all = Tiles(TOKEN_TILES, 0, room, FAST_IN_ALL * more)
     if 2 * widest > room:
         return needed, in_all, everywhere, whole
-    if first is whole and (compiles or 2 * widest <= SMALL * room):
+    if first is whole and compiles:
         return whole, everywhere
     order = (first._replace(max_over_compute=FAST * more), needed, in_all, everywhere)
     return (*order, whole) if first is head else order

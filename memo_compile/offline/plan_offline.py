@@ -138,15 +138,21 @@ def _planned_graph(
     """The plan of a Dynamo graph, in tiles of tokens where it does not fit whole."""
     untraced = more.untraced if more else ()
     captured: dict[int | None, CapturedStep] = {}
+    planned: dict[tuple[int | None, ...], tuple[OfflineStep, Callable[[MemoConfig], None]]] = {}
 
     def attempt(graph: fx.GraphModule, options: MemoConfig) -> OfflineStep:
         drops = options.drops_above()
         if drops not in captured:
             captured[drops] = _captured(graph, GraphFacts(examples, untraced), examples, options)
-        step = captured[drops]
-        forward, backward = shim.copied(step.forward), shim.copied(step.backward)
-        step = replace(step, forward=forward, backward=backward)
-        return _planned_step(step, options, hardware, more)
+        tiles = options.token_tiles, options.tile_above_bytes, drops
+        if tiles not in planned:
+            step = captured[drops]
+            forward, backward = shim.copied(step.forward), shim.copied(step.backward)
+            step = replace(step, forward=forward, backward=backward)
+            planned[tiles] = _planned_step(step, options, hardware, more)
+        made, require = planned[tiles]
+        require(options)
+        return made
 
     device_bytes = hardware.memory_bytes if hardware else None
     return first_that_fits(gm, GraphFacts(examples, untraced), config, attempt, device_bytes)
@@ -169,8 +175,8 @@ def _planned_step(
     config: MemoConfig,
     hardware: HardwareProfile | None,
     more: MoreLayers | None,
-) -> OfflineStep:
-    """A captured step through all stages but the last."""
+) -> tuple[OfflineStep, Callable[[MemoConfig], None]]:
+    """A captured step through all stages but the last, and what refuses a slow one."""
     step = cut_step(captured, config, lambda _: True)  # nothing may be computed to judge tiles
     if more is not None:
         step = with_layers(step, more.num_layers)
@@ -179,7 +185,6 @@ def _planned_step(
     lowered = lower_step(step, config, for_cuda=for_cuda)
     known = StepKnowledge(lowered=lowered, config=config, hardware=hardware, may_run=False)
     planned = plan_step(lowered, config, PlanRequest(), known)
-    require_fast(planned.plan, config)
     costs = known.costs(config.host_store)
     made = planned.plan
     timeline = made.timeline
@@ -198,7 +203,8 @@ def _planned_step(
         for node in step.regions[call.region].gm.graph.nodes
         if GRADIENT not in node.meta
     )
-    return OfflineStep(
+    whole_compute_s = known.whole_compute_s(config.host_store)
+    found = OfflineStep(
         problem=planned.problem,
         plan=ReportedPlan.of(made, observed),
         costs=costs,
@@ -206,6 +212,7 @@ def _planned_step(
         exact=known.runs_here(),
         notes=tuple(_not_compared(step, planned.plan)),
     )
+    return found, lambda options: require_fast(planned.plan, options, whole_compute_s)
 
 
 def _not_compared(step: CutStep, plan: Plan) -> Iterator[str]:

@@ -83,6 +83,8 @@ class Cut:
     """The calls as they were before any region ran in tiles."""
     tilings: Mapping[str, Tiling] = field(default_factory=dict)
     """Region -> how it runs in tiles, for the checker."""
+    whole_regions: Mapping[str, RegionGraph] = field(default_factory=dict)
+    """The regions that run in tiles, as they were before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,6 +86,7 @@ def tile_cut(
         calls=tuple(calls),
         whole_calls=cut.calls,
         tilings={name: parts.claim(cut.regions[name]) for name, parts in split.items()},
+        whole_regions={name: cut.regions[name] for name in split},
     )
 
 

@@ -383,13 +383,13 @@ def _host_end(copy: Copy) -> int:
 
 def _reading(call: StepCall, renamed: Mapping[str, str]) -> StepCall:
     """``call`` that reads, and writes into, values by their new names."""
+    if not call.into and renamed.keys().isdisjoint(call.inputs):
+        return call
     inputs = tuple(renamed.get(value, value) for value in call.inputs)
     into = tuple(
         replace(target, value=renamed[target.value]) if target.value in renamed else target
         for target in call.into
     )
-    if inputs == call.inputs and into == call.into:
-        return call
     return replace(call, inputs=inputs, into=into)
 
 

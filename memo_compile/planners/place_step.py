@@ -28,18 +28,42 @@ def place_step(
 ) -> Plan:
     """A checked plan of one step, as its program says.
 
-    ``driver.plan_step`` ends with it, and ``memo replay`` repeats it from a dumped Problem: a dump
-    has no graphs for the stages before.
+    ``memo replay`` repeats from a dumped Problem what ``driver.plan_step`` ends with: a dump has no
+    graphs for the stages before.
 
     Raises:
         Infeasible: the step needs more than ``budget_bytes``.
         InvalidPlan: the checker found a fault in what the planner made.
     """
+    plan = placed_step(
+        problem,
+        name=name,
+        solver=solver,
+        time_limit_s=time_limit_s,
+        decisions=decisions,
+        budget_bytes=budget_bytes,
+        releases_pages=releases_pages,
+    )
+    require_budget(plan)
+    return require_valid(problem, plan)
+
+
+def placed_step(
+    problem: Problem,
+    *,
+    name: str = "",
+    solver: str = "auto",
+    time_limit_s: float = 5.0,
+    decisions: tuple[Decision, ...] = (),
+    budget_bytes: int | None = None,
+    releases_pages: bool = False,
+) -> Plan:
+    """The plan of ``place_step`` before it is checked."""
     placed = place(placement_problem(problem), solver=solver, time_limit_s=time_limit_s)
     lower_bound = max(live_bytes(arena_buffers(problem)).values(), default=0)
     arena_bytes = placed.height_bytes
     resident = residency(problem, placed.offsets, arena_bytes, releases_pages=releases_pages)
-    plan = Plan(
+    return Plan(
         name=name,
         offsets=placed.offsets,
         arena_bytes=arena_bytes,
@@ -55,8 +79,6 @@ def place_step(
         solver=placed.solver,
         num_regions=len(problem.regions),
     )
-    require_budget(plan)
-    return require_valid(problem, plan)
 
 
 def require_budget(plan: Plan) -> None:

@@ -218,6 +218,9 @@ class Into:
     offset_bytes: int
 
 
+_NONE: frozenset[int] = frozenset()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCall:
     """One call of the step: which values it reads and which it makes.
@@ -251,7 +254,7 @@ class StepCall:
 
     def into_buffers(self) -> frozenset[int]:
         """Indices of the region's buffers that lie inside other values."""
-        return frozenset(target.buffer for target in self.into)
+        return frozenset(target.buffer for target in self.into) if self.into else _NONE
 
 
 COPY_REGION = "memo.copy"
@@ -486,14 +489,18 @@ def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
     the calls backwards settles chains of such aliases in one go.
     """
     last: dict[str, int] = {}
+    sharing = {
+        name for name, region in problem.regions.items() if any(map(_shares, region.outputs))
+    }
     for index in reversed(range(len(problem.calls))):
-        call = problem.calls[index]
+        call, start = problem.calls[index], starts[index]
         region = problem.regions[call.region]
         for end, value in zip(region.input_ends, call.inputs, strict=True):
-            last[value] = max(last.get(value, 0), starts[index] + end)
+            if start + end > last.get(value, 0):
+                last[value] = start + end
         for into in call.into:
             last[into.value] = max(last.get(into.value, 0), starts[index] + region.num_lines)
-        for output, value in problem.made_by(call):
+        for output, value in problem.made_by(call) if call.region in sharing else ():
             if output.same_as is not None:
                 first = call.outputs[output.same_as]
                 last[first] = max(last.get(first, 0), last.get(value, 0))
@@ -502,6 +509,11 @@ def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
                 alive = max(last.get(value, 0), starts[index] + region.num_lines)
                 last[source] = max(last.get(source, 0), alive)
     return last
+
+
+def _shares(output: RegionOutput) -> bool:
+    """True for an output in the storage of an input or of another output."""
+    return output.same_as is not None or output.storage is Storage.INPUT
 
 
 def live_bytes(buffers: Iterable[ArenaBuffer]) -> dict[int, int]:
@@ -522,16 +534,19 @@ def running_sums(events: Iterable[tuple[int, int]]) -> dict[int, int]:
     return dict(zip(lines, itertools.accumulate(change[line] for line in lines), strict=True))
 
 
-def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
+def ordinary_events(
+    problem: Problem, last_read: Mapping[str, int] | None = None
+) -> Iterator[tuple[int, int]]:
     """(line, bytes born or minus bytes gone) of ordinary memory: outputs, incoming gradients.
 
     What the backward makes for the user stays, and so does an incoming gradient that no call reads.
     What only the loss needs is gone after the backward's first line. What a call is the last to
     read counts to that call's end: the allocator may put what the call makes beside its hole.
+    ``last_read`` is what ``last_reads`` found, where that is at hand.
     """
     starts = call_starts(problem)
     backward_line = starts[problem.first_backward]
-    last_read = last_reads(problem, starts)
+    last_read = last_reads(problem, starts) if last_read is None else last_read
     if problem.rebound_bytes:
         yield from ((0, problem.rebound_bytes), (backward_line, -problem.rebound_bytes))
     if problem.loss_bytes:
@@ -542,7 +557,7 @@ def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
             end = _last_line(starts, last_read[value])
             yield max(backward_line + 1, end), -size_bytes
     for index, call in enumerate(problem.calls):
-        for output, value in problem.made_by(call):
+        for output, value in problem.made_by(call) if call.outputs else ():
             if output.storage is not Storage.EXTERNAL or not output.size_bytes:
                 continue
             yield starts[index] + output.start, output.size_bytes
@@ -562,15 +577,20 @@ def outside_peak(problem: Problem) -> dict[str, int]:
     return best
 
 
-def outside_events(problem: Problem) -> Iterator[tuple[int, int, str]]:
-    """(line, bytes born or minus bytes dead, kind) of all memory that kernels allocate."""
+def outside_events(
+    problem: Problem, last_read: Mapping[str, int] | None = None
+) -> Iterator[tuple[int, int, str]]:
+    """(line, bytes born or minus bytes dead, kind) of all memory that kernels allocate.
+
+    ``last_read`` is what ``last_reads`` found, where that is at hand.
+    """
     if not any(
         region.outside or any(output.storage is Storage.OUTSIDE for output in region.outputs)
         for region in problem.regions.values()
     ):
         return
     starts = call_starts(problem)
-    last_read = last_reads(problem, starts)
+    last_read = last_reads(problem, starts) if last_read is None else last_read
     for index, call in enumerate(problem.calls):
         region, start = problem.regions[call.region], starts[index]
         for buffer in region.outside:

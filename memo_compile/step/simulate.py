@@ -16,6 +16,7 @@ from memo_compile.step.copy_times import CopyLane
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Span, Timeline
 from memo_compile.step.problem import (
+    COPY_REGION,
     CallKind,
     Problem,
     RegionProfile,
@@ -95,9 +96,10 @@ def most_per_call(problem: Problem) -> tuple[Any, Any]:
 def memory_levels(problem: Problem) -> tuple[Any, Any]:
     """Per line of the step the bytes alive in the arena, and those of ordinary memory."""
     starts = call_starts(problem)
-    outside = [(line, change) for line, change, _ in outside_events(problem)]
-    outside += ordinary_events(problem)
-    return _arena_level(problem, starts), _level(outside, starts[-1])
+    last_read = last_reads(problem, starts)
+    outside = [(line, change) for line, change, _ in outside_events(problem, last_read)]
+    outside += ordinary_events(problem, last_read)
+    return _arena_level(problem, starts, last_read), _level(outside, starts[-1])
 
 
 def _level(events: Sequence[tuple[int, int]], num_lines: int) -> Any:
@@ -108,16 +110,17 @@ def _level(events: Sequence[tuple[int, int]], num_lines: int) -> Any:
     return np.cumsum(changes)[:-1]
 
 
-def _arena_level(problem: Problem, starts: Sequence[int]) -> Any:
+def _arena_level(problem: Problem, starts: Sequence[int], last_read: Mapping[str, int]) -> Any:
     """Per line the bytes alive of ``arena_buffers``, without its objects.
 
     What dies inside its call is the same in all calls of a region.
     """
-    last_read = last_reads(problem, tuple(starts))
     shared = {name: region.outputs_of_buffers() for name, region in problem.regions.items()}
     crossing: list[tuple[int, int]] = []
     inner: dict[tuple[str, frozenset[int]], list[int]] = {}
     for call, start in zip(problem.calls, starts, strict=False):
+        if call.region == COPY_REGION:  # makes nothing, and holds nothing of its own
+            continue
         inside = call.into_buffers()
         inner.setdefault((call.region, inside), []).append(start)
         region = problem.regions[call.region]

@@ -1,5 +1,6 @@
 """Placement: problems small enough to draw, statuses, refusals, and the public hard instances."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from memo_compile.planners.placement import (
     PlacementProblem,
     check_placement,
     find_violations,
+    greedy,
     place,
 )
 from memo_compile.planners.placement.bounds import lower_bound
 from memo_compile.planners.placement.compiled import has_numba
 from memo_compile.planners.placement.files import parse_csv, read_problem
-from memo_compile.planners.placement.instance import build_instance
+from memo_compile.planners.placement.instance import FREE, build_instance
 from memo_compile.planners.placement.mip import mip_offsets
 from memo_compile.planners.solver import Engine, SolveStatus, available_engines
 
@@ -135,6 +137,23 @@ def test_public_hard_instances_fit_their_capacity(name):
     check_placement(hard, found)
     assert found.height_bytes <= 1048576
     assert found.solver == "search"
+
+
+@pytest.mark.skipif(not has_numba(), reason="numba is an optional extra")
+@pytest.mark.parametrize("best_fit", [False, True])
+@pytest.mark.parametrize("name", ["B", "F", "I"])
+def test_compiled_greedy_places_as_the_plain_one_does(monkeypatch, name, best_fit):
+    instance = build_instance(read_problem(DATA / f"{name}.1048576.csv"))
+    rng = np.random.default_rng(0)
+    fixed = np.where(rng.random(instance.num_buffers) < 0.1, 64 * rng.integers(100), FREE)
+    align = rng.choice((1, 3, 64), instance.num_buffers)
+    for case in (instance, dataclasses.replace(instance, fixed=fixed, align=align)):
+        sequence = rng.permutation(case.num_buffers)
+        plain = greedy.place_in_order(case, sequence, best_fit=best_fit)
+        with monkeypatch.context() as patched:
+            patched.setattr(greedy, "_COMPILED_FROM", 0)
+            compiled = greedy.place_in_order(case, sequence, best_fit=best_fit)
+        assert compiled.tolist() == plain.tolist()
 
 
 @pytest.mark.parametrize("name", ["B", "C", "H"])

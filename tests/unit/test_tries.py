@@ -1,6 +1,7 @@
 """The tilings in which a graph is tried: their order, what leads on, which error counts."""
 
 import gc
+import math
 import weakref
 from dataclasses import replace
 
@@ -186,6 +187,9 @@ def test_where_logits_alone_break_the_budget_only_what_does_so_runs_in_tiles():
     assert str(first).startswith("16 tiles of tokens, where more than 24.00 MiB")
 
 
+ORDER = (Tiles(8, 5, 5, 1.05), Tiles(8, 3, 5, 1.05), Tiles(8), Tiles(1))
+
+
 @pytest.mark.parametrize(
     ("seconds", "taken"),
     [
@@ -210,12 +214,48 @@ def test_of_slow_plans_the_fastest_is_taken(monkeypatch, seconds, taken):
             raise TooSlow("a plan that fits", step_s=step_s)
         return above
 
-    order = (Tiles(8, 5, 5, 1.05), Tiles(8, 3, 5, 1.05), Tiles(8), Tiles(1))
-    monkeypatch.setattr(tries, "tile_order", lambda *_: order)
+    monkeypatch.setattr(tries, "tile_order", lambda *_: ORDER)
     config = MemoConfig(memory_budget=2**30)
     assert first_that_fits(graph(), GraphFacts([torch.ones(4)]), config, attempt) == taken[-1]
     assert seen == taken
     assert memo_compile.report().notes == ()
+
+
+@pytest.mark.parametrize(
+    ("plans", "taken", "tried"),
+    [
+        # above_bytes: bound, seconds of its plan (None: nothing fits)
+        ({5: (1.1, 1.2), 3: (1.0, 1.0)}, 3, 2),
+        ({5: (1.1, 1.2), 3: (1.3, 1.3), 0: (1.2, 1.4)}, 5, 5),
+        ({5: (1.1, 1.2), 3: (1.06, 1.07), 0: (1.3, 1.3)}, 3, 5),
+        ({5: (1.1, 1.2), 3: (1.06, 1.15), 0: (1.3, 1.3)}, 3, 6),
+        ({5: (1.1, 1.2), 3: (1.3, 1.3), 0: (1.0, 1.05)}, 0, 4),
+        ({5: (1.1, None), 3: (1.0, None), 0: (1.2, 1.4)}, 0, 5),
+    ],
+    ids=["fast", "bound", "bounds", "both", "everywhere", "misfit"],
+)
+def test_tiles_that_are_only_bounded_are_planned_where_they_may_be_fastest(
+    monkeypatch, plans, taken, tried
+):
+    seen = []
+
+    def attempt(gm, config):
+        above = config.tile_above_bytes if config.token_tiles == 8 else -1
+        seen.append(above)
+        bound, step_s = plans[above]
+        over = config.max_over_compute
+        if bound > min(over or math.inf, config.max_step_s):
+            raise TooSlow("no plan can", step_s=bound, is_bound=True)
+        if step_s is None:
+            raise floor(9)
+        if step_s > over or step_s >= config.max_step_s:
+            raise TooSlow("a plan that fits", step_s=step_s)
+        return above
+
+    monkeypatch.setattr(tries, "tile_order", lambda *_: ORDER)
+    config = MemoConfig(memory_budget=2**30)
+    assert first_that_fits(graph(), GraphFacts([torch.ones(4)]), config, attempt) == taken
+    assert len(seen) == tried
 
 
 def test_a_plan_is_fast_near_its_computation_and_where_no_other_was_faster():
@@ -226,7 +266,7 @@ def test_a_plan_is_fast_near_its_computation_and_where_no_other_was_faster():
     require_fast(replace(plan, timeline=None), MemoConfig(max_over_compute=1.06, max_step_s=2.1))
     with pytest.raises(TooSlow, match="others are faster"):  # though it keeps everything
         require_fast(replace(plan, timeline=None), MemoConfig(max_step_s=1.9))
-    with pytest.raises(TooSlow, match=r"1\.500 x its computation"):
+    with pytest.raises(TooSlow, match=r"1\.500 x the computation"):
         require_fast(plan, MemoConfig(max_over_compute=1.06))
     with pytest.raises(TooSlow, match="others are faster") as caught:
         require_fast(plan, MemoConfig(max_step_s=3.0))

@@ -1,4 +1,4 @@
-"""The canonical search through numba, where numba is installed."""
+"""The canonical search and greedy's loop through numba, where numba is installed."""
 
 import functools
 import importlib.util
@@ -8,7 +8,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from memo_compile.planners.placement import kernel
+from memo_compile.planners.placement import greedy_kernel, kernel
 
 
 def has_numba() -> bool:
@@ -19,20 +19,31 @@ def has_numba() -> bool:
 @functools.cache
 def compiled_search() -> Any:
     """``kernel.search`` for numpy arrays, compiled on its first call and cached on disk."""
+    return _compiled(kernel)["search"]
+
+
+@functools.cache
+def compiled_greedy() -> Any:
+    """``greedy_kernel.place_each`` likewise."""
+    return _compiled(greedy_kernel)["place_each"]
+
+
+def _compiled(module: types.ModuleType) -> dict[str, Any]:
+    """What stands in ``module``, its functions through numba."""
     import numba
 
-    space: dict[str, Any] = dict(vars(kernel))
-    for name, function in inspect.getmembers(kernel, inspect.isfunction):
-        if function.__module__ != kernel.__name__:
+    space: dict[str, Any] = dict(vars(module))
+    for name, function in inspect.getmembers(module, inspect.isfunction):
+        if function.__module__ != module.__name__:
             continue
         # The clone sees the compiled helpers; the plain functions stay usable beside it.
         clone = types.FunctionType(function.__code__, space, name, function.__defaults__)
-        clone.__module__ = kernel.__name__
+        clone.__module__ = module.__name__
         try:
             space[name] = numba.njit(cache=True)(clone)
         except RuntimeError:  # numba finds no folder that it may write its cache to
             space[name] = numba.njit(clone)
-    return space["search"]
+    return space
 
 
 def is_cold() -> bool:

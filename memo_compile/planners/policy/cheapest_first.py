@@ -6,6 +6,7 @@ for the bytes that it takes off the points above the floor.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from memo_compile.planners.policy.model import StepModel
 
@@ -27,13 +28,16 @@ def greedy_sequence(
     chosen = tuple(0 for _ in model.modes)
     floor = _uniform_floor(model)
     sequence = [chosen]
-    over, cost = _bytes_over(model, chosen, floor), model.cost_s(chosen)
+    over, cost = _bytes_over(model.bytes_at(chosen), floor), model.cost_s(chosen)
     while True:
         best: tuple[float, float, tuple[int, ...]] | None = None
-        for candidate in _moves(model, chosen):
+        now = model.bytes_at(chosen)
+        for layers, mode in _moves(model, chosen):
+            candidate = _moved(chosen, layers, mode)
             if host_budget_bytes is not None and model.host_bytes(candidate) > host_budget_bytes:
                 continue
-            less = over - _bytes_over(model, candidate, floor)
+            changes = (model.deltas[at][mode] - model.deltas[at][chosen[at]] for at in layers)
+            less = over - _bytes_over(sum(changes, start=now), floor)
             if less <= 0:
                 continue
             price = (model.cost_s(candidate) - cost) / less
@@ -52,18 +56,25 @@ def _uniform_floor(model: StepModel) -> int:
     return min(model.peak_bytes(lowest), model.peak_bytes(tuple(0 for _ in model.modes)))
 
 
-def _bytes_over(model: StepModel, chosen: Sequence[int], floor: int) -> float:
+def _bytes_over(at: Any, floor: int) -> float:
     """Bytes above ``floor`` on average over the points of the step, and the peak's weight.
 
     The average alone would not tell a single high point from many low ones, so that the peak
     counts once more.
     """
-    at = model.bytes_at(chosen)
     return float((at - floor).clip(min=0).mean()) + float(max(int(at.max()) - floor, 0))
 
 
-def _moves(model: StepModel, chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Every choice that is one move away from ``chosen``."""
+def _moved(chosen: Sequence[int], layers: Sequence[int], mode: int) -> tuple[int, ...]:
+    """``chosen`` with ``mode`` for ``layers``."""
+    changed = list(chosen)
+    for layer in layers:
+        changed[layer] = mode
+    return tuple(changed)
+
+
+def _moves(model: StepModel, chosen: tuple[int, ...]) -> Iterator[tuple[list[int], int]]:
+    """Every move from ``chosen``: some layers of a class, and another mode for them."""
     groups: dict[tuple[str, int], list[int]] = {}
     for layer, (key, mode) in enumerate(zip(model.class_keys, chosen, strict=True)):
         groups.setdefault((key, mode), []).append(layer)
@@ -73,11 +84,8 @@ def _moves(model: StepModel, chosen: tuple[int, ...]) -> Iterator[tuple[int, ...
         for other in range(1, len(model.modes[movable[0]])):
             if other == mode:
                 continue
-            candidate = list(chosen)
-            for layer in movable:
-                candidate[layer] = other
-            if few_keys(model, candidate, class_key):
-                yield tuple(candidate)
+            if few_keys(model, _moved(chosen, movable, other), class_key):
+                yield movable, other
 
 
 def few_keys(model: StepModel, chosen: Sequence[int], class_key: str) -> bool:

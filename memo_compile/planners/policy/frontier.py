@@ -9,10 +9,11 @@ peak is never below the bytes alive. It may be far above, so that a plan with mo
 have the smaller peak: after the plans that none beats come some more (``in_order``).
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from memo_compile.errors import ConfigError, Infeasible
+from memo_compile.errors import ConfigError, Infeasible, TooSlow
 from memo_compile.planners.policy.candidates import (
     Candidate,
     CandidateSource,
@@ -106,6 +107,8 @@ def choose(
     solver: bool = True,
     time_limit_s: float = 20.0,
     searched: SearchedMoves | None = None,
+    max_step_s: float = math.inf,
+    wanted_s: float = math.inf,
 ) -> Choice:
     """The fastest plan of ``policy`` whose placed peak is at most ``budget_bytes``.
 
@@ -115,8 +118,11 @@ def choose(
     that cannot be; ``exact`` forbids recomputing a slice of rows. The same inputs give the same
     choice as long as the solver's ``time_limit_s`` (for all solves together) does not bind. What
     ``searched`` holds already is not searched a second time, and what is found is left there.
+    Plans of ``max_step_s`` or more are not placed. Where greedy has no plan that takes ``wanted_s``
+    and may fit, none is placed: the choice can wait until it is known what other tiles reach.
 
     Raises:
+        TooSlow: all plans are slower.
         NothingFits: no plan fits the budget and the host budget; the message names the floor.
         ConfigError: the policy is unknown.
     """
@@ -130,8 +136,10 @@ def choose(
         time_limit_s=time_limit_s,
         searched=searched or SearchedMoves(),
     )
-    chooser = _Chooser(budget_bytes, host_budget_bytes, place)
-    considered, found = _search(source, chooser, policy, alpha)
+    chooser = _Chooser(budget_bytes, host_budget_bytes, place, max_step_s)
+    considered, found = _search(source, chooser, policy, alpha, wanted_s)
+    if found is None and chooser.least_left_s is not None:
+        raise TooSlow("all other plans of these tiles are slower", step_s=chooser.least_left_s)
     if found is None:
         raise chooser.infeasible(step, considered)
     candidate, plan = found
@@ -177,7 +185,11 @@ def confirmed(
 
 
 def _search(
-    source: CandidateSource, chooser: "_Chooser", policy: str, alpha: float | None
+    source: CandidateSource,
+    chooser: "_Chooser",
+    policy: str,
+    alpha: float | None,
+    wanted_s: float,
 ) -> tuple[list[Candidate], tuple[Candidate, Plan] | None]:
     """The candidates of ``policy``, and the chosen one with its placement."""
     if policy in ("auto", "greedy"):
@@ -187,6 +199,7 @@ def _search(
             return saved, found
         steady = source.steady() if policy == "greedy" else []
         ordered = in_order([*saved, *source.greedy(), *steady], chooser.host_budget_bytes)
+        chooser.require_fast(ordered, min(wanted_s, chooser.max_step_s))
         found = chooser.pick(ordered)
         limit_s = saved[0].cost_s * (1 + GOOD_ENOUGH)
         if policy == "greedy" or (found is not None and found[0].cost_s <= limit_s):
@@ -253,16 +266,34 @@ class _Chooser:
     budget_bytes: int | None
     host_budget_bytes: int | None
     _place: Callable[[Problem], Plan]
+    max_step_s: float = math.inf
+    least_left_s: float | None = None
+    """Of the plans that are not wanted and were left, the fastest."""
     _placed: dict[tuple[tuple[Mode, ...], Schedule], Plan] = field(default_factory=dict)
 
     def pick(self, ordered: Iterable[Candidate]) -> tuple[Candidate, Plan] | None:
         """The first candidate that fits, with its placement."""
         for candidate in ordered:
             if self._host_fits(candidate) and self._may_fit(candidate):
+                step_s = candidate.timeline.step_s
+                if step_s >= self.max_step_s:
+                    self.least_left_s = min(step_s, self.least_left_s or step_s)
+                    continue
                 plan = self._plan_of(candidate)
                 if self.budget_bytes is None or plan.peak_bytes <= self.budget_bytes:
                     return candidate, plan
         return None
+
+    def require_fast(self, ordered: Iterable[Candidate], wanted_s: float) -> None:
+        """Nothing, unless all plans that may fit take more than ``wanted_s``.
+
+        Raises:
+            TooSlow: they do; nothing is placed yet.
+        """
+        may_fit = (plan for plan in ordered if self._host_fits(plan) and self._may_fit(plan))
+        least_s = min((plan.timeline.step_s for plan in may_fit), default=0.0)
+        if least_s > wanted_s:
+            raise TooSlow("no plan is fast enough", step_s=least_s, is_bound=True)
 
     def _host_fits(self, candidate: Candidate) -> bool:
         return self.host_budget_bytes is None or candidate.host_bytes <= self.host_budget_bytes

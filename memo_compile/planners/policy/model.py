@@ -9,9 +9,9 @@ Points: one for every call, with the most bytes alive during it; then one for ev
 recomputation right before its backward.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,6 +51,7 @@ class StepModel:
     """Per layer."""
     costs: StepCosts
     schedule: Schedule
+    stops: "tuple[_Stop, ...]"
 
     @property
     def num_layers(self) -> int:
@@ -88,25 +89,20 @@ class StepModel:
         issued, before the call ``reload_at``.
         """
         modes = [some[mode] for some, mode in zip(self.modes, chosen, strict=True)]
-        layers = range(self.num_layers)
-        reloaded = _layers_at(self.reload_at, reversed(layers))
-        freed, in_backward, in_forward = (
-            _layers_at(calls, layers)
-            for calls in (self.freed_at, self.backward_at, self.forward_at)
-        )
         now = out_lane = back_lane = 0.0
         out_end, back_end = [0.0] * len(modes), [0.0] * len(modes)
-        for call, seconds in enumerate(self.seconds):
-            for layer in freed.get(call, ()):
+        for stop in self.stops:
+            now += stop.before_s
+            for layer in stop.freed:
                 now = max(now, out_end[layer])
-            for layer in reloaded.get(call, ()):
+            for layer in stop.reloaded:
                 if modes[layer].num_copies:
                     back_lane = max(back_lane, now) + modes[layer].h2d_s(self.costs)
                     back_end[layer] = back_lane
-            for layer in in_backward.get(call, ()):
+            for layer in stop.in_backward:
                 now = max(now, back_end[layer]) + modes[layer].recompute_s
-            now += seconds
-            for layer in in_forward.get(call, ()):
+            now += stop.call_s
+            for layer in stop.in_forward:
                 if modes[layer].num_copies:
                     out_lane = max(out_lane, now) + modes[layer].d2h_s(self.costs)
                     out_end[layer] = out_lane
@@ -115,6 +111,44 @@ class StepModel:
     def chosen_modes(self, chosen: Sequence[int]) -> tuple[Mode, ...]:
         """The modes by their numbers."""
         return tuple(some[mode].mode for some, mode in zip(self.modes, chosen, strict=True))
+
+
+class _Stop(NamedTuple):
+    """A call at which a copy or a recomputation of a layer may begin or end."""
+
+    before_s: float
+    """Seconds of the calls since the last stop."""
+    freed: Sequence[int]
+    """Layers whose copies to the host have ended before the call."""
+    reloaded: Sequence[int]
+    """Layers whose copies back are issued before it."""
+    in_backward: Sequence[int]
+    """Layers whose backward it is."""
+    call_s: float
+    in_forward: Sequence[int]
+    """Layers whose forward it is."""
+
+
+def _stops(
+    seconds: Sequence[float],
+    forward_at: Sequence[int],
+    backward_at: Sequence[int],
+    windows: "_Windows",
+) -> Iterator[_Stop]:
+    """The calls of the step that matter to copies; the last one in any case."""
+    layers = range(len(forward_at))
+    freed, in_backward, in_forward = (
+        _layers_at(calls, layers) for calls in (windows.freed_at, backward_at, forward_at)
+    )
+    reloaded = _layers_at(windows.reload_at, reversed(layers))
+    before_s = 0.0
+    for call, call_s in enumerate(seconds):
+        some = [found.get(call, ()) for found in (freed, reloaded, in_backward, in_forward)]
+        if any(some) or call == len(seconds) - 1:
+            yield _Stop(before_s, *some[:3], call_s, some[3])
+            before_s = 0.0
+        else:
+            before_s += call_s
 
 
 def _layers_at(calls: Sequence[int], layers: Iterable[int]) -> dict[int, list[int]]:
@@ -161,6 +195,7 @@ def build_model(
         class_keys=tuple(layer.class_key for layer in step.layers),
         costs=step.costs,
         schedule=schedule,
+        stops=tuple(_stops(facts.call_s, facts.forward_at, facts.backward_at, windows)),
     )
 
 

@@ -1,0 +1,59 @@
+"""Greedy placement's loop in a form that numba can compile. Nothing here allocates."""
+
+from typing import Any
+
+FREE = -1
+"""As ``instance.FREE``."""
+
+
+def place_each(
+    sequence: Any,
+    size: Any,
+    align: Any,
+    fixed: Any,
+    span_start: Any,
+    span_lower: Any,
+    span_upper: Any,
+    best_fit: bool,
+    by_offset: Any,
+    offsets: Any,
+) -> None:
+    """Fill ``offsets`` (N,), buffer by buffer as the indices of ``sequence`` (N,) say.
+
+    ``by_offset`` (N,) is scratch, the rest as in ``Instance``.
+    """
+    for count in range(len(sequence)):
+        item = sequence[count]
+        if fixed[item] != FREE:
+            offsets[item] = fixed[item]
+        else:
+            step, least = max(align[item], 1), -1
+            highest, found = 0, -1
+            for at in range(count):
+                other = by_offset[at]
+                if not share_a_section(item, other, span_start, span_lower, span_upper):
+                    continue
+                begin = -(-highest // step) * step
+                room = offsets[other] - begin
+                if room >= size[item] and (least < 0 or room < least):
+                    found, least = begin, room
+                    if not best_fit:
+                        break
+                highest = max(highest, offsets[other] + size[other])
+            offsets[item] = found if found >= 0 else -(-highest // step) * step
+        at = count
+        while at > 0 and offsets[by_offset[at - 1]] > offsets[item]:
+            by_offset[at] = by_offset[at - 1]
+            at -= 1
+        by_offset[at] = item
+
+
+def share_a_section(
+    item: int, other: int, span_start: Any, span_lower: Any, span_upper: Any
+) -> bool:
+    """True for two buffers that are alive at one time."""
+    for own in range(span_start[item], span_start[item + 1]):
+        for their in range(span_start[other], span_start[other + 1]):
+            if span_lower[their] < span_upper[own] and span_upper[their] > span_lower[own]:
+                return True
+    return False
