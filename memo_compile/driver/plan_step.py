@@ -168,8 +168,9 @@ class _Planner:
         if limit_s == math.inf:
             return
         bound_s = self._lower_bound_s(budget_bytes)
-        if limit_s < bound_s < math.inf:
-            text = f"no plan takes less than {format_seconds(bound_s)}"
+        if bound_s > limit_s:
+            fits = f"takes less than {format_seconds(bound_s)}" if bound_s < math.inf else "fits"
+            text = f"no plan {fits}"
             raise TooSlow(text, step_s=bound_s, is_bound=True)
 
     def _wanted_s(self) -> float:

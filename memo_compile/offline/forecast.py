@@ -5,13 +5,14 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from memo_compile.config import resolve
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.facts import GraphFacts
+from memo_compile.driver.tries import TOKEN_TILES
 from memo_compile.errors import Infeasible, InputError
 from memo_compile.offline.more_layers import NotUniform
 from memo_compile.offline.plan_offline import OfflineStep, plan_step_offline
@@ -45,10 +46,11 @@ SEQ_GRANULE = 1024
 START_SEQ = 32_768
 """The first length that ``longest`` tries where none is given."""
 
-LONGER = 4
-"""Times as long is the next length while all fit."""
+LONGER, LONGEST = 4, 64
+"""Times as long is the next length while all fit and nothing is known of their bytes; and at most
+where it is."""
 
-HALVED_EACH = 4
+HALVED_EACH = 6
 """Every so many tries the search halves what is left, where the line does not hold."""
 
 UNBOUNDED_BYTES = 2**60
@@ -199,24 +201,41 @@ def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
     yield replace(most, budget_bytes=most.peak_bytes)
 
 
-def needed_bytes(question: Question) -> float | None:
-    """What the smallest plan takes where that is over the budget; None where one fits.
+class Need(NamedTuple):
+    """What a plan of few bytes takes, infinite where it is unknown, and whether one fits."""
 
-    Infinite where it is unknown. Cheaper than ``forecast`` where none fits.
-    """
+    num_bytes: float
+    fits: bool
+
+
+def least_needed(question: Question) -> Need:
+    """The smallest plan in tiles, made without solvers; known long before the fastest plan is."""
+    if question.degrees.pp > 1:
+        return needed(question)
+    policy = "greedy" if question.policy == "auto" else question.policy
+    smallest, loaded = replace(question, policy=policy), _load(question)
+    try:
+        num_bytes = _plan(smallest, loaded, 1, token_tiles=TOKEN_TILES).plan.peak_bytes
+    except Infeasible as error:
+        num_bytes = math.inf if error.floor_bytes is None else error.floor_bytes
+    return Need(num_bytes, num_bytes <= _without_margin(question, question.budget_bytes))
+
+
+def needed(question: Question) -> Need:
+    """Whether any plan fits, by the whole choice."""
     try:
         answer = _within(question, _load(question), question.budget_bytes)
     except Infeasible as error:
-        return math.inf if error.floor_bytes is None else error.floor_bytes
-    return None if answer.fits else answer.peak_bytes
+        return Need(math.inf if error.floor_bytes is None else error.floor_bytes, False)
+    return Need(math.inf if answer.fits else answer.peak_bytes, answer.fits)
 
 
 def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
     """The longest sequence that fits, a multiple of SEQ_GRANULE x tp x cp; 0 where none does.
 
     ``tried`` is told each length and whether it fits. The least bytes of a length grow about
-    linearly from those of the parameters and their state: where one length does not fit, that
-    tells which one just does. Cost: a plan for each, mostly four or five.
+    linearly from those of the parameters and their state, so that those of one length tell which
+    one just fits. Cost: mostly three to five lengths, and the whole choice for the next longer one.
     """
     granule = SEQ_GRANULE * question.degrees.tp * question.degrees.cp
     search = _LengthSearch(
@@ -225,10 +244,14 @@ def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
         constant_bytes=_constant_bytes(replace(question, seq=granule)),
     )
     while (count := search.next_count()) is not None:
-        needed = needed_bytes(replace(question, seq=count * granule))
-        search.tell(count, needed)
-        tried(count * granule, needed is None)
-    return search.low * granule
+        need = least_needed(replace(question, seq=count * granule))
+        search.tell(count, need)
+        tried(count * granule, need.fits)
+    longest = search.low + 1
+    while needed(replace(question, seq=longest * granule)).fits:
+        tried(longest * granule, True)
+        longest += 1
+    return (longest - 1) * granule
 
 
 class _LengthSearch:
@@ -236,6 +259,7 @@ class _LengthSearch:
 
     def __init__(self, *, start: int, budget_bytes: int, constant_bytes: int) -> None:
         self.low = 0
+        self._low_bytes: float = constant_bytes
         self._high: int | None = None
         self._high_bytes = math.inf
         self._start = max(1, start)
@@ -243,19 +267,21 @@ class _LengthSearch:
         self._stride = 1
         self._num_told = 0
 
-    def tell(self, count: int, needed: float | None) -> None:
-        """``count`` granules fit, or need as many bytes."""
+    def tell(self, count: int, need: Need) -> None:
+        """``count`` granules fit, or do not, and need as many bytes."""
         self._num_told += 1
-        if needed is None:
+        if need.fits:
             self._stride = 1 if self.low < self._guess() else 2 * self._stride
-            self.low = count
+            self.low, self._low_bytes = count, need.num_bytes
         else:
-            self._high, self._high_bytes = count, needed
+            self._high, self._high_bytes = count, need.num_bytes
 
     def next_count(self) -> int | None:
         """What to try next; None when the answer is ``low``."""
+        if self._high is None and not self.low:
+            return self._start
         if self._high is None:
-            return self._start if not self.low else LONGER * self.low
+            return min(max(self._guess(), self.low + self._stride), LONGEST * self.low)
         if self._high - self.low <= 1:
             return None
         if self._num_told % HALVED_EACH == 0:
@@ -264,11 +290,20 @@ class _LengthSearch:
         return min(wanted, self._high - 1)
 
     def _guess(self) -> int:
-        """By the line through the bytes of no tokens and those of ``high``; 0: not known."""
-        above = self._high_bytes - self._constant_bytes
-        if self._high is None or not 0 < above < math.inf:
-            return 0
-        return int(self._high * max(0, self._budget_bytes - self._constant_bytes) / above)
+        """By a line through what is known; 0: not known, ``LONGER`` where all fit."""
+        points = [
+            (count, num_bytes)
+            for count, num_bytes in (
+                (0, self._constant_bytes),
+                (self.low, self._low_bytes),
+                (self._high, self._high_bytes),
+            )
+            if count is not None and num_bytes < math.inf
+        ]
+        (before, less), (after, more) = points[-2:] if len(points) > 1 else (*points, *points)
+        if more <= less:
+            return LONGER * self.low if self._high is None else 0
+        return int(before + (after - before) * (self._budget_bytes - less) / (more - less))
 
 
 def _constant_bytes(question: Question) -> int:
@@ -312,8 +347,9 @@ def _without_margin(question: Question, budget_bytes: int) -> int:
     return int(max(0, budget_bytes - CUBLAS_BYTES) / (1 + ESTIMATE_MARGIN))
 
 
-def _plan(question: Question, loaded: Loaded, budget_bytes: int) -> OfflineStep:
+def _plan(question: Question, loaded: Loaded, budget_bytes: int, **more: Any) -> OfflineStep:
     options: dict[str, Any] = {
+        **more,
         "memory_budget": budget_bytes,
         "policy": question.policy,
         "optimizer_state_bytes_per_parameter": question.state_bytes_per_parameter(

@@ -16,7 +16,7 @@ from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
 from memo_compile.errors import InputError, RuntimeMisuse
 from memo_compile.offline import forecast as forecasting
-from memo_compile.offline.forecast import Question, forecast, longest
+from memo_compile.offline.forecast import Need, Question, forecast, longest
 from memo_compile.offline.shapes.parallel import all_gather
 from memo_compile.offline.shapes.transformer import Degrees, first_stage
 from memo_compile.reporting.emit import Settings, emit
@@ -317,14 +317,13 @@ def test_the_operators_of_shapes_do_not_run():
 
 
 def _needing(limit, curve=1.0):
-    """A model of which ``limit`` tokens fit; the bytes of longer ones grow with that exponent."""
+    """A model of which ``limit`` tokens fit; the bytes of all grow with that exponent."""
 
     def needed(setting):
-        if setting.seq <= limit:
-            return None
         constant = forecasting._constant_bytes(setting)
         room = setting.budget_bytes - constant
-        return constant + room * (setting.seq / (limit + 1)) ** curve
+        num_bytes = constant + room * (setting.seq / (limit + 1)) ** curve
+        return Need(num_bytes, setting.seq <= limit)
 
     return needed
 
@@ -335,26 +334,35 @@ def _needing(limit, curve=1.0):
 )
 def test_the_longest_sequence_fits_and_the_next_does_not(monkeypatch, limit, start, curve):
     granule = 1024 * 4
-    monkeypatch.setattr(forecasting, "needed_bytes", _needing(limit * granule, curve))
+    for name in ("least_needed", "needed"):
+        monkeypatch.setattr(forecasting, name, _needing(limit * granule, curve))
     tried = {}
     found = longest(question(seq=start * granule, tp=2, cp=2), tried.__setitem__)
     assert found == limit * granule
     assert all(fits is (seq <= limit * granule) for seq, fits in tried.items())
     assert found == 0 or tried[found]
     assert not tried[found + granule]
-    growing = len([seq for seq in tried if seq > start * granule])
-    assert len(tried) <= growing + (5 if curve == 1.0 else 20)
+    assert len(tried) <= (4 if curve == 1.0 else 20)
 
 
 def test_the_longest_sequence_is_found_where_nothing_is_known_of_the_floor(monkeypatch):
-    monkeypatch.setattr(
-        forecasting, "needed_bytes", lambda setting: None if setting.seq <= 77 * 1024 else math.inf
-    )
+    def unknown(setting):
+        return Need(math.inf, setting.seq <= 77 * 1024)
+
+    monkeypatch.setattr(forecasting, "least_needed", unknown)
+    monkeypatch.setattr(forecasting, "needed", unknown)
     assert longest(question(seq=None), lambda *_: None) == 77 * 1024
 
 
+def test_a_length_for_which_only_the_whole_choice_has_a_plan_counts(monkeypatch):
+    monkeypatch.setattr(forecasting, "least_needed", _needing(70 * 1024))
+    monkeypatch.setattr(forecasting, "needed", _needing(72 * 1024))
+    assert longest(question(seq=None), lambda *_: None) == 72 * 1024
+
+
 def test_max_seq_is_in_the_answer(capsys, monkeypatch):
-    monkeypatch.setattr(forecasting, "needed_bytes", _needing(3 * 1024))
+    for name in ("least_needed", "needed"):
+        monkeypatch.setattr(forecasting, name, _needing(3 * 1024))
     code, out, err = plan(capsys, "tiny-gpt", "--max-seq", "--hardware", "a100", "--json")
     body = json.loads(out)
     assert (code, body["max_seq"], body["seq"]) == (0, 3072, 3072)
