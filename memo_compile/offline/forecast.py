@@ -240,7 +240,7 @@ def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
     granule = SEQ_GRANULE * question.degrees.tp * question.degrees.cp
     search = _LengthSearch(
         start=(question.seq or START_SEQ) // granule,
-        budget_bytes=question.budget_bytes,
+        budget_bytes=_without_margin(question, question.budget_bytes),
         constant_bytes=_constant_bytes(replace(question, seq=granule)),
     )
     while (count := search.next_count()) is not None:
@@ -264,16 +264,21 @@ class _LengthSearch:
         self._high_bytes = math.inf
         self._start = max(1, start)
         self._budget_bytes, self._constant_bytes = budget_bytes, constant_bytes
-        self._stride = 1
+        self._longer = self._shorter = 1
+        """Granules that the next length differs from ``low`` or ``high`` at least; doubled where
+        the line missed."""
         self._num_told = 0
 
     def tell(self, count: int, need: Need) -> None:
         """``count`` granules fit, or do not, and need as many bytes."""
         self._num_told += 1
         if need.fits:
-            self._stride = 1 if self.low < self._guess() else 2 * self._stride
+            self._longer = 1 if self.low < self._guess() else 2 * self._longer
+            self._shorter = 1
             self.low, self._low_bytes = count, need.num_bytes
         else:
+            missed = self._high is not None and count >= self._high - self._shorter
+            self._shorter = 2 * self._shorter if missed else 1
             self._high, self._high_bytes = count, need.num_bytes
 
     def next_count(self) -> int | None:
@@ -281,13 +286,13 @@ class _LengthSearch:
         if self._high is None and not self.low:
             return self._start
         if self._high is None:
-            return min(max(self._guess(), self.low + self._stride), LONGEST * self.low)
+            return min(max(self._guess(), self.low + self._longer), LONGEST * self.low)
         if self._high - self.low <= 1:
             return None
         if self._num_told % HALVED_EACH == 0:
             return (self.low + self._high) // 2
-        wanted = max(self._guess(), self.low + self._stride)
-        return min(wanted, self._high - 1)
+        wanted = max(self._guess(), self.low + self._longer)
+        return max(self.low + 1, min(wanted, self._high - self._shorter))
 
     def _guess(self) -> int:
         """By a line through what is known; 0: not known, ``LONGER`` where all fit."""
