@@ -41,7 +41,7 @@ STAGES = (
     ("peaks of candidates", "simulate.py", "peak_live_bytes"),
     ("step programs of candidates", "moves.py", "apply_moves"),
     ("solver", "solver.py", "solve"),
-    ("placing and checking", "place_step.py", "place_step"),
+    ("placing", "place_step.py", "placed_step"),
     ("checking", "check_plan.py", "check"),
 )
 """(what, file, function) of the profile's lines; a later stage may be inside an earlier one."""
