@@ -18,65 +18,46 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import innermost_fn, set_enable_dynamic
-from torch._dynamo.exc import RestartAnalysis  # what tensorify raises too (2.11, 2.13)
+from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # tensorify's too (2.11, 2.13)
 from torch._dynamo.external_utils import wrap_inline
-from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.utils import counters, dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import (  # 2.11, 2.13: same keyword subset
     _extract_fwd_bwd_modules,
     min_cut_rematerialization_partition,
-    reordering_to_mimic_autograd_engine,
 )
-from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import ir
+from torch._functorch.partitioners import (
+    reordering_to_mimic_autograd_engine as reordering_to_mimic_autograd_engine,
+)
+from torch._guards import TracingContext, tracing
+from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._inductor import ir, lowering
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen import common as _codegen_common
+from torch._inductor.codegen.wrapper import AllocateLine as AllocateLine
+from torch._inductor.codegen.wrapper import ExternKernelAllocLine as ExternKernelAllocLine
+from torch._inductor.codegen.wrapper import FreeIfNotReusedLine as FreeIfNotReusedLine
+from torch._inductor.codegen.wrapper import FreeLine as FreeLine
+from torch._inductor.codegen.wrapper import MemoryPlanningLine as MemoryPlanningLine
+from torch._inductor.codegen.wrapper import MultiOutputLine as MultiOutputLine
+from torch._inductor.codegen.wrapper import NullLine as NullLine
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen as PythonWrapperCodegen
+from torch._inductor.codegen.wrapper import ReinterpretLine as ReinterpretLine
+from torch._inductor.codegen.wrapper import ReuseLine as ReuseLine
 from torch._inductor.codegen.wrapper import (
-    AllocateLine,
-    ExternKernelAllocLine,
-    FreeIfNotReusedLine,
-    FreeLine,
-    MemoryPlanningLine,
-    MultiOutputLine,
-    NullLine,
-    PythonWrapperCodegen,
-    ReinterpretLine,
-    ReuseLine,
-    SubgraphPythonWrapperCodegen,
+    SubgraphPythonWrapperCodegen as SubgraphPythonWrapperCodegen,
 )
 from torch._inductor.compile_fx import compile_fx as _compile_fx
-from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
+from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.virtualized import V
-from torch._logging._internal import trace_structured
+from torch._logging._internal import trace_structured as trace_structured
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
-
-__all__ = [
-    "AllocateLine",
-    "CustomPartitionerFn",
-    "ExternKernelAllocLine",
-    "FreeIfNotReusedLine",
-    "FreeLine",
-    "MemoryPlanningLine",
-    "MultiOutputLine",
-    "NullLine",
-    "PythonWrapperCodegen",
-    "ReinterpretLine",
-    "RestartAnalysis",
-    "ReuseLine",
-    "SubgraphPythonWrapperCodegen",
-    "compile_fx",
-    "compile_fx_inner",
-    "detect_fake_mode",
-    "extract_halves",
-    "min_cut_saved_names",
-    "reordering_to_mimic_autograd_engine",
-    "trace_structured",
-]
 
 
 def device_codegens() -> dict[str, Any]:
@@ -152,12 +133,8 @@ def without_kernels() -> Iterator[None]:
 
     What is lowered cannot run.
     """
-
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
     names = (name for name in (*_COMPILERS, "wait") if name in vars(AsyncCompile))
-    with _compiles_with(dict.fromkeys(names, nothing)):
+    with _compiles_with(dict.fromkeys(names, lambda *_, **__: None)):
         yield
 
 
@@ -176,7 +153,8 @@ def _compiles_with(methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 
 def inductor_patch(settings: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Inductor's configuration with ``settings``, keys that this version lacks left out."""
-    return inductor_config.patch(known_inductor_settings(settings))
+    known = {key: value for key, value in settings.items() if key in inductor_settings()}
+    return inductor_config.patch(known)
 
 
 def functorch_patch(**settings: Any) -> contextlib.AbstractContextManager[None]:
@@ -319,11 +297,6 @@ def _stored_patterns() -> Iterator[Any]:
                     yield cell
 
 
-def known_inductor_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """``settings`` without the keys that this version of Inductor lacks."""
-    return {key: value for key, value in settings.items() if key in inductor_settings()}
-
-
 def inductor_settings() -> Collection[str]:
     """The names of all settings of this version of Inductor."""
     return inductor_config._config  # type: ignore[attr-defined]
@@ -346,15 +319,6 @@ class _Partitioner(CustomPartitionerFn):
 def partitioner(run: Callable[..., Any]) -> CustomPartitionerFn:
     """``run(joint, joint_inputs, **kwargs)`` as the object that Inductor's configuration wants."""
     return _Partitioner(run)
-
-
-def inner_compiler(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run(gm, examples, **kwargs)`` as an inner compiler of compile_fx."""
-
-    def inner(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
-        return run(gm, examples, **kwargs)
-
-    return inner
 
 
 @contextlib.contextmanager
@@ -459,14 +423,9 @@ def dynamo_counts() -> tuple[dict[str, int], int]:
 
     Since torch last cleared its counters (2.11, 2.13).
     """
-    from torch._dynamo.utils import counters
-
     breaks = {reason.splitlines()[0]: n for reason, n in counters["graph_break"].items() if reason}
-    limits = (n for reason, n in counters["unimplemented"].items() if _RECOMPILE_LIMIT in reason)
-    return breaks, sum(limits)
-
-
-_RECOMPILE_LIMIT = "recompile limit exceeded"
+    given_up = counters["unimplemented"].items()
+    return breaks, sum(n for reason, n in given_up if "recompile limit exceeded" in reason)
 
 
 @contextlib.contextmanager
@@ -537,8 +496,6 @@ def cpp_compiler() -> str:
     Raises:
         RuntimeError: Inductor finds none.
     """
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
     return get_cpp_compiler()
 
 
@@ -556,13 +513,9 @@ def failing_fakes_unlogged() -> Iterator[None]:
 
 def falls_back(target: Any) -> bool:
     """True for an operator that Inductor calls as a kernel rather than compiling it."""
-    from torch._inductor import lowering
-
     return target in lowering.fallbacks
 
 
 def has_lowering(target: Any) -> bool:
     """True for an operator that Inductor knows by now: custom ones, once they were lowered."""
-    from torch._inductor import lowering
-
     return target in lowering.lowerings

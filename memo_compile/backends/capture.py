@@ -86,22 +86,16 @@ class StepCapture:
         Raises:
             UnsupportedGraph: a step that trains was not captured whole.
         """
-        with shim.functorch_patch(
-            force_non_lazy_backward_lowering=True,
-            enable_autograd_cache=False,
-            enable_remote_autograd_cache=False,
+        partitioner = shim.partitioner(self.partition)
+        with (
+            shim.functorch_patch(
+                force_non_lazy_backward_lowering=True,
+                enable_autograd_cache=False,
+                enable_remote_autograd_cache=False,
+            ),
+            shim.inductor_patch({"custom_partitioner_fn": partitioner, **shim.NO_GRAPH_CACHE}),
         ):
-            compiled = shim.compile_fx(
-                gm,
-                examples,
-                inner_compile=shim.inner_compiler(self.inner),
-                config_patches=shim.known_inductor_settings(
-                    {
-                        "custom_partitioner_fn": shim.partitioner(self.partition),
-                        **shim.NO_GRAPH_CACHE,
-                    }
-                ),
-            )
+            compiled = shim.compile_fx(gm, examples, inner_compile=self.inner)
         if self.saw_training and not self.finished:
             raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
         return compiled
