@@ -1,7 +1,7 @@
 """A planned step that runs: the plan bound to the runtime, replaced by another when it must be."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,6 +85,7 @@ class Assembly:
         self.observed = Observed(planning_s=planned.planning_s, lowering_s=self.lowered.lowering_s)
         self._made = tuple(result_storages(planned.problem, step.forward.results))
         self.step = bind_step(planned, step, self.request.applied_to(self.config), self._count)
+        self.step.on_unplanned = _say_unplanned
         if self.step.heap is not None and planned.plan.budget_bytes is not None:
             graphs = self.known.graphs()
             called = dict.fromkeys(call.region for call in planned.problem.calls)
@@ -268,13 +269,10 @@ class Assembly:
         granted = min(self.request.granted_host_bytes or host_bytes, host_bytes) * 3 // 4
         return replace(self.request, granted_host_bytes=granted)
 
-    def on_unplanned(self, call: Callable[[], None]) -> None:
-        """``call`` is told of every step that runs in ordinary memory."""
-        self.step.on_unplanned = call
-
     def retire(self) -> None:
-        """Drop the views that the device's arena holds for this plan."""
+        """Nothing of a model that is gone is held."""
         arena_of(self.step.device).forget(self.step.key)
+        state.plan_is_gone(self.reported)
 
     def _count_what_exists(self, args: Sequence[Any]) -> None:
         """Count gradients and results of earlier steps that are kept: they are there beside new.
@@ -350,7 +348,6 @@ class Assembly:
     def _bind_again(self, planned: PlannedStep) -> None:
         old = self.step
         self._bind(planned)
-        self.on_unplanned(old.on_unplanned)
         arena_of(old.device).forget(old.key)  # a backward that is still to come makes them anew
         self._report()
 
@@ -363,6 +360,14 @@ class Assembly:
             stall_s=counted.stall_s,
         )
         self._report()
+
+
+def _say_unplanned() -> None:
+    if state.count_unplanned() == 1:
+        state.warn_once(
+            "a forward began while another of the same graph was waiting for its backward; it "
+            "runs in ordinary memory. Set max_inflight to the number of live forwards"
+        )
 
 
 def _kept(error: Infeasible, gradients: int, results: int) -> str:
