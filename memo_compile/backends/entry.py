@@ -1,5 +1,6 @@
 """The torch.compile backend ``memo``: what torch calls with a Dynamo graph."""
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -16,7 +17,6 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.backends.capture import StepCapture, next_graph_name
-from memo_compile.backends.left_out import DynamoWatch
 from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.driver.assemble import Assembly
@@ -34,10 +34,6 @@ from memo_compile.step.program_text import program_text
 from memo_compile.step.serialise import to_json
 
 log = logging.getLogger("memo")
-
-_dynamo = DynamoWatch()
-_dynamo.begin()
-state.watch(_dynamo.left_out, _dynamo.begin)
 
 
 def memo(
@@ -252,3 +248,42 @@ def _with_own_dump(config: MemoConfig) -> MemoConfig:
         state.warn_once(f"nothing is dumped: {folder} cannot be written: {reason}")
         return dataclasses.replace(config, dump=None)
     return dataclasses.replace(config, dump=str(folder))
+
+
+@dataclasses.dataclass(slots=True)
+class DynamoWatch:
+    """What Dynamo never handed to memo: code around graph breaks, functions that it gave up.
+
+    Since ``begin``; torch's own counters are of the whole process.
+    """
+
+    breaks: dict[str, int] = dataclasses.field(default_factory=dict)
+    given_up: int = 0
+
+    def begin(self) -> None:
+        """Count from here."""
+        self.breaks, self.given_up = shim.dynamo_counts()
+
+    def left_out(self) -> state.LeftOut:
+        """Notes for the report, and whether Dynamo runs a function eagerly for good."""
+        breaks, given_up = shim.dynamo_counts()
+        new = collections.Counter(breaks) - collections.Counter(self.breaks)
+        notes = []
+        if new:
+            notes.append(
+                f"{new.total()} graph break(s): what lies between runs eagerly, each graph "
+                f"is planned by itself, and memory_budget bounds each, not their sum. First: "
+                f"{next(iter(new))} (torch.compile(fullgraph=True) shows where)"
+            )
+        gave_up = given_up > self.given_up
+        if gave_up:
+            notes.append(
+                "memo is OFF for a function: Dynamo gave it up after too many compilations and "
+                "runs it eagerly. Pad to fewer shapes, or leave dynamic at its default"
+            )
+        return tuple(notes), gave_up
+
+
+_dynamo = DynamoWatch()
+_dynamo.begin()
+state.watch(_dynamo.left_out, _dynamo.begin)
