@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from memo_runtime.arena import ArenaError, arena_of
@@ -87,9 +87,9 @@ class Assembly:
         self.step = bind_step(planned, step, self.request.applied_to(self.config), self._count)
         self.step.on_unplanned = _say_unplanned
         if self.step.heap is not None and planned.plan.budget_bytes is not None:
-            graphs = self.known.graphs()
-            called = dict.fromkeys(call.region for call in planned.problem.calls)
-            self._products = products_of(graphs[name].gm for name in called if name in graphs)
+            called = {call.region for call in planned.problem.calls}
+            graphs = self.known.graphs().items()
+            self._products = products_of(graph.gm for name, graph in graphs if name in called)
 
     @property
     def problem(self) -> Problem:
@@ -100,28 +100,25 @@ class Assembly:
         """The seconds of regions and copies, where a decision needed them."""
         return self.known.known_costs(self.request.applied_to(self.config).host_store)
 
-    def _replan(self, existing_gradient_bytes: int, earlier_output_bytes: int = 0) -> PlannedStep:
-        """The step planned for the last request, and what exists before it begins.
+    def _replan(self, existing: int | None = None, lasting: int = 0) -> PlannedStep:
+        """The step planned for the last request, and for gradients and results that exist before.
 
-        Gradients that were kept once count from then on: they may be kept again.
+        Gradients (by default those of now) count from then on: they may be kept again.
 
         Raises:
             Infeasible: there is no such plan; the last request stays.
         """
+        if existing is None:
+            existing = self.lowered.cut.facts.existing_gradient_bytes()
         request = replace(
             self.request,
-            existing_gradient_bytes=max(
-                self.request.existing_gradient_bytes, existing_gradient_bytes
-            ),
-            earlier_output_bytes=earlier_output_bytes,
+            existing_gradient_bytes=max(self.request.existing_gradient_bytes, existing),
+            earlier_output_bytes=lasting,
         )
         with shim.nothing_else_compiles():
             planned = plan_step(self.lowered, self.config, request, self.known)
         self.request = request
         return planned
-
-    def _gradient_bytes(self) -> int:
-        return self.lowered.cut.facts.existing_gradient_bytes()
 
     def forward(self, args: list[Any]) -> list[Any]:
         """The forward's results; empties ``args``.
@@ -230,7 +227,7 @@ class Assembly:
     def _plan_pageable(self, refused: HostStoreError) -> None:
         """Replan with the speed of copies through pageable memory, instead of pinned."""
         self.request = replace(self.request, host_store="shm")
-        planned = self._replan(self._gradient_bytes())
+        planned = self._replan()
         if planned.problem.host_bytes:
             state.warn_once(f"copies go through pageable memory and may block: {refused}")
         self._bind_again(planned)
@@ -247,7 +244,7 @@ class Assembly:
         plan, host_bytes = self.plan, self.problem.host_bytes
         self.request = self._request_less(refused)
         try:
-            planned = self._replan(self._gradient_bytes())
+            planned = self._replan()
         except Infeasible as error:
             raise type(refused)(f"{refused}; no plan of this step needs less: {error}") from None
         sizes = (planned.plan.arena_bytes, planned.problem.host_bytes)
@@ -343,7 +340,7 @@ class Assembly:
             return
         self._kept_bytes = 0
         self.request = replace(self.request, keeps_outputs=True)
-        self._rebind(self._replan(self._gradient_bytes()))
+        self._rebind(self._replan())
 
     def _bind_again(self, planned: PlannedStep) -> None:
         old = self.step
@@ -353,12 +350,7 @@ class Assembly:
 
     def _count(self, counted: StepCounters) -> None:
         """Keep what the step that just ended moved, for the report."""
-        self.observed = replace(
-            self.observed,
-            offloaded_bytes=counted.offloaded_bytes,
-            recomputed_bytes=counted.recomputed_bytes,
-            stall_s=counted.stall_s,
-        )
+        self.observed = replace(self.observed, **asdict(counted))
         self._report()
 
 
