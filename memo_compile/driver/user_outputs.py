@@ -5,7 +5,7 @@ the step, and those of the step before until they are replaced (``out = model(x)
 is held longer is seen before the next forward.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,7 +80,7 @@ def _loss_bytes(gradients: Sequence[Any]) -> int:
         return 0
     found = 0
     for tensor in tensors:
-        if tensor.numel() * tensor.element_size() > LARGE_RESULT_BYTES:
+        if tensor.nbytes > LARGE_RESULT_BYTES:
             casts = tensor.element_size() < torch.float32.itemsize
             found += tensor.numel() * torch.float32.itemsize * (LOSS_TENSORS + casts)
     return found
@@ -115,8 +115,7 @@ class ResultWatch:
 
     def returned(self, results: Sequence[Any]) -> None:
         """The forward has ended."""
-        storages = shim.storages_of(results)
-        self._last += [storage for storage in storages if storage[1] > LARGE_RESULT_BYTES]
+        self._last += _large(results)
 
     def turn(self, args: Sequence[Any]) -> tuple[int, int]:
         """A backward begins: bytes held of earlier results, and of this step's.
@@ -126,10 +125,7 @@ class ResultWatch:
         self._earlier = _alive(self._earlier)
         earlier = _sum(self._earlier)
         self._replaced_bytes = self._at_entry_bytes - earlier
-        given = _sum(
-            storage for storage in shim.storages_of(args) if storage[1] > LARGE_RESULT_BYTES
-        )
-        return earlier, max(0, _sum(_alive(self._last)) - given)
+        return earlier, max(0, _sum(_alive(self._last)) - _sum(_large(args)))
 
     def end(self, *, keep_graph: bool) -> int:
         """The backward has ended: bytes of this step's results that are held now."""
@@ -141,9 +137,13 @@ class ResultWatch:
         return kept
 
 
+def _large(values: Sequence[Any]) -> Held:
+    return [storage for storage in shim.storages_of(values) if storage[1] > LARGE_RESULT_BYTES]
+
+
 def _alive(held: Held) -> Held:
     return [reference for reference in held if not reference[0].expired()]
 
 
-def _sum(held: Iterable[tuple[Any, int]]) -> int:
+def _sum(held: Held) -> int:
     return sum(size for _, size in held)
