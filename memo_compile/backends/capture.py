@@ -189,9 +189,21 @@ class StepCapture:
         return forward
 
     def _backward(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        assert self._forward is not None, "the backward is compiled after its forward"
+        assert self._units is not None, "the partitioner runs before the inner compiler"
         shim.allow_second_backward()
+        captured = CapturedStep(
+            name=self.name,
+            forward=self._forward,
+            backward=shim.copied(gm),
+            units=self._units,
+            facts=self.facts,
+            num_results=self._num_results,
+            own_results=self._own_results,
+            runner=self.runner,
+        )
         try:
-            self.assembly = self.finish(self._captured(gm))
+            self.assembly = self.finish(captured)
         finally:
             self.runner.write_times()
         self._finished = True
@@ -202,20 +214,6 @@ class StepCapture:
 
         backward._boxed_call = True  # type: ignore[attr-defined]
         return backward
-
-    def _captured(self, backward: fx.GraphModule) -> CapturedStep:
-        assert self._forward is not None, "the backward is compiled after its forward"
-        assert self._units is not None, "the partitioner runs before the inner compiler"
-        return CapturedStep(
-            name=self.name,
-            forward=self._forward,
-            backward=shim.copied(backward),
-            units=self._units,
-            facts=self.facts,
-            num_results=self._num_results,
-            own_results=self._own_results,
-            runner=self.runner,
-        )
 
 
 def _never_run(*_: Any) -> Never:

@@ -201,9 +201,12 @@ class Assembly:
             HostStoreError: the host refused the memory for offloaded activations likewise.
         """
         for attempt in range(MAX_REFUSALS + 1):
-            refused = self._refused()
-            if refused is None:
+            try:
+                with shim.real_tensors():
+                    self.step.reserve()
                 return
+            except (ArenaError, HostStoreError) as error:
+                refused = error.with_traceback(None)  # it would keep a refused arena alive
             if attempt == MAX_REFUSALS:
                 raise type(refused)(
                     f"{refused}; the step was planned again {MAX_REFUSALS} times, each time for "
@@ -214,15 +217,6 @@ class Assembly:
                 self._plan_pageable(refused)
             else:
                 self._plan_smaller(refused)
-
-    def _refused(self) -> ArenaError | HostStoreError | None:
-        """Why the step cannot have its frames; None where it can."""
-        try:
-            with shim.real_tensors():
-                self.step.reserve()
-        except (ArenaError, HostStoreError) as error:
-            return error.with_traceback(None)  # which would keep a refused step's arena alive
-        return None
 
     def _plan_pageable(self, refused: HostStoreError) -> None:
         """Replan with the speed of copies through pageable memory, instead of pinned."""
