@@ -348,9 +348,8 @@ def nothing_else_compiles() -> contextlib.AbstractContextManager[Any]:
     return convert_frame.compile_lock
 
 
-def real_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Inside, tensors are real, although a compilation on fakes is going on."""
-    return unset_fake_temporarily()
+real_tensors = unset_fake_temporarily
+"""Inside, tensors are real, although a compilation on fakes is going on."""
 
 
 def storages_of(values: Sequence[Any]) -> list[tuple[Any, int]]:
@@ -490,13 +489,8 @@ def fake_mode(*, real_inputs: bool = False) -> contextlib.AbstractContextManager
     return torch._subclasses.FakeTensorMode(allow_non_fake_inputs=real_inputs)
 
 
-def cpp_compiler() -> str:
-    """The command of the C++ compiler that Inductor uses.
-
-    Raises:
-        RuntimeError: Inductor finds none.
-    """
-    return get_cpp_compiler()
+cpp_compiler = get_cpp_compiler
+"""The command of the C++ compiler that Inductor uses; a RuntimeError where it finds none."""
 
 
 @contextlib.contextmanager

@@ -138,11 +138,7 @@ class Assembly:
         return results
 
     def backward(self, args: list[Any]) -> list[Any]:
-        """The backward's results; empties ``args``.
-
-        Raises:
-            Infeasible: it would break the budget; nothing has run.
-        """
+        """The backward's results; empties ``args``. Raises as ``forward``."""
         keep_graph = shim.keep_graph()
         self._require_room(args, keep_graph=keep_graph)
         with self._memory.explained(self.problem, self.reported):
@@ -197,8 +193,7 @@ class Assembly:
         everything else for less. The report says so.
 
         Raises:
-            ArenaError: the device refused the arena of every plan that was tried.
-            HostStoreError: the host refused the memory for offloaded activations likewise.
+            ArenaError, HostStoreError: the memory of every plan that was tried was refused.
         """
         for attempt in range(MAX_REFUSALS + 1):
             try:

@@ -353,8 +353,7 @@ def _numbers(
 
 def _index_bound(node: fx.Node) -> int:
     """All that reads ``node`` as an index has at least so many entries there."""
-    bounds = list(_bounds(node, set()))
-    return max(min(bounds), 1) if bounds else 2
+    return max(min(_bounds(node, set()), default=2), 1)
 
 
 def _bounds(node: fx.Node, seen: set[fx.Node]) -> Iterable[int]:
