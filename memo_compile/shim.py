@@ -248,15 +248,6 @@ def saved_tensors_hooks_active() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def compile_fx(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
-) -> Callable[..., Any]:
-    """``gm`` through AOTAutograd and Inductor; ``settings`` are compile_fx's own keywords."""
-    with _attention_is_checked():
-        compiled: Any = _compile_fx(gm, list(example_inputs), **settings)
-    return cast(Callable[..., Any], compiled)
-
-
 @contextlib.contextmanager
 def _attention_is_checked() -> Iterator[None]:
     """Inductor puts its attention kernels only where the graph is attention.
@@ -297,6 +288,14 @@ def _stored_patterns() -> Iterator[Any]:
                     yield cell
 
 
+@_attention_is_checked()
+def compile_fx(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
+) -> Callable[..., Any]:
+    """``gm`` through AOTAutograd and Inductor; ``settings`` are compile_fx's own keywords."""
+    return cast(Callable[..., Any], _compile_fx(gm, list(example_inputs), **settings))
+
+
 def inductor_settings() -> Collection[str]:
     """The names of all settings of this version of Inductor."""
     return inductor_config._config  # type: ignore[attr-defined]
@@ -316,9 +315,8 @@ class _Partitioner(CustomPartitionerFn):
         return self  # Inductor copies its whole configuration when it saves it
 
 
-def partitioner(run: Callable[..., Any]) -> CustomPartitionerFn:
-    """``run(joint, joint_inputs, **kwargs)`` as the object that Inductor's configuration wants."""
-    return _Partitioner(run)
+partitioner = _Partitioner
+"""``run(joint, joint_inputs, **kwargs)`` as the object that Inductor's configuration wants."""
 
 
 @contextlib.contextmanager

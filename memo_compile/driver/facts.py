@@ -78,13 +78,8 @@ class GraphFacts:
 
     def constant_bytes(self, state_bytes_per_parameter: float | None = None) -> int:
         """Parameters, a gradient for each that is trained, and optimizer state."""
-        return sum(self._model_bytes(state_bytes_per_parameter))
-
-    def _model_bytes(self, state_bytes_per_parameter: float | None) -> tuple[int, int, int]:
-        state = OPTIMIZER_TENSORS * self._trained_bytes
-        if state_bytes_per_parameter is not None:
-            state = int(self._num_trained * state_bytes_per_parameter)
-        return self._parameter_bytes, self._trained_bytes, state
+        fixed = self.fixed_bytes(0, state_bytes_per_parameter)
+        return fixed.parameters + fixed.new_gradients + fixed.optimizer_state
 
     def fixed_bytes(
         self, outputs_bytes: int, state_bytes_per_parameter: float | None = None
@@ -95,13 +90,15 @@ class GraphFacts:
         Optimizer state is ``state_bytes_per_parameter`` for each trainable number, by default
         OPTIMIZER_TENSORS tensors of its dtype.
         """
-        parameters, gradients, state = self._model_bytes(state_bytes_per_parameter)
+        state = OPTIMIZER_TENSORS * self._trained_bytes
+        if state_bytes_per_parameter is not None:
+            state = int(self._num_trained * state_bytes_per_parameter)
         return FixedBytes(
-            parameters=parameters,
-            buffers=max(0, self._static_bytes - parameters),
-            gradients=gradients + self.existing_gradient_bytes(),
+            parameters=self._parameter_bytes,
+            buffers=max(0, self._static_bytes - self._parameter_bytes),
+            gradients=self._trained_bytes + self.existing_gradient_bytes(),
             optimizer_state=state,
-            new_gradients=gradients,
+            new_gradients=self._trained_bytes,
             inputs=self._input_bytes,
             outputs=outputs_bytes,
         )
