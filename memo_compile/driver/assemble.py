@@ -272,8 +272,7 @@ class Assembly:
         existing, alone = gradient_bytes(args), self.step.live == 0
         earlier = lasting = 0
         if alone and self.plan.budget_bytes is not None:
-            earlier = self._watch.begin()
-            lasting = self._watch.lasting_bytes()
+            earlier, lasting = self._watch.begin()
             if not lasting and self.plan.fixed.earlier_outputs and self._unburdened is not None:
                 self._rebind(self._unburdened)
         before, fixed = self.plan, self.plan.fixed

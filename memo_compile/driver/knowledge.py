@@ -149,9 +149,8 @@ class StepKnowledge:
 
     def device_bytes(self) -> int | None:
         """All memory of that device; None where it is unknown."""
-        return (
-            self.hardware.memory_bytes if self.hardware else self.lowered.cut.facts.device_bytes()
-        )
+        facts = self.lowered.cut.facts
+        return self.hardware.memory_bytes if self.hardware else facts.device_bytes()
 
     def _measures(self) -> bool:
         return self.hardware is None and self.config.costs != "roofline"

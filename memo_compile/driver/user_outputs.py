@@ -102,16 +102,15 @@ class ResultWatch:
     _replaced_bytes: int = 0
     """So much of it went before that step's backward."""
 
-    def begin(self) -> int:
-        """A forward begins, no other is live: bytes of earlier results that are held."""
+    def begin(self) -> tuple[int, int]:
+        """A forward begins, no other is live: bytes of earlier results that are held, and lasting.
+
+        Lasting is what this forward's results do not replace: all of it until that was seen.
+        """
         self._earlier = [*_alive(self._earlier), *_alive(self._last)]
         self._last = []
-        self._at_entry_bytes = _sum(self._earlier)
-        return self._at_entry_bytes
-
-    def lasting_bytes(self) -> int:
-        """Of those, what is not replaced by this forward's: all of it until that was seen."""
-        return max(0, self._at_entry_bytes - self._replaced_bytes)
+        held = self._at_entry_bytes = _sum(self._earlier)
+        return held, max(0, held - self._replaced_bytes)
 
     def returned(self, results: Sequence[Any]) -> None:
         """The forward has ended."""
