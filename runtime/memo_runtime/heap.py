@@ -61,5 +61,6 @@ class HeapWatch:
 
 def anonymous_bytes() -> int:
     """Anonymous resident memory of this process; the kernel may be behind by 128 KiB per core."""
-    resident, shared = map(int, _STATM.read_bytes().split()[1:3])  # of files, of shared memory
+    # In pages; shared are those of files and of shared memory.
+    resident, shared = map(int, _STATM.read_bytes().split()[1:3])
     return (resident - shared) * PAGE_BYTES
