@@ -222,9 +222,8 @@ def _require_usable(config: MemoConfig) -> None:
     settings = shim.inductor_settings()
     for name in config.inductor_options:
         if name not in settings:
-            raise ConfigError(
-                f"inductor_options: unknown setting {name!r}{nearest(name, settings)}"
-            )
+            hint = nearest(name, settings)
+            raise ConfigError(f"inductor_options: unknown setting {name!r}{hint}")
     store = config.host_store
     if store.startswith(FILE_PREFIX):
         folder = store.removeprefix(FILE_PREFIX)
