@@ -103,7 +103,7 @@ class Binder:
         """Value in the arena -> offset of its buffer, and how it is read."""
         self.offload_of = dict(_offloads_of(problem))
         """Name of a reload -> of the offload that wrote its bytes."""
-        self.leased = tuple(_leased(problem, self.halves[Phase.BACKWARD]))
+        self.leased = _leased(problem, self.halves[Phase.BACKWARD])
         """What the forward leaves for the backward beside what autograd hands over."""
         self.views = dict(_views(problem, self.offload_of))
         """Call -> the inputs that it reads as something else than what their maker left."""
@@ -342,17 +342,16 @@ def _views(
         held.update(zip(call.outputs, problem.regions[call.region].output_layouts, strict=False))
 
 
-def _leased(problem: Problem, backward: Half) -> Iterator[str]:
+def _leased(problem: Problem, backward: Half) -> tuple[str, ...]:
     """Values that the backward reads and that neither it nor autograd provides."""
     known = {*backward.constants, *backward.arguments}
-    wanted: dict[str, None] = {}
+    wanted: list[str] = []
     for call in problem.calls:
         if call.phase is Phase.BACKWARD:
-            wanted.update(dict.fromkeys(call.inputs))
-            wanted.update(dict.fromkeys(target.value for target in call.into))
+            wanted += [*call.inputs, *(target.value for target in call.into)]
             known.update(call.outputs)
-    wanted.update(dict.fromkeys(value for value in backward.results if value is not None))
-    yield from (value for value in wanted if value not in known)
+    wanted += [value for value in backward.results if value is not None]
+    return tuple(value for value in dict.fromkeys(wanted) if value not in known)
 
 
 def _dying_inputs(binder: Binder) -> dict[int, list[tuple[int, int, int]]]:

@@ -19,28 +19,22 @@ MIN_NAMED_BYTES = 2**20
 
 def saved_rows(problem: Problem, forward: Cut, units: JointUnits) -> tuple[Decision, ...]:
     """The rows of policy SAVE, read off each class's first layer."""
-    leased = set(forward.leased)
-    labels = _module_paths(units)
-    rows: list[Decision] = []
-    for call in problem.calls:
-        if call.phase is not Phase.FORWARD or call.instance or call.layer_class is None:
-            continue
-        for value in call.outputs:
-            if value not in leased:
-                continue
-            info = problem.tensors[value]
-            rows.append(
-                Decision(
-                    tensor=f"{value} {list(info.shape)}",
-                    layer_class=labels.get(call.layer_class) or call.region,
-                    bytes=forward.nodes[value].meta["val"].nbytes,
-                    decision="SAVE",
-                    token_fraction=1.0,
-                    reason="read by the layer's backward; min-cut keeps it",
-                    source=info.source,
-                )
-            )
-    return tuple(rows)
+    leased, labels = set(forward.leased), _module_paths(units)
+    return tuple(
+        Decision(
+            tensor=f"{value} {list(problem.tensors[value].shape)}",
+            layer_class=labels.get(call.layer_class) or call.region,
+            bytes=forward.nodes[value].meta["val"].nbytes,
+            decision="SAVE",
+            token_fraction=1.0,
+            reason="read by the layer's backward; min-cut keeps it",
+            source=problem.tensors[value].source,
+        )
+        for call in problem.calls
+        if call.phase is Phase.FORWARD and not call.instance and call.layer_class is not None
+        for value in call.outputs
+        if value in leased
+    )
 
 
 def moved_rows(step: MovableStep, choice: Choice, units: JointUnits) -> tuple[Decision, ...]:
@@ -80,12 +74,12 @@ def _module_paths(units: JointUnits) -> dict[str, str | None]:
 
 def _read_in_backward(problem: Problem) -> set[str]:
     """Values of the forward that the backward reads, kept, reloaded or recomputed."""
-    read: set[str] = set()
-    for call in problem.calls:
-        if call.phase is Phase.BACKWARD and call.kind is not CallKind.WAIT:
-            targets = (into.value for into in call.into)
-            read.update(original_name(value) for value in (*call.inputs, *targets))
-    return read
+    return {
+        original_name(value)
+        for call in problem.calls
+        if call.phase is Phase.BACKWARD and call.kind is not CallKind.WAIT
+        for value in (*call.inputs, *(into.value for into in call.into))
+    }
 
 
 def recomputes_slices(rows: Iterable[Decision]) -> bool:
