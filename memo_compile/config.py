@@ -105,46 +105,32 @@ class MemoConfig:
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             _one_of(name, getattr(self, name), allowed)
-        self._require_host_store()
-        self._require_types()
-        if self.alpha is not None and self.alpha not in ALPHAS:
-            raise ConfigError(f"alpha: expected one of {ALPHAS}, got {self.alpha!r}")
+        known = self.host_store in ("auto", "shm") or self.host_store.startswith("file:")
+        self._require("host_store", "auto, shm or file:DIR", known)
+        if self.host_store == "file:":
+            raise ConfigError("host_store: file:DIR needs a folder, got 'file:'")
+        for name in ("exact", "strict"):
+            self._require(name, "True or False", isinstance(getattr(self, name), bool))
+        for name in ("max_inflight", "max_plans", "token_granule", "token_tiles"):
+            value = getattr(self, name)
+            counts = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            missing = value is None and name == "token_tiles"
+            self._require(name, "an integer of at least 1", counts or missing)
+        self._require("alpha", f"one of {ALPHAS}", self.alpha is None or self.alpha in ALPHAS)
         for flag in self.debug:
             _one_of("debug", flag, DEBUG_FLAGS)
         if self.exact and (self.token_tiles or 1) > 1:
             raise ConfigError("token_tiles: exact=True forbids tiles, which round differently")
         state_bytes = self.optimizer_state_bytes_per_parameter
-        if state_bytes is not None and not state_bytes >= 0:
-            raise ConfigError(
-                f"optimizer_state_bytes_per_parameter: expected at least 0, got {state_bytes!r}"
-            )
-        if not all(speed is None or speed > 0 for speed in self.copy_speeds()):
-            raise ConfigError(
-                f"copy_bytes_per_s: expected speeds above 0, got {self.copy_bytes_per_s!r}"
-            )
-        if not self.placement_time_limit_s > 0:
-            raise ConfigError(
-                f"placement_time_limit_s: expected seconds above 0, got "
-                f"{self.placement_time_limit_s!r}"
-            )
+        enough = state_bytes is None or state_bytes >= 0
+        self._require("optimizer_state_bytes_per_parameter", "at least 0", enough)
+        moving = all(speed is None or speed > 0 for speed in self.copy_speeds())
+        self._require("copy_bytes_per_s", "speeds above 0", moving)
+        self._require("placement_time_limit_s", "seconds above 0", self.placement_time_limit_s > 0)
 
-    def _require_host_store(self) -> None:
-        store = self.host_store
-        if store not in ("auto", "shm") and not store.startswith("file:"):
-            raise ConfigError(f"host_store: expected auto, shm or file:DIR, got {store!r}")
-        if store == "file:":
-            raise ConfigError("host_store: file:DIR needs a folder, got 'file:'")
-
-    def _require_types(self) -> None:
-        for name in ("exact", "strict"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}")
-        for name in ("max_inflight", "max_plans", "token_granule", "token_tiles"):
-            value = getattr(self, name)
-            if value is None and name == "token_tiles":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
+    def _require(self, name: str, expected: str, holds: bool) -> None:
+        if not holds:
+            raise ConfigError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
     def budget_bytes(self, device_bytes: int | None) -> int | None:
         """The budget in bytes; ``80%`` is of ``device_bytes``."""
@@ -167,10 +153,8 @@ class MemoConfig:
         speeds = self.copy_bytes_per_s
         if speeds is None or isinstance(speeds, int | float):
             return speeds, speeds
-        if not isinstance(speeds, tuple | list) or len(speeds) != 2:
-            raise ConfigError(
-                f"copy_bytes_per_s: expected one speed, or (to the host, back), got {speeds!r}"
-            )
+        is_pair = isinstance(speeds, tuple | list) and len(speeds) == 2
+        self._require("copy_bytes_per_s", "one speed, or (to the host, back)", is_pair)
         return speeds[0], speeds[1]
 
     def drops_above(self) -> int | None:
@@ -185,10 +169,8 @@ class MemoConfig:
 
     def copy_schedule(self) -> str:
         """When copies happen: ``normal``, or one of the debugging schedules."""
-        for flag in self.debug:
-            if flag.startswith("copies-"):
-                return flag.removeprefix("copies-")
-        return "normal"
+        flags = (flag for flag in self.debug if flag.startswith("copies-"))
+        return next(flags, "copies-normal").removeprefix("copies-")
 
 
 _FIELDS = {

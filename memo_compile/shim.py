@@ -18,65 +18,46 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import innermost_fn, set_enable_dynamic
-from torch._dynamo.exc import RestartAnalysis  # what tensorify raises too (2.11, 2.13)
+from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # tensorify's too (2.11, 2.13)
 from torch._dynamo.external_utils import wrap_inline
-from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.utils import counters, dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import (  # 2.11, 2.13: same keyword subset
     _extract_fwd_bwd_modules,
     min_cut_rematerialization_partition,
-    reordering_to_mimic_autograd_engine,
 )
-from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import ir
+from torch._functorch.partitioners import (
+    reordering_to_mimic_autograd_engine as reordering_to_mimic_autograd_engine,
+)
+from torch._guards import TracingContext, tracing
+from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._inductor import ir, lowering
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen import common as _codegen_common
+from torch._inductor.codegen.wrapper import AllocateLine as AllocateLine
+from torch._inductor.codegen.wrapper import ExternKernelAllocLine as ExternKernelAllocLine
+from torch._inductor.codegen.wrapper import FreeIfNotReusedLine as FreeIfNotReusedLine
+from torch._inductor.codegen.wrapper import FreeLine as FreeLine
+from torch._inductor.codegen.wrapper import MemoryPlanningLine as MemoryPlanningLine
+from torch._inductor.codegen.wrapper import MultiOutputLine as MultiOutputLine
+from torch._inductor.codegen.wrapper import NullLine as NullLine
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen as PythonWrapperCodegen
+from torch._inductor.codegen.wrapper import ReinterpretLine as ReinterpretLine
+from torch._inductor.codegen.wrapper import ReuseLine as ReuseLine
 from torch._inductor.codegen.wrapper import (
-    AllocateLine,
-    ExternKernelAllocLine,
-    FreeIfNotReusedLine,
-    FreeLine,
-    MemoryPlanningLine,
-    MultiOutputLine,
-    NullLine,
-    PythonWrapperCodegen,
-    ReinterpretLine,
-    ReuseLine,
-    SubgraphPythonWrapperCodegen,
+    SubgraphPythonWrapperCodegen as SubgraphPythonWrapperCodegen,
 )
 from torch._inductor.compile_fx import compile_fx as _compile_fx
-from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
+from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.virtualized import V
-from torch._logging._internal import trace_structured
+from torch._logging._internal import trace_structured as trace_structured
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
-
-__all__ = [
-    "AllocateLine",
-    "CustomPartitionerFn",
-    "ExternKernelAllocLine",
-    "FreeIfNotReusedLine",
-    "FreeLine",
-    "MemoryPlanningLine",
-    "MultiOutputLine",
-    "NullLine",
-    "PythonWrapperCodegen",
-    "ReinterpretLine",
-    "RestartAnalysis",
-    "ReuseLine",
-    "SubgraphPythonWrapperCodegen",
-    "compile_fx",
-    "compile_fx_inner",
-    "detect_fake_mode",
-    "extract_halves",
-    "min_cut_saved_names",
-    "reordering_to_mimic_autograd_engine",
-    "trace_structured",
-]
 
 
 def device_codegens() -> dict[str, Any]:
@@ -152,12 +133,8 @@ def without_kernels() -> Iterator[None]:
 
     What is lowered cannot run.
     """
-
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
     names = (name for name in (*_COMPILERS, "wait") if name in vars(AsyncCompile))
-    with _compiles_with(dict.fromkeys(names, nothing)):
+    with _compiles_with(dict.fromkeys(names, lambda *_, **__: None)):
         yield
 
 
@@ -176,7 +153,8 @@ def _compiles_with(methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 
 def inductor_patch(settings: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Inductor's configuration with ``settings``, keys that this version lacks left out."""
-    return inductor_config.patch(known_inductor_settings(settings))
+    known = {key: value for key, value in settings.items() if key in inductor_settings()}
+    return inductor_config.patch(known)
 
 
 def functorch_patch(**settings: Any) -> contextlib.AbstractContextManager[None]:
@@ -270,15 +248,6 @@ def saved_tensors_hooks_active() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def compile_fx(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
-) -> Callable[..., Any]:
-    """``gm`` through AOTAutograd and Inductor; ``settings`` are compile_fx's own keywords."""
-    with _attention_is_checked():
-        compiled: Any = _compile_fx(gm, list(example_inputs), **settings)
-    return cast(Callable[..., Any], compiled)
-
-
 @contextlib.contextmanager
 def _attention_is_checked() -> Iterator[None]:
     """Inductor puts its attention kernels only where the graph is attention.
@@ -319,9 +288,12 @@ def _stored_patterns() -> Iterator[Any]:
                     yield cell
 
 
-def known_inductor_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """``settings`` without the keys that this version of Inductor lacks."""
-    return {key: value for key, value in settings.items() if key in inductor_settings()}
+@_attention_is_checked()
+def compile_fx(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
+) -> Callable[..., Any]:
+    """``gm`` through AOTAutograd and Inductor; ``settings`` are compile_fx's own keywords."""
+    return cast(Callable[..., Any], _compile_fx(gm, list(example_inputs), **settings))
 
 
 def inductor_settings() -> Collection[str]:
@@ -343,18 +315,8 @@ class _Partitioner(CustomPartitionerFn):
         return self  # Inductor copies its whole configuration when it saves it
 
 
-def partitioner(run: Callable[..., Any]) -> CustomPartitionerFn:
-    """``run(joint, joint_inputs, **kwargs)`` as the object that Inductor's configuration wants."""
-    return _Partitioner(run)
-
-
-def inner_compiler(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run(gm, examples, **kwargs)`` as an inner compiler of compile_fx."""
-
-    def inner(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
-        return run(gm, examples, **kwargs)
-
-    return inner
+partitioner = _Partitioner
+"""``run(joint, joint_inputs, **kwargs)`` as the object that Inductor's configuration wants."""
 
 
 @contextlib.contextmanager
@@ -384,9 +346,8 @@ def nothing_else_compiles() -> contextlib.AbstractContextManager[Any]:
     return convert_frame.compile_lock
 
 
-def real_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Inside, tensors are real, although a compilation on fakes is going on."""
-    return unset_fake_temporarily()
+real_tensors = unset_fake_temporarily
+"""Inside, tensors are real, although a compilation on fakes is going on."""
 
 
 def storages_of(values: Sequence[Any]) -> list[tuple[Any, int]]:
@@ -459,14 +420,9 @@ def dynamo_counts() -> tuple[dict[str, int], int]:
 
     Since torch last cleared its counters (2.11, 2.13).
     """
-    from torch._dynamo.utils import counters
-
     breaks = {reason.splitlines()[0]: n for reason, n in counters["graph_break"].items() if reason}
-    limits = (n for reason, n in counters["unimplemented"].items() if _RECOMPILE_LIMIT in reason)
-    return breaks, sum(limits)
-
-
-_RECOMPILE_LIMIT = "recompile limit exceeded"
+    given_up = counters["unimplemented"].items()
+    return breaks, sum(n for reason, n in given_up if "recompile limit exceeded" in reason)
 
 
 @contextlib.contextmanager
@@ -531,15 +487,8 @@ def fake_mode(*, real_inputs: bool = False) -> contextlib.AbstractContextManager
     return torch._subclasses.FakeTensorMode(allow_non_fake_inputs=real_inputs)
 
 
-def cpp_compiler() -> str:
-    """The command of the C++ compiler that Inductor uses.
-
-    Raises:
-        RuntimeError: Inductor finds none.
-    """
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    return get_cpp_compiler()
+cpp_compiler = get_cpp_compiler
+"""The command of the C++ compiler that Inductor uses; a RuntimeError where it finds none."""
 
 
 @contextlib.contextmanager
@@ -556,13 +505,9 @@ def failing_fakes_unlogged() -> Iterator[None]:
 
 def falls_back(target: Any) -> bool:
     """True for an operator that Inductor calls as a kernel rather than compiling it."""
-    from torch._inductor import lowering
-
     return target in lowering.fallbacks
 
 
 def has_lowering(target: Any) -> bool:
     """True for an operator that Inductor knows by now: custom ones, once they were lowered."""
-    from torch._inductor import lowering
-
     return target in lowering.lowerings

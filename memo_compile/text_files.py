@@ -19,11 +19,7 @@ def named(path: Path, done: str) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """``path`` holds ``text``.
-
-    Raises:
-        InputError: it cannot be written.
-    """
+    """``path`` holds ``text``; an InputError where it cannot be written."""
     with named(path, "written"):
         path.write_text(text, encoding="utf-8")
 
@@ -31,8 +27,7 @@ def write_text(path: Path, text: str) -> None:
 def read_text(path: Path) -> str:
     """What ``path`` holds, without the mark that some editors begin a text with.
 
-    Raises:
-        InputError: it cannot be read, or is no text.
+    An InputError where it cannot be read, or is no text.
     """
     try:
         with named(path, "read"):
@@ -42,11 +37,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The data in ``path``.
-
-    Raises:
-        InputError: it cannot be read, or is not JSON.
-    """
+    """The data in ``path``; an InputError where it cannot be read, or is not JSON."""
     return parse_json(read_text(path), str(path))
 
 

@@ -26,7 +26,12 @@ def parse_size(text: str | int, *, total_bytes: int | None = None, what: str = "
             raise ConfigError(f"{what}: expected at least 0 bytes, got {text}")
         return text
     if percent := _PERCENT.match(text):
-        return _percent_of(float(percent.group(1)), total_bytes, what)
+        part = float(percent.group(1))
+        if total_bytes is None:
+            raise ConfigError(f"{what}: {part:g}% of what? The device's memory is unknown here")
+        if part > 100:
+            raise ConfigError(f"{what}: expected at most 100%, got {part:g}%")
+        return int(total_bytes * part / 100)
     match = _SIZE.match(text)
     factor = _FACTORS.get(match.group(2).upper()) if match else None
     if match is None or factor is None:
@@ -34,14 +39,6 @@ def parse_size(text: str | int, *, total_bytes: int | None = None, what: str = "
             f"{what}: expected bytes, or a number with KB, MB, GB, KiB, MiB, GiB or %, got {text!r}"
         )
     return round(float(match.group(1)) * factor) if factor > 1 else int(float(match.group(1)))
-
-
-def _percent_of(percent: float, total_bytes: int | None, what: str) -> int:
-    if total_bytes is None:
-        raise ConfigError(f"{what}: {percent:g}% of what? The device's memory is unknown here")
-    if percent > 100:
-        raise ConfigError(f"{what}: expected at most 100%, got {percent:g}%")
-    return int(total_bytes * percent / 100)
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -7,6 +7,7 @@ stages of whoever captures.
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never
 
@@ -40,45 +41,34 @@ def next_graph_name() -> str:
     return f"graph{next(_graph_numbers)}"
 
 
-OTHER_OFFLOADER = (
-    "two offloaders: saved_tensors_hooks are active around a forward that memo planned; they move "
-    "only memo's handle. Switch the other offloader off"
-)
-
-
 Finish = Callable[[CapturedStep], Assembly | None]
 """The stages that a captured step goes through; None where it is not going to run."""
 
 
+@dataclass(eq=False)
 class StepCapture:
     """Captures one Dynamo graph, and hands its training step to ``finish``."""
 
-    def __init__(
-        self,
-        config: MemoConfig,
-        facts: GraphFacts,
-        name: str,
-        finish: Finish,
-        *,
-        is_run: bool = True,
-    ) -> None:
-        self.config = config
-        self.facts = facts
-        self.name = name
-        dump = Path(config.dump) / name if config.dump else None
-        self.runner = PassRunner(dump, selection(config.passes))
-        self.saw_training = False
-        self.finished = False
-        """True once both halves were captured and ``finish`` has returned."""
-        self._finish = finish
-        self._is_run = is_run
-        """False where nothing that is captured will run, and so nothing is compiled for it."""
-        self._running: Assembly | None = None
-        self._units: JointUnits | None = None
-        self._num_results = 0
-        """Of the forward; behind them it returns what autograd keeps for the backward."""
-        self._own_results: tuple[int, ...] = ()
-        self._forward: fx.GraphModule | None = None
+    config: MemoConfig
+    facts: GraphFacts
+    name: str
+    finish: Finish
+    is_run: bool = True
+    """False where nothing that is captured will run, and so nothing is compiled for it."""
+    assembly: Assembly | None = None
+    """What runs the step, once ``finish`` has made it."""
+    _finished: bool = False
+    """True once both halves were captured and ``finish`` has returned."""
+    _units: JointUnits | None = None
+    """None before the partitioner has seen a step that trains."""
+    _num_results: int = 0
+    """Of the forward; behind them it returns what autograd keeps for the backward."""
+    _own_results: tuple[int, ...] = ()
+    _forward: fx.GraphModule | None = None
+
+    def __post_init__(self) -> None:
+        dump = Path(self.config.dump) / self.name if self.config.dump else None
+        self.runner = PassRunner(dump, selection(self.config.passes))
 
     def run(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """``gm`` through AOTAutograd, which asks for its halves; what runs the graph.
@@ -86,23 +76,17 @@ class StepCapture:
         Raises:
             UnsupportedGraph: a step that trains was not captured whole.
         """
-        with shim.functorch_patch(
-            force_non_lazy_backward_lowering=True,
-            enable_autograd_cache=False,
-            enable_remote_autograd_cache=False,
+        partitioner = shim.partitioner(self.partition)
+        with (
+            shim.functorch_patch(
+                force_non_lazy_backward_lowering=True,
+                enable_autograd_cache=False,
+                enable_remote_autograd_cache=False,
+            ),
+            shim.inductor_patch({"custom_partitioner_fn": partitioner, **shim.NO_GRAPH_CACHE}),
         ):
-            compiled = shim.compile_fx(
-                gm,
-                examples,
-                inner_compile=shim.inner_compiler(self.inner),
-                config_patches=shim.known_inductor_settings(
-                    {
-                        "custom_partitioner_fn": shim.partitioner(self.partition),
-                        **shim.NO_GRAPH_CACHE,
-                    }
-                ),
-            )
-        if self.saw_training and not self.finished:
+            compiled = shim.compile_fx(gm, examples, inner_compile=self.inner)
+        if self._units is not None and not self._finished:
             raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
         return compiled
 
@@ -121,7 +105,6 @@ class StepCapture:
             UnsupportedGraph: the graph holds sizes that are not numbers, or a result that torch
                 describes wrongly.
         """
-        self.saw_training = True
         _require_known(joint)
         _note_users_checkpoints(joint)
         passes = (
@@ -180,9 +163,7 @@ class StepCapture:
     ) -> Callable[..., Any]:
         """Compile one graph: inference plainly; a forward waits for its backward."""
         if self._units is None or kwargs.get("is_inference"):
-            if not self._is_run:
-                return _never_run
-            return plain_inner(gm, examples, self.config, kwargs)
+            return plain_inner(gm, examples, self.config, kwargs) if self.is_run else _never_run
         if kwargs.get("is_backward"):
             return self._backward(gm)
         return self._forward_half(gm, kwargs)
@@ -195,43 +176,44 @@ class StepCapture:
         self._forward = shim.copied(gm)
 
         def forward(args: list[Any]) -> Any:
-            if self._running is None:
+            if self.assembly is None:
                 raise UnsupportedGraph("the backward of this graph was never compiled")
             if shim.saved_tensors_hooks_active():
-                state.warn_once(OTHER_OFFLOADER)
-            return self._running.forward(args)
+                state.warn_once(
+                    "two offloaders: saved_tensors_hooks are active around a forward that memo "
+                    "planned; they move only memo's handle. Switch the other offloader off"
+                )
+            return self.assembly.forward(args)
 
         forward._boxed_call = True  # type: ignore[attr-defined]
         return forward
 
     def _backward(self, gm: fx.GraphModule) -> Callable[..., Any]:
-        shim.allow_second_backward()
-        try:
-            self._running = self._finish(self._captured(gm))
-        finally:
-            self.runner.write_times()
-        self.finished = True
-
-        def backward(args: list[Any]) -> Any:
-            assert self._running is not None, "its forward ran"
-            return self._running.backward(args)
-
-        backward._boxed_call = True  # type: ignore[attr-defined]
-        return backward
-
-    def _captured(self, backward: fx.GraphModule) -> CapturedStep:
         assert self._forward is not None, "the backward is compiled after its forward"
         assert self._units is not None, "the partitioner runs before the inner compiler"
-        return CapturedStep(
+        shim.allow_second_backward()
+        captured = CapturedStep(
             name=self.name,
             forward=self._forward,
-            backward=shim.copied(backward),
+            backward=shim.copied(gm),
             units=self._units,
             facts=self.facts,
             num_results=self._num_results,
             own_results=self._own_results,
             runner=self.runner,
         )
+        try:
+            self.assembly = self.finish(captured)
+        finally:
+            self.runner.write_times()
+        self._finished = True
+
+        def backward(args: list[Any]) -> Any:
+            assert self.assembly is not None, "its forward ran"
+            return self.assembly.backward(args)
+
+        backward._boxed_call = True  # type: ignore[attr-defined]
+        return backward
 
 
 def _never_run(*_: Any) -> Never:

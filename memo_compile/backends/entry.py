@@ -1,5 +1,6 @@
 """The torch.compile backend ``memo``: what torch calls with a Dynamo graph."""
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -15,9 +16,7 @@ from memo_runtime.host_store import FILE_PREFIX
 from torch import fx
 
 from memo_compile import shim
-from memo_compile.backends.artifacts import dump_step, trace_plan
 from memo_compile.backends.capture import StepCapture, next_graph_name
-from memo_compile.backends.left_out import DynamoWatch
 from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.driver.assemble import Assembly
@@ -28,14 +27,13 @@ from memo_compile.driver.probe import tiling_believed
 from memo_compile.driver.stages import CapturedStep
 from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import ConfigError, MemoError, UnsupportedGraph, described, nearest
+from memo_compile.passes.runner import graph_text
 from memo_compile.reporting import state
+from memo_compile.reporting.write import write_pictures
+from memo_compile.step.program_text import program_text
 from memo_compile.step.serialise import to_json
 
 log = logging.getLogger("memo")
-
-_dynamo = DynamoWatch()
-_dynamo.begin()
-state.watch(_dynamo.left_out, _dynamo.begin)
 
 
 def memo(
@@ -67,7 +65,8 @@ def memo(
             return compile_static(gm, example_inputs, config)
         if not _trains(example_inputs):
             return shim.compile_fx(gm, example_inputs)
-        return Specialised(gm, symbols, config, _compile_specialised)
+        # Sizes that come up while the program runs fail where nobody else reports it.
+        return Specialised(gm, symbols, config, _failure_reported()(compile_static))
 
 
 @contextlib.contextmanager
@@ -92,14 +91,6 @@ def _trains(example_inputs: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _compile_specialised(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
-) -> Callable[..., Any]:
-    """``compile_static`` for sizes that came up while the program ran."""
-    with _failure_reported():
-        return compile_static(gm, example_inputs, config)
-
-
 def compile_static(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
 ) -> Callable[..., Any]:
@@ -121,28 +112,23 @@ def plan_graph(
     Where the budget, or what the device grants, is below what the step needs, its wide chains are
     run in tiles of tokens.
     """
-
-    def attempt(graph: fx.GraphModule, options: MemoConfig) -> Callable[..., Any]:
-        return _plan_once(graph, example_inputs, options)
-
-    return first_that_fits(gm, GraphFacts(example_inputs), config, attempt)
+    return first_that_fits(
+        gm,
+        GraphFacts(example_inputs),
+        config,
+        lambda graph, options: _plan_once(graph, example_inputs, options),
+    )
 
 
 def _plan_once(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
 ) -> Callable[..., Any]:
-    assemblies: list[Assembly] = []
-
-    def finish(captured: CapturedStep) -> Assembly:
-        assemblies.append(_compiled_step(captured, config))
-        return assemblies[-1]
-
-    capture = StepCapture(config, GraphFacts(example_inputs), next_graph_name(), finish)
+    name, facts = next_graph_name(), GraphFacts(example_inputs)
+    capture = StepCapture(config, facts, name, lambda step: _compiled_step(step, config))
     compiled = capture.run(gm, example_inputs)
-    for assembly in assemblies:  # none for inference
-        assembly.on_unplanned(_on_unplanned)
-        weakref.finalize(capture, _retire, assembly).atexit = False
-        state.add_plan(assembly.reported)
+    if capture.assembly is not None:  # for inference there is none
+        weakref.finalize(capture, capture.assembly.retire).atexit = False
+        state.add_plan(capture.assembly.reported)
     return compiled
 
 
@@ -150,23 +136,23 @@ def _compiled_step(captured: CapturedStep, config: MemoConfig) -> Assembly:
     """The step through all stages; its memory is taken now."""
     step = cut_step(captured, config, tiling_believed)
     assembly = assemble(step, config)
-    dump_step(step, assembly)
+    if step.runner.dump is not None:
+        step.runner.write("step-forward.txt", graph_text(step.forward.program))
+        step.runner.write("step-backward.txt", graph_text(step.backward.program))
+        step.runner.write("step-program.txt", program_text(assembly.problem))
+        write_pictures(step.runner.dump, assembly.problem, assembly.reported, assembly.costs())
     trace_plan(step.name, lambda: to_json(assembly.reported))
     return assembly
 
 
-def _retire(assembly: Assembly) -> None:
-    """Nothing of a model that is gone is held."""
-    assembly.retire()
-    state.plan_is_gone(assembly.reported)
-
-
-def _on_unplanned() -> None:
-    if state.count_unplanned() == 1:
-        state.warn_once(
-            "a forward began while another of the same graph was waiting for its backward; it "
-            "runs in ordinary memory. Set max_inflight to the number of live forwards"
-        )
+def trace_plan(name: str, plan: Callable[[], str]) -> None:
+    """What ``plan`` makes is the artifact ``memo_<name>_plan`` of TORCH_TRACE, for tlparse."""
+    shim.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"memo_{name}_plan", "encoding": "json"},
+        payload_fn=plan,
+        expect_trace_id=False,
+    )
 
 
 def _step_aside(
@@ -236,9 +222,8 @@ def _require_usable(config: MemoConfig) -> None:
     settings = shim.inductor_settings()
     for name in config.inductor_options:
         if name not in settings:
-            raise ConfigError(
-                f"inductor_options: unknown setting {name!r}{nearest(name, settings)}"
-            )
+            hint = nearest(name, settings)
+            raise ConfigError(f"inductor_options: unknown setting {name!r}{hint}")
     store = config.host_store
     if store.startswith(FILE_PREFIX):
         folder = store.removeprefix(FILE_PREFIX)
@@ -262,3 +247,42 @@ def _with_own_dump(config: MemoConfig) -> MemoConfig:
         state.warn_once(f"nothing is dumped: {folder} cannot be written: {reason}")
         return dataclasses.replace(config, dump=None)
     return dataclasses.replace(config, dump=str(folder))
+
+
+@dataclasses.dataclass(slots=True)
+class DynamoWatch:
+    """What Dynamo never handed to memo: code around graph breaks, functions that it gave up.
+
+    Since ``begin``; torch's own counters are of the whole process.
+    """
+
+    breaks: dict[str, int] = dataclasses.field(default_factory=dict)
+    given_up: int = 0
+
+    def begin(self) -> None:
+        """Count from here."""
+        self.breaks, self.given_up = shim.dynamo_counts()
+
+    def left_out(self) -> state.LeftOut:
+        """Notes for the report, and whether Dynamo runs a function eagerly for good."""
+        breaks, given_up = shim.dynamo_counts()
+        new = collections.Counter(breaks) - collections.Counter(self.breaks)
+        notes = []
+        if new:
+            notes.append(
+                f"{new.total()} graph break(s): what lies between runs eagerly, each graph "
+                f"is planned by itself, and memory_budget bounds each, not their sum. First: "
+                f"{next(iter(new))} (torch.compile(fullgraph=True) shows where)"
+            )
+        gave_up = given_up > self.given_up
+        if gave_up:
+            notes.append(
+                "memo is OFF for a function: Dynamo gave it up after too many compilations and "
+                "runs it eagerly. Pad to fewer shapes, or leave dynamic at its default"
+            )
+        return tuple(notes), gave_up
+
+
+_dynamo = DynamoWatch()
+_dynamo.begin()
+state.watch(_dynamo.left_out, _dynamo.begin)

@@ -32,8 +32,6 @@ _graph_numbers = itertools.count()
 MAX_COMPILATIONS_PER_PLAN = 4
 """After this many times ``max_plans`` compilations the shapes of a graph count as unsettled."""
 
-CompileStatic = Callable[[fx.GraphModule, Sequence[Any], MemoConfig], Callable[..., Any]]
-
 
 def symbol_positions(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[int, ...]:
     """Inputs that are numbers of the user: sizes, and floats that Dynamo wraps into tensors."""
@@ -61,7 +59,7 @@ class Specialised:
     _gm: fx.GraphModule
     _symbols: tuple[int, ...]
     _config: MemoConfig
-    _compile_static: CompileStatic
+    _compile_static: Callable[[fx.GraphModule, Sequence[Any], MemoConfig], Callable[..., Any]]
     _known: collections.OrderedDict[tuple[str, ...], Callable[..., Any]] = field(
         default_factory=collections.OrderedDict
     )

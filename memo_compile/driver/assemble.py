@@ -1,8 +1,8 @@
 """A planned step that runs: the plan bound to the runtime, replaced by another when it must be."""
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from memo_runtime.arena import ArenaError, arena_of
@@ -85,10 +85,11 @@ class Assembly:
         self.observed = Observed(planning_s=planned.planning_s, lowering_s=self.lowered.lowering_s)
         self._made = tuple(result_storages(planned.problem, step.forward.results))
         self.step = bind_step(planned, step, self.request.applied_to(self.config), self._count)
+        self.step.on_unplanned = _say_unplanned
         if self.step.heap is not None and planned.plan.budget_bytes is not None:
-            graphs = self.known.graphs()
-            called = dict.fromkeys(call.region for call in planned.problem.calls)
-            self._products = products_of(graphs[name].gm for name in called if name in graphs)
+            called = {call.region for call in planned.problem.calls}
+            graphs = self.known.graphs().items()
+            self._products = products_of(graph.gm for name, graph in graphs if name in called)
 
     @property
     def problem(self) -> Problem:
@@ -99,28 +100,25 @@ class Assembly:
         """The seconds of regions and copies, where a decision needed them."""
         return self.known.known_costs(self.request.applied_to(self.config).host_store)
 
-    def _replan(self, existing_gradient_bytes: int, earlier_output_bytes: int = 0) -> PlannedStep:
-        """The step planned for the last request, and what exists before it begins.
+    def _replan(self, existing: int | None = None, lasting: int = 0) -> PlannedStep:
+        """The step planned for the last request, and for gradients and results that exist before.
 
-        Gradients that were kept once count from then on: they may be kept again.
+        Gradients (by default those of now) count from then on: they may be kept again.
 
         Raises:
             Infeasible: there is no such plan; the last request stays.
         """
+        if existing is None:
+            existing = self.lowered.cut.facts.existing_gradient_bytes()
         request = replace(
             self.request,
-            existing_gradient_bytes=max(
-                self.request.existing_gradient_bytes, existing_gradient_bytes
-            ),
-            earlier_output_bytes=earlier_output_bytes,
+            existing_gradient_bytes=max(self.request.existing_gradient_bytes, existing),
+            earlier_output_bytes=lasting,
         )
         with shim.nothing_else_compiles():
             planned = plan_step(self.lowered, self.config, request, self.known)
         self.request = request
         return planned
-
-    def _gradient_bytes(self) -> int:
-        return self.lowered.cut.facts.existing_gradient_bytes()
 
     def forward(self, args: list[Any]) -> list[Any]:
         """The forward's results; empties ``args``.
@@ -140,11 +138,7 @@ class Assembly:
         return results
 
     def backward(self, args: list[Any]) -> list[Any]:
-        """The backward's results; empties ``args``.
-
-        Raises:
-            Infeasible: it would break the budget; nothing has run.
-        """
+        """The backward's results; empties ``args``. Raises as ``forward``."""
         keep_graph = shim.keep_graph()
         self._require_room(args, keep_graph=keep_graph)
         with self._memory.explained(self.problem, self.reported):
@@ -199,13 +193,15 @@ class Assembly:
         everything else for less. The report says so.
 
         Raises:
-            ArenaError: the device refused the arena of every plan that was tried.
-            HostStoreError: the host refused the memory for offloaded activations likewise.
+            ArenaError, HostStoreError: the memory of every plan that was tried was refused.
         """
         for attempt in range(MAX_REFUSALS + 1):
-            refused = self._refused()
-            if refused is None:
+            try:
+                with shim.real_tensors():
+                    self.step.reserve()
                 return
+            except (ArenaError, HostStoreError) as error:
+                refused = error.with_traceback(None)  # it would keep a refused arena alive
             if attempt == MAX_REFUSALS:
                 raise type(refused)(
                     f"{refused}; the step was planned again {MAX_REFUSALS} times, each time for "
@@ -217,19 +213,10 @@ class Assembly:
             else:
                 self._plan_smaller(refused)
 
-    def _refused(self) -> ArenaError | HostStoreError | None:
-        """Why the step cannot have its frames; None where it can."""
-        try:
-            with shim.real_tensors():
-                self.step.reserve()
-        except (ArenaError, HostStoreError) as error:
-            return error.with_traceback(None)  # which would keep a refused step's arena alive
-        return None
-
     def _plan_pageable(self, refused: HostStoreError) -> None:
         """Replan with the speed of copies through pageable memory, instead of pinned."""
         self.request = replace(self.request, host_store="shm")
-        planned = self._replan(self._gradient_bytes())
+        planned = self._replan()
         if planned.problem.host_bytes:
             state.warn_once(f"copies go through pageable memory and may block: {refused}")
         self._bind_again(planned)
@@ -246,7 +233,7 @@ class Assembly:
         plan, host_bytes = self.plan, self.problem.host_bytes
         self.request = self._request_less(refused)
         try:
-            planned = self._replan(self._gradient_bytes())
+            planned = self._replan()
         except Infeasible as error:
             raise type(refused)(f"{refused}; no plan of this step needs less: {error}") from None
         sizes = (planned.plan.arena_bytes, planned.problem.host_bytes)
@@ -268,13 +255,10 @@ class Assembly:
         granted = min(self.request.granted_host_bytes or host_bytes, host_bytes) * 3 // 4
         return replace(self.request, granted_host_bytes=granted)
 
-    def on_unplanned(self, call: Callable[[], None]) -> None:
-        """``call`` is told of every step that runs in ordinary memory."""
-        self.step.on_unplanned = call
-
     def retire(self) -> None:
-        """Drop the views that the device's arena holds for this plan."""
+        """Nothing of a model that is gone is held."""
         arena_of(self.step.device).forget(self.step.key)
+        state.plan_is_gone(self.reported)
 
     def _count_what_exists(self, args: Sequence[Any]) -> None:
         """Count gradients and results of earlier steps that are kept: they are there beside new.
@@ -288,8 +272,7 @@ class Assembly:
         existing, alone = gradient_bytes(args), self.step.live == 0
         earlier = lasting = 0
         if alone and self.plan.budget_bytes is not None:
-            earlier = self._watch.begin()
-            lasting = self._watch.lasting_bytes()
+            earlier, lasting = self._watch.begin()
             if not lasting and self.plan.fixed.earlier_outputs and self._unburdened is not None:
                 self._rebind(self._unburdened)
         before, fixed = self.plan, self.plan.fixed
@@ -345,24 +328,26 @@ class Assembly:
             return
         self._kept_bytes = 0
         self.request = replace(self.request, keeps_outputs=True)
-        self._rebind(self._replan(self._gradient_bytes()))
+        self._rebind(self._replan())
 
     def _bind_again(self, planned: PlannedStep) -> None:
         old = self.step
         self._bind(planned)
-        self.on_unplanned(old.on_unplanned)
         arena_of(old.device).forget(old.key)  # a backward that is still to come makes them anew
         self._report()
 
     def _count(self, counted: StepCounters) -> None:
         """Keep what the step that just ended moved, for the report."""
-        self.observed = replace(
-            self.observed,
-            offloaded_bytes=counted.offloaded_bytes,
-            recomputed_bytes=counted.recomputed_bytes,
-            stall_s=counted.stall_s,
-        )
+        self.observed = replace(self.observed, **asdict(counted))
         self._report()
+
+
+def _say_unplanned() -> None:
+    if state.count_unplanned() == 1:
+        state.warn_once(
+            "a forward began while another of the same graph was waiting for its backward; it "
+            "runs in ordinary memory. Set max_inflight to the number of live forwards"
+        )
 
 
 def _kept(error: Infeasible, gradients: int, results: int) -> str:

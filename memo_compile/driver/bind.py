@@ -6,8 +6,8 @@ region has its code, the layouts of its buffers, and the graph its constants.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,142 +83,128 @@ def _heap_watch(planned: PlannedStep) -> HeapWatch:
     return HeapWatch(allowed_bytes=heap_slack(step_bytes) // 2)
 
 
-@dataclass(slots=True)
 class Binder:
     """One planned step, and what both of its halves need to know of it."""
 
-    planned: PlannedStep
-    constants: Mapping[Phase, Mapping[str, Any]]
-    """The tensors that each half carries itself."""
-    poison: bool
-    halves: dict[Phase, Half] = field(init=False)
-    numbers: dict[str, int] = field(init=False)
-    """Copies of the step by the name of their call."""
-    places: dict[str, tuple[int, ViewSpec]] = field(init=False)
-    """Value in the arena -> offset of its buffer, and how it is read."""
-    offload_of: dict[str, str] = field(init=False)
-    """Name of a reload -> of the offload that wrote its bytes."""
-    leased: tuple[str, ...] = field(init=False)
-    """What the forward leaves for the backward beside what autograd hands over."""
-    views: dict[int, tuple[InputView, ...]] = field(init=False)
-    """Call -> the inputs that it reads as something else than what their maker left."""
-    sources: dict[str, str] = field(init=False)
-    """A view that a region returns of what it is given -> whose memory that is."""
-
-    def __post_init__(self) -> None:
-        self.halves = {half.phase: half for half in self.planned.problem.halves}
-        calls = self.planned.problem.calls
-        copies = [call.name for call in calls if call.copy is not None]
+    def __init__(
+        self, planned: PlannedStep, constants: Mapping[Phase, Mapping[str, Any]], poison: bool
+    ) -> None:
+        """``constants`` are the tensors that each half carries itself."""
+        problem = planned.problem
+        self.planned, self.problem, self.plan = planned, problem, planned.plan
+        self.constants = constants
+        self.halves = {half.phase: half for half in problem.halves}
+        copies = (call.name for call in problem.calls if call.copy is not None)
         self.numbers = {name: number for number, name in enumerate(copies)}
-        self.offload_of = dict(_offloads_of(self.planned.problem))
-        self.sources = aliases(self.planned.problem)
-        self.places = _places(self.planned, self.sources)
-        self.leased = tuple(_leased(self.planned.problem, self.halves[Phase.BACKWARD]))
-        self.views = dict(_views(self.planned.problem, self.offload_of))
+        """Copies of the step by the name of their call."""
+        self.sources = aliases(problem)
+        """A view that a region returns of what it is given -> whose memory that is."""
+        self.places = _places(planned, self.sources)
+        """Value in the arena -> offset of its buffer, and how it is read."""
+        self.offload_of = dict(_offloads_of(problem))
+        """Name of a reload -> of the offload that wrote its bytes."""
+        self.leased = _leased(problem, self.halves[Phase.BACKWARD])
+        """What the forward leaves for the backward beside what autograd hands over."""
+        self.views = dict(_views(problem, self.offload_of))
+        """Call -> the inputs that it reads as something else than what their maker left."""
+        self.ordinary = ordinary_bytes(problem)
+        self.dying = _dying_inputs(self) if poison else {}
 
     def table(self) -> list[list[FrameView]]:
         """Per call of the step the views of its buffers."""
-        problem, offsets = self.planned.problem, self.planned.plan.offsets
-        rows = []
-        for call in problem.calls:
-            if call.kind is CallKind.RELOAD:
-                rows.append([_view(*self.places[call.outputs[0]])])
-                continue
-            if call.kind in (CallKind.OFFLOAD, CallKind.WAIT):
-                rows.append([])
-                continue
-            lowered = self.planned.lowered[call.region]
-            inside = {target.buffer: target for target in call.into}
-            row = []
-            for index, (buffer, spec) in enumerate(
-                zip(lowered.profile.buffers, lowered.views, strict=True)
-            ):
-                place = self.places.get(inside[index].value) if index in inside else None
-                if index not in inside:
-                    row.append(_view(offsets[f"{call.name}/{buffer.name}"], spec))
-                elif place is not None:
-                    row.append(_view(place[0] + inside[index].offset_bytes, spec))
-                else:
-                    row.append(replace(_view(0, spec), in_frame=False))
-            rows.append(row)
-        return rows
+        return [self._row(call) for call in self.problem.calls]
+
+    def _row(self, call: StepCall) -> list[FrameView]:
+        if call.kind is CallKind.RELOAD:
+            return [_view(*self.places[call.outputs[0]])]
+        if call.kind in (CallKind.OFFLOAD, CallKind.WAIT):
+            return []
+        lowered = self.planned.lowered[call.region]
+        inside = {target.buffer: target for target in call.into}
+        row = []
+        for index, (buffer, spec) in enumerate(
+            zip(lowered.profile.buffers, lowered.views, strict=True)
+        ):
+            target = inside.get(index)
+            if target is None:
+                row.append(_view(self.plan.offsets[f"{call.name}/{buffer.name}"], spec))
+            elif target.value in self.places:
+                row.append(_view(self.places[target.value][0] + target.offset_bytes, spec))
+            else:
+                row.append(replace(_view(0, spec), in_frame=False))
+        return row
 
     def half(self, phase: Phase) -> RunHalf:
         """The half with values replaced by registers of its environment."""
-        data = self.halves[phase]
-        steps = [
-            (index, call)
-            for index, call in enumerate(self.planned.problem.calls)
-            if call.phase is phase
-        ]
-        names = [*data.constants, *data.arguments, *self.leased]
-        for _, call in steps:
-            names += [*call.inputs, *call.outputs, *(target.value for target in call.into)]
-        names += [data.handle, *(value for value in data.results if value is not None)]
-        registers = {value: index for index, value in enumerate(dict.fromkeys(names))}
-        half = _Half(self, data, registers, steps)
-        return RunHalf(
-            num_registers=len(registers),
-            constants=tuple((registers[key], self.constants[phase][key]) for key in data.constants),
-            arguments=tuple(registers[value] for value in data.arguments),
-            calls=tuple(half.instruction(index, call) for index, call in steps),
-            results=tuple(None if value is None else registers[value] for value in data.results),
-            leased=tuple(registers[value] for value in self.leased),
-            checked=self._checked(registers) if phase is Phase.FORWARD else (),
-            visible=self._visible(registers) if phase is Phase.FORWARD else (),
-            planned_bytes=half.planned_bytes(steps[0][0]) if steps else 0,
-            resident_bytes=half.resident_after(),
-            handle=registers[data.handle],
-        )
-
-    def _checked(self, registers: Mapping[str, int]) -> tuple[int, ...]:
-        """Registers of the step's own inputs that the lease keeps, whole or a view of them."""
-        kept = dict.fromkeys(self.sources.get(value, value) for value in self.leased)
-        arguments = self.halves[Phase.FORWARD].arguments
-        return tuple(registers[value] for value in kept if value in arguments)
-
-    def _visible(self, registers: Mapping[str, int]) -> tuple[int, ...]:
-        """Registers of what the lease keeps in the memory of the user's results."""
-        problem = self.planned.problem
-        results = {
-            value
-            for call in problem.calls
-            if call.phase is Phase.FORWARD
-            for output, value in problem.made_by(call)
-            if output.storage is Storage.EXTERNAL
-        }
-        return tuple(
-            registers[value] for value in self.leased if self.sources.get(value, value) in results
-        )
+        return _Half(self, self.halves[phase]).bound()
 
 
 class _Half:
     """One half while its calls are bound."""
 
-    def __init__(
-        self,
-        binder: Binder,
-        half: Half,
-        registers: Mapping[str, int],
-        steps: list[tuple[int, StepCall]],
-    ) -> None:
-        self.binder = binder
-        self.problem = binder.planned.problem
-        self.plan = binder.planned.plan
-        self.registers = registers
-        self.phase = half.phase
-        self.results = {value for value in half.results if value is not None}
+    def __init__(self, binder: Binder, half: Half) -> None:
+        self.binder, self.problem, self.plan = binder, binder.problem, binder.plan
+        self.half = half
+        self.calls = [
+            (index, call)
+            for index, call in enumerate(self.problem.calls)
+            if call.phase is half.phase
+        ]
+        self.results = dict.fromkeys(value for value in half.results if value is not None)
         self.kept = {*self.results, *(binder.leased if half.phase is Phase.FORWARD else ())}
-        self.ordinary = ordinary_bytes(self.problem)
-        self.last = {
-            value: index
-            for index, call in steps
-            for value in (*call.inputs, *(target.value for target in call.into))
-        }
-        self.dying = _dying_inputs(binder) if binder.poison else {}
+        names = [*half.constants, *half.arguments, *binder.leased]
+        self.last: dict[str, int] = {}
+        """Value -> the last call that reads it or writes into it."""
+        for index, call in self.calls:
+            used = [*call.inputs, *(target.value for target in call.into)]
+            names += [*used, *call.outputs]
+            self.last.update(dict.fromkeys(used, index))
+        names += [half.handle, *self.results]
+        self.registers = {value: number for number, value in enumerate(dict.fromkeys(names))}
 
-    def instruction(self, index: int, call: StepCall) -> Instruction:
+    def bound(self) -> RunHalf:
+        """What the runtime executes."""
+        half, resident, before = self.half, self.plan.resident_bytes, self.binder.ordinary.before
+        is_forward, constants = half.phase is Phase.FORWARD, self.binder.constants[half.phase]
+        begin, turn = self.calls[0][0] if self.calls else None, self.problem.first_backward
+        after = resident[turn] if is_forward and turn < len(self.problem.calls) else None
+        return RunHalf(
+            num_registers=len(self.registers),
+            constants=tuple((self.registers[key], constants[key]) for key in half.constants),
+            arguments=self._at(half.arguments),
+            calls=tuple(self._instruction(index, call) for index, call in self.calls),
+            results=tuple(None if v is None else self.registers[v] for v in half.results),
+            leased=self._at(self.binder.leased),
+            checked=self._checked() if is_forward else (),
+            visible=self._visible() if is_forward else (),
+            planned_bytes=0 if begin is None else resident[begin] + before[begin],
+            resident_bytes=after,
+            handle=self.registers[half.handle],
+        )
+
+    def _at(self, values: Iterable[str]) -> tuple[int, ...]:
+        return tuple(self.registers[value] for value in values)
+
+    def _checked(self) -> tuple[int, ...]:
+        """Registers of the step's own inputs that the lease keeps, whole or a view of them."""
+        sources = self.binder.sources
+        kept = dict.fromkeys(sources.get(value, value) for value in self.binder.leased)
+        return self._at(value for value in kept if value in self.half.arguments)
+
+    def _visible(self) -> tuple[int, ...]:
+        """Registers of what the lease keeps in the memory of the user's results."""
+        made = {
+            value
+            for _, call in self.calls
+            for output, value in self.problem.made_by(call)
+            if output.storage is Storage.EXTERNAL
+        }
+        sources = self.binder.sources
+        return self._at(v for v in self.binder.leased if sources.get(v, v) in made)
+
+    def _instruction(self, index: int, call: StepCall) -> Instruction:
         """What the runtime executes for ``call``."""
+        numbers, dying = self.binder.numbers, self.binder.dying.get(index, [])
         if call.kind is CallKind.OFFLOAD:
             value = call.inputs[0]
             return StartOffload(copy=self._range(call, value), input=self.registers[value])
@@ -228,17 +214,13 @@ class _Half:
                 copy=self._range(call, value),
                 table=index,
                 output=self.registers[value],
-                of=self.binder.numbers[self.binder.offload_of[call.name]],
+                of=numbers[self.binder.offload_of[call.name]],
             )
         if call.kind is CallKind.WAIT:
             assert call.waits_for is not None, f"{call.name} waits for nothing"
-            dying = tuple((offset, size) for _, offset, size in self.dying.get(index, ()))
-            return Wait(number=self.binder.numbers[call.waits_for], dying=dying)
-        return self._run(index, call)
-
-    def planned_bytes(self, index: int) -> int:
-        """What the step holds as call ``index`` begins."""
-        return self.plan.resident_bytes[index] + self.ordinary.before[index]
+            ranges = tuple((offset, size) for _, offset, size in dying)
+            return Wait(number=numbers[call.waits_for], dying=ranges)
+        return self._run(index, call, dying)
 
     def _reused_bytes(self, index: int) -> int:
         """Work space that kernels of call ``index`` freed and that the next call reuses.
@@ -252,17 +234,8 @@ class _Half:
         following = next((i for i in range(index + 1, len(calls)) if calls[i].kind in runs), None)
         if following is None or calls[following].region != calls[index].region:
             return 0
-        ordinary = self.ordinary
-        return max(
-            0, ordinary.most[following] - max(ordinary.before[following], ordinary.after[following])
-        )
-
-    def resident_after(self) -> int | None:
-        """The arena that the backward's first call needs, for the forward of a training step."""
-        if self.phase is Phase.BACKWARD:
-            return None
-        index = self.problem.first_backward
-        return self.plan.resident_bytes[index] if index < len(self.problem.calls) else None
+        before, most, after = (held[following] for held in self.binder.ordinary)
+        return max(0, most - max(before, after))
 
     def _range(self, call: StepCall, value: str) -> CopyRange:
         assert call.copy is not None, f"{call.name} copies nothing"
@@ -274,34 +247,34 @@ class _Half:
             host_offset_bytes=call.copy.host_offset,
         )
 
-    def _run(self, index: int, call: StepCall) -> RunCall:
-        lowered = self.binder.planned.lowered[call.region]
-        registers = self.registers
+    def _run(self, index: int, call: StepCall, dying: list[tuple[int, int, int]]) -> RunCall:
+        lowered, places = self.binder.planned.lowered[call.region], self.binder.places
         dead = {v for v in (*call.inputs, *call.outputs) if self.last.get(v, -1) <= index}
         dead -= self.kept
-        ordinary = [target for target in call.into if target.value not in self.binder.places]
         recomputes = call.kind is CallKind.RECOMPUTE
+        resident_bytes = self.plan.resident_bytes[index]
+        held_bytes = self.binder.ordinary.after[index] + self._reused_bytes(index)
         return RunCall(
             run=lowered.run,
             views=self.binder.views.get(index, ()),
-            resident_bytes=self.plan.resident_bytes[index],
+            resident_bytes=resident_bytes,
             table=index,
-            inputs=tuple(registers[value] for value in call.inputs),
-            outputs=tuple(registers[value] for value in call.outputs),
-            drop=tuple(registers[value] for value in dict.fromkeys(call.inputs) if value in dead),
-            unread=tuple(registers[value] for value in call.outputs if value in dead),
+            inputs=self._at(call.inputs),
+            outputs=self._at(call.outputs),
+            drop=self._at(value for value in dict.fromkeys(call.inputs) if value in dead),
+            unread=self._at(value for value in call.outputs if value in dead),
             copies=tuple(  # the user receives them although their storage lies in the arena
                 position
                 for position, value in enumerate(call.outputs)
-                if value in self.results and value in self.binder.places
+                if value in self.results and value in places
             ),
-            dying=tuple(self.dying.get(index, ())),
+            dying=tuple(dying),
             into=tuple(
-                (target.buffer, registers[target.value], target.offset_bytes) for target in ordinary
+                (target.buffer, self.registers[target.value], target.offset_bytes)
+                for target in call.into
+                if target.value not in places
             ),
-            planned_bytes=self.plan.resident_bytes[index]
-            + self.ordinary.after[index]
-            + self._reused_bytes(index),
+            planned_bytes=resident_bytes + held_bytes,
             recomputed_bytes=_output_bytes(lowered.views, call, self.problem) if recomputes else 0,
         )
 
@@ -369,17 +342,16 @@ def _views(
         held.update(zip(call.outputs, problem.regions[call.region].output_layouts, strict=False))
 
 
-def _leased(problem: Problem, backward: Half) -> Iterator[str]:
+def _leased(problem: Problem, backward: Half) -> tuple[str, ...]:
     """Values that the backward reads and that neither it nor autograd provides."""
     known = {*backward.constants, *backward.arguments}
-    wanted: dict[str, None] = {}
+    wanted: list[str] = []
     for call in problem.calls:
         if call.phase is Phase.BACKWARD:
-            wanted.update(dict.fromkeys(call.inputs))
-            wanted.update(dict.fromkeys(target.value for target in call.into))
+            wanted += [*call.inputs, *(target.value for target in call.into)]
             known.update(call.outputs)
-    wanted.update(dict.fromkeys(value for value in backward.results if value is not None))
-    yield from (value for value in wanted if value not in known)
+    wanted += [value for value in backward.results if value is not None]
+    return tuple(value for value in dict.fromkeys(wanted) if value not in known)
 
 
 def _dying_inputs(binder: Binder) -> dict[int, list[tuple[int, int, int]]]:

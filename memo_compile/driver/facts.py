@@ -1,5 +1,6 @@
 """What the plan must know of a graph's inputs: device, parameters, buffers, bytes."""
 
+import collections
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.joint_units import is_tangent
+from memo_compile.analysis.views import is_tensor
 from memo_compile.costs.host import host_memory
 from memo_compile.costs.measure import resident_bytes
 from memo_compile.errors import RuntimeMisuse
@@ -28,9 +30,11 @@ class GraphFacts:
         self, example_inputs: Sequence[Any], untraced: Sequence[torch.Tensor] = ()
     ) -> None:
         tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-        parameters = _unique(
-            [tensor for tensor in (*tensors, *untraced) if isinstance(tensor, torch.nn.Parameter)]
-        )
+        parameters = {  # one for each storage: tied weights count once
+            tensor.untyped_storage()._cdata: tensor
+            for tensor in (*tensors, *untraced)
+            if isinstance(tensor, torch.nn.Parameter)
+        }.values()
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._trainable = [weakref.ref(parameter) for parameter in parameters]
         self._parameter_bytes = sum(map(_bytes, parameters))
@@ -63,35 +67,19 @@ class GraphFacts:
     def read_forward(self, placeholders: Sequence[fx.Node], static: frozenset[str]) -> None:
         """Take the bytes of the AOT forward's inputs; ``static`` are parameters and buffers."""
         self.static_names = static
-        self._static_bytes = self._untraced_bytes
-        self._input_bytes = 0
-        for node in placeholders:
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor):
-                size = value.numel() * value.element_size()
-                if node.name in static:
-                    self._static_bytes += size
-                else:
-                    self._input_bytes += size
+        sizes = {node.name: _bytes(node.meta["val"]) for node in placeholders if is_tensor(node)}
+        static_bytes = sum(size for name, size in sizes.items() if name in static)
+        self._static_bytes = self._untraced_bytes + static_bytes
+        self._input_bytes = sum(sizes.values()) - static_bytes
 
     def existing_gradient_bytes(self) -> int:
         """Bytes of the gradients that exist now; a backward makes new ones while these stay."""
-        alive = (ref() for ref in self._trainable)
-        return sum(
-            _bytes(parameter.grad)
-            for parameter in alive
-            if parameter is not None and parameter.grad is not None
-        )
+        return gradient_bytes([ref() for ref in self._trainable])
 
     def constant_bytes(self, state_bytes_per_parameter: float | None = None) -> int:
         """Parameters, a gradient for each that is trained, and optimizer state."""
-        return sum(self._model_bytes(state_bytes_per_parameter))
-
-    def _model_bytes(self, state_bytes_per_parameter: float | None) -> tuple[int, int, int]:
-        state = OPTIMIZER_TENSORS * self._trained_bytes
-        if state_bytes_per_parameter is not None:
-            state = int(self._num_trained * state_bytes_per_parameter)
-        return self._parameter_bytes, self._trained_bytes, state
+        fixed = self.fixed_bytes(0, state_bytes_per_parameter)
+        return fixed.parameters + fixed.new_gradients + fixed.optimizer_state
 
     def fixed_bytes(
         self, outputs_bytes: int, state_bytes_per_parameter: float | None = None
@@ -102,13 +90,15 @@ class GraphFacts:
         Optimizer state is ``state_bytes_per_parameter`` for each trainable number, by default
         OPTIMIZER_TENSORS tensors of its dtype.
         """
-        parameters, gradients, state = self._model_bytes(state_bytes_per_parameter)
+        state = OPTIMIZER_TENSORS * self._trained_bytes
+        if state_bytes_per_parameter is not None:
+            state = int(self._num_trained * state_bytes_per_parameter)
         return FixedBytes(
-            parameters=parameters,
-            buffers=max(0, self._static_bytes - parameters),
-            gradients=gradients + self.existing_gradient_bytes(),
+            parameters=self._parameter_bytes,
+            buffers=max(0, self._static_bytes - self._parameter_bytes),
+            gradients=self._trained_bytes + self.existing_gradient_bytes(),
             optimizer_state=state,
-            new_gradients=gradients,
+            new_gradients=self._trained_bytes,
             inputs=self._input_bytes,
             outputs=outputs_bytes,
         )
@@ -125,7 +115,7 @@ def tangents(placeholders: Sequence[fx.Node]) -> dict[str, int]:
     return {
         node.name: _bytes(node.meta["val"])
         for node in placeholders
-        if is_tangent(node) and isinstance(node.meta.get("val"), torch.Tensor)
+        if is_tangent(node) and is_tensor(node)
     }
 
 
@@ -134,24 +124,14 @@ def profile_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _unique(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One tensor per storage: tied weights count once."""
-    return list(
-        {parameter.untyped_storage()._cdata: parameter for parameter in parameters}.values()
-    )
-
-
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
 def _main_device(tensors: Sequence[torch.Tensor]) -> torch.device:
-    """The device that holds most of the inputs' bytes."""
-    held: dict[torch.device, int] = {}
+    """The device that holds most of the inputs' bytes; the CPU only where no other holds any."""
+    held: collections.Counter[torch.device] = collections.Counter()
     for tensor in tensors:
-        held[tensor.device] = held.get(tensor.device, 0) + _bytes(tensor)
-    if not held:
-        return torch.device("cpu")
-    accelerators = {device: size for device, size in held.items() if device.type != "cpu"}
-    best = accelerators or held
-    return max(best, key=lambda device: best[device])
+        held[tensor.device] += _bytes(tensor)
+    cpu = torch.device("cpu")
+    return max(held, key=lambda device: (device.type != "cpu", held[device]), default=cpu)

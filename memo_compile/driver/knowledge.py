@@ -3,6 +3,7 @@
 Nothing here depends on a request but the speed of copies, which is known for each host store.
 """
 
+import functools
 import logging
 import math
 from collections.abc import Mapping
@@ -56,25 +57,22 @@ class StepKnowledge:
 
     def _layers_of_step(self, host_store: str) -> Movable:
         if self._movable is None:
-            costs = self.costs(host_store)
+            layers = functools.partial(
+                movable_step,
+                self.lowered,
+                self.costs(host_store),
+                profile=self.profile(),
+                token_granule=self.config.token_granule,
+            )
             try:
-                self._movable = self._layers(costs, slices_rows=True)
+                self._movable = layers(slices_rows=True)
             except MemoError:
                 raise
             except UNEXPECTED as error:
                 name = self.lowered.cut.name
                 say_dropped(f"{name}: layers are moved whole, not by rows", error)
-                self._movable = self._layers(costs, slices_rows=False)
+                self._movable = layers(slices_rows=False)
         return self._movable
-
-    def _layers(self, costs: StepCosts, *, slices_rows: bool) -> Movable:
-        return movable_step(
-            self.lowered,
-            costs,
-            profile=self.profile(),
-            token_granule=self.config.token_granule,
-            slices_rows=slices_rows,
-        )
 
     def library(self, host_store: str) -> RecomputeLibrary:
         """The step's recompute regions."""
@@ -170,9 +168,8 @@ class StepKnowledge:
 
     def device_bytes(self) -> int | None:
         """All memory of that device; None where it is unknown."""
-        return (
-            self.hardware.memory_bytes if self.hardware else self.lowered.cut.facts.device_bytes()
-        )
+        facts = self.lowered.cut.facts
+        return self.hardware.memory_bytes if self.hardware else facts.device_bytes()
 
     def _measures(self) -> bool:
         return self.hardware is None and self.config.costs != "roofline"
@@ -193,6 +190,7 @@ class StepKnowledge:
     def _extrapolated(self, region: RegionGraph, reason: str) -> float:
         """Seconds of a region that does not fit whole."""
         seconds = extrapolated_seconds(region, self.config, self.profile(), self.lowered.cut.runner)
-        if state.add_note(f"{reason}: timed on an eighth and a quarter of its tokens"):
-            log.info("memo: %s: timed on an eighth and a quarter of its tokens", reason)
+        note = f"{reason}: timed on an eighth and a quarter of its tokens"
+        if state.add_note(note):
+            log.info("memo: %s", note)
         return seconds

@@ -54,12 +54,11 @@ class Product(NamedTuple):
 
     def of_a_block(self, num_threads: int) -> "Product":
         """A product that is no larger than it must be for the same buffers."""
-        return Product(
+        return self._replace(
             rows=min(self.rows, MAX_ROWS),
             inner=min(self.inner, MAX_INNER),
             columns=min(self.columns, MAX_COLUMNS),
             batch=min(self.batch, MAX_BATCH_PER_THREAD * num_threads),
-            dtype=self.dtype,
         )
 
 
@@ -77,13 +76,10 @@ class LibraryBuffers(threading.local):
 
     def __init__(self) -> None:
         self._known: set[tuple[int, Product]] = set()
-        self._seen: set[tuple[int, frozenset[Product]]] = set()
 
     def require(self, products: frozenset[Product]) -> None:
         """None of ``products`` makes the library's buffers grow any more in this thread."""
         num_threads = torch.get_num_threads()
-        if (num_threads, products) in self._seen:
-            return
         blocks = {product.of_a_block(num_threads) for product in products}
         new = [block for block in blocks if (num_threads, block) not in self._known]
         with torch.no_grad():
@@ -92,7 +88,6 @@ class LibraryBuffers(threading.local):
                 self._known.add((num_threads, block))
         if new:
             trim_heap()
-        self._seen.add((num_threads, products))
 
 
 library_buffers = LibraryBuffers()

@@ -24,7 +24,7 @@ from memo_compile.driver.stages import LoweredStep
 from memo_compile.passes.cut import Cut, CutCall, unique_name
 from memo_compile.passes.recompute import ClassGraph, layer_ops
 from memo_compile.step.movable import Layer, LayerClass, LayerOp, MovableStep, Slot, StepCosts
-from memo_compile.step.problem import Phase, Problem, StepCall, aliases, arena_values
+from memo_compile.step.problem import Problem, aliases, arena_values
 
 MIN_MOVE_BYTES = 1024
 """A smaller tensor is kept: its copy costs a latency and frees a page at most."""
@@ -65,13 +65,14 @@ class _Builder:
             last - call.position: call.name for call in reversed(backward.calls)
         }
         self.index = {call.name: at for at, call in enumerate(problem.calls)}
-        self.position = {call.name: call.position for call in forward.calls}
-        self.regions = forward.regions
-        calls = {call.name: call for call in problem.calls}
-        self.steps = [calls[call.name] for call in forward.calls]
         self.sizes = _arena_sizes(problem)
-        self.forward_readers = _readers(problem, Phase.FORWARD)
-        self.backward_readers = _readers(problem, Phase.BACKWARD)
+        self.readers: dict[str, set[int]] = {}
+        """Value -> positions of the forward calls that read it."""
+        for call in forward.calls:
+            for value in call.inputs:
+                self.readers.setdefault(value, set()).add(call.position)
+        backward_calls = problem.calls[problem.first_backward :]
+        self.read_later = {value for call in backward_calls for value in call.inputs}
         self.user_values = {value for value in forward.results if value is not None}
         self.made_at = {value: call.position for call in forward.calls for value in call.outputs}
         self.written = {*_written(forward), *_written(backward)}
@@ -85,26 +86,19 @@ class _Builder:
         classes: dict[str, LayerClass] = {}
         graphs: dict[str, ClassGraph] = {}
         layers = []
-        for cut_call, call in zip(self.forward.calls, self.steps, strict=True):
-            backward = self.backward_of.get(cut_call.position)
+        for call in self.forward.calls:
+            backward = self.backward_of.get(call.position)
             inputs, outputs = self._input_slots(call), self._output_slots(call)
             if backward is None or not (inputs or outputs):
                 continue
             signature = (call.region, inputs, outputs, self._keeps_inputs(call))
             if signature not in keys:
                 keys[signature] = unique_name(call.region, classes, "#")
-                graph = self._graph(call, inputs, outputs)
-                graphs[keys[signature]] = graph
-                classes[keys[signature]] = self._class(keys[signature], cut_call, call, graph)
-            values = graphs[keys[signature]].at_slots(call.inputs, call.outputs)
-            layers.append(
-                Layer(
-                    class_key=keys[signature],
-                    forward=call.name,
-                    backward=backward,
-                    values=tuple(values),
-                )
-            )
+                graph = graphs[keys[signature]] = self._graph(call, inputs, outputs)
+                classes[keys[signature]] = self._class(keys[signature], call, graph)
+            key = keys[signature]
+            values = tuple(graphs[key].at_slots(call.inputs, call.outputs))
+            layers.append(Layer(class_key=key, forward=call.name, backward=backward, values=values))
         step = MovableStep(
             problem=self.problem,
             classes=classes,
@@ -114,36 +108,33 @@ class _Builder:
         )
         return Movable(step=step, graphs=graphs)
 
-    def _input_slots(self, call: StepCall) -> tuple[int, ...]:
+    def _input_slots(self, call: CutCall) -> tuple[int, ...]:
         """Positions of inputs that another call made, that only this call reads in the forward."""
         found: dict[str, int] = {}
         for position, value in enumerate(call.inputs):
-            if self._may_move(value) and self._reading_layers(value) == {self.position[call.name]}:
+            if self._may_move(value) and self._other_readers(value) == {call.position}:
                 found.setdefault(value, position)
         return tuple(found.values())
 
-    def _reading_layers(self, value: str) -> set[int]:
+    def _other_readers(self, value: str) -> set[int]:
         """Positions of the forward calls that read ``value``, but for its maker's own."""
-        readers = {self.position[name] for name in self.forward_readers.get(value, ())}
-        return readers - {self.made_at.get(value, -1)}
+        return self.readers.get(value, set()) - {self.made_at.get(value, -1)}
 
-    def _output_slots(self, call: StepCall) -> tuple[int, ...]:
+    def _output_slots(self, call: CutCall) -> tuple[int, ...]:
         """Positions of outputs that are left for the backward and that no later call reads."""
         return tuple(
             position
             for position, value in enumerate(call.outputs)
-            if self._may_move(value)
-            and not self._reading_layers(value)
-            and value in self.backward_readers
+            if self._may_move(value) and not self._other_readers(value) and value in self.read_later
         )
 
     def _may_move(self, value: str) -> bool:
         return self.sizes.get(value, 0) >= MIN_MOVE_BYTES and value not in self.user_values
 
     def _graph(
-        self, call: StepCall, inputs: tuple[int, ...], outputs: tuple[int, ...]
+        self, call: CutCall, inputs: tuple[int, ...], outputs: tuple[int, ...]
     ) -> ClassGraph:
-        region = self.regions[call.region]
+        region = self.forward.regions[call.region]
         placeholders = region.gm.graph.find_nodes(op="placeholder")
         seeds, num_rows = {}, 1
         for position in inputs if self.slices_rows else ():
@@ -160,7 +151,7 @@ class _Builder:
             row_seeds=seeds,
         )
 
-    def _class(self, key: str, cut_call: CutCall, call: StepCall, graph: ClassGraph) -> LayerClass:
+    def _class(self, key: str, call: CutCall, graph: ClassGraph) -> LayerClass:
         seconds = self._seconds(call, graph.region)
         ops = layer_ops(graph, lambda node: seconds[node])
         region = graph.region.gm.graph
@@ -177,7 +168,7 @@ class _Builder:
                     name=value,
                     size_bytes=self.sizes[value],
                     can_recompute=slot in able
-                    and value in self.backward_readers
+                    and value in self.read_later
                     and value not in self.filled,
                     is_input=slot < len(graph.slot_of_input),
                     is_attention=_is_attention(node),
@@ -187,13 +178,13 @@ class _Builder:
             )
         return LayerClass(key=key, slots=tuple(slots), ops=ops)
 
-    def _keeps_inputs(self, call: StepCall) -> bool:
+    def _keeps_inputs(self, call: CutCall) -> bool:
         """True when the inputs of ``call`` hold in the backward what they held when it ran."""
         at = self.index[call.name]
         filled_later = any(self.filled.get(value, at) > at for value in call.inputs)
         return self.written.isdisjoint(call.inputs) and not filled_later
 
-    def _seconds(self, call: StepCall, region: RegionGraph) -> dict[fx.Node, float]:
+    def _seconds(self, call: CutCall, region: RegionGraph) -> dict[fx.Node, float]:
         """Roofline seconds of every node, scaled so that they add up to the region's own."""
         nodes = [node for node in region.gm.graph.nodes if node.op == "call_function"]
         seconds = {node: node_seconds(node, self.profile) for node in nodes}
@@ -222,15 +213,6 @@ def _written(cut: Cut) -> Iterator[str]:
             root = storage_of(node.all_input_nodes[0]) if is_write(node) else None
             if root in position:
                 yield call.inputs[position[root]]
-
-
-def _readers(problem: Problem, phase: Phase) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for call in problem.calls:
-        if call.phase is phase:
-            for value in call.inputs:
-                found.setdefault(value, set()).add(call.name)
-    return found
 
 
 def _rows_of(value: torch.Tensor) -> tuple[RowDim, int] | None:

@@ -92,12 +92,11 @@ def lower_step(step: CutStep, config: MemoConfig, *, for_cuda: bool) -> LoweredS
     if for_cuda:
         regions = with_workspaces(regions, step.regions)
     lowering_s = time.perf_counter() - start
-    problem = step_problem(step.forward, step.backward, regions, step.units, step.facts, config)
     return LoweredStep(
         cut=step,
         regions=regions,
-        problem=problem,
-        whole=whole_step(step.forward, step.backward),
+        problem=step_problem(step, regions, config),
+        whole=whole_step(step),
         lowering_s=lowering_s,
     )
 

@@ -10,6 +10,7 @@ Numbers are float64 where every kernel takes it, so that a difference is no roun
 """
 
 import enum
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -125,16 +126,16 @@ def probe_tiling(tiling: RegionTiling) -> Probe:
 
 
 def _probe_chain(tiling: RegionTiling) -> Probe:
-    probe = Probe(verdict=Verdict.NOT_RUN, reason="it has too few rows")
+    reason = "it has too few rows"
     for rows in (1, 2):  # one row is another thing where an operator drops dimensions of size 1
         if 2 * rows <= tiling.tiled.num_rows:
             try:
                 both, part = tiling.tiled.chain_of(2 * rows), tiling.tiled.chain_of(rows)
             except UnsupportedGraph as error:
-                probe = Probe(verdict=Verdict.NOT_RUN, reason=str(error))
-                continue
-            return probe_rows(both, part, num_parts=2)
-    return probe
+                reason = str(error)
+            else:
+                return probe_rows(both, part, num_parts=2)
+    return Probe(verdict=Verdict.NOT_RUN, reason=reason)
 
 
 def probe_rows(whole: RegionGraph, part: RegionGraph, *, num_parts: int = 1) -> Probe:
@@ -144,18 +145,16 @@ def probe_rows(whole: RegionGraph, part: RegionGraph, *, num_parts: int = 1) -> 
     ``num_parts`` the next rows are compared too, so many times.
     """
     assert num_parts >= 1, num_parts
+    examples = part.example_inputs()
 
-    def sliced(number: int) -> Callable[[bool], Run]:
-        def made(wide: bool) -> Run:
-            run, examples = _prepared(part, wide), part.example_inputs()
-            return lambda inputs: run(
-                [_narrowed(*pair, number) for pair in zip(inputs, examples, strict=True)]
-            )
-
-        return made
+    def sliced(number: int, wide: bool) -> Run:
+        run = _prepared(part, wide)
+        return lambda inputs: run(
+            [_narrowed(*pair, number) for pair in zip(inputs, examples, strict=True)]
+        )
 
     for number in range(num_parts):
-        probe = _compare(whole, sliced(number), number=number)
+        probe = _compare(whole, functools.partial(sliced, number), number=number)
         if probe.verdict is not Verdict.AGREES:
             return probe
     return probe
@@ -262,10 +261,9 @@ def _require_small(region: RegionGraph, wide: bool) -> None:
         if is_collective(node):
             raise _NotRunError(f"{node.name} talks to other ranks")
     kind = region.device.type if region.device.type in MAX_BYTES else "cpu"
-    size = transient_bytes(region.gm) + sum(_bytes_of(value) for value in region.example_inputs())
     results = results_of(region.gm.graph)
     made = (result.meta.get("val") for result in results if isinstance(result, fx.Node))
-    size += sum(map(_bytes_of, made))
+    size = transient_bytes(region.gm) + sum(map(_bytes_of, (*region.example_inputs(), *made)))
     if size * (2 if wide else 1) > MAX_BYTES[kind]:
         raise _NotRunError(f"a run takes {size} bytes")
     flops = graph_cost(region.gm).flops
@@ -353,13 +351,9 @@ def _numbers(
     return (numbers.abs() + 0.1 if positive else numbers).to(value.dtype)
 
 
-_LEAST_BOUND = 2
-
-
 def _index_bound(node: fx.Node) -> int:
     """All that reads ``node`` as an index has at least so many entries there."""
-    bounds = list(_bounds(node, set()))
-    return max(min(bounds), 1) if bounds else _LEAST_BOUND
+    return max(min(_bounds(node, set()), default=2), 1)
 
 
 def _bounds(node: fx.Node, seen: set[fx.Node]) -> Iterable[int]:

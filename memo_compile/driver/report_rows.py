@@ -1,5 +1,6 @@
 """One row of the report for each saved tensor of a layer class: what happens to it, and why."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 from memo_compile.analysis.joint_units import JointUnits
@@ -7,9 +8,9 @@ from memo_compile.config import MemoConfig
 from memo_compile.passes.cut import Cut
 from memo_compile.planners.moves import original_name
 from memo_compile.planners.policy import Choice, reasons
-from memo_compile.step.movable import Action, LayerClass, Mode, MovableStep, Slot
+from memo_compile.step.movable import Action, Mode, MovableStep, Slot
 from memo_compile.step.plans import Decision
-from memo_compile.step.problem import CallKind, Phase, Problem
+from memo_compile.step.problem import CallKind, Phase, Problem, TensorInfo
 from memo_compile.units import format_bytes
 
 MIN_NAMED_BYTES = 2**20
@@ -18,28 +19,22 @@ MIN_NAMED_BYTES = 2**20
 
 def saved_rows(problem: Problem, forward: Cut, units: JointUnits) -> tuple[Decision, ...]:
     """The rows of policy SAVE, read off each class's first layer."""
-    leased = set(forward.leased)
-    labels = _module_paths(units)
-    rows: list[Decision] = []
-    for call in problem.calls:
-        if call.phase is not Phase.FORWARD or call.instance or call.layer_class is None:
-            continue
-        for value in call.outputs:
-            if value not in leased:
-                continue
-            info, tensor = problem.tensors[value], forward.nodes[value].meta["val"]
-            rows.append(
-                Decision(
-                    tensor=f"{value} {list(info.shape)}",
-                    layer_class=labels.get(call.layer_class) or call.region,
-                    bytes=tensor.numel() * tensor.element_size(),
-                    decision="SAVE",
-                    token_fraction=1.0,
-                    reason="read by the layer's backward; min-cut keeps it",
-                    source=info.source,
-                )
-            )
-    return tuple(rows)
+    leased, labels = set(forward.leased), _module_paths(units)
+    return tuple(
+        Decision(
+            tensor=f"{value} {list(problem.tensors[value].shape)}",
+            layer_class=labels.get(call.layer_class) or call.region,
+            bytes=forward.nodes[value].meta["val"].nbytes,
+            decision="SAVE",
+            token_fraction=1.0,
+            reason="read by the layer's backward; min-cut keeps it",
+            source=problem.tensors[value].source,
+        )
+        for call in problem.calls
+        if call.phase is Phase.FORWARD and not call.instance and call.layer_class is not None
+        for value in call.outputs
+        if value in leased
+    )
 
 
 def moved_rows(step: MovableStep, choice: Choice, units: JointUnits) -> tuple[Decision, ...]:
@@ -60,14 +55,16 @@ def moved_rows(step: MovableStep, choice: Choice, units: JointUnits) -> tuple[De
         ]
         call = calls[members[0][0].forward]
         label = paths.get(call.layer_class or "") or key
-        for first, last, mode in _runs([mode for _, mode in members]):
-            where = label if last - first + 1 == len(members) else f"{label} [{first}:{last + 1}]"
-            values = [layer.values for layer, _ in members[first : last + 1]]
+        first = 0
+        for mode, group in itertools.groupby(members, key=lambda member: member[1]):
+            values = [layer.values for layer, _ in group]
+            end = first + len(values)
+            where = label if len(values) == len(members) else f"{label} [{first}:{end}]"
+            first = end
             for index, slot in enumerate(cls.slots):
-                if not any(of_layer[index] in read for of_layer in values):
-                    continue
-                reason = why[key, index, mode]
-                rows.extend(_rows_of(step, cls, slot, index, mode, where, reason))
+                if any(of_layer[index] in read for of_layer in values):
+                    info = step.problem.tensors.get(slot.name)
+                    rows.extend(_rows_of(slot, info, mode, index, where, why[key, index, mode]))
     return tuple(rows)
 
 
@@ -77,12 +74,12 @@ def _module_paths(units: JointUnits) -> dict[str, str | None]:
 
 def _read_in_backward(problem: Problem) -> set[str]:
     """Values of the forward that the backward reads, kept, reloaded or recomputed."""
-    read: set[str] = set()
-    for call in problem.calls:
-        if call.phase is Phase.BACKWARD and call.kind is not CallKind.WAIT:
-            targets = (into.value for into in call.into)
-            read.update(original_name(value) for value in (*call.inputs, *targets))
-    return read
+    return {
+        original_name(value)
+        for call in problem.calls
+        if call.phase is Phase.BACKWARD and call.kind is not CallKind.WAIT
+        for value in (*call.inputs, *(into.value for into in call.into))
+    }
 
 
 def recomputes_slices(rows: Iterable[Decision]) -> bool:
@@ -106,26 +103,10 @@ def step_notes(problem: Problem, rows: Iterable[Decision], config: MemoConfig) -
         )
 
 
-def _runs(modes: list[Mode]) -> Iterator[tuple[int, int, Mode]]:
-    """(first, last, mode) of every run of equal modes."""
-    first = 0
-    for index, mode in enumerate(modes):
-        if index + 1 == len(modes) or modes[index + 1] != mode:
-            yield first, index, mode
-            first = index + 1
-
-
 def _rows_of(
-    step: MovableStep,
-    cls: LayerClass,
-    slot: Slot,
-    index: int,
-    mode: Mode,
-    where: str,
-    reason: str,
+    slot: Slot, info: TensorInfo | None, mode: Mode, index: int, where: str, reason: str
 ) -> Iterator[Decision]:
     """One row; two for a tensor whose tokens are recomputed in part and offloaded in part."""
-    info = step.problem.tensors.get(slot.name)
     shape = "" if info is None else f" {list(info.shape)}"
     action = mode.actions[index]
     parts = [(action, 1.0)]

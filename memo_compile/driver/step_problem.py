@@ -7,7 +7,8 @@ from torch import fx
 from memo_compile.analysis.joint_units import JointUnits, source_line
 from memo_compile.analysis.regions import LoweredRegion, layout_of
 from memo_compile.config import MemoConfig
-from memo_compile.driver.facts import GraphFacts, tangents
+from memo_compile.driver.facts import tangents
+from memo_compile.driver.stages import CutStep
 from memo_compile.driver.user_outputs import assume_held
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.cut import Cut, CutCall, CutInto
@@ -25,18 +26,15 @@ from memo_compile.step.tilings import WholeStep
 
 
 def step_problem(
-    forward: Cut,
-    backward: Cut,
-    lowered: Mapping[str, LoweredRegion],
-    units: JointUnits,
-    facts: GraphFacts,
-    config: MemoConfig,
+    step: CutStep, lowered: Mapping[str, LoweredRegion], config: MemoConfig
 ) -> Problem:
     """The step that keeps everything: its calls in order, its regions, its fixed memory."""
-    calls = [
-        *(_step_call(call, Phase.FORWARD, units, lowered) for call in forward.calls),
-        *(_step_call(call, Phase.BACKWARD, units, lowered) for call in backward.calls),
-    ]
+    forward, backward = step.forward, step.backward
+    calls = tuple(
+        _step_call(call, half.phase, step.units, lowered)
+        for half in (forward, backward)
+        for call in half.calls
+    )
     outputs_bytes = sum(
         output.size_bytes
         for call in forward.calls
@@ -46,20 +44,21 @@ def step_problem(
     given = backward.program.graph.find_nodes(op="placeholder")
     problem = Problem(
         regions={key: region.profile for key, region in lowered.items()},
-        calls=tuple(calls),
+        calls=calls,
         inputs=(*forward.constants, *forward.arguments, *backward.constants, *backward.arguments),
         halves=(_half(forward), _half(backward)),
-        fixed=facts.fixed_bytes(outputs_bytes, config.optimizer_state_bytes_per_parameter),
+        fixed=step.facts.fixed_bytes(outputs_bytes, config.optimizer_state_bytes_per_parameter),
         tangents=tangents(given),
-        layer_classes=_layer_classes(units, calls),
+        layer_classes=_layer_classes(step.units, calls),
         tensors={value: _tensor_info(forward.nodes[value]) for value in forward.leased},
         live_steps=config.max_inflight,
     )
     return assume_held(problem, forward.results, given, config)
 
 
-def whole_step(forward: Cut, backward: Cut) -> WholeStep:
+def whole_step(step: CutStep) -> WholeStep:
     """The step as its graphs say it, for the checker."""
+    halves = (step.forward, step.backward)
     return WholeStep(
         calls=tuple(
             StepCall(
@@ -70,11 +69,11 @@ def whole_step(forward: Cut, backward: Cut) -> WholeStep:
                 outputs=call.outputs,
                 reads=call.reads,
             )
-            for half in (forward, backward)
+            for half in halves
             for call in half.whole_calls
         ),
-        halves=(_half(forward), _half(backward)),
-        tilings={**forward.tilings, **backward.tilings},
+        halves=(_half(step.forward), _half(step.backward)),
+        tilings={**step.forward.tilings, **step.backward.tilings},
     )
 
 

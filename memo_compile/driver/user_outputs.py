@@ -5,7 +5,7 @@ the step, and those of the step before until they are replaced (``out = model(x)
 is held longer is seen before the next forward.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,7 +80,7 @@ def _loss_bytes(gradients: Sequence[Any]) -> int:
         return 0
     found = 0
     for tensor in tensors:
-        if tensor.numel() * tensor.element_size() > LARGE_RESULT_BYTES:
+        if tensor.nbytes > LARGE_RESULT_BYTES:
             casts = tensor.element_size() < torch.float32.itemsize
             found += tensor.numel() * torch.float32.itemsize * (LOSS_TENSORS + casts)
     return found
@@ -102,21 +102,19 @@ class ResultWatch:
     _replaced_bytes: int = 0
     """So much of it went before that step's backward."""
 
-    def begin(self) -> int:
-        """A forward begins, no other is live: bytes of earlier results that are held."""
+    def begin(self) -> tuple[int, int]:
+        """A forward begins, no other is live: bytes of earlier results that are held, and lasting.
+
+        Lasting is what this forward's results do not replace: all of it until that was seen.
+        """
         self._earlier = [*_alive(self._earlier), *_alive(self._last)]
         self._last = []
-        self._at_entry_bytes = _sum(self._earlier)
-        return self._at_entry_bytes
-
-    def lasting_bytes(self) -> int:
-        """Of those, what is not replaced by this forward's: all of it until that was seen."""
-        return max(0, self._at_entry_bytes - self._replaced_bytes)
+        held = self._at_entry_bytes = _sum(self._earlier)
+        return held, max(0, held - self._replaced_bytes)
 
     def returned(self, results: Sequence[Any]) -> None:
         """The forward has ended."""
-        storages = shim.storages_of(results)
-        self._last += [storage for storage in storages if storage[1] > LARGE_RESULT_BYTES]
+        self._last += _large(results)
 
     def turn(self, args: Sequence[Any]) -> tuple[int, int]:
         """A backward begins: bytes held of earlier results, and of this step's.
@@ -126,10 +124,7 @@ class ResultWatch:
         self._earlier = _alive(self._earlier)
         earlier = _sum(self._earlier)
         self._replaced_bytes = self._at_entry_bytes - earlier
-        given = _sum(
-            storage for storage in shim.storages_of(args) if storage[1] > LARGE_RESULT_BYTES
-        )
-        return earlier, max(0, _sum(_alive(self._last)) - given)
+        return earlier, max(0, _sum(_alive(self._last)) - _sum(_large(args)))
 
     def end(self, *, keep_graph: bool) -> int:
         """The backward has ended: bytes of this step's results that are held now."""
@@ -141,9 +136,13 @@ class ResultWatch:
         return kept
 
 
+def _large(values: Sequence[Any]) -> Held:
+    return [storage for storage in shim.storages_of(values) if storage[1] > LARGE_RESULT_BYTES]
+
+
 def _alive(held: Held) -> Held:
     return [reference for reference in held if not reference[0].expired()]
 
 
-def _sum(held: Iterable[tuple[Any, int]]) -> int:
+def _sum(held: Held) -> int:
     return sum(size for _, size in held)

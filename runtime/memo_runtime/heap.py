@@ -11,9 +11,6 @@ from pathlib import Path
 from memo_runtime.pages import PAGE_BYTES, trim_heap
 
 _STATM = Path("/proc/self/statm")
-_RESIDENT, _SHARED = 1, 2
-"""Fields of /proc/self/statm, in pages; shared are those of files and of shared memory."""
-
 
 MIN_TRIM_BYTES = 32 * 2**20
 """A step that holds less is over too soon to be worth a trim between its halves."""
@@ -64,5 +61,6 @@ class HeapWatch:
 
 def anonymous_bytes() -> int:
     """Anonymous resident memory of this process; the kernel may be behind by 128 KiB per core."""
-    fields = _STATM.read_bytes().split()
-    return (int(fields[_RESIDENT]) - int(fields[_SHARED])) * PAGE_BYTES
+    # In pages; shared are those of files and of shared memory.
+    resident, shared = map(int, _STATM.read_bytes().split()[1:3])
+    return (resident - shared) * PAGE_BYTES

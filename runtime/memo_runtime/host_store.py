@@ -5,6 +5,7 @@ plan says, up to a page. All kinds are memory mappings, which the system frees w
 over them has gone: a view that is still in use can never dangle.
 """
 
+import contextlib
 import mmap
 import os
 import tempfile
@@ -118,10 +119,8 @@ def _unpin(memory: torch.Tensor, pid: int) -> None:
 
 def _clear_cuda_error() -> None:
     """Make CUDA forget the refusal: the next launch check reports and resets it, so provoke one."""
-    try:
+    with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
-    except RuntimeError:
-        return
 
 
 @dataclass(slots=True, kw_only=True)

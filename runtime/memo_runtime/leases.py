@@ -193,8 +193,7 @@ def lease_frame(
     """A frame of the device's arena for one step, and a host frame of ``host_bytes`` if any.
 
     Raises:
-        ArenaError: the device refused the frame; nothing is held.
-        HostStoreError: the host refused the host frame; nothing is held.
+        ArenaError, HostStoreError: one of them was refused; nothing is held.
     """
     with contextlib.ExitStack() as at_end:
         slab, host = arena.acquire(size_bytes), None

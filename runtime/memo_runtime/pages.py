@@ -15,15 +15,6 @@ import torch
 
 PAGE_BYTES = mmap.PAGESIZE
 
-_MADV_DONTNEED = 4
-"""Linux: the pages' content is not needed; private pages read as zero afterwards."""
-
-_MADV_HUGEPAGE = 14
-"""Linux: back the range with huge pages where it can."""
-
-_MADV_NOHUGEPAGE = 15
-"""Linux: back the range with small pages."""
-
 _MIN_LARGE_BYTES = 32 * 2**20
 """A huge page of 2 MiB may be in memory for the sake of one byte: smaller slabs do without."""
 
@@ -67,18 +58,8 @@ def ask_for_large_pages(address: int, num_bytes: int) -> None:
     What is given back is faulted in again in every step: six times faster in huge pages (300 MiB
     by two threads: 13 ms for 58, and 1 ms for 25 to give them back).
     """
-    libc = _libc()
-    if libc is not None and num_bytes >= _MIN_LARGE_BYTES:
-        first, last = _whole_pages(address, num_bytes)
-        libc.madvise(first, last - first, _MADV_HUGEPAGE)
-
-
-def drop_pages(address: int, num_bytes: int) -> None:
-    """Give the whole pages inside ``[address, address + num_bytes)`` back."""
-    libc = _libc()
-    first, last = _whole_pages(address, num_bytes)
-    if libc is not None and last > first:
-        libc.madvise(first, last - first, _MADV_DONTNEED)
+    if num_bytes >= _MIN_LARGE_BYTES:
+        _advise(address, num_bytes, mmap.MADV_HUGEPAGE)
 
 
 def ask_for_small_pages(address: int, num_bytes: int) -> None:
@@ -87,15 +68,20 @@ def ask_for_small_pages(address: int, num_bytes: int) -> None:
     Of a huge page's range that is in memory in part, Linux brings the rest back whenever it likes
     (khugepaged, every ten seconds).
     """
-    libc = _libc()
-    first, last = _whole_pages(address, num_bytes)
+    _advise(address, num_bytes, mmap.MADV_NOHUGEPAGE)
+
+
+def drop_pages(address: int, num_bytes: int) -> None:
+    """Give ``[address, address + num_bytes)`` back; private pages read as zero afterwards."""
+    _advise(address, num_bytes, mmap.MADV_DONTNEED)
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> None:
+    """Tell Linux ``advice`` on the whole pages inside ``[address, address + num_bytes)``."""
+    libc, end = _libc(), address + num_bytes
+    first, last = -(-address // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES
     if libc is not None and last > first:
-        libc.madvise(first, last - first, _MADV_NOHUGEPAGE)
-
-
-def _whole_pages(address: int, num_bytes: int) -> tuple[int, int]:
-    end = address + num_bytes
-    return -(-address // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES
+        libc.madvise(first, last - first, advice)
 
 
 def own_mapping(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -88,8 +88,7 @@ class StepPlan:
         """The frames of all live steps are allocated: a refusal comes now, not in the first step.
 
         Raises:
-            ArenaError: the device refused a frame.
-            HostStoreError: the host frame was refused.
+            ArenaError, HostStoreError: a frame, or a host frame, was refused.
         """
         held = []
         try:

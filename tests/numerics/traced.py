@@ -49,7 +49,6 @@ class TracedStep:
         state.reset()
         self.retire()
         self._assembly = self._planned(resolve(options, None))
-        self._assembly.on_unplanned(self._say)
         state.add_plan(self.reported)
         return self._trained()
 
@@ -73,10 +72,6 @@ class TracedStep:
     @property
     def reported(self) -> ReportedPlan:
         return self._assembly.reported
-
-    def on_unplanned(self, call: Callable[[], None]) -> None:
-        self._say = call
-        self._assembly.on_unplanned(call)
 
     def retire(self) -> None:
         self._assembly.retire()

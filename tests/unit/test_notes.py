@@ -7,7 +7,7 @@ import torch
 
 from memo_compile import shim
 from memo_compile.backends import entry
-from memo_compile.backends.left_out import DynamoWatch
+from memo_compile.backends.entry import DynamoWatch
 from memo_compile.config import MemoConfig
 from memo_compile.driver.report_rows import step_notes
 from memo_compile.reporting import state

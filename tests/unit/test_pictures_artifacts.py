@@ -5,7 +5,7 @@ import logging
 
 import torch._logging._internal as torch_logging
 
-from memo_compile.backends.artifacts import trace_plan
+from memo_compile.backends.entry import trace_plan
 
 
 class Records(logging.Handler):
