@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from memo_compile.cli.options import AsJson, Count, Hardware, Model, parse_budget
-from memo_compile.cli.tables import format_table
+from memo_compile.cli.options import AsJson, Count, Hardware, Model, format_table, parse_budget
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.papers.kwai.balanced import layer_frontier

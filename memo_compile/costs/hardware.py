@@ -129,12 +129,12 @@ def _gpu(
     network: float | _Stated,
 ) -> HardwareProfile:
     """A GPU; a rate that is a mere number is in the document too."""
-    rates = {"d2h": host, "h2d": host, "link": link, "network": network}
-    stated = {f"{k}_bytes_per_s": v for k, v in rates.items() if isinstance(v, _Stated)}
-    sources = {
-        figure: FigureSource(document=rate.document, date=rate.date)
-        for figure, rate in stated.items()
-    }
+    rates, sources = {}, {}
+    for way, rate in {"d2h": host, "h2d": host, "link": link, "network": network}.items():
+        figure = f"{way}_bytes_per_s"
+        rates[figure] = rate.bytes_per_s if isinstance(rate, _Stated) else rate
+        if isinstance(rate, _Stated):
+            sources[figure] = FigureSource(document=rate.document, date=rate.date)
     if network is _ASSUMED_200G:
         server = FigureSource(document="assumed: a server with 8 cards", date="2026-11")
         sources["devices_per_node"] = server
@@ -143,14 +143,11 @@ def _gpu(
         peak_flops_per_s=tflops * 1e12,
         hbm_bytes_per_s=hbm,
         memory_bytes=memory_bytes,
-        d2h_bytes_per_s=host.bytes_per_s,
-        h2d_bytes_per_s=host.bytes_per_s,
-        link_bytes_per_s=link.bytes_per_s if isinstance(link, _Stated) else link,
-        network_bytes_per_s=network.bytes_per_s if isinstance(network, _Stated) else network,
         devices_per_node=8,
         source=document,
         date=date,
         figure_sources=sources,
+        **rates,
     )
 
 
@@ -240,11 +237,10 @@ def hardware_of(device: str) -> HardwareProfile:
 
 def profile_to_dict(profile: HardwareProfile) -> dict[str, Any]:
     """Plain data: each figure with its value, document and date; ``read_profile`` reads it back."""
-    figures = {}
-    for name in FIGURES:
-        source = profile.source_of(name)
-        value = getattr(profile, name)
-        figures[name] = {"value": value, "document": source.document, "date": source.date}
+    figures = {
+        name: {"value": getattr(profile, name), **dataclasses.asdict(profile.source_of(name))}
+        for name in FIGURES
+    }
     return {
         "schema_version": PROFILE_SCHEMA_VERSION,
         "name": profile.name,
@@ -287,21 +283,15 @@ def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
         if not math.isfinite(value):
             raise InputError(f"figures.{name}.value: expected a finite number, got {value}")
         values[name] = int(value) if name in _WHOLE_FIGURES else float(value)
-        sources[name] = FigureSource(
-            document=_text(entry, "document", f"figures.{name}"),
-            date=_text(entry, "date", f"figures.{name}"),
-        )
-    return HardwareProfile(
-        name=_text(body, "name", "profile"),
-        source=_text(body, "source", "profile"),
-        date=_text(body, "date", "profile"),
-        figure_sources=sources,
-        **values,
-    )
+        sources[name] = FigureSource(**_texts(entry, f"figures.{name}", "document", "date"))
+    texts = _texts(body, "profile", "name", "source", "date")
+    return HardwareProfile(figure_sources=sources, **texts, **values)
 
 
-def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
-    value = entry.get(key)
-    if not isinstance(value, str) or not value:
-        raise InputError(f"{where}.{key}: expected a text, got {value!r}")
-    return value
+def _texts(entry: Mapping[str, Any], where: str, *keys: str) -> dict[str, Any]:
+    """The texts of ``entry`` under ``keys``."""
+    for key in keys:
+        value = entry.get(key)
+        if not isinstance(value, str) or not value:
+            raise InputError(f"{where}.{key}: expected a text, got {value!r}")
+    return {key: entry[key] for key in keys}

@@ -102,18 +102,21 @@ def _torch_version() -> Finding:
         health = Health.BROKEN
         return finding(value=None, text=f"cannot import: {error}", health=health, remedy=remedy)
     numbers = tuple(int(part) for part in version.split(".")[:2])
+    health, remedy = Health.OK, ""
     if numbers < OLDEST_TORCH:
-        remedy = f"memo supports torch {span}: pip install -U torch"
-        return finding(value=version, text=version, health=Health.BROKEN, remedy=remedy)
-    if numbers > NEWEST_TRIED_TORCH:
+        health, remedy = Health.BROKEN, f"memo supports torch {span}: pip install -U torch"
+    elif numbers > NEWEST_TRIED_TORCH:
+        health = Health.LIMITED
         remedy = f"memo was tried with torch {span}; on trouble install one of those"
-        return finding(value=version, text=version, health=Health.LIMITED, remedy=remedy)
-    return finding(value=version, text=version)
+    return finding(value=version, text=version, health=health, remedy=remedy)
 
 
 def _devices() -> Iterator[Finding]:
+    import psutil
+
     finding = functools.partial(Finding, group="devices")
-    name = _cpu_name()
+    cores = psutil.cpu_count(logical=False) or psutil.cpu_count()
+    name = f"{processor_name()}, {cores} cores"
     yield finding(name="cpu", value=name, text=name)
     if not _has_cuda():
         yield finding(name="cuda", value=None, text="none; memo plans for the CPU's memory")
@@ -155,6 +158,7 @@ def _compiler() -> Iterator[Finding]:
     """The C++ compiler that Inductor uses for the CPU, tried on a file with OpenMP."""
     finding = functools.partial(Finding, group="compiler", name="C++")
     remedy = "install g++ (with OpenMP) and Python's headers, e.g. apt install g++ python3-dev"
+    command: str | None = None
     try:
         from memo_compile import shim
 
@@ -163,12 +167,13 @@ def _compiler() -> Iterator[Finding]:
         return
     # Inductor raises InvalidCxxCompiler, a RuntimeError, when it finds none.
     except RuntimeError as error:
-        text = str(error).splitlines()[0]
-        yield finding(value=None, text=text, health=_cpp_health(), remedy=remedy)
-        return
-    problem = try_compiler(command)
+        problem = str(error).splitlines()[0]
+    else:
+        problem = try_compiler(command)
     if problem:
-        yield finding(value=command, text=problem, health=_cpp_health(), remedy=remedy)
+        # Nothing compiles for the CPU then; with CUDA only host code is affected.
+        health = Health.LIMITED if _has_cuda() else Health.BROKEN
+        yield finding(value=command, text=problem, health=health, remedy=remedy)
     else:
         yield finding(value=command, text=f"{command} compiles with OpenMP")
 
@@ -196,18 +201,11 @@ def try_compiler(command: str) -> str:
     return f"{command} fails: {lines[0]}"
 
 
-def _cpp_health() -> Health:
-    """Without a compiler nothing compiles for the CPU; with CUDA only host code is affected."""
-    return Health.LIMITED if _has_cuda() else Health.BROKEN
-
-
 def _solvers() -> Iterator[Finding]:
     finding = functools.partial(Finding, group="solvers")
     mip = _version("mip")
-    none_works = True
-    for engine in solver.Engine:
-        problem = try_engine(engine)
-        none_works = none_works and bool(problem)
+    problems = {engine: try_engine(engine) for engine in solver.Engine}
+    for engine, problem in problems.items():
         yield finding(
             name=engine.value,
             value=None if problem else f"mip {mip}",
@@ -215,7 +213,7 @@ def _solvers() -> Iterator[Finding]:
             health=Health.LIMITED if problem else Health.OK,
             remedy=_ENGINE_REMEDIES[engine] if problem else "",
         )
-    if none_works:
+    if all(problems.values()):
         yield finding(
             name="fallback",
             value="greedy",
@@ -293,10 +291,3 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_name() -> str:
-    """The processor's marketing name with its count of cores."""
-    import psutil
-
-    return f"{processor_name()}, {psutil.cpu_count(logical=False) or psutil.cpu_count()} cores"

@@ -77,7 +77,8 @@ class _Longer:
         self._middle, self._more = middle, more
         self._units = step.units.structure.classes[0].units
         self._num_units = step.units.num_units
-        self._chains = _Chains(self._calls_of_units(), self._units, self._arguments())
+        arguments = {*step.forward.arguments, *step.backward.arguments}
+        self._chains = _Chains(self._calls_of_units(), self._units, arguments)
 
     def step(self) -> CutStep:
         return replace(
@@ -86,9 +87,6 @@ class _Longer:
             backward=self._half(self._old.backward),
             units=self._longer_units(),
         )
-
-    def _arguments(self) -> set[str]:
-        return {*self._old.forward.arguments, *self._old.backward.arguments}
 
     def _unit(self, call: CutCall, phase: Phase) -> int:
         return call.position if phase is Phase.FORWARD else self._num_units - 1 - call.position
@@ -102,8 +100,6 @@ class _Longer:
 
     def _half(self, half: Cut) -> Cut:
         arguments = self._expanded(half.arguments)
-        calls = self._longer_calls(half.calls, half.phase)
-        whole = self._longer_calls(half.whole_calls, half.phase)
         nodes = {
             self._chains.copy(name, number): node
             for name, node in half.nodes.items()
@@ -112,8 +108,8 @@ class _Longer:
         }
         return replace(
             half,
-            calls=calls,
-            whole_calls=whole,
+            calls=self._longer_calls(half.calls, half.phase),
+            whole_calls=self._longer_calls(half.whole_calls, half.phase),
             arguments=arguments,
             results=self._expanded(half.results),
             leased=self._expanded(half.leased),
@@ -207,14 +203,11 @@ class _Longer:
             *itertools.repeat(middle, self._more),
             *structure.units[self._middle :],
         ]
-        first, last = layers.units[0], layers.units[-1] + self._more
-        for instance, unit in enumerate(range(first, last + 1)):
+        units = tuple(range(layers.units[0], layers.units[-1] + self._more + 1))
+        for instance, unit in enumerate(units):
             spans[unit] = replace(spans[unit], instance=instance)
-        longer = replace(
-            layers,
-            num_layers=layers.num_layers + self._more * layers.period,
-            units=tuple(range(first, last + 1)),
-        )
+        num_layers = layers.num_layers + self._more * layers.period
+        longer = replace(layers, num_layers=num_layers, units=units)
         return replace(
             self._old.units, structure=LayerStructure(units=tuple(spans), classes=(longer,))
         )
