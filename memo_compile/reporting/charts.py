@@ -9,7 +9,7 @@ from typing import Any
 from memo_compile.reporting import svg
 from memo_compile.reporting.svg import HEIGHT, WIDTH, Shape
 from memo_compile.reporting.view import Box, Role, StepView, short_source
-from memo_compile.step.plans import FrontierPoint, Plan, Span
+from memo_compile.step.plans import Plan, Span
 from memo_compile.step.problem import CallKind, Phase, Problem
 from memo_compile.units import format_bytes, format_seconds
 
@@ -91,11 +91,13 @@ def _layer_ticks(view: StepView, start: int, end: int, percent: float) -> list[d
 def _ticks(
     values: Iterable[float], low: float, high: float, words: Callable[[float], str]
 ) -> list[dict[str, Any]]:
-    """Where on an axis from ``low`` to ``high``, in percent, and with which text."""
-    return [
-        {"at": round(100 * (value - low) / (high - low), 2), "text": words(value)}
-        for value in values
-    ]
+    """Where on an axis from ``low`` to ``high``, and with which text."""
+    return [{"at": _percent(value, low, high), "text": words(value)} for value in values]
+
+
+def _percent(value: float, low: float, high: float) -> float:
+    """Where ``value`` is on the way from ``low`` to ``high``."""
+    return round(100 * (value - low) / (high - low), 2)
 
 
 def _short_bytes(size: float) -> str:
@@ -176,7 +178,6 @@ def memory_chart(view: StepView, plan: Plan) -> dict[str, Any]:
     most = max(plan.peak_bytes, budget, 1) * ROOM
     columns = view.columns(CURVE_COLUMNS)
     width, up = WIDTH / len(columns), HEIGHT / most
-    constant = view.constant_bytes
     tops = [(*view.heights(moment), moment.held_bytes) for moment in columns]
     areas = [
         (css, svg.steps_path([height * up for height in heights], width))
@@ -190,14 +191,14 @@ def memory_chart(view: StepView, plan: Plan) -> dict[str, Any]:
             f"activations alive {format_bytes(moment.live_bytes)}",
             f"gradients and outputs {format_bytes(moment.made_bytes)}",
             f"allocated by kernels {format_bytes(moment.outside_bytes)}",
-            f"constant {format_bytes(constant)}",
+            f"constant {format_bytes(view.constant_bytes)}",
         )
         shapes.append(Shape(x=index * width, y=0, width=width, height=HEIGHT, css="", tip=tip))
     return {
         "areas": areas[::-1],
         "outside": any(moment.outside_bytes for moment in columns),
         "ticks": _ticks(svg.nice_ticks(most / ROOM, base=2), 0, most, _short_bytes),
-        "budget": round(100 * budget / most, 2) if budget else None,
+        "budget": _percent(budget, 0, most) if budget else None,
         "budget_text": f"budget {format_bytes(budget)}",
         "data": _hover(shapes),
     }
@@ -276,14 +277,25 @@ def frontier(plan: Plan) -> dict[str, Any] | None:
     budget = plan.budget_bytes
     left, right = _range([point.peak_bytes for point in points] + ([budget] if budget else []))
     low, high = _range([point.step_s for point in points])
-    dots = [_dot(point, left, right, low, high) for point in points]
+    dots = [
+        {
+            "x": _percent(point.peak_bytes, left, right),
+            "y": _percent(point.step_s, low, high),
+            "policy": point.policy,
+            "step": format_seconds(point.step_s),
+            "peak": format_bytes(point.peak_bytes),
+            "host": format_bytes(point.host_bytes),
+            "chosen": point.chosen,
+        }
+        for point in points
+    ]
     byte_ticks = svg.nice_ticks(right, base=2, low=left)
     return {
         "dots": dots,
         "chosen": next((dot for dot in dots if dot["chosen"]), None),
         "x_ticks": _ticks(byte_ticks, left, right, _short_bytes),
         "y_ticks": _ticks(svg.nice_ticks(high, low=low), low, high, _short_seconds),
-        "budget": round(100 * (budget - left) / (right - left), 2) if budget else None,
+        "budget": _percent(budget, left, right) if budget else None,
     }
 
 
@@ -292,17 +304,3 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     room = (high - low) * 0.16 or max(high, 1e-9) * 0.1
     return max(0.0, low - room), high + room
-
-
-def _dot(
-    point: FrontierPoint, left: float, right: float, low: float, high: float
-) -> dict[str, Any]:
-    return {
-        "x": round(100 * (point.peak_bytes - left) / (right - left), 2),
-        "y": round(100 * (point.step_s - low) / (high - low), 2),
-        "policy": point.policy,
-        "step": format_seconds(point.step_s),
-        "peak": format_bytes(point.peak_bytes),
-        "host": format_bytes(point.host_bytes),
-        "chosen": point.chosen,
-    }

@@ -149,21 +149,18 @@ def view_step(problem: Problem, plan: Plan) -> StepView:
     Raises:
         InputError: the plan is not one of this problem (a buffer has no offset).
     """
-    starts = call_starts(problem)
-    layers = _layers(problem)
-    labels = tuple(_label(call, layer) for call, layer in zip(problem.calls, layers, strict=True))
+    starts, layers, buffers = call_starts(problem), _layers(problem), arena_buffers(problem)
     backward_start = starts[problem.first_backward]
-    buffers = arena_buffers(problem)
     return StepView(
-        labels=labels,
+        labels=tuple(map(_label, problem.calls, layers)),
         layers=layers,
         starts=starts,
         backward_start=backward_start,
         boxes=_boxes(problem, plan, buffers, layers, backward_start),
         moments=_moments(problem, plan, buffers, starts),
         made=tuple(
-            sum(output.size_bytes for output in outputs if output.storage is Storage.EXTERNAL)
-            for outputs in (problem.regions[call.region].outputs for call in problem.calls)
+            sum(made.size_bytes for made, _ in made_by if made.storage is Storage.EXTERNAL)
+            for made_by in map(problem.made_by, problem.calls)
         ),
         constant_bytes=step_constant_bytes(problem),
     )
@@ -172,13 +169,12 @@ def view_step(problem: Problem, plan: Plan) -> StepView:
 def _layers(problem: Problem) -> tuple[int | None, ...]:
     """Per call the number of its layer, in the order in which forwards run."""
     numbers: dict[tuple[str, int], int] = {}
-    found: list[int | None] = []
-    for call in problem.calls:
-        if call.layer_class is None:
-            found.append(None)
-        else:
-            found.append(numbers.setdefault((call.layer_class, call.instance), len(numbers)))
-    return tuple(found)
+    return tuple(
+        None
+        if call.layer_class is None
+        else numbers.setdefault((call.layer_class, call.instance), len(numbers))
+        for call in problem.calls
+    )
 
 
 _KIND_WORDS = {
