@@ -4,9 +4,8 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -29,13 +28,6 @@ TokenSplit = Annotated[
 ]
 TimeLimit = Annotated[float, typer.Option(help="Seconds for the solver.", min=0.0)]
 AsJson = Annotated[bool, typer.Option("--json", help="Accepted: the output is always JSON.")]
-
-
-class SplitMethod(Enum):
-    """How ``memo stages`` splits."""
-
-    EXACT = "exact"
-    PAPER = "paper"
 
 
 @lynx.command(name="heu")
@@ -84,9 +76,9 @@ def opt(
 
 def stages(
     file: InstanceFile,
-    method: Annotated[SplitMethod, typer.Option(help="paper: the greedy, for ablation.")] = (
-        SplitMethod.EXACT
-    ),
+    method: Annotated[
+        Literal["exact", "paper"], typer.Option(help="paper: the greedy, for ablation.")
+    ] = "exact",
     token_split: TokenSplit = False,
     as_json: AsJson = False,
 ) -> None:
@@ -97,12 +89,12 @@ def stages(
     """
     data = unwrap_instance(read_object(file))
     if "layer" in data:
-        if method is SplitMethod.PAPER:
+        if method == "paper":
             raise InputError("method: the paper's greedy needs a table of stage times")
         _plan_stages(JointProblem.from_json(data), token_split)
         return
     table = StageTimes.from_json(data)
-    split = split_exact(table) if method is SplitMethod.EXACT else split_paper(table)
+    split = split_exact(table) if method == "exact" else split_paper(table)
     if split.status is SolveStatus.INFEASIBLE:
         _refuse(split.conflict)
     _emit(split.status, {"objective": split.slowest, "layers": list(split.layers)})

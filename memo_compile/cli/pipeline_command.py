@@ -4,7 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -105,9 +105,7 @@ def offload_fraction(
     cp: Count,
     pp: Count,
     layers_per_chunk: Count,
-    checkpoint: Annotated[
-        Literal["none", "balanced", "full"], typer.Option(help="What a layer keeps.")
-    ],
+    checkpoint: Annotated[Checkpoint, typer.Option(help="What a layer keeps.")],
     budget: Annotated[str, typer.Option(help="Device memory of a step, e.g. 65000MiB or 80%.")],
     hardware: Hardware = "h800",
     trace: Annotated[
@@ -128,7 +126,7 @@ def offload_fraction(
         cp=cp,
         pp=pp,
         layers_per_chunk=layers_per_chunk,
-        checkpoint=Checkpoint(checkpoint),
+        checkpoint=checkpoint,
     )
     plan = plan_offload(shape, seq=seq, config=config, budget_bytes=budget_bytes)
     if trace is not None:

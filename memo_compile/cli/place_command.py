@@ -30,11 +30,11 @@ def place_file(
     as_json: AsJson = False,
 ) -> None:
     """Give every buffer an offset so that no two that live together share a byte."""
-    problem = read_problem(
-        file,
-        capacity=None if capacity is None else parse_size(capacity, what="--capacity"),
-        alignment=_alignment(alignment),
-    )
+    capacity_bytes = None if capacity is None else parse_size(capacity, what="--capacity")
+    alignment_bytes = parse_size(alignment, what="--alignment")
+    if alignment_bytes < 1:
+        raise InputError(f"--alignment: expected at least 1 byte, got {alignment}")
+    problem = read_problem(file, capacity=capacity_bytes, alignment=alignment_bytes)
     placement = place(problem, solver=solver, time_limit_s=time_limit)
     status = placement.status.value
     fits = EXIT_CODES[status] == 0
@@ -58,13 +58,6 @@ def place_file(
         summary["conflict"] = list(placement.conflict)
     print(json.dumps(summary) if as_json else _sentence(placement, problem.capacity))
     raise typer.Exit(EXIT_CODES[status])
-
-
-def _alignment(text: str) -> int:
-    value = parse_size(text, what="--alignment")
-    if value < 1:
-        raise InputError(f"--alignment: expected at least 1 byte, got {text}")
-    return value
 
 
 def _sentence(placement: Placement, capacity: int | None) -> str:

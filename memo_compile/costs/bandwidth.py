@@ -146,10 +146,9 @@ def _fingerprint(device: torch.device) -> dict[str, Any]:
 def _driver_version() -> str:
     """The version of NVIDIA's kernel module; what torch was built with where /proc is silent."""
     try:
-        line = Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+        return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
     except OSError:
         return f"cuda {torch.version.cuda}"
-    return line
 
 
 def _read(path: Path, fingerprint: dict[str, Any]) -> CopyBandwidth | None:

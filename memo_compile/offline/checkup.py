@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from memo_compile.config import local_world_size
 from memo_compile.costs.host import host_memory, processor_name
@@ -69,27 +70,22 @@ def examine() -> Iterator[Finding]:
 
 def _versions() -> Iterator[Finding]:
     finding = functools.partial(Finding, group="versions")
-    yield finding(name="python", value=platform.python_version(), text=platform.python_version())
-    memo = _version("memo-compile")
-    yield finding(name="memo", value=memo, text=memo or "not installed (running from a folder)")
+
+    def version(name: str, found: str | None, absent: str, **fault: Any) -> Finding:
+        """``fault`` says how bad it is, and what to do, where it is absent."""
+        return finding(name=name, value=found, text=found or absent, **({} if found else fault))
+
+    yield version("python", platform.python_version(), "")
+    yield version("memo", _version("memo-compile"), "not installed (running from a folder)")
     yield _torch_version()
     triton = _version("triton") or _version("pytorch-triton")
-    needed = triton is None and _has_cuda()
-    yield finding(
-        name="triton",
-        value=triton,
-        text=triton or ("not installed" if needed else "not needed without CUDA"),
-        health=Health.BROKEN if needed else Health.OK,
-        remedy="Inductor needs it on CUDA: pip install triton" if needed else "",
-    )
-    numba = _version("numba")
-    yield finding(
-        name="numba",
-        value=numba,
-        text=numba or "not installed",
-        health=Health.OK if numba else Health.LIMITED,
-        remedy="" if numba else "placement searches faster with it: pip install memo-compile[fast]",
-    )
+    if _has_cuda():
+        remedy = "Inductor needs it on CUDA: pip install triton"
+        yield version("triton", triton, "not installed", health=Health.BROKEN, remedy=remedy)
+    else:
+        yield version("triton", triton, "not needed without CUDA")
+    remedy = "placement searches faster with it: pip install memo-compile[fast]"
+    yield version("numba", _version("numba"), "not installed", health=Health.LIMITED, remedy=remedy)
 
 
 def _torch_version() -> Finding:

@@ -88,11 +88,10 @@ def _block(address: int, size: int, state: str, frames: Iterable[dict[str, Any]]
 
 
 def _segment(address: int, size: int, blocks: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """A segment of ``size`` bytes whose rest behind ``blocks`` is free."""
-    used = sum(block["size"] for block in blocks)
-    if size > used:
-        blocks = [*blocks, _block(address + used, size - used, "inactive", ())]
-    active = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
+    """A segment of ``size`` bytes; ``blocks`` are allocated, the rest behind them is free."""
+    active = sum(block["size"] for block in blocks)
+    if size > active:
+        blocks = [*blocks, _block(address + active, size - active, "inactive", ())]
     return {
         "device": 0,
         "address": address,
@@ -147,8 +146,7 @@ def _outside(problem: Problem, view: StepView, address: int) -> tuple[dict[str, 
     """What kernels allocate themselves, placed as tightly as they would find it free."""
     born: dict[tuple[str, int], list[int]] = {}
     found: list[tuple[int, int, int, str]] = []
-    ordered = sorted(outside_events(problem), key=lambda event: (event[0], event[1]))
-    for line, change, kind in ordered:
+    for line, change, kind in sorted(outside_events(problem), key=lambda event: event[:2]):
         if change > 0:
             born.setdefault((kind, change), []).append(line)
         elif change < 0 and born.get((kind, -change)):
@@ -158,9 +156,7 @@ def _outside(problem: Problem, view: StepView, address: int) -> tuple[dict[str, 
         for index, (start, end, size, _) in enumerate(found)
         if end > start
     )
-    placed = place(
-        PlacementProblem(buffers=buffers, blocks=(), alignment=ALIGNMENT_BYTES), solver="greedy"
-    )
+    placed = place(PlacementProblem(buffers=buffers, alignment=ALIGNMENT_BYTES), solver="greedy")
     lives = []
     for buffer in buffers:
         call = view.call_at(buffer.lower)
@@ -223,17 +219,16 @@ def _segment_events(segments: list[dict[str, Any]], clock: _Clock) -> Iterator[d
     files in which categories are used and this one is not.
     """
     for segment in segments:
-        if not segment["total_size"]:
-            continue
-        yield {
-            "action": "segment_alloc",
-            "addr": segment["address"],
-            "size": segment["total_size"],
-            "stream": 0,
-            "frames": segment["frames"],
-            "time_us": clock(0),
-            "category": "unknown",
-        }
+        if segment["total_size"]:
+            yield {
+                "action": "segment_alloc",
+                "addr": segment["address"],
+                "size": segment["total_size"],
+                "stream": 0,
+                "frames": segment["frames"],
+                "time_us": clock(0),
+                "category": "unknown",
+            }
 
 
 def _buffer_events(lives: list[_Life], clock: _Clock) -> Iterator[dict[str, Any]]:

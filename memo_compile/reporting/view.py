@@ -7,6 +7,7 @@ Time is the step's own axis in lines of generated code (see ``problem.py``); no 
 import bisect
 import enum
 import itertools
+import operator
 import re
 from dataclasses import dataclass
 
@@ -117,23 +118,17 @@ class StepView:
         """The Moments as at most ``most`` equally wide columns, each the one of most memory."""
         end = max(self.starts[-1], 1)
         count = min(most, end)
-        best: dict[int, Moment] = {}
-        last: dict[int, Moment] = {}
-        for moment in self.moments:
-            column = moment.line * count // end
-            last[column] = moment
-            best[column] = max(best.get(column, moment), moment, key=_amount)
+        groups = itertools.groupby(self.moments, lambda moment: moment.line * count // end)
+        of_column = {column: list(group) for column, group in groups}
+        amount = operator.attrgetter("held_bytes", "live_bytes")
         found: list[Moment] = []
         before = Moment(line=0, live_bytes=0, outside_bytes=0, made_bytes=0, held_bytes=0)
         for column in range(count):
+            own = of_column.get(column, [])
             # What was alive before the column's first change is alive in the column, too.
-            found.append(max(best.get(column, before), before, key=_amount))
-            before = last.get(column, before)
+            found.append(max((*own, before), key=amount))
+            before = own[-1] if own else before
         return found
-
-
-def _amount(moment: Moment) -> tuple[int, int]:
-    return (moment.held_bytes, moment.live_bytes)
 
 
 def short_source(source: str | None) -> str:
@@ -194,14 +189,12 @@ def _label(call: StepCall, layer: int | None) -> str:
 
 
 class _Names:
-    """Which buffer a value lies in, and what its tensor is called and why it is there."""
+    """What the tensor in a buffer is called, and why it is there."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem = problem
-        self.buffer_of: dict[str, str] = {}
-        """Value -> the id of its buffer."""
         self.value_of: dict[str, str] = {}
-        """The inverse: the first value of each buffer."""
+        """The first value of each buffer."""
         self.decisions_of: dict[str, list[Decision]] = {}
         self.offloaded: set[str] = set()
         self.reloaded: dict[str, str] = {}
@@ -210,11 +203,12 @@ class _Names:
         self._decide(plan)
 
     def _collect(self) -> None:
+        buffer_of: dict[str, str] = {}
         for made in arena_values(self.problem):
-            self.buffer_of[made.value] = made.id
+            buffer_of[made.value] = made.id
             self.value_of.setdefault(made.id, made.value)
         for value, source in aliases(self.problem).items():
-            self.buffer_of[value] = self.buffer_of.get(source, "")
+            buffer_of[value] = buffer_of.get(source, "")
         on_host: dict[int, str] = {}
         for call in self.problem.calls:
             if call.copy is None:
@@ -222,9 +216,9 @@ class _Names:
             begin = call.copy.host_offset - call.copy.start_bytes
             if call.kind is CallKind.OFFLOAD:
                 on_host[begin] = call.inputs[0]
-                self.offloaded.add(self.buffer_of.get(call.inputs[0], ""))
+                self.offloaded.add(buffer_of.get(call.inputs[0], ""))
             else:
-                self.reloaded[self.buffer_of[call.outputs[0]]] = on_host.get(begin, "")
+                self.reloaded[buffer_of[call.outputs[0]]] = on_host.get(begin, "")
 
     def _decide(self, plan: Plan) -> None:
         """Spread each class's decisions, which name its first layer, over all its layers."""
