@@ -93,11 +93,8 @@ def call_times(problem: Problem, timeline: Timeline) -> CallTimes:
     starts, ends, clock = [], [], 0.0
     for call in problem.calls:
         span = on_lane.get(call.name)
-        if span is not None:
-            starts.append(max(clock, span.start_s))
-            clock = max(clock, span.end_s)
-        else:
-            starts.append(clock)
+        starts.append(clock if span is None else max(clock, span.start_s))
+        clock = clock if span is None else max(clock, span.end_s)
         ends.append(clock)
     return CallTimes(starts_s=tuple(starts), ends_s=tuple(ends))
 
@@ -117,18 +114,16 @@ class _Slice:
 def _spans(problem: Problem, timeline: Timeline, view: StepView) -> Iterator[_Slice]:
     calls = {call.name: index for index, call in enumerate(problem.calls)}
     for span in timeline.spans:
-        index = calls.get(span.name)
+        index, stalls = calls.get(span.name), span.lane == "stall"
         arguments: dict[str, Any] = {}
         if index is not None:
             call = problem.calls[index]
             arguments = {"what": view.labels[index], "region": call.region}
             if call.copy is not None:
                 arguments["bytes"] = call.copy.num_bytes
-        lane = "compute" if span.lane == "stall" else span.lane
-        name = f"stall: {span.name}" if span.lane == "stall" else span.name
         yield _Slice(
-            lane=lane if lane in THREADS else "communication",
-            name=name,
+            lane="compute" if stalls else span.lane,
+            name=f"stall: {span.name}" if stalls else span.name,
             start_s=span.start_s,
             end_s=max(span.end_s, span.start_s),
             category=span.lane,

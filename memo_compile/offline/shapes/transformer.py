@@ -18,8 +18,8 @@ from memo_compile.costs.models import ModelShape
 from memo_compile.errors import InputError, require_at_least
 from memo_compile.offline.shapes.parallel import (
     ColumnParallel,
-    GatherWeight,
-    ReduceScatter,
+    all_gather,
+    reduce_scatter,
     ring_attention,
 )
 
@@ -134,7 +134,7 @@ class Close(nn.Module):
         """``(batch, seq / (tp * cp), hidden)``."""
         if self.tp == 1:
             return functional.linear(x, self.weight, self.bias)
-        made: Tensor = ReduceScatter.apply(functional.linear(x, self.weight), self.tp)
+        made: Tensor = reduce_scatter(functional.linear(x, self.weight), 1, self.tp)
         return made if self.bias is None else made + self.bias
 
 
@@ -249,7 +249,7 @@ class Transformer(nn.Module):
 
 
 def _whole(weight: Tensor, tp: int) -> Tensor:
-    return weight if tp == 1 else GatherWeight.apply(weight, tp)
+    return weight if tp == 1 else all_gather(weight, 0, tp)
 
 
 @contextlib.contextmanager
