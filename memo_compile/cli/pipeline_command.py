@@ -58,10 +58,8 @@ def alpha(
         "alpha_quantised": found.quantised,
         "fits_host": found.fits_host,
     }
-    if as_json:
-        print(json.dumps(body))
-    else:
-        print(format_table(("quantity", "value"), [(k, _short(v)) for k, v in body.items()]))
+    rows = [(name, _short(value)) for name, value in body.items()]
+    print(json.dumps(body) if as_json else format_table(("quantity", "value"), rows))
     if not found.fits_host:
         print(
             f"memo: does not fit: host-bytes {host_bytes:g} cannot hold the layer inputs and "
@@ -140,18 +138,16 @@ def offload_fraction(
             model=CostModel(),
         )
         write_text(trace, json.dumps(pipeline_trace(replay, shape, config, seq)))
-    if as_json:
-        print(json.dumps(dataclasses.asdict(plan) | {"peak_bytes": round(plan.peak_bytes)}))
-    else:
-        rows = [
-            ("alpha", f"{plan.alpha:.3f}"),
-            ("peak", format_bytes(plan.peak_bytes)),
-            ("budget", format_bytes(budget_bytes)),
-            ("chunks in flight", str(plan.chunks_in_flight)),
-            ("resident chunks", f"{plan.resident_chunks:.3f}"),
-            ("fits", "yes" if plan.fits else "no"),
-        ]
-        print(format_table(("quantity", "value"), rows))
+    body = dataclasses.asdict(plan) | {"peak_bytes": round(plan.peak_bytes)}
+    rows = [
+        ("alpha", f"{plan.alpha:.3f}"),
+        ("peak", format_bytes(plan.peak_bytes)),
+        ("budget", format_bytes(budget_bytes)),
+        ("chunks in flight", str(plan.chunks_in_flight)),
+        ("resident chunks", f"{plan.resident_chunks:.3f}"),
+        ("fits", "yes" if plan.fits else "no"),
+    ]
+    print(json.dumps(body) if as_json else format_table(("quantity", "value"), rows))
     if not plan.fits:
         print(f"memo: does not fit: {_shortfall(plan, config, budget_bytes)}", file=sys.stderr)
         raise typer.Exit(1)

@@ -95,8 +95,10 @@ def _flops(node: fx.Node) -> int:
     if formula is None:
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: read.meta.get("val"))
-    flops = formula(*args, **kwargs, out_val=node.meta.get("val"))
-    return int(flops) // 2 if _is_causal(node) else int(flops)
+    flops = int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    # Causal attention leaves out the upper half of the scores.
+    return flops // 2 if is_operator and argument(node, "is_causal") else flops
 
 
 def _formula(node: fx.Node) -> Any:
@@ -108,12 +110,6 @@ def _formula(node: fx.Node) -> Any:
     if target.namespace == "aten" and num_replaced:
         return flop_registry.get(getattr(torch.ops.aten, name))
     return flop_registry.get(target.overloadpacket)
-
-
-def _is_causal(node: fx.Node) -> bool:
-    """True for attention that leaves out the upper half of the scores."""
-    is_operator = isinstance(node.target, torch._ops.OpOverload)
-    return is_operator and bool(argument(node, "is_causal"))
 
 
 def _read_bytes(node: fx.Node) -> int:
@@ -138,13 +134,10 @@ def _written_bytes(node: fx.Node) -> int:
 
 def _is_in_memory(node: fx.Node) -> bool:
     """False for a value that Inductor keeps in registers: fusible operators make and read it."""
-    if node.op != "call_function" or not _is_fusible(_maker(node)):
+    is_item = op_name(node) == "" and node.all_input_nodes
+    if node.op != "call_function" or not _is_fusible(node.all_input_nodes[0] if is_item else node):
         return True
     return any(user.op == "output" or not _is_fusible(user) for user in _readers(node))
-
-
-def _maker(node: fx.Node) -> fx.Node:
-    return node.all_input_nodes[0] if op_name(node) == "" and node.all_input_nodes else node
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

@@ -231,11 +231,12 @@ class _Chains:
             for name, after in self._pairs(calls[unit], calls[following]):
                 if name == after:
                     shared.add(name)
-                else:
-                    self._follow(name, after)
-                    if name in arguments:
-                        self.level.setdefault(name, unit)
-                        self.level.setdefault(after, following)
+                    continue
+                if (known := self._following.setdefault(name, after)) != after:
+                    raise NotUniform(f"{name} is followed by {known} and by {after}")
+                if name in arguments:
+                    self.level.setdefault(name, unit)
+                    self.level.setdefault(after, following)
         self._level_borders()
         if mixed := shared & self.level.keys():
             raise NotUniform(f"{min(mixed)} is one layer's, and another layer reads it as well")
@@ -252,10 +253,6 @@ class _Chains:
             yield from zip(call.outputs, after.outputs, strict=True)
             for target, target_after in zip(call.into, after.into, strict=True):
                 yield target.value, target_after.value
-
-    def _follow(self, name: str, after: str) -> None:
-        if self._following.setdefault(name, after) != after:
-            raise NotUniform(f"{name} is followed by {self._following[name]} and by {after}")
 
     def _level_borders(self) -> None:
         """What comes into the first layer from before and into the last one from behind."""

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 
 from memo_compile.errors import InputError
+from memo_compile.planners.moves import original_name
 from memo_compile.step.plans import Decision, Plan
 from memo_compile.step.problem import (
     ArenaBuffer,
@@ -247,16 +248,10 @@ class _Names:
 
     def origin(self, buffer: str) -> str:
         """The forward's value that the buffer holds; "" when it holds none."""
-        if self.reloaded.get(buffer):
-            return self.reloaded[buffer]
-        value = self.value_of.get(buffer, "")
-        if value in self.decisions_of or value in self.problem.tensors:
-            return value
-        # Recomputed or moved, a value carries the first one's name behind a prefix (``again.mm``).
-        parts = [value[cut.end() :] for cut in re.finditer(r"[:.@/]", value)]
-        parts += [value[: cut.start()] for cut in re.finditer(r"[:.@/]", value)]
-        known = self.decisions_of.keys() | self.problem.tensors.keys()
-        return next((part for part in parts if part in known), value)
+        value = self.reloaded.get(buffer) or self.value_of.get(buffer, "")
+        origin = original_name(value)
+        known = origin in self.decisions_of or origin in self.problem.tensors
+        return origin if known else value
 
 
 _LAYER_RANGE = re.compile(r"\[(\d+):(\d+)\]$")
