@@ -215,19 +215,11 @@ def _frame(lowered: LoweredRegion, device: torch.device) -> Iterator[None]:
 def _offsets(profile: RegionProfile) -> tuple[Sequence[int], int]:
     """Where each buffer lies when buffers that live one after the other share bytes."""
     buffers = tuple(
-        Buffer(
-            id=str(index),
-            lower=buffer.start,
-            upper=buffer.end,
-            size=buffer.size_bytes,
-            alignment=ALIGNMENT_BYTES,
-        )
+        Buffer(id=str(index), lower=buffer.start, upper=buffer.end, size=buffer.size_bytes)
         for index, buffer in enumerate(profile.buffers)
     )
     placed = place(PlacementProblem(buffers=buffers, alignment=ALIGNMENT_BYTES), solver="greedy")
-    offsets = [placed.offsets[buffer.id] for buffer in buffers]
-    ends = (offset + buffer.size for offset, buffer in zip(offsets, buffers, strict=True))
-    return offsets, max(ends, default=0)
+    return [placed.offsets[buffer.id] for buffer in buffers], placed.height_bytes
 
 
 def _cpu_s(run: Callable[[], Any]) -> float:

@@ -152,7 +152,7 @@ def _outside(problem: Problem, view: StepView, address: int) -> tuple[dict[str, 
         elif change < 0 and born.get((kind, -change)):
             found.append((born[(kind, -change)].pop(0), line, -change, kind))
     buffers = tuple(
-        Buffer(id=str(index), lower=start, upper=end, size=size, alignment=ALIGNMENT_BYTES)
+        Buffer(id=str(index), lower=start, upper=end, size=size)
         for index, (start, end, size, _) in enumerate(found)
         if end > start
     )
