@@ -196,30 +196,16 @@ class _Names:
         self.problem = problem
         self.value_of: dict[str, str] = {}
         """The first value of each buffer."""
-        self.decisions_of: dict[str, list[Decision]] = {}
-        self.offloaded: set[str] = set()
-        self.reloaded: dict[str, str] = {}
-        """Buffer of a RELOAD -> the value whose bytes it brings back."""
-        self._collect()
-        self._decide(plan)
-
-    def _collect(self) -> None:
         buffer_of: dict[str, str] = {}
-        for made in arena_values(self.problem):
+        for made in arena_values(problem):
             buffer_of[made.value] = made.id
             self.value_of.setdefault(made.id, made.value)
-        for value, source in aliases(self.problem).items():
+        for value, source in aliases(problem).items():
             buffer_of[value] = buffer_of.get(source, "")
-        on_host: dict[int, str] = {}
-        for call in self.problem.calls:
-            if call.copy is None:
-                continue
-            begin = call.copy.host_offset - call.copy.start_bytes
-            if call.kind is CallKind.OFFLOAD:
-                on_host[begin] = call.inputs[0]
-                self.offloaded.add(buffer_of.get(call.inputs[0], ""))
-            else:
-                self.reloaded[buffer_of[call.outputs[0]]] = on_host.get(begin, "")
+        copied = (call for call in problem.calls if call.kind is CallKind.OFFLOAD)
+        self.offloaded = {buffer_of.get(call.inputs[0], "") for call in copied}
+        self.decisions_of: dict[str, list[Decision]] = {}
+        self._decide(plan)
 
     def _decide(self, plan: Plan) -> None:
         """Spread each class's decisions, which name its first layer, over all its layers."""
@@ -248,7 +234,7 @@ class _Names:
 
     def origin(self, buffer: str) -> str:
         """The forward's value that the buffer holds; "" when it holds none."""
-        value = self.reloaded.get(buffer) or self.value_of.get(buffer, "")
+        value = self.value_of.get(buffer, "")
         origin = original_name(value)
         known = origin in self.decisions_of or origin in self.problem.tensors
         return origin if known else value
