@@ -1,11 +1,9 @@
 """What a device can do: declared profiles of named GPUs, in FLOP/s, bytes/s and bytes.
 
-Figures are the makers' nominal ones for one device; each has a document and a date behind it
-(``HardwareProfile.source_of``). Those of A100, H100, H200, B200, L40S and 4090, and the links of
-A800 and H800, were compared with sellers' listings in November 2026, not with the documents
-themselves. A step reaches a part of them (docs/many-gpus.md): a measured profile, which
-``memo hardware measure`` writes, is given by its path wherever a name is. Links are one direction:
-half of what is printed.
+Figures are the makers' nominal ones for one device, links in one direction: half of what is
+printed. Those of A100, H100, H200, B200, L40S and 4090, and the links of A800 and H800, were
+compared with sellers' listings in November 2026, not with the documents themselves. A step reaches
+a part of them (docs/many-gpus.md); ``memo hardware measure`` writes what this machine reaches.
 """
 
 import dataclasses
@@ -25,20 +23,6 @@ GIB = 2**30
 
 PROFILE_SCHEMA_VERSION = 1
 """Of a profile's JSON file."""
-
-_WHOLE_FIGURES = ("memory_bytes", "devices_per_node")
-
-FIGURES = (
-    "peak_flops_per_s",
-    "hbm_bytes_per_s",
-    "memory_bytes",
-    "d2h_bytes_per_s",
-    "h2d_bytes_per_s",
-    "link_bytes_per_s",
-    "network_bytes_per_s",
-    "devices_per_node",
-)
-"""The fields of a profile that are numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +72,14 @@ class HardwareProfile:
         """The document and date behind one of FIGURES."""
         assert figure in FIGURES, f"not a figure: {figure}"
         return self.figure_sources.get(figure, FigureSource(document=self.source, date=self.date))
+
+
+FIGURES: Mapping[str, Any] = {
+    figure.name: figure.type
+    for figure in dataclasses.fields(HardwareProfile)
+    if figure.type in (float, int)
+}
+"""The fields of a profile that are numbers, each with its type."""
 
 
 class _Stated(NamedTuple):
@@ -274,7 +266,7 @@ def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
         raise InputError("figures: expected an object with a value, document and date for each")
     values: dict[str, Any] = {}
     sources: dict[str, FigureSource] = {}
-    for name in FIGURES:
+    for name, number in FIGURES.items():
         entry = figures.get(name)
         entry = entry if isinstance(entry, dict) else {}
         value = entry.get("value")
@@ -282,7 +274,7 @@ def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
             raise InputError(f"figures.{name}.value: expected a number, got {value!r}")
         if not math.isfinite(value):
             raise InputError(f"figures.{name}.value: expected a finite number, got {value}")
-        values[name] = int(value) if name in _WHOLE_FIGURES else float(value)
+        values[name] = number(value)
         sources[name] = FigureSource(**_texts(entry, f"figures.{name}", "document", "date"))
     texts = _texts(body, "profile", "name", "source", "date")
     return HardwareProfile(figure_sources=sources, **texts, **values)

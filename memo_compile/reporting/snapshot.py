@@ -1,9 +1,8 @@
 """A planned step as a PyTorch memory snapshot: opens in memory_viz, as a measured one does.
 
-Segments: the constant memory (parameters, optimizer state, ...), the arena at its planned size,
-what kernels allocate themselves, and the gradients and outputs that the step makes. The trace has
-an allocation and a free for every buffer of the step, in the order of its lines. Stack frames say
-which tensor, of which pass, made where in the user's code.
+Segments: the constant memory (parameters, optimizer state, ...), the arena, what kernels allocate
+themselves, and the gradients and outputs that the step makes. The trace has an allocation and a
+free for every buffer, by line. Frames say which tensor, of which pass, made where by the user.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,9 +1,8 @@
 """A simulated step as Chrome trace events: opens in Perfetto and chrome://tracing.
 
-Lanes are threads of one process; every span is a begin and an end event. A copy is bound to the
-program by arrows: from where it is issued, through the copy, to the wait that needs it. A counter
-shows the memory of the device. Without a simulated timeline a line of generated code lasts a
-microsecond, and ``otherData`` says so.
+Lanes are threads of one process; every span is a begin and an end event. Arrows lead from where a
+copy is issued through it to the wait that needs it; a counter shows the device's memory. Without a
+simulated timeline a line of generated code lasts a microsecond, and ``otherData`` says so.
 """
 
 import itertools
