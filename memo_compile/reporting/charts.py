@@ -10,7 +10,7 @@ from memo_compile.reporting import svg
 from memo_compile.reporting.svg import HEIGHT, WIDTH, Shape
 from memo_compile.reporting.view import Box, Role, StepView, short_source
 from memo_compile.step.plans import Plan, Span
-from memo_compile.step.problem import CallKind, Phase, Problem
+from memo_compile.step.problem import CallKind, Problem
 from memo_compile.units import format_bytes, format_seconds
 
 ROOM = 1.14
@@ -214,8 +214,7 @@ def lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None
     busy_ns: Counter[str] = Counter()
     for span in plan.timeline.spans:
         lane = "compute" if span.lane == "stall" else span.lane
-        shape = _span_shape(span, problem, view, calls.get(span.name), end)
-        shapes.setdefault(lane, []).append(shape)
+        shapes[lane].append(_span_shape(span, problem, view, calls[span.name], end))
         if span.lane != "stall":
             busy_ns[lane] += round((span.end_s - span.start_s) * 1e9)
     rows = {
@@ -226,7 +225,7 @@ def lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None
         "rows": [
             {
                 "key": lane,
-                "name": LANE_WORDS.get(lane, lane),
+                "name": LANE_WORDS[lane],
                 "busy": f"{busy_ns[lane] / end / 1e7:.0f} % busy" if group else "idle",
                 "paths": _paths(group),
             }
@@ -239,13 +238,14 @@ def lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None
     }
 
 
-def _span_shape(
-    span: Span, problem: Problem, view: StepView, index: int | None, end_s: float
-) -> Shape:
+def _span_shape(span: Span, problem: Problem, view: StepView, index: int, end_s: float) -> Shape:
+    call, css = problem.calls[index], span.lane
+    if span.lane == "compute":
+        css = "recomputed" if call.kind is CallKind.RECOMPUTE else call.phase.value
     lasts = format_seconds(span.end_s - span.start_s)
     tip = (
         f"stall: {span.name}" if span.lane == "stall" else span.name,
-        view.labels[index] if index is not None else LANE_WORDS.get(span.lane, span.lane),
+        view.labels[index],
         f"{lasts} from {format_seconds(span.start_s)}",
     )
     return Shape(
@@ -253,20 +253,9 @@ def _span_shape(
         y=0,
         width=(span.end_s - span.start_s) / end_s * WIDTH,
         height=HEIGHT,
-        css=_span_css(problem, span.lane, index),
+        css=css,
         tip=tip,
     )
-
-
-def _span_css(problem: Problem, lane: str, index: int | None) -> str:
-    if lane != "compute":
-        return lane
-    if index is None:
-        return "forward"
-    call = problem.calls[index]
-    if call.kind is CallKind.RECOMPUTE:
-        return "recomputed"
-    return "forward" if call.phase is Phase.FORWARD else "backward"
 
 
 def frontier(plan: Plan) -> dict[str, Any] | None:

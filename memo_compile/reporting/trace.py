@@ -113,13 +113,11 @@ class _Slice:
 def _spans(problem: Problem, timeline: Timeline, view: StepView) -> Iterator[_Slice]:
     calls = {call.name: index for index, call in enumerate(problem.calls)}
     for span in timeline.spans:
-        index, stalls = calls.get(span.name), span.lane == "stall"
-        arguments: dict[str, Any] = {}
-        if index is not None:
-            call = problem.calls[index]
-            arguments = {"what": view.labels[index], "region": call.region}
-            if call.copy is not None:
-                arguments["bytes"] = call.copy.num_bytes
+        index, stalls = calls[span.name], span.lane == "stall"
+        call = problem.calls[index]
+        arguments: dict[str, Any] = {"what": view.labels[index], "region": call.region}
+        if call.copy is not None:
+            arguments["bytes"] = call.copy.num_bytes
         yield _Slice(
             lane="compute" if stalls else span.lane,
             name=f"stall: {span.name}" if stalls else span.name,
