@@ -145,11 +145,11 @@ def _replay(
             if total > peak:
                 peak, stale = total, True
         elif event["action"] == "free_requested" and event["addr"] in alive:
-            if stale and total == peak:
+            if stale:
                 at_peak, stale = dict(alive), False
             total -= alive.pop(event["addr"])[0]
-    if stale and total == peak:
-        at_peak = dict(alive)
+    if stale:
+        at_peak = alive
     blocks = [
         LiveBlock(
             size_bytes=size,
