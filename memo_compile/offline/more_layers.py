@@ -131,9 +131,8 @@ class _Longer:
     def _moved(self, call: CutCall, unit: int, number: int, phase: Phase) -> CutCall:
         """``call`` of ``unit`` where it runs now, or as copy ``number`` of the middle."""
         now = unit + (self._more if unit > self._middle else number)
-        position = now
-        if phase is Phase.BACKWARD:
-            position = self._num_units + self._more - 1 - now
+        last = self._num_units + self._more - 1
+        position = now if phase is Phase.FORWARD else last - now
 
         def renamed(names: Iterable[str]) -> tuple[str, ...]:
             return tuple(self._renamed(name, unit, now) for name in names)
@@ -191,7 +190,7 @@ class _Longer:
         graph = fx.Graph()
         for name in arguments:
             made = graph.placeholder(name)
-            made.meta = dict(given[self._chains.template(name)].meta)
+            made.meta = dict(given[self._chains.template.get(name, name)].meta)
         graph.output(())
         return fx.GraphModule(half.program, graph)
 
@@ -220,7 +219,8 @@ class _Chains:
         self, calls: dict[int, list[CutCall]], units: Sequence[int], arguments: set[str]
     ) -> None:
         self._following: dict[str, str] = {}
-        self._template: dict[str, str] = {}
+        self.template: dict[str, str] = {}
+        """Copy -> what it is a copy of."""
         self.level: dict[str, int] = {}
         """Value -> the unit that it belongs to; values that all layers share have none."""
         for unit in units:
@@ -276,12 +276,8 @@ class _Chains:
     def copy(self, name: str, number: int) -> str:
         """The name of copy ``number`` of a value of the middle."""
         made = f"{name}_copy{number}"
-        self._template[made] = name
+        self.template[made] = name
         return made
-
-    def template(self, name: str) -> str:
-        """What ``name`` is a copy of; itself where it is none."""
-        return self._template.get(name, name)
 
 
 def _alike(calls: dict[int, list[CutCall]], units: Sequence[int]) -> Sequence[int]:
