@@ -44,9 +44,7 @@ class HardwareProfile:
     hbm_bytes_per_s: float
     memory_bytes: int
     d2h_bytes_per_s: float
-    """Device to host, nominal."""
     h2d_bytes_per_s: float
-    """Host to device, nominal."""
     link_bytes_per_s: float
     """Between devices of one machine."""
     network_bytes_per_s: float
@@ -83,7 +81,7 @@ FIGURES: Mapping[str, Any] = {
 
 
 class _Stated(NamedTuple):
-    """A rate, and who states it."""
+    """A rate in each direction, and who states it."""
 
     bytes_per_s: float
     document: str
@@ -91,17 +89,11 @@ class _Stated(NamedTuple):
 
 
 _PCIE4 = _Stated(32e9, "PCI-SIG, PCI Express Base Specification 4.0, 16 lanes", "2017-10")
-"""Each direction. MEMO's own tables imply 10 to 12e9 of it in use."""
+"""MEMO's own tables imply 10 to 12e9 of it in use."""
 
 _PCIE5 = _Stated(64e9, "PCI-SIG, PCI Express Base Specification 5.0, 16 lanes", "2019-05")
-"""Each direction."""
-
 _DGX_A100 = _Stated(25e9, "NVIDIA DGX A100 datasheet: a 200 Gb/s adapter for each GPU", "2020-05")
-"""Usual beside A100."""
-
 _DGX_H100 = _Stated(50e9, "NVIDIA DGX H100 datasheet: a 400 Gb/s adapter for each GPU", "2022-03")
-"""Usual beside H100 and later."""
-
 _DGX_H200 = _Stated(50e9, "NVIDIA DGX H200 datasheet: a 400 Gb/s adapter for each GPU", "2023-11")
 _ASSUMED_200G = _Stated(25e9, "assumed: a 200 Gb/s adapter for each GPU, as beside A100", "2026-11")
 _OVER_PCIE4 = _Stated(32e9, "no NVLink: devices meet over PCIe 4.0, 16 lanes", "2017-10")

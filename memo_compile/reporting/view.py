@@ -41,9 +41,7 @@ class Role(enum.Enum):
     OFFLOADED = "offloaded"
     """Made in the forward, dead once its copy to the host has ended."""
     RELOADED = "reloaded"
-    """Back from the host."""
     RECOMPUTED = "recomputed"
-    """Recomputed for the backward."""
     SCRATCH = "scratch"
     """Needed only within its pass."""
 
