@@ -213,10 +213,8 @@ def hardware_of(device: str) -> HardwareProfile:
     The stand-in has the figures of an A100 and says so in its name. What it costs is a ratio of
     times that suits another GPU; memory is never read from it.
     """
-    known = declared_for(device)
-    if known is not None:
-        return known
-    return dataclasses.replace(HARDWARE["a100"], name=f"a100 in place of {device}")
+    stand_in = dataclasses.replace(HARDWARE["a100"], name=f"a100 in place of {device}")
+    return declared_for(device) or stand_in
 
 
 def profile_to_dict(profile: HardwareProfile) -> dict[str, Any]:
