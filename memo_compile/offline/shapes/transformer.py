@@ -87,19 +87,10 @@ def _weight(*size: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*size))
 
 
-class Norm(nn.Module):
-    """RMSNorm, or LayerNorm with a bias."""
-
-    def __init__(self, width: int, *, rms: bool) -> None:
-        super().__init__()
-        self.weight = _weight(width)
-        self.bias = None if rms else _weight(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` normalised along its last dimension."""
-        if self.bias is None:
-            return functional.rms_norm(x, x.shape[-1:], self.weight, NORM_EPSILON)
-        return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, NORM_EPSILON)
+def _norm(shape: ModelShape) -> nn.Module:
+    if shape.gated:
+        return nn.RMSNorm(shape.hidden, NORM_EPSILON)
+    return nn.LayerNorm(shape.hidden, NORM_EPSILON)
 
 
 class Project(nn.Module):
@@ -194,8 +185,7 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, share: ModelShape, degrees: Degrees) -> None:
         super().__init__()
-        self.norm_1 = Norm(share.hidden, rms=share.gated)
-        self.norm_2 = Norm(share.hidden, rms=share.gated)
+        self.norm_1, self.norm_2 = _norm(share), _norm(share)
         self.attention, self.mlp = Attention(share, degrees), Mlp(share, degrees.tp)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -222,7 +212,7 @@ class Transformer(nn.Module):
         layers = (TransformerLayer(share, degrees) for _ in range(share.num_layers))
         self.layers = nn.ModuleList(layers)
         if self.is_whole:
-            self.norm = Norm(shape.hidden, rms=shape.gated)
+            self.norm = _norm(shape)
             self.head = _weight(share.vocab, shape.hidden)
         head_dim = shape.hidden // shape.num_heads
         half = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
