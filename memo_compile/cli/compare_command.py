@@ -7,9 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from memo_compile.cli.dumps import read_data
-from memo_compile.cli.options import AsJson
-from memo_compile.cli.tables import format_table
+from memo_compile.cli.options import AsJson, format_table, read_data
 from memo_compile.reporting.compare import (
     NUM_LARGEST,
     TOLERANCE,

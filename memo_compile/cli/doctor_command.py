@@ -1,7 +1,7 @@
 """``memo doctor``: what is installed, what works, what is missing and how to get it."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -25,14 +25,13 @@ def doctor(as_json: AsJson = False) -> None:
     raise typer.Exit(code=0 if can_run(findings) else 1)
 
 
-def can_run(findings: Iterable[Finding]) -> bool:
+def can_run(findings: Sequence[Finding]) -> bool:
     """Whether memo works here: nothing that it needs is broken."""
     return all(finding.health is not Health.BROKEN for finding in findings)
 
 
-def as_dict(findings: Iterable[Finding]) -> dict[str, Any]:
+def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
     """Plain data: ``ok``, ``missing`` (names), and under each group its findings by name."""
-    findings = tuple(findings)
     groups: dict[str, dict[str, Any]] = {}
     for finding in findings:
         entry = {**asdict(finding), "health": finding.health.value}
@@ -45,17 +44,17 @@ def as_dict(findings: Iterable[Finding]) -> dict[str, Any]:
 _STYLES = {Health.OK: "green", Health.LIMITED: "yellow", Health.BROKEN: "bold red"}
 
 
-def _print_table(findings: tuple[Finding, ...]) -> None:
+def _print_table(findings: Sequence[Finding]) -> None:
     console = Console(highlight=False)
     table = Table(title="memo doctor", title_justify="left")
     for column in ("", "what", "found", ""):
         table.add_column(column)
     group = ""
     for finding in findings:
+        label = ""
         if finding.group != group:
             table.add_section()
-        label = finding.group if finding.group != group else ""
-        group = finding.group
+            group = label = finding.group
         style = _STYLES[finding.health]
         table.add_row(
             label, finding.name, escape(finding.text), f"[{style}]{finding.health.value}[/]"

@@ -8,15 +8,8 @@ from typing import Annotated
 
 import typer
 
-from memo_compile.cli.options import AsJson
-from memo_compile.cli.tables import format_table
-from memo_compile.costs.hardware import (
-    FIGURES,
-    HARDWARE,
-    HardwareProfile,
-    find_hardware,
-    profile_to_dict,
-)
+from memo_compile.cli.options import AsJson, format_table
+from memo_compile.costs.hardware import HARDWARE, HardwareProfile, find_hardware, profile_to_dict
 from memo_compile.errors import InputError
 from memo_compile.units import format_bytes
 
@@ -108,13 +101,13 @@ def _require_writable(out: Path) -> None:
 
 
 def _print_profile(profile: HardwareProfile, as_json: bool) -> None:
+    body = profile_to_dict(profile)
     if as_json:
-        print(json.dumps(profile_to_dict(profile)))
+        print(json.dumps(body))
         return
     print(profile.name)
     rows = [
-        (name, f"{getattr(profile, name):.5g}", source.date, source.document)
-        for name in FIGURES
-        for source in (profile.source_of(name),)
+        (name, f"{figure['value']:.5g}", figure["date"], figure["document"])
+        for name, figure in body["figures"].items()
     ]
     print(format_table(("figure", "value", "date", "source"), rows))

@@ -4,9 +4,8 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -29,13 +28,6 @@ TokenSplit = Annotated[
 ]
 TimeLimit = Annotated[float, typer.Option(help="Seconds for the solver.", min=0.0)]
 AsJson = Annotated[bool, typer.Option("--json", help="Accepted: the output is always JSON.")]
-
-
-class SplitMethod(Enum):
-    """How ``memo stages`` splits."""
-
-    EXACT = "exact"
-    PAPER = "paper"
 
 
 @lynx.command(name="heu")
@@ -84,9 +76,9 @@ def opt(
 
 def stages(
     file: InstanceFile,
-    method: Annotated[SplitMethod, typer.Option(help="paper: the greedy, for ablation.")] = (
-        SplitMethod.EXACT
-    ),
+    method: Annotated[
+        Literal["exact", "paper"], typer.Option(help="paper: the greedy, for ablation.")
+    ] = "exact",
     token_split: TokenSplit = False,
     as_json: AsJson = False,
 ) -> None:
@@ -96,23 +88,16 @@ def stages(
     stage's recomputation policy is planned too.
     """
     data = unwrap_instance(read_object(file))
-    if "layer" in data:
-        if method is SplitMethod.PAPER:
-            raise InputError("method: the paper's greedy needs a table of stage times")
-        _plan_stages(JointProblem.from_json(data), token_split)
+    if "layer" not in data:
+        table = StageTimes.from_json(data)
+        split = split_exact(table) if method == "exact" else split_paper(table)
+        _require_split(split.status, split.conflict)
+        _emit(split.status, {"objective": split.slowest, "layers": list(split.layers)})
         return
-    table = StageTimes.from_json(data)
-    split = split_exact(table) if method is SplitMethod.EXACT else split_paper(table)
-    if split.status is SolveStatus.INFEASIBLE:
-        _refuse(split.conflict)
-    _emit(split.status, {"objective": split.slowest, "layers": list(split.layers)})
-
-
-def _plan_stages(problem: JointProblem, token_split: bool) -> None:
-    """Print the layers and the policy of each stage."""
-    plan = plan_stages(problem, token_split=token_split)
-    if plan.status is SolveStatus.INFEASIBLE:
-        _refuse(plan.conflict)
+    if method == "paper":
+        raise InputError("method: the paper's greedy needs a table of stage times")
+    plan = plan_stages(JointProblem.from_json(data), token_split=token_split)
+    _require_split(plan.status, plan.conflict)
     body = {
         "objective": plan.slowest_s,
         "layers": list(plan.layers),
@@ -156,10 +141,11 @@ def _finish(status: SolveStatus, conflict: Conflict | None, body: dict[str, Any]
     _emit(status, body)
 
 
-def _refuse(conflict: str) -> None:
-    """Print why there is no split, and leave with 1."""
-    print(f"memo: infeasible: {conflict}", file=sys.stderr)
-    _emit(SolveStatus.INFEASIBLE, {"conflict": conflict})
+def _require_split(status: SolveStatus, conflict: str) -> None:
+    """Leave with 1 where there is no split, and print why."""
+    if status is SolveStatus.INFEASIBLE:
+        print(f"memo: infeasible: {conflict}", file=sys.stderr)
+        _emit(status, {"conflict": conflict})
 
 
 def _emit(status: SolveStatus, body: dict[str, Any]) -> None:

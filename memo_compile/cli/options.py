@@ -1,11 +1,14 @@
-"""Options that several commands share, and the exit codes of solvers."""
+"""What several commands share: options, exit codes of solvers, tables, files of a dump folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from memo_compile.errors import InputError
+from memo_compile.step.serialise import Data, from_json
+from memo_compile.text_files import read_text
 from memo_compile.units import parse_size
 
 EXIT_CODES = {"optimal": 0, "feasible": 0, "infeasible": 1, "time_limit": 3, "error": 3}
@@ -60,6 +63,25 @@ def require_script(script: Path) -> None:
     """
     if not script.is_file():
         raise InputError(f"{script}: no such file; expected a Python script")
+
+
+def read_data(path: Path, kind: type[Data]) -> Data:
+    """The ``kind`` in ``path``.
+
+    Raises:
+        InputError: it cannot be read, or holds something else.
+    """
+    return from_json(read_text(path), kind, where=str(path))
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """``rows`` under ``header`` in columns as wide as needed, two blanks apart."""
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
 
 
 Count = Annotated[int, typer.Option(parser=parse_count, metavar="N")]

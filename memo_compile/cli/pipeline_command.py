@@ -4,12 +4,11 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from memo_compile.cli.options import AsJson, Count, Hardware, Model, parse_budget
-from memo_compile.cli.tables import format_table
+from memo_compile.cli.options import AsJson, Count, Hardware, Model, format_table, parse_budget
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.papers.kwai.balanced import layer_frontier
@@ -59,10 +58,8 @@ def alpha(
         "alpha_quantised": found.quantised,
         "fits_host": found.fits_host,
     }
-    if as_json:
-        print(json.dumps(body))
-    else:
-        print(format_table(("quantity", "value"), [(k, _short(v)) for k, v in body.items()]))
+    rows = [(name, _short(value)) for name, value in body.items()]
+    print(json.dumps(body) if as_json else format_table(("quantity", "value"), rows))
     if not found.fits_host:
         print(
             f"memo: does not fit: host-bytes {host_bytes:g} cannot hold the layer inputs and "
@@ -106,9 +103,7 @@ def offload_fraction(
     cp: Count,
     pp: Count,
     layers_per_chunk: Count,
-    checkpoint: Annotated[
-        Literal["none", "balanced", "full"], typer.Option(help="What a layer keeps.")
-    ],
+    checkpoint: Annotated[Checkpoint, typer.Option(help="What a layer keeps.")],
     budget: Annotated[str, typer.Option(help="Device memory of a step, e.g. 65000MiB or 80%.")],
     hardware: Hardware = "h800",
     trace: Annotated[
@@ -129,7 +124,7 @@ def offload_fraction(
         cp=cp,
         pp=pp,
         layers_per_chunk=layers_per_chunk,
-        checkpoint=Checkpoint(checkpoint),
+        checkpoint=checkpoint,
     )
     plan = plan_offload(shape, seq=seq, config=config, budget_bytes=budget_bytes)
     if trace is not None:
@@ -143,18 +138,16 @@ def offload_fraction(
             model=CostModel(),
         )
         write_text(trace, json.dumps(pipeline_trace(replay, shape, config, seq)))
-    if as_json:
-        print(json.dumps(dataclasses.asdict(plan) | {"peak_bytes": round(plan.peak_bytes)}))
-    else:
-        rows = [
-            ("alpha", f"{plan.alpha:.3f}"),
-            ("peak", format_bytes(plan.peak_bytes)),
-            ("budget", format_bytes(budget_bytes)),
-            ("chunks in flight", str(plan.chunks_in_flight)),
-            ("resident chunks", f"{plan.resident_chunks:.3f}"),
-            ("fits", "yes" if plan.fits else "no"),
-        ]
-        print(format_table(("quantity", "value"), rows))
+    body = dataclasses.asdict(plan) | {"peak_bytes": round(plan.peak_bytes)}
+    rows = [
+        ("alpha", f"{plan.alpha:.3f}"),
+        ("peak", format_bytes(plan.peak_bytes)),
+        ("budget", format_bytes(budget_bytes)),
+        ("chunks in flight", str(plan.chunks_in_flight)),
+        ("resident chunks", f"{plan.resident_chunks:.3f}"),
+        ("fits", "yes" if plan.fits else "no"),
+    ]
+    print(json.dumps(body) if as_json else format_table(("quantity", "value"), rows))
     if not plan.fits:
         print(f"memo: does not fit: {_shortfall(plan, config, budget_bytes)}", file=sys.stderr)
         raise typer.Exit(1)

@@ -9,9 +9,10 @@ import typer
 
 from memo_compile.cli.options import EXIT_CODES, AsJson
 from memo_compile.errors import InputError
-from memo_compile.planners.placement import check_placement, place
+from memo_compile.planners.placement import Placement, check_placement, place
 from memo_compile.planners.placement.files import format_csv, read_problem
 from memo_compile.planners.placement.picture import draw_svg
+from memo_compile.planners.solver import SolveStatus
 from memo_compile.text_files import write_text
 from memo_compile.units import format_bytes, format_seconds, parse_size
 
@@ -29,11 +30,11 @@ def place_file(
     as_json: AsJson = False,
 ) -> None:
     """Give every buffer an offset so that no two that live together share a byte."""
-    problem = read_problem(
-        file,
-        capacity=None if capacity is None else parse_size(capacity, what="--capacity"),
-        alignment=_alignment(alignment),
-    )
+    capacity_bytes = None if capacity is None else parse_size(capacity, what="--capacity")
+    alignment_bytes = parse_size(alignment, what="--alignment")
+    if alignment_bytes < 1:
+        raise InputError(f"--alignment: expected at least 1 byte, got {alignment}")
+    problem = read_problem(file, capacity=capacity_bytes, alignment=alignment_bytes)
     placement = place(problem, solver=solver, time_limit_s=time_limit)
     status = placement.status.value
     fits = EXIT_CODES[status] == 0
@@ -55,33 +56,22 @@ def place_file(
     }
     if status == "infeasible":
         summary["conflict"] = list(placement.conflict)
-    print(json.dumps(summary) if as_json else _sentence(summary, problem.capacity))
+    print(json.dumps(summary) if as_json else _sentence(placement, problem.capacity))
     raise typer.Exit(EXIT_CODES[status])
 
 
-def _alignment(text: str) -> int:
-    value = parse_size(text, what="--alignment")
-    if value < 1:
-        raise InputError(f"--alignment: expected at least 1 byte, got {text}")
-    return value
-
-
-def _sentence(summary: dict[str, object], capacity: int | None) -> str:
+def _sentence(placement: Placement, capacity: int | None) -> str:
     """What happened, for people: one line, and the conflict in a second one."""
-    height, bound = summary["height_bytes"], summary["lower_bound_bytes"]
-    assert isinstance(bound, int)
-    assert isinstance(summary["seconds"], float)
-    took = f"{format_seconds(summary['seconds'])}, {summary['solver']}"
+    height, bound = placement.height_bytes, placement.lower_bound_bytes
+    took = f"{format_seconds(placement.seconds)}, {placement.solver}"
     room = "" if capacity is None else f", capacity {capacity} ({format_bytes(capacity)})"
-    if not isinstance(height, int):
-        conflict = summary.get("conflict")
-        assert isinstance(conflict, list)
-        names = ", ".join(map(str, conflict))
+    if placement.status is SolveStatus.INFEASIBLE:
         return (
             f"infeasible: at least {bound} bytes ({format_bytes(bound)}) are needed{room} "
-            f"[{took}]\nthese {len(conflict)} buffers cannot fit together: {names}"
+            f"[{took}]\nthese {len(placement.conflict)} buffers cannot fit together: "
+            f"{', '.join(placement.conflict)}"
         )
     return (
-        f"{summary['status']}: height {height} bytes ({format_bytes(height)}), "
+        f"{placement.status.value}: height {height} bytes ({format_bytes(height)}), "
         f"lower bound {bound} ({format_bytes(bound)}){room} [{took}]"
     )

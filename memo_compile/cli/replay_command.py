@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from memo_compile.cli.diff_command import as_text
-from memo_compile.cli.dumps import read_data
-from memo_compile.cli.options import AsJson
+from memo_compile.cli.options import AsJson, read_data
 from memo_compile.errors import InputError
 from memo_compile.planners.place_step import place_step
 from memo_compile.reporting.differences import Differences, differences
@@ -59,10 +58,8 @@ def replay(
         for path in write_pictures(out, problem, after, costs):
             print(f"wrote {path}", file=sys.stderr)
     found = differences(before, after)
-    if as_json:
-        print(json.dumps(_as_dict(found, after)))
-    else:
-        print(_as_text(found, after, simulated=costs is not None))
+    simulated = costs is not None
+    print(json.dumps(_as_dict(found, after)) if as_json else _as_text(found, after, simulated))
     raise typer.Exit(0 if found.equal else 1)
 
 
@@ -115,7 +112,7 @@ def _as_dict(found: Differences, plan: ReportedPlan) -> dict[str, Any]:
     }
 
 
-def _as_text(found: Differences, plan: ReportedPlan, *, simulated: bool) -> str:
+def _as_text(found: Differences, plan: ReportedPlan, simulated: bool) -> str:
     """One line for each stage, then the verdict, and what differs."""
     needed = f"at least {format_bytes(plan.lower_bound_bytes)} needed"
     lines = [

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memo_compile.cli.options import AsJson, Count, Hardware, Model, parse_budget
-from memo_compile.cli.tables import format_table
+from memo_compile.cli.options import AsJson, Count, Hardware, Model, format_table, parse_budget
 from memo_compile.costs.hardware import HardwareProfile, find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.papers.search.calibrate import calibrate, read_cost_model

@@ -91,10 +91,7 @@ def verify(
             )
         memo = _run("memo", script, context.args, steps, Path(folder))
     verdict = judge(eager, memo)
-    if as_json:
-        print(json.dumps(_as_dict(verdict)))
-    else:
-        print(verdict)
+    print(json.dumps(_as_dict(verdict)) if as_json else verdict)
     if not verdict.holds:
         raise typer.Exit(1)
 

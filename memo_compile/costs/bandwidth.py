@@ -55,10 +55,9 @@ class CopyBandwidth:
 def copy_bandwidth(device: torch.device, kind: str, *, folder: Path | None = None) -> CopyBandwidth:
     """The speed of copies to host memory of ``kind``: remembered, or measured now.
 
-    Where memory cannot be pinned, that of pageable memory, which steps take then.
-    What is remembered holds for one version of torch, one device and driver, one host. Anything
-    else, or a file that cannot be read, is measured again. ``folder`` is where it is kept, by
-    default the user's cache folder.
+    Where memory cannot be pinned, that of pageable memory, which steps take then. What ``folder``
+    (by default the user's cache) remembers for another version of torch, device, driver or host is
+    measured again.
     """
     folder = cache_folder() if folder is None else folder
     fingerprint = {**_fingerprint(device), "host_store": kind}
@@ -146,10 +145,9 @@ def _fingerprint(device: torch.device) -> dict[str, Any]:
 def _driver_version() -> str:
     """The version of NVIDIA's kernel module; what torch was built with where /proc is silent."""
     try:
-        line = Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+        return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
     except OSError:
         return f"cuda {torch.version.cuda}"
-    return line
 
 
 def _read(path: Path, fingerprint: dict[str, Any]) -> CopyBandwidth | None:

@@ -1,11 +1,9 @@
 """What a device can do: declared profiles of named GPUs, in FLOP/s, bytes/s and bytes.
 
-Figures are the makers' nominal ones for one device; each has a document and a date behind it
-(``HardwareProfile.source_of``). Those of A100, H100, H200, B200, L40S and 4090, and the links of
-A800 and H800, were compared with sellers' listings in November 2026, not with the documents
-themselves. A step reaches a part of them (docs/many-gpus.md): a measured profile, which
-``memo hardware measure`` writes, is given by its path wherever a name is. Links are one direction:
-half of what is printed.
+Figures are the makers' nominal ones for one device, links in one direction: half of what is
+printed. Those of A100, H100, H200, B200, L40S and 4090, and the links of A800 and H800, were
+compared with sellers' listings in November 2026, not with the documents themselves. A step reaches
+a part of them (docs/many-gpus.md); ``memo hardware measure`` writes what this machine reaches.
 """
 
 import dataclasses
@@ -25,20 +23,6 @@ GIB = 2**30
 
 PROFILE_SCHEMA_VERSION = 1
 """Of a profile's JSON file."""
-
-_WHOLE_FIGURES = ("memory_bytes", "devices_per_node")
-
-FIGURES = (
-    "peak_flops_per_s",
-    "hbm_bytes_per_s",
-    "memory_bytes",
-    "d2h_bytes_per_s",
-    "h2d_bytes_per_s",
-    "link_bytes_per_s",
-    "network_bytes_per_s",
-    "devices_per_node",
-)
-"""The fields of a profile that are numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +44,7 @@ class HardwareProfile:
     hbm_bytes_per_s: float
     memory_bytes: int
     d2h_bytes_per_s: float
-    """Device to host, nominal."""
     h2d_bytes_per_s: float
-    """Host to device, nominal."""
     link_bytes_per_s: float
     """Between devices of one machine."""
     network_bytes_per_s: float
@@ -90,8 +72,16 @@ class HardwareProfile:
         return self.figure_sources.get(figure, FigureSource(document=self.source, date=self.date))
 
 
+FIGURES: Mapping[str, Any] = {
+    figure.name: figure.type
+    for figure in dataclasses.fields(HardwareProfile)
+    if figure.type in (float, int)
+}
+"""The fields of a profile that are numbers, each with its type."""
+
+
 class _Stated(NamedTuple):
-    """A rate, and who states it."""
+    """A rate in each direction, and who states it."""
 
     bytes_per_s: float
     document: str
@@ -99,17 +89,11 @@ class _Stated(NamedTuple):
 
 
 _PCIE4 = _Stated(32e9, "PCI-SIG, PCI Express Base Specification 4.0, 16 lanes", "2017-10")
-"""Each direction. MEMO's own tables imply 10 to 12e9 of it in use."""
+"""MEMO's own tables imply 10 to 12e9 of it in use."""
 
 _PCIE5 = _Stated(64e9, "PCI-SIG, PCI Express Base Specification 5.0, 16 lanes", "2019-05")
-"""Each direction."""
-
 _DGX_A100 = _Stated(25e9, "NVIDIA DGX A100 datasheet: a 200 Gb/s adapter for each GPU", "2020-05")
-"""Usual beside A100."""
-
 _DGX_H100 = _Stated(50e9, "NVIDIA DGX H100 datasheet: a 400 Gb/s adapter for each GPU", "2022-03")
-"""Usual beside H100 and later."""
-
 _DGX_H200 = _Stated(50e9, "NVIDIA DGX H200 datasheet: a 400 Gb/s adapter for each GPU", "2023-11")
 _ASSUMED_200G = _Stated(25e9, "assumed: a 200 Gb/s adapter for each GPU, as beside A100", "2026-11")
 _OVER_PCIE4 = _Stated(32e9, "no NVLink: devices meet over PCIe 4.0, 16 lanes", "2017-10")
@@ -129,12 +113,12 @@ def _gpu(
     network: float | _Stated,
 ) -> HardwareProfile:
     """A GPU; a rate that is a mere number is in the document too."""
-    rates = {"d2h": host, "h2d": host, "link": link, "network": network}
-    stated = {f"{k}_bytes_per_s": v for k, v in rates.items() if isinstance(v, _Stated)}
-    sources = {
-        figure: FigureSource(document=rate.document, date=rate.date)
-        for figure, rate in stated.items()
-    }
+    rates, sources = {}, {}
+    for way, rate in {"d2h": host, "h2d": host, "link": link, "network": network}.items():
+        figure = f"{way}_bytes_per_s"
+        rates[figure] = rate.bytes_per_s if isinstance(rate, _Stated) else rate
+        if isinstance(rate, _Stated):
+            sources[figure] = FigureSource(document=rate.document, date=rate.date)
     if network is _ASSUMED_200G:
         server = FigureSource(document="assumed: a server with 8 cards", date="2026-11")
         sources["devices_per_node"] = server
@@ -143,14 +127,11 @@ def _gpu(
         peak_flops_per_s=tflops * 1e12,
         hbm_bytes_per_s=hbm,
         memory_bytes=memory_bytes,
-        d2h_bytes_per_s=host.bytes_per_s,
-        h2d_bytes_per_s=host.bytes_per_s,
-        link_bytes_per_s=link.bytes_per_s if isinstance(link, _Stated) else link,
-        network_bytes_per_s=network.bytes_per_s if isinstance(network, _Stated) else network,
         devices_per_node=8,
         source=document,
         date=date,
         figure_sources=sources,
+        **rates,
     )
 
 
@@ -232,19 +213,16 @@ def hardware_of(device: str) -> HardwareProfile:
     The stand-in has the figures of an A100 and says so in its name. What it costs is a ratio of
     times that suits another GPU; memory is never read from it.
     """
-    known = declared_for(device)
-    if known is not None:
-        return known
-    return dataclasses.replace(HARDWARE["a100"], name=f"a100 in place of {device}")
+    stand_in = dataclasses.replace(HARDWARE["a100"], name=f"a100 in place of {device}")
+    return declared_for(device) or stand_in
 
 
 def profile_to_dict(profile: HardwareProfile) -> dict[str, Any]:
     """Plain data: each figure with its value, document and date; ``read_profile`` reads it back."""
-    figures = {}
-    for name in FIGURES:
-        source = profile.source_of(name)
-        value = getattr(profile, name)
-        figures[name] = {"value": value, "document": source.document, "date": source.date}
+    figures = {
+        name: {"value": getattr(profile, name), **dataclasses.asdict(profile.source_of(name))}
+        for name in FIGURES
+    }
     return {
         "schema_version": PROFILE_SCHEMA_VERSION,
         "name": profile.name,
@@ -278,7 +256,7 @@ def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
         raise InputError("figures: expected an object with a value, document and date for each")
     values: dict[str, Any] = {}
     sources: dict[str, FigureSource] = {}
-    for name in FIGURES:
+    for name, number in FIGURES.items():
         entry = figures.get(name)
         entry = entry if isinstance(entry, dict) else {}
         value = entry.get("value")
@@ -286,22 +264,16 @@ def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
             raise InputError(f"figures.{name}.value: expected a number, got {value!r}")
         if not math.isfinite(value):
             raise InputError(f"figures.{name}.value: expected a finite number, got {value}")
-        values[name] = int(value) if name in _WHOLE_FIGURES else float(value)
-        sources[name] = FigureSource(
-            document=_text(entry, "document", f"figures.{name}"),
-            date=_text(entry, "date", f"figures.{name}"),
-        )
-    return HardwareProfile(
-        name=_text(body, "name", "profile"),
-        source=_text(body, "source", "profile"),
-        date=_text(body, "date", "profile"),
-        figure_sources=sources,
-        **values,
-    )
+        values[name] = number(value)
+        sources[name] = FigureSource(**_texts(entry, f"figures.{name}", "document", "date"))
+    texts = _texts(body, "profile", "name", "source", "date")
+    return HardwareProfile(figure_sources=sources, **texts, **values)
 
 
-def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
-    value = entry.get(key)
-    if not isinstance(value, str) or not value:
-        raise InputError(f"{where}.{key}: expected a text, got {value!r}")
-    return value
+def _texts(entry: Mapping[str, Any], where: str, *keys: str) -> dict[str, Any]:
+    """The texts of ``entry`` under ``keys``."""
+    for key in keys:
+        value = entry.get(key)
+        if not isinstance(value, str) or not value:
+            raise InputError(f"{where}.{key}: expected a text, got {value!r}")
+    return {key: entry[key] for key in keys}

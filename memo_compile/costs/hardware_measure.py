@@ -9,6 +9,7 @@ import datetime
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -139,59 +140,51 @@ def measure_hardware(
     bench = Bench(device=device, say=say)
     name = device_name(device)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    flops_per_s = bench.flops_per_s()
-    memory_bytes_per_s = bench.copy_bytes_per_s()
+    flops_per_s, memory_bytes_per_s = bench.flops_per_s(), bench.copy_bytes_per_s()
     d2h_bytes_per_s, h2d_bytes_per_s = bench.host_bytes_per_s()
     link_bytes_per_s = bench.link_bytes_per_s()
-    link_source = FigureSource(document="measured: copy to another device", date=today)
-    if link_bytes_per_s is None:
-        alone = "assumed: as fast as device to host; there is one device to measure"
-        link_source = FigureSource(document=alone, date=today)
-        link_bytes_per_s, link_source = _unmeasured(
-            device, name, "link_bytes_per_s", d2h_bytes_per_s, link_source
-        )
-    network_bytes_per_s, network_source = _unmeasured(
-        device,
-        name,
-        "network_bytes_per_s",
-        ASSUMED_NETWORK_BYTES_PER_S[device.type],
-        FigureSource(document="assumed: a single machine cannot measure it", date=today),
-    )
-    stated = FigureSource(document="as the system states it", date=today)
+    figures: dict[str, Any] = {
+        "peak_flops_per_s": flops_per_s,
+        "hbm_bytes_per_s": memory_bytes_per_s,
+        "memory_bytes": memory_bytes(device),
+        "d2h_bytes_per_s": d2h_bytes_per_s,
+        "h2d_bytes_per_s": h2d_bytes_per_s,
+        "link_bytes_per_s": link_bytes_per_s or d2h_bytes_per_s,
+        "network_bytes_per_s": ASSUMED_NETWORK_BYTES_PER_S[device.type],
+        "devices_per_node": max(1, torch.cuda.device_count()) if device.type == "cuda" else 1,
+    }
+    documents = _documents(device, linked=link_bytes_per_s is not None)
+    sources = {f: FigureSource(document=text, date=today) for f, text in documents.items()}
+    # What is assumed is the named profile's; that of the CPU is itself assumed and adds nothing.
+    named = declared_for(name) if device.type == "cuda" else None
+    if named is not None:
+        for figure in (f for f, text in documents.items() if text.startswith("assumed")):
+            figures[figure], sources[figure] = getattr(named, figure), named.source_of(figure)
     return HardwareProfile(
         name=name,
-        peak_flops_per_s=flops_per_s,
-        hbm_bytes_per_s=memory_bytes_per_s,
-        memory_bytes=memory_bytes(device),
-        d2h_bytes_per_s=d2h_bytes_per_s,
-        h2d_bytes_per_s=h2d_bytes_per_s,
-        link_bytes_per_s=link_bytes_per_s,
-        network_bytes_per_s=network_bytes_per_s,
-        devices_per_node=max(1, torch.cuda.device_count()) if device.type == "cuda" else 1,
         source=f"measured on {name} with torch {torch.__version__}",
         date=today,
-        figure_sources={
-            **_timed(device, today),
-            "memory_bytes": stated,
-            "devices_per_node": stated,
-            "link_bytes_per_s": link_source,
-            "network_bytes_per_s": network_source,
-        },
+        figure_sources=sources,
+        **figures,
     )
 
 
-def _timed(device: torch.device, today: str) -> dict[str, FigureSource]:
-    """What was timed for each of the four figures that every device gets measured."""
+def _documents(device: torch.device, *, linked: bool) -> dict[str, str]:
+    """What each figure was taken from; ``linked`` where another device of the machine was."""
     dtype = str(matmul_dtype(device)).removeprefix("torch.")
     size, mib = MATMUL_SIZE[device.type], COPY_BYTES >> 20
     host = "pinned host memory" if device.type == "cuda" else "a host buffer"
-    documents = {
+    alone = "assumed: as fast as device to host; there is one device to measure"
+    return {
         "peak_flops_per_s": f"measured: product of two {size} x {size} {dtype} matrices",
         "hbm_bytes_per_s": f"measured: copy of {mib} MiB, read and written",
+        "memory_bytes": "as the system states it",
         "d2h_bytes_per_s": f"measured: copy of {mib} MiB into {host}",
         "h2d_bytes_per_s": f"measured: copy of {mib} MiB from {host}",
+        "link_bytes_per_s": "measured: copy to another device" if linked else alone,
+        "network_bytes_per_s": "assumed: a single machine cannot measure it",
+        "devices_per_node": "as the system states it",
     }
-    return {figure: FigureSource(document=text, date=today) for figure, text in documents.items()}
 
 
 def device_name(device: torch.device) -> str:
@@ -214,13 +207,3 @@ def memory_bytes(device: torch.device) -> int:
     if not known:
         raise InputError("memory_bytes: this host does not say how much memory it has")
     return min(known)
-
-
-def _unmeasured(
-    device: torch.device, name: str, figure: str, assumed: float, source: FigureSource
-) -> tuple[float, FigureSource]:
-    """The named profile's figure of a GPU; that of the CPU is itself assumed and adds nothing."""
-    named = declared_for(name) if device.type == "cuda" else None
-    if named is None:
-        return assumed, source
-    return getattr(named, figure), named.source_of(figure)

@@ -148,6 +148,4 @@ def default_host_budget_bytes(memory: HostMemory, local_ranks: int) -> int | Non
     None where the host does not say what it has.
     """
     usable = memory.usable_bytes
-    if usable is None:
-        return None
-    return int(usable * (1 - RESERVE_FRACTION)) // local_ranks
+    return None if usable is None else int(usable * (1 - RESERVE_FRACTION)) // local_ranks

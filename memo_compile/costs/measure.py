@@ -1,9 +1,8 @@
 """Measure the physical memory of this process, so that a planned peak can be held against a fact.
 
-On CPU: anonymous resident memory (``RssAnon``), sampled by a thread. The C allocator's slack must
-not be counted as a tensor's: freed heap is handed back to the kernel before the baseline is read,
-and while the watch lasts every large block is mapped by itself, so that freeing it takes effect.
-No torch here; on CUDA ``torch.cuda.max_memory_allocated`` is the measure.
+On CPU: anonymous resident memory (``RssAnon``), sampled by a thread. So that the C allocator's
+slack does not count, freed heap goes back to the kernel before the baseline is read, and every
+large block is mapped by itself. No torch; on CUDA, ``torch.cuda.max_memory_allocated`` measures.
 """
 
 import contextlib
@@ -70,9 +69,8 @@ def _set_thresholds(num_bytes: int) -> None:
 def watch_memory() -> Iterator[MemoryWatch]:
     """Follow the process's anonymous resident memory while the block runs.
 
-    Freed memory is handed back first. The block runs slower than usual: its large allocations go
-    to the kernel. The kernel's counter behind ``RssAnon`` lags by up to 128 KiB per core; the
-    baseline is read exactly.
+    The block runs slower than usual: its large allocations go to the kernel, whose counter behind
+    ``RssAnon`` lags by up to 128 KiB per core. The baseline is read exactly.
 
     Raises:
         RuntimeMisuse: as ``resident_bytes``.

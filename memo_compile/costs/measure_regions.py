@@ -56,8 +56,8 @@ def measure_all(
     does not fit whole, and is told why.
 
     Raises:
-        UnsupportedGraph: a region cannot be run by itself. All or nothing: seconds that were
-            measured and seconds that were computed do not compare.
+        UnsupportedGraph: a region cannot be run by itself. All or nothing: measured seconds and
+            computed ones do not compare.
     """
     for name in lowered:
         _require_runs_alone(graphs[name])
@@ -87,11 +87,9 @@ def measure(
 ) -> float:
     """The average seconds of ``repeats`` runs of one region, after one run to warm up.
 
-    The median forgets what disturbed one run; to compare with a whole step, which does not forget,
-    take the mean.
-
-    Its inputs and its frame are made for the call and freed after it, so that writes into inputs
-    are lost. Random number generators are as before.
+    The median forgets what disturbed one run; a whole step does not: compare the mean with it.
+    Inputs and frame are made for the call, so that writes into inputs are lost. Random number
+    generators are as before.
 
     Raises:
         TooLarge: the region does not fit into the memory that is left.
@@ -215,19 +213,11 @@ def _frame(lowered: LoweredRegion, device: torch.device) -> Iterator[None]:
 def _offsets(profile: RegionProfile) -> tuple[Sequence[int], int]:
     """Where each buffer lies when buffers that live one after the other share bytes."""
     buffers = tuple(
-        Buffer(
-            id=str(index),
-            lower=buffer.start,
-            upper=buffer.end,
-            size=buffer.size_bytes,
-            alignment=ALIGNMENT_BYTES,
-        )
+        Buffer(id=str(index), lower=buffer.start, upper=buffer.end, size=buffer.size_bytes)
         for index, buffer in enumerate(profile.buffers)
     )
     placed = place(PlacementProblem(buffers=buffers, alignment=ALIGNMENT_BYTES), solver="greedy")
-    offsets = [placed.offsets[buffer.id] for buffer in buffers]
-    ends = (offset + buffer.size for offset, buffer in zip(offsets, buffers, strict=True))
-    return offsets, max(ends, default=0)
+    return [placed.offsets[buffer.id] for buffer in buffers], placed.height_bytes
 
 
 def _cpu_s(run: Callable[[], Any]) -> float:

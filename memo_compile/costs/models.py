@@ -8,12 +8,16 @@ with a shape that adds up to its name. The rest are the models' published config
 
 import difflib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from memo_compile.errors import InputError, require_at_least
 
 ELEMENT_BYTES = 2
 """Of an activation in bfloat16."""
+
+
+_SIZES = ("num_layers", "hidden", "ffn", "num_heads", "num_kv_heads", "vocab")
+"""Fields of a shape that are counts, in the order of the table below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +35,7 @@ class ModelShape:
     """True: gate, up and down projections (SwiGLU). False: two projections around a GELU."""
 
     def __post_init__(self) -> None:
-        sizes = ("hidden", "num_layers", "ffn", "num_heads", "num_kv_heads", "vocab")
-        require_at_least(1, {name: getattr(self, name) for name in sizes})
+        require_at_least(1, {name: getattr(self, name) for name in _SIZES})
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"num_kv_heads: expected a divisor of {self.num_heads}, got {self.num_kv_heads}"
@@ -44,15 +47,11 @@ class ModelShape:
         return self.num_kv_heads / self.num_heads
 
     @property
-    def num_projections(self) -> int:
-        """Matrices between hidden size and ffn size: 3 with a gate, else 2."""
-        return 3 if self.gated else 2
-
-    @property
     def layer_parameters(self) -> int:
         """Weights of one layer's projections; norms and biases (below 0.1 %) are not counted."""
         attention = 2 * self.hidden * self.hidden * (self.num_heads + self.num_kv_heads)
-        return attention // self.num_heads + self.num_projections * self.hidden * self.ffn
+        num_projections = 3 if self.gated else 2
+        return attention // self.num_heads + num_projections * self.hidden * self.ffn
 
     @property
     def embedding_parameters(self) -> int:
@@ -74,24 +73,12 @@ class ModelShape:
         return 6.0 * weights + 6.0 * self.num_layers * self.hidden * seq
 
 
-def _shape(
-    name: str, num_layers: int, hidden: int, ffn: int, num_heads: int, num_kv_heads: int, vocab: int
-) -> ModelShape:
-    """A gated shape; ``_gpt`` makes those without a gate."""
-    return ModelShape(
-        name=name,
-        hidden=hidden,
-        num_layers=num_layers,
-        ffn=ffn,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        vocab=vocab,
-        gated=True,
-    )
+def _shape(name: str, *sizes: int, gated: bool = True) -> ModelShape:
+    return ModelShape(name=name, gated=gated, **dict(zip(_SIZES, sizes, strict=True)))
 
 
 def _gpt(name: str, num_layers: int, hidden: int, heads: int) -> ModelShape:
-    return replace(_shape(name, num_layers, hidden, 4 * hidden, heads, heads, 50257), gated=False)
+    return _shape(name, num_layers, hidden, 4 * hidden, heads, heads, 50257, gated=False)
 
 
 MODELS: dict[str, ModelShape] = {

@@ -5,7 +5,8 @@ device reaches in practice: its nominal rates times MATMUL_EFFICIENCY and MEMORY
 """
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +25,9 @@ narrow ones of a layer less; 0.6 is between a training step's 0.4 to 0.5 and a b
 MEMORY_EFFICIENCY = 0.8
 """Of the nominal bandwidth: what streaming kernels that read and write reach on HBM and on DDR."""
 
-_ATTENTION_LIKE = {
-    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_fused_attention_overrideable": "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": (
-        "_scaled_dot_product_flash_attention_backward"
-    ),
-    "_scaled_dot_product_fused_attention_overrideable_backward": (
-        "_scaled_dot_product_flash_attention_backward"
-    ),
-}
-"""Attention kernels that torch's registry lacks -> one with the same first arguments."""
+_LIKE_FLASH_ATTENTION = re.compile("flash_attention_for_cpu|fused_attention_overrideable")
+"""In the name of an attention kernel that torch's registry lacks: its first arguments are those of
+flash attention, as are its backward's."""
 
 _LOOK_UPS = frozenset(("embedding", "gather", "index", "index_select"))
 """Operators that read as much of their table as they return."""
@@ -101,9 +94,11 @@ def _flops(node: fx.Node) -> int:
     formula = _formula(node)
     if formula is None:
         return 0
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _fake)
-    flops = formula(*args, **kwargs, out_val=node.meta.get("val"))
-    return int(flops) // 2 if _is_causal(node) else int(flops)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: read.meta.get("val"))
+    flops = int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    # Causal attention leaves out the upper half of the scores.
+    return flops // 2 if is_operator and argument(node, "is_causal") else flops
 
 
 def _formula(node: fx.Node) -> Any:
@@ -111,20 +106,10 @@ def _formula(node: fx.Node) -> Any:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return flop_registry.get(target)
-    name = op_name(node)
-    if target.namespace == "aten" and name in _ATTENTION_LIKE:
-        return flop_registry.get(getattr(torch.ops.aten, _ATTENTION_LIKE[name]))
+    name, num_replaced = _LIKE_FLASH_ATTENTION.subn("flash_attention", op_name(node))
+    if target.namespace == "aten" and num_replaced:
+        return flop_registry.get(getattr(torch.ops.aten, name))
     return flop_registry.get(target.overloadpacket)
-
-
-def _is_causal(node: fx.Node) -> bool:
-    """True for attention that leaves out the upper half of the scores."""
-    is_operator = isinstance(node.target, torch._ops.OpOverload)
-    return is_operator and bool(argument(node, "is_causal"))
-
-
-def _fake(node: fx.Node) -> Any:
-    return node.meta.get("val")
 
 
 def _read_bytes(node: fx.Node) -> int:
@@ -149,13 +134,10 @@ def _written_bytes(node: fx.Node) -> int:
 
 def _is_in_memory(node: fx.Node) -> bool:
     """False for a value that Inductor keeps in registers: fusible operators make and read it."""
-    if node.op != "call_function" or not _is_fusible(_maker(node)):
+    is_item = op_name(node) == "" and node.all_input_nodes
+    if node.op != "call_function" or not _is_fusible(node.all_input_nodes[0] if is_item else node):
         return True
     return any(user.op == "output" or not _is_fusible(user) for user in _readers(node))
-
-
-def _maker(node: fx.Node) -> fx.Node:
-    return node.all_input_nodes[0] if op_name(node) == "" and node.all_input_nodes else node
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
@@ -177,7 +159,7 @@ def _bytes(value: Any) -> int:
     """Bytes of the distinct elements of a tensor, or of all tensors in a sequence."""
     if isinstance(value, tuple | list):
         return sum(_bytes(item) for item in value)
-    if isinstance(value, Mapping) or not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor):
         return 0
     sizes = zip(value.shape, value.stride(), strict=True)
     return math.prod(size for size, stride in sizes if stride != 0) * value.element_size()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from memo_compile.config import local_world_size
 from memo_compile.costs.host import host_memory, processor_name
@@ -69,27 +70,22 @@ def examine() -> Iterator[Finding]:
 
 def _versions() -> Iterator[Finding]:
     finding = functools.partial(Finding, group="versions")
-    yield finding(name="python", value=platform.python_version(), text=platform.python_version())
-    memo = _version("memo-compile")
-    yield finding(name="memo", value=memo, text=memo or "not installed (running from a folder)")
+
+    def version(name: str, found: str | None, absent: str, **fault: Any) -> Finding:
+        """``fault`` says how bad it is, and what to do, where it is absent."""
+        return finding(name=name, value=found, text=found or absent, **({} if found else fault))
+
+    yield version("python", platform.python_version(), "")
+    yield version("memo", _version("memo-compile"), "not installed (running from a folder)")
     yield _torch_version()
     triton = _version("triton") or _version("pytorch-triton")
-    needed = triton is None and _has_cuda()
-    yield finding(
-        name="triton",
-        value=triton,
-        text=triton or ("not installed" if needed else "not needed without CUDA"),
-        health=Health.BROKEN if needed else Health.OK,
-        remedy="Inductor needs it on CUDA: pip install triton" if needed else "",
-    )
-    numba = _version("numba")
-    yield finding(
-        name="numba",
-        value=numba,
-        text=numba or "not installed",
-        health=Health.OK if numba else Health.LIMITED,
-        remedy="" if numba else "placement searches faster with it: pip install memo-compile[fast]",
-    )
+    if _has_cuda():
+        remedy = "Inductor needs it on CUDA: pip install triton"
+        yield version("triton", triton, "not installed", health=Health.BROKEN, remedy=remedy)
+    else:
+        yield version("triton", triton, "not needed without CUDA")
+    remedy = "placement searches faster with it: pip install memo-compile[fast]"
+    yield version("numba", _version("numba"), "not installed", health=Health.LIMITED, remedy=remedy)
 
 
 def _torch_version() -> Finding:
@@ -102,18 +98,21 @@ def _torch_version() -> Finding:
         health = Health.BROKEN
         return finding(value=None, text=f"cannot import: {error}", health=health, remedy=remedy)
     numbers = tuple(int(part) for part in version.split(".")[:2])
+    health, remedy = Health.OK, ""
     if numbers < OLDEST_TORCH:
-        remedy = f"memo supports torch {span}: pip install -U torch"
-        return finding(value=version, text=version, health=Health.BROKEN, remedy=remedy)
-    if numbers > NEWEST_TRIED_TORCH:
+        health, remedy = Health.BROKEN, f"memo supports torch {span}: pip install -U torch"
+    elif numbers > NEWEST_TRIED_TORCH:
+        health = Health.LIMITED
         remedy = f"memo was tried with torch {span}; on trouble install one of those"
-        return finding(value=version, text=version, health=Health.LIMITED, remedy=remedy)
-    return finding(value=version, text=version)
+    return finding(value=version, text=version, health=health, remedy=remedy)
 
 
 def _devices() -> Iterator[Finding]:
+    import psutil
+
     finding = functools.partial(Finding, group="devices")
-    name = _cpu_name()
+    cores = psutil.cpu_count(logical=False) or psutil.cpu_count()
+    name = f"{processor_name()}, {cores} cores"
     yield finding(name="cpu", value=name, text=name)
     if not _has_cuda():
         yield finding(name="cuda", value=None, text="none; memo plans for the CPU's memory")
@@ -155,6 +154,7 @@ def _compiler() -> Iterator[Finding]:
     """The C++ compiler that Inductor uses for the CPU, tried on a file with OpenMP."""
     finding = functools.partial(Finding, group="compiler", name="C++")
     remedy = "install g++ (with OpenMP) and Python's headers, e.g. apt install g++ python3-dev"
+    command: str | None = None
     try:
         from memo_compile import shim
 
@@ -163,12 +163,13 @@ def _compiler() -> Iterator[Finding]:
         return
     # Inductor raises InvalidCxxCompiler, a RuntimeError, when it finds none.
     except RuntimeError as error:
-        text = str(error).splitlines()[0]
-        yield finding(value=None, text=text, health=_cpp_health(), remedy=remedy)
-        return
-    problem = try_compiler(command)
+        problem = str(error).splitlines()[0]
+    else:
+        problem = try_compiler(command)
     if problem:
-        yield finding(value=command, text=problem, health=_cpp_health(), remedy=remedy)
+        # Nothing compiles for the CPU then; with CUDA only host code is affected.
+        health = Health.LIMITED if _has_cuda() else Health.BROKEN
+        yield finding(value=command, text=problem, health=health, remedy=remedy)
     else:
         yield finding(value=command, text=f"{command} compiles with OpenMP")
 
@@ -196,18 +197,11 @@ def try_compiler(command: str) -> str:
     return f"{command} fails: {lines[0]}"
 
 
-def _cpp_health() -> Health:
-    """Without a compiler nothing compiles for the CPU; with CUDA only host code is affected."""
-    return Health.LIMITED if _has_cuda() else Health.BROKEN
-
-
 def _solvers() -> Iterator[Finding]:
     finding = functools.partial(Finding, group="solvers")
     mip = _version("mip")
-    none_works = True
-    for engine in solver.Engine:
-        problem = try_engine(engine)
-        none_works = none_works and bool(problem)
+    problems = {engine: try_engine(engine) for engine in solver.Engine}
+    for engine, problem in problems.items():
         yield finding(
             name=engine.value,
             value=None if problem else f"mip {mip}",
@@ -215,7 +209,7 @@ def _solvers() -> Iterator[Finding]:
             health=Health.LIMITED if problem else Health.OK,
             remedy=_ENGINE_REMEDIES[engine] if problem else "",
         )
-    if none_works:
+    if all(problems.values()):
         yield finding(
             name="fallback",
             value="greedy",
@@ -293,10 +287,3 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_name() -> str:
-    """The processor's marketing name with its count of cores."""
-    import psutil
-
-    return f"{processor_name()}, {psutil.cpu_count(logical=False) or psutil.cpu_count()} cores"

@@ -77,7 +77,8 @@ class _Longer:
         self._middle, self._more = middle, more
         self._units = step.units.structure.classes[0].units
         self._num_units = step.units.num_units
-        self._chains = _Chains(self._calls_of_units(), self._units, self._arguments())
+        arguments = {*step.forward.arguments, *step.backward.arguments}
+        self._chains = _Chains(self._calls_of_units(), self._units, arguments)
 
     def step(self) -> CutStep:
         return replace(
@@ -86,9 +87,6 @@ class _Longer:
             backward=self._half(self._old.backward),
             units=self._longer_units(),
         )
-
-    def _arguments(self) -> set[str]:
-        return {*self._old.forward.arguments, *self._old.backward.arguments}
 
     def _unit(self, call: CutCall, phase: Phase) -> int:
         return call.position if phase is Phase.FORWARD else self._num_units - 1 - call.position
@@ -102,8 +100,6 @@ class _Longer:
 
     def _half(self, half: Cut) -> Cut:
         arguments = self._expanded(half.arguments)
-        calls = self._longer_calls(half.calls, half.phase)
-        whole = self._longer_calls(half.whole_calls, half.phase)
         nodes = {
             self._chains.copy(name, number): node
             for name, node in half.nodes.items()
@@ -112,8 +108,8 @@ class _Longer:
         }
         return replace(
             half,
-            calls=calls,
-            whole_calls=whole,
+            calls=self._longer_calls(half.calls, half.phase),
+            whole_calls=self._longer_calls(half.whole_calls, half.phase),
             arguments=arguments,
             results=self._expanded(half.results),
             leased=self._expanded(half.leased),
@@ -135,9 +131,8 @@ class _Longer:
     def _moved(self, call: CutCall, unit: int, number: int, phase: Phase) -> CutCall:
         """``call`` of ``unit`` where it runs now, or as copy ``number`` of the middle."""
         now = unit + (self._more if unit > self._middle else number)
-        position = now
-        if phase is Phase.BACKWARD:
-            position = self._num_units + self._more - 1 - now
+        last = self._num_units + self._more - 1
+        position = now if phase is Phase.FORWARD else last - now
 
         def renamed(names: Iterable[str]) -> tuple[str, ...]:
             return tuple(self._renamed(name, unit, now) for name in names)
@@ -195,7 +190,7 @@ class _Longer:
         graph = fx.Graph()
         for name in arguments:
             made = graph.placeholder(name)
-            made.meta = dict(given[self._chains.template(name)].meta)
+            made.meta = dict(given[self._chains.template.get(name, name)].meta)
         graph.output(())
         return fx.GraphModule(half.program, graph)
 
@@ -207,14 +202,11 @@ class _Longer:
             *itertools.repeat(middle, self._more),
             *structure.units[self._middle :],
         ]
-        first, last = layers.units[0], layers.units[-1] + self._more
-        for instance, unit in enumerate(range(first, last + 1)):
+        units = tuple(range(layers.units[0], layers.units[-1] + self._more + 1))
+        for instance, unit in enumerate(units):
             spans[unit] = replace(spans[unit], instance=instance)
-        longer = replace(
-            layers,
-            num_layers=layers.num_layers + self._more * layers.period,
-            units=tuple(range(first, last + 1)),
-        )
+        num_layers = layers.num_layers + self._more * layers.period
+        longer = replace(layers, num_layers=num_layers, units=units)
         return replace(
             self._old.units, structure=LayerStructure(units=tuple(spans), classes=(longer,))
         )
@@ -227,7 +219,8 @@ class _Chains:
         self, calls: dict[int, list[CutCall]], units: Sequence[int], arguments: set[str]
     ) -> None:
         self._following: dict[str, str] = {}
-        self._template: dict[str, str] = {}
+        self.template: dict[str, str] = {}
+        """Copy -> what it is a copy of."""
         self.level: dict[str, int] = {}
         """Value -> the unit that it belongs to; values that all layers share have none."""
         for unit in units:
@@ -238,11 +231,12 @@ class _Chains:
             for name, after in self._pairs(calls[unit], calls[following]):
                 if name == after:
                     shared.add(name)
-                else:
-                    self._follow(name, after)
-                    if name in arguments:
-                        self.level.setdefault(name, unit)
-                        self.level.setdefault(after, following)
+                    continue
+                if (known := self._following.setdefault(name, after)) != after:
+                    raise NotUniform(f"{name} is followed by {known} and by {after}")
+                if name in arguments:
+                    self.level.setdefault(name, unit)
+                    self.level.setdefault(after, following)
         self._level_borders()
         if mixed := shared & self.level.keys():
             raise NotUniform(f"{min(mixed)} is one layer's, and another layer reads it as well")
@@ -259,10 +253,6 @@ class _Chains:
             yield from zip(call.outputs, after.outputs, strict=True)
             for target, target_after in zip(call.into, after.into, strict=True):
                 yield target.value, target_after.value
-
-    def _follow(self, name: str, after: str) -> None:
-        if self._following.setdefault(name, after) != after:
-            raise NotUniform(f"{name} is followed by {self._following[name]} and by {after}")
 
     def _level_borders(self) -> None:
         """What comes into the first layer from before and into the last one from behind."""
@@ -286,12 +276,8 @@ class _Chains:
     def copy(self, name: str, number: int) -> str:
         """The name of copy ``number`` of a value of the middle."""
         made = f"{name}_copy{number}"
-        self._template[made] = name
+        self.template[made] = name
         return made
-
-    def template(self, name: str) -> str:
-        """What ``name`` is a copy of; itself where it is none."""
-        return self._template.get(name, name)
 
 
 def _alike(calls: dict[int, list[CutCall]], units: Sequence[int]) -> Sequence[int]:

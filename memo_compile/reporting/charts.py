@@ -9,8 +9,8 @@ from typing import Any
 from memo_compile.reporting import svg
 from memo_compile.reporting.svg import HEIGHT, WIDTH, Shape
 from memo_compile.reporting.view import Box, Role, StepView, short_source
-from memo_compile.step.plans import FrontierPoint, Plan, Span
-from memo_compile.step.problem import CallKind, Phase, Problem
+from memo_compile.step.plans import Plan, Span
+from memo_compile.step.problem import CallKind, Problem
 from memo_compile.units import format_bytes, format_seconds
 
 ROOM = 1.14
@@ -91,11 +91,13 @@ def _layer_ticks(view: StepView, start: int, end: int, percent: float) -> list[d
 def _ticks(
     values: Iterable[float], low: float, high: float, words: Callable[[float], str]
 ) -> list[dict[str, Any]]:
-    """Where on an axis from ``low`` to ``high``, in percent, and with which text."""
-    return [
-        {"at": round(100 * (value - low) / (high - low), 2), "text": words(value)}
-        for value in values
-    ]
+    """Where on an axis from ``low`` to ``high``, and with which text."""
+    return [{"at": _percent(value, low, high), "text": words(value)} for value in values]
+
+
+def _percent(value: float, low: float, high: float) -> float:
+    """Where ``value`` is on the way from ``low`` to ``high``."""
+    return round(100 * (value - low) / (high - low), 2)
 
 
 def _short_bytes(size: float) -> str:
@@ -176,7 +178,6 @@ def memory_chart(view: StepView, plan: Plan) -> dict[str, Any]:
     most = max(plan.peak_bytes, budget, 1) * ROOM
     columns = view.columns(CURVE_COLUMNS)
     width, up = WIDTH / len(columns), HEIGHT / most
-    constant = view.constant_bytes
     tops = [(*view.heights(moment), moment.held_bytes) for moment in columns]
     areas = [
         (css, svg.steps_path([height * up for height in heights], width))
@@ -190,14 +191,14 @@ def memory_chart(view: StepView, plan: Plan) -> dict[str, Any]:
             f"activations alive {format_bytes(moment.live_bytes)}",
             f"gradients and outputs {format_bytes(moment.made_bytes)}",
             f"allocated by kernels {format_bytes(moment.outside_bytes)}",
-            f"constant {format_bytes(constant)}",
+            f"constant {format_bytes(view.constant_bytes)}",
         )
         shapes.append(Shape(x=index * width, y=0, width=width, height=HEIGHT, css="", tip=tip))
     return {
         "areas": areas[::-1],
         "outside": any(moment.outside_bytes for moment in columns),
         "ticks": _ticks(svg.nice_ticks(most / ROOM, base=2), 0, most, _short_bytes),
-        "budget": round(100 * budget / most, 2) if budget else None,
+        "budget": _percent(budget, 0, most) if budget else None,
         "budget_text": f"budget {format_bytes(budget)}",
         "data": _hover(shapes),
     }
@@ -213,8 +214,7 @@ def lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None
     busy_ns: Counter[str] = Counter()
     for span in plan.timeline.spans:
         lane = "compute" if span.lane == "stall" else span.lane
-        shape = _span_shape(span, problem, view, calls.get(span.name), end)
-        shapes.setdefault(lane, []).append(shape)
+        shapes[lane].append(_span_shape(span, problem, view, calls[span.name], end))
         if span.lane != "stall":
             busy_ns[lane] += round((span.end_s - span.start_s) * 1e9)
     rows = {
@@ -225,7 +225,7 @@ def lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None
         "rows": [
             {
                 "key": lane,
-                "name": LANE_WORDS.get(lane, lane),
+                "name": LANE_WORDS[lane],
                 "busy": f"{busy_ns[lane] / end / 1e7:.0f} % busy" if group else "idle",
                 "paths": _paths(group),
             }
@@ -238,13 +238,14 @@ def lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None
     }
 
 
-def _span_shape(
-    span: Span, problem: Problem, view: StepView, index: int | None, end_s: float
-) -> Shape:
+def _span_shape(span: Span, problem: Problem, view: StepView, index: int, end_s: float) -> Shape:
+    call, css = problem.calls[index], span.lane
+    if span.lane == "compute":
+        css = "recomputed" if call.kind is CallKind.RECOMPUTE else call.phase.value
     lasts = format_seconds(span.end_s - span.start_s)
     tip = (
         f"stall: {span.name}" if span.lane == "stall" else span.name,
-        view.labels[index] if index is not None else LANE_WORDS.get(span.lane, span.lane),
+        view.labels[index],
         f"{lasts} from {format_seconds(span.start_s)}",
     )
     return Shape(
@@ -252,20 +253,9 @@ def _span_shape(
         y=0,
         width=(span.end_s - span.start_s) / end_s * WIDTH,
         height=HEIGHT,
-        css=_span_css(problem, span.lane, index),
+        css=css,
         tip=tip,
     )
-
-
-def _span_css(problem: Problem, lane: str, index: int | None) -> str:
-    if lane != "compute":
-        return lane
-    if index is None:
-        return "forward"
-    call = problem.calls[index]
-    if call.kind is CallKind.RECOMPUTE:
-        return "recomputed"
-    return "forward" if call.phase is Phase.FORWARD else "backward"
 
 
 def frontier(plan: Plan) -> dict[str, Any] | None:
@@ -276,14 +266,25 @@ def frontier(plan: Plan) -> dict[str, Any] | None:
     budget = plan.budget_bytes
     left, right = _range([point.peak_bytes for point in points] + ([budget] if budget else []))
     low, high = _range([point.step_s for point in points])
-    dots = [_dot(point, left, right, low, high) for point in points]
+    dots = [
+        {
+            "x": _percent(point.peak_bytes, left, right),
+            "y": _percent(point.step_s, low, high),
+            "policy": point.policy,
+            "step": format_seconds(point.step_s),
+            "peak": format_bytes(point.peak_bytes),
+            "host": format_bytes(point.host_bytes),
+            "chosen": point.chosen,
+        }
+        for point in points
+    ]
     byte_ticks = svg.nice_ticks(right, base=2, low=left)
     return {
         "dots": dots,
         "chosen": next((dot for dot in dots if dot["chosen"]), None),
         "x_ticks": _ticks(byte_ticks, left, right, _short_bytes),
         "y_ticks": _ticks(svg.nice_ticks(high, low=low), low, high, _short_seconds),
-        "budget": round(100 * (budget - left) / (right - left), 2) if budget else None,
+        "budget": _percent(budget, left, right) if budget else None,
     }
 
 
@@ -292,17 +293,3 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     room = (high - low) * 0.16 or max(high, 1e-9) * 0.1
     return max(0.0, low - room), high + room
-
-
-def _dot(
-    point: FrontierPoint, left: float, right: float, low: float, high: float
-) -> dict[str, Any]:
-    return {
-        "x": round(100 * (point.peak_bytes - left) / (right - left), 2),
-        "y": round(100 * (point.step_s - low) / (high - low), 2),
-        "policy": point.policy,
-        "step": format_seconds(point.step_s),
-        "peak": format_bytes(point.peak_bytes),
-        "host": format_bytes(point.host_bytes),
-        "chosen": point.chosen,
-    }

@@ -7,6 +7,7 @@ without having allocated it, and what is allocated in the end without an event. 
 
 import io
 import pickle
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,11 +145,11 @@ def _replay(
             if total > peak:
                 peak, stale = total, True
         elif event["action"] == "free_requested" and event["addr"] in alive:
-            if stale and total == peak:
+            if stale:
                 at_peak, stale = dict(alive), False
             total -= alive.pop(event["addr"])[0]
-    if stale and total == peak:
-        at_peak = dict(alive)
+    if stale:
+        at_peak = alive
     blocks = [
         LiveBlock(
             size_bytes=size,
@@ -194,44 +195,34 @@ def compare(plan: Plan, measured: Measured, problem: Problem | None = None) -> C
     Raises:
         InputError: the problem is not the plan's.
     """
-    return Comparison(
-        planned_bytes=plan.peak_bytes,
-        measured=measured,
-        layers=_by_layer(plan, measured, problem),
-    )
-
-
-def _by_layer(plan: Plan, measured: Measured, problem: Problem | None) -> tuple[LayerBytes, ...]:
     calls = {name.split("/", 1)[0] for name in plan.offsets}
     labels: dict[str, str] = {}
     planned: dict[str, int] | None = None
     if problem is not None:
         calls |= {call.name for call in problem.calls}
         labels, planned = _planned(plan, problem)
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for block in measured.blocks:
         call = next((name for name in block.names if name in calls), None)
-        label = OTHER if call is None else labels.get(call, call)
-        found[label] = found.get(label, 0) + block.size_bytes
-    if not found.keys() - {OTHER}:
-        return ()
-    order = list(dict.fromkeys([*(planned or {}), *found]))
-    return tuple(
+        found[OTHER if call is None else labels.get(call, call)] += block.size_bytes
+    order = dict.fromkeys([*(planned or {}), *found]) if found.keys() - {OTHER} else {}
+    layers = tuple(
         LayerBytes(
             layer=label,
             planned_bytes=None if planned is None else planned.get(label, 0),
-            measured_bytes=found.get(label, 0),
+            measured_bytes=found[label],
         )
         for label in sorted(order, key=lambda label: label == OTHER)
     )
+    return Comparison(planned_bytes=plan.peak_bytes, measured=measured, layers=layers)
 
 
 def _planned(plan: Plan, problem: Problem) -> tuple[dict[str, str], dict[str, int]]:
     """Call -> label of its layer; label -> bytes alive where the plan has most of them alive."""
     view = view_step(problem, plan)
     names = [
-        view.labels[index] if layer is None else f"layer {layer}"
-        for index, layer in enumerate(view.layers)
+        label if layer is None else f"layer {layer}"
+        for label, layer in zip(view.labels, view.layers, strict=True)
     ]
     labels = {call.name: name for call, name in zip(problem.calls, names, strict=True)}
     most = max(

@@ -1,7 +1,8 @@
 """What two plans, or two problems, do not have in common. What was observed does not count."""
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,18 +59,19 @@ _APART = frozenset({"offsets", "decisions", "regions", "calls", "tensors"})
 
 
 def _parts_of_problems(first: Problem, second: Problem) -> list[Difference]:
-    calls = [{call.name: call for call in each.calls} for each in (first, second)]
+    before, after = ({call.name: call for call in each.calls} for each in (first, second))
     parts = [
         *_parts("region", first.regions, second.regions),
-        *_parts("call", *calls),
+        *_parts("call", before, after),
         *_parts("tensor", first.tensors, second.tensors),
     ]
-    order = [[call.name for call in each.calls] for each in (first, second)]
-    if order[0] != order[1] and sorted(order[0]) == sorted(order[1]):
-        at = next(i for i, pair in enumerate(zip(*order, strict=True)) if pair[0] != pair[1])
-        parts.append(
-            Difference(what=f"order of calls from {at}", first=order[0][at], second=order[1][at])
+    if before.keys() == after.keys():
+        moved = (
+            Difference(what=f"order of calls from {at}", first=name, second=other)
+            for at, (name, other) in enumerate(zip(before, after, strict=True))
+            if name != other
         )
+        parts.extend(itertools.islice(moved, 1))
     return parts
 
 
@@ -78,7 +80,7 @@ def _numbers(data: Plan | Problem) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in dataclasses.fields(Plan if isinstance(data, Plan) else data):
         if field.name not in _APART:
-            _flatten(field.name, getattr(data, field.name), found)
+            found.update(_leaves(field.name, getattr(data, field.name)))
     if isinstance(data, Problem):
         found["num_calls"], found["num_regions"] = len(data.calls), len(data.regions)
     else:
@@ -86,18 +88,18 @@ def _numbers(data: Plan | Problem) -> dict[str, Any]:
     return found
 
 
-def _flatten(path: str, value: Any, found: dict[str, Any]) -> None:
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            _flatten(f"{path}.{field.name}", getattr(value, field.name), found)
+            yield from _leaves(f"{path}.{field.name}", getattr(value, field.name))
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _flatten(f"{path}.{key}", item, found)
+            yield from _leaves(f"{path}.{key}", item)
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
-            _flatten(f"{path}[{index}]", item, found)
+            yield from _leaves(f"{path}[{index}]", item)
     else:
-        found[path] = value
+        yield path, value
 
 
 def _collapsed(changes: tuple[Difference, ...]) -> tuple[Difference, ...]:
@@ -106,12 +108,11 @@ def _collapsed(changes: tuple[Difference, ...]) -> tuple[Difference, ...]:
     for change in changes:
         groups.setdefault(change.what.split("[")[0], []).append(change)
     found: list[Difference] = []
-    for group in groups.values():
-        if len(group) <= MAX_ENTRIES:
-            found.extend(group)
+    for first, *rest in groups.values():
+        if len(rest) < MAX_ENTRIES:
+            found += [first, *rest]
         else:
-            what = f"{group[0].what} and {len(group) - 1} more"
-            found.append(dataclasses.replace(group[0], what=what))
+            found.append(dataclasses.replace(first, what=f"{first.what} and {len(rest)} more"))
     return tuple(found)
 
 
@@ -146,10 +147,7 @@ def _parts(kind: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> li
             there = [None if side is None else "there" for side in (change.first, change.second)]
             found.append(Difference(what=f"{kind} {change.what}", first=there[0], second=there[1]))
             continue
-        before: dict[str, Any] = {}
-        after: dict[str, Any] = {}
-        _flatten("", change.first, before)
-        _flatten("", change.second, after)
+        before, after = (dict(_leaves("", side)) for side in (change.first, change.second))
         found += [
             dataclasses.replace(inner, what=f"{kind} {change.what}{inner.what}")
             for inner in _changed(before, after)

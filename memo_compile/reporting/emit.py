@@ -4,7 +4,6 @@ Those tools keep, recompute or offload whole layers or whole operators, the same
 memo decides for each tensor. What they cannot say is written beside the setting.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,12 +41,13 @@ def emit(tool: str, settings: Settings) -> str:
     """
     if tool not in TOOLS:
         raise InputError(f"emit: expected one of {', '.join(TOOLS)}, got {tool!r}")
-    sizes = {kind: _bytes_of(kind, settings.decisions) for kind in KINDS}
-    counts = Counter(row.decision for row in settings.decisions)
+    rows = {kind: [row for row in settings.decisions if row.decision == kind] for kind in KINDS}
+    # Of one layer, over the rows of all classes.
+    sizes = {k: round(sum(row.bytes * row.token_fraction for row in rows[k])) for k in KINDS}
     parts = [
-        f"{counts[kind]} {kind} ({format_bytes(sizes[kind])} a layer)"
+        f"{len(rows[kind])} {kind} ({format_bytes(sizes[kind])} a layer)"
         for kind in KINDS
-        if counts[kind]
+        if rows[kind]
     ]
     text = render(
         f"{tool}.j2",
@@ -59,9 +59,3 @@ def emit(tool: str, settings: Settings) -> str:
         offloaded=format_bytes(sizes["OFFLOAD"]),
     )
     return text.rstrip() + "\n"
-
-
-def _bytes_of(kind: str, decisions: Sequence[Decision]) -> int:
-    """Bytes of one layer with a decision of this ``kind``, over the rows of all classes."""
-    rows = (row for row in decisions if row.decision == kind)
-    return round(sum(row.bytes * row.token_fraction for row in rows))

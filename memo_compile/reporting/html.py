@@ -129,9 +129,7 @@ def _decision_row(row: Decision) -> dict[str, Any]:
         "layers": row.layer_class,
         "size": format_bytes(row.bytes),
         "decision": row.decision,
-        "css": {"SAVE": "saved", "OFFLOAD": "offloaded", "RECOMPUTE": "recomputed"}.get(
-            row.decision, "scratch"
-        ),
+        "css": {"SAVE": "saved", "OFFLOAD": "offloaded", "RECOMPUTE": "recomputed"}[row.decision],
         "tokens": "all" if row.token_fraction == 1.0 else f"{100 * row.token_fraction:.0f} %",
         "reason": row.reason,
         "source": short_source(row.source),

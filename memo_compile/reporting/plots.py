@@ -4,7 +4,6 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from memo_compile.errors import ConfigError
 from memo_compile.reporting.view import Role, StepView, view_step
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
@@ -37,19 +36,10 @@ MOST_COLUMNS = 1000
 """Points of the memory curve; more are not seen at this size."""
 
 
-def can_plot() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def write_plots(folder: Path, problem: Problem, plan: Plan) -> tuple[Path, ...]:
-    """``memory.svg``, ``memory.png``, ``arena.svg``, ``arena.png`` lie in ``folder``.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    if not can_plot():
-        raise ConfigError("plots: matplotlib is not installed; pip install 'memo-compile[plot]'")
+    """Memory curve and arena map lie in ``folder``, where matplotlib is installed; the files."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return ()
     from matplotlib.figure import Figure
 
     view = view_step(problem, plan)

@@ -1,9 +1,8 @@
 """A planned step as a PyTorch memory snapshot: opens in memory_viz, as a measured one does.
 
-Segments: the constant memory (parameters, optimizer state, ...), the arena at its planned size,
-what kernels allocate themselves, and the gradients and outputs that the step makes. The trace has
-an allocation and a free for every buffer of the step, in the order of its lines. Stack frames say
-which tensor, of which pass, made where in the user's code.
+Segments: the constant memory (parameters, optimizer state, ...), the arena, what kernels allocate
+themselves, and the gradients and outputs that the step makes. The trace has an allocation and a
+free for every buffer, by line. Frames say which tensor, of which pass, made where by the user.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -88,11 +87,10 @@ def _block(address: int, size: int, state: str, frames: Iterable[dict[str, Any]]
 
 
 def _segment(address: int, size: int, blocks: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """A segment of ``size`` bytes whose rest behind ``blocks`` is free."""
-    used = sum(block["size"] for block in blocks)
-    if size > used:
-        blocks = [*blocks, _block(address + used, size - used, "inactive", ())]
-    active = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
+    """A segment of ``size`` bytes; ``blocks`` are allocated, the rest behind them is free."""
+    active = sum(block["size"] for block in blocks)
+    if size > active:
+        blocks = [*blocks, _block(address + active, size - active, "inactive", ())]
     return {
         "device": 0,
         "address": address,
@@ -147,20 +145,17 @@ def _outside(problem: Problem, view: StepView, address: int) -> tuple[dict[str, 
     """What kernels allocate themselves, placed as tightly as they would find it free."""
     born: dict[tuple[str, int], list[int]] = {}
     found: list[tuple[int, int, int, str]] = []
-    ordered = sorted(outside_events(problem), key=lambda event: (event[0], event[1]))
-    for line, change, kind in ordered:
+    for line, change, kind in sorted(outside_events(problem), key=lambda event: event[:2]):
         if change > 0:
             born.setdefault((kind, change), []).append(line)
         elif change < 0 and born.get((kind, -change)):
             found.append((born[(kind, -change)].pop(0), line, -change, kind))
     buffers = tuple(
-        Buffer(id=str(index), lower=start, upper=end, size=size, alignment=ALIGNMENT_BYTES)
+        Buffer(id=str(index), lower=start, upper=end, size=size)
         for index, (start, end, size, _) in enumerate(found)
         if end > start
     )
-    placed = place(
-        PlacementProblem(buffers=buffers, blocks=(), alignment=ALIGNMENT_BYTES), solver="greedy"
-    )
+    placed = place(PlacementProblem(buffers=buffers, alignment=ALIGNMENT_BYTES), solver="greedy")
     lives = []
     for buffer in buffers:
         call = view.call_at(buffer.lower)
@@ -223,17 +218,16 @@ def _segment_events(segments: list[dict[str, Any]], clock: _Clock) -> Iterator[d
     files in which categories are used and this one is not.
     """
     for segment in segments:
-        if not segment["total_size"]:
-            continue
-        yield {
-            "action": "segment_alloc",
-            "addr": segment["address"],
-            "size": segment["total_size"],
-            "stream": 0,
-            "frames": segment["frames"],
-            "time_us": clock(0),
-            "category": "unknown",
-        }
+        if segment["total_size"]:
+            yield {
+                "action": "segment_alloc",
+                "addr": segment["address"],
+                "size": segment["total_size"],
+                "stream": 0,
+                "frames": segment["frames"],
+                "time_us": clock(0),
+                "category": "unknown",
+            }
 
 
 def _buffer_events(lives: list[_Life], clock: _Clock) -> Iterator[dict[str, Any]]:

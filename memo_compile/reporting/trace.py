@@ -1,9 +1,8 @@
 """A simulated step as Chrome trace events: opens in Perfetto and chrome://tracing.
 
-Lanes are threads of one process; every span is a begin and an end event. A copy is bound to the
-program by arrows: from where it is issued, through the copy, to the wait that needs it. A counter
-shows the memory of the device. Without a simulated timeline a line of generated code lasts a
-microsecond, and ``otherData`` says so.
+Lanes are threads of one process; every span is a begin and an end event. Arrows lead from where a
+copy is issued through it to the wait that needs it; a counter shows the device's memory. Without a
+simulated timeline a line of generated code lasts a microsecond, and ``otherData`` says so.
 """
 
 import itertools
@@ -93,11 +92,8 @@ def call_times(problem: Problem, timeline: Timeline) -> CallTimes:
     starts, ends, clock = [], [], 0.0
     for call in problem.calls:
         span = on_lane.get(call.name)
-        if span is not None:
-            starts.append(max(clock, span.start_s))
-            clock = max(clock, span.end_s)
-        else:
-            starts.append(clock)
+        starts.append(clock if span is None else max(clock, span.start_s))
+        clock = clock if span is None else max(clock, span.end_s)
         ends.append(clock)
     return CallTimes(starts_s=tuple(starts), ends_s=tuple(ends))
 
@@ -117,18 +113,14 @@ class _Slice:
 def _spans(problem: Problem, timeline: Timeline, view: StepView) -> Iterator[_Slice]:
     calls = {call.name: index for index, call in enumerate(problem.calls)}
     for span in timeline.spans:
-        index = calls.get(span.name)
-        arguments: dict[str, Any] = {}
-        if index is not None:
-            call = problem.calls[index]
-            arguments = {"what": view.labels[index], "region": call.region}
-            if call.copy is not None:
-                arguments["bytes"] = call.copy.num_bytes
-        lane = "compute" if span.lane == "stall" else span.lane
-        name = f"stall: {span.name}" if span.lane == "stall" else span.name
+        index, stalls = calls[span.name], span.lane == "stall"
+        call = problem.calls[index]
+        arguments: dict[str, Any] = {"what": view.labels[index], "region": call.region}
+        if call.copy is not None:
+            arguments["bytes"] = call.copy.num_bytes
         yield _Slice(
-            lane=lane if lane in THREADS else "communication",
-            name=name,
+            lane="compute" if stalls else span.lane,
+            name=f"stall: {span.name}" if stalls else span.name,
             start_s=span.start_s,
             end_s=max(span.end_s, span.start_s),
             category=span.lane,

@@ -7,10 +7,12 @@ Time is the step's own axis in lines of generated code (see ``problem.py``); no 
 import bisect
 import enum
 import itertools
+import operator
 import re
 from dataclasses import dataclass
 
 from memo_compile.errors import InputError
+from memo_compile.planners.moves import original_name
 from memo_compile.step.plans import Decision, Plan
 from memo_compile.step.problem import (
     ArenaBuffer,
@@ -39,9 +41,7 @@ class Role(enum.Enum):
     OFFLOADED = "offloaded"
     """Made in the forward, dead once its copy to the host has ended."""
     RELOADED = "reloaded"
-    """Back from the host."""
     RECOMPUTED = "recomputed"
-    """Recomputed for the backward."""
     SCRATCH = "scratch"
     """Needed only within its pass."""
 
@@ -117,23 +117,17 @@ class StepView:
         """The Moments as at most ``most`` equally wide columns, each the one of most memory."""
         end = max(self.starts[-1], 1)
         count = min(most, end)
-        best: dict[int, Moment] = {}
-        last: dict[int, Moment] = {}
-        for moment in self.moments:
-            column = moment.line * count // end
-            last[column] = moment
-            best[column] = max(best.get(column, moment), moment, key=_amount)
+        groups = itertools.groupby(self.moments, lambda moment: moment.line * count // end)
+        of_column = {column: list(group) for column, group in groups}
+        amount = operator.attrgetter("held_bytes", "live_bytes")
         found: list[Moment] = []
         before = Moment(line=0, live_bytes=0, outside_bytes=0, made_bytes=0, held_bytes=0)
         for column in range(count):
+            own = of_column.get(column, [])
             # What was alive before the column's first change is alive in the column, too.
-            found.append(max(best.get(column, before), before, key=_amount))
-            before = last.get(column, before)
+            found.append(max((*own, before), key=amount))
+            before = own[-1] if own else before
         return found
-
-
-def _amount(moment: Moment) -> tuple[int, int]:
-    return (moment.held_bytes, moment.live_bytes)
 
 
 def short_source(source: str | None) -> str:
@@ -149,21 +143,18 @@ def view_step(problem: Problem, plan: Plan) -> StepView:
     Raises:
         InputError: the plan is not one of this problem (a buffer has no offset).
     """
-    starts = call_starts(problem)
-    layers = _layers(problem)
-    labels = tuple(_label(call, layer) for call, layer in zip(problem.calls, layers, strict=True))
+    starts, layers, buffers = call_starts(problem), _layers(problem), arena_buffers(problem)
     backward_start = starts[problem.first_backward]
-    buffers = arena_buffers(problem)
     return StepView(
-        labels=labels,
+        labels=tuple(map(_label, problem.calls, layers)),
         layers=layers,
         starts=starts,
         backward_start=backward_start,
         boxes=_boxes(problem, plan, buffers, layers, backward_start),
         moments=_moments(problem, plan, buffers, starts),
         made=tuple(
-            sum(output.size_bytes for output in outputs if output.storage is Storage.EXTERNAL)
-            for outputs in (problem.regions[call.region].outputs for call in problem.calls)
+            sum(made.size_bytes for made, _ in made_by if made.storage is Storage.EXTERNAL)
+            for made_by in map(problem.made_by, problem.calls)
         ),
         constant_bytes=step_constant_bytes(problem),
     )
@@ -172,13 +163,12 @@ def view_step(problem: Problem, plan: Plan) -> StepView:
 def _layers(problem: Problem) -> tuple[int | None, ...]:
     """Per call the number of its layer, in the order in which forwards run."""
     numbers: dict[tuple[str, int], int] = {}
-    found: list[int | None] = []
-    for call in problem.calls:
-        if call.layer_class is None:
-            found.append(None)
-        else:
-            found.append(numbers.setdefault((call.layer_class, call.instance), len(numbers)))
-    return tuple(found)
+    return tuple(
+        None
+        if call.layer_class is None
+        else numbers.setdefault((call.layer_class, call.instance), len(numbers))
+        for call in problem.calls
+    )
 
 
 _KIND_WORDS = {
@@ -198,37 +188,22 @@ def _label(call: StepCall, layer: int | None) -> str:
 
 
 class _Names:
-    """Which buffer a value lies in, and what its tensor is called and why it is there."""
+    """What the tensor in a buffer is called, and why it is there."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem = problem
-        self.buffer_of: dict[str, str] = {}
-        """Value -> the id of its buffer."""
         self.value_of: dict[str, str] = {}
-        """The inverse: the first value of each buffer."""
-        self.decisions_of: dict[str, list[Decision]] = {}
-        self.offloaded: set[str] = set()
-        self.reloaded: dict[str, str] = {}
-        """Buffer of a RELOAD -> the value whose bytes it brings back."""
-        self._collect()
-        self._decide(plan)
-
-    def _collect(self) -> None:
-        for made in arena_values(self.problem):
-            self.buffer_of[made.value] = made.id
+        """The first value of each buffer."""
+        buffer_of: dict[str, str] = {}
+        for made in arena_values(problem):
+            buffer_of[made.value] = made.id
             self.value_of.setdefault(made.id, made.value)
-        for value, source in aliases(self.problem).items():
-            self.buffer_of[value] = self.buffer_of.get(source, "")
-        on_host: dict[int, str] = {}
-        for call in self.problem.calls:
-            if call.copy is None:
-                continue
-            begin = call.copy.host_offset - call.copy.start_bytes
-            if call.kind is CallKind.OFFLOAD:
-                on_host[begin] = call.inputs[0]
-                self.offloaded.add(self.buffer_of.get(call.inputs[0], ""))
-            else:
-                self.reloaded[self.buffer_of[call.outputs[0]]] = on_host.get(begin, "")
+        for value, source in aliases(problem).items():
+            buffer_of[value] = buffer_of.get(source, "")
+        copied = (call for call in problem.calls if call.kind is CallKind.OFFLOAD)
+        self.offloaded = {buffer_of.get(call.inputs[0], "") for call in copied}
+        self.decisions_of: dict[str, list[Decision]] = {}
+        self._decide(plan)
 
     def _decide(self, plan: Plan) -> None:
         """Spread each class's decisions, which name its first layer, over all its layers."""
@@ -257,16 +232,10 @@ class _Names:
 
     def origin(self, buffer: str) -> str:
         """The forward's value that the buffer holds; "" when it holds none."""
-        if self.reloaded.get(buffer):
-            return self.reloaded[buffer]
         value = self.value_of.get(buffer, "")
-        if value in self.decisions_of or value in self.problem.tensors:
-            return value
-        # Recomputed or moved, a value carries the first one's name behind a prefix (``again.mm``).
-        parts = [value[cut.end() :] for cut in re.finditer(r"[:.@/]", value)]
-        parts += [value[: cut.start()] for cut in re.finditer(r"[:.@/]", value)]
-        known = self.decisions_of.keys() | self.problem.tensors.keys()
-        return next((part for part in parts if part in known), value)
+        origin = original_name(value)
+        known = origin in self.decisions_of or origin in self.problem.tensors
+        return origin if known else value
 
 
 _LAYER_RANGE = re.compile(r"\[(\d+):(\d+)\]$")

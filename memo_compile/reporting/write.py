@@ -2,11 +2,11 @@
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 from memo_compile.reporting.html import render_html
-from memo_compile.reporting.plots import can_plot, write_plots
+from memo_compile.reporting.plots import write_plots
 from memo_compile.reporting.snapshot import memory_snapshot
 from memo_compile.reporting.trace import chrome_trace
 from memo_compile.step.movable import StepCosts
@@ -14,19 +14,6 @@ from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.step.serialise import to_json
 from memo_compile.text_files import named
-
-PICTURES: tuple[tuple[str, Callable[[Problem, Plan], bytes]], ...] = (
-    ("problem.json", lambda problem, plan: to_json(problem).encode()),
-    ("plan.json", lambda problem, plan: to_json(plan).encode()),
-    ("report.html", lambda problem, plan: render_html(problem, plan).encode()),
-    ("plan.trace.json", lambda problem, plan: json.dumps(chrome_trace(problem, plan)).encode()),
-    ("plan.snapshot.pickle", lambda problem, plan: pickle.dumps(memory_snapshot(problem, plan))),
-)
-"""File name -> what it holds, in the order in which they are written."""
-
-
-COSTS = "costs.json"
-"""What ``memo replay`` simulates with."""
 
 
 def write_pictures(
@@ -43,12 +30,19 @@ def write_pictures(
     written = []
     with named(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in PICTURES:
-            (folder / name).write_bytes(content(problem, plan))
+        for name, content in _files(problem, plan, costs):
+            (folder / name).write_bytes(content)
             written.append(folder / name)
-        if costs is not None:
-            (folder / COSTS).write_text(to_json(costs))
-            written.append(folder / COSTS)
-        if can_plot():
-            written.extend(write_plots(folder, problem, plan))
+        written.extend(write_plots(folder, problem, plan))
     return tuple(written)
+
+
+def _files(problem: Problem, plan: Plan, costs: StepCosts | None) -> Iterator[tuple[str, bytes]]:
+    """File name and what it holds, in the order in which they are written."""
+    yield "problem.json", to_json(problem).encode()
+    yield "plan.json", to_json(plan).encode()
+    yield "report.html", render_html(problem, plan).encode()
+    yield "plan.trace.json", json.dumps(chrome_trace(problem, plan)).encode()
+    yield "plan.snapshot.pickle", pickle.dumps(memory_snapshot(problem, plan))
+    if costs is not None:
+        yield "costs.json", to_json(costs).encode()

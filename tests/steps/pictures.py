@@ -96,7 +96,7 @@ def _forward(num_layers: int, moving: int) -> Iterator[StepCall]:
 
 def _reload(k: int) -> StepCall:
     moved = Copy(start_bytes=0, end_bytes=ATTN, host_offset=k * ATTN)
-    return _copy_call(f"h2d@{k}", CallKind.RELOAD, k, outputs=(f"attn.{k}@back",), copy=moved)
+    return _copy_call(f"h2d@{k}", CallKind.RELOAD, k, outputs=(f"reloaded.attn.{k}",), copy=moved)
 
 
 def _backward(num_layers: int, moving: int) -> Iterator[StepCall]:
@@ -106,7 +106,7 @@ def _backward(num_layers: int, moving: int) -> Iterator[StepCall]:
         if 0 <= k - 1 < moving:
             yield _reload(k - 1)
         if k < moving:
-            attn, mlp = f"{attn}@back", f"{mlp}@again"
+            attn, mlp = f"reloaded.{attn}", f"again.{mlp}"
             yield _copy_call(f"w.h2d@{k}", CallKind.WAIT, k, inputs=(attn,), waits_for=f"h2d@{k}")
             reads, kind = [f"x.{k}", attn], CallKind.RECOMPUTE
             yield call(f"again@{k}", "again", Phase.BACKWARD, reads, [mlp], kind=kind, **place)

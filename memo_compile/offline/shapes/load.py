@@ -141,10 +141,12 @@ def _of_config(path: Path, *, seq: int, batch: int, dtype: torch.dtype) -> Loade
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise InputError(f"{path}: needs transformers; pip install transformers") from error
-    body = _read_config(path)
-    kind = body.pop("model_type", None)
+    body = read_json(path)
+    if not isinstance(body, dict) or not isinstance(body.get("model_type"), str):
+        raise InputError(f"{path}: field 'model_type' is missing; expected a config.json")
+    kind = body.pop("model_type")
     try:
-        config = AutoConfig.for_model(str(kind), **body)
+        config = AutoConfig.for_model(kind, **body)
     except Exception as error:  # transformers raises what it likes on a bad configuration
         raise InputError(f"{path}: transformers refuses it: {_first_line(error)}") from error
     for name in _NEEDED:
@@ -165,13 +167,6 @@ def _of_config(path: Path, *, seq: int, batch: int, dtype: torch.dtype) -> Loade
         num_tokens=seq * batch,
         notes=("the model returns its logits beside the loss; they are counted as an output",),
     )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    body = read_json(path)
-    if not isinstance(body, dict) or not isinstance(body.get("model_type"), str):
-        raise InputError(f"{path}: field 'model_type' is missing; expected a config.json")
-    return body
 
 
 def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) -> Loaded:

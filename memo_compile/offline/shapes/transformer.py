@@ -8,7 +8,7 @@ as many bytes as Megatron's logits of all tokens and a part of the vocabulary.
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from memo_compile.costs.models import ModelShape
 from memo_compile.errors import InputError, require_at_least
 from memo_compile.offline.shapes.parallel import (
     ColumnParallel,
-    GatherWeight,
-    ReduceScatter,
+    all_gather,
+    reduce_scatter,
     ring_attention,
 )
 
@@ -66,64 +66,31 @@ class Degrees:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """One device's sizes."""
+def one_device(shape: ModelShape, degrees: Degrees) -> ModelShape:
+    """``shape`` with the heads, widths and layers that one device of the first stage has.
 
-    shape: ModelShape
-    degrees: Degrees
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads."""
-        return self.shape.num_heads // self.degrees.tp
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key and value heads; where tp is larger than their number, they are replicated."""
-        return max(1, self.shape.num_kv_heads // self.degrees.tp)
-
-    @property
-    def head_dim(self) -> int:
-        """Of every head."""
-        return self.shape.hidden // self.shape.num_heads
-
-    @property
-    def ffn(self) -> int:
-        """Width of the MLP."""
-        return self.shape.ffn // self.degrees.tp
-
-    @property
-    def vocab(self) -> int:
-        """Rows of the embedding table."""
-        tp = self.degrees.tp
-        if tp == 1:
-            return self.shape.vocab
-        return -(-self.shape.vocab // (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE
-
-    @property
-    def num_layers(self) -> int:
-        """Of the first pipeline stage."""
-        return self.shape.num_layers // self.degrees.pp
+    Key and value heads are replicated where tp is larger than their number.
+    """
+    tp = degrees.tp
+    padded = -(-shape.vocab // (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE
+    return replace(
+        shape,
+        num_layers=shape.num_layers // degrees.pp,
+        ffn=shape.ffn // tp,
+        num_heads=shape.num_heads // tp,
+        num_kv_heads=max(1, shape.num_kv_heads // tp),
+        vocab=shape.vocab if tp == 1 else padded,
+    )
 
 
 def _weight(*size: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*size))
 
 
-class Norm(nn.Module):
-    """RMSNorm, or LayerNorm with a bias."""
-
-    def __init__(self, width: int, *, rms: bool) -> None:
-        super().__init__()
-        self.weight = _weight(width)
-        self.bias = None if rms else _weight(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` normalised along its last dimension."""
-        if self.bias is None:
-            return functional.rms_norm(x, x.shape[-1:], self.weight, NORM_EPSILON)
-        return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, NORM_EPSILON)
+def _norm(shape: ModelShape) -> nn.Module:
+    if shape.gated:
+        return nn.RMSNorm(shape.hidden, NORM_EPSILON)
+    return nn.LayerNorm(shape.hidden, NORM_EPSILON)
 
 
 class Project(nn.Module):
@@ -158,39 +125,37 @@ class Close(nn.Module):
         """``(batch, seq / (tp * cp), hidden)``."""
         if self.tp == 1:
             return functional.linear(x, self.weight, self.bias)
-        made: Tensor = ReduceScatter.apply(functional.linear(x, self.weight), self.tp)
+        made: Tensor = reduce_scatter(functional.linear(x, self.weight), 1, self.tp)
         return made if self.bias is None else made + self.bias
 
 
 class Attention(nn.Module):
     """Causal attention; keys and values may have fewer heads; RoPE where ``rope`` is given."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: ModelShape, degrees: Degrees) -> None:
         super().__init__()
-        shape, tp = share.shape, share.degrees.tp
-        self.share = share
-        kv = share.num_kv_heads * share.head_dim
-        inner = share.num_heads * share.head_dim
-        self.qkv = Project(shape.hidden, (inner, kv, kv), tp, bias=not shape.gated)
-        self.out = Close(inner, shape.hidden, tp, bias=not shape.gated)
+        tp, self.cp = degrees.tp, degrees.cp
+        self.head_dim = share.hidden // (share.num_heads * tp)
+        self.is_grouped = share.num_kv_heads != share.num_heads
+        kv, inner = share.num_kv_heads * self.head_dim, share.num_heads * self.head_dim
+        self.qkv = Project(share.hidden, (inner, kv, kv), tp, bias=not share.gated)
+        self.out = Close(inner, share.hidden, tp, bias=not share.gated)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """Attention of ``x`` to itself."""
         q, k, v = (self._heads(projected) for projected in self.qkv(x))
         if rope is not None:
             q, k = _rotate(q, *rope), _rotate(k, *rope)
-        cp = self.share.degrees.cp
-        if cp > 1:
-            mixed, _ = ring_attention(q, k, v, cp, True)
+        if self.cp > 1:
+            mixed, _ = ring_attention(q, k, v, self.cp, True)
         else:
-            grouped = self.share.num_kv_heads != self.share.num_heads
             mixed = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=grouped
+                q, k, v, is_causal=True, enable_gqa=self.is_grouped
             )
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.share.head_dim)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -201,12 +166,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Mlp(nn.Module):
     """SwiGLU, or two projections around a GELU."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: ModelShape, tp: int) -> None:
         super().__init__()
-        shape, tp = share.shape, share.degrees.tp
-        outs = (share.ffn, share.ffn) if shape.gated else (share.ffn,)
-        self.opening = Project(shape.hidden, outs, tp, bias=not shape.gated)
-        self.closing = Close(share.ffn, shape.hidden, tp, bias=not shape.gated)
+        outs = (share.ffn, share.ffn) if share.gated else (share.ffn,)
+        self.opening = Project(share.hidden, outs, tp, bias=not share.gated)
+        self.closing = Close(share.ffn, share.hidden, tp, bias=not share.gated)
 
     def forward(self, x: Tensor) -> Tensor:
         """Of the same shape as ``x``."""
@@ -219,12 +183,10 @@ class Mlp(nn.Module):
 class TransformerLayer(nn.Module):
     """Norm, attention, residual; norm, MLP, residual."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: ModelShape, degrees: Degrees) -> None:
         super().__init__()
-        shape = share.shape
-        self.norm_1 = Norm(shape.hidden, rms=shape.gated)
-        self.norm_2 = Norm(shape.hidden, rms=shape.gated)
-        self.attention, self.mlp = Attention(share), Mlp(share)
+        self.norm_1, self.norm_2 = _norm(share), _norm(share)
+        self.attention, self.mlp = Attention(share, degrees), Mlp(share, degrees.tp)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """The residual stream after this layer."""
@@ -242,42 +204,42 @@ class Transformer(nn.Module):
     frequencies: Tensor | None
     """Of the rotary embedding; None for a model with learned positions."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, shape: ModelShape, degrees: Degrees) -> None:
         super().__init__()
-        shape = share.shape
-        self.share = share
+        self.tp, self.is_whole = degrees.tp, degrees.pp == 1
+        share = one_device(shape, degrees)
         self.embedding = _weight(share.vocab, shape.hidden)
-        self.layers = nn.ModuleList(TransformerLayer(share) for _ in range(share.num_layers))
-        self.is_whole = share.degrees.pp == 1
+        layers = (TransformerLayer(share, degrees) for _ in range(share.num_layers))
+        self.layers = nn.ModuleList(layers)
         if self.is_whole:
-            self.norm = Norm(shape.hidden, rms=shape.gated)
+            self.norm = _norm(shape)
             self.head = _weight(share.vocab, shape.hidden)
-        half = torch.arange(0, share.head_dim, 2, dtype=torch.float32) / share.head_dim
+        head_dim = shape.hidden // shape.num_heads
+        half = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequencies = ROPE_BASE**-half if shape.gated else None
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """The mean loss of the device's own tokens, ``(batch, seq / (tp * cp))``."""
-        tp = self.share.degrees.tp
-        x = functional.embedding(ids, _whole(self.embedding, tp))
+        x = functional.embedding(ids, _whole(self.embedding, self.tp))
         rope = None if self.frequencies is None else self._rope(x, self.frequencies)
         for layer in self.layers:
             x = layer(x, rope)
         if not self.is_whole:
             return x
-        logits = functional.linear(self.norm(x), _whole(self.head, tp))
+        logits = functional.linear(self.norm(x), _whole(self.head, self.tp))
         return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
     def _rope(self, x: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the tokens that attention sees: tp devices share theirs."""
-        positions = torch.arange(x.shape[1] * self.share.degrees.tp, device=x.device)
+        positions = torch.arange(x.shape[1] * self.tp, device=x.device)
         angles = positions[:, None] * frequencies[None, :]
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
 def _whole(weight: Tensor, tp: int) -> Tensor:
-    return weight if tp == 1 else GatherWeight.apply(weight, tp)
+    return weight if tp == 1 else all_gather(weight, 0, tp)
 
 
 @contextlib.contextmanager
@@ -302,10 +264,8 @@ def first_stage(
         InputError: a degree does not divide what it cuts.
     """
     degrees.require_divides(shape, seq)
-    if batch < 1 or seq < 1:
-        raise InputError(f"batch and seq: expected at least 1, got {batch} and {seq}")
     with default_dtype(dtype):
-        model = Transformer(Share(shape=shape, degrees=degrees))
+        model = Transformer(shape, degrees)
     tokens = seq // (degrees.tp * degrees.cp)
     ids = torch.empty(batch, tokens, dtype=torch.long)
     return model, (ids, torch.empty(batch, tokens, dtype=torch.long))
