@@ -105,16 +105,12 @@ def numbers(data: Mapping[str, Any], name: str, length: int | None = None) -> tu
     return tuple(_checked_number(value, f"{name}[{i}]") for i, value in enumerate(values))
 
 
-def indices(
-    data: Mapping[str, Any], name: str, num_ops: int, default: tuple[int, ...] | None = None
-) -> tuple[int, ...]:
+def indices(data: Mapping[str, Any], name: str, num_ops: int) -> tuple[int, ...]:
     """The sorted set of operator indices under ``name``, each in ``[0, num_ops)``.
 
     Raises:
-        InputError: missing without a default, or an entry that is no operator.
+        InputError: missing, or an entry that is no operator.
     """
-    if default is not None and name not in data:
-        return default
     return _checked_indices(_checked_list(data, name, None), name, num_ops)
 
 
@@ -124,18 +120,17 @@ def dependencies(data: Mapping[str, Any], num_ops: int) -> tuple[tuple[int, ...]
     Raises:
         InputError: wrong length, unknown operator, a cycle, or an operator listed before its input.
     """
-    rows = _checked_list(data, "deps", num_ops)
     deps = []
-    for i, row in enumerate(rows):
+    for i, row in enumerate(_checked_list(data, "deps", num_ops)):
         if not isinstance(row, list):
             raise InputError(f"deps[{i}]: expected a list of operators, got {row!r}")
         deps.append(_checked_indices(row, f"deps[{i}]", num_ops))
-    late = [(i, j) for i, row in enumerate(deps) for j in row if j >= i]
-    if late:
-        cycle = _find_cycle(deps)
-        if cycle:
-            raise InputError(f"deps: cyclic: {' -> '.join(map(str, cycle))} (reads -> is read)")
-        i, j = late[0]
+    try:
+        graphlib.TopologicalSorter(dict(enumerate(deps))).prepare()
+    except graphlib.CycleError as error:
+        cycle = " -> ".join(map(str, reversed(error.args[1])))
+        raise InputError(f"deps: cyclic: {cycle} (reads -> is read)") from None
+    for i, j in [(i, j) for i, row in enumerate(deps) for j in row if j > i]:
         raise InputError(
             f"deps[{i}]: operator {i} reads operator {j}, which is listed after it; "
             "list the operators in execution order"
@@ -169,13 +164,3 @@ def _checked_indices(values: list[Any], name: str, num_ops: int) -> tuple[int, .
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_ops:
             raise InputError(f"{name}: expected an operator in 0..{num_ops - 1}, got {value!r}")
     return tuple(sorted(set(values)))
-
-
-def _find_cycle(deps: list[tuple[int, ...]]) -> list[int]:
-    """One cycle of ``deps`` as operators, the first repeated at the end; empty without a cycle."""
-    try:
-        graphlib.TopologicalSorter(dict(enumerate(deps))).prepare()
-    except graphlib.CycleError as error:
-        read_to_reader: list[int] = error.args[1]
-        return read_to_reader[::-1]
-    return []

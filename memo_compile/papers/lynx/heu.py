@@ -15,17 +15,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from memo_compile.papers.lynx.fields import Number
-from memo_compile.papers.lynx.linear import (
+from memo_compile.papers.lynx.lynx_instance import NUM_PHASES, NUM_WINDOWS, HeuInstance
+from memo_compile.papers.lynx.lynx_replay import SPLIT_TOLERANCE, replay_heu
+from memo_compile.papers.lynx.solution import (
     TIE_SLACK,
+    Conflict,
+    HeuSolution,
+    Part,
     add_share,
     better_plan,
     exceeds,
     fraction_value,
     within_budget,
 )
-from memo_compile.papers.lynx.lynx_instance import NUM_PHASES, NUM_WINDOWS, HeuInstance
-from memo_compile.papers.lynx.lynx_replay import SPLIT_TOLERANCE, replay_heu
-from memo_compile.papers.lynx.solution import Conflict, HeuSolution, Part
 from memo_compile.planners import solver
 from memo_compile.planners.solver import SolveStatus, exact_model, total, weighted
 
@@ -85,7 +87,7 @@ def _solve_one(
     found = within_budget(instance.budget, attempt)
     if found.status is SolveStatus.INFEASIBLE:
         return HeuSolution(status=found.status, conflict=_conflict(instance, token_split))
-    return _validated(instance, found) if found.status.has_solution else found
+    return found
 
 
 def memory_needed(instance: HeuInstance, *, token_split: bool = False) -> Number:
@@ -106,12 +108,8 @@ def _keep_everything(instance: HeuInstance) -> HeuSolution | None:
     if any(wanted and not seconds for seconds, wanted in needed):
         return None
     keep = (*instance.need[:-1], True)
-    per_layer = sum(m for m, kept in zip(instance.ops.sizes, keep, strict=True) if kept)
-    copies = instance.num_layers * instance.num_batches
-    if instance.static + copies * per_layer > instance.budget:
-        return None
-    everything = HeuSolution(status=SolveStatus.OPTIMAL, keep=keep, windows=((),) * NUM_PHASES)
-    return _validated(instance, everything)
+    everything = _costed(instance, SolveStatus.OPTIMAL, keep, ((),) * NUM_PHASES)
+    return everything if everything.peak <= instance.budget else None
 
 
 def _build(instance: HeuInstance, token_split: bool) -> _Program:
@@ -230,18 +228,22 @@ def _read(program: _Program, instance: HeuInstance, status: SolveStatus) -> HeuS
     windows = tuple(
         tuple(Part(op=i, fraction=x) for i, x in enumerate(row) if x > 0) for row in values
     )
-    unlimited = dataclasses.replace(instance, budget=math.inf)
-    return _validated(unlimited, HeuSolution(status=status, keep=keep, windows=windows))
+    return _costed(instance, status, keep, windows)
 
 
-def _validated(instance: HeuInstance, solution: HeuSolution) -> HeuSolution:
-    """``solution`` with the cost that its replay counted.
+def _costed(
+    instance: HeuInstance,
+    status: SolveStatus,
+    keep: tuple[bool, ...],
+    windows: tuple[tuple[Part, ...], ...],
+) -> HeuSolution:
+    """The solution with the cost that its replay counts; its peak may exceed the budget.
 
     Raises:
         InvalidPlan: the replay refuses it.
     """
-    cost = replay_heu(instance, solution.keep, solution.windows)
-    return dataclasses.replace(solution, **dataclasses.asdict(cost))
+    cost = replay_heu(dataclasses.replace(instance, budget=math.inf), keep, windows)
+    return HeuSolution(status=status, keep=keep, windows=windows, **dataclasses.asdict(cost))
 
 
 def _conflict(instance: HeuInstance, token_split: bool) -> Conflict | None:

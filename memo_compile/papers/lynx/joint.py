@@ -15,8 +15,7 @@ from memo_compile.errors import InputError, require_at_least
 from memo_compile.papers.lynx import fields
 from memo_compile.papers.lynx.fields import Number
 from memo_compile.papers.lynx.heu import solve_heu
-from memo_compile.papers.lynx.layer import LayerCosts
-from memo_compile.papers.lynx.lynx_instance import HeuInstance
+from memo_compile.papers.lynx.lynx_instance import HeuInstance, LayerCosts
 from memo_compile.papers.lynx.solution import HeuSolution
 from memo_compile.planners.solver import SolveStatus
 
@@ -147,11 +146,10 @@ class _Stages:
         if (stage, layers) not in self.solved or break_ties:
             problem = self.problem
             extra = problem.extra_static[stage] if problem.extra_static else 0
-            costs = problem.costs
             instance = HeuInstance(
-                ops=costs.ops,
-                need=costs.need,
-                windows=costs.windows,
+                ops=problem.costs.ops,
+                need=problem.costs.need,
+                windows=problem.costs.windows,
                 num_layers=layers,
                 num_batches=min(problem.num_stages - stage, problem.num_batches),
                 static=problem.layer_static * layers + extra,
@@ -244,12 +242,10 @@ def _capacity(time_of: Callable[[int], float | None], limit: float, start: int, 
         return time is not None and time < limit
 
     layers = min(start, most)
-    if fits(layers):
-        while layers < most and fits(layers + 1):
-            layers += 1
-        return layers
     while layers > 0 and not fits(layers):
         layers -= 1
+    while layers < most and fits(layers + 1):
+        layers += 1
     return layers
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memo_compile.errors import InputError
+from memo_compile.papers.layer_costs import BACKWARD_FACTOR
 from memo_compile.papers.lynx import fields
 from memo_compile.papers.lynx.fields import Number
 
@@ -50,11 +51,9 @@ class Operators:
 
     def users(self) -> tuple[tuple[int, ...], ...]:
         """For each operator the later operators that read its output, ascending."""
-        rows: list[list[int]] = [[] for _ in range(self.count)]
-        for i, row in enumerate(self.deps):
-            for j in row:
-                rows[j].append(i)
-        return tuple(tuple(row) for row in rows)
+        return tuple(
+            tuple(i for i, row in enumerate(self.deps) if j in row) for j in range(self.count)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +111,50 @@ class HeuInstance(_Instance):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCosts:
+    """One layer's operators with the lengths of its windows, as the split over stages needs them.
+
+    The fields are those of HeuInstance.
+    """
+
+    ops: Operators
+    need: tuple[bool, ...]
+    windows: tuple[Number, ...]
+    backward_s: Number
+    """Time of the layer's backward without recomputation, communication included."""
+
+    @property
+    def forward_s(self) -> Number:
+        """Time of the layer's forward, communication included."""
+        return sum(self.ops.times)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "LayerCosts":
+        """The layer that ``data`` describes: a HEU instance without stage, with backward_time.
+
+        Without ``backward_time`` the backward takes twice the compute and the communication again.
+
+        Raises:
+            InputError: a field is missing or cannot be used; it is named.
+        """
+        stage = {"nl": 1, "nb": 1, "budget": 0}
+        layer = {k: v for k, v in data.items() if k != "backward_time"}
+        instance = HeuInstance.from_json({**layer, **stage})
+        return LayerCosts(
+            ops=instance.ops,
+            need=instance.need,
+            windows=instance.windows,
+            backward_s=fields.number(data, "backward_time", backward_seconds(instance.ops)),
+        )
+
+
+def backward_seconds(ops: Operators) -> Number:
+    """Backward of a layer whose compute takes twice as long and which communicates as often."""
+    compute = sum(time for i, time in enumerate(ops.times) if i not in ops.comm)
+    return BACKWARD_FACTOR * compute + sum(ops.times[i] for i in ops.comm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptInstance(_Instance):
     """A whole small graph, for the program over phases."""
 
@@ -129,8 +172,7 @@ class OptInstance(_Instance):
         given = _given(data)
         count = given["ops"].count
         last_only = [0] * (count - 1) + [1]
-        keep = _zero_one({"keep": last_only, **data}, "keep", count)
-        instance = OptInstance(**given, keep=keep)
+        instance = OptInstance(**given, keep=_zero_one({"keep": last_only, **data}, "keep", count))
         fields.warn_unknown(data, _OPT_FIELDS)
         return instance
 
@@ -185,7 +227,7 @@ def _operators(data: Mapping[str, Any]) -> Operators:
         sizes=fields.numbers(data, "M", count),
         deps=fields.dependencies(data, count),
         comm=frozenset(fields.indices(data, "comm", count)),
-        whole=frozenset(fields.indices(data, "whole", count, default=())),
+        whole=frozenset(fields.indices({"whole": [], **data}, "whole", count)),
         num_slices=_slices(data),
     )
 

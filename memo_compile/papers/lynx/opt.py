@@ -10,6 +10,7 @@ With a token split, Z_ti = operator i is recomputed in phase t partly behind the
 first part of its tokens, Xc_ti, before operator t and the rest, Ro_ti, behind it.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -19,17 +20,18 @@ from typing import Any
 import numpy as np
 
 from memo_compile.papers.lynx.fields import Number
-from memo_compile.papers.lynx.linear import (
+from memo_compile.papers.lynx.lynx_instance import OptInstance
+from memo_compile.papers.lynx.lynx_replay import SPLIT_TOLERANCE, replay_opt
+from memo_compile.papers.lynx.solution import (
     TIE_SLACK,
+    Conflict,
+    OptSolution,
     add_share,
     better_plan,
     exceeds,
     fraction_value,
     within_budget,
 )
-from memo_compile.papers.lynx.lynx_instance import OptInstance
-from memo_compile.papers.lynx.lynx_replay import SPLIT_TOLERANCE, replay_opt
-from memo_compile.papers.lynx.solution import Conflict, OptSolution
 from memo_compile.planners import solver
 from memo_compile.planners.solver import SolveStatus, exact_model, total, weighted
 
@@ -129,19 +131,22 @@ def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _
     ops, num_ops = instance.ops, instance.ops.count
     unit = float(max(budget or 0, *ops.sizes, instance.static)) or 1.0
 
-    def binary(name: str, cells: set[tuple[int, int]]) -> Matrix:
-        return _matrix(num_ops, cells, lambda at: model.add_var(f"{name}_{at}", var_type="B"))
+    binary = functools.partial(model.add_var, var_type="B")
+    share = functools.partial(add_share, model, num_slices=ops.num_slices)
 
-    def shares(name: str, cells: set[tuple[int, int]]) -> Matrix:
-        return _matrix(num_ops, cells, lambda at: add_share(model, f"{name}_{at}", ops.num_slices))
+    def matrix(name: str, cells: set[tuple[int, int]], make: Callable[[str], Any]) -> Matrix:
+        found = np.zeros((num_ops, num_ops), dtype=object)
+        for t, i in sorted(cells):
+            found[t, i] = make(f"{name}_{t}_{i}")
+        return found
 
     before = {(t, i) for t in range(num_ops) for i in range(t)}
     can_hide = {(t, i) for t, i in before if t in ops.comm and i not in ops.comm}
     splittable = {(t, i) for t, i in can_hide if i not in ops.whole} if token_split else set()
-    hidden = binary("Z" if token_split else "Ro", can_hide)
-    resident, critical = binary("S", before), binary("Rc", before)
+    hidden = matrix("Z" if token_split else "Ro", can_hide, binary)
+    resident, critical = matrix("S", before, binary), matrix("Rc", before, binary)
     np.fill_diagonal(critical, 1)  # D3: phase t computes operator t
-    started, overlapped = shares("Xc", splittable), shares("Ro", splittable)
+    started, overlapped = matrix("Xc", splittable, share), matrix("Ro", splittable, share)
     for cell in before - splittable:
         overlapped[cell] = hidden[cell]
     program = _Program(
@@ -162,14 +167,6 @@ def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _
         _add_causality(program, instance, t)
         _add_memory(program, instance, t)
     return program
-
-
-def _matrix(size: int, cells: set[tuple[int, int]], make: Callable[[str], Any]) -> Matrix:
-    """The square matrix of what ``make`` gives for each of ``cells``; 0 elsewhere."""
-    found = np.zeros((size, size), dtype=object)
-    for t, i in sorted(cells):
-        found[t, i] = make(f"{t}_{i}")
-    return found
 
 
 def _add_causality(program: _Program, instance: OptInstance, t: int) -> None:
