@@ -30,6 +30,9 @@ from memo_compile.step.problem import (
 
 COPIES = (CallKind.OFFLOAD, CallKind.RELOAD)
 
+MAX_PROBLEMS = 20
+"""More of the same helps nobody; a verdict stops there."""
+
 Pieces = list[tuple[int, int, str]]
 """(start, end, the buffer that wrote these bytes), in order."""
 
@@ -104,7 +107,7 @@ class StepContents:
         """``made_again`` tells what a RECOMPUTE call writes into a buffer, where it is known."""
         self.problem = problem
         self.complain = complain
-        self.made_again = made_again
+        self.made_again = made_again or (lambda call, buffer: None)
         made = {value for call in problem.calls for value in call.outputs}
         given = [value for value in problem.inputs if value not in made]
         self.storage_of: dict[str, str] = dict(zip(given, given, strict=True))
@@ -126,7 +129,7 @@ class StepContents:
         self._inputs = frozenset(problem.inputs)
         self._in_backward = False
         for value in given:
-            self._fill(value, UNKNOWN_BYTES, [(0, UNKNOWN_BYTES, value)])
+            self._fill(value, UNKNOWN_BYTES)
 
     def replay(self, call: StepCall) -> None:
         """Everything that ``call`` reads, writes, issues or waits for has been looked at."""
@@ -170,8 +173,7 @@ class StepContents:
 
     def _wait(self, call: StepCall) -> None:
         name = call.waits_for
-        if name is None:
-            return
+        assert name is not None, f"{call.name} waits for nothing"
         flight = self.flights.pop(name, None)
         if flight is None:
             why = (
@@ -264,7 +266,7 @@ class StepContents:
         for other_start, _, _ in self._written.get(storage, ()):
             if start < other_start < end and end - other_start < ALIGNMENT_BYTES:
                 end = other_start
-        known = self.made_again(call, into.buffer) if self.made_again and start == 0 else None
+        known = self.made_again(call, into.buffer) if start == 0 else None
         if known is None:
             name = self.problem.regions[call.region].buffers[into.buffer].name
             known = [(start, end, f"{call.name}/{name}")]
@@ -366,48 +368,38 @@ class StepContents:
         if output.storage is Storage.ARENA and value in self._inputs:
             # autograd hands outputs of the forward to the backward; they are in ordinary memory
             self.complain(f"{call.name} makes {value} in the arena, but the step is given it")
-        storage = value
+        shared: str | None = None
         if output.storage is Storage.INPUT:
             assert output.index is not None, f"{call.name}: INPUT output without an input"
-            source = call.inputs[output.index]
-            self.storage_of[value] = self.storage_of.get(source, source)
-            return
-        if output.storage is Storage.ARENA:
+            shared = call.inputs[output.index]
+        elif output.storage is Storage.ARENA:
             assert output.index is not None, f"{call.name}: ARENA output without a buffer"
-            inside = call.value_around(output.index)
-            if inside is not None:
-                self.storage_of[value] = self.storage_of.get(inside, inside)
-                return
-            storage = f"{call.name}/{region.buffers[output.index].name}"
+            shared = call.value_around(output.index)
+        if shared is not None:
+            self.storage_of[value] = self.storage_of.get(shared, shared)
+        elif output.storage is Storage.ARENA and output.index is not None:
+            self._make_buffer(call, region, output.index, value)
+        else:
+            self.storage_of[value] = value
+            if value not in self.held:
+                self._fill(value, max(output.size_bytes, 1))
+
+    def _make_buffer(self, call: StepCall, region: RegionProfile, index: int, value: str) -> None:
+        buffer = region.buffers[index]
+        storage = f"{call.name}/{buffer.name}"
         self.storage_of[value] = storage
         if storage not in self.held:
-            self._fill_output(call, region, output, storage)
+            self._in_arena.add(storage)
+            pieces = [] if call.kind is CallKind.RELOAD else self.made_again(call, index)
+            self._fill(storage, buffer.size_bytes, pieces)
 
-    def _fill_output(
-        self, call: StepCall, region: RegionProfile, output: RegionOutput, storage: str
-    ) -> None:
-        if output.storage is not Storage.ARENA or output.index is None:
-            self._fill(
-                storage, max(output.size_bytes, 1), [(0, max(output.size_bytes, 1), storage)]
-            )
-            return
-        self._in_arena.add(storage)
-        size = region.buffers[output.index].size_bytes
-        pieces: Pieces = [(0, size, storage)]
-        if call.kind is CallKind.RELOAD:
-            pieces = []
-        elif self.made_again is not None:
-            known = self.made_again(call, output.index)
-            pieces = pieces if known is None else known
-        self._fill(storage, size, pieces)
-
-    def _fill(self, storage: str, size_bytes: int, pieces: Pieces) -> None:
+    def _fill(self, storage: str, size_bytes: int, pieces: Pieces | None = None) -> None:
+        """``storage`` holds ``pieces``, or with None bytes of its own."""
         self.size_of[storage] = size_bytes
-        held: ByteMap[str] = ByteMap()
-        for start, end, tag in pieces:
+        held = self.held[storage] = ByteMap[str]()
+        for start, end, tag in [(0, size_bytes, storage)] if pieces is None else pieces:
             if start < min(end, size_bytes):
                 held.paint(start, min(end, size_bytes), tag)
-        self.held[storage] = held
 
 
 def _clash(start: int, end: int, other_start: int, other_end: int) -> bool:

@@ -7,16 +7,13 @@ storage, copies carry these names along, and a RECOMPUTE call brings the names t
 ``Recomputation`` declares.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from memo_compile.check.check_contents import Pieces, StepContents, misshapen_calls
+from memo_compile.check.check_contents import MAX_PROBLEMS, Pieces, StepContents, misshapen_calls
 from memo_compile.step.movable import Layer, MovableStep, RecomputeRegion
 from memo_compile.step.plans import CheckVerdict
 from memo_compile.step.problem import ALIGNMENT_BYTES, CallKind, Problem, StepCall, Storage
-
-MAX_PROBLEMS = 20
-"""The verdict stops there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,16 +128,13 @@ class _Comparison:
             what = "nothing" if expected is None else expected.name
             self._complain(f"{call.name} runs where the step without moves runs {what}")
             return False
-        for value, stand_in in self._pairs(call, expected):
+        for value, stand_in in zip(expected.inputs, call.inputs, strict=True):
             self._compare(call, value, stand_in)
+        for into, stand_in_into in zip(expected.into, call.into, strict=True):
+            self._compare(call, into.value, stand_in_into.value)
         self.original.replay(expected)
         self.moved.replay(call)
         return True
-
-    def _pairs(self, call: StepCall, expected: StepCall) -> Iterator[tuple[str, str]]:
-        yield from zip(expected.inputs, call.inputs, strict=True)
-        for original, moved in zip(expected.into, call.into, strict=True):
-            yield original.value, moved.value
 
     def _step_added(self, call: StepCall) -> None:
         recomputation = self.recomputations.get(call.name)

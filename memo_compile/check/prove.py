@@ -9,8 +9,8 @@ bytes hold it. Like all of the checker it imports data only.
 
 from collections.abc import Mapping
 
-from memo_compile.check.check_contents import misshapen_calls
-from memo_compile.check.check_moves import MAX_PROBLEMS, Recomputation, check_moves
+from memo_compile.check.check_contents import MAX_PROBLEMS, misshapen_calls
+from memo_compile.check.check_moves import Recomputation, check_moves
 from memo_compile.check.check_program import foreign_calls
 from memo_compile.check.check_reads import misread_calls
 from memo_compile.errors import InvalidPlan
