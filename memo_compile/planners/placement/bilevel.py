@@ -10,12 +10,11 @@ gaps) form a class of their own; a block with a transient at a fixed offset is d
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from memo_compile.planners.placement.bounds import lower_bound
 from memo_compile.planners.placement.greedy import greedy_offsets, lowest
 from memo_compile.planners.placement.instance import (
     FREE,
@@ -129,7 +128,7 @@ def _solve_class(instance: Instance, members: list[int], deadline_s: float, leve
     """(K,) offsets of one block's transients, as low as ``level1`` finds them."""
     ids = [instance.buffers[i].id for i in members]
     part = build_instance(instance.problem, ids)
-    bound = lower_bound(part)
+    bound = part.lower_bound()
     offsets = greedy_offsets(part, bound, deadline_s)
     if part.height(offsets) > bound and level1 == "mip":
         offsets = mip_offsets(part, offsets, bound, deadline_s).offsets
@@ -154,27 +153,16 @@ def _body(instance: Instance, items: Ints, relative: Ints) -> _Body:
 def _place_bodies(instance: Instance, bodies: Iterable[_Body]) -> Ints:
     """(N,) offsets when each body in turn takes the lowest base at which all its parts are free."""
     bodies = sorted(bodies, key=lambda body: bool((instance.fixed[body.items] == FREE).any()))
-    offsets = np.zeros(instance.num_buffers, dtype=np.int64)
     placed = PlacedSpans(instance)
     for body in bodies:
-        walls = {int(i): _walls(instance, int(i), offsets, placed) for i in body.items}
-        offsets[body.items] = body.relative + _lowest_base(instance, body, walls)
-        for item in body.items:
-            placed.add(item)
-    return offsets
+        base = _lowest_base(instance, body, [placed.walls(item) for item in body.items])
+        for item, relative in zip(body.items, body.relative, strict=True):
+            placed.add(item, base + relative)
+    return placed.offsets
 
 
-def _walls(instance: Instance, item: int, offsets: Ints, placed: PlacedSpans) -> tuple[Ints, Ints]:
-    """Starts and running ends of the placed ranges that ``item`` must avoid, from low to high."""
-    others = placed.beside(item)
-    starts = offsets[others]
-    order = np.argsort(starts)
-    ends = np.maximum.accumulate((starts + instance.size[others])[order])
-    return starts[order], ends
-
-
-def _lowest_base(instance: Instance, body: _Body, walls: Mapping[int, tuple[Ints, Ints]]) -> int:
-    """The lowest aligned base at which no part of the body hits a wall; a fixed body keeps its own.
+def _lowest_base(instance: Instance, body: _Body, walls: Sequence[tuple[Ints, Ints]]) -> int:
+    """The lowest aligned base at which no part hits its walls; a fixed body keeps its own.
 
     Each part can only push the base up, so the first base that none of them pushes is the lowest.
     """
@@ -184,7 +172,7 @@ def _lowest_base(instance: Instance, body: _Body, walls: Mapping[int, tuple[Ints
     base, calm, turn = 0, 0, 0
     while calm < len(body.items):
         item, relative = int(body.items[turn]), int(body.relative[turn])
-        free = _next_free(walls[item], base + relative, int(instance.size[item]))
+        free = _next_free(walls[turn], base + relative, int(instance.size[item]))
         raised = -(-(free - relative) // body.align) * body.align
         calm = calm + 1 if raised == base else 1 if free == raised + relative else 0
         base, turn = raised, (turn + 1) % len(body.items)

@@ -88,33 +88,19 @@ def place_in_order(instance: Instance, sequence: Ints, *, best_fit: bool) -> Int
     Fixed buffers are placed before all others.
     """
     fixed_first = np.argsort(instance.fixed[sequence] == FREE, kind="stable")
-    offsets = np.zeros(instance.num_buffers, dtype=np.int64)
     placed = PlacedSpans(instance)
     for item in sequence[fixed_first]:
-        if instance.fixed[item] != FREE:
-            offsets[item] = instance.fixed[item]
-        else:
-            below = placed.beside(item)
-            offsets[item] = _hole(
-                offsets[below],
-                instance.size[below],
-                int(instance.size[item]),
-                int(instance.align[item]),
-                best_fit,
-            )
-        placed.add(item)
-    return offsets
+        offset = int(instance.fixed[item])
+        if offset == FREE:
+            size, align = int(instance.size[item]), int(instance.align[item])
+            offset = _hole(*placed.walls(item), size, align, best_fit)
+        placed.add(item, offset)
+    return placed.offsets
 
 
-def _hole(starts: Ints, sizes: Ints, size: int, align: int, best_fit: bool) -> int:
-    """The lowest (or smallest) free offset for ``size`` bytes between the given ranges."""
-    if not len(starts):
-        return 0
-    order = np.argsort(starts)
-    starts = starts[order]
-    floors = np.empty(len(starts) + 1, dtype=np.int64)
-    floors[0] = 0
-    np.maximum.accumulate(starts + sizes[order], out=floors[1:])
+def _hole(starts: Ints, ends: Ints, size: int, align: int, best_fit: bool) -> int:
+    """The lowest (or smallest) free offset for ``size`` bytes between the given walls."""
+    floors = np.concatenate(([0], ends))
     if align > 1:
         floors = -(-floors // align) * align
     room = starts - floors[:-1]

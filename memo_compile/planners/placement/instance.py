@@ -89,16 +89,39 @@ class Instance:
         busiest = [loads[lo:hi].max() for lo, hi in zip(lower, upper, strict=True)]
         return np.array(busiest, dtype=np.int64)
 
-    def offsets(self, of_item: Sequence[int] | Ints) -> dict[str, int]:
+    def lower_bound(self) -> int:
+        """Bytes that every placement needs: the largest bound of a section; 0 without buffers."""
+        return int(self.section_bounds().max(initial=0))
+
+    def section_bounds(self) -> Ints:
+        """(S,) bytes that the buffers live in each section need at least.
+
+        Live buffers stand on each other, and all but the top one are followed by padding up to the
+        common alignment. A fixed buffer is never lower than its end.
+        """
+        bounds = self.loads(self.padded) - self._largest(self.padded - self.size)
+        ends = np.where(self.fixed == FREE, 0, self.fixed + self.size)
+        return np.maximum(bounds, self._largest(ends))
+
+    def _largest(self, of_buffer: Ints) -> Ints:
+        """(S,) largest value of a buffer that is live in the section; at least 0."""
+        largest = np.zeros(self.num_sections, dtype=np.int64)
+        of_span = of_buffer[self.owner]
+        for g in np.flatnonzero(of_span > 0):
+            view = largest[self.span_lower[g] : self.span_upper[g]]
+            np.maximum(view, of_span[g], out=view)
+        return largest
+
+    def offsets(self, of_item: Ints) -> dict[str, int]:
         """Offsets by id for the whole problem; empty buffers lie at 0 or where they are fixed."""
         offsets = {b.id: b.offset or 0 for b in self.problem.buffers}
         for buffer, offset in zip(self.buffers, of_item, strict=True):
             offsets[buffer.id] = int(offset)
         return offsets
 
-    def height(self, of_item: Sequence[int] | Ints) -> int:
+    def height(self, of_item: Ints) -> int:
         """Largest end in bytes of the offsets ``of_item`` (N,)."""
-        return int((np.asarray(of_item, dtype=np.int64) + self.size).max(initial=0))
+        return int((of_item + self.size).max(initial=0))
 
 
 def build_instance(problem: PlacementProblem, only: Iterable[str] | None = None) -> Instance:
@@ -150,17 +173,24 @@ class PlacedSpans:
 
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
+        self.offsets: Ints = np.zeros(instance.num_buffers, dtype=np.int64)
+        """(N,) of the placed buffers."""
         num_spans = len(instance.span_lower)
         self._lower, self._upper, self._owner = (np.zeros(num_spans, np.int64) for _ in range(3))
         self._count = 0
 
-    def beside(self, item: int) -> Ints:
-        """The placed buffers that are live together with ``item``; once for each shared span."""
+    def walls(self, item: int) -> tuple[Ints, Ints]:
+        """Starts and running ends, from low to high, of the placed ranges that ``item`` avoids."""
         lower, upper = self._lower[: self._count], self._upper[: self._count]
-        return self._owner[: self._count][_sharing(self._instance, item, lower, upper)]
+        others = self._owner[: self._count][_sharing(self._instance, item, lower, upper)]
+        starts = self.offsets[others]
+        order = np.argsort(starts)
+        ends = np.maximum.accumulate((starts + self._instance.size[others])[order])
+        return starts[order], ends
 
-    def add(self, item: int) -> None:
-        """``item`` has its place."""
+    def add(self, item: int, offset: int) -> None:
+        """``item`` has its place at ``offset``."""
+        self.offsets[item] = offset
         begin, end = self._instance.span_start[item], self._instance.span_start[item + 1]
         new = slice(self._count, self._count + end - begin)
         self._lower[new] = self._instance.span_lower[begin:end]
