@@ -21,13 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from memo_compile.planners.placement.instance import (
-    FREE,
-    Instance,
-    Ints,
-    Overlaps,
-    find_overlaps,
-)
+from memo_compile.planners.placement.instance import FREE, Instance, Ints, Overlaps, find_overlaps
 from memo_compile.planners.solver import Engine, SolveStatus, make_model, solve
 
 MOST_PAIRS = 30_000
@@ -43,12 +37,7 @@ class MipResult:
 
 
 def mip_offsets(
-    instance: Instance,
-    start: Ints,
-    bound: int,
-    deadline_s: float,
-    *,
-    engine: Engine | None = None,
+    instance: Instance, start: Ints, bound: int, deadline_s: float, *, engine: Engine | None = None
 ) -> MipResult:
     """Solves the program from the valid offsets ``start`` (N,); ``bound`` in bytes.
 
@@ -98,11 +87,7 @@ def _unit(instance: Instance) -> int:
 
 
 def _program(
-    instance: Instance,
-    overlaps: Overlaps,
-    start: Ints,
-    bound: int,
-    engine: Engine | None,
+    instance: Instance, overlaps: Overlaps, start: Ints, bound: int, engine: Engine | None
 ) -> tuple[Any, list[Any]]:
     """The model of this file's head, and its offset expressions in units."""
     import mip

@@ -14,13 +14,7 @@ import numpy as np
 
 from memo_compile.planners.placement import kernel
 from memo_compile.planners.placement.compiled import compiled_search, has_numba, warm_up
-from memo_compile.planners.placement.instance import (
-    FREE,
-    Instance,
-    Ints,
-    Overlaps,
-    find_overlaps,
-)
+from memo_compile.planners.placement.instance import FREE, Instance, Ints, Overlaps, find_overlaps
 
 _NODES_PER_BUFFER = 2
 _LEAST_NODES = 3000
