@@ -84,10 +84,7 @@ def _solve_one(
         program.model.add_constr(program.memory <= limit, "memory_eq7")
         return _minimise(program, instance, break_ties, deadline_s)
 
-    found = within_budget(instance.budget, attempt)
-    if found.status is SolveStatus.INFEASIBLE:
-        return HeuSolution(status=found.status, conflict=_conflict(instance, token_split))
-    return found
+    return within_budget(instance.budget, attempt, lambda: _conflict(instance, token_split))
 
 
 def memory_needed(instance: HeuInstance, *, token_split: bool = False) -> Number:
@@ -189,13 +186,11 @@ def _memory(
     Kept outputs count in every layer and micro-batch in flight, what phases 1 and 2 rebuild in
     every layer of one micro-batch, what phases 3 to 5 rebuild in one layer.
     """
-    layers, batches = instance.num_layers, instance.num_batches
-    sizes = [m / unit for m in instance.ops.sizes]
-    scaled = [(layers * batches * m, s) for m, s in zip(sizes, keep, strict=True)]
-    for phase, row in enumerate(recompute):
-        copies = layers if phase < 2 else 1
-        scaled += [(copies * m, r) for m, r in zip(sizes, row, strict=True)]
-    return weighted([w for w, _ in scaled], [v for _, v in scaled]) + instance.static / unit
+    layers = instance.num_layers
+    copies = (layers * instance.num_batches, layers, layers, 1, 1, 1)
+    weights = [count * (m / unit) for count in copies for m in instance.ops.sizes]
+    variables = [x for row in (keep, *recompute) for x in row]
+    return weighted(weights, variables) + instance.static / unit
 
 
 def _minimise(

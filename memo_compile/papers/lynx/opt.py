@@ -98,10 +98,7 @@ def _solve_one(instance: OptInstance, token_split: bool, deadline_s: float) -> O
             return solution
         return _with_least_hidden(program, instance, solution, deadline_s)
 
-    found = within_budget(instance.budget, attempt)
-    if found.status is SolveStatus.INFEASIBLE:
-        return OptSolution(status=found.status, conflict=_floor_conflict(instance, token_split))
-    return found
+    return within_budget(instance.budget, attempt, lambda: _floor_conflict(instance, token_split))
 
 
 def _with_least_hidden(

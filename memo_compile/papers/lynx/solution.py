@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from memo_compile.papers.lynx.fields import Number
@@ -89,14 +89,18 @@ class OptSolution:
 PlanT = TypeVar("PlanT", HeuSolution, OptSolution)
 
 
-def within_budget(budget: Number, attempt: Callable[[Number], PlanT]) -> PlanT:
+def within_budget(
+    budget: Number, attempt: Callable[[Number], PlanT], explain: Callable[[], Conflict | None]
+) -> PlanT:
     """What ``attempt`` finds under ``budget``, which is tightened until the replayed peak obeys it.
 
-    An answer without a solution is returned as it is.
+    Where it proves that there is nothing, ``explain`` says why.
     """
     tight = budget
     for _ in range(MAX_TIGHTENINGS):
         found = attempt(tight)
+        if found.status is SolveStatus.INFEASIBLE:
+            return replace(found, conflict=explain())
         if not found.status.has_solution or not exceeds(found.peak, budget):
             return found
         tight = budget - 2 * (found.peak - budget)
