@@ -1,10 +1,9 @@
 """The independent check that a step with moves computes what the step without them computes.
 
-``moved`` must run the regions of ``original`` in the same order, on the same values or on values
-that hold the same bytes. What holds the same bytes is proved by replaying both side by side
-(``check_contents.py``): every byte is named by the buffer that wrote it and by its place in the
-storage, copies carry these names along, and a RECOMPUTE call brings the names that its
-``Recomputation`` declares.
+``moved`` must run the regions of ``original`` in the same order, on values that hold the same
+bytes. Both are replayed side by side (``check_contents.py``): every byte is named by the buffer
+that wrote it and by its place in the storage, copies carry these names along, and a RECOMPUTE call
+brings the names that its ``Recomputation`` declares.
 """
 
 from collections.abc import Iterable, Mapping
@@ -75,8 +74,7 @@ def check_moves(
     """Why ``moved`` may compute something else than ``original``, in words.
 
     ``recomputations`` says by call name what RECOMPUTE calls make; without it nothing that was
-    recomputed may be read. Cost: linear in the calls, their reads, and the pieces that values
-    are put together from.
+    recomputed may be read.
     """
     misshapen = (*misshapen_calls(original), *misshapen_calls(moved))
     if misshapen:

@@ -18,10 +18,7 @@ T = TypeVar("T")
 
 
 def foreign_calls(whole: WholeStep, problem: Problem) -> tuple[str, ...]:
-    """Where ``problem``, which moves nothing, is not the step ``whole``; empty where it is.
-
-    The first call that is wrong ends the comparison. Cost: linear in the calls and their inputs.
-    """
+    """Where ``problem``, which moves nothing, is not ``whole``, up to the first wrong call."""
     found = []
     if problem.halves != whole.halves:
         found.append("the step is given, or returns, other values than its graphs say")

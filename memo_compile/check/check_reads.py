@@ -1,14 +1,9 @@
 """What a step's calls read: that it is what the code was made for, and that it is there.
 
-Part of the independent checker; it needs no plan. Every region says as what its code takes each
-input and makes each output. A call reads a value from where that begins; how the value lies is
-what its maker left. So a read
-
-- looks like the region's input: type, size and strides;
-- is of the type that was left, and within it.
-
-A buffer's size is rounded up, so that the last bytes of a copy may be missing elsewhere in the
-checker; here it is known which of them hold numbers, and those are copied.
+Part of the independent checker; it needs no plan. A read looks like the region's input (type, size,
+strides), is of the type that the value's maker left, and lies within it. A buffer's size is rounded
+up, so that the last bytes of a copy may be missing elsewhere in the checker; here it is known which
+of them hold numbers, and those are copied.
 
 From which element a call reads is the program's to say (``check_program.py``). A recomputation is
 no part of that: it reads from the first element.
@@ -31,7 +26,7 @@ COPIES = (CallKind.OFFLOAD, CallKind.RELOAD, CallKind.WAIT)
 
 
 def misread_calls(problem: Problem) -> tuple[str, ...]:
-    """What calls read that they must not, in words. Cost: linear in the reads."""
+    """What calls read that they must not, in words."""
     return tuple(_Reads(problem).run())
 
 

@@ -242,11 +242,7 @@ def _costed(
 
 
 def _conflict(instance: HeuInstance, token_split: bool) -> Conflict | None:
-    """The smallest part of equation 7' that alone exceeds the budget; None when all of it fits.
-
-    Parts in growing order: static memory; with the outputs that every layer must keep; with what
-    the backward of one layer reads, kept or rebuilt (the least that any plan needs).
-    """
+    """The smallest part of equation 7' that alone exceeds the budget; None when all of it fits."""
     static, budget = instance.static, instance.budget
     layers, batches, output = instance.num_layers, instance.num_batches, instance.ops.sizes[-1]
     if static > budget:

@@ -112,10 +112,7 @@ class HeuInstance(_Instance):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
-    """One layer's operators with the lengths of its windows, as the split over stages needs them.
-
-    The fields are those of HeuInstance.
-    """
+    """One layer as the split over stages needs it; the other fields are those of HeuInstance."""
 
     ops: Operators
     need: tuple[bool, ...]

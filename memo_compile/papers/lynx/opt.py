@@ -65,11 +65,9 @@ def solve_opt(
 ) -> OptSolution:
     """The schedule with the least time on the critical path; then the least hidden recomputation.
 
-    It has passed :func:`replay_opt`.
-
-    ``token_split`` lets operators outside ``ops.whole`` be cut along their tokens, so that a part
-    fits a window; the schedule with whole operators is returned where cutting saves no time. The
-    cost is exponential in the worst case: meant for up to a dozen operators.
+    ``token_split`` lets operators outside ``ops.whole`` be cut along their tokens; the schedule
+    with whole operators is returned where cutting saves no time. It has passed :func:`replay_opt`.
+    The cost is exponential in the worst case: meant for up to a dozen operators.
     """
     if trivial := _working_set_conflict(instance):
         return OptSolution(status=SolveStatus.INFEASIBLE, conflict=trivial)
@@ -197,8 +195,7 @@ def _add_causality(program: _Program, instance: OptInstance, t: int) -> None:
 def _add_memory(program: _Program, instance: OptInstance, t: int) -> None:
     """U of phase ``t`` stays within the bound while each operator runs.
 
-    Operator t, when it communicates, has its input, its output and everything recomputed behind it
-    at once.
+    An operator t that communicates has its input, its output and all behind it at once.
     """
     ops, unit = instance.ops, program.memory_unit
     sizes = [m / unit for m in ops.sizes]
@@ -285,10 +282,7 @@ def _prune(
     critical: list[list[float]],
     overlapped: list[list[float]],
 ) -> None:
-    """Drop in place what nothing reads and the engine had no reason to remove.
-
-    Neither time nor memory rises.
-    """
+    """Drop in place what nothing reads and the engine had no reason to remove."""
     num_ops, deps = instance.ops.count, instance.ops.deps
     wanted = {i for i in range(num_ops) if instance.keep[i]}
     for t in reversed(range(num_ops)):
@@ -302,10 +296,7 @@ def _prune(
 
 
 def _working_set_conflict(instance: OptInstance) -> Conflict | None:
-    """The first thing that exceeds the budget on its own; None when each of them fits.
-
-    In this order: static memory, one operator with its inputs, the outputs kept at the end.
-    """
+    """What alone exceeds the budget: static memory, an operator with its inputs, what is kept."""
     ops, static, budget = instance.ops, instance.static, instance.budget
     sets = [("static", f"static memory {static}", static)]
     for i, row in enumerate(ops.deps):

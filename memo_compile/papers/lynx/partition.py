@@ -27,10 +27,7 @@ class Split:
 
 
 def split_exact(table: StageTimes) -> Split:
-    """The split with the least slowest stage; among those the one with the least total time.
-
-    O(stages x layers^2).
-    """
+    """The split with the least slowest stage, then the least total time; O(stages x layers^2)."""
     if conflict := find_conflict(table):
         return Split(status=SolveStatus.INFEASIBLE, conflict=conflict)
     fastest = _best_split(table, max)
@@ -71,10 +68,7 @@ def _best_split(
 
 
 def split_paper(table: StageTimes) -> Split:
-    """The paper's greedy: move a layer from the slowest stage to the fastest that can take it.
-
-    A move is accepted while the slowest stage gets faster. It may stop short of the optimum.
-    """
+    """The paper's greedy: while the slowest stage gets faster, it gives a layer to a faster one."""
     each, extra = divmod(table.num_layers, len(table.rows))
     layers_of = [each + (s < extra) for s in range(len(table.rows))]
     if any(_time(table, s, n) is None for s, n in enumerate(layers_of)):

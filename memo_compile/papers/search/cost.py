@@ -128,10 +128,9 @@ def evaluate(
     budget_bytes: float,
     alpha: Any = None,
 ) -> Evaluation:
-    """Memory, offloaded share and time of every configuration.
+    """Memory, offloaded share and time of every configuration, without a Python loop over them.
 
-    ``alpha`` prescribes the offloaded shares (measured runs); else the smallest that fits is
-    taken. O(number of configurations), without a Python loop over them.
+    ``alpha`` prescribes the offloaded shares (measured runs); else the smallest that fits is taken.
     """
     chunks = work.num_layers / (columns.pp * columns.layers_per_chunk)
     in_flight = chunks_in_flight(columns.pp, chunks)

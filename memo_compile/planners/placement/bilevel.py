@@ -53,7 +53,6 @@ def bilevel_offsets(
     """Offsets (N,) of the lowest of several level-2 orders; stops at ``target`` bytes.
 
     ``level1`` is the solver of the classes: greedy, mip, or search (also for auto).
-    ``deadline_s`` is on the clock of ``time.perf_counter``; the first order always completes.
     """
     bodies = _bodies(instance, deadline_s, level1)
     placements = (

@@ -19,10 +19,7 @@ _PROOF_NODES = 20_000
 
 
 def load_conflict(instance: Instance, capacity: int) -> tuple[str, ...]:
-    """Ids of buffers live together, or of a fixed one, whose bytes exceed ``capacity``.
-
-    The largest buffers of the most loaded section come first, so that few are named.
-    """
+    """Ids of few buffers live together, or of a fixed one, whose bytes exceed ``capacity``."""
     problem = instance.problem
     worst = int(np.argmax(instance.section_bounds()))
     spans = (instance.span_lower <= worst) & (worst < instance.span_upper)

@@ -45,10 +45,7 @@ kept."""
 def greedy_offsets(
     instance: Instance, target: int, deadline_s: float, orders: Mapping[str, Order] = ORDERS
 ) -> Ints:
-    """Offsets (N,) of the lowest greedy placement; stops early at ``target`` bytes.
-
-    ``deadline_s`` is on the clock of ``time.perf_counter``; the first order always completes.
-    """
+    """Offsets (N,) of the lowest greedy placement; stops early at ``target`` bytes."""
     if any(buffer.hint is not None for buffer in instance.buffers):
         orders = {"hint": _by_hint, **orders}
 
@@ -66,10 +63,9 @@ def greedy_offsets(
 
 
 def lowest(instance: Instance, candidates: Iterable[Ints], target: int, deadline_s: float) -> Ints:
-    """The lowest of ``candidates``, offsets (N,), made one by one.
+    """The lowest of ``candidates``, offsets (N,), which are made one by one.
 
-    No more are made once one is at most ``target`` bytes high or the time is up; the first always
-    completes.
+    No more are made once ``target`` bytes are reached or the time is up; the first always is.
     """
     best: Ints | None = None
     for offsets in candidates:

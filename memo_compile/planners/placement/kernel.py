@@ -357,10 +357,7 @@ def lift(tables: Tables, state: State, item: int, depth: int, capacity: int) -> 
 
 
 def blame_item(state: State, depth: int, item: int) -> None:
-    """The placed buffers that ``item`` stands on, down to the floor, are blamed for a failure.
-
-    ``item`` is blamed too when it is placed.
-    """
+    """The placed buffers that ``item`` stands on, itself too if placed, are blamed for a failure."""
     row = depth * state.tally[WORDS]
     while item >= 0:
         if state.placed[item] == 1:
@@ -384,10 +381,7 @@ def blame_section(tables: Tables, state: State, depth: int, section: int, low: i
 
 
 def retreat(tables: Tables, state: State, depth: int, jump: bool) -> int:
-    """The frame below ``depth`` whose choice had a part in its failure, undone; -1 if none.
-
-    Without ``jump`` simply the frame below.
-    """
+    """The next frame below ``depth``, with ``jump`` the next one to blame, undone; -1 if none."""
     words = state.tally[WORDS]
     source = depth * words
     while depth > 0:

@@ -41,8 +41,8 @@ def mip_offsets(
 ) -> MipResult:
     """Solves the program from the valid offsets ``start`` (N,); ``bound`` in bytes.
 
-    ``deadline_s`` is on the clock of ``time.perf_counter``. Offsets are read as an order and sunk
-    in exact integers, so that the solver's tolerances cannot make two buffers overlap.
+    Offsets are read as an order and sunk in exact integers, so that the solver's tolerances cannot
+    make two buffers overlap.
     """
     overlaps = find_overlaps(instance)
     if len(overlaps.other) // 2 > MOST_PAIRS:

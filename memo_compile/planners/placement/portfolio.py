@@ -72,8 +72,7 @@ class Searcher:
     def run(self, capacity: int, rank: Ints, max_nodes: int, jump: bool) -> tuple[int, Ints]:
         """One run: (FOUND | EXHAUSTED | LIMIT, offsets (N,) that hold on FOUND).
 
-        With ``jump`` a failure goes back to the last choice that had a part in it, and proves
-        nothing.
+        With ``jump`` a failure goes back to the last choice that had a part in it: no proof.
         """
         tables, state, slack = self._tables(rank), self._fresh_state(), self._instance.max_slack
         begin = time.perf_counter()
@@ -95,10 +94,7 @@ class Searcher:
             noisy = True
 
     def decide(self, capacity: int, deadline_s: float, max_runs: int = 0) -> tuple[int, Ints]:
-        """Searches until found, proved impossible, out of time, or ``max_runs`` (0: no limit).
-
-        ``deadline_s`` is on the clock of ``time.perf_counter``.
-        """
+        """Searches until found, proved impossible, out of time, or ``max_runs`` (0: no limit)."""
         limit = float(max(_NODES_PER_BUFFER * self._instance.num_buffers, _LEAST_NODES))
         outcome, offsets = kernel.LIMIT, np.zeros(0, dtype=np.int64)
         every = _PROOF_EVERY if self._instance.num_buffers <= _FEW else _RARE_PROOF_EVERY
