@@ -82,6 +82,8 @@ class _Storage:
     offset: int
     size_bytes: int
     in_arena: bool = True
+    is_result: bool = False
+    """The forward made it for the user."""
     values: set[str] = field(default_factory=set)
 
 
@@ -110,8 +112,6 @@ class _Replay:
         self.most_outside_bytes = 0
         """The most of it during the call being replayed."""
         self.in_backward = False
-        self.results: set[str] = set()
-        """What the forward made for the user."""
         fixed = problem.fixed
         self.constant_bytes = (
             fixed.parameters
@@ -187,12 +187,9 @@ class _Replay:
             self.storages[owner].values.add(value)
             self.place_of[value] = owner
         if not self.problem.keeps_outputs:
-            for owner in [owner for owner in self.storages if self._is_result(owner)]:
-                if self._is_unread(owner):
+            for owner, storage in list(self.storages.items()):
+                if storage.is_result and self._is_unread(owner):
                     self._die(owner)
-
-    def _is_result(self, owner: str) -> bool:
-        return owner.endswith(_FOR_USER) and owner.removesuffix(_FOR_USER) in self.results
 
     def _check_memory(self, index: int, call: StepCall) -> None:
         """What is alive in the call lies in the pages that stay, and the sum is in the peak."""
@@ -260,7 +257,7 @@ class _Replay:
         storage = self.storages.get(owner)
         if storage is None or self.contents.is_busy(owner):
             return False
-        if self._is_result(owner) and not self.in_backward:
+        if storage.is_result and not self.in_backward:
             return False
         return not any(self.reads_left[value] for value in storage.values)
 
@@ -293,7 +290,8 @@ class _Replay:
             bisect.insort(self.live, (offset, owner))
 
     def _bear_outside(self, owner: str, size_bytes: int) -> None:
-        self.storages[owner] = _Storage(0, size_bytes, in_arena=False)
+        is_result = owner.endswith(_FOR_USER) and not self.in_backward
+        self.storages[owner] = _Storage(0, size_bytes, in_arena=False, is_result=is_result)
         self.outside_bytes += size_bytes
         self.most_outside_bytes = max(self.most_outside_bytes, self.outside_bytes)
 
@@ -333,7 +331,6 @@ class _Replay:
         elif output.storage is Storage.OUTSIDE:
             owner = _outside_owner(holder)
         elif output.storage is Storage.EXTERNAL and call.phase is Phase.FORWARD:
-            self.results.add(value)
             if not self.problem.keeps_outputs and self.reads_left[value]:
                 owner = f"{holder}{_FOR_USER}"
         self.place_of[value] = owner

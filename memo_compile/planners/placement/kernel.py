@@ -357,7 +357,7 @@ def lift(tables: Tables, state: State, item: int, depth: int, capacity: int) -> 
 
 
 def blame_item(state: State, depth: int, item: int) -> None:
-    """The placed buffers that ``item`` stands on, itself too if placed, are blamed for a failure."""
+    """``item``, if placed, and the placed buffers that it stands on are blamed for a failure."""
     row = depth * state.tally[WORDS]
     while item >= 0:
         if state.placed[item] == 1:
