@@ -1,4 +1,8 @@
-"""Reading fields of a JSON object with errors that name the field."""
+"""Reading fields of a JSON object.
+
+A field that is missing without a default, or is not what its reader says, is an InputError that
+names it, and the index of an entry.
+"""
 
 import graphlib
 import logging
@@ -59,11 +63,7 @@ def warn_unknown(data: Mapping[str, Any], known: frozenset[str]) -> None:
 
 
 def number(data: Mapping[str, Any], name: str, default: Number | None = None) -> Number:
-    """The finite, non-negative number under ``name``.
-
-    Raises:
-        InputError: missing without a default, not a number, negative, or not finite.
-    """
+    """The finite, non-negative number under ``name``."""
     if name not in data:
         if default is None:
             raise InputError(f"{name}: missing")
@@ -72,11 +72,7 @@ def number(data: Mapping[str, Any], name: str, default: Number | None = None) ->
 
 
 def whole(data: Mapping[str, Any], name: str, *, minimum: int) -> int:
-    """The whole number of at least ``minimum`` under ``name``.
-
-    Raises:
-        InputError: missing, not a whole number, or below ``minimum``.
-    """
+    """The whole number of at least ``minimum`` under ``name``."""
     value = number(data, name)
     if value != int(value) or value < minimum:
         raise InputError(f"{name}: expected a whole number >= {minimum}, got {value}")
@@ -84,11 +80,7 @@ def whole(data: Mapping[str, Any], name: str, *, minimum: int) -> int:
 
 
 def flag(data: Mapping[str, Any], name: str, default: bool) -> bool:
-    """The truth value under ``name``; 0 and 1 count.
-
-    Raises:
-        InputError: something else than true, false, 0, 1.
-    """
+    """The truth value under ``name``; 0 and 1 count."""
     value = data.get(name, default)
     if value not in (True, False, 0, 1) or isinstance(value, str):
         raise InputError(f"{name}: expected true or false, got {value!r}")
@@ -96,30 +88,18 @@ def flag(data: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def numbers(data: Mapping[str, Any], name: str, length: int | None = None) -> tuple[Number, ...]:
-    """The list of finite, non-negative numbers under ``name``.
-
-    Raises:
-        InputError: missing, not a list, of another length, or with a bad entry (named by index).
-    """
+    """The list of finite, non-negative numbers under ``name``, of the given length."""
     values = _checked_list(data, name, length)
     return tuple(_checked_number(value, f"{name}[{i}]") for i, value in enumerate(values))
 
 
 def indices(data: Mapping[str, Any], name: str, num_ops: int) -> tuple[int, ...]:
-    """The sorted set of operator indices under ``name``, each in ``[0, num_ops)``.
-
-    Raises:
-        InputError: missing, or an entry that is no operator.
-    """
+    """The sorted set of operator indices under ``name``, each in ``[0, num_ops)``."""
     return _checked_indices(_checked_list(data, name, None), name, num_ops)
 
 
 def dependencies(data: Mapping[str, Any], num_ops: int) -> tuple[tuple[int, ...], ...]:
-    """``deps``: for each operator the operators that it reads, all of them earlier in the list.
-
-    Raises:
-        InputError: wrong length, unknown operator, a cycle, or an operator listed before its input.
-    """
+    """``deps``: for each operator the operators that it reads, all of them earlier in the list."""
     deps = []
     for i, row in enumerate(_checked_list(data, "deps", num_ops)):
         if not isinstance(row, list):

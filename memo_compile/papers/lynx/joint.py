@@ -68,13 +68,11 @@ class JointProblem:
         if not isinstance(layer, Mapping):
             raise InputError("layer: expected an object with C, M, deps, comm, need, ctime")
         num_stages = fields.whole(data, "num_stages", minimum=1)
-        if "budgets" in data:
-            budgets = fields.numbers(data, "budgets", num_stages)
-        else:
-            budgets = (fields.number(data, "budget"),) * num_stages
-        extra = {
+        if "budgets" not in data:
+            data = {**data, "budgets": [fields.number(data, "budget")] * num_stages}
+        rows = {
             name: fields.numbers(data, name, num_stages)
-            for name in ("extra_static", "extra_time")
+            for name in ("budgets", "extra_static", "extra_time")
             if name in data
         }
         problem = JointProblem(
@@ -83,8 +81,7 @@ class JointProblem:
             num_stages=num_stages,
             num_batches=fields.whole(data, "num_batches", minimum=1),
             layer_static=fields.number(data, "layer_static", 0),
-            budgets=budgets,
-            **extra,
+            **rows,
         )
         fields.warn_unknown(data, _FIELDS)
         return problem

@@ -104,13 +104,10 @@ def describe_workload(shape: ModelShape, seq: int, global_batch: int) -> Workloa
     tensors = (*layer_tensors(shape, seq), layer_output(shape))
     moved = sum(tensor.moved_bytes_per_token for tensor in tensors)
     balanced = sum(t.moved_bytes_per_token for t in tensors if t.name in BALANCED)
+    alike = ("num_layers", "hidden", "layer_parameters", "embedding_parameters", "num_heads")
     return Workload(
-        num_layers=float(shape.num_layers),
-        hidden=float(shape.hidden),
+        **{name: float(getattr(shape, name)) for name in alike},
         kv_hidden=shape.hidden * shape.kv_ratio,
-        layer_parameters=float(shape.layer_parameters),
-        embedding_parameters=float(shape.embedding_parameters),
-        num_heads=float(shape.num_heads),
         seq=float(seq),
         global_batch=float(global_batch),
         moved_bytes=moved,

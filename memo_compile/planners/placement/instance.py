@@ -10,7 +10,6 @@ that a bound has to look at is the load of each section.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -129,8 +128,6 @@ def build_instance(problem: PlacementProblem, only: Iterable[str] | None = None)
     chosen = None if only is None else set(only)
     buffers = tuple(b for b in problem.buffers if b.size > 0 and (chosen is None or b.id in chosen))
     spans = [b.segments() for b in buffers]
-    span_start = np.zeros(len(buffers) + 1, dtype=np.int64)
-    np.cumsum([len(s) for s in spans], out=span_start[1:])
     lower, upper, num_sections = _sections([span for of_one in spans for span in of_one])
     align = np.array([problem.alignment_of(b) for b in buffers], dtype=np.int64)
     fixed = [FREE if b.offset is None else b.offset for b in buffers]
@@ -140,7 +137,7 @@ def build_instance(problem: PlacementProblem, only: Iterable[str] | None = None)
         size=np.array([b.size for b in buffers], dtype=np.int64),
         align=align,
         fixed=np.array(fixed, dtype=np.int64),
-        span_start=span_start,
+        span_start=np.cumsum([0, *map(len, spans)], dtype=np.int64),
         span_lower=lower,
         span_upper=upper,
         num_sections=num_sections,
@@ -219,16 +216,12 @@ class Overlaps:
 
 def find_overlaps(instance: Instance) -> Overlaps:
     """All pairs of buffers that share a section. Quadratic: N vector operations of length G."""
-    n = instance.num_buffers
     lower, upper, owner = instance.span_lower, instance.span_upper, instance.owner
-    start = np.zeros(n + 1, dtype=np.int64)
-    simple = len(lower) == n
-    rows: list[Any] = []
-    for i in range(n):
+    simple = len(lower) == instance.num_buffers
+    rows = [np.zeros(0, dtype=np.int32)]
+    for i in range(instance.num_buffers):
         hit = _sharing(instance, i, lower, upper)
         row = np.flatnonzero(hit) if simple else np.unique(owner[hit])
-        row = row[row != i].astype(np.int32)
-        start[i + 1] = start[i] + len(row)
-        rows.append(row)
-    other = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int32)
-    return Overlaps(start=start, other=other)
+        rows.append(row[row != i].astype(np.int32))
+    start = np.cumsum([len(row) for row in rows], dtype=np.int64)
+    return Overlaps(start=start, other=np.concatenate(rows))
