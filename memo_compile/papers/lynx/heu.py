@@ -40,14 +40,12 @@ class _Program:
     """The model, its variables, and the linear forms that are minimised one after the other."""
 
     model: Any
-    keep: tuple[Any, ...]
-    recompute: tuple[tuple[Any, ...], ...]
+    keep: list[Any]
+    recompute: list[list[Any]]
     """``[phase][operator]``; the constant 0 where equation 6 or the last-stage rule forbids it."""
     critical: Any
     total: Any
     memory: Any
-    """In units of ``memory_unit``."""
-    memory_unit: float
 
 
 def solve_heu(
@@ -79,9 +77,7 @@ def _solve_one(
     """The optimum of one of the two programs, with whole operators or with cut ones."""
 
     def attempt(budget: Number) -> HeuSolution:
-        program = _build(instance, token_split)
-        limit = float(budget) / program.memory_unit
-        program.model.add_constr(program.memory <= limit, "memory_eq7")
+        program = _build(instance, token_split, budget)
         return _minimise(program, instance, break_ties, deadline_s)
 
     return within_budget(instance.budget, attempt, lambda: _conflict(instance, token_split))
@@ -89,7 +85,7 @@ def _solve_one(
 
 def memory_needed(instance: HeuInstance, *, token_split: bool = False) -> Number:
     """The least budget under which ``instance`` has a plan, by the same program."""
-    program = _build(instance, token_split)
+    program = _build(instance, token_split, None)
     program.model.objective = program.memory
     status = solver.solve(program.model)
     assert status is SolveStatus.OPTIMAL, f"memory floor: {status}"
@@ -104,16 +100,17 @@ def _keep_everything(instance: HeuInstance) -> HeuSolution | None:
     needed = zip(instance.ops.times[:-1], instance.need, strict=False)
     if any(wanted and not seconds for seconds, wanted in needed):
         return None
-    keep = (*instance.need[:-1], True)
-    everything = _costed(instance, SolveStatus.OPTIMAL, keep, ((),) * NUM_PHASES)
+    keep, windows = (*instance.need[:-1], True), ((),) * NUM_PHASES
+    found = HeuSolution(status=SolveStatus.OPTIMAL, keep=keep, windows=windows)
+    everything = _costed(instance, found)
     return everything if everything.peak <= instance.budget else None
 
 
-def _build(instance: HeuInstance, token_split: bool) -> _Program:
-    """The program without objective and without the bound on memory."""
+def _build(instance: HeuInstance, token_split: bool, budget: Number | None) -> _Program:
+    """The program without objective; None leaves memory without a bound."""
     ops = instance.ops
     model = exact_model("lynx-heu")
-    keep = tuple(model.add_var(f"S_{i}", var_type="B") for i in range(ops.count))
+    keep = [model.add_var(f"S_{i}", var_type="B") for i in range(ops.count)]
     recompute = _recompute_variables(model, instance, token_split)
     model.add_constr(keep[-1] == 1, "output_kept")
     _add_availability(model, instance, keep, recompute)
@@ -123,20 +120,20 @@ def _build(instance: HeuInstance, token_split: bool) -> _Program:
         load = weighted(cost, recompute[phase])
         model.add_constr(load <= limit / unit, f"window_{phase + 1}_eq5")
     memory_unit = float(max(instance.budget, *ops.sizes)) or 1.0
+    memory = _memory(instance, keep, recompute, memory_unit)
+    if budget is not None:
+        model.add_constr(memory <= float(budget) / memory_unit, "memory_eq7")
     return _Program(
         model=model,
         keep=keep,
         recompute=recompute,
         critical=weighted(cost, recompute[ON_DEMAND]),
         total=weighted(cost * NUM_PHASES, [r for row in recompute for r in row]),
-        memory=_memory(instance, keep, recompute, memory_unit),
-        memory_unit=memory_unit,
+        memory=memory,
     )
 
 
-def _recompute_variables(
-    model: Any, instance: HeuInstance, token_split: bool
-) -> tuple[tuple[Any, ...], ...]:
+def _recompute_variables(model: Any, instance: HeuInstance, token_split: bool) -> list[list[Any]]:
     """R_ti, without communications in windows (equation 6) and without windows of length 0."""
     ops, limits = instance.ops, (*instance.window_limits, math.inf)
     rows = []
@@ -152,12 +149,12 @@ def _recompute_variables(
                 row.append(add_share(model, name, ops.num_slices))
             else:
                 row.append(model.add_var(name, var_type="B"))
-        rows.append(tuple(row))
-    return tuple(rows)
+        rows.append(row)
+    return rows
 
 
 def _add_availability(
-    model: Any, instance: HeuInstance, keep: tuple[Any, ...], recompute: tuple[tuple[Any, ...], ...]
+    model: Any, instance: HeuInstance, keep: list[Any], recompute: list[list[Any]]
 ) -> None:
     """Equation 3 (what backward reads is kept or recomputed once) and 4 (inputs come first).
 
@@ -175,12 +172,7 @@ def _add_availability(
                 model.add_constr(so_far <= have, f"causal_{phase + 1}_{i}_{j}_eq4")
 
 
-def _memory(
-    instance: HeuInstance,
-    keep: tuple[Any, ...],
-    recompute: tuple[tuple[Any, ...], ...],
-    unit: float,
-) -> Any:
+def _memory(instance: HeuInstance, keep: list[Any], recompute: list[list[Any]], unit: float) -> Any:
     """Left side of equation 7' in units of ``unit``.
 
     Kept outputs count in every layer and micro-batch in flight, what phases 1 and 2 rebuild in
@@ -223,22 +215,18 @@ def _read(program: _Program, instance: HeuInstance, status: SolveStatus) -> HeuS
     windows = tuple(
         tuple(Part(op=i, fraction=x) for i, x in enumerate(row) if x > 0) for row in values
     )
-    return _costed(instance, status, keep, windows)
+    return _costed(instance, HeuSolution(status=status, keep=keep, windows=windows))
 
 
-def _costed(
-    instance: HeuInstance,
-    status: SolveStatus,
-    keep: tuple[bool, ...],
-    windows: tuple[tuple[Part, ...], ...],
-) -> HeuSolution:
-    """The solution with the cost that its replay counts; its peak may exceed the budget.
+def _costed(instance: HeuInstance, solution: HeuSolution) -> HeuSolution:
+    """``solution`` with the cost that its replay counts; its peak may exceed the budget.
 
     Raises:
         InvalidPlan: the replay refuses it.
     """
-    cost = replay_heu(dataclasses.replace(instance, budget=math.inf), keep, windows)
-    return HeuSolution(status=status, keep=keep, windows=windows, **dataclasses.asdict(cost))
+    unbounded = dataclasses.replace(instance, budget=math.inf)
+    cost = replay_heu(unbounded, solution.keep, solution.windows)
+    return dataclasses.replace(solution, **dataclasses.asdict(cost))
 
 
 def _conflict(instance: HeuInstance, token_split: bool) -> Conflict | None:
