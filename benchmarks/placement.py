@@ -32,9 +32,9 @@ from memo_compile.planners.placement import (
     place,
 )
 from memo_compile.planners.placement.bilevel import bilevel_offsets
-from memo_compile.planners.placement.compiled import has_numba
 from memo_compile.planners.placement.files import read_problem
 from memo_compile.planners.placement.instance import build_instance
+from memo_compile.planners.placement.portfolio import has_numba
 from memo_compile.planners.solver import SolveStatus
 
 CHALLENGING = Path(__file__).parent.parent / "tests" / "data" / "minimalloc"

@@ -58,14 +58,13 @@ class _Reads:
         if call.copy is None:
             return
         if call.kind is CallKind.OFFLOAD:
-            source: str | None = call.inputs[0]
-            self.copied[call.copy.host_offset] = call.inputs[0]
+            source = self.copied[call.copy.host_offset] = call.inputs[0]
         else:
-            source = self.copied.get(call.copy.host_offset)
+            source = self.copied.get(call.copy.host_offset, "")
             self.reloaded_from[call.outputs[0]] = call.copy.start_bytes
-            if source is not None and source in self.held:
+            if source in self.held:
                 self.held[call.outputs[0]] = self.held[source]
-        held = None if source is None else self.held.get(source)
+        held = self.held.get(source)
         if held is not None and call.copy.end_bytes < held.end * held.item_bytes:
             yield (
                 f"{call.name} copies to byte {call.copy.end_bytes} of {source}, which has "

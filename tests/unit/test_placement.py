@@ -15,10 +15,10 @@ from memo_compile.planners.placement import (
     find_violations,
     place,
 )
-from memo_compile.planners.placement.compiled import has_numba
 from memo_compile.planners.placement.files import parse_csv, read_problem
 from memo_compile.planners.placement.instance import build_instance
 from memo_compile.planners.placement.mip import mip_offsets
+from memo_compile.planners.placement.portfolio import has_numba
 from memo_compile.planners.solver import Engine, SolveStatus, available_engines
 
 DATA = Path(__file__).parent.parent / "data" / "minimalloc"

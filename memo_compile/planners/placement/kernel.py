@@ -1,7 +1,7 @@
 """Canonical search: the inner loop, written once for plain Python (lists) and for numba (arrays).
 
 Every function here uses only integers, one-dimensional indexables and the two named tuples, so that
-``compiled.py`` can hand the same source to numba. Nothing here allocates.
+``portfolio.py`` can hand the same source to numba. Nothing here allocates.
 
 **Canonical form.** In any valid placement each buffer can sink until it stands on the arena's floor
 or on another one. Sorted by (offset, rank), such a placement is a sequence in which each buffer
@@ -34,28 +34,19 @@ NUM_TALLIES = 6
 
 
 class Tables(NamedTuple):
-    """What does not change during a search. N buffers, S sections, G spans."""
+    """What does not change during a search; most of it is what Instance has by the same name."""
 
     size: Any
-    """(N,) bytes."""
     padded: Any
-    """(N,) bytes with the padding that any buffer above needs."""
     align: Any
-    """(N,) bytes."""
     fixed: Any
-    """(N,) bytes, or -1."""
     rank: Any
     """(N,) a permutation: which of several buffers with equal offsets goes first."""
     first: Any
-    """(N,) first section of the buffer's life."""
     last: Any
-    """(N,) section after it."""
     span_start: Any
-    """(N + 1,) rows of the next two."""
     span_lower: Any
-    """(G,) first section."""
     span_upper: Any
-    """(G,) section after."""
     near_start: Any
     """(N + 1,) rows of the next."""
     near: Any
@@ -63,7 +54,7 @@ class Tables(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a search writes to. Depth runs over the frames of the stack, one for each choice."""
+    """What a search writes to: N buffers, S sections, a stack of frames, one for each choice."""
 
     offset: Any
     """(N,) lowest possible offset of an unplaced buffer, final offset of a placed one."""

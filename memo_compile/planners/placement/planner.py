@@ -17,13 +17,12 @@ import numpy as np
 from memo_compile.errors import ConfigError
 from memo_compile.planners.placement import kernel
 from memo_compile.planners.placement.bilevel import bilevel_offsets
-from memo_compile.planners.placement.compiled import has_numba, is_cold
 from memo_compile.planners.placement.conflict import load_conflict, search_conflict
 from memo_compile.planners.placement.greedy import ORDERS, greedy_offsets
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, build_instance
 from memo_compile.planners.placement.mip import mip_offsets
 from memo_compile.planners.placement.placement_problem import Placement, PlacementProblem
-from memo_compile.planners.placement.portfolio import Searcher
+from memo_compile.planners.placement.portfolio import Searcher, has_numba, is_cold
 from memo_compile.planners.solver import SolveStatus, available_engines
 
 _MANY_BUFFERS = 1500

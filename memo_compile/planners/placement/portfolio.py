@@ -3,17 +3,23 @@
 One run of the kernel with one order of ranks is either lucky within a few nodes for each buffer or
 stuck for minutes, so runs are short and many: a handful of static orders, then the same orders with
 noise, under a node limit that grows slowly. Every so often a run without backjumps and with a large
-limit is made, which can prove that a capacity is out of reach.
+limit is made, which can prove that a capacity is out of reach. The kernel runs through numba where
+numba is installed and the problem is not small.
 """
 
+import functools
+import importlib.util
+import inspect
+import sys
 import time
+import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from memo_compile.planners.placement import kernel
-from memo_compile.planners.placement.compiled import compiled_search, has_numba, warm_up
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, Overlaps, find_overlaps
 
 _NODES_PER_BUFFER = 2
@@ -53,7 +59,7 @@ class Searcher:
         compiled = use_numba
         if compiled is None:
             compiled = has_numba() and instance.num_buffers > _TINY
-        self._kernel = compiled_search() if compiled else kernel.search
+        self._kernel = _compiled_search() if compiled else kernel.search
         self._convert: Callable[[Any], Any] = _as_array if compiled else _as_list
         names = "size padded align fixed first last span_start span_lower span_upper".split()
         self._static = {name: self._convert(getattr(instance, name)) for name in names}
@@ -63,7 +69,7 @@ class Searcher:
         self.is_practical = pairs <= (_MOST_PAIRS if compiled else _MOST_PLAIN_PAIRS)
         """False when a single descent would take too long or too much memory."""
         if compiled and self.is_practical:
-            warm_up(self._tables(np.arange(instance.num_buffers)), self._fresh_state())
+            _warm_up(self._tables(np.arange(instance.num_buffers)), self._fresh_state())
         self.nodes = 0
         """Choices tried so far, over all runs."""
         self.seconds = 0.0
@@ -187,3 +193,45 @@ def _as_array(values: Any) -> Any:
 
 def _as_list(values: Any) -> Any:
     return np.asarray(values).tolist()
+
+
+def has_numba() -> bool:
+    """True when numba can be imported; does not import it."""
+    return importlib.util.find_spec("numba") is not None
+
+
+@functools.cache
+def _compiled_search() -> Any:
+    """``kernel.search`` for numpy arrays, compiled on its first call and cached on disk."""
+    import numba
+
+    space: dict[str, Any] = dict(vars(kernel))
+    for name, function in inspect.getmembers(kernel, inspect.isfunction):
+        if function.__module__ != kernel.__name__:
+            continue
+        # The clone sees the compiled helpers; the plain functions stay usable beside it.
+        clone = types.FunctionType(function.__code__, space, name, function.__defaults__)
+        clone.__module__ = kernel.__name__
+        try:
+            space[name] = numba.njit(cache=True)(clone)
+        except RuntimeError:  # numba finds no folder that it may write its cache to
+            space[name] = numba.njit(clone)
+    return space["search"]
+
+
+def is_cold() -> bool:
+    """True when numba is here but no fresh compiled search where numba keeps it."""
+    if not has_numba():
+        return False
+    source = Path(kernel.__file__)
+    found = (source.parent / "__pycache__").glob("kernel.search-*.nbi")
+    return not any(path.stat().st_mtime >= source.stat().st_mtime for path in found)
+
+
+def _warm_up(tables: kernel.Tables, state: kernel.State) -> None:
+    """The compiled search is ready for arguments of these types; says so when it takes seconds."""
+    if _compiled_search().signatures:
+        return
+    if is_cold():
+        print("memo: compiling the placement search, once (about 5 s)", file=sys.stderr)
+    _compiled_search()(tables, state, 0, 0, 0, False)
