@@ -62,10 +62,7 @@ class StepReplay:
 
 
 def is_offloaded(shape: PipelineShape, rank: int, chunk: int) -> bool:
-    """Whether a chunk is offloaded: not where its backward follows at once.
-
-    Plain 1F1B spares the last two stages, interleaved 1F1B the last chunk of the last rank.
-    """
+    """Not where its backward follows at once: the last two stages, or the last chunk of all."""
     if shape.num_chunks == 1:
         return rank < shape.num_ranks - 2
     return (rank, chunk) != (shape.num_ranks - 1, shape.num_chunks - 1)

@@ -31,17 +31,15 @@ _FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointProblem:
-    """Equal layers to be split over the stages of a 1F1B pipeline."""
+    """Equal layers to be split over stages of a 1F1B pipeline, each with a budget of memory."""
 
     costs: LayerCosts
     num_layers: int
     num_stages: int
     num_batches: int
-    """Micro-batches of a step."""
     layer_static: Number
     """Memory of one layer's parameters, gradients and optimizer state."""
     budgets: tuple[Number, ...]
-    """Bound on each stage's memory."""
     extra_static: tuple[Number, ...] = ()
     """Static memory that stages have besides their layers (embedding, head); empty = none."""
     extra_time: tuple[Number, ...] = ()
@@ -107,10 +105,7 @@ class JointPlan:
 
 
 def plan_stages(problem: JointProblem, *, token_split: bool = False) -> JointPlan:
-    """The split with the fastest slowest stage under 1F1B, each stage with its optimal policy.
-
-    Stage r holds min(p - r, num_batches) micro-batches; the last stage has no forward windows.
-    """
+    """The split with the fastest slowest stage under 1F1B, each stage with its optimal policy."""
     stages = _Stages(problem=problem, token_split=token_split)
     layers_of = split_lazily(problem.num_layers, problem.num_stages, stages.time)
     if layers_of is None:

@@ -23,8 +23,9 @@ class Replayed:
     """What executing a plan cost."""
 
     critical_time: Number
-    recompute_time: Number
     peak: Number
+    recompute_time: Number = 0
+    """Of a layer plan."""
 
 
 def replay_heu(
@@ -120,7 +121,6 @@ def replay_opt(
     rows = (*resident[: instance.ops.count], instance.keep)
     wanted = [{i for i, is_resident in enumerate(row) if is_resident} for row in rows]
     critical_time: Number = 0
-    recompute_time: Number = 0
     live: set[int] = set()
     peak = instance.static
     for t, (start, keep_next) in enumerate(itertools.pairwise(wanted)):
@@ -131,12 +131,11 @@ def replay_opt(
         live = phase.live & keep_next
         peak = max(peak, phase.peak)
         critical_time += phase.critical_time
-        recompute_time += phase.overlapped_time + phase.critical_time - instance.ops.times[t]
     if missing := wanted[-1] - live:
         raise InvalidPlan(f"replay: operator {min(missing)} is not resident at the end")
     if exceeds(peak, instance.budget):
         raise InvalidPlan(f"replay: peak {peak} exceeds the budget {instance.budget}")
-    return Replayed(critical_time=critical_time, recompute_time=recompute_time, peak=peak)
+    return Replayed(critical_time=critical_time, peak=peak)
 
 
 class _Phase:
@@ -159,7 +158,6 @@ class _Phase:
         self.peak: Number = self.memory
         self.progress = [1.0 if i in start else 0.0 for i in range(self.ops.count)]
         self.critical_time: Number = 0
-        self.overlapped_time: Number = 0
 
     def run(self) -> None:
         """The phase has ended."""
@@ -193,18 +191,17 @@ class _Phase:
         """What the phase's communication hides; its operator's own output is still live."""
         if self.window and self.index not in self.ops.comm:
             raise InvalidPlan(f"{where}: overlaps without a communication")
+        load: Number = 0
         for i in sorted(self.window):
             if i in self.ops.comm or i >= self.index:
                 raise InvalidPlan(f"{where}: operator {i} cannot be recomputed in this window")
             self._compute(i, self.overlapped[i], where)
-            self.overlapped_time += _amount(self.ops.times[i], self.overlapped[i])
+            load += _amount(self.ops.times[i], self.overlapped[i])
             if self.progress[i] < 1 - SPLIT_TOLERANCE:
                 raise InvalidPlan(f"{where}: operator {i} is left incomplete")
-        if exceeds(self.overlapped_time, self.ops.times[self.index], SPLIT_TOLERANCE):
-            raise InvalidPlan(
-                f"{where}: {self.overlapped_time} of work behind a communication of "
-                f"{self.ops.times[self.index]}"
-            )
+        limit = self.ops.times[self.index]
+        if exceeds(load, limit, SPLIT_TOLERANCE):
+            raise InvalidPlan(f"{where}: {load} of work behind a communication of {limit}")
 
     def _drop_dead(self, i: int) -> None:
         """Free what operator ``i`` read, and ``i`` itself, where nothing will read it again."""

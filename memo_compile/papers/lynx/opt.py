@@ -41,19 +41,18 @@ Matrix = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Program:
-    """The model and its matrices; row = phase, entries beyond the phase's operator are 0."""
+    """The model and its matrices; row = phase, entries beyond the phase's operator are 0.
+
+    S has one row more than there are phases: what must be resident at the end. Without a token
+    split Xc is 0 and Z is Ro; else Z is 1 where Ro > 0.
+    """
 
     model: Any
-    resident: Matrix
-    """S, with one row more than there are phases: what must be resident at the end."""
-    critical: Matrix
-    """Rc."""
-    started: Matrix
-    """Xc: the part of a split operator before the communication; 0 without a token split."""
-    overlapped: Matrix
-    """Ro: the part behind the communication."""
-    hidden: Matrix
-    """Z: 1 where Ro > 0; Ro itself without a token split."""
+    resident: Matrix  # S
+    critical: Matrix  # Rc
+    started: Matrix  # Xc
+    overlapped: Matrix  # Ro
+    hidden: Matrix  # Z
     bound: Any
     """Limit on memory, in units of ``memory_unit``: a number, or a variable to be minimised."""
     memory_unit: float

@@ -62,10 +62,7 @@ def mip_offsets(
 
 
 def sink(instance: Instance, overlaps: Overlaps, order: Ints) -> Ints | None:
-    """Offsets (N,) when each buffer stands on those before it in ``order`` (N,) that it overlaps.
-
-    None when a fixed buffer cannot keep its offset that way.
-    """
+    """Offsets (N,) of buffers stacked in ``order`` (N,); None where a fixed one cannot stay."""
     offsets = np.where(instance.fixed == FREE, 0, instance.fixed)
     position = np.argsort(order)
     for item in order:
