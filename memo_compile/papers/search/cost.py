@@ -132,7 +132,7 @@ def evaluate(
     chunks = work.num_layers / (columns.pp * columns.layers_per_chunk)
     in_flight = chunks_in_flight(columns.pp, chunks)
     static = static_bytes(work, columns)
-    elements = _per_policy(work.saved_elements, columns.checkpoint)
+    elements = np.choose(columns.checkpoint, work.saved_elements)
     shard = columns.tp * columns.cp
     chunk = columns.layers_per_chunk * elements * (ELEMENT_BYTES * work.seq) / shard
     if alpha is None:
@@ -145,13 +145,6 @@ def evaluate(
     gpus = shard * columns.pp * columns.dp
     mfu = work.flops / (gpus * hardware.peak_flops_per_s * step)
     return Evaluation(alpha=alpha, peak_bytes=peak, iteration_s=step, mfu=mfu, usable=usable)
-
-
-def _per_policy(table: Any, checkpoint: Any) -> Any:
-    """``table[policy]`` for each configuration; ``table`` may have a column for each of them."""
-    if table.ndim == 1:
-        return table[checkpoint]
-    return table[checkpoint, np.arange(len(checkpoint))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,16 +175,12 @@ def layer_seconds(
     ring_rate = np.where(shard <= hardware.devices_per_node, link_rate, network_rate)
     ring = 2 * ELEMENT_BYTES * work.kv_hidden * work.seq * (cp - 1) / shard / ring_rate
     forward = compute + tp_s + np.maximum(0, ring - attention)
-    recompute_s = work.balanced_bytes * work.seq / moved_rate
-    policy = columns.checkpoint
+    balanced = work.balanced_bytes * work.seq / moved_rate
+    repeated = {Checkpoint.NONE: 0.0, Checkpoint.BALANCED: balanced, Checkpoint.FULL: forward}
     return LayerSeconds(
         forward=forward,
         backward=2 * compute + tp_s + np.maximum(0, 2 * ring - 2 * attention),
-        repeated=np.where(
-            policy == CHECKPOINTS.index(Checkpoint.FULL),
-            forward,
-            np.where(policy == CHECKPOINTS.index(Checkpoint.BALANCED), recompute_s, 0.0),
-        ),
+        repeated=np.choose(columns.checkpoint, [repeated[policy] for policy in CHECKPOINTS]),
     )
 
 
