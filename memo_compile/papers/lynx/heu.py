@@ -136,21 +136,17 @@ def _build(instance: HeuInstance, token_split: bool, budget: Number | None) -> _
 def _recompute_variables(model: Any, instance: HeuInstance, token_split: bool) -> list[list[Any]]:
     """R_ti, without communications in windows (equation 6) and without windows of length 0."""
     ops, limits = instance.ops, (*instance.window_limits, math.inf)
-    rows = []
-    for phase in range(NUM_PHASES):
-        row: list[Any] = []
-        for i in range(ops.count):
-            barred = phase < NUM_WINDOWS and (i in ops.comm or limits[phase] == 0 < ops.times[i])
-            barred = barred or (phase < 2 and not instance.forward_windows)
-            name = f"R_{phase + 1}_{i}"
-            if barred:
-                row.append(0)
-            elif token_split and i not in ops.whole:
-                row.append(add_share(model, name, ops.num_slices))
-            else:
-                row.append(model.add_var(name, var_type="B"))
-        rows.append(row)
-    return rows
+
+    def variable(phase: int, i: int) -> Any:
+        barred = phase < NUM_WINDOWS and (i in ops.comm or limits[phase] == 0 < ops.times[i])
+        if barred or (phase < 2 and not instance.forward_windows):
+            return 0
+        name = f"R_{phase + 1}_{i}"
+        if token_split and i not in ops.whole:
+            return add_share(model, name, ops.num_slices)
+        return model.add_var(name, var_type="B")
+
+    return [[variable(phase, i) for i in range(ops.count)] for phase in range(NUM_PHASES)]
 
 
 def _add_availability(

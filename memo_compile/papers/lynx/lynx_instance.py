@@ -207,19 +207,11 @@ def _stage_row(row: Any, name: str) -> tuple[Number | None, ...]:
 
 def _given(data: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ``_Instance``."""
-    return {
-        "ops": _operators(data),
-        "static": fields.number(data, "static", 0),
-        "budget": fields.number(data, "budget"),
-    }
-
-
-def _operators(data: Mapping[str, Any]) -> Operators:
     times = fields.numbers(data, "C")
     if not times:
         raise InputError("C: expected at least one operator, got an empty list")
     count = len(times)
-    return Operators(
+    ops = Operators(
         times=times,
         sizes=fields.numbers(data, "M", count),
         deps=fields.dependencies(data, count),
@@ -227,6 +219,8 @@ def _operators(data: Mapping[str, Any]) -> Operators:
         whole=frozenset(fields.indices({"whole": [], **data}, "whole", count)),
         num_slices=_slices(data),
     )
+    static = fields.number(data, "static", 0)
+    return {"ops": ops, "static": static, "budget": fields.number(data, "budget")}
 
 
 def _slices(data: Mapping[str, Any]) -> int:

@@ -71,19 +71,16 @@ class State(NamedTuple):
     piece_end: Any
     """(N + 1,) for a component that starts at this position of ``items``: where it ends."""
     scratch: Any
-    """(N,)"""
     label: Any
     """(S + 1,) component of each section while a slice is cut."""
     count: Any
     """(S + 2,) buffers of each component while a slice is cut."""
     begin: Any
-    """(depth,) slice of ``items`` that the frame searches."""
+    """(depth,) where the slice of ``items`` begins that the frame searches; ``end`` alike."""
     end: Any
-    """(depth,)"""
     key_offset: Any
-    """(depth,) key of the last choice tried."""
+    """(depth,) key of the last choice tried, with ``key_rank``."""
     key_rank: Any
-    """(depth,)"""
     ceiling: Any
     """(depth,) largest offset at which a choice leaves room for all sections of the slice."""
     tightest: Any
