@@ -36,7 +36,7 @@ from memo_compile.planners import solver
 from memo_compile.planners.solver import SolveStatus, exact_model, total, weighted
 
 Matrix = Any
-"""An array of the model's variables, and of ints where an entry is fixed."""
+"""An array of the model's variables, and of ints where an entry is fixed; or of their values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,47 +240,34 @@ def _freed_variables(
 
 def _read(program: _Program, instance: OptInstance, status: SolveStatus) -> OptSolution:
     """The schedule that the solved variables hold, pruned, with the cost that its replay counts."""
-    num_ops = instance.ops.count
-    resident = [[round(fraction_value(x)) for x in row] for row in program.resident[:num_ops]]
-    slices = instance.ops.num_slices
-    overlapped = [[fraction_value(x, slices) for x in row] for row in program.overlapped]
-    critical = [
-        [fraction_value(x) or fraction_value(y, slices) for x, y in zip(row, begun, strict=True)]
-        for row, begun in zip(program.critical, program.started, strict=True)
-    ]
+    value, slices = np.vectorize(fraction_value, otypes=[float]), instance.ops.num_slices
+    resident = value(program.resident[:-1]).round().astype(int)
+    critical, overlapped = value(program.critical), value(program.overlapped, slices)
+    critical = np.where(critical, critical, value(program.started, slices))
     _prune(instance, resident, critical, overlapped)
-    return _judged(replace(instance, budget=math.inf), status, resident, critical, overlapped)
+    matrices = [matrix.tolist() for matrix in (resident, critical, overlapped)]
+    return _judged(replace(instance, budget=math.inf), status, *matrices)
 
 
-def _judged(
-    instance: OptInstance,
-    status: SolveStatus,
-    resident: list[list[int]],
-    critical: list[list[float]],
-    overlapped: list[list[float]],
-) -> OptSolution:
-    """The schedule with the cost that its replay counts.
+def _judged(instance: OptInstance, status: SolveStatus, *matrices: list[list[Any]]) -> OptSolution:
+    """The schedule (S, Rc, Ro) with the cost that its replay counts.
 
     Raises:
         InvalidPlan: the replay refuses it.
     """
+    resident, critical, overlapped = (tuple(map(tuple, matrix)) for matrix in matrices)
     cost = replay_opt(instance, resident, critical, overlapped)
     return OptSolution(
         status=status,
-        resident=tuple(map(tuple, resident)),
-        critical=tuple(map(tuple, critical)),
-        overlapped=tuple(map(tuple, overlapped)),
+        resident=resident,
+        critical=critical,
+        overlapped=overlapped,
         critical_time=cost.critical_time,
         peak=cost.peak,
     )
 
 
-def _prune(
-    instance: OptInstance,
-    resident: list[list[int]],
-    critical: list[list[float]],
-    overlapped: list[list[float]],
-) -> None:
+def _prune(instance: OptInstance, resident: Matrix, critical: Matrix, overlapped: Matrix) -> None:
     """Drop in place what nothing reads and the engine had no reason to remove."""
     num_ops, deps = instance.ops.count, instance.ops.deps
     wanted = {i for i in range(num_ops) if instance.keep[i]}
