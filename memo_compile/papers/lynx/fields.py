@@ -1,7 +1,7 @@
-"""Reading fields of a JSON object.
+"""Reading a JSON object and its fields.
 
-A field that is missing without a default, or is not what its reader says, is an InputError that
-names it, and the index of an entry.
+A file or field that is missing without a default, or is not what its reader says, is an InputError
+that names it, and the index of an entry.
 """
 
 import graphlib
@@ -26,11 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``.
-
-    Raises:
-        InputError: the file cannot be read, is not JSON, or holds something else than an object.
-    """
+    """The JSON object in ``path``."""
     data = read_json(path)
     if not isinstance(data, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(data).__name__}")
@@ -38,11 +34,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def unwrap_instance(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``data`` itself, or the object under its key ``instance``.
-
-    Raises:
-        InputError: ``instance`` is not an object, or ``data`` collects many instances.
-    """
+    """``data``, or the object under its key ``instance``; a collection of many is refused."""
     inner = data.get("instance", data)
     if not isinstance(inner, Mapping):
         raise InputError(f"instance: expected an object, got {type(inner).__name__}")

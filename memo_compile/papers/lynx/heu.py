@@ -215,11 +215,7 @@ def _read(program: _Program, instance: HeuInstance, status: SolveStatus) -> HeuS
 
 
 def _costed(instance: HeuInstance, solution: HeuSolution) -> HeuSolution:
-    """``solution`` with the cost that its replay counts; its peak may exceed the budget.
-
-    Raises:
-        InvalidPlan: the replay refuses it.
-    """
+    """``solution`` with the cost that its replay counts; its peak may exceed the budget."""
     unbounded = dataclasses.replace(instance, budget=math.inf)
     cost = replay_heu(unbounded, solution.keep, solution.windows)
     return dataclasses.replace(solution, **dataclasses.asdict(cost))

@@ -250,11 +250,7 @@ def _read(program: _Program, instance: OptInstance, status: SolveStatus) -> OptS
 
 
 def _judged(instance: OptInstance, status: SolveStatus, *matrices: list[list[Any]]) -> OptSolution:
-    """The schedule (S, Rc, Ro) with the cost that its replay counts.
-
-    Raises:
-        InvalidPlan: the replay refuses it.
-    """
+    """The schedule (S, Rc, Ro) with the cost that its replay counts."""
     resident, critical, overlapped = (tuple(map(tuple, matrix)) for matrix in matrices)
     cost = replay_opt(instance, resident, critical, overlapped)
     return OptSolution(

@@ -127,11 +127,8 @@ class PlacementProblem:
             raise InputError(f"capacity: expected at least 0 bytes, got {self.capacity}")
         if self.alignment < 1:
             raise InputError(f"alignment: expected at least 1 byte, got {self.alignment}")
-        for what, ids in (
-            ("buffer", (buffer.id for buffer in self.buffers)),
-            ("block", (block.id for block in self.blocks)),
-        ):
-            if (twice := _first_duplicate(ids)) is not None:
+        for what, items in (("buffer", self.buffers), ("block", self.blocks)):
+            if (twice := _first_duplicate(items)) is not None:
                 raise InputError(f"{what} {twice!r}: id: used twice; ids must be unique")
         self._check_blocks()
         self._check_fixed()
@@ -208,12 +205,12 @@ def fixed_collisions(buffers: Iterable[Buffer]) -> Iterator[tuple[Buffer, Buffer
         heapq.heappush(live, (upper, index))
 
 
-def _first_duplicate(ids: Iterable[str]) -> str | None:
+def _first_duplicate(items: Iterable[Buffer | Block]) -> str | None:
     seen: set[str] = set()
-    for name in ids:
-        if name in seen:
-            return name
-        seen.add(name)
+    for item in items:
+        if item.id in seen:
+            return item.id
+        seen.add(item.id)
     return None
 
 
