@@ -38,9 +38,7 @@ def recomputations_of(
     is left out; what it makes then equals nothing.
     """
     by_name = {region.key.region: region for region in regions}
-    layers_of: dict[tuple[str, str], Layer] = {
-        (layer.backward, layer.class_key): layer for layer in step.layers
-    }
+    layers_of = {(layer.backward, layer.class_key): layer for layer in step.layers}
     calls = {call.name: call for call in step.problem.calls}
     found: dict[str, Recomputation] = {}
     reader = ""
@@ -50,8 +48,7 @@ def recomputations_of(
         region = by_name.get(call.region)
         if call.kind is not CallKind.RECOMPUTE or region is None:
             continue
-        layer = layers_of.get((reader, region.key.class_key))
-        if layer is not None:
+        if layer := layers_of.get((reader, region.key.class_key)):
             found[call.name] = _recomputation(calls[layer.forward], layer, region)
     return found
 

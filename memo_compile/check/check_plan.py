@@ -157,8 +157,7 @@ class _Replay:
         self._die(_LOSS)
         self.contents.replay(call)
         for value in call.inputs:
-            self._check_alive(call, value)
-            self.reads_left[value] -= 1
+            self._use(call, value)
         for _, is_birth, owner, size_bytes, in_arena in sorted(self._events(call, region)):
             if not is_birth:
                 self._die(owner)
@@ -169,8 +168,7 @@ class _Replay:
         for position, value in enumerate(call.outputs):
             self._bind(call, region, position, value)
         for into in call.into:
-            self._check_alive(call, into.value)
-            self.reads_left[into.value] -= 1
+            self._use(call, into.value)
         for value in (*_uses(call), *call.outputs):
             owner_of_value = self.place_of.get(value)
             if owner_of_value is not None and self._is_unread(owner_of_value):
@@ -261,8 +259,9 @@ class _Replay:
             return False
         return not any(self.reads_left[value] for value in storage.values)
 
-    def _check_alive(self, call: StepCall, value: str) -> None:
+    def _use(self, call: StepCall, value: str) -> None:
         self.num_reads += 1
+        self.reads_left[value] -= 1
         owner = self.place_of.get(value)
         if owner is not None and owner not in self.storages:
             self._complain(f"{call.name} reads {value} after its bytes were given back")

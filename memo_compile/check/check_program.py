@@ -70,11 +70,8 @@ class _Tiles:
         self.problem = problem
         self.values: dict[Ref, str] = _refs(Source.REGION_INPUT, call.inputs)
         self.layouts: dict[Ref, Layout | None] = _refs(Source.REGION_INPUT, call.reads)
-        for source, region in (
-            (Source.BEFORE, tiling.before),
-            (Source.TILE, tiling.tile),
-            (Source.AFTER, tiling.after),
-        ):
+        parts = {Source.BEFORE: tiling.before, Source.TILE: tiling.tile, Source.AFTER: tiling.after}
+        for source, region in parts.items():
             if region is not None:
                 self.layouts |= _refs(source, problem.regions[region].output_layouts)
 

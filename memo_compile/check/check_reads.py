@@ -73,9 +73,8 @@ class _Reads:
 
     def _gaps(self, call: StepCall, region: RegionProfile) -> Iterator[str]:
         """Bytes between what is recomputed and what is reloaded, which only rounding up covers."""
-        made = dict(
-            zip((output.index for output in region.outputs), region.output_layouts, strict=False)
-        )
+        buffers = (output.index for output in region.outputs)
+        made = dict(zip(buffers, region.output_layouts, strict=False))
         for into in call.into:
             layout, start = made.get(into.buffer), self.reloaded_from.get(into.value)
             if layout is None or start is None:

@@ -3,8 +3,7 @@
     the graphs' calls = the step in tiles     (``check_program``)
                       = the step with moves   (``check_moves``)
 
-What calls read is what their code takes (``check_reads``), and ``check`` proves that the plan's
-bytes hold it. Like all of the checker it imports data only.
+Calls read what their code takes (``check_reads``), and the plan's bytes hold it (``check``).
 """
 
 from collections.abc import Mapping

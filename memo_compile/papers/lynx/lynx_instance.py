@@ -49,12 +49,6 @@ class Operators:
         """Number of operators."""
         return len(self.times)
 
-    def users(self) -> tuple[tuple[int, ...], ...]:
-        """For each operator the later operators that read its output, ascending."""
-        return tuple(
-            tuple(i for i, row in enumerate(self.deps) if j in row) for j in range(self.count)
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Instance:

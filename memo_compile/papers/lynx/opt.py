@@ -221,7 +221,8 @@ def _freed_variables(
     """
     model, critical = program.model, program.critical[t]
     freed: dict[tuple[int, int], Any] = {}
-    for d, readers in enumerate(instance.ops.users()[:t]):
+    for d in range(t):
+        readers = [i for i, row in enumerate(instance.ops.deps) if d in row]
         moments = [i for i in (d, *readers) if i < t]
         for i in moments:
             freed[d, i] = model.add_var(f"F_{t}_{d}_{i}", ub=1.0)

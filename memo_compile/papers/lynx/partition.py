@@ -2,8 +2,7 @@
 
 Source: Lynx (arXiv 2406.08756), section 5. ``split_exact`` is a dynamic programme; ``split_paper``
 is the paper's greedy with two mends: it starts from a split that fits, and when the fastest stage
-cannot take a layer it offers the layer to the next-fastest. Both read a table of stage times,
-where None says that a stage runs out of memory with that many layers.
+cannot take a layer it offers the layer to the next-fastest.
 """
 
 import math

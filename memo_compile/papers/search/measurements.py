@@ -24,11 +24,9 @@ _NAMES = {
 }
 
 _POLICIES = {
-    "none": Checkpoint.NONE,
+    **{policy.value: policy for policy in Checkpoint},
     "no": Checkpoint.NONE,
-    "balanced": Checkpoint.BALANCED,
     "ours": Checkpoint.BALANCED,
-    "full": Checkpoint.FULL,
 }
 
 

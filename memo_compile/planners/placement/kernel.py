@@ -412,12 +412,10 @@ def cut_slice(tables: Tables, state: State, begin: int, end: int, first: int, la
 
     ``first`` and ``last`` are the sections between which new cuts may have appeared.
     """
-    cut = False
     for section in range(first + 1, last):
         if state.cross[section] == 0:
-            cut = True
             break
-    if not cut:
+    else:
         return
     low = len(state.left)
     high = 0
