@@ -184,14 +184,9 @@ class StepContents:
         assert name is not None, f"{call.name} waits for nothing"
         flight = self.flights.pop(name, None)
         if flight is None:
-            why = (
-                "it was waited for before"
-                if name in self._waited
-                else "it was not issued before"
-                if self._calls.get(name) not in COPIES
-                else "it did not begin"
-            )
-            self.complain(f"{call.name} waits for {name}, but {why}")
+            why = "did not begin" if self._calls.get(name) in COPIES else "was not issued before"
+            why = "was waited for before" if name in self._waited else why
+            self.complain(f"{call.name} waits for {name}, but it {why}")
             return
         self._waited.add(name)
         del flight.storage.busy[name]

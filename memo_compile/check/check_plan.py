@@ -145,12 +145,8 @@ class _Replay:
         )
 
     def _replay(self, call: StepCall, region: RegionProfile) -> None:
-        ends = (
-            storage.offset + storage.size_bytes
-            for storage in self.storages.values()
-            if storage.in_arena
-        )
-        self.highest = max(ends, default=0)
+        placed = [storage for storage in self.storages.values() if storage.in_arena]
+        self.highest = max((storage.offset + storage.size_bytes for storage in placed), default=0)
         if call.phase is Phase.BACKWARD and not self.in_backward:
             self._begin_backward()
         self.most_outside_bytes = self.outside_bytes

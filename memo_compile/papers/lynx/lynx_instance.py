@@ -154,11 +154,7 @@ class OptInstance(_Instance):
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "OptInstance":
-        """The instance that ``data`` (itself, or its field ``instance``) describes.
-
-        Raises:
-            InputError: a field is missing, of a wrong length, negative, cyclic; it is named.
-        """
+        """The instance that ``data`` describes, read and refused as HeuInstance's is."""
         data = fields.unwrap_instance(data)
         given = _given(data)
         count = given["ops"].count

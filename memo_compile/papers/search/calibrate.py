@@ -104,12 +104,9 @@ def _model(logs: Any) -> CostModel:
 def _predictor(runs: Sequence[Measurement], hardware: HardwareProfile) -> Any:
     """A function from a cost model to the predicted seconds of each run."""
     works = [describe_workload(run.shape, run.seq, run.global_batch) for run in runs]
-    stacked = Workload(
-        **{
-            field.name: np.stack([getattr(work, field.name) for work in works], axis=-1)
-            for field in dataclasses.fields(Workload)
-        }
-    )
+    names = [field.name for field in dataclasses.fields(Workload)]
+    rows = {name: np.stack([getattr(work, name) for work in works], axis=-1) for name in names}
+    stacked = Workload(**rows)
     columns = columns_of(run.config for run in runs)
     alpha = np.array([run.alpha for run in runs])
 
@@ -122,13 +119,8 @@ def _predictor(runs: Sequence[Measurement], hardware: HardwareProfile) -> Any:
 def _gauss_newton(residuals: Any, start: Any, top: Any) -> Any:
     logs, now = start, residuals(start)
     for _ in range(MAX_ROUNDS):
-        jacobian = np.stack(
-            [
-                (residuals(logs + DERIVATIVE_STEP * unit) - now) / DERIVATIVE_STEP
-                for unit in np.eye(len(logs))
-            ],
-            axis=1,
-        )
+        moved = [residuals(logs + step) - now for step in DERIVATIVE_STEP * np.eye(len(logs))]
+        jacobian = np.stack(moved, axis=1) / DERIVATIVE_STEP
         step = np.linalg.lstsq(jacobian, -now, rcond=None)[0]
         scale = 1.0
         while scale > SMALLEST_STEP:

@@ -80,8 +80,7 @@ def lowest(instance: Instance, candidates: Iterable[Ints], target: int, deadline
 def place_in_order(instance: Instance, sequence: Ints, *, best_fit: bool) -> Ints:
     """Offsets (N,) when buffers take places in the order ``sequence`` (N,) of indices.
 
-    A buffer goes to the lowest hole that holds it, or with ``best_fit`` to the smallest one.
-    Fixed buffers are placed before all others.
+    Each goes to the lowest hole that holds it, with ``best_fit`` to the smallest; fixed ones first.
     """
     fixed_first = np.argsort(instance.fixed[sequence] == FREE, kind="stable")
     placed = PlacedSpans(instance)
