@@ -62,7 +62,7 @@ class StepReplay:
 
 
 def is_offloaded(shape: PipelineShape, rank: int, chunk: int) -> bool:
-    """True unless its backward follows at once: on the last two stages, or the last chunk of all."""
+    """True unless its backward follows at once: on the last two stages, or in the last chunk."""
     if shape.num_chunks == 1:
         return rank < shape.num_ranks - 2
     return (rank, chunk) != (shape.num_ranks - 1, shape.num_chunks - 1)
