@@ -243,8 +243,8 @@ def _read(program: _Program, instance: OptInstance, status: SolveStatus) -> OptS
     """The schedule that the solved variables hold, pruned, with the cost that its replay counts."""
     value, slices = np.vectorize(fraction_value, otypes=[float]), instance.ops.num_slices
     resident = value(program.resident[:-1]).round().astype(int)
-    critical, overlapped = value(program.critical), value(program.overlapped, slices)
-    critical = np.where(critical, critical, value(program.started, slices))
+    whole, overlapped = value(program.critical), value(program.overlapped, slices)
+    critical: Matrix = np.where(whole, whole, value(program.started, slices))
     _prune(instance, resident, critical, overlapped)
     matrices = [matrix.tolist() for matrix in (resident, critical, overlapped)]
     return _judged(replace(instance, budget=math.inf), status, *matrices)
