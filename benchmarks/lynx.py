@@ -16,8 +16,7 @@ from memo_compile.costs.models import find_model
 from memo_compile.papers.layer_costs import Efficiency
 from memo_compile.papers.lynx.heu import solve_heu
 from memo_compile.papers.lynx.joint import JointProblem, plan_stages
-from memo_compile.papers.lynx.layer import LayerCosts
-from memo_compile.papers.lynx.lynx_instance import HeuInstance
+from memo_compile.papers.lynx.lynx_instance import HeuInstance, LayerCosts
 
 SHAPES = ("gpt-300m", "gpt-1.3b", "gpt-7b", "gpt-13b", "gpt-23b", "gpt-175b")
 STATIC_BYTES_PER_PARAMETER = 18

@@ -9,8 +9,13 @@ from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.models import ELEMENT_BYTES, ModelShape
 from memo_compile.errors import InputError, require_at_least
 from memo_compile.papers.layer_costs import Efficiency
-from memo_compile.papers.lynx.layer import LayerCosts, backward_seconds
-from memo_compile.papers.lynx.lynx_instance import NUM_WINDOWS, SLICE_TOKENS, Operators
+from memo_compile.papers.lynx.lynx_instance import (
+    NUM_WINDOWS,
+    SLICE_TOKENS,
+    LayerCosts,
+    Operators,
+    backward_seconds,
+)
 
 LINK_EFFICIENCY = 0.6
 """Share of a link that a ring all-reduce of tens of megabytes reaches."""

@@ -30,11 +30,29 @@ from memo_compile.step.problem import (
 
 COPIES = (CallKind.OFFLOAD, CallKind.RELOAD)
 
+MAX_PROBLEMS = 20
+"""More of the same helps nobody; a verdict stops there."""
+
 Pieces = list[tuple[int, int, str]]
 """(start, end, the buffer that wrote these bytes), in order."""
 
 UNKNOWN_BYTES = 1 << 62
 """Stands for the size of memory that the step was given."""
+
+
+@dataclass(slots=True, eq=False)
+class _Bytes:
+    """One storage: what it holds, and which calls and copies read and write it."""
+
+    size_bytes: int
+    held: ByteMap[str] = field(default_factory=ByteMap)
+    busy: dict[str, "Flight"] = field(default_factory=dict)
+    """The copies in flight, by name."""
+    written: list[tuple[int, int, str]] = field(default_factory=list)
+    reader: str | None = None
+    in_arena: bool = False
+    is_partial: bool = False
+    """A RELOAD made it, and it was not yet seen to be full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +61,7 @@ class Flight:
 
     call: StepCall
     value: str
-    storage: str
+    storage: _Bytes
     start: int
     end: int
     """Bytes of the storage."""
@@ -104,29 +122,23 @@ class StepContents:
         """``made_again`` tells what a RECOMPUTE call writes into a buffer, where it is known."""
         self.problem = problem
         self.complain = complain
-        self.made_again = made_again
-        made = {value for call in problem.calls for value in call.outputs}
-        given = [value for value in problem.inputs if value not in made]
-        self.storage_of: dict[str, str] = dict(zip(given, given, strict=True))
-        """Value -> its storage: ``call/buffer``, or the value itself in ordinary memory."""
-        self.held: dict[str, ByteMap[str]] = {}
-        self.size_of: dict[str, int] = {}
+        self.made_again = made_again or (lambda call, buffer: None)
+        self.storages: dict[str, _Bytes] = {}
+        """By name: ``call/buffer``, or the value itself in ordinary memory."""
+        self.storage_of: dict[str, _Bytes] = {}
+        """By value."""
         self.source_of: dict[str, str] = {}
         """RELOADed value -> the value that was offloaded."""
         self.flights: dict[str, Flight] = {}
         self._calls: dict[str, CallKind] = {}
         self._waited: set[str] = set()
-        self._busy: dict[str, dict[str, Flight]] = {}
         self._host: ByteMap[Stored] = ByteMap()
-        self._partial: set[str] = set()
-        """Storages that a RELOAD made and that were not yet seen to be full."""
-        self._written: dict[str, list[tuple[int, int, str]]] = {}
-        self._reader: dict[str, str] = {}
-        self._in_arena: set[str] = set()
         self._inputs = frozenset(problem.inputs)
         self._in_backward = False
-        for value in given:
-            self._fill(value, UNKNOWN_BYTES, [(0, UNKNOWN_BYTES, value)])
+        made = {value for call in problem.calls for value in call.outputs}
+        for value in problem.inputs:
+            if value not in made:
+                self.storage_of[value] = self._fill(value, UNKNOWN_BYTES)
 
     def replay(self, call: StepCall) -> None:
         """Everything that ``call`` reads, writes, issues or waits for has been looked at."""
@@ -150,15 +162,14 @@ class StepContents:
         for name in self.flights:
             self.complain(f"{name} is never waited for")
 
-    def is_busy(self, storage: str) -> bool:
-        """True while a copy reads or writes ``storage``."""
-        return bool(self._busy.get(storage))
+    def is_busy(self, name: str) -> bool:
+        """True while a copy reads or writes the storage called ``name``."""
+        return name in self.storages and bool(self.storages[name].busy)
 
     def pieces_of(self, value: str) -> Pieces:
         """What the storage of ``value`` holds."""
-        storage = self.storage_of.get(value, value)
-        held = self.held.get(storage)
-        return held.pieces(0, self.size_of[storage]) if held is not None else []
+        storage = self.storage_of.get(value)
+        return storage.held.pieces(0, storage.size_bytes) if storage is not None else []
 
     def _check_order(self, call: StepCall) -> None:
         if call.name in self._calls:
@@ -170,21 +181,15 @@ class StepContents:
 
     def _wait(self, call: StepCall) -> None:
         name = call.waits_for
-        if name is None:
-            return
+        assert name is not None, f"{call.name} waits for nothing"
         flight = self.flights.pop(name, None)
         if flight is None:
-            why = (
-                "it was waited for before"
-                if name in self._waited
-                else "it was not issued before"
-                if self._calls.get(name) not in COPIES
-                else "it did not begin"
-            )
-            self.complain(f"{call.name} waits for {name}, but {why}")
+            why = "did not begin" if self._calls.get(name) in COPIES else "was not issued before"
+            why = "was waited for before" if name in self._waited else why
+            self.complain(f"{call.name} waits for {name}, but it {why}")
             return
         self._waited.add(name)
-        del self._busy[flight.storage][name]
+        del flight.storage.busy[name]
         if call.inputs != (flight.value,):
             self.complain(
                 f"{call.name} waits for the copy of {flight.value} but holds {call.inputs}"
@@ -197,24 +202,23 @@ class StepContents:
             return
         if call.kind is CallKind.WAIT:
             return
-        for flight in self._busy.get(storage, {}).values():
+        for flight in storage.busy.values():
             if flight.call.kind is CallKind.RELOAD:
                 self.complain(f"{call.name} reads {value} before a wait for {flight.call.name}")
-        if storage in self._partial:
+        if storage.is_partial:
             self._require_full(call, value, storage)
-        if not any(self.storage_of.get(into.value) == storage for into in call.into):
-            self._reader[storage] = call.name
+        if not any(self.storage_of.get(into.value) is storage for into in call.into):
+            storage.reader = call.name
 
-    def _require_full(self, call: StepCall, value: str, storage: str) -> None:
+    def _require_full(self, call: StepCall, value: str, storage: _Bytes) -> None:
         """Only the bytes that rounding up to the alignment added may be missing."""
-        size = self.size_of[storage]
-        gaps = list(self.held[storage].gaps(0, size))
+        size = storage.size_bytes
+        gaps = list(storage.held.gaps(0, size))
         if gaps and gaps[-1][1] == size and size - gaps[-1][0] < ALIGNMENT_BYTES:
             gaps.pop()
         for start, end in gaps:
             self.complain(f"{call.name} reads {value}, but nothing fills bytes [{start}, {end})")
-        if not gaps:
-            self._partial.discard(storage)
+        storage.is_partial = bool(gaps)
 
     def _write(self, call: StepCall, region: RegionProfile, into: Into) -> None:
         storage = self.storage_of.get(into.value)
@@ -223,57 +227,54 @@ class StepContents:
             return
         start = into.offset_bytes
         end = start + region.buffers[into.buffer].size_bytes
-        size = self.size_of[storage]
+        size = storage.size_bytes
         if start < 0 or start >= size or end - size >= ALIGNMENT_BYTES:
             self.complain(
                 f"{call.name} writes bytes [{start}, {end}) into {into.value} of {size} B"
             )
-        for flight in self._busy.get(storage, {}).values():
+        for flight in storage.busy.values():
             if _clash(start, end, flight.start, flight.end):
                 self.complain(
                     f"{call.name} writes into {into.value} while {flight.call.name} copies it"
                 )
-        updates = any(self.storage_of.get(value) == storage for value in call.inputs)
-        if not updates:
+        if not any(self.storage_of.get(value) is storage for value in call.inputs):
             self._check_first_write(call, into.value, storage, start, end)
         elif len(region.buffers) > 1 or region.outside:
             self.complain(
                 f"{call.name} writes over {into.value}, which it reads, in several operations: the "
                 "first may overwrite what a later one reads"
             )
-        self._written.setdefault(storage, []).append((start, end, call.name))
+        storage.written.append((start, end, call.name))
         self._paint(call, into, storage, start, min(end, size))
 
     def _check_first_write(
-        self, call: StepCall, value: str, storage: str, start: int, end: int
+        self, call: StepCall, value: str, storage: _Bytes, start: int, end: int
     ) -> None:
         """A call that does not read what it replaces must replace nothing that matters."""
-        for other_start, other_end, other in self._written.get(storage, ()):
+        for other_start, other_end, other in storage.written:
             is_exact = self._calls.get(other) is CallKind.RELOAD
             if _clash(start, end, other_start, other_end) and (
                 is_exact or _clash(other_start, other_end, start, end)
             ):
                 self.complain(f"{call.name} and {other} write the same bytes of {value}")
-        reader = self._reader.get(storage)
-        if reader is not None:
-            self.complain(f"{call.name} writes into {value} after {reader} has read it")
+        if storage.reader is not None:
+            self.complain(f"{call.name} writes into {value} after {storage.reader} has read it")
 
-    def _paint(self, call: StepCall, into: Into, storage: str, start: int, end: int) -> None:
+    def _paint(self, call: StepCall, into: Into, storage: _Bytes, start: int, end: int) -> None:
         """The alignment tail of a write leaves alone what others wrote there."""
-        held = self.held[storage]
-        for other_start, _, _ in self._written.get(storage, ()):
+        for other_start, _, _ in storage.written:
             if start < other_start < end and end - other_start < ALIGNMENT_BYTES:
                 end = other_start
-        known = self.made_again(call, into.buffer) if self.made_again and start == 0 else None
+        known = self.made_again(call, into.buffer) if start == 0 else None
         if known is None:
             name = self.problem.regions[call.region].buffers[into.buffer].name
             known = [(start, end, f"{call.name}/{name}")]
         for first, last, tag in known:
             if 0 <= first < min(last, end):
-                held.paint(first, min(last, end), tag)
+                storage.held.paint(first, min(last, end), tag)
 
     def _offload(self, call: StepCall) -> None:
-        flight = self._begin(call, call.inputs[:1])
+        flight = self._begin(call, call.inputs[0])
         if flight is None:
             return
         for start, end, stored in self._host.pieces(flight.host_start, flight.host_end):
@@ -284,30 +285,29 @@ class StepContents:
                     f"{call.name} overwrites host bytes [{start}, {end}) of {stored.flight.value}, "
                     f"which {why}"
                 )
-        pieces = self.held[flight.storage].pieces(flight.start, flight.end)
+        pieces = flight.storage.held.pieces(flight.start, flight.end)
         self._host.paint(flight.host_start, flight.host_end, Stored(flight=flight, pieces=pieces))
 
-    def _begin(self, call: StepCall, values: tuple[str, ...]) -> Flight | None:
+    def _begin(self, call: StepCall, value: str) -> Flight | None:
         """The copy in flight; None when it cannot even be said what it copies."""
-        copy = call.copy
-        storage = self.storage_of.get(values[0]) if values else None
+        copy, storage = call.copy, self.storage_of.get(value)
         if copy is None or storage is None:
             return None
-        if storage not in self._in_arena:
-            self.complain(f"{call.name} copies {values[0]}, which is not in the arena")
+        if not storage.in_arena:
+            self.complain(f"{call.name} copies {value}, which is not in the arena")
             return None
         flight = Flight(
             call=call,
-            value=values[0],
+            value=value,
             storage=storage,
             start=copy.start_bytes,
             end=copy.end_bytes,
             host_start=copy.host_offset,
         )
-        if flight.end > self.size_of[storage]:
+        if flight.end > storage.size_bytes:
             self.complain(
-                f"{call.name} copies bytes [{flight.start}, {flight.end}) of {flight.value}, which "
-                f"has {self.size_of[storage]} B"
+                f"{call.name} copies bytes [{flight.start}, {flight.end}) of {value}, which has "
+                f"{storage.size_bytes} B"
             )
         if flight.host_end > self.problem.host_bytes:
             self.complain(
@@ -315,15 +315,15 @@ class StepContents:
                 f"{self.problem.host_bytes} B"
             )
         self.flights[call.name] = flight
-        self._busy.setdefault(storage, {})[call.name] = flight
+        storage.busy[call.name] = flight
         return flight
 
     def _reload(self, call: StepCall) -> None:
-        flight = self._begin(call, call.outputs)
+        flight = self._begin(call, call.outputs[0])
         if flight is None:
             return
-        self._partial.add(flight.storage)
-        held = self.held[flight.storage]
+        storage = flight.storage
+        storage.is_partial = True
         for start, end in self._host.gaps(flight.host_start, flight.host_end):
             self.complain(
                 f"{call.name} reads host bytes [{start}, {end}), which nothing has written"
@@ -335,8 +335,8 @@ class StepContents:
             for first, last, tag in stored.pieces:
                 low, high = max(start - shift, first), min(end - shift, last)
                 if low < high:
-                    held.paint(low, high, tag)
-        self._written[flight.storage] = [(flight.start, flight.end, call.name)]
+                    storage.held.paint(low, high, tag)
+        storage.written = [(flight.start, flight.end, call.name)]
 
     def _check_stored(self, call: StepCall, flight: Flight, stored: Stored) -> None:
         source = stored.flight
@@ -352,8 +352,7 @@ class StepContents:
             self.complain(
                 f"{call.name} mixes bytes of {self.source_of[flight.value]} and {source.value}"
             )
-        now = self.held[source.storage].pieces(source.start, source.end)
-        if now != stored.pieces:
+        if source.storage.held.pieces(source.start, source.end) != stored.pieces:
             self.complain(
                 f"{call.name} reloads {source.value} as it was before a call wrote into it"
             )
@@ -366,48 +365,38 @@ class StepContents:
         if output.storage is Storage.ARENA and value in self._inputs:
             # autograd hands outputs of the forward to the backward; they are in ordinary memory
             self.complain(f"{call.name} makes {value} in the arena, but the step is given it")
-        storage = value
+        shared: str | None = None
         if output.storage is Storage.INPUT:
             assert output.index is not None, f"{call.name}: INPUT output without an input"
-            source = call.inputs[output.index]
-            self.storage_of[value] = self.storage_of.get(source, source)
-            return
-        if output.storage is Storage.ARENA:
+            shared = call.inputs[output.index]
+        elif output.storage is Storage.ARENA:
             assert output.index is not None, f"{call.name}: ARENA output without a buffer"
-            inside = call.value_around(output.index)
-            if inside is not None:
-                self.storage_of[value] = self.storage_of.get(inside, inside)
-                return
-            storage = f"{call.name}/{region.buffers[output.index].name}"
-        self.storage_of[value] = storage
-        if storage not in self.held:
-            self._fill_output(call, region, output, storage)
+            shared = call.value_around(output.index)
+        if shared is None:
+            self.storage_of[value] = self._own_bytes(call, region, output, value)
+        elif shared in self.storage_of:
+            self.storage_of[value] = self.storage_of[shared]
 
-    def _fill_output(
-        self, call: StepCall, region: RegionProfile, output: RegionOutput, storage: str
-    ) -> None:
+    def _own_bytes(
+        self, call: StepCall, region: RegionProfile, output: RegionOutput, value: str
+    ) -> _Bytes:
+        """The storage of an output that lies in no other value; outputs of a buffer share it."""
         if output.storage is not Storage.ARENA or output.index is None:
-            self._fill(
-                storage, max(output.size_bytes, 1), [(0, max(output.size_bytes, 1), storage)]
-            )
-            return
-        self._in_arena.add(storage)
-        size = region.buffers[output.index].size_bytes
-        pieces: Pieces = [(0, size, storage)]
-        if call.kind is CallKind.RELOAD:
-            pieces = []
-        elif self.made_again is not None:
-            known = self.made_again(call, output.index)
-            pieces = pieces if known is None else known
-        self._fill(storage, size, pieces)
+            return self.storages.get(value) or self._fill(value, max(output.size_bytes, 1))
+        buffer = region.buffers[output.index]
+        name = f"{call.name}/{buffer.name}"
+        if name not in self.storages:
+            pieces = [] if call.kind is CallKind.RELOAD else self.made_again(call, output.index)
+            self._fill(name, buffer.size_bytes, pieces).in_arena = True
+        return self.storages[name]
 
-    def _fill(self, storage: str, size_bytes: int, pieces: Pieces) -> None:
-        self.size_of[storage] = size_bytes
-        held: ByteMap[str] = ByteMap()
-        for start, end, tag in pieces:
+    def _fill(self, name: str, size_bytes: int, pieces: Pieces | None = None) -> _Bytes:
+        """The new storage ``name``; it holds ``pieces``, or with None bytes of its own."""
+        storage = self.storages[name] = _Bytes(size_bytes)
+        for start, end, tag in [(0, size_bytes, name)] if pieces is None else pieces:
             if start < min(end, size_bytes):
-                held.paint(start, min(end, size_bytes), tag)
-        self.held[storage] = held
+                storage.held.paint(start, min(end, size_bytes), tag)
+        return storage
 
 
 def _clash(start: int, end: int, other_start: int, other_end: int) -> bool:

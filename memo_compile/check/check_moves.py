@@ -1,22 +1,18 @@
 """The independent check that a step with moves computes what the step without them computes.
 
-``moved`` must run the regions of ``original`` in the same order, on the same values or on values
-that hold the same bytes. What holds the same bytes is proved by replaying both side by side
-(``check_contents.py``): every byte is named by the buffer that wrote it and by its place in the
-storage, copies carry these names along, and a RECOMPUTE call brings the names that its
-``Recomputation`` declares.
+``moved`` must run the regions of ``original`` in the same order, on values that hold the same
+bytes. Both are replayed side by side (``check_contents.py``): every byte is named by the buffer
+that wrote it and by its place in the storage, copies carry these names along, and a RECOMPUTE call
+brings the names that its ``Recomputation`` declares.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from memo_compile.check.check_contents import Pieces, StepContents, misshapen_calls
+from memo_compile.check.check_contents import MAX_PROBLEMS, Pieces, StepContents, misshapen_calls
 from memo_compile.step.movable import Layer, MovableStep, RecomputeRegion
 from memo_compile.step.plans import CheckVerdict
 from memo_compile.step.problem import ALIGNMENT_BYTES, CallKind, Problem, StepCall, Storage
-
-MAX_PROBLEMS = 20
-"""The verdict stops there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +38,7 @@ def recomputations_of(
     is left out; what it makes then equals nothing.
     """
     by_name = {region.key.region: region for region in regions}
-    layers_of: dict[tuple[str, str], Layer] = {
-        (layer.backward, layer.class_key): layer for layer in step.layers
-    }
+    layers_of = {(layer.backward, layer.class_key): layer for layer in step.layers}
     calls = {call.name: call for call in step.problem.calls}
     found: dict[str, Recomputation] = {}
     reader = ""
@@ -54,8 +48,7 @@ def recomputations_of(
         region = by_name.get(call.region)
         if call.kind is not CallKind.RECOMPUTE or region is None:
             continue
-        layer = layers_of.get((reader, region.key.class_key))
-        if layer is not None:
+        if layer := layers_of.get((reader, region.key.class_key)):
             found[call.name] = _recomputation(calls[layer.forward], layer, region)
     return found
 
@@ -78,8 +71,7 @@ def check_moves(
     """Why ``moved`` may compute something else than ``original``, in words.
 
     ``recomputations`` says by call name what RECOMPUTE calls make; without it nothing that was
-    recomputed may be read. Cost: linear in the calls, their reads, and the pieces that values
-    are put together from.
+    recomputed may be read.
     """
     misshapen = (*misshapen_calls(original), *misshapen_calls(moved))
     if misshapen:
@@ -131,16 +123,13 @@ class _Comparison:
             what = "nothing" if expected is None else expected.name
             self._complain(f"{call.name} runs where the step without moves runs {what}")
             return False
-        for value, stand_in in self._pairs(call, expected):
+        for value, stand_in in zip(expected.inputs, call.inputs, strict=True):
             self._compare(call, value, stand_in)
+        for into, stand_in_into in zip(expected.into, call.into, strict=True):
+            self._compare(call, into.value, stand_in_into.value)
         self.original.replay(expected)
         self.moved.replay(call)
         return True
-
-    def _pairs(self, call: StepCall, expected: StepCall) -> Iterator[tuple[str, str]]:
-        yield from zip(expected.inputs, call.inputs, strict=True)
-        for original, moved in zip(expected.into, call.into, strict=True):
-            yield original.value, moved.value
 
     def _step_added(self, call: StepCall) -> None:
         recomputation = self.recomputations.get(call.name)

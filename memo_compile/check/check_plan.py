@@ -14,11 +14,11 @@ That a step with moves computes what the step without them does is ``check_moves
 """
 
 import bisect
-import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from memo_compile.check.check_contents import StepContents, misshapen_calls
+from memo_compile.check.check_contents import MAX_PROBLEMS, StepContents, misshapen_calls
 from memo_compile.errors import InvalidPlan
 from memo_compile.step.plans import CheckVerdict, Plan
 from memo_compile.step.problem import (
@@ -30,8 +30,11 @@ from memo_compile.step.problem import (
     Storage,
 )
 
-MAX_PROBLEMS = 20
-"""More of the same helps nobody; the verdict stops there."""
+_FOR_USER = " for the user"
+_LOSS = "a loss outside the graph"
+
+_Event = tuple[int, bool, str, int, bool]
+"""(line, is birth, owner, bytes, in the arena): on a line deaths come before births."""
 
 
 def check(problem: Problem, plan: Plan) -> CheckVerdict:
@@ -79,6 +82,8 @@ class _Storage:
     offset: int
     size_bytes: int
     in_arena: bool = True
+    is_result: bool = False
+    """The forward made it for the user."""
     values: set[str] = field(default_factory=set)
 
 
@@ -96,7 +101,8 @@ class _Replay:
         self.storages: dict[str, _Storage] = {}
         self.place_of: dict[str, str | None] = {}
         """Value -> owner of its storage; None for a value that the step does not free."""
-        self.reads_left = self._count_reads()
+        self.reads_left = Counter(value for call in problem.calls for value in _uses(call))
+        """Value -> how often calls to come read it or write into it."""
         self.num_buffers = 0
         self.num_reads = 0
         self.highest = 0
@@ -106,8 +112,6 @@ class _Replay:
         self.most_outside_bytes = 0
         """The most of it during the call being replayed."""
         self.in_backward = False
-        self.results: set[str] = set()
-        """What the forward made for the user."""
         fixed = problem.fixed
         self.constant_bytes = (
             fixed.parameters
@@ -121,7 +125,11 @@ class _Replay:
         self.constant_bytes += (problem.live_steps - 1) * waiting
 
     def run(self) -> CheckVerdict:
-        self._check_numbers()
+        plan = self.plan
+        if plan.lower_bound_bytes > plan.arena_bytes:
+            self._complain(f"lower bound {plan.lower_bound_bytes} > arena {plan.arena_bytes}")
+        if over := _over_budget(plan):
+            self._complain(over)
         self.place_of.update(dict.fromkeys(self.problem.inputs))
         for index, call in enumerate(self.problem.calls):
             self._replay(call, self.problem.regions[call.region])
@@ -136,36 +144,16 @@ class _Replay:
             num_reads=self.num_reads,
         )
 
-    def _check_numbers(self) -> None:
-        plan = self.plan
-        if plan.lower_bound_bytes > plan.arena_bytes:
-            self._complain(f"lower bound {plan.lower_bound_bytes} > arena {plan.arena_bytes}")
-        if over := _over_budget(plan):
-            self._complain(over)
-
-    def _count_reads(self) -> dict[str, int]:
-        """Value -> how often calls read it or write into it."""
-        reads: dict[str, int] = {}
-        for call in self.problem.calls:
-            for value in _uses(call):
-                reads[value] = reads.get(value, 0) + 1
-        return reads
-
     def _replay(self, call: StepCall, region: RegionProfile) -> None:
-        ends = (
-            storage.offset + storage.size_bytes
-            for storage in self.storages.values()
-            if storage.in_arena
-        )
-        self.highest = max(ends, default=0)
+        placed = [storage for storage in self.storages.values() if storage.in_arena]
+        self.highest = max((storage.offset + storage.size_bytes for storage in placed), default=0)
         if call.phase is Phase.BACKWARD and not self.in_backward:
             self._begin_backward()
         self.most_outside_bytes = self.outside_bytes
         self._die(_LOSS)
         self.contents.replay(call)
         for value in call.inputs:
-            self._check_alive(call, value)
-            self.reads_left[value] -= 1
+            self._use(call, value)
         for _, is_birth, owner, size_bytes, in_arena in sorted(self._events(call, region)):
             if not is_birth:
                 self._die(owner)
@@ -176,10 +164,11 @@ class _Replay:
         for position, value in enumerate(call.outputs):
             self._bind(call, region, position, value)
         for into in call.into:
-            self._check_alive(call, into.value)
-            self.reads_left[into.value] -= 1
+            self._use(call, into.value)
         for value in (*_uses(call), *call.outputs):
-            self._free_if_unread(value)
+            owner_of_value = self.place_of.get(value)
+            if owner_of_value is not None and self._is_unread(owner_of_value):
+                self._die(owner_of_value)
 
     def _begin_backward(self) -> None:
         """The forward has ended: gradients come in, results that nothing reads may be dropped."""
@@ -192,12 +181,9 @@ class _Replay:
             self.storages[owner].values.add(value)
             self.place_of[value] = owner
         if not self.problem.keeps_outputs:
-            for owner in [owner for owner in self.storages if self._is_result(owner)]:
-                if self._is_unread(owner):
+            for owner, storage in list(self.storages.items()):
+                if storage.is_result and self._is_unread(owner):
                     self._die(owner)
-
-    def _is_result(self, owner: str) -> bool:
-        return owner.endswith(_FOR_USER) and owner.removesuffix(_FOR_USER) in self.results
 
     def _check_memory(self, index: int, call: StepCall) -> None:
         """What is alive in the call lies in the pages that stay, and the sum is in the peak."""
@@ -215,10 +201,8 @@ class _Replay:
         if need > self.plan.peak_bytes:
             self._complain(f"{call.name} needs {need} B, the peak says {self.plan.peak_bytes}")
 
-    def _events(
-        self, call: StepCall, region: RegionProfile
-    ) -> Iterator[tuple[int, bool, str, int, bool]]:
-        """(line, is birth, owner, bytes, in the arena): on a line deaths come before births."""
+    def _events(self, call: StepCall, region: RegionProfile) -> Iterator[_Event]:
+        """What is born and what dies inside this call."""
         held = {output.index for output in region.outputs if output.storage is Storage.ARENA}
         inside = {into.buffer for into in call.into}
         for index, buffer in enumerate(region.buffers):
@@ -241,9 +225,7 @@ class _Replay:
                 yield output.start, True, f"{value}{_FOR_USER}", output.size_bytes, False
         yield from self._last_uses(call, region)
 
-    def _last_uses(
-        self, call: StepCall, region: RegionProfile
-    ) -> Iterator[tuple[int, bool, str, int, bool]]:
+    def _last_uses(self, call: StepCall, region: RegionProfile) -> Iterator[_Event]:
         """The deaths, inside this call, of what it is the last to read in the arena.
 
         Ordinary memory is gone when the call has ended: what it makes may lie beside the hole.
@@ -269,12 +251,13 @@ class _Replay:
         storage = self.storages.get(owner)
         if storage is None or self.contents.is_busy(owner):
             return False
-        if self._is_result(owner) and not self.in_backward:
+        if storage.is_result and not self.in_backward:
             return False
-        return not any(self.reads_left.get(value, 0) for value in storage.values)
+        return not any(self.reads_left[value] for value in storage.values)
 
-    def _check_alive(self, call: StepCall, value: str) -> None:
+    def _use(self, call: StepCall, value: str) -> None:
         self.num_reads += 1
+        self.reads_left[value] -= 1
         owner = self.place_of.get(value)
         if owner is not None and owner not in self.storages:
             self._complain(f"{call.name} reads {value} after its bytes were given back")
@@ -302,7 +285,8 @@ class _Replay:
             bisect.insort(self.live, (offset, owner))
 
     def _bear_outside(self, owner: str, size_bytes: int) -> None:
-        self.storages[owner] = _Storage(0, size_bytes, in_arena=False)
+        is_result = owner.endswith(_FOR_USER) and not self.in_backward
+        self.storages[owner] = _Storage(0, size_bytes, in_arena=False, is_result=is_result)
         self.outside_bytes += size_bytes
         self.most_outside_bytes = max(self.most_outside_bytes, self.outside_bytes)
 
@@ -311,13 +295,12 @@ class _Replay:
         if not size_bytes:
             return []
         low = max(0, bisect.bisect_left(self.live, (offset, "")) - 1) if self.is_disjoint else 0
-        found = []
-        for start, owner in itertools.islice(self.live, low, None):
-            if start >= offset + size_bytes:
-                break
-            if start + self.storages[owner].size_bytes > offset:
-                found.append(owner)
-        return found
+        high = bisect.bisect_left(self.live, (offset + size_bytes, ""))
+        return [
+            owner
+            for start, owner in self.live[low:high]
+            if start + self.storages[owner].size_bytes > offset
+        ]
 
     def _die(self, owner: str) -> None:
         storage = self.storages.pop(owner, None)
@@ -343,21 +326,11 @@ class _Replay:
         elif output.storage is Storage.OUTSIDE:
             owner = _outside_owner(holder)
         elif output.storage is Storage.EXTERNAL and call.phase is Phase.FORWARD:
-            self.results.add(value)
-            if not self.problem.keeps_outputs and self.reads_left.get(value, 0):
+            if not self.problem.keeps_outputs and self.reads_left[value]:
                 owner = f"{holder}{_FOR_USER}"
         self.place_of[value] = owner
         if owner is not None and owner in self.storages:
             self.storages[owner].values.add(value)
-
-    def _free_if_unread(self, value: str) -> None:
-        owner = self.place_of.get(value)
-        if owner is not None and self._is_unread(owner):
-            self._die(owner)
-
-
-_FOR_USER = " for the user"
-_LOSS = "a loss outside the graph"
 
 
 def _uses(call: StepCall) -> tuple[str, ...]:

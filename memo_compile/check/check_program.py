@@ -6,19 +6,19 @@ tile and what the tile adds to each running sum, then ``after``. Which bytes a t
 writes is worked out here from the slices, not taken from who made the calls.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from memo_compile.check.check_reads import reads_text
 from memo_compile.step.problem import CallKind, Into, Layout, Problem, StepCall, Storage
 from memo_compile.step.tilings import Operand, Ref, Source, Tiling, WholeStep
 
+T = TypeVar("T")
+
 
 def foreign_calls(whole: WholeStep, problem: Problem) -> tuple[str, ...]:
-    """Where ``problem``, which moves nothing, is not the step ``whole``; empty where it is.
-
-    The first call that is wrong ends the comparison. Cost: linear in the calls and their inputs.
-    """
+    """Where ``problem``, which moves nothing, is not ``whole``, up to the first wrong call."""
     found = []
     if problem.halves != whole.halves:
         found.append("the step is given, or returns, other values than its graphs say")
@@ -68,25 +68,16 @@ class _Tiles:
         self.call = call
         self.tiling = tiling
         self.problem = problem
-        self.values: dict[Ref, str] = {
-            Ref(source=Source.REGION_INPUT, index=at): value for at, value in enumerate(call.inputs)
-        }
-        self.layouts: dict[Ref, Layout | None] = {
-            Ref(source=Source.REGION_INPUT, index=at): read for at, read in enumerate(call.reads)
-        }
-        for source, region in (
-            (Source.BEFORE, tiling.before),
-            (Source.TILE, tiling.tile),
-            (Source.AFTER, tiling.after),
-        ):
+        self.values: dict[Ref, str] = _refs(Source.REGION_INPUT, call.inputs)
+        self.layouts: dict[Ref, Layout | None] = _refs(Source.REGION_INPUT, call.reads)
+        parts = {Source.BEFORE: tiling.before, Source.TILE: tiling.tile, Source.AFTER: tiling.after}
+        for source, region in parts.items():
             if region is not None:
-                made = enumerate(problem.regions[region].output_layouts)
-                self.layouts |= {Ref(source=source, index=at): layout for at, layout in made}
+                self.layouts |= _refs(source, problem.regions[region].output_layouts)
 
     def run(self, rest: Iterator[StepCall]) -> Iterator[str]:
         """What is wrong, up to the first call that is."""
-        faults = list(self._wrong_slices())
-        if faults:
+        if faults := list(self._wrong_slices()):
             yield from faults
             return
         tiling = self.tiling
@@ -115,15 +106,11 @@ class _Tiles:
     def _wrong_slices(self) -> Iterator[str]:
         """Slices that leave rows out, take rows twice, or do not fit together."""
         tiling, name = self.tiling, self.call.region
-        filled = [rows.whole for rows in tiling.rows] + [
-            running_sum.total for running_sum in tiling.sums
-        ]
+        filled = [rows.whole for rows in tiling.rows] + [added.total for added in tiling.sums]
         if len(set(filled)) != len(filled):
             yield f"{name}: two outputs of its tiles go into one value: {filled}"
-        for operand in (
-            *tiling.tile_inputs,
-            *(term for running_sum in tiling.sums for term in running_sum.terms),
-        ):
+        terms = [term for running_sum in tiling.sums for term in running_sum.terms]
+        for operand in (*tiling.tile_inputs, *terms):
             held, whole, part = self.layouts[operand.value], operand.whole, operand.slice
             if part is None or held is None or whole is None:
                 if part is not None:
@@ -173,8 +160,7 @@ class _Tiles:
         )
         yield from _differences(call, expected)
         if source is not None:
-            made = enumerate(call.outputs)
-            self.values |= {Ref(source=source, index=at): value for at, value in made}
+            self.values |= _refs(source, call.outputs)
 
     def _take_sums(self, rest: Iterator[StepCall], number: int) -> Iterator[str]:
         """Tile ``number`` is added to every running sum, once."""
@@ -194,16 +180,17 @@ class _Tiles:
             ref = Ref(source=Source.BEFORE, index=rows.whole)
             whole, output = self.layouts[ref], outputs[at]
             assert whole is not None, f"{ref} was found to be a tensor"
-            is_buffer = output.storage is Storage.ARENA and output.index is not None
+            index = output.index if output.storage is Storage.ARENA else None
             part = whole.part(rows.slice.dim, number, rows.slice.length)
-            found.append(
-                Into(
-                    buffer=output.index if is_buffer and output.index is not None else -1,
-                    value=self.values[ref],
-                    offset_bytes=part.offset * part.item_bytes,
-                )
-            )
+            start = part.offset * part.item_bytes
+            buffer = -1 if index is None else index
+            found.append(Into(buffer=buffer, value=self.values[ref], offset_bytes=start))
         return tuple(found)
+
+
+def _refs(source: Source, items: Iterable[T]) -> dict[Ref, T]:
+    """The items of ``source`` by their place in it."""
+    return {Ref(source=source, index=at): item for at, item in enumerate(items)}
 
 
 def _layout(operand: Operand, number: int) -> Layout | None:

@@ -1,14 +1,9 @@
 """What a step's calls read: that it is what the code was made for, and that it is there.
 
-Part of the independent checker; it needs no plan. Every region says as what its code takes each
-input and makes each output. A call reads a value from where that begins; how the value lies is
-what its maker left. So a read
-
-- looks like the region's input: type, size and strides;
-- is of the type that was left, and within it.
-
-A buffer's size is rounded up, so that the last bytes of a copy may be missing elsewhere in the
-checker; here it is known which of them hold numbers, and those are copied.
+Part of the independent checker; it needs no plan. A read looks like the region's input (type, size,
+strides), is of the type that the value's maker left, and lies within it. A buffer's size is rounded
+up, so that the last bytes of a copy may be missing elsewhere in the checker; here it is known which
+of them hold numbers, and those are copied.
 
 From which element a call reads is the program's to say (``check_program.py``). A recomputation is
 no part of that: it reads from the first element.
@@ -31,7 +26,7 @@ COPIES = (CallKind.OFFLOAD, CallKind.RELOAD, CallKind.WAIT)
 
 
 def misread_calls(problem: Problem) -> tuple[str, ...]:
-    """What calls read that they must not, in words. Cost: linear in the reads."""
+    """What calls read that they must not, in words."""
     return tuple(_Reads(problem).run())
 
 
@@ -63,14 +58,13 @@ class _Reads:
         if call.copy is None:
             return
         if call.kind is CallKind.OFFLOAD:
-            source: str | None = call.inputs[0]
-            self.copied[call.copy.host_offset] = call.inputs[0]
+            source = self.copied[call.copy.host_offset] = call.inputs[0]
         else:
-            source = self.copied.get(call.copy.host_offset)
+            source = self.copied.get(call.copy.host_offset, "")
             self.reloaded_from[call.outputs[0]] = call.copy.start_bytes
-            if source is not None and source in self.held:
+            if source in self.held:
                 self.held[call.outputs[0]] = self.held[source]
-        held = None if source is None else self.held.get(source)
+        held = self.held.get(source)
         if held is not None and call.copy.end_bytes < held.end * held.item_bytes:
             yield (
                 f"{call.name} copies to byte {call.copy.end_bytes} of {source}, which has "
@@ -79,9 +73,8 @@ class _Reads:
 
     def _gaps(self, call: StepCall, region: RegionProfile) -> Iterator[str]:
         """Bytes between what is recomputed and what is reloaded, which only rounding up covers."""
-        made = dict(
-            zip((output.index for output in region.outputs), region.output_layouts, strict=False)
-        )
+        buffers = (output.index for output in region.outputs)
+        made = dict(zip(buffers, region.output_layouts, strict=False))
         for into in call.into:
             layout, start = made.get(into.buffer), self.reloaded_from.get(into.value)
             if layout is None or start is None:

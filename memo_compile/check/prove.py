@@ -3,14 +3,13 @@
     the graphs' calls = the step in tiles     (``check_program``)
                       = the step with moves   (``check_moves``)
 
-What calls read is what their code takes (``check_reads``), and ``check`` proves that the plan's
-bytes hold it. Like all of the checker it imports data only.
+Calls read what their code takes (``check_reads``), and the plan's bytes hold it (``check``).
 """
 
 from collections.abc import Mapping
 
-from memo_compile.check.check_contents import misshapen_calls
-from memo_compile.check.check_moves import MAX_PROBLEMS, Recomputation, check_moves
+from memo_compile.check.check_contents import MAX_PROBLEMS, misshapen_calls
+from memo_compile.check.check_moves import Recomputation, check_moves
 from memo_compile.check.check_program import foreign_calls
 from memo_compile.check.check_reads import misread_calls
 from memo_compile.errors import InvalidPlan

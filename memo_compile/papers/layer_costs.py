@@ -53,44 +53,39 @@ def layer_tensors(shape: ModelShape, seq: int) -> tuple[TensorCost, ...]:
     """
     require_at_least(1, {"seq": seq})
     h, f, kv = shape.hidden, shape.ffn, shape.hidden * shape.num_kv_heads // shape.num_heads
-    rows: list[tuple[str, int, float, float]] = [
-        ("x", h, 0, 0),
-        ("n1", h, 0, 2 * h),
-        ("q", h, 2 * h * h, 0),
-        ("k", kv, 2 * h * kv, 0),
-        ("v", kv, 2 * h * kv, 0),
-        ("o", h, 2 * h * seq, 0),
-        ("x2", h, 2 * h * h, 3 * h),
-        ("n2", h, 0, 2 * h),
-    ]
-    if shape.gated:
-        rows += [
-            ("gate", f, 2 * h * f, 0),
-            ("up", f, 2 * h * f, 0),
-            ("silu", f, 0, 2 * f),
-            ("product", f, 0, 3 * f),
-        ]
-    else:
-        rows += [("fc1", f, 2 * h * f, 0), ("gelu", f, 0, 2 * f)]
-    return tuple(
-        TensorCost(
-            name=name,
-            bytes_per_token=ELEMENT_BYTES * elements,
-            flops_per_token=float(flops),
-            moved_bytes_per_token=float(ELEMENT_BYTES * moved),
-        )
-        for name, elements, flops, moved in rows
+    tensors = (
+        _tensor("x", h, 0, 0),
+        _tensor("n1", h, 0, 2 * h),
+        _tensor("q", h, 2 * h * h, 0),
+        _tensor("k", kv, 2 * h * kv, 0),
+        _tensor("v", kv, 2 * h * kv, 0),
+        _tensor("o", h, 2 * h * seq, 0),
+        _tensor("x2", h, 2 * h * h, 3 * h),
+        _tensor("n2", h, 0, 2 * h),
+    )
+    if not shape.gated:
+        return (*tensors, _tensor("fc1", f, 2 * h * f, 0), _tensor("gelu", f, 0, 2 * f))
+    return (
+        *tensors,
+        _tensor("gate", f, 2 * h * f, 0),
+        _tensor("up", f, 2 * h * f, 0),
+        _tensor("silu", f, 0, 2 * f),
+        _tensor("product", f, 0, 3 * f),
     )
 
 
 def layer_output(shape: ModelShape) -> TensorCost:
     """The down projection with its residual: never kept for backward, part of the forward."""
-    h, f = shape.hidden, shape.ffn
+    return _tensor("output", shape.hidden, 2 * shape.ffn * shape.hidden, 3 * shape.hidden)
+
+
+def _tensor(name: str, elements: int, flops: int, moved: int) -> TensorCost:
+    """Per token: its elements, the FLOPs that make it, and the elements moved for it."""
     return TensorCost(
-        name="output",
-        bytes_per_token=ELEMENT_BYTES * h,
-        flops_per_token=2.0 * f * h,
-        moved_bytes_per_token=float(ELEMENT_BYTES * 3 * h),
+        name=name,
+        bytes_per_token=ELEMENT_BYTES * elements,
+        flops_per_token=float(flops),
+        moved_bytes_per_token=float(ELEMENT_BYTES * moved),
     )
 
 

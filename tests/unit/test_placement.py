@@ -17,7 +17,6 @@ from memo_compile.planners.placement import (
     greedy,
     place,
 )
-from memo_compile.planners.placement.bounds import lower_bound
 from memo_compile.planners.placement.compiled import has_numba
 from memo_compile.planners.placement.files import parse_csv, read_problem
 from memo_compile.planners.placement.instance import FREE, build_instance
@@ -65,7 +64,7 @@ GAPPED = (
 
 @pytest.mark.parametrize("solver", ["auto", "search", "mip"])
 def test_a_bound_that_is_out_of_reach_is_raised_by_proof(solver):
-    assert lower_bound(build_instance(problem(*GAPPED))) == 8
+    assert build_instance(problem(*GAPPED)).lower_bound() == 8
     found = place(problem(*GAPPED), solver=solver, use_numba=False)
     assert found.height_bytes == found.lower_bound_bytes == 9
     assert found.status is SolveStatus.OPTIMAL
@@ -172,7 +171,7 @@ def test_mip_proves_the_optimum_with_each_engine(engine: Engine):
     result = mip_offsets(
         instance,
         np.array([start[buffer.id] for buffer in instance.buffers]),
-        lower_bound(instance),
+        instance.lower_bound(),
         float("inf"),
         engine=engine,
     )

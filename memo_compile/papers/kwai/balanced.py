@@ -37,10 +37,7 @@ class LayerPoint:
 def layer_frontier(
     shape: ModelShape, seq: int, hardware: HardwareProfile, efficiency: Efficiency
 ) -> tuple[LayerPoint, ...]:
-    """The frontier of one layer of ``shape``, ascending in bytes, strictly descending in time.
-
-    Of sets with equal bytes and time one is given, the same in each run.
-    """
+    """The frontier of one layer, ascending in bytes, descending in time; one set for each point."""
     layer_input, *others = layer_tensors(shape, seq)
     subsets = np.arange(1 << len(others), dtype=np.int64)
     kept_bytes = np.full(len(subsets), layer_input.bytes_per_token, dtype=np.int64)

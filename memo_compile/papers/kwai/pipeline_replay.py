@@ -62,10 +62,7 @@ class StepReplay:
 
 
 def is_offloaded(shape: PipelineShape, rank: int, chunk: int) -> bool:
-    """Whether a chunk is offloaded: not where its backward follows at once.
-
-    Plain 1F1B spares the last two stages, interleaved 1F1B the last chunk of the last rank.
-    """
+    """True unless its backward follows at once: on the last two stages, or in the last chunk."""
     if shape.num_chunks == 1:
         return rank < shape.num_ranks - 2
     return (rank, chunk) != (shape.num_ranks - 1, shape.num_chunks - 1)
@@ -101,8 +98,8 @@ class _Rank:
     waited_s: float = 0.0
     live: float = 0.0
     memory: list[tuple[float, float]] = field(default_factory=list)
-    joining: Work | None = None
-    """The chunk whose copy has not been joined yet."""
+    joining: tuple[int, int] | None = None
+    """The chunk and micro-batch whose copy has not been joined yet."""
     copied_s: dict[tuple[int, int], float] = field(default_factory=dict)
     """End of each copy out, by chunk and micro-batch."""
     reloaded_s: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -174,15 +171,15 @@ class _Rank:
             self._join(end_s)
             copy_end_s = self.compute_free_s + self.times.copy_out_s
             self._span("d2h", work, self.compute_free_s, copy_end_s)
-            self.copied_s[work.chunk, work.micro_batch] = copy_end_s
-            self.joining = work
+            self.joining = (work.chunk, work.micro_batch)
+            self.copied_s[self.joining] = copy_end_s
         return end_s
 
     def _join(self, now_s: float) -> None:
         """Wait for the copy on its way, if any, and free what it copied."""
         if self.joining is None:
             return
-        done_s = self.copied_s[self.joining.chunk, self.joining.micro_batch]
+        done_s = self.copied_s[self.joining]
         self.waited_s += max(0.0, done_s - now_s)
         self.compute_free_s = max(now_s, done_s)
         self._hold(-self.alpha, self.compute_free_s)
@@ -192,7 +189,7 @@ class _Rank:
         moves = self._moves(work)
         key = (work.chunk, work.micro_batch)
         if moves:
-            if self.joining is not None and (self.joining.chunk, self.joining.micro_batch) == key:
+            if self.joining == key:
                 self._join(start_s)
                 start_s = max(start_s, self.compute_free_s)
             if key not in self.reloaded_s:
@@ -211,13 +208,13 @@ class _Rank:
         if not self.reloads:
             return
         work = self.reloads[0]
-        copied_s = self.copied_s.get((work.chunk, work.micro_batch))
-        if copied_s is None:
+        key = (work.chunk, work.micro_batch)
+        if key not in self.copied_s:
             return
         self.reloads.pop(0)
-        start_s = max(now_s, self.reload_free_s, copied_s)
+        start_s = max(now_s, self.reload_free_s, self.copied_s[key])
         self.reload_free_s = start_s + self.times.reload_s
-        self.reloaded_s[work.chunk, work.micro_batch] = self.reload_free_s
+        self.reloaded_s[key] = self.reload_free_s
         self._span("h2d", work, start_s, self.reload_free_s)
 
     def _hold(self, chunks: float, now_s: float) -> None:

@@ -1,7 +1,4 @@
-"""The replayed step of a pipeline as a Chrome trace, for Perfetto or chrome://tracing.
-
-A process per rank, a thread per lane (compute, d2h, h2d), and a counter of the rank's memory.
-"""
+"""The replayed step as a Chrome trace: for each rank a process, its lanes, and its memory."""
 
 from typing import Any
 

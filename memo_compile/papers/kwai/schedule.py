@@ -66,25 +66,18 @@ def order_work(shape: PipelineShape, rank: int) -> tuple[Work, ...]:
     """
     if not 0 <= rank < shape.num_ranks:
         raise InputError(f"rank: expected 0..{shape.num_ranks - 1}, got {rank}")
-    total = shape.num_batches * shape.num_chunks
+    each_way = range(shape.num_batches * shape.num_chunks)
+    forwards, backwards = ([_nth(shape, way, k) for k in each_way] for way in Direction)
     warmup = shape.num_warmup(rank)
-    work = [_nth(shape, Direction.FORWARD, k) for k in range(warmup)]
-    for k in range(total - warmup):
-        work.append(_nth(shape, Direction.FORWARD, warmup + k))
-        work.append(_nth(shape, Direction.BACKWARD, k))
-    work += [_nth(shape, Direction.BACKWARD, k) for k in range(total - warmup, total)]
-    return tuple(work)
+    pairs = zip(forwards[warmup:], backwards, strict=False)
+    late = backwards[len(forwards) - warmup :]
+    return (*forwards[:warmup], *(work for pair in pairs for work in pair), *late)
 
 
 def _nth(shape: PipelineShape, direction: Direction, k: int) -> Work:
     """The ``k``-th forward (or backward) of any rank: groups of p micro-batches, chunk by chunk."""
-    ranks, chunks = shape.num_ranks, shape.num_chunks
-    group, within = divmod(k, ranks * chunks)
-    chunk, lane = divmod(within, ranks)
-    if chunks == 1:
-        chunk, batch = 0, k
-    else:
-        batch = group * ranks + lane
+    group, within = divmod(k, shape.num_stages)
+    chunk, lane = divmod(within, shape.num_ranks)
     if direction is Direction.BACKWARD:
-        chunk = chunks - 1 - chunk
-    return Work(direction=direction, chunk=chunk, micro_batch=batch)
+        chunk = shape.num_chunks - 1 - chunk
+    return Work(direction=direction, chunk=chunk, micro_batch=group * shape.num_ranks + lane)

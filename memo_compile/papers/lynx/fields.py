@@ -1,4 +1,8 @@
-"""Reading fields of a JSON object with errors that name the field."""
+"""Reading a JSON object and its fields.
+
+A file or field that is missing without a default, or is not what its reader says, is an InputError
+that names it, and the index of an entry.
+"""
 
 import graphlib
 import logging
@@ -22,11 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``.
-
-    Raises:
-        InputError: the file cannot be read, is not JSON, or holds something else than an object.
-    """
+    """The JSON object in ``path``."""
     data = read_json(path)
     if not isinstance(data, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(data).__name__}")
@@ -34,11 +34,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def unwrap_instance(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``data`` itself, or the object under its key ``instance``.
-
-    Raises:
-        InputError: ``instance`` is not an object, or ``data`` collects many instances.
-    """
+    """``data``, or the object under its key ``instance``; a collection of many is refused."""
     inner = data.get("instance", data)
     if not isinstance(inner, Mapping):
         raise InputError(f"instance: expected an object, got {type(inner).__name__}")
@@ -59,11 +55,7 @@ def warn_unknown(data: Mapping[str, Any], known: frozenset[str]) -> None:
 
 
 def number(data: Mapping[str, Any], name: str, default: Number | None = None) -> Number:
-    """The finite, non-negative number under ``name``.
-
-    Raises:
-        InputError: missing without a default, not a number, negative, or not finite.
-    """
+    """The finite, non-negative number under ``name``."""
     if name not in data:
         if default is None:
             raise InputError(f"{name}: missing")
@@ -72,11 +64,7 @@ def number(data: Mapping[str, Any], name: str, default: Number | None = None) ->
 
 
 def whole(data: Mapping[str, Any], name: str, *, minimum: int) -> int:
-    """The whole number of at least ``minimum`` under ``name``.
-
-    Raises:
-        InputError: missing, not a whole number, or below ``minimum``.
-    """
+    """The whole number of at least ``minimum`` under ``name``."""
     value = number(data, name)
     if value != int(value) or value < minimum:
         raise InputError(f"{name}: expected a whole number >= {minimum}, got {value}")
@@ -84,11 +72,7 @@ def whole(data: Mapping[str, Any], name: str, *, minimum: int) -> int:
 
 
 def flag(data: Mapping[str, Any], name: str, default: bool) -> bool:
-    """The truth value under ``name``; 0 and 1 count.
-
-    Raises:
-        InputError: something else than true, false, 0, 1.
-    """
+    """The truth value under ``name``; 0 and 1 count."""
     value = data.get(name, default)
     if value not in (True, False, 0, 1) or isinstance(value, str):
         raise InputError(f"{name}: expected true or false, got {value!r}")
@@ -96,46 +80,29 @@ def flag(data: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def numbers(data: Mapping[str, Any], name: str, length: int | None = None) -> tuple[Number, ...]:
-    """The list of finite, non-negative numbers under ``name``.
-
-    Raises:
-        InputError: missing, not a list, of another length, or with a bad entry (named by index).
-    """
+    """The list of finite, non-negative numbers under ``name``, of the given length."""
     values = _checked_list(data, name, length)
     return tuple(_checked_number(value, f"{name}[{i}]") for i, value in enumerate(values))
 
 
-def indices(
-    data: Mapping[str, Any], name: str, num_ops: int, default: tuple[int, ...] | None = None
-) -> tuple[int, ...]:
-    """The sorted set of operator indices under ``name``, each in ``[0, num_ops)``.
-
-    Raises:
-        InputError: missing without a default, or an entry that is no operator.
-    """
-    if default is not None and name not in data:
-        return default
+def indices(data: Mapping[str, Any], name: str, num_ops: int) -> tuple[int, ...]:
+    """The sorted set of operator indices under ``name``, each in ``[0, num_ops)``."""
     return _checked_indices(_checked_list(data, name, None), name, num_ops)
 
 
 def dependencies(data: Mapping[str, Any], num_ops: int) -> tuple[tuple[int, ...], ...]:
-    """``deps``: for each operator the operators that it reads, all of them earlier in the list.
-
-    Raises:
-        InputError: wrong length, unknown operator, a cycle, or an operator listed before its input.
-    """
-    rows = _checked_list(data, "deps", num_ops)
+    """``deps``: for each operator the operators that it reads, all of them earlier in the list."""
     deps = []
-    for i, row in enumerate(rows):
+    for i, row in enumerate(_checked_list(data, "deps", num_ops)):
         if not isinstance(row, list):
             raise InputError(f"deps[{i}]: expected a list of operators, got {row!r}")
         deps.append(_checked_indices(row, f"deps[{i}]", num_ops))
-    late = [(i, j) for i, row in enumerate(deps) for j in row if j >= i]
-    if late:
-        cycle = _find_cycle(deps)
-        if cycle:
-            raise InputError(f"deps: cyclic: {' -> '.join(map(str, cycle))} (reads -> is read)")
-        i, j = late[0]
+    try:
+        graphlib.TopologicalSorter(dict(enumerate(deps))).prepare()
+    except graphlib.CycleError as error:
+        cycle = " -> ".join(map(str, reversed(error.args[1])))
+        raise InputError(f"deps: cyclic: {cycle} (reads -> is read)") from None
+    for i, j in [(i, j) for i, row in enumerate(deps) for j in row if j > i]:
         raise InputError(
             f"deps[{i}]: operator {i} reads operator {j}, which is listed after it; "
             "list the operators in execution order"
@@ -169,13 +136,3 @@ def _checked_indices(values: list[Any], name: str, num_ops: int) -> tuple[int, .
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_ops:
             raise InputError(f"{name}: expected an operator in 0..{num_ops - 1}, got {value!r}")
     return tuple(sorted(set(values)))
-
-
-def _find_cycle(deps: list[tuple[int, ...]]) -> list[int]:
-    """One cycle of ``deps`` as operators, the first repeated at the end; empty without a cycle."""
-    try:
-        graphlib.TopologicalSorter(dict(enumerate(deps))).prepare()
-    except graphlib.CycleError as error:
-        read_to_reader: list[int] = error.args[1]
-        return read_to_reader[::-1]
-    return []

@@ -15,17 +15,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from memo_compile.papers.lynx.fields import Number
-from memo_compile.papers.lynx.linear import (
+from memo_compile.papers.lynx.lynx_instance import NUM_PHASES, NUM_WINDOWS, HeuInstance
+from memo_compile.papers.lynx.lynx_replay import SPLIT_TOLERANCE, replay_heu
+from memo_compile.papers.lynx.solution import (
     TIE_SLACK,
+    Conflict,
+    HeuSolution,
+    Part,
     add_share,
     better_plan,
     exceeds,
     fraction_value,
     within_budget,
 )
-from memo_compile.papers.lynx.lynx_instance import NUM_PHASES, NUM_WINDOWS, HeuInstance
-from memo_compile.papers.lynx.lynx_replay import SPLIT_TOLERANCE, replay_heu
-from memo_compile.papers.lynx.solution import Conflict, HeuSolution, Part
 from memo_compile.planners import solver
 from memo_compile.planners.solver import SolveStatus, exact_model, total, weighted
 
@@ -38,14 +40,12 @@ class _Program:
     """The model, its variables, and the linear forms that are minimised one after the other."""
 
     model: Any
-    keep: tuple[Any, ...]
-    recompute: tuple[tuple[Any, ...], ...]
+    keep: list[Any]
+    recompute: list[list[Any]]
     """``[phase][operator]``; the constant 0 where equation 6 or the last-stage rule forbids it."""
     critical: Any
     total: Any
     memory: Any
-    """In units of ``memory_unit``."""
-    memory_unit: float
 
 
 def solve_heu(
@@ -77,20 +77,15 @@ def _solve_one(
     """The optimum of one of the two programs, with whole operators or with cut ones."""
 
     def attempt(budget: Number) -> HeuSolution:
-        program = _build(instance, token_split)
-        limit = float(budget) / program.memory_unit
-        program.model.add_constr(program.memory <= limit, "memory_eq7")
+        program = _build(instance, token_split, budget)
         return _minimise(program, instance, break_ties, deadline_s)
 
-    found = within_budget(instance.budget, attempt)
-    if found.status is SolveStatus.INFEASIBLE:
-        return HeuSolution(status=found.status, conflict=_conflict(instance, token_split))
-    return _validated(instance, found) if found.status.has_solution else found
+    return within_budget(instance.budget, attempt, lambda: _conflict(instance, token_split))
 
 
 def memory_needed(instance: HeuInstance, *, token_split: bool = False) -> Number:
     """The least budget under which ``instance`` has a plan, by the same program."""
-    program = _build(instance, token_split)
+    program = _build(instance, token_split, None)
     program.model.objective = program.memory
     status = solver.solve(program.model)
     assert status is SolveStatus.OPTIMAL, f"memory floor: {status}"
@@ -105,20 +100,17 @@ def _keep_everything(instance: HeuInstance) -> HeuSolution | None:
     needed = zip(instance.ops.times[:-1], instance.need, strict=False)
     if any(wanted and not seconds for seconds, wanted in needed):
         return None
-    keep = (*instance.need[:-1], True)
-    per_layer = sum(m for m, kept in zip(instance.ops.sizes, keep, strict=True) if kept)
-    copies = instance.num_layers * instance.num_batches
-    if instance.static + copies * per_layer > instance.budget:
-        return None
-    everything = HeuSolution(status=SolveStatus.OPTIMAL, keep=keep, windows=((),) * NUM_PHASES)
-    return _validated(instance, everything)
+    keep, windows = (*instance.need[:-1], True), ((),) * NUM_PHASES
+    found = HeuSolution(status=SolveStatus.OPTIMAL, keep=keep, windows=windows)
+    everything = _costed(instance, found)
+    return everything if everything.peak <= instance.budget else None
 
 
-def _build(instance: HeuInstance, token_split: bool) -> _Program:
-    """The program without objective and without the bound on memory."""
+def _build(instance: HeuInstance, token_split: bool, budget: Number | None) -> _Program:
+    """The program without objective; None leaves memory without a bound."""
     ops = instance.ops
     model = exact_model("lynx-heu")
-    keep = tuple(model.add_var(f"S_{i}", var_type="B") for i in range(ops.count))
+    keep = [model.add_var(f"S_{i}", var_type="B") for i in range(ops.count)]
     recompute = _recompute_variables(model, instance, token_split)
     model.add_constr(keep[-1] == 1, "output_kept")
     _add_availability(model, instance, keep, recompute)
@@ -128,41 +120,37 @@ def _build(instance: HeuInstance, token_split: bool) -> _Program:
         load = weighted(cost, recompute[phase])
         model.add_constr(load <= limit / unit, f"window_{phase + 1}_eq5")
     memory_unit = float(max(instance.budget, *ops.sizes)) or 1.0
+    memory = _memory(instance, keep, recompute, memory_unit)
+    if budget is not None:
+        model.add_constr(memory <= float(budget) / memory_unit, "memory_eq7")
     return _Program(
         model=model,
         keep=keep,
         recompute=recompute,
         critical=weighted(cost, recompute[ON_DEMAND]),
         total=weighted(cost * NUM_PHASES, [r for row in recompute for r in row]),
-        memory=_memory(instance, keep, recompute, memory_unit),
-        memory_unit=memory_unit,
+        memory=memory,
     )
 
 
-def _recompute_variables(
-    model: Any, instance: HeuInstance, token_split: bool
-) -> tuple[tuple[Any, ...], ...]:
+def _recompute_variables(model: Any, instance: HeuInstance, token_split: bool) -> list[list[Any]]:
     """R_ti, without communications in windows (equation 6) and without windows of length 0."""
     ops, limits = instance.ops, (*instance.window_limits, math.inf)
-    rows = []
-    for phase in range(NUM_PHASES):
-        row: list[Any] = []
-        for i in range(ops.count):
-            barred = phase < NUM_WINDOWS and (i in ops.comm or limits[phase] == 0 < ops.times[i])
-            barred = barred or (phase < 2 and not instance.forward_windows)
-            name = f"R_{phase + 1}_{i}"
-            if barred:
-                row.append(0)
-            elif token_split and i not in ops.whole:
-                row.append(add_share(model, name, ops.num_slices))
-            else:
-                row.append(model.add_var(name, var_type="B"))
-        rows.append(tuple(row))
-    return tuple(rows)
+
+    def variable(phase: int, i: int) -> Any:
+        barred = phase < NUM_WINDOWS and (i in ops.comm or limits[phase] == 0 < ops.times[i])
+        if barred or (phase < 2 and not instance.forward_windows):
+            return 0
+        name = f"R_{phase + 1}_{i}"
+        if token_split and i not in ops.whole:
+            return add_share(model, name, ops.num_slices)
+        return model.add_var(name, var_type="B")
+
+    return [[variable(phase, i) for i in range(ops.count)] for phase in range(NUM_PHASES)]
 
 
 def _add_availability(
-    model: Any, instance: HeuInstance, keep: tuple[Any, ...], recompute: tuple[tuple[Any, ...], ...]
+    model: Any, instance: HeuInstance, keep: list[Any], recompute: list[list[Any]]
 ) -> None:
     """Equation 3 (what backward reads is kept or recomputed once) and 4 (inputs come first).
 
@@ -180,24 +168,17 @@ def _add_availability(
                 model.add_constr(so_far <= have, f"causal_{phase + 1}_{i}_{j}_eq4")
 
 
-def _memory(
-    instance: HeuInstance,
-    keep: tuple[Any, ...],
-    recompute: tuple[tuple[Any, ...], ...],
-    unit: float,
-) -> Any:
+def _memory(instance: HeuInstance, keep: list[Any], recompute: list[list[Any]], unit: float) -> Any:
     """Left side of equation 7' in units of ``unit``.
 
     Kept outputs count in every layer and micro-batch in flight, what phases 1 and 2 rebuild in
     every layer of one micro-batch, what phases 3 to 5 rebuild in one layer.
     """
-    layers, batches = instance.num_layers, instance.num_batches
-    sizes = [m / unit for m in instance.ops.sizes]
-    scaled = [(layers * batches * m, s) for m, s in zip(sizes, keep, strict=True)]
-    for phase, row in enumerate(recompute):
-        copies = layers if phase < 2 else 1
-        scaled += [(copies * m, r) for m, r in zip(sizes, row, strict=True)]
-    return weighted([w for w, _ in scaled], [v for _, v in scaled]) + instance.static / unit
+    layers = instance.num_layers
+    copies = (layers * instance.num_batches, layers, layers, 1, 1, 1)
+    weights = [count * (m / unit) for count in copies for m in instance.ops.sizes]
+    variables = [x for row in (keep, *recompute) for x in row]
+    return weighted(weights, variables) + instance.static / unit
 
 
 def _minimise(
@@ -230,26 +211,18 @@ def _read(program: _Program, instance: HeuInstance, status: SolveStatus) -> HeuS
     windows = tuple(
         tuple(Part(op=i, fraction=x) for i, x in enumerate(row) if x > 0) for row in values
     )
-    unlimited = dataclasses.replace(instance, budget=math.inf)
-    return _validated(unlimited, HeuSolution(status=status, keep=keep, windows=windows))
+    return _costed(instance, HeuSolution(status=status, keep=keep, windows=windows))
 
 
-def _validated(instance: HeuInstance, solution: HeuSolution) -> HeuSolution:
-    """``solution`` with the cost that its replay counted.
-
-    Raises:
-        InvalidPlan: the replay refuses it.
-    """
-    cost = replay_heu(instance, solution.keep, solution.windows)
+def _costed(instance: HeuInstance, solution: HeuSolution) -> HeuSolution:
+    """``solution`` with the cost that its replay counts; its peak may exceed the budget."""
+    unbounded = dataclasses.replace(instance, budget=math.inf)
+    cost = replay_heu(unbounded, solution.keep, solution.windows)
     return dataclasses.replace(solution, **dataclasses.asdict(cost))
 
 
 def _conflict(instance: HeuInstance, token_split: bool) -> Conflict | None:
-    """The smallest part of equation 7' that alone exceeds the budget; None when all of it fits.
-
-    Parts in growing order: static memory; with the outputs that every layer must keep; with what
-    the backward of one layer reads, kept or rebuilt (the least that any plan needs).
-    """
+    """The smallest part of equation 7' that alone exceeds the budget; None when all of it fits."""
     static, budget = instance.static, instance.budget
     layers, batches, output = instance.num_layers, instance.num_batches, instance.ops.sizes[-1]
     if static > budget:

@@ -15,8 +15,7 @@ from memo_compile.errors import InputError, require_at_least
 from memo_compile.papers.lynx import fields
 from memo_compile.papers.lynx.fields import Number
 from memo_compile.papers.lynx.heu import solve_heu
-from memo_compile.papers.lynx.layer import LayerCosts
-from memo_compile.papers.lynx.lynx_instance import HeuInstance
+from memo_compile.papers.lynx.lynx_instance import HeuInstance, LayerCosts
 from memo_compile.papers.lynx.solution import HeuSolution
 from memo_compile.planners.solver import SolveStatus
 
@@ -32,17 +31,15 @@ _FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointProblem:
-    """Equal layers to be split over the stages of a 1F1B pipeline."""
+    """Equal layers to be split over stages of a 1F1B pipeline, each with a budget of memory."""
 
     costs: LayerCosts
     num_layers: int
     num_stages: int
     num_batches: int
-    """Micro-batches of a step."""
     layer_static: Number
     """Memory of one layer's parameters, gradients and optimizer state."""
     budgets: tuple[Number, ...]
-    """Bound on each stage's memory."""
     extra_static: tuple[Number, ...] = ()
     """Static memory that stages have besides their layers (embedding, head); empty = none."""
     extra_time: tuple[Number, ...] = ()
@@ -69,13 +66,11 @@ class JointProblem:
         if not isinstance(layer, Mapping):
             raise InputError("layer: expected an object with C, M, deps, comm, need, ctime")
         num_stages = fields.whole(data, "num_stages", minimum=1)
-        if "budgets" in data:
-            budgets = fields.numbers(data, "budgets", num_stages)
-        else:
-            budgets = (fields.number(data, "budget"),) * num_stages
-        extra = {
+        if "budgets" not in data:
+            data = {**data, "budgets": [fields.number(data, "budget")] * num_stages}
+        rows = {
             name: fields.numbers(data, name, num_stages)
-            for name in ("extra_static", "extra_time")
+            for name in ("budgets", "extra_static", "extra_time")
             if name in data
         }
         problem = JointProblem(
@@ -84,8 +79,7 @@ class JointProblem:
             num_stages=num_stages,
             num_batches=fields.whole(data, "num_batches", minimum=1),
             layer_static=fields.number(data, "layer_static", 0),
-            budgets=budgets,
-            **extra,
+            **rows,
         )
         fields.warn_unknown(data, _FIELDS)
         return problem
@@ -111,10 +105,7 @@ class JointPlan:
 
 
 def plan_stages(problem: JointProblem, *, token_split: bool = False) -> JointPlan:
-    """The split with the fastest slowest stage under 1F1B, each stage with its optimal policy.
-
-    Stage r holds min(p - r, num_batches) micro-batches; the last stage has no forward windows.
-    """
+    """The split with the fastest slowest stage under 1F1B, each stage with its optimal policy."""
     stages = _Stages(problem=problem, token_split=token_split)
     layers_of = split_lazily(problem.num_layers, problem.num_stages, stages.time)
     if layers_of is None:
@@ -147,11 +138,10 @@ class _Stages:
         if (stage, layers) not in self.solved or break_ties:
             problem = self.problem
             extra = problem.extra_static[stage] if problem.extra_static else 0
-            costs = problem.costs
             instance = HeuInstance(
-                ops=costs.ops,
-                need=costs.need,
-                windows=costs.windows,
+                ops=problem.costs.ops,
+                need=problem.costs.need,
+                windows=problem.costs.windows,
                 num_layers=layers,
                 num_batches=min(problem.num_stages - stage, problem.num_batches),
                 static=problem.layer_static * layers + extra,
@@ -244,12 +234,10 @@ def _capacity(time_of: Callable[[int], float | None], limit: float, start: int, 
         return time is not None and time < limit
 
     layers = min(start, most)
-    if fits(layers):
-        while layers < most and fits(layers + 1):
-            layers += 1
-        return layers
     while layers > 0 and not fits(layers):
         layers -= 1
+    while layers < most and fits(layers + 1):
+        layers += 1
     return layers
 
 

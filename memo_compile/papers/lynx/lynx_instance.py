@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memo_compile.errors import InputError
+from memo_compile.papers.layer_costs import BACKWARD_FACTOR
 from memo_compile.papers.lynx import fields
 from memo_compile.papers.lynx.fields import Number
 
@@ -47,14 +48,6 @@ class Operators:
     def count(self) -> int:
         """Number of operators."""
         return len(self.times)
-
-    def users(self) -> tuple[tuple[int, ...], ...]:
-        """For each operator the later operators that read its output, ascending."""
-        rows: list[list[int]] = [[] for _ in range(self.count)]
-        for i, row in enumerate(self.deps):
-            for j in row:
-                rows[j].append(i)
-        return tuple(tuple(row) for row in rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +105,47 @@ class HeuInstance(_Instance):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCosts:
+    """One layer as the split over stages needs it; the other fields are those of HeuInstance."""
+
+    ops: Operators
+    need: tuple[bool, ...]
+    windows: tuple[Number, ...]
+    backward_s: Number
+    """Time of the layer's backward without recomputation, communication included."""
+
+    @property
+    def forward_s(self) -> Number:
+        """Time of the layer's forward, communication included."""
+        return sum(self.ops.times)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "LayerCosts":
+        """The layer that ``data`` describes: a HEU instance without stage, with backward_time.
+
+        Without ``backward_time`` the backward takes twice the compute and the communication again.
+
+        Raises:
+            InputError: a field is missing or cannot be used; it is named.
+        """
+        stage = {"nl": 1, "nb": 1, "budget": 0}
+        layer = {k: v for k, v in data.items() if k != "backward_time"}
+        instance = HeuInstance.from_json({**layer, **stage})
+        return LayerCosts(
+            ops=instance.ops,
+            need=instance.need,
+            windows=instance.windows,
+            backward_s=fields.number(data, "backward_time", backward_seconds(instance.ops)),
+        )
+
+
+def backward_seconds(ops: Operators) -> Number:
+    """Backward of a layer whose compute takes twice as long and which communicates as often."""
+    compute = sum(time for i, time in enumerate(ops.times) if i not in ops.comm)
+    return BACKWARD_FACTOR * compute + sum(ops.times[i] for i in ops.comm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptInstance(_Instance):
     """A whole small graph, for the program over phases."""
 
@@ -120,17 +154,12 @@ class OptInstance(_Instance):
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "OptInstance":
-        """The instance that ``data`` (itself, or its field ``instance``) describes.
-
-        Raises:
-            InputError: a field is missing, of a wrong length, negative, cyclic; it is named.
-        """
+        """The instance that ``data`` describes, read and refused as HeuInstance's is."""
         data = fields.unwrap_instance(data)
         given = _given(data)
         count = given["ops"].count
         last_only = [0] * (count - 1) + [1]
-        keep = _zero_one({"keep": last_only, **data}, "keep", count)
-        instance = OptInstance(**given, keep=keep)
+        instance = OptInstance(**given, keep=_zero_one({"keep": last_only, **data}, "keep", count))
         fields.warn_unknown(data, _OPT_FIELDS)
         return instance
 
@@ -168,26 +197,20 @@ def _stage_row(row: Any, name: str) -> tuple[Number | None, ...]:
 
 def _given(data: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ``_Instance``."""
-    return {
-        "ops": _operators(data),
-        "static": fields.number(data, "static", 0),
-        "budget": fields.number(data, "budget"),
-    }
-
-
-def _operators(data: Mapping[str, Any]) -> Operators:
     times = fields.numbers(data, "C")
     if not times:
         raise InputError("C: expected at least one operator, got an empty list")
     count = len(times)
-    return Operators(
+    ops = Operators(
         times=times,
         sizes=fields.numbers(data, "M", count),
         deps=fields.dependencies(data, count),
         comm=frozenset(fields.indices(data, "comm", count)),
-        whole=frozenset(fields.indices(data, "whole", count, default=())),
+        whole=frozenset(fields.indices({"whole": [], **data}, "whole", count)),
         num_slices=_slices(data),
     )
+    static = fields.number(data, "static", 0)
+    return {"ops": ops, "static": static, "budget": fields.number(data, "budget")}
 
 
 def _slices(data: Mapping[str, Any]) -> int:

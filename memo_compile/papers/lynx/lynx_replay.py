@@ -5,14 +5,14 @@ is run operator by operator; each raises InvalidPlan with the step at which the 
 returns times and peak counted on the way.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memo_compile.errors import InvalidPlan
 from memo_compile.papers.lynx.fields import Number
-from memo_compile.papers.lynx.linear import exceeds
 from memo_compile.papers.lynx.lynx_instance import NUM_PHASES, NUM_WINDOWS, HeuInstance, OptInstance
-from memo_compile.papers.lynx.solution import Part
+from memo_compile.papers.lynx.solution import Part, exceeds
 
 SPLIT_TOLERANCE = 1e-6
 """Rounding of token fractions that is forgiven: a hundredth of a token at 10,000 tokens."""
@@ -23,8 +23,9 @@ class Replayed:
     """What executing a plan cost."""
 
     critical_time: Number
-    recompute_time: Number
     peak: Number
+    recompute_time: Number = 0
+    """Of a layer plan."""
 
 
 def replay_heu(
@@ -117,31 +118,24 @@ def replay_opt(
         InvalidPlan: an input is absent, a window overflows, something resident was never made, a
             required output is missing at the end, or the budget is exceeded.
     """
-    num_ops = instance.ops.count
+    rows = (*resident[: instance.ops.count], instance.keep)
+    wanted = [{i for i, is_resident in enumerate(row) if is_resident} for row in rows]
     critical_time: Number = 0
-    recompute_time: Number = 0
     live: set[int] = set()
     peak = instance.static
-    for t in range(num_ops):
-        start = {i for i in range(num_ops) if resident[t][i]}
+    for t, (start, keep_next) in enumerate(itertools.pairwise(wanted)):
         if not start <= live:
             raise InvalidPlan(f"replay: phase {t} starts with {min(start - live)}, never made")
-        keep_next = (
-            {i for i in range(num_ops) if resident[t + 1][i]}
-            if t + 1 < num_ops
-            else {i for i in range(num_ops) if instance.keep[i]}
-        )
         phase = _Phase(instance, t, start, keep_next, critical[t], overlapped[t])
-        live = phase.run()
+        phase.run()
+        live = phase.live & keep_next
         peak = max(peak, phase.peak)
         critical_time += phase.critical_time
-        recompute_time += phase.overlapped_time + phase.critical_time - instance.ops.times[t]
-    missing = [i for i in range(num_ops) if instance.keep[i] and i not in live]
-    if missing:
-        raise InvalidPlan(f"replay: operator {missing[0]} is not resident at the end")
+    if missing := wanted[-1] - live:
+        raise InvalidPlan(f"replay: operator {min(missing)} is not resident at the end")
     if exceeds(peak, instance.budget):
         raise InvalidPlan(f"replay: peak {peak} exceeds the budget {instance.budget}")
-    return Replayed(critical_time=critical_time, recompute_time=recompute_time, peak=peak)
+    return Replayed(critical_time=critical_time, peak=peak)
 
 
 class _Phase:
@@ -156,20 +150,17 @@ class _Phase:
         critical: Sequence[float],
         overlapped: Sequence[float],
     ) -> None:
-        self.ops, self.index = instance.ops, index
-        self.live, self.keep_next = set(start), keep_next
+        self.ops, self.index, self.live = instance.ops, index, set(start)
         self.critical, self.overlapped = critical, overlapped
         self.window = {i for i, x in enumerate(overlapped) if x > 0}
-        held = {j for i in self.window for j in (i, *self.ops.deps[i])}
-        self.held = held | keep_next
+        self.held = keep_next.union(*((i, *self.ops.deps[i]) for i in self.window))
         self.memory = instance.static + sum(self.ops.sizes[i] for i in start)
         self.peak: Number = self.memory
         self.progress = [1.0 if i in start else 0.0 for i in range(self.ops.count)]
         self.critical_time: Number = 0
-        self.overlapped_time: Number = 0
 
-    def run(self) -> set[int]:
-        """The outputs that live when the phase has ended."""
+    def run(self) -> None:
+        """The phase has ended."""
         where = f"replay: phase {self.index}"
         if self.critical[self.index] != 1:
             raise InvalidPlan(f"{where}: does not compute its own operator")
@@ -182,7 +173,6 @@ class _Phase:
                 self._drop_dead(i)
         self._run_window(where)
         self._drop_dead(self.index)
-        return {i for i in self.live if i in self.keep_next}
 
     def _compute(self, i: int, fraction: float, where: str) -> None:
         self.progress[i] += fraction
@@ -201,18 +191,17 @@ class _Phase:
         """What the phase's communication hides; its operator's own output is still live."""
         if self.window and self.index not in self.ops.comm:
             raise InvalidPlan(f"{where}: overlaps without a communication")
+        load: Number = 0
         for i in sorted(self.window):
             if i in self.ops.comm or i >= self.index:
                 raise InvalidPlan(f"{where}: operator {i} cannot be recomputed in this window")
             self._compute(i, self.overlapped[i], where)
-            self.overlapped_time += _amount(self.ops.times[i], self.overlapped[i])
+            load += _amount(self.ops.times[i], self.overlapped[i])
             if self.progress[i] < 1 - SPLIT_TOLERANCE:
                 raise InvalidPlan(f"{where}: operator {i} is left incomplete")
-        if exceeds(self.overlapped_time, self.ops.times[self.index], SPLIT_TOLERANCE):
-            raise InvalidPlan(
-                f"{where}: {self.overlapped_time} of work behind a communication of "
-                f"{self.ops.times[self.index]}"
-            )
+        limit = self.ops.times[self.index]
+        if exceeds(load, limit, SPLIT_TOLERANCE):
+            raise InvalidPlan(f"{where}: {load} of work behind a communication of {limit}")
 
     def _drop_dead(self, i: int) -> None:
         """Free what operator ``i`` read, and ``i`` itself, where nothing will read it again."""

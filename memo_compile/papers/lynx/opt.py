@@ -10,6 +10,7 @@ With a token split, Z_ti = operator i is recomputed in phase t partly behind the
 first part of its tokens, Xc_ti, before operator t and the rest, Ro_ti, behind it.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -19,39 +20,39 @@ from typing import Any
 import numpy as np
 
 from memo_compile.papers.lynx.fields import Number
-from memo_compile.papers.lynx.linear import (
+from memo_compile.papers.lynx.lynx_instance import OptInstance
+from memo_compile.papers.lynx.lynx_replay import SPLIT_TOLERANCE, replay_opt
+from memo_compile.papers.lynx.solution import (
     TIE_SLACK,
+    Conflict,
+    OptSolution,
     add_share,
     better_plan,
     exceeds,
     fraction_value,
     within_budget,
 )
-from memo_compile.papers.lynx.lynx_instance import OptInstance
-from memo_compile.papers.lynx.lynx_replay import SPLIT_TOLERANCE, replay_opt
-from memo_compile.papers.lynx.solution import Conflict, OptSolution
 from memo_compile.planners import solver
 from memo_compile.planners.solver import SolveStatus, exact_model, total, weighted
 
 Matrix = Any
-"""An array of the model's variables, and of ints where an entry is fixed."""
+"""An array of the model's variables, and of ints where an entry is fixed; or of their values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Program:
-    """The model and its matrices; row = phase, entries beyond the phase's operator are 0."""
+    """The model and its matrices; row = phase, entries beyond the phase's operator are 0.
+
+    S has one row more than there are phases: what must be resident at the end. Without a token
+    split Xc is 0 and Z is Ro; else Z is 1 where Ro > 0.
+    """
 
     model: Any
-    resident: Matrix
-    """S, with one row more than there are phases: what must be resident at the end."""
-    critical: Matrix
-    """Rc."""
-    started: Matrix
-    """Xc: the part of a split operator before the communication; 0 without a token split."""
-    overlapped: Matrix
-    """Ro: the part behind the communication."""
-    hidden: Matrix
-    """Z: 1 where Ro > 0; Ro itself without a token split."""
+    resident: Matrix  # S
+    critical: Matrix  # Rc
+    started: Matrix  # Xc
+    overlapped: Matrix  # Ro
+    hidden: Matrix  # Z
     bound: Any
     """Limit on memory, in units of ``memory_unit``: a number, or a variable to be minimised."""
     memory_unit: float
@@ -63,11 +64,9 @@ def solve_opt(
 ) -> OptSolution:
     """The schedule with the least time on the critical path; then the least hidden recomputation.
 
-    It has passed :func:`replay_opt`.
-
-    ``token_split`` lets operators outside ``ops.whole`` be cut along their tokens, so that a part
-    fits a window; the schedule with whole operators is returned where cutting saves no time. The
-    cost is exponential in the worst case: meant for up to a dozen operators.
+    ``token_split`` lets operators outside ``ops.whole`` be cut along their tokens; the schedule
+    with whole operators is returned where cutting saves no time. It has passed :func:`replay_opt`.
+    The cost is exponential in the worst case: meant for up to a dozen operators.
     """
     if trivial := _working_set_conflict(instance):
         return OptSolution(status=SolveStatus.INFEASIBLE, conflict=trivial)
@@ -96,10 +95,7 @@ def _solve_one(instance: OptInstance, token_split: bool, deadline_s: float) -> O
             return solution
         return _with_least_hidden(program, instance, solution, deadline_s)
 
-    found = within_budget(instance.budget, attempt)
-    if found.status is SolveStatus.INFEASIBLE:
-        return OptSolution(status=found.status, conflict=_floor_conflict(instance, token_split))
-    return found
+    return within_budget(instance.budget, attempt, lambda: _floor_conflict(instance, token_split))
 
 
 def _with_least_hidden(
@@ -129,19 +125,22 @@ def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _
     ops, num_ops = instance.ops, instance.ops.count
     unit = float(max(budget or 0, *ops.sizes, instance.static)) or 1.0
 
-    def binary(name: str, cells: set[tuple[int, int]]) -> Matrix:
-        return _matrix(num_ops, cells, lambda at: model.add_var(f"{name}_{at}", var_type="B"))
+    binary = functools.partial(model.add_var, var_type="B")
+    share = functools.partial(add_share, model, num_slices=ops.num_slices)
 
-    def shares(name: str, cells: set[tuple[int, int]]) -> Matrix:
-        return _matrix(num_ops, cells, lambda at: add_share(model, f"{name}_{at}", ops.num_slices))
+    def matrix(name: str, cells: set[tuple[int, int]], make: Callable[[str], Any]) -> Matrix:
+        found = np.zeros((num_ops, num_ops), dtype=object)
+        for t, i in sorted(cells):
+            found[t, i] = make(f"{name}_{t}_{i}")
+        return found
 
     before = {(t, i) for t in range(num_ops) for i in range(t)}
     can_hide = {(t, i) for t, i in before if t in ops.comm and i not in ops.comm}
     splittable = {(t, i) for t, i in can_hide if i not in ops.whole} if token_split else set()
-    hidden = binary("Z" if token_split else "Ro", can_hide)
-    resident, critical = binary("S", before), binary("Rc", before)
+    hidden = matrix("Z" if token_split else "Ro", can_hide, binary)
+    resident, critical = matrix("S", before, binary), matrix("Rc", before, binary)
     np.fill_diagonal(critical, 1)  # D3: phase t computes operator t
-    started, overlapped = shares("Xc", splittable), shares("Ro", splittable)
+    started, overlapped = matrix("Xc", splittable, share), matrix("Ro", splittable, share)
     for cell in before - splittable:
         overlapped[cell] = hidden[cell]
     program = _Program(
@@ -162,14 +161,6 @@ def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _
         _add_causality(program, instance, t)
         _add_memory(program, instance, t)
     return program
-
-
-def _matrix(size: int, cells: set[tuple[int, int]], make: Callable[[str], Any]) -> Matrix:
-    """The square matrix of what ``make`` gives for each of ``cells``; 0 elsewhere."""
-    found = np.zeros((size, size), dtype=object)
-    for t, i in sorted(cells):
-        found[t, i] = make(f"{t}_{i}")
-    return found
 
 
 def _add_causality(program: _Program, instance: OptInstance, t: int) -> None:
@@ -203,8 +194,7 @@ def _add_causality(program: _Program, instance: OptInstance, t: int) -> None:
 def _add_memory(program: _Program, instance: OptInstance, t: int) -> None:
     """U of phase ``t`` stays within the bound while each operator runs.
 
-    Operator t, when it communicates, has its input, its output and everything recomputed behind it
-    at once.
+    An operator t that communicates has its input, its output and all behind it at once.
     """
     ops, unit = instance.ops, program.memory_unit
     sizes = [m / unit for m in ops.sizes]
@@ -231,7 +221,8 @@ def _freed_variables(
     """
     model, critical = program.model, program.critical[t]
     freed: dict[tuple[int, int], Any] = {}
-    for d, readers in enumerate(instance.ops.users()[:t]):
+    for d in range(t):
+        readers = [i for i, row in enumerate(instance.ops.deps) if d in row]
         moments = [i for i in (d, *readers) if i < t]
         for i in moments:
             freed[d, i] = model.add_var(f"F_{t}_{d}_{i}", ub=1.0)
@@ -250,51 +241,31 @@ def _freed_variables(
 
 def _read(program: _Program, instance: OptInstance, status: SolveStatus) -> OptSolution:
     """The schedule that the solved variables hold, pruned, with the cost that its replay counts."""
-    num_ops = instance.ops.count
-    resident = [[round(fraction_value(x)) for x in row] for row in program.resident[:num_ops]]
-    slices = instance.ops.num_slices
-    overlapped = [[fraction_value(x, slices) for x in row] for row in program.overlapped]
-    critical = [
-        [fraction_value(x) or fraction_value(y, slices) for x, y in zip(row, begun, strict=True)]
-        for row, begun in zip(program.critical, program.started, strict=True)
-    ]
+    value, slices = np.vectorize(fraction_value, otypes=[float]), instance.ops.num_slices
+    resident = value(program.resident[:-1]).round().astype(int)
+    whole, overlapped = value(program.critical), value(program.overlapped, slices)
+    critical: Matrix = np.where(whole, whole, value(program.started, slices))
     _prune(instance, resident, critical, overlapped)
-    return _judged(replace(instance, budget=math.inf), status, resident, critical, overlapped)
+    matrices = [matrix.tolist() for matrix in (resident, critical, overlapped)]
+    return _judged(replace(instance, budget=math.inf), status, *matrices)
 
 
-def _judged(
-    instance: OptInstance,
-    status: SolveStatus,
-    resident: list[list[int]],
-    critical: list[list[float]],
-    overlapped: list[list[float]],
-) -> OptSolution:
-    """The schedule with the cost that its replay counts.
-
-    Raises:
-        InvalidPlan: the replay refuses it.
-    """
+def _judged(instance: OptInstance, status: SolveStatus, *matrices: list[list[Any]]) -> OptSolution:
+    """The schedule (S, Rc, Ro) with the cost that its replay counts."""
+    resident, critical, overlapped = (tuple(map(tuple, matrix)) for matrix in matrices)
     cost = replay_opt(instance, resident, critical, overlapped)
     return OptSolution(
         status=status,
-        resident=tuple(map(tuple, resident)),
-        critical=tuple(map(tuple, critical)),
-        overlapped=tuple(map(tuple, overlapped)),
+        resident=resident,
+        critical=critical,
+        overlapped=overlapped,
         critical_time=cost.critical_time,
         peak=cost.peak,
     )
 
 
-def _prune(
-    instance: OptInstance,
-    resident: list[list[int]],
-    critical: list[list[float]],
-    overlapped: list[list[float]],
-) -> None:
-    """Drop in place what nothing reads and the engine had no reason to remove.
-
-    Neither time nor memory rises.
-    """
+def _prune(instance: OptInstance, resident: Matrix, critical: Matrix, overlapped: Matrix) -> None:
+    """Drop in place what nothing reads and the engine had no reason to remove."""
     num_ops, deps = instance.ops.count, instance.ops.deps
     wanted = {i for i in range(num_ops) if instance.keep[i]}
     for t in reversed(range(num_ops)):
@@ -308,10 +279,7 @@ def _prune(
 
 
 def _working_set_conflict(instance: OptInstance) -> Conflict | None:
-    """The first thing that exceeds the budget on its own; None when each of them fits.
-
-    In this order: static memory, one operator with its inputs, the outputs kept at the end.
-    """
+    """What alone exceeds the budget: static memory, an operator with its inputs, what is kept."""
     ops, static, budget = instance.ops, instance.static, instance.budget
     sets = [("static", f"static memory {static}", static)]
     for i, row in enumerate(ops.deps):

@@ -2,10 +2,10 @@
 
 Source: Lynx (arXiv 2406.08756), section 5. ``split_exact`` is a dynamic programme; ``split_paper``
 is the paper's greedy with two mends: it starts from a split that fits, and when the fastest stage
-cannot take a layer it offers the layer to the next-fastest. Both read a table of stage times,
-where None says that a stage runs out of memory with that many layers.
+cannot take a layer it offers the layer to the next-fastest.
 """
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,10 +26,7 @@ class Split:
 
 
 def split_exact(table: StageTimes) -> Split:
-    """The split with the least slowest stage; among those the one with the least total time.
-
-    O(stages x layers^2).
-    """
+    """The split with the least slowest stage, then the least total time; O(stages x layers^2)."""
     if conflict := find_conflict(table):
         return Split(status=SolveStatus.INFEASIBLE, conflict=conflict)
     fastest = _best_split(table, max)
@@ -39,7 +36,7 @@ def split_exact(table: StageTimes) -> Split:
             f"{table.num_layers}; some stages run out of memory in the middle of their range"
         )
         return Split(status=SolveStatus.INFEASIBLE, conflict=conflict)
-    slowest = _checked(table, SolveStatus.OPTIMAL, fastest).slowest
+    slowest = max(_times(table, fastest))
     rows = tuple(
         tuple(None if time is None or time > slowest else time for time in row)
         for row in table.rows
@@ -62,21 +59,15 @@ def _best_split(
         for done, (so_far, layers_of) in best.items():
             for layers, time in _fitting(row, table.num_layers - done):
                 cost = combine(so_far, time)
-                known = reached.get(done + layers)
-                if known is not None and cost > known[0]:
-                    continue
-                candidate = (cost, (*layers_of, layers))
-                if known is None or candidate < known:
-                    reached[done + layers] = candidate
+                known = reached.get(done + layers, (math.inf, ()))
+                if cost <= known[0]:
+                    reached[done + layers] = min(known, (cost, (*layers_of, layers)))
         best = reached
     return best[table.num_layers][1] if table.num_layers in best else None
 
 
 def split_paper(table: StageTimes) -> Split:
-    """The paper's greedy: move a layer from the slowest stage to the fastest that can take it.
-
-    A move is accepted while the slowest stage gets faster. It may stop short of the optimum.
-    """
+    """The paper's greedy: while the slowest stage gets faster, it gives a layer to a faster one."""
     each, extra = divmod(table.num_layers, len(table.rows))
     layers_of = [each + (s < extra) for s in range(len(table.rows))]
     if any(_time(table, s, n) is None for s, n in enumerate(layers_of)):
@@ -126,14 +117,9 @@ def _without_times(table: StageTimes, wanted: Sequence[int]) -> StageTimes:
 
 def _improve(table: StageTimes, layers_of: list[int]) -> bool:
     """Make one move in place that makes the slowest stage faster; False when there is none."""
-
-    def time_of(stage: int) -> Number:
-        time = _time(table, stage, layers_of[stage])
-        assert time is not None, f"stage {stage} does not fit {layers_of[stage]} layers"
-        return time
-
-    by_time = sorted(range(len(layers_of)), key=lambda s: (time_of(s), s))
-    source, slowest = by_time[-1], time_of(by_time[-1])
+    times = _times(table, layers_of)
+    by_time = sorted(range(len(times)), key=lambda s: (times[s], s))
+    source, slowest = by_time[-1], max(times)
     shrunk = _time(table, source, layers_of[source] - 1)
     if shrunk is None or shrunk >= slowest:
         return False
@@ -146,10 +132,15 @@ def _improve(table: StageTimes, layers_of: list[int]) -> bool:
     return False
 
 
-def _checked(table: StageTimes, status: SolveStatus, layers_of: Sequence[int]) -> Split:
-    """The split with its slowest stage, read again from the table."""
+def _times(table: StageTimes, layers_of: Sequence[int]) -> list[Number]:
+    """Each stage's time, read again from the table; all of them fit."""
     times = [_time(table, s, n) for s, n in enumerate(layers_of)]
-    assert sum(layers_of) == table.num_layers, f"{layers_of} is not {table.num_layers} layers"
     known = [time for time in times if time is not None]
     assert len(known) == len(table.rows), f"{layers_of} runs out of memory"
-    return Split(status=status, layers=tuple(layers_of), slowest=max(known))
+    return known
+
+
+def _checked(table: StageTimes, status: SolveStatus, layers_of: Sequence[int]) -> Split:
+    """The split with its slowest stage."""
+    assert sum(layers_of) == table.num_layers, f"{layers_of} is not {table.num_layers} layers"
+    return Split(status=status, layers=tuple(layers_of), slowest=max(_times(table, layers_of)))

@@ -1,9 +1,27 @@
-"""What the programs return: decisions, cost, and, without an answer, what stands in the way."""
+"""What both programs share: what they return, budgets kept after rounding, cut operators."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from memo_compile.papers.lynx.fields import Number
 from memo_compile.planners.solver import SolveStatus
+
+SUM_TOLERANCE = 1e-12
+"""Relative rounding of a sum of floats: 0.1 + 0.2 fits a bound of 0.3."""
+
+FRACTION_TOLERANCE = 1e-7
+"""Parts of an operator below this are the engine's rounding, not a decision."""
+
+TIE_SLACK = 1e-8
+"""How much worse, in longest operators, a tie-breaking solve may make what came before it."""
+
+MAX_TIGHTENINGS = 8
+"""Re-solves with a tighter budget before giving up; each cuts off the violating solution."""
+
+GAIN = 1e-6
+"""Relative saving below which cutting operators is not worth a more complicated plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +84,61 @@ class OptSolution:
             tuple(Part(op=i, fraction=x) for i, x in enumerate(row) if x > 0)
             for row in self.overlapped
         )
+
+
+PlanT = TypeVar("PlanT", HeuSolution, OptSolution)
+
+
+def within_budget(
+    budget: Number, attempt: Callable[[Number], PlanT], explain: Callable[[], Conflict | None]
+) -> PlanT:
+    """What ``attempt`` finds under ``budget``, which is tightened until the replayed peak obeys it.
+
+    Where it proves that there is nothing, ``explain`` says why.
+    """
+    tight = budget
+    for _ in range(MAX_TIGHTENINGS):
+        found = attempt(tight)
+        if found.status is SolveStatus.INFEASIBLE:
+            return replace(found, conflict=explain())
+        if not found.status.has_solution or not exceeds(found.peak, budget):
+            return found
+        tight = budget - 2 * (found.peak - budget)
+    return type(found)(status=SolveStatus.ERROR)
+
+
+def better_plan(whole: PlanT, split: PlanT) -> PlanT:
+    """``split`` where it saves time beyond the engine's rounding, else ``whole``."""
+    if not split.status.has_solution:
+        return whole
+    if not whole.status.has_solution or exceeds(whole.critical_time, split.critical_time, GAIN):
+        return split
+    return whole
+
+
+def add_share(model: Any, name: str, num_slices: int) -> Any:
+    """A variable in [0, 1], with ``num_slices`` > 0 a multiple of 1 / num_slices."""
+    share = model.add_var(name, ub=1.0)
+    if num_slices:
+        slices = model.add_var(f"{name}_slices", ub=float(num_slices), var_type="I")
+        model.add_constr(num_slices * share == slices, f"{name}_sliced")
+    return share
+
+
+def fraction_value(variable: Any, num_slices: int = 0) -> float:
+    """The solved variable in [0, 1], snapped to 0, 1 and whole slices; a fixed int stays."""
+    if isinstance(variable, int):
+        return float(variable)
+    value = float(variable.x)
+    if num_slices:
+        return round(value * num_slices) / num_slices
+    if value < FRACTION_TOLERANCE:
+        return 0.0
+    return 1.0 if value > 1 - FRACTION_TOLERANCE else value
+
+
+def exceeds(value: Number, bound: Number, tolerance: float = SUM_TOLERANCE) -> bool:
+    """True when ``value`` is above ``bound`` by more than rounding; exact for integers."""
+    if isinstance(value, int) and isinstance(bound, int):
+        return value > bound
+    return value > bound and not math.isclose(value, bound, rel_tol=tolerance, abs_tol=1e-300)

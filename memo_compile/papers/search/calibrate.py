@@ -55,24 +55,20 @@ class Fit:
 
 def calibrate(runs: Sequence[Measurement], hardware: HardwareProfile) -> Fit:
     """The shares that explain ``runs`` best; shares stay at most 1."""
-    names = tuple(PRIOR_SPREAD)
-    spread = np.array([PRIOR_SPREAD[name] for name in names])
-    centre = np.log([getattr(CostModel(), name) for name in names])
-    top = np.array([np.inf if name.endswith("_s") else 0.0 for name in names])
+    spread = np.array(list(PRIOR_SPREAD.values()))
+    centre = np.log([getattr(CostModel(), name) for name in PRIOR_SPREAD])
+    top = np.array([np.inf if name.endswith("_s") else 0.0 for name in PRIOR_SPREAD])
     measured = np.array([run.iteration_s for run in runs])
     predict = _predictor(runs, hardware)
 
     def residuals(logs: Any) -> Any:
-        data = np.log(predict(_model(names, logs)) / measured) / NOISE
+        data = np.log(predict(_model(logs)) / measured) / NOISE
         return np.concatenate([data, (logs - centre) / spread])
 
     logs = _gauss_newton(residuals, centre, top)
-    model = _model(names, logs)
-    return Fit(
-        model=model,
-        predicted_s=predict_seconds(runs, hardware, model),
-        measured_s=tuple(float(s) for s in measured),
-    )
+    model = _model(logs)
+    predicted_s = predict_seconds(runs, hardware, model)
+    return Fit(model=model, predicted_s=predicted_s, measured_s=tuple(measured.tolist()))
 
 
 def predict_seconds(
@@ -100,20 +96,17 @@ def read_cost_model(path: Path) -> CostModel:
     return CostModel(**shares)
 
 
-def _model(names: Sequence[str], logs: Any) -> CostModel:
-    values = {name: float(np.exp(x)) for name, x in zip(names, logs, strict=True)}
-    return CostModel(**values)
+def _model(logs: Any) -> CostModel:
+    shares = zip(PRIOR_SPREAD, logs, strict=True)
+    return CostModel(**{name: float(np.exp(share)) for name, share in shares})
 
 
 def _predictor(runs: Sequence[Measurement], hardware: HardwareProfile) -> Any:
     """A function from a cost model to the predicted seconds of each run."""
     works = [describe_workload(run.shape, run.seq, run.global_batch) for run in runs]
-    stacked = Workload(
-        **{
-            field.name: np.stack([getattr(work, field.name) for work in works], axis=-1)
-            for field in dataclasses.fields(Workload)
-        }
-    )
+    names = [field.name for field in dataclasses.fields(Workload)]
+    rows = {name: np.stack([getattr(work, name) for work in works], axis=-1) for name in names}
+    stacked = Workload(**rows)
     columns = columns_of(run.config for run in runs)
     alpha = np.array([run.alpha for run in runs])
 
@@ -126,13 +119,8 @@ def _predictor(runs: Sequence[Measurement], hardware: HardwareProfile) -> Any:
 def _gauss_newton(residuals: Any, start: Any, top: Any) -> Any:
     logs, now = start, residuals(start)
     for _ in range(MAX_ROUNDS):
-        jacobian = np.stack(
-            [
-                (residuals(logs + DERIVATIVE_STEP * unit) - now) / DERIVATIVE_STEP
-                for unit in np.eye(len(logs))
-            ],
-            axis=1,
-        )
+        moved = [residuals(logs + step) - now for step in DERIVATIVE_STEP * np.eye(len(logs))]
+        jacobian = np.stack(moved, axis=1) / DERIVATIVE_STEP
         step = np.linalg.lstsq(jacobian, -now, rcond=None)[0]
         scale = 1.0
         while scale > SMALLEST_STEP:

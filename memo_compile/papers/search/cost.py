@@ -104,13 +104,10 @@ def describe_workload(shape: ModelShape, seq: int, global_batch: int) -> Workloa
     tensors = (*layer_tensors(shape, seq), layer_output(shape))
     moved = sum(tensor.moved_bytes_per_token for tensor in tensors)
     balanced = sum(t.moved_bytes_per_token for t in tensors if t.name in BALANCED)
+    alike = ("num_layers", "hidden", "layer_parameters", "embedding_parameters", "num_heads")
     return Workload(
-        num_layers=float(shape.num_layers),
-        hidden=float(shape.hidden),
+        **{name: float(getattr(shape, name)) for name in alike},
         kv_hidden=shape.hidden * shape.kv_ratio,
-        layer_parameters=float(shape.layer_parameters),
-        embedding_parameters=float(shape.embedding_parameters),
-        num_heads=float(shape.num_heads),
         seq=float(seq),
         global_batch=float(global_batch),
         moved_bytes=moved,
@@ -128,15 +125,14 @@ def evaluate(
     budget_bytes: float,
     alpha: Any = None,
 ) -> Evaluation:
-    """Memory, offloaded share and time of every configuration.
+    """Memory, offloaded share and time of every configuration, without a Python loop over them.
 
-    ``alpha`` prescribes the offloaded shares (measured runs); else the smallest that fits is
-    taken. O(number of configurations), without a Python loop over them.
+    ``alpha`` prescribes the offloaded shares (measured runs); else the smallest that fits is taken.
     """
     chunks = work.num_layers / (columns.pp * columns.layers_per_chunk)
     in_flight = chunks_in_flight(columns.pp, chunks)
     static = static_bytes(work, columns)
-    elements = _per_policy(work.saved_elements, columns.checkpoint)
+    elements = np.choose(columns.checkpoint, work.saved_elements)
     shard = columns.tp * columns.cp
     chunk = columns.layers_per_chunk * elements * (ELEMENT_BYTES * work.seq) / shard
     if alpha is None:
@@ -149,13 +145,6 @@ def evaluate(
     gpus = shard * columns.pp * columns.dp
     mfu = work.flops / (gpus * hardware.peak_flops_per_s * step)
     return Evaluation(alpha=alpha, peak_bytes=peak, iteration_s=step, mfu=mfu, usable=usable)
-
-
-def _per_policy(table: Any, checkpoint: Any) -> Any:
-    """``table[policy]`` for each configuration; ``table`` may have a column for each of them."""
-    if table.ndim == 1:
-        return table[checkpoint]
-    return table[checkpoint, np.arange(len(checkpoint))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,16 +175,12 @@ def layer_seconds(
     ring_rate = np.where(shard <= hardware.devices_per_node, link_rate, network_rate)
     ring = 2 * ELEMENT_BYTES * work.kv_hidden * work.seq * (cp - 1) / shard / ring_rate
     forward = compute + tp_s + np.maximum(0, ring - attention)
-    recompute_s = work.balanced_bytes * work.seq / moved_rate
-    policy = columns.checkpoint
+    balanced = work.balanced_bytes * work.seq / moved_rate
+    repeated = {Checkpoint.NONE: 0.0, Checkpoint.BALANCED: balanced, Checkpoint.FULL: forward}
     return LayerSeconds(
         forward=forward,
         backward=2 * compute + tp_s + np.maximum(0, 2 * ring - 2 * attention),
-        repeated=np.where(
-            policy == CHECKPOINTS.index(Checkpoint.FULL),
-            forward,
-            np.where(policy == CHECKPOINTS.index(Checkpoint.BALANCED), recompute_s, 0.0),
-        ),
+        repeated=np.choose(columns.checkpoint, [repeated[policy] for policy in CHECKPOINTS]),
     )
 
 

@@ -24,11 +24,9 @@ _NAMES = {
 }
 
 _POLICIES = {
-    "none": Checkpoint.NONE,
+    **{policy.value: policy for policy in Checkpoint},
     "no": Checkpoint.NONE,
-    "balanced": Checkpoint.BALANCED,
     "ours": Checkpoint.BALANCED,
-    "full": Checkpoint.FULL,
 }
 
 
@@ -80,12 +78,8 @@ def _column(path: Path, header: list[str], names: tuple[str, ...]) -> str:
 
 def _measurement(row: dict[str, str], columns: dict[str, str]) -> Measurement:
     def value(field: str, kind: Callable[[str], float]) -> float:
-        text = row[columns[field]].strip()
-        try:
-            number = kind(text)
-        except ValueError:
-            raise InputError(f"{columns[field]}: expected a number, got {text!r}") from None
-        return _positive(columns[field], number, least=0.0 if field == "alpha" else 1.0)
+        least = 0.0 if field == "alpha" else 1.0
+        return _number(columns[field], row[columns[field]].strip(), kind, least)
 
     shape = find_model(row[columns["model"]].strip())
     policy = row[columns["checkpoint"]].strip().lower()
@@ -114,15 +108,15 @@ def _measurement(row: dict[str, str], columns: dict[str, str]) -> Measurement:
 
 def _iteration_seconds(row: dict[str, str], tokens: int) -> float:
     name = "iteration_s" if row.get("iteration_s", "").strip() else "tokens_per_s"
-    try:
-        number = float(row[name])
-    except (KeyError, ValueError):
-        raise InputError(f"{name}: expected a number, got {row.get(name)!r}") from None
-    number = _positive(name, number, least=1e-12)
+    number = _number(name, row.get(name), float, 1e-12)
     return number if name == "iteration_s" else tokens / number
 
 
-def _positive(name: str, number: float, least: float) -> float:
+def _number(name: str, text: str | None, kind: Callable[[str], float], least: float) -> float:
+    try:
+        number = kind(text or "")
+    except ValueError:
+        raise InputError(f"{name}: expected a number, got {text!r}") from None
     if not (math.isfinite(number) and number >= least):
         raise InputError(f"{name}: expected a finite number of at least {least:g}, got {number}")
     return number

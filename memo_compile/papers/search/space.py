@@ -4,6 +4,7 @@ tp in 1, 2, 4, 8; cp in 1..16; pp divides the layers; layers per chunk divides a
 checkpoint policies; dp takes what is left, with tp * cp * pp dividing the GPUs.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -46,14 +47,10 @@ def enumerate_space(shape: ModelShape, gpus: int) -> Columns:
     require_at_least(1, {"gpus": gpus})
     rows = []
     for pp in _divisors(shape.num_layers):
-        if gpus % pp:
-            continue
         chunks = _divisors(shape.num_layers // pp)
-        for tp in TP_SIZES:
-            for cp in CP_SIZES:
-                if gpus % (tp * cp * pp):
-                    continue
-                dp = gpus // (tp * cp * pp)
+        for tp, cp in itertools.product(TP_SIZES, CP_SIZES):
+            dp, left = divmod(gpus, tp * cp * pp)
+            if not left:
                 rows += [(tp, cp, pp, dp, layers) for layers in chunks]
     table = np.repeat(np.array(rows, dtype=np.float64), len(CHECKPOINTS), axis=0)
     checkpoint = np.tile(np.arange(len(CHECKPOINTS)), len(rows))

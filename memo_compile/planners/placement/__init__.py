@@ -1,4 +1,7 @@
-"""PlacementProblem -> Placement: offsets of buffers in an arena."""
+"""PlacementProblem -> Placement: offsets of buffers in an arena.
+
+Every ``deadline_s`` here is on the clock of ``time.perf_counter``.
+"""
 
 from memo_compile.planners.placement.placement_problem import (
     Block,

@@ -10,12 +10,11 @@ gaps) form a class of their own; a block with a transient at a fixed offset is d
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from memo_compile.planners.placement.bounds import lower_bound
 from memo_compile.planners.placement.greedy import greedy_offsets, lowest
 from memo_compile.planners.placement.instance import (
     FREE,
@@ -26,7 +25,7 @@ from memo_compile.planners.placement.instance import (
 )
 from memo_compile.planners.placement.kernel import FOUND
 from memo_compile.planners.placement.mip import mip_offsets
-from memo_compile.planners.placement.placement_problem import Buffer
+from memo_compile.planners.placement.placement_problem import Block, Buffer
 from memo_compile.planners.placement.portfolio import Searcher
 
 _CLASS_SECONDS = 0.5
@@ -39,22 +38,13 @@ _NOISE = 0.3
 """Standard deviation of the logarithmic noise on a body's height."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Body:
+class _Body(NamedTuple):
     """Buffers that move together: one skeletal buffer, or the transients of a block."""
 
     items: Ints
     """(K,) indices of buffers."""
     relative: Ints
     """(K,) offsets from the body's base."""
-    height: int
-    """Bytes from the base to the highest end."""
-    align: int
-    """Bytes; the base is a multiple."""
-    first: int
-    """First section."""
-    last: int
-    """Section after."""
 
 
 def bilevel_offsets(
@@ -63,7 +53,6 @@ def bilevel_offsets(
     """Offsets (N,) of the lowest of several level-2 orders; stops at ``target`` bytes.
 
     ``level1`` is the solver of the classes: greedy, mip, or search (also for auto).
-    ``deadline_s`` is on the clock of ``time.perf_counter``; the first order always completes.
     """
     bodies = _bodies(instance, deadline_s, level1)
     placements = (
@@ -75,14 +64,14 @@ def bilevel_offsets(
 
 def _sequences(instance: Instance, bodies: Sequence[_Body]) -> Iterator[Ints]:
     """Orders of the bodies: five static ones, then the same with noise on their heights."""
-    birth = np.array([b.first for b in bodies])
-    death = np.array([b.last for b in bodies])
+    first, last, size = instance.first, instance.last, instance.size
+    birth = np.array([first[b.items].min() for b in bodies])
+    death = np.array([last[b.items].max() for b in bodies])
     length, most = death - birth, instance.most_loaded(birth, death)
+    heights = np.array([float((b.relative + size[b.items]).max()) for b in bodies])
     rng = np.random.default_rng(0)
     for turn in range(1 + _NOISY_TURNS):
-        height = np.array([float(b.height) for b in bodies])
-        if turn:
-            height *= np.exp(rng.normal(0.0, _NOISE, len(bodies)))
+        height = heights * np.exp(rng.normal(0.0, _NOISE, len(bodies))) if turn else heights
         # np.lexsort sorts by its last key first.
         yield np.lexsort((-height, -length, -most))
         yield np.lexsort((-height, -length))
@@ -93,14 +82,11 @@ def _sequences(instance: Instance, bodies: Sequence[_Body]) -> Iterator[Ints]:
 
 def _bodies(instance: Instance, deadline_s: float, level1: str) -> list[_Body]:
     """All buffers of the instance, each in one body; classes are solved on the way."""
-    by_block: dict[str, list[int]] = {}
-    singles = []
+    by_block: dict[str | None, list[int]] = {}
     for index, buffer in enumerate(instance.buffers):
-        if buffer.block is None:
-            singles.append(index)
-        else:
-            by_block.setdefault(buffer.block, []).append(index)
-    blocks = {block.id: block for block in instance.problem.blocks}
+        by_block.setdefault(buffer.block, []).append(index)
+    singles = by_block.pop(None, [])
+    blocks: dict[str | None, Block] = {block.id: block for block in instance.problem.blocks}
     groups: dict[object, list[list[int]]] = {}
     for name, members in by_block.items():
         if any(instance.fixed[i] != FREE for i in members):
@@ -110,13 +96,13 @@ def _bodies(instance: Instance, deadline_s: float, level1: str) -> list[_Body]:
         members.sort(key=lambda i: _shape(instance.buffers[i], block.lower))
         shapes = tuple(_shape(instance.buffers[i], block.lower) for i in members)
         groups.setdefault((block.class_key, shapes), []).append(members)
-    bodies = [_body(instance, np.array([i]), np.zeros(1, dtype=np.int64)) for i in singles]
+    bodies = [_Body(np.array([i]), np.zeros(1, dtype=np.int64)) for i in singles]
     begin = time.perf_counter()
     share_s = max(deadline_s - begin, 0.0) * _CLASS_SHARE / max(len(groups), 1)
     for group in groups.values():
         until = time.perf_counter() + min(share_s, _CLASS_SECONDS)
         relative = _solve_class(instance, group[0], until, level1)
-        bodies += [_body(instance, np.array(members), relative) for members in group]
+        bodies += [_Body(np.array(members), relative) for members in group]
     return bodies
 
 
@@ -129,7 +115,7 @@ def _solve_class(instance: Instance, members: list[int], deadline_s: float, leve
     """(K,) offsets of one block's transients, as low as ``level1`` finds them."""
     ids = [instance.buffers[i].id for i in members]
     part = build_instance(instance.problem, ids)
-    bound = lower_bound(part)
+    bound = part.lower_bound()
     offsets = greedy_offsets(part, bound, deadline_s)
     if part.height(offsets) > bound and level1 == "mip":
         offsets = mip_offsets(part, offsets, bound, deadline_s).offsets
@@ -140,52 +126,31 @@ def _solve_class(instance: Instance, members: list[int], deadline_s: float, leve
     return np.array([at[name] for name in ids], dtype=np.int64)
 
 
-def _body(instance: Instance, items: Ints, relative: Ints) -> _Body:
-    return _Body(
-        items=items,
-        relative=relative,
-        height=int((relative + instance.size[items]).max()),
-        align=int(np.lcm.reduce(instance.align[items])),
-        first=int(instance.first[items].min()),
-        last=int(instance.last[items].max()),
-    )
-
-
 def _place_bodies(instance: Instance, bodies: Iterable[_Body]) -> Ints:
     """(N,) offsets when each body in turn takes the lowest base at which all its parts are free."""
     bodies = sorted(bodies, key=lambda body: bool((instance.fixed[body.items] == FREE).any()))
-    offsets = np.zeros(instance.num_buffers, dtype=np.int64)
     placed = PlacedSpans(instance)
     for body in bodies:
-        walls = {int(i): _walls(instance, int(i), offsets, placed) for i in body.items}
-        offsets[body.items] = body.relative + _lowest_base(instance, body, walls)
-        for item in body.items:
-            placed.add(item)
-    return offsets
+        base = _lowest_base(instance, body, [placed.walls(item) for item in body.items])
+        for item, relative in zip(body.items, body.relative, strict=True):
+            placed.add(item, base + relative)
+    return placed.offsets
 
 
-def _walls(instance: Instance, item: int, offsets: Ints, placed: PlacedSpans) -> tuple[Ints, Ints]:
-    """Starts and running ends of the placed ranges that ``item`` must avoid, from low to high."""
-    others = placed.beside(item)
-    starts = offsets[others]
-    order = np.argsort(starts)
-    ends = np.maximum.accumulate((starts + instance.size[others])[order])
-    return starts[order], ends
-
-
-def _lowest_base(instance: Instance, body: _Body, walls: Mapping[int, tuple[Ints, Ints]]) -> int:
-    """The lowest aligned base at which no part of the body hits a wall; a fixed body keeps its own.
+def _lowest_base(instance: Instance, body: _Body, walls: Sequence[tuple[Ints, Ints]]) -> int:
+    """The lowest aligned base at which no part hits its walls; a fixed body keeps its own.
 
     Each part can only push the base up, so the first base that none of them pushes is the lowest.
     """
     fixed = int(instance.fixed[body.items[0]])
     if len(body.items) == 1 and fixed != FREE:
         return fixed
+    align = int(np.lcm.reduce(instance.align[body.items]))
     base, calm, turn = 0, 0, 0
     while calm < len(body.items):
         item, relative = int(body.items[turn]), int(body.relative[turn])
-        free = _next_free(walls[item], base + relative, int(instance.size[item]))
-        raised = -(-(free - relative) // body.align) * body.align
+        free = _next_free(walls[turn], base + relative, int(instance.size[item]))
+        raised = -(-(free - relative) // align) * align
         calm = calm + 1 if raised == base else 1 if free == raised + relative else 0
         base, turn = raised, (turn + 1) % len(body.items)
     return base

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from memo_compile.planners.placement import kernel
-from memo_compile.planners.placement.bounds import lower_bound, section_bounds
 from memo_compile.planners.placement.instance import Instance, build_instance
 from memo_compile.planners.placement.placement_problem import PlacementProblem
 from memo_compile.planners.placement.portfolio import Searcher
@@ -20,18 +19,15 @@ _PROOF_NODES = 20_000
 
 
 def load_conflict(instance: Instance, capacity: int) -> tuple[str, ...]:
-    """Ids of buffers live together, or of a fixed one, whose bytes exceed ``capacity``.
-
-    The largest buffers of the most loaded section come first, so that few are named.
-    """
+    """Ids of few buffers live together, or of a fixed one, whose bytes exceed ``capacity``."""
     problem = instance.problem
-    worst = int(np.argmax(section_bounds(instance)))
+    worst = int(np.argmax(instance.section_bounds()))
     spans = (instance.span_lower <= worst) & (worst < instance.span_upper)
     live = sorted(set(instance.owner[spans].tolist()), key=lambda i: -int(instance.size[i]))
     names = [instance.buffers[i].id for i in live]
 
     def too_high(ids: Sequence[str]) -> bool:
-        return lower_bound(build_instance(problem, ids)) > capacity
+        return build_instance(problem, ids).lower_bound() > capacity
 
     few = next((names[:k] for k in range(1, len(names)) if too_high(names[:k])), names)
     return _shrink(few, too_high, float("inf"))
@@ -42,7 +38,7 @@ def search_conflict(problem: PlacementProblem, capacity: int, deadline_s: float)
 
     def cannot_fit(ids: Sequence[str]) -> bool:
         instance = build_instance(problem, ids)
-        if lower_bound(instance) > capacity:
+        if instance.lower_bound() > capacity:
             return True
         searcher = Searcher(instance, use_numba=False)
         rank = next(searcher.ranks())

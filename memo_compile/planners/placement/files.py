@@ -132,11 +132,11 @@ def _buffer(row: Sequence[str], columns: Sequence[str], where: str, alignment: i
         for key in ("lower", "upper", "size", "alignment", "offset", "hint")
         if cells.get(key) or key in _REQUIRED
     }
+    gaps = _gaps(cells.get("gaps", ""), where)
     try:
-        buffer = Buffer(id=cells["id"], gaps=_gaps(cells.get("gaps", ""), where), **integers)
+        buffer = Buffer(id=cells["id"], gaps=gaps, **integers)
     except InputError as error:
-        text = str(error)
-        raise InputError(text if text.startswith(where) else f"{where}: {text}") from None
+        raise InputError(f"{where}: {error}") from None
     if buffer.offset is not None and buffer.offset % alignment:
         raise InputError(
             f"{where}: offset: {buffer.offset} is not a multiple of the alignment {alignment}"

@@ -4,7 +4,6 @@ Several orders are tried and the lowest result is kept. With numpy alone a thous
 about 30 ms for each order, so this stands in wherever a better solver is absent or out of time.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -49,31 +48,28 @@ kept."""
 def greedy_offsets(
     instance: Instance, target: int, deadline_s: float, orders: Mapping[str, Order] = ORDERS
 ) -> Ints:
-    """Offsets (N,) of the lowest greedy placement; stops early at ``target`` bytes.
-
-    ``deadline_s`` is on the clock of ``time.perf_counter``; the first order always completes.
-    """
+    """Offsets (N,) of the lowest greedy placement; stops early at ``target`` bytes."""
     if any(buffer.hint is not None for buffer in instance.buffers):
         orders = {"hint": _by_hint, **orders}
 
     def candidates() -> Iterator[Ints]:
-        sequences: dict[str, Ints] = {}
+        # Ties: longer life, then larger, then as given: the result is deterministic.
+        ties = (-instance.size, instance.first - instance.last)
+        sequences = []
+        for order in orders.values():
+            sequences.append(np.lexsort((*ties, order(instance))))
+            yield place_in_order(instance, sequences[-1], best_fit=False)
         # The tightest hole rarely beats the lowest one, so it has its turn after all orders.
-        for best_fit, (name, order) in itertools.product((False, True), orders.items()):
-            if name not in sequences:
-                # Ties: longer life, then larger, then as given: the result is deterministic.
-                ties = (-instance.size, instance.first - instance.last)
-                sequences[name] = np.lexsort((*ties, order(instance)))
-            yield place_in_order(instance, sequences[name], best_fit=best_fit)
+        for sequence in sequences:
+            yield place_in_order(instance, sequence, best_fit=True)
 
     return lowest(instance, candidates(), target, deadline_s)
 
 
 def lowest(instance: Instance, candidates: Iterable[Ints], target: int, deadline_s: float) -> Ints:
-    """The lowest of ``candidates``, offsets (N,), made one by one.
+    """The lowest of ``candidates``, offsets (N,), which are made one by one.
 
-    No more are made once one is at most ``target`` bytes high or the time is up; the first always
-    completes.
+    No more are made once ``target`` bytes are reached or the time is up; the first always is.
     """
     best: Ints | None = None
     for offsets in candidates:
@@ -88,13 +84,19 @@ def lowest(instance: Instance, candidates: Iterable[Ints], target: int, deadline
 def place_in_order(instance: Instance, sequence: Ints, *, best_fit: bool) -> Ints:
     """Offsets (N,) when buffers take places in the order ``sequence`` (N,) of indices.
 
-    A buffer goes to the lowest hole that holds it, or with ``best_fit`` to the smallest one.
-    Fixed buffers are placed before all others.
+    Each goes to the lowest hole that holds it, with ``best_fit`` to the smallest; fixed ones first.
     """
     sequence = sequence[np.argsort(instance.fixed[sequence] == FREE, kind="stable")]
     if instance.num_buffers >= _COMPILED_FROM and has_numba():
         return _place_compiled(instance, sequence, best_fit)
-    return _place_plain(instance, sequence, best_fit)
+    placed = PlacedSpans(instance)
+    for item in sequence:
+        offset = int(instance.fixed[item])
+        if offset == FREE:
+            size, align = int(instance.size[item]), int(instance.align[item])
+            offset = _hole(*placed.walls(item), size, align, best_fit)
+        placed.add(item, offset)
+    return placed.offsets
 
 
 def _place_compiled(instance: Instance, sequence: Ints, best_fit: bool) -> Ints:
@@ -114,34 +116,9 @@ def _place_compiled(instance: Instance, sequence: Ints, best_fit: bool) -> Ints:
     return offsets
 
 
-def _place_plain(instance: Instance, sequence: Ints, best_fit: bool) -> Ints:
-    offsets = np.zeros(instance.num_buffers, dtype=np.int64)
-    placed = PlacedSpans(instance)
-    for item in sequence:
-        if instance.fixed[item] != FREE:
-            offsets[item] = instance.fixed[item]
-        else:
-            below = placed.beside(item)
-            offsets[item] = _hole(
-                offsets[below],
-                instance.size[below],
-                int(instance.size[item]),
-                int(instance.align[item]),
-                best_fit,
-            )
-        placed.add(item)
-    return offsets
-
-
-def _hole(starts: Ints, sizes: Ints, size: int, align: int, best_fit: bool) -> int:
-    """The lowest (or smallest) free offset for ``size`` bytes between the given ranges."""
-    if not len(starts):
-        return 0
-    order = np.argsort(starts)
-    starts = starts[order]
-    floors = np.empty(len(starts) + 1, dtype=np.int64)
-    floors[0] = 0
-    np.maximum.accumulate(starts + sizes[order], out=floors[1:])
+def _hole(starts: Ints, ends: Ints, size: int, align: int, best_fit: bool) -> int:
+    """The lowest (or smallest) free offset for ``size`` bytes between the given walls."""
+    floors = np.concatenate(([0], ends))
     if align > 1:
         floors = -(-floors // align) * align
     room = starts - floors[:-1]

@@ -10,7 +10,6 @@ that a bound has to look at is the load of each section.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,16 +88,39 @@ class Instance:
         busiest = [loads[lo:hi].max() for lo, hi in zip(lower, upper, strict=True)]
         return np.array(busiest, dtype=np.int64)
 
-    def offsets(self, of_item: Sequence[int] | Ints) -> dict[str, int]:
+    def lower_bound(self) -> int:
+        """Bytes that every placement needs: the largest bound of a section; 0 without buffers."""
+        return int(self.section_bounds().max(initial=0))
+
+    def section_bounds(self) -> Ints:
+        """(S,) bytes that the buffers live in each section need at least.
+
+        Live buffers stand on each other, and all but the top one are followed by padding up to the
+        common alignment. A fixed buffer is never lower than its end.
+        """
+        bounds = self.loads(self.padded) - self._largest(self.padded - self.size)
+        ends = np.where(self.fixed == FREE, 0, self.fixed + self.size)
+        return np.maximum(bounds, self._largest(ends))
+
+    def _largest(self, of_buffer: Ints) -> Ints:
+        """(S,) largest value of a buffer that is live in the section; at least 0."""
+        largest = np.zeros(self.num_sections, dtype=np.int64)
+        of_span = of_buffer[self.owner]
+        for g in np.flatnonzero(of_span > 0):
+            view = largest[self.span_lower[g] : self.span_upper[g]]
+            np.maximum(view, of_span[g], out=view)
+        return largest
+
+    def offsets(self, of_item: Ints) -> dict[str, int]:
         """Offsets by id for the whole problem; empty buffers lie at 0 or where they are fixed."""
         offsets = {b.id: b.offset or 0 for b in self.problem.buffers}
         for buffer, offset in zip(self.buffers, of_item, strict=True):
             offsets[buffer.id] = int(offset)
         return offsets
 
-    def height(self, of_item: Sequence[int] | Ints) -> int:
+    def height(self, of_item: Ints) -> int:
         """Largest end in bytes of the offsets ``of_item`` (N,)."""
-        return int((np.asarray(of_item, dtype=np.int64) + self.size).max(initial=0))
+        return int((of_item + self.size).max(initial=0))
 
 
 def build_instance(problem: PlacementProblem, only: Iterable[str] | None = None) -> Instance:
@@ -106,8 +128,6 @@ def build_instance(problem: PlacementProblem, only: Iterable[str] | None = None)
     chosen = None if only is None else set(only)
     buffers = tuple(b for b in problem.buffers if b.size > 0 and (chosen is None or b.id in chosen))
     spans = [b.segments() for b in buffers]
-    span_start = np.zeros(len(buffers) + 1, dtype=np.int64)
-    np.cumsum([len(s) for s in spans], out=span_start[1:])
     lower, upper, num_sections = _sections([span for of_one in spans for span in of_one])
     align = np.array([problem.alignment_of(b) for b in buffers], dtype=np.int64)
     fixed = [FREE if b.offset is None else b.offset for b in buffers]
@@ -117,7 +137,7 @@ def build_instance(problem: PlacementProblem, only: Iterable[str] | None = None)
         size=np.array([b.size for b in buffers], dtype=np.int64),
         align=align,
         fixed=np.array(fixed, dtype=np.int64),
-        span_start=span_start,
+        span_start=np.cumsum([0, *map(len, spans)], dtype=np.int64),
         span_lower=lower,
         span_upper=upper,
         num_sections=num_sections,
@@ -150,17 +170,24 @@ class PlacedSpans:
 
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
+        self.offsets: Ints = np.zeros(instance.num_buffers, dtype=np.int64)
+        """(N,) of the placed buffers."""
         num_spans = len(instance.span_lower)
         self._lower, self._upper, self._owner = (np.zeros(num_spans, np.int64) for _ in range(3))
         self._count = 0
 
-    def beside(self, item: int) -> Ints:
-        """The placed buffers that are live together with ``item``; once for each shared span."""
+    def walls(self, item: int) -> tuple[Ints, Ints]:
+        """Starts and running ends, from low to high, of the placed ranges that ``item`` avoids."""
         lower, upper = self._lower[: self._count], self._upper[: self._count]
-        return self._owner[: self._count][_sharing(self._instance, item, lower, upper)]
+        others = self._owner[: self._count][_sharing(self._instance, item, lower, upper)]
+        starts = self.offsets[others]
+        order = np.argsort(starts)
+        ends = np.maximum.accumulate((starts + self._instance.size[others])[order])
+        return starts[order], ends
 
-    def add(self, item: int) -> None:
-        """``item`` has its place."""
+    def add(self, item: int, offset: int) -> None:
+        """``item`` has its place at ``offset``."""
+        self.offsets[item] = offset
         begin, end = self._instance.span_start[item], self._instance.span_start[item + 1]
         new = slice(self._count, self._count + end - begin)
         self._lower[new] = self._instance.span_lower[begin:end]
@@ -189,16 +216,12 @@ class Overlaps:
 
 def find_overlaps(instance: Instance) -> Overlaps:
     """All pairs of buffers that share a section. Quadratic: N vector operations of length G."""
-    n = instance.num_buffers
     lower, upper, owner = instance.span_lower, instance.span_upper, instance.owner
-    start = np.zeros(n + 1, dtype=np.int64)
-    simple = len(lower) == n
-    rows: list[Any] = []
-    for i in range(n):
+    simple = len(lower) == instance.num_buffers
+    rows = [np.zeros(0, dtype=np.int32)]
+    for i in range(instance.num_buffers):
         hit = _sharing(instance, i, lower, upper)
         row = np.flatnonzero(hit) if simple else np.unique(owner[hit])
-        row = row[row != i].astype(np.int32)
-        start[i + 1] = start[i] + len(row)
-        rows.append(row)
-    other = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int32)
-    return Overlaps(start=start, other=other)
+        rows.append(row[row != i].astype(np.int32))
+    start = np.cumsum([len(row) for row in rows], dtype=np.int64)
+    return Overlaps(start=start, other=np.concatenate(rows))

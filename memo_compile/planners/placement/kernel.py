@@ -1,7 +1,7 @@
 """Canonical search: the inner loop, written once for plain Python (lists) and for numba (arrays).
 
 Every function here uses only integers, one-dimensional indexables and the two named tuples, so that
-``compiled.py`` can hand the same source to numba. Nothing here allocates.
+``portfolio.py`` can hand the same source to numba. Nothing here allocates.
 
 **Canonical form.** In any valid placement each buffer can sink until it stands on the arena's floor
 or on another one. Sorted by (offset, rank), such a placement is a sequence in which each buffer
@@ -34,28 +34,19 @@ NUM_TALLIES = 6
 
 
 class Tables(NamedTuple):
-    """What does not change during a search. N buffers, S sections, G spans."""
+    """What does not change during a search; most of it is what Instance has by the same name."""
 
     size: Any
-    """(N,) bytes."""
     padded: Any
-    """(N,) bytes with the padding that any buffer above needs."""
     align: Any
-    """(N,) bytes."""
     fixed: Any
-    """(N,) bytes, or -1."""
     rank: Any
     """(N,) a permutation: which of several buffers with equal offsets goes first."""
     first: Any
-    """(N,) first section of the buffer's life."""
     last: Any
-    """(N,) section after it."""
     span_start: Any
-    """(N + 1,) rows of the next two."""
     span_lower: Any
-    """(G,) first section."""
     span_upper: Any
-    """(G,) section after."""
     near_start: Any
     """(N + 1,) rows of the next."""
     near: Any
@@ -63,7 +54,7 @@ class Tables(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a search writes to. Depth runs over the frames of the stack, one for each choice."""
+    """What a search writes to: N buffers, S sections, a stack of frames, one for each choice."""
 
     offset: Any
     """(N,) lowest possible offset of an unplaced buffer, final offset of a placed one."""
@@ -80,19 +71,16 @@ class State(NamedTuple):
     piece_end: Any
     """(N + 1,) for a component that starts at this position of ``items``: where it ends."""
     scratch: Any
-    """(N,)"""
     label: Any
     """(S + 1,) component of each section while a slice is cut."""
     count: Any
     """(S + 2,) buffers of each component while a slice is cut."""
     begin: Any
-    """(depth,) slice of ``items`` that the frame searches."""
+    """(depth,) where the slice of ``items`` begins that the frame searches; ``end`` alike."""
     end: Any
-    """(depth,)"""
     key_offset: Any
-    """(depth,) key of the last choice tried."""
+    """(depth,) key of the last choice tried, with ``key_rank``."""
     key_rank: Any
-    """(depth,)"""
     ceiling: Any
     """(depth,) largest offset at which a choice leaves room for all sections of the slice."""
     tightest: Any
@@ -357,10 +345,7 @@ def lift(tables: Tables, state: State, item: int, depth: int, capacity: int) -> 
 
 
 def blame_item(state: State, depth: int, item: int) -> None:
-    """The placed buffers that ``item`` stands on, down to the floor, are blamed for a failure.
-
-    ``item`` is blamed too when it is placed.
-    """
+    """``item``, if placed, and the placed buffers that it stands on are blamed for a failure."""
     row = depth * state.tally[WORDS]
     while item >= 0:
         if state.placed[item] == 1:
@@ -384,10 +369,7 @@ def blame_section(tables: Tables, state: State, depth: int, section: int, low: i
 
 
 def retreat(tables: Tables, state: State, depth: int, jump: bool) -> int:
-    """The frame below ``depth`` whose choice had a part in its failure, undone; -1 if none.
-
-    Without ``jump`` simply the frame below.
-    """
+    """The next frame below ``depth``, with ``jump`` the next one to blame, undone; -1 if none."""
     words = state.tally[WORDS]
     source = depth * words
     while depth > 0:
@@ -430,12 +412,10 @@ def cut_slice(tables: Tables, state: State, begin: int, end: int, first: int, la
 
     ``first`` and ``last`` are the sections between which new cuts may have appeared.
     """
-    cut = False
     for section in range(first + 1, last):
         if state.cross[section] == 0:
-            cut = True
             break
-    if not cut:
+    else:
         return
     low = len(state.left)
     high = 0

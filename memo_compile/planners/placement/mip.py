@@ -21,13 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from memo_compile.planners.placement.instance import (
-    FREE,
-    Instance,
-    Ints,
-    Overlaps,
-    find_overlaps,
-)
+from memo_compile.planners.placement.instance import FREE, Instance, Ints, Overlaps, find_overlaps
 from memo_compile.planners.solver import Engine, SolveStatus, make_model, solve
 
 MOST_PAIRS = 30_000
@@ -43,17 +37,12 @@ class MipResult:
 
 
 def mip_offsets(
-    instance: Instance,
-    start: Ints,
-    bound: int,
-    deadline_s: float,
-    *,
-    engine: Engine | None = None,
+    instance: Instance, start: Ints, bound: int, deadline_s: float, *, engine: Engine | None = None
 ) -> MipResult:
     """Solves the program from the valid offsets ``start`` (N,); ``bound`` in bytes.
 
-    ``deadline_s`` is on the clock of ``time.perf_counter``. Offsets are read as an order and sunk
-    in exact integers, so that the solver's tolerances cannot make two buffers overlap.
+    Offsets are read as an order and sunk in exact integers, so that the solver's tolerances cannot
+    make two buffers overlap.
     """
     overlaps = find_overlaps(instance)
     if len(overlaps.other) // 2 > MOST_PAIRS:
@@ -73,10 +62,7 @@ def mip_offsets(
 
 
 def sink(instance: Instance, overlaps: Overlaps, order: Ints) -> Ints | None:
-    """Offsets (N,) when each buffer stands on those before it in ``order`` (N,) that it overlaps.
-
-    None when a fixed buffer cannot keep its offset that way.
-    """
+    """Offsets (N,) of buffers stacked in ``order`` (N,); None where a fixed one cannot stay."""
     offsets = np.where(instance.fixed == FREE, 0, instance.fixed)
     position = np.argsort(order)
     for item in order:
@@ -98,11 +84,7 @@ def _unit(instance: Instance) -> int:
 
 
 def _program(
-    instance: Instance,
-    overlaps: Overlaps,
-    start: Ints,
-    bound: int,
-    engine: Engine | None,
+    instance: Instance, overlaps: Overlaps, start: Ints, bound: int, engine: Engine | None
 ) -> tuple[Any, list[Any]]:
     """The model of this file's head, and its offset expressions in units."""
     import mip

@@ -26,14 +26,16 @@ def draw_svg(problem: PlacementProblem, offsets: Mapping[str, int]) -> str:
         'fill="#f6f6f6" stroke="#999"/>',
     ]
     for buffer in buffers:
+        offset = offsets[buffer.id]
+        life, size = f"[{buffer.lower}, {buffer.upper})", format_bytes(buffer.size)
+        caption = escape(f"{buffer.id}: {life}, offset {offset}, {size}")
         for lower, upper in buffer.segments():
             x = _MARGIN + (lower - begin) * across
-            y = _MARGIN + _HEIGHT - (offsets[buffer.id] + buffer.size) * up
+            y = _MARGIN + _HEIGHT - (offset + buffer.size) * up
             lines.append(
                 f'<rect x="{x:.2f}" y="{y:.2f}" width="{(upper - lower) * across:.2f}" '
                 f'height="{buffer.size * up:.2f}" fill="{_colour(buffer)}" stroke="#fff" '
-                f'stroke-width="0.3"><title>{escape(_caption(buffer, offsets[buffer.id]))}'
-                "</title></rect>"
+                f'stroke-width="0.3"><title>{caption}</title></rect>'
             )
     label = f"{format_bytes(height)} used, times {begin} to {end}"
     if problem.capacity is not None:
@@ -41,13 +43,6 @@ def draw_svg(problem: PlacementProblem, offsets: Mapping[str, int]) -> str:
     lines.append(f'<text x="{_MARGIN}" y="{_MARGIN - 12}">{escape(label)}</text>')
     lines.append("</svg>")
     return "\n".join(lines) + "\n"
-
-
-def _caption(buffer: Buffer, offset: int) -> str:
-    return (
-        f"{buffer.id}: [{buffer.lower}, {buffer.upper}), offset {offset}, "
-        f"{format_bytes(buffer.size)}"
-    )
 
 
 def _colour(buffer: Buffer) -> str:

@@ -10,7 +10,7 @@ lifetimes). Separate arenas (device, host) are separate problems.
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from memo_compile.errors import InputError
 from memo_compile.planners.solver import SolveStatus
@@ -26,9 +26,7 @@ class Buffer:
 
     id: str
     lower: int
-    """First time at which the buffer is live."""
     upper: int
-    """First time after its life."""
     size: int
     """Bytes; 0 is allowed and takes no room."""
     alignment: int = 1
@@ -89,7 +87,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One call of a region: the forward or the backward pass of one layer.
+    """One call of a region, over ``[lower, upper)``: the forward or backward pass of one layer.
 
     The buffers that name it are its transients. Blocks of one ``class_key`` have the same
     transients relative to ``lower`` (times and sizes); a planner uses that to plan once per class.
@@ -98,9 +96,7 @@ class Block:
     id: str
     class_key: str
     lower: int
-    """First time of the call."""
     upper: int
-    """First time after the call."""
 
     def __post_init__(self) -> None:
         if self.lower >= self.upper:
@@ -131,11 +127,8 @@ class PlacementProblem:
             raise InputError(f"capacity: expected at least 0 bytes, got {self.capacity}")
         if self.alignment < 1:
             raise InputError(f"alignment: expected at least 1 byte, got {self.alignment}")
-        for what, ids in (
-            ("buffer", (buffer.id for buffer in self.buffers)),
-            ("block", (block.id for block in self.blocks)),
-        ):
-            if (twice := _first_duplicate(ids)) is not None:
+        for what, items in (("buffer", self.buffers), ("block", self.blocks)):
+            if (twice := _first_duplicate(items)) is not None:
                 raise InputError(f"{what} {twice!r}: id: used twice; ids must be unique")
         self._check_blocks()
         self._check_fixed()
@@ -184,14 +177,12 @@ class Placement:
     """No valid placement is lower than this."""
     status: SolveStatus
     """OPTIMAL: a smaller height is proved impossible. FEASIBLE: valid, and within the capacity.
-    INFEASIBLE: proved; ``conflict`` names who cannot. TIME_LIMIT: nothing that fits was found in
-    time, ``offsets`` holds the lowest found."""
+    INFEASIBLE: proved; ``conflict`` names buffers that cannot fit together. TIME_LIMIT: nothing
+    that fits was found in time, ``offsets`` holds the lowest found."""
     seconds: float
-    """Wall time of planning."""
     solver: str
     """Which solver found these offsets: greedy, mip or search, and at which levels."""
-    conflict: tuple[str, ...] = field(default=())
-    """When INFEASIBLE: buffers that cannot fit the capacity together."""
+    conflict: tuple[str, ...] = ()
 
 
 def fixed_collisions(buffers: Iterable[Buffer]) -> Iterator[tuple[Buffer, Buffer]]:
@@ -214,12 +205,12 @@ def fixed_collisions(buffers: Iterable[Buffer]) -> Iterator[tuple[Buffer, Buffer
         heapq.heappush(live, (upper, index))
 
 
-def _first_duplicate(ids: Iterable[str]) -> str | None:
+def _first_duplicate(items: Iterable[Buffer | Block]) -> str | None:
     seen: set[str] = set()
-    for name in ids:
-        if name in seen:
-            return name
-        seen.add(name)
+    for item in items:
+        if item.id in seen:
+            return item.id
+        seen.add(item.id)
     return None
 
 

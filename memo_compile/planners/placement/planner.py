@@ -17,7 +17,6 @@ import numpy as np
 from memo_compile.errors import ConfigError
 from memo_compile.planners.placement import kernel
 from memo_compile.planners.placement.bilevel import bilevel_offsets
-from memo_compile.planners.placement.bounds import lower_bound
 from memo_compile.planners.placement.compiled import has_numba, is_cold
 from memo_compile.planners.placement.conflict import load_conflict, search_conflict
 from memo_compile.planners.placement.greedy import ORDERS, greedy_offsets
@@ -56,12 +55,22 @@ class Solver(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Answer:
-    """The best offsets so far and what is proved."""
+    """The best offsets so far, what is proved, and what is sought."""
 
+    instance: Instance
+    target: int
+    """Bytes sought: the capacity, else the lower bound."""
+    enough: int
+    """Bytes, at least the target, at which the work ends."""
     offsets: Ints
     bound: int
     """Bytes that every placement needs."""
     solver: str
+
+    @property
+    def height(self) -> int:
+        """Bytes that the offsets take."""
+        return self.instance.height(self.offsets)
 
 
 def place(
@@ -90,20 +99,17 @@ def place(
     if not time_limit_s >= 0:
         raise ConfigError(f"time_limit_s: expected at least 0 seconds, got {time_limit_s}")
     begin = time.perf_counter()
-    deadline = begin + time_limit_s
-    instance = build_instance(problem)
-    bound = _round_up(lower_bound(instance), step_bytes(instance))
-    if problem.capacity is not None and bound > problem.capacity:
-        conflict = load_conflict(instance, problem.capacity)
-        return _infeasible(bound, conflict, "bound", begin)
-    target = bound if problem.capacity is None else problem.capacity
-    answer = _solve(instance, bound, target, deadline, chosen, bilevel, use_numba)
-    if problem.capacity is not None and answer.bound > problem.capacity:
+    instance, capacity = build_instance(problem), problem.capacity
+    bound = _round_up(instance.lower_bound(), step_bytes(instance))
+    if capacity is not None and bound > capacity:
+        return _infeasible(bound, load_conflict(instance, capacity), "bound", begin)
+    answer = _solve(instance, bound, begin + time_limit_s, chosen, bilevel, use_numba)
+    if capacity is not None and answer.bound > capacity:
         # The proof is worth an explanation: it gets as long again as the limit was, at most 10 s.
         explain_by = time.perf_counter() + min(max(time_limit_s, 1.0), 10.0)
-        conflict = search_conflict(problem, problem.capacity, explain_by)
+        conflict = search_conflict(problem, capacity, explain_by)
         return _infeasible(answer.bound, conflict, answer.solver, begin)
-    return _feasible(instance, answer, begin)
+    return _feasible(answer, begin)
 
 
 def step_bytes(instance: Instance) -> int:
@@ -116,69 +122,62 @@ def step_bytes(instance: Instance) -> int:
 def _solve(
     instance: Instance,
     bound: int,
-    target: int,
     deadline_s: float,
     solver: Solver,
     bilevel: bool,
     use_numba: bool | None,
 ) -> _Answer:
-    """Greedy first, then what ``solver`` and ``bilevel`` ask for, until ``target`` is reached."""
-    enough = target
-    if solver is Solver.AUTO and instance.problem.capacity is None:
-        is_step = bool(instance.problem.blocks) or instance.num_buffers > _MANY_BUFFERS
+    """Greedy first, then what ``solver`` and ``bilevel`` ask for, until the target is reached."""
+    problem, is_auto = instance.problem, solver is Solver.AUTO
+    target = enough = bound if problem.capacity is None else problem.capacity
+    if is_auto and problem.capacity is None:
+        is_step = bool(problem.blocks) or instance.num_buffers > _MANY_BUFFERS
         enough += target // _GOOD_ENOUGH if is_step else 0
-    huge = solver is Solver.AUTO and instance.num_buffers > _HUGE
+    huge = is_auto and instance.num_buffers > _HUGE
     orders = {"load": ORDERS["load"], **ORDERS} if huge else ORDERS
-    found = greedy_offsets(instance, enough, deadline_s, orders)
-    answer = _Answer(offsets=found, bound=bound, solver="greedy")
-    if bilevel and instance.problem.blocks:
-        answer = _bilevel(instance, answer, enough, deadline_s, solver)
-        if solver is not Solver.AUTO:
+    answer = _Answer(
+        instance=instance,
+        target=target,
+        enough=enough,
+        offsets=greedy_offsets(instance, enough, deadline_s, orders),
+        bound=bound,
+        solver="greedy",
+    )
+    if bilevel and problem.blocks:
+        answer = _bilevel(answer, deadline_s, solver)
+        if not is_auto:
             return answer
-    if solver is Solver.GREEDY or instance.height(answer.offsets) <= enough:
+    if solver is Solver.GREEDY or answer.height <= enough:
         return answer
-    if not bilevel and solver is Solver.AUTO and not has_numba():
+    if not bilevel and is_auto and not has_numba():
         # The plain search may be too slow for a whole step; two levels are a second greedy.
-        answer = _bilevel(instance, answer, enough, deadline_s, solver)
+        answer = _bilevel(answer, deadline_s, solver)
     if solver is Solver.MIP:
-        return _mip(instance, answer, deadline_s)
-    small = instance.num_buffers <= _MIP_MOST_BUFFERS
-    share = _SEARCH_SHARE if solver is Solver.AUTO and small and available_engines() else 1.0
-    left_s = deadline_s - time.perf_counter()
-    search_until = deadline_s - (1 - share) * left_s
-    answer = _search(instance, answer, target, enough, search_until, use_numba)
-    open_gap = answer.bound < instance.height(answer.offsets) > target
-    if share < 1.0 and open_gap and answer.bound <= target:
-        answer = _mip(instance, answer, deadline_s)
+        return _mip(answer, deadline_s)
+    tries_mip = is_auto and instance.num_buffers <= _MIP_MOST_BUFFERS and bool(available_engines())
+    share = _SEARCH_SHARE if tries_mip else 1.0
+    search_until = deadline_s - (1 - share) * (deadline_s - time.perf_counter())
+    answer = _search(answer, search_until, use_numba)
+    if tries_mip and answer.bound <= target < answer.height:
+        answer = _mip(answer, deadline_s)
     return answer
 
 
-def _bilevel(
-    instance: Instance, answer: _Answer, target: int, deadline_s: float, solver: Solver
-) -> _Answer:
-    offsets = bilevel_offsets(instance, target, deadline_s, solver.value)
-    if solver is Solver.AUTO and instance.height(offsets) >= instance.height(answer.offsets):
-        return answer
-    return replace(answer, offsets=offsets, solver=f"{solver.value}-bilevel")
+def _bilevel(answer: _Answer, deadline_s: float, solver: Solver) -> _Answer:
+    offsets = bilevel_offsets(answer.instance, answer.enough, deadline_s, solver.value)
+    found = replace(answer, offsets=offsets, solver=f"{solver.value}-bilevel")
+    return answer if solver is Solver.AUTO and found.height >= answer.height else found
 
 
-def _mip(instance: Instance, answer: _Answer, deadline_s: float) -> _Answer:
-    result = mip_offsets(instance, answer.offsets, answer.bound, deadline_s)
-    height = instance.height(result.offsets)
+def _mip(answer: _Answer, deadline_s: float) -> _Answer:
+    result = mip_offsets(answer.instance, answer.offsets, answer.bound, deadline_s)
+    found = replace(answer, offsets=result.offsets, solver="mip")
     if result.status is SolveStatus.OPTIMAL:
-        return replace(answer, offsets=result.offsets, bound=height, solver="mip")
-    better = height < instance.height(answer.offsets)
-    return replace(answer, offsets=result.offsets, solver="mip") if better else answer
+        return replace(found, bound=found.height)
+    return found if found.height < answer.height else answer
 
 
-def _search(
-    instance: Instance,
-    answer: _Answer,
-    target: int,
-    enough: int,
-    deadline_s: float,
-    use_numba: bool | None,
-) -> _Answer:
+def _search(answer: _Answer, deadline_s: float, use_numba: bool | None) -> _Answer:
     """Narrows the gap between bound and height: at the target first, then in between.
 
     A capacity that no run reaches within its turn is raised halfway to the best height; a proof
@@ -189,67 +188,59 @@ def _search(
         return answer
     if use_numba is None and is_cold():
         # A few seconds of the plain search may spare the compiler's; many problems are easy.
-        plain = Searcher(instance, use_numba=False)
-        until = now + min(_PLAIN_FIRST_S, (deadline_s - now) / 4)
-        answer = _narrow(plain, instance, answer, target, enough, until)
-        if answer.bound > target or instance.height(answer.offsets) <= max(enough, target):
+        plain = Searcher(answer.instance, use_numba=False)
+        answer = _narrow(plain, answer, now + min(_PLAIN_FIRST_S, (deadline_s - now) / 4))
+        if answer.bound > answer.target or answer.height <= answer.enough:
             return answer
     compiles, now = is_cold(), time.perf_counter()
-    searcher = Searcher(instance, use_numba)
+    searcher = Searcher(answer.instance, use_numba)
     if compiles:  # once for a machine: it must not cost the first plan its search
         deadline_s += time.perf_counter() - now
-    return _narrow(searcher, instance, answer, target, enough, deadline_s)
+    return _narrow(searcher, answer, deadline_s)
 
 
-def _narrow(
-    searcher: Searcher,
-    instance: Instance,
-    answer: _Answer,
-    target: int,
-    enough: int,
-    deadline_s: float,
-) -> _Answer:
+def _narrow(searcher: Searcher, answer: _Answer, deadline_s: float) -> _Answer:
     """The loop of ``_search`` with one searcher."""
     if not searcher.is_practical:
         return answer
-    step = step_bytes(instance)
-    capacity, turn = target, 0
-    while answer.bound <= target and instance.height(answer.offsets) > max(enough, target):
-        left_s = deadline_s - time.perf_counter()
-        if left_s <= 0:
+    step, is_bounded = step_bytes(answer.instance), answer.instance.problem.capacity is not None
+    capacity = target = answer.target
+    turn = 0
+    while answer.bound <= target and answer.height > max(answer.enough, target):
+        if time.perf_counter() >= deadline_s:
             break
-        last_chance = capacity + step >= instance.height(answer.offsets) and turn > 0
-        runs = 0 if instance.problem.capacity is not None or last_chance else 6 + 2 * turn
+        last_chance = capacity + step >= answer.height and turn > 0
+        runs = 0 if is_bounded or last_chance else 6 + 2 * turn
         outcome, offsets = searcher.decide(capacity, deadline_s, runs)
         if outcome == kernel.FOUND:
             answer = replace(answer, offsets=offsets, solver="search")
             capacity, turn = target, turn + 1
         elif outcome == kernel.EXHAUSTED:
             answer = replace(answer, bound=_round_up(capacity + 1, step))
-            target = max(target, answer.bound) if instance.problem.capacity is None else target
+            target = target if is_bounded else max(target, answer.bound)
             capacity = max(capacity, target)
         elif not len(offsets):
             break
         else:
-            middle = (capacity + instance.height(answer.offsets)) // 2
+            middle = (capacity + answer.height) // 2
             raised = max(answer.bound, middle // step * step)
             capacity = target if raised <= capacity or turn % 3 == 2 else raised
             turn += 1
     return answer
 
 
-def _feasible(instance: Instance, answer: _Answer, begin_s: float) -> Placement:
-    height, capacity = instance.height(answer.offsets), instance.problem.capacity
+def _feasible(answer: _Answer, begin_s: float) -> Placement:
+    problem = answer.instance.problem
     status = SolveStatus.FEASIBLE
-    if capacity is not None and height > capacity:
+    if problem.capacity is not None and answer.height > problem.capacity:
         status = SolveStatus.TIME_LIMIT
-    elif height <= answer.bound:
+    elif answer.height <= answer.bound:
         status = SolveStatus.OPTIMAL
     # The fixed offsets of empty buffers count in the height like all others.
-    empty = max((b.offset or 0 for b in instance.problem.buffers if b.size == 0), default=0)
+    empty = max((b.offset or 0 for b in problem.buffers if b.size == 0), default=0)
     return Placement(
-        offsets=MappingProxyType(instance.offsets(answer.offsets)),
-        height_bytes=max(height, empty),
+        offsets=MappingProxyType(answer.instance.offsets(answer.offsets)),
+        height_bytes=max(answer.height, empty),
         lower_bound_bytes=answer.bound,
         status=status,
         seconds=time.perf_counter() - begin_s,

@@ -3,7 +3,8 @@
 One run of the kernel with one order of ranks is either lucky within a few nodes for each buffer or
 stuck for minutes, so runs are short and many: a handful of static orders, then the same orders with
 noise, under a node limit that grows slowly. Every so often a run without backjumps and with a large
-limit is made, which can prove that a capacity is out of reach.
+limit is made, which can prove that a capacity is out of reach. The kernel runs through numba where
+numba is installed and the problem is not small.
 """
 
 import time
@@ -14,13 +15,7 @@ import numpy as np
 
 from memo_compile.planners.placement import kernel
 from memo_compile.planners.placement.compiled import compiled_search, has_numba, warm_up
-from memo_compile.planners.placement.instance import (
-    FREE,
-    Instance,
-    Ints,
-    Overlaps,
-    find_overlaps,
-)
+from memo_compile.planners.placement.instance import FREE, Instance, Ints, Overlaps, find_overlaps
 
 _NODES_PER_BUFFER = 2
 _LEAST_NODES = 3000
@@ -61,16 +56,15 @@ class Searcher:
             compiled = has_numba() and instance.num_buffers > _TINY
         self._kernel = compiled_search() if compiled else kernel.search
         self._convert: Callable[[Any], Any] = _as_array if compiled else _as_list
-        self._static = _static_tables(instance, self._overlaps, self._convert)
+        names = "size padded align fixed first last span_start span_lower span_upper".split()
+        self._static = {name: self._convert(getattr(instance, name)) for name in names}
+        self._static["near_start"] = self._convert(self._overlaps.start)
+        self._static["near"] = self._convert(self._overlaps.other)
         pairs = len(self._overlaps.other)
         self.is_practical = pairs <= (_MOST_PAIRS if compiled else _MOST_PLAIN_PAIRS)
         """False when a single descent would take too long or too much memory."""
         if compiled and self.is_practical:
-            state = _fresh_state(instance, self._overlaps, self._convert)
-            warm_up(
-                kernel.Tables(rank=_as_array(np.arange(instance.num_buffers)), **self._static),
-                state,
-            )
+            warm_up(self._tables(np.arange(instance.num_buffers)), self._fresh_state())
         self.nodes = 0
         """Choices tried so far, over all runs."""
         self.seconds = 0.0
@@ -79,15 +73,11 @@ class Searcher:
     def run(self, capacity: int, rank: Ints, max_nodes: int, jump: bool) -> tuple[int, Ints]:
         """One run: (FOUND | EXHAUSTED | LIMIT, offsets (N,) that hold on FOUND).
 
-        With ``jump`` a failure goes back to the last choice that had a part in it, and proves
-        nothing.
+        With ``jump`` a failure goes back to the last choice that had a part in it: no proof.
         """
-        tables = kernel.Tables(rank=self._convert(rank), **self._static)
-        state = _fresh_state(self._instance, self._overlaps, self._convert)
+        tables, state, slack = self._tables(rank), self._fresh_state(), self._instance.max_slack
         begin = time.perf_counter()
-        outcome, nodes = self._kernel(
-            tables, state, capacity, self._instance.max_slack, max_nodes, jump
-        )
+        outcome, nodes = self._kernel(tables, state, capacity, slack, max_nodes, jump)
         self.seconds += time.perf_counter() - begin
         self.nodes += nodes
         return outcome, np.array(state.offset, dtype=np.int64)
@@ -105,10 +95,7 @@ class Searcher:
             noisy = True
 
     def decide(self, capacity: int, deadline_s: float, max_runs: int = 0) -> tuple[int, Ints]:
-        """Searches until found, proved impossible, out of time, or ``max_runs`` (0: no limit).
-
-        ``deadline_s`` is on the clock of ``time.perf_counter``.
-        """
+        """Searches until found, proved impossible, out of time, or ``max_runs`` (0: no limit)."""
         limit = float(max(_NODES_PER_BUFFER * self._instance.num_buffers, _LEAST_NODES))
         outcome, offsets = kernel.LIMIT, np.zeros(0, dtype=np.int64)
         every = _PROOF_EVERY if self._instance.num_buffers <= _FEW else _RARE_PROOF_EVERY
@@ -133,6 +120,39 @@ class Searcher:
         if self.nodes and nodes <= self._instance.num_buffers:
             return kernel.LIMIT, np.zeros(0, dtype=np.int64)
         return self.run(capacity, rank, nodes, jump)
+
+    def _tables(self, rank: Ints) -> kernel.Tables:
+        return kernel.Tables(rank=self._convert(rank), **self._static)
+
+    def _fresh_state(self) -> kernel.State:
+        instance, convert = self._instance, self._convert
+        n, num_sections = instance.num_buffers, instance.num_sections
+        words = n // kernel.BITS + 1
+        # Each pair of buffers lifts at most once on a path.
+        num_lifts = len(self._overlaps.other) // 2 + 1
+        change = np.zeros(num_sections + 2, dtype=np.int64)
+        np.add.at(change, instance.first + 1, 1)
+        np.subtract.at(change, np.maximum(instance.last, instance.first + 1), 1)
+        tally = np.zeros(kernel.NUM_TALLIES, dtype=np.int64)
+        tally[kernel.WORDS] = words
+        empty = (
+            (n, "placed scratch chosen chosen_trail"),
+            (n + 1, "piece_end begin end key_offset key_rank ceiling tightest mark"),
+            ((n + 1) * words, "blame"),
+            (num_sections, "lowest"),
+            (num_sections + 1, "label"),
+            (num_sections + 2, "count"),
+            (num_lifts, "trail_item trail_value trail_pusher"),
+        )
+        return kernel.State(
+            offset=convert(np.where(instance.fixed == FREE, 0, instance.fixed)),
+            left=convert(instance.loads(instance.padded)),
+            cross=convert(np.cumsum(change)[: num_sections + 1]),
+            items=convert(np.arange(n)),
+            pusher=convert(np.full(n, -1)),
+            tally=convert(tally),
+            **{name: convert(np.zeros(size)) for size, names in empty for name in names.split()},
+        )
 
 
 def _order_keys(instance: Instance, overlaps: Overlaps) -> list[tuple[Ints, Ints]]:
@@ -168,47 +188,3 @@ def _as_array(values: Any) -> Any:
 
 def _as_list(values: Any) -> Any:
     return np.asarray(values).tolist()
-
-
-def _static_tables(
-    instance: Instance, overlaps: Overlaps, convert: Callable[[Any], Any]
-) -> dict[str, Any]:
-    """All tables of the kernel but the ranks."""
-    names = "size padded align fixed first last span_start span_lower span_upper"
-    return {
-        **{name: convert(getattr(instance, name)) for name in names.split()},
-        "near_start": convert(overlaps.start),
-        "near": convert(overlaps.other),
-    }
-
-
-def _fresh_state(
-    instance: Instance, overlaps: Overlaps, convert: Callable[[Any], Any]
-) -> kernel.State:
-    n, num_sections = instance.num_buffers, instance.num_sections
-    words = n // kernel.BITS + 1
-    # Each pair of buffers lifts at most once on a path.
-    num_lifts = len(overlaps.other) // 2 + 1
-    change = np.zeros(num_sections + 2, dtype=np.int64)
-    np.add.at(change, instance.first + 1, 1)
-    np.subtract.at(change, np.maximum(instance.last, instance.first + 1), 1)
-    tally = np.zeros(kernel.NUM_TALLIES, dtype=np.int64)
-    tally[kernel.WORDS] = words
-    empty = (
-        (n, "placed scratch chosen chosen_trail"),
-        (n + 1, "piece_end begin end key_offset key_rank ceiling tightest mark"),
-        ((n + 1) * words, "blame"),
-        (num_sections, "lowest"),
-        (num_sections + 1, "label"),
-        (num_sections + 2, "count"),
-        (num_lifts, "trail_item trail_value trail_pusher"),
-    )
-    return kernel.State(
-        offset=convert(np.where(instance.fixed == FREE, 0, instance.fixed)),
-        left=convert(instance.loads(instance.padded)),
-        cross=convert(np.cumsum(change)[: num_sections + 1]),
-        items=convert(np.arange(n)),
-        pusher=convert(np.full(n, -1)),
-        tally=convert(tally),
-        **{name: convert(np.zeros(length)) for length, names in empty for name in names.split()},
-    )
