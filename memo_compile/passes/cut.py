@@ -25,8 +25,7 @@ import torch
 from memo_runtime import ops
 from torch import fx
 
-from memo_compile.analysis.overwrites import runs_once
-from memo_compile.analysis.purity import is_constant, is_write
+from memo_compile.analysis.purity import is_constant, is_write, runs_once
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, results_of, storage_of
 from memo_compile.passes.lease import HANDLE, is_given

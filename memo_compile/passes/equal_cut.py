@@ -27,8 +27,13 @@ from memo_compile.analysis.joint_units import (
     forward_nodes,
     tangent_dependents,
 )
-from memo_compile.analysis.overwrites import overwritten, runs_once
-from memo_compile.analysis.purity import is_constant, is_pure, must_be_saved
+from memo_compile.analysis.purity import (
+    is_constant,
+    is_pure,
+    must_be_saved,
+    overwritten,
+    runs_once,
+)
 from memo_compile.analysis.saved import saved_nodes, tag_saved
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, storage_of

@@ -13,8 +13,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.joint_units import tangent_dependents
-from memo_compile.analysis.overwrites import READS_OVERWRITTEN, overwritten
-from memo_compile.analysis.purity import is_write
+from memo_compile.analysis.purity import READS_OVERWRITTEN, is_write, overwritten
 from memo_compile.analysis.views import is_view, results_of, storage_of, viewed
 
 

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from torch import fx
 
-from memo_compile.analysis.overwrites import runs_once, written_storages
 from memo_compile.analysis.purity import (
     is_collective,
     is_known,
@@ -19,6 +18,8 @@ from memo_compile.analysis.purity import (
     is_repeatable,
     is_write,
     must_be_saved,
+    runs_once,
+    written_storages,
 )
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim
