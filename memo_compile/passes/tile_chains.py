@@ -11,6 +11,7 @@ from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, rows_through
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import is_item, is_tensor, is_view, makers_of, shape_of, storage_of
+from memo_compile.step.problem import running_sums
 
 NUM_ANCHORS = 2
 """Widest values of the peak that a chain is looked for around: often the first is read by the
@@ -22,14 +23,7 @@ NARROW = 8
 
 def transient_bytes(gm: fx.GraphModule) -> int:
     """The most bytes alive at once, inputs and outputs not counted, when ``gm`` runs in order."""
-    live = peak = 0
-    lives = _lives(gm)
-    nodes = list(gm.graph.nodes)
-    for number, _ in enumerate(nodes):
-        live += sum(size for start, _, size in lives.values() if start == number)
-        peak = max(peak, live)
-        live -= sum(size for _, end, size in lives.values() if end == number)
-    return peak
+    return max(_live_bytes(_lives(gm)).values(), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +60,11 @@ def chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
 def _anchors(gm: fx.GraphModule) -> list[fx.Node]:
     """The largest transient values that are alive at the peak."""
     lives = _lives(gm)
-    points = {start for start, _, _ in lives.values()}
-
-    def alive(point: int) -> list[fx.Node]:
-        return [node for node, (start, end, _) in lives.items() if start <= point <= end]
-
-    if not points:
-        return []
-    peak = max(sorted(points), key=lambda point: sum(lives[node][2] for node in alive(point)))
-    found = sorted(alive(peak), key=lambda node: -lives[node][2])
-    return [node for node in found if max(shape_of(node), default=1) > 1][:NUM_ANCHORS]
+    live = _live_bytes(lives)
+    peak = max(live, key=live.__getitem__, default=0)
+    alive = [node for node, (start, end, _) in lives.items() if start <= peak <= end]
+    alive.sort(key=lambda node: -lives[node][2])
+    return [node for node in alive if max(shape_of(node), default=1) > 1][:NUM_ANCHORS]
 
 
 def _row_counts(gm: fx.GraphModule, anchor: fx.Node) -> list[int]:
@@ -186,6 +175,15 @@ def _is_sum(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], own: set[fx.No
         return False
     ndim = len(shape_of(node))
     return rows[0].dim == ndim - 1 and rows[1].dim == ndim - 2
+
+
+def _live_bytes(lives: Mapping[fx.Node, tuple[int, int, int]]) -> dict[int, int]:
+    """Line -> bytes alive at it, wherever they change."""
+    return running_sums(
+        change
+        for first, last, size in lives.values()
+        for change in ((first, size), (last + 1, -size))
+    )
 
 
 def _lives(gm: fx.GraphModule) -> dict[fx.Node, tuple[int, int, int]]:
