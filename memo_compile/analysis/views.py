@@ -25,6 +25,11 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return ()
 
 
+def bytes_of(node: fx.Node) -> int:
+    """Bytes of the node's value; 0 for what is not one tensor."""
+    return int(node.meta["val"].nbytes) if is_tensor(node) else 0
+
+
 def results_of(graph: fx.Graph) -> Sequence[Any]:
     """What ``graph`` returns, in order."""
     results = graph.output_node().args[0]

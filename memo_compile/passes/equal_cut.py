@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils import _pytree as pytree
@@ -36,7 +35,7 @@ from memo_compile.analysis.purity import (
 )
 from memo_compile.analysis.saved import saved_nodes, tag_saved
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, storage_of
+from memo_compile.analysis.views import base_of, bytes_of, is_movable_view, is_tensor, storage_of
 
 TILE_FACTOR = 2
 """A saved tensor this many times larger than its unit's input is cheaper to recompute, in tiles,
@@ -106,7 +105,7 @@ class EqualCut:
         units, saved = self.units, set(saved_nodes(gm))
         above = self.drops_above
         if above is not None:
-            wide = (node for node in _wide(units) if 2 * _bytes(node) > above)
+            wide = (node for node in _wide(units) if 2 * bytes_of(node) > above)
             saved -= {node for node in wide if not must_be_saved(node)}
         chosen = {node for node in saved if node.op == "placeholder" or UNIT not in node.meta}
         spans, classes = units.structure.units, units.structure.classes
@@ -169,7 +168,7 @@ def _made_in_forward(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
     sources: list[fx.Node] = []
     for source in node.all_input_nodes:
         sources += _made_in_forward(source, forward)
-    return sources if sum(map(_bytes, sources)) <= _bytes(node) else [node]
+    return sources if sum(map(bytes_of, sources)) <= bytes_of(node) else [node]
 
 
 def _wide(units: JointUnits) -> set[fx.Node]:
@@ -181,7 +180,7 @@ def _wide(units: JointUnits) -> set[fx.Node]:
     for index, unit in enumerate(units.structure.units):
         own = units.forward[unit.start : unit.end]
         inputs = [
-            _bytes(source)
+            bytes_of(source)
             for node in own
             for source in node.all_input_nodes
             if source.meta.get(UNIT) == index - 1
@@ -189,7 +188,7 @@ def _wide(units: JointUnits) -> set[fx.Node]:
         limit = TILE_FACTOR * max(inputs, default=0)
         if limit == 0:
             continue
-        found |= {node for node in own if _bytes(node) >= limit and not _near_attention(node)}
+        found |= {node for node in own if bytes_of(node) >= limit and not _near_attention(node)}
     return found
 
 
@@ -206,11 +205,6 @@ def _near_attention(node: fx.Node) -> bool:
         if reached is node or is_movable_view(reached) or op_name(reached) == "":
             stack.extend(reached.users)
     return any("attention" in op_name(source) for source in node.all_input_nodes)
-
-
-def _bytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.nbytes if isinstance(value, torch.Tensor) else 0
 
 
 def _unit_of_every_node(joint: fx.GraphModule, units: JointUnits) -> dict[fx.Node, int]:

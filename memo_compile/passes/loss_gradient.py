@@ -23,7 +23,7 @@ from memo_compile.analysis.joint_units import (
 )
 from memo_compile.analysis.purity import is_pure
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import base_of, is_tensor, is_view, viewed
+from memo_compile.analysis.views import base_of, bytes_of, is_tensor, is_view, viewed
 
 MIN_BYTES = 2**20
 """Of the widest value: below there is nothing to gain."""
@@ -62,7 +62,7 @@ class GradientOfLoss:
         (tangent,) = tangents
         head = _head(gm, tangent)
         ends = [node for node in head if any(user not in head for user in node.users)]
-        if not head or sum(map(_bytes, ends)) > max(map(_bytes, head)):
+        if not head or sum(map(bytes_of, ends)) > max(map(bytes_of, head)):
             return PassResult(gm, False)
         if any(is_view(base_of(end)) for end in ends):  # a part of a value: more would be saved
             return PassResult(gm, False)
@@ -73,8 +73,8 @@ class GradientOfLoss:
 def _head(gm: fx.GraphModule, tangent: fx.Node) -> dict[fx.Node, None]:
     """What moves, in order: the wide values of the last unit, what makes them, what reads them."""
     linear = _linear(gm, tangent)
-    widest = max(map(_bytes, linear), default=0)
-    wide = {node for node in linear if 2 * _bytes(node) >= widest}
+    widest = max(map(bytes_of, linear), default=0)
+    wide = {node for node in linear if 2 * bytes_of(node) >= widest}
     if widest < MIN_BYTES or any(map(_is_coarse, linear)):
         return {}
     found = set(wide)
@@ -193,7 +193,3 @@ def _value(node: fx.Node) -> torch.Tensor:
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), "only tensors are linear"
     return value
-
-
-def _bytes(node: fx.Node) -> int:
-    return _value(node).nbytes

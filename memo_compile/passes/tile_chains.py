@@ -10,7 +10,15 @@ from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, rows_through
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import is_item, is_tensor, is_view, makers_of, shape_of, storage_of
+from memo_compile.analysis.views import (
+    bytes_of,
+    is_item,
+    is_tensor,
+    is_view,
+    makers_of,
+    shape_of,
+    storage_of,
+)
 from memo_compile.step.problem import running_sums
 
 NUM_ANCHORS = 2
@@ -128,7 +136,7 @@ def _stages(
 
 def _narrow_sums(nodes: Iterable[fx.Node], own: set[fx.Node], sums: set[fx.Node]) -> set[fx.Node]:
     """The sums that are made of narrow row-wise values, and read for row-wise ones; with those."""
-    widest = max((_bytes(node) for node in own), default=0)
+    widest = max((bytes_of(node) for node in own), default=0)
     mixed: set[fx.Node] = set()  # what is made of a sum
     read: set[fx.Node] = set()
     for node in nodes:
@@ -139,13 +147,9 @@ def _narrow_sums(nodes: Iterable[fx.Node], own: set[fx.Node], sums: set[fx.Node]
     for total in sums:
         made_of = makers_of([total], lambda node: node.op == "call_function")
         feeds = any(total in makers_of([node], lambda node: True) for node in read - own)
-        if feeds and all(NARROW * _bytes(node) <= widest for node in made_of & own):
+        if feeds and all(NARROW * bytes_of(node) <= widest for node in made_of & own):
             found |= {total, *(made_of & own)}
     return found
-
-
-def _bytes(node: fx.Node) -> int:
-    return int(node.meta["val"].nbytes) if is_tensor(node) else 0
 
 
 def _items(node: fx.Node) -> list[fx.Node]:
@@ -196,7 +200,7 @@ def _lives(gm: fx.GraphModule) -> dict[fx.Node, tuple[int, int, int]]:
         if node.op == "call_function" and is_tensor(node) and not is_view(node):
             maker = node.all_input_nodes[0] if op_name(node) == "" else node
             if node not in kept:
-                lives[node] = (line[maker], line[node], int(node.meta["val"].nbytes))
+                lives[node] = (line[maker], line[node], bytes_of(node))
         for source in node.all_input_nodes:
             root = storage_of(source)
             if root in lives:
