@@ -97,7 +97,7 @@ def _linear(gm: fx.GraphModule, tangent: fx.Node) -> dict[fx.Node, None]:
             and node.op == "call_function"
             and node.meta.get(UNIT) in (None, units.num_units - 1)
             and is_tensor(node)
-            and _value(node).is_floating_point()
+            and node.meta["val"].is_floating_point()
             and is_pure(node)
             and all(
                 source in found or source is tangent
@@ -171,10 +171,10 @@ def _scaled(node: fx.Node, tangent: fx.Node, scaled: dict[fx.Node, fx.Node]) -> 
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         with node.graph.inserting_after(node):
             made = node.graph.call_function(_aten.mul.Tensor, (node, tangent))
-        made.meta = {**backward, "val": _value(node) * _value(tangent)}
-        if _value(made).dtype != _value(node).dtype:  # of two numbers the wider type counts
+        made.meta = {**backward, "val": node.meta["val"] * tangent.meta["val"]}
+        if made.meta["val"].dtype != node.meta["val"].dtype:  # of two numbers the wider type counts
             with node.graph.inserting_after(made):
-                made = node.graph.call_function(_to_dtype, (made, _value(node).dtype))
+                made = node.graph.call_function(_to_dtype, (made, node.meta["val"].dtype))
             made.meta = backward
     scaled[node] = made
     return made
@@ -182,14 +182,8 @@ def _scaled(node: fx.Node, tangent: fx.Node, scaled: dict[fx.Node, fx.Node]) -> 
 
 def _is_coarse(node: fx.Node) -> bool:
     """True for float16 and float8: what float32 and bfloat16 hold may be zero in it."""
-    return torch.finfo(_value(node).dtype).tiny > torch.finfo(torch.float32).tiny
+    return torch.finfo(node.meta["val"].dtype).tiny > torch.finfo(torch.float32).tiny
 
 
 def _forward(node: fx.Node) -> dict[str, object]:
     return {**node.meta, "partitioner_tag": "is_forward"}
-
-
-def _value(node: fx.Node) -> torch.Tensor:
-    value = node.meta["val"]
-    assert isinstance(value, torch.Tensor), "only tensors are linear"
-    return value
