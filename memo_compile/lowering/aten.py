@@ -6,9 +6,9 @@ A collective's result stays in the memory that it was given until it has been wa
 reads is kept as long.
 """
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +18,13 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.analysis.purity import in_flight, is_wait, is_write
-from memo_compile.analysis.regions import LoweredRegion, RegionGraph, storage_bytes, view_spec
+from memo_compile.analysis.regions import (
+    LoweredRegion,
+    RegionGraph,
+    counted_once,
+    storage_bytes,
+    view_spec,
+)
 from memo_compile.analysis.structure import make_tape
 from memo_compile.analysis.views import is_tensor, is_view, results_of, storage_of
 from memo_compile.lowering.eager_ops import runnable
@@ -76,20 +82,18 @@ class _AtenRegion:
         self.dropped = self._dropped()
         self.external = region.external_storages()
         self.kept = {storage_of(node) for node in self.outputs if isinstance(node, fx.Node)}
-        self.buffers: dict[fx.Node, RegionBuffer] = {}
-        self._place()
+        self.buffers = {node: self._buffer(node) for node in self.nodes if self._is_placed(node)}
         self.index = {node: index for index, node in enumerate(self.buffers)}
         self.writers = {node: self._writes_out(node) for node in self.buffers}
         self.mapped = {node for node in self.external if self._is_mapped(node)}
 
     def _last_uses(self) -> dict[fx.Node, int]:
         """Storage -> the last line that reads it, through views and tuples."""
-        last: dict[fx.Node, int] = {}
-        for node in self.nodes:
-            for source in _read_by(node):
-                root = storage_of(source)
-                last[root] = max(last.get(root, 0), self.line[node])
-        return last
+        return {
+            storage_of(source): line
+            for node, line in self.line.items()
+            for source in _read_by(node)
+        }
 
     def _dropped(self) -> dict[int, list[fx.Node]]:
         """Line -> values that no later line takes as an argument; what they show may live on."""
@@ -101,28 +105,25 @@ class _AtenRegion:
             found.setdefault(line, []).append(node)
         return found
 
-    def _place(self) -> None:
-        for node in self.nodes:
-            if node.op != "call_function" or not is_tensor(node) or is_view(node):
-                continue
-            value = node.meta["val"]
-            if node in self.external or is_write(node):
-                continue
-            if in_flight(node) and node not in self.kept:
-                continue  # its wait's result is placed
-            if value.device.type != self.region.device.type or value.numel() == 0:
-                continue
-            self.buffers[node] = RegionBuffer(
-                name=node.name,
-                size_bytes=align(storage_bytes(value)),
-                start=self.line[node if is_wait(node) else _maker(node)],
-                end=self._end(node),
-            )
+    def _is_placed(self, node: fx.Node) -> bool:
+        if not _is_new(node) or node in self.external:
+            return False
+        if in_flight(node) and node not in self.kept:
+            return False  # its wait's result is placed
+        value = node.meta["val"]
+        return value.device.type == self.region.device.type and value.numel() > 0
 
-    def _end(self, node: fx.Node) -> int:
-        if node in self.kept:
-            return len(self.nodes)
-        return max(self.last_use.get(node, 0), self.line[node]) + 1
+    def _buffer(self, node: fx.Node) -> RegionBuffer:
+        return RegionBuffer(
+            name=node.name,
+            size_bytes=align(storage_bytes(node.meta["val"])),
+            start=self.line[node if is_wait(node) else _maker(node)],
+            end=self._end(node, self.line[node]),
+        )
+
+    def _end(self, node: fx.Node, unread: int) -> int:
+        """The line behind the last that reads the node's storage; ``unread`` if none does."""
+        return len(self.nodes) if node in self.kept else self.last_use.get(node, unread) + 1
 
     def _copied(self) -> Iterator[OutsideBuffer]:
         """Results that exist beside the buffers that they are copied to."""
@@ -140,56 +141,37 @@ class _AtenRegion:
             name=self.region.name,
             num_lines=len(self.nodes),
             buffers=tuple(self.buffers.values()),
-            input_ends=tuple(self._input_end(node) for node in self.inputs),
-            outputs=tuple(self._region_outputs()),
+            input_ends=tuple(self._end(node, -1) for node in self.inputs),
+            outputs=counted_once(itertools.starmap(self._region_output, enumerate(self.outputs))),
             outside=tuple(self._copied()),
         )
         views = tuple(view_spec(node.meta["val"]) for node in self.buffers)
         return LoweredRegion(profile=profile, views=views, run=self._run)
 
-    def _input_end(self, node: fx.Node) -> int:
-        if node in self.kept:
-            return len(self.nodes)
-        return self.last_use[node] + 1 if node in self.last_use else 0
-
-    def _region_outputs(self) -> Iterator[RegionOutput]:
-        counted: dict[fx.Node, int] = {}
-        for index, node in enumerate(self.outputs):
-            output = self._region_output(index, node)
-            if output.storage in (Storage.EXTERNAL, Storage.OUTSIDE):
-                same_as = counted.setdefault(storage_of(node), index)
-                if same_as != index:
-                    output = replace(output, size_bytes=0, same_as=same_as)
-            yield output
-
-    def _region_output(self, index: int, node: Any) -> RegionOutput:
+    def _region_output(self, index: int, node: Any) -> tuple[fx.Node | None, RegionOutput]:
+        """The node that made its storage, and where it lies."""
         if not isinstance(node, fx.Node):
-            return RegionOutput(storage=Storage.NONE)
+            return None, RegionOutput(storage=Storage.NONE)
         root = storage_of(node)
         if root in self.buffers:
-            return RegionOutput(storage=Storage.ARENA, index=self.index[root])
-        if root.op == "placeholder":
-            return RegionOutput(storage=Storage.INPUT, index=self.inputs.index(root))
-        if is_write(root) and root.all_input_nodes[0].op == "placeholder":
-            source = self.inputs.index(root.all_input_nodes[0])
-            return RegionOutput(storage=Storage.INPUT, index=source)
-        value = root.meta.get("val")
-        size = align(storage_bytes(value)) if isinstance(value, torch.Tensor) else 0
+            return root, RegionOutput(storage=Storage.ARENA, index=self.index[root])
+        source = root.all_input_nodes[0] if is_write(root) else root
+        if source.op == "placeholder":
+            return root, RegionOutput(storage=Storage.INPUT, index=self.inputs.index(source))
+        size = align(storage_bytes(root.meta["val"])) if is_tensor(root) else 0
         if index in self.region.external_outputs:
-            start = self.line[_maker(root)] if root in self.line else 0
-            return RegionOutput(storage=Storage.EXTERNAL, size_bytes=size, start=start)
-        return RegionOutput(storage=Storage.OUTSIDE, size_bytes=size)
+            start = self.line[_maker(root)]
+            return root, RegionOutput(storage=Storage.EXTERNAL, size_bytes=size, start=start)
+        return root, RegionOutput(storage=Storage.OUTSIDE, size_bytes=size)
 
     def _is_mapped(self, node: fx.Node) -> bool:
         """True for what a forward makes for the user in the host's memory, as Inductor's regions.
 
         In the heap it would stay in memory when the user has dropped it.
         """
-        on_cpu = self.region.device.type == "cpu" and is_tensor(node)
-        if self.region.is_backward or not on_cpu or node.op != "call_function":
+        if self.region.is_backward or self.region.device.type != "cpu" or not _is_new(node):
             return False
-        known = not is_view(node) and not is_write(node) and node.meta["val"].device.type == "cpu"
-        return known and self._writes_out(node)
+        return node.meta["val"].device.type == "cpu" and self._writes_out(node)
 
     def _writes_out(self, node: fx.Node) -> bool:
         """True when the operator's ``out=`` overload takes these arguments, tried on fakes."""
@@ -288,6 +270,12 @@ def _maker(node: fx.Node) -> fx.Node:
         awaited = storage_of(node.all_input_nodes[0])
         return _maker(awaited) if in_flight(awaited) else node
     return node.all_input_nodes[0] if node.target is operator.getitem else node
+
+
+def _is_new(node: fx.Node) -> bool:
+    """True for an operator whose result is one tensor in memory of its own."""
+    is_own = node.op == "call_function" and not is_view(node) and not is_write(node)
+    return is_own and is_tensor(node)
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:

@@ -4,11 +4,12 @@ The line classes (AllocateLine, FreeIfNotReusedLine, ReuseLine, ReinterpretLine,
 ExternKernelAllocLine, MultiOutputLine) have the same fields in torch 2.11 to 2.13.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from memo_compile import shim
-from memo_compile.analysis.regions import RegionGraph, ViewSpec
+from memo_compile.analysis.regions import RegionGraph, ViewSpec, counted_once
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.step.problem import (
     OutsideBuffer,
@@ -208,36 +209,26 @@ class LineScan:
             num_lines=len(self._lines),
             buffers=buffers,
             input_ends=tuple(ends[self._groups.root(name)] for name in inputs),
-            outputs=tuple(self._region_outputs()),
+            outputs=counted_once(
+                itertools.starmap(self._region_output, enumerate(self._graph.get_output_names()))
+            ),
             outside=tuple(self._outside_buffers(ends)),
         )
 
-    def _region_outputs(self) -> Iterator[RegionOutput]:
-        inputs = {name: position for position, name in enumerate(self._graph.graph_input_names)}
-        names = self._graph.get_output_names()
-        counted: dict[str, int] = {}
-        for index, name in enumerate(names):
-            root = self._groups.root(name)
-            if root in self._arena:
-                yield RegionOutput(storage=Storage.ARENA, index=self._arena[root])
-            elif root in inputs:
-                yield RegionOutput(storage=Storage.INPUT, index=inputs[root])
-            elif root in self._births or root in self._outside:
-                size = self._size_bytes(self._graph.name_to_buffer[root])
-                same_as = counted.get(root)
-                size = 0 if same_as is not None else size
-                counted.setdefault(root, index)
-                user = index in self._region.external_outputs
-                storage = Storage.EXTERNAL if user else Storage.OUTSIDE
-                start = self._births[root][0] if root in self._births else self._outside[root][0]
-                yield RegionOutput(
-                    storage=storage,
-                    size_bytes=size,
-                    start=start if user else 0,
-                    same_as=same_as,
-                )
-            else:
-                yield RegionOutput(storage=Storage.NONE)
+    def _region_output(self, index: int, name: str) -> tuple[str, RegionOutput]:
+        """Its storage, and where that lies."""
+        root, inputs = self._groups.root(name), list(self._graph.graph_input_names)
+        if root in self._arena:
+            return root, RegionOutput(storage=Storage.ARENA, index=self._arena[root])
+        if root in inputs:
+            return root, RegionOutput(storage=Storage.INPUT, index=inputs.index(root))
+        if root not in self._births and root not in self._outside:
+            return root, RegionOutput(storage=Storage.NONE)
+        size = self._size_bytes(self._graph.name_to_buffer[root])
+        if index not in self._region.external_outputs:
+            return root, RegionOutput(storage=Storage.OUTSIDE, size_bytes=size)
+        start = self._births[root][0] if root in self._births else self._outside[root][0]
+        return root, RegionOutput(storage=Storage.EXTERNAL, size_bytes=size, start=start)
 
     def _outside_buffers(self, ends: dict[str, int]) -> Iterator[OutsideBuffer]:
         yield from self._copied
