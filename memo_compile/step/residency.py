@@ -13,10 +13,11 @@ so that no more pages are given back (and faulted in again in the next step) tha
 ``waiting`` are the whole frames of other steps whose backward is still to come (max_inflight).
 """
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import (
@@ -110,22 +111,27 @@ class OrdinaryMemory(NamedTuple):
 
 def ordinary_bytes(problem: Problem) -> OrdinaryMemory:
     """What the step holds outside its arena, in ordinary memory."""
-    starts = call_starts(problem)
+    starts = np.array(call_starts(problem))
+    level = ordinary_level(problem)
+    before, after = level[starts[:-1]], level[starts[1:] - 1]
+    most = np.maximum.reduceat(level, starts[:-1])
+    most[1:] = np.maximum(most[1:], after[:-1])  # what dies on a call's first line is still there
+    return OrdinaryMemory(before.tolist(), most.tolist(), after.tolist())
+
+
+def ordinary_level(problem: Problem) -> Any:
+    """Per line of the step the bytes of ordinary memory."""
     events = [(line, change) for line, change, _ in outside_events(problem)]
     events += ordinary_events(problem)
-    events.sort()
-    found, alive, position = OrdinaryMemory([], [], []), 0, 0
-    for start, end in itertools.pairwise(starts):
-        best = before = alive
-        while position < len(events) and events[position][0] < end:
-            alive += events[position][1]
-            best = max(best, alive)
-            before = alive if events[position][0] == start else before
-            position += 1
-        found.before.append(before)
-        found.most.append(best)
-        found.after.append(alive)
-    return found
+    return level_of(events, call_starts(problem)[-1])
+
+
+def level_of(events: Sequence[tuple[int, int]], num_lines: int) -> Any:
+    """Per line the sum of all changes (line, bytes) up to and at it; those at the end are left."""
+    table = np.array(events, dtype=np.int64).reshape(-1, 2)
+    changes = np.zeros(num_lines + 1, dtype=np.int64)
+    np.add.at(changes, np.minimum(table[:, 0], num_lines), table[:, 1])
+    return np.cumsum(changes)[:-1]
 
 
 def _tails(problem: Problem, offsets: Mapping[str, int]) -> list[int]:

@@ -6,7 +6,7 @@ on one device. A wait stalls the compute lane until its copy has ended. Nothing 
 and backward are one sequence.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,8 @@ from memo_compile.step.problem import (
     StepCall,
     call_starts,
     last_reads,
-    ordinary_events,
-    outside_events,
 )
-from memo_compile.step.residency import step_constant_bytes
+from memo_compile.step.residency import level_of, ordinary_level, step_constant_bytes
 
 COMPUTE, STALL, D2H, H2D = "compute", "stall", "d2h", "h2d"
 
@@ -94,26 +92,16 @@ def most_per_call(problem: Problem) -> tuple[Any, Any]:
 
 def memory_levels(problem: Problem) -> tuple[Any, Any]:
     """Per line of the step the bytes alive in the arena, and those of ordinary memory."""
-    starts = call_starts(problem)
-    outside = [(line, change) for line, change, _ in outside_events(problem)]
-    outside += ordinary_events(problem)
-    return _arena_level(problem, starts), _level(outside, starts[-1])
+    return _arena_level(problem), ordinary_level(problem)
 
 
-def _level(events: Sequence[tuple[int, int]], num_lines: int) -> Any:
-    """Per line the sum of all changes (line, bytes) up to and at it; those at the end are left."""
-    table = np.array(events, dtype=np.int64).reshape(-1, 2)
-    changes = np.zeros(num_lines + 1, dtype=np.int64)
-    np.add.at(changes, np.minimum(table[:, 0], num_lines), table[:, 1])
-    return np.cumsum(changes)[:-1]
-
-
-def _arena_level(problem: Problem, starts: Sequence[int]) -> Any:
+def _arena_level(problem: Problem) -> Any:
     """Per line the bytes alive of ``arena_buffers``, without its objects.
 
     What dies inside its call is the same in all calls of a region.
     """
-    last_read = last_reads(problem, tuple(starts))
+    starts = call_starts(problem)
+    last_read = last_reads(problem, starts)
     shared = {name: region.outputs_of_buffers() for name, region in problem.regions.items()}
     crossing: list[tuple[int, int]] = []
     inner: dict[tuple[str, frozenset[int]], list[int]] = {}
@@ -127,7 +115,7 @@ def _arena_level(problem: Problem, starts: Sequence[int]) -> Any:
                 reads = (last_read.get(call.outputs[position], 0) for position in positions)
                 end = max(start + buffer.end, start + region.num_lines, *reads)
                 crossing += [(start + buffer.start, buffer.size_bytes), (end, -buffer.size_bytes)]
-    level = _level(crossing, starts[-1])
+    level = level_of(crossing, starts[-1])
     for (name, inside), begins in inner.items():
         own = _inner_level(problem.regions[name], inside)
         for begin in begins:
@@ -142,4 +130,4 @@ def _inner_level(region: RegionProfile, inside: frozenset[int]) -> Any:
     for index, buffer in enumerate(region.buffers):
         if index not in crossing and index not in inside:
             events += [(buffer.start, buffer.size_bytes), (buffer.end, -buffer.size_bytes)]
-    return _level(events, region.num_lines + 1)
+    return level_of(events, region.num_lines + 1)
