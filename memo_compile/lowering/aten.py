@@ -8,7 +8,7 @@ reads is kept as long.
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,6 @@ from memo_compile.step.problem import (
     Storage,
     align,
 )
-
-Env = dict[fx.Node, Any]
 
 _WRITES_OUT: dict[str, bool] = {}
 """An operator and the layouts of its arguments, as text -> whether its ``out=`` takes them."""
@@ -175,8 +173,7 @@ class _AtenRegion:
 
     def _writes_out(self, node: fx.Node) -> bool:
         """True when the operator's ``out=`` overload takes these arguments, tried on fakes."""
-        out = _out_overload(node)
-        if out is None or runnable(node.target) is not node.target:
+        if _out_overload(node) is None or runnable(node.target) is not node.target:
             return False
         values = [source.meta.get("val") for source in node.all_input_nodes]
         mode = shim.detect_fake_mode([*values, node.meta["val"]])
@@ -185,11 +182,11 @@ class _AtenRegion:
         (text,) = make_tape((node,)).texts
         if text not in _WRITES_OUT:
             with mode:
-                _WRITES_OUT[text] = _takes_out(out, node)
+                _WRITES_OUT[text] = _takes_out(node)
         return _WRITES_OUT[text]
 
     def _run(self, args: list[Any]) -> list[Any]:
-        env: Env = dict(zip(self.inputs, args, strict=True))
+        env: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True))
         args.clear()
         views = current.views
         with torch.no_grad():
@@ -204,14 +201,16 @@ class _AtenRegion:
             self._poison_dead(self.nodes[-1])
         return [env[output] if isinstance(output, fx.Node) else output for output in self.outputs]
 
-    def _call(self, node: fx.Node, env: Env, views: Sequence[torch.Tensor]) -> Any:
+    def _call(
+        self, node: fx.Node, env: Mapping[fx.Node, Any], views: Sequence[torch.Tensor]
+    ) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: env[source])
         if node.target in _STORAGE_OFFSET:
             args = _at_real_offset(node, args)
         if node in self.mapped:
             spec = view_spec(node.meta["val"])
             target = own_mapping(spec.size, spec.stride, spec.dtype)
-            self._write(node, args, kwargs, target)
+            _write_out(node, args, kwargs, target)
             return target
         if node not in self.index:
             return runnable(node.target)(*args, **kwargs)
@@ -220,17 +219,12 @@ class _AtenRegion:
             wait = torch.ops._c10d_functional.wait_tensor.default
             return view.copy_(wait(runnable(node.target)(*args, **kwargs)))
         if self.writers[node]:
-            self._write(node, args, kwargs, view)
+            _write_out(node, args, kwargs, view)
         else:
             view.copy_(runnable(node.target)(*args, **kwargs))
             if view.device.type == "cpu" and view.nbytes >= MIN_OWN_MAPPING_BYTES:
                 trim_heap()  # or the next such result may lie beside the hole of this one
         return view
-
-    def _write(self, node: fx.Node, args: Any, kwargs: Any, target: torch.Tensor) -> None:
-        out = _out_overload(node)
-        assert out is not None, f"{node.name}: an out= overload that was there is gone"
-        out(*args, **_out_kwargs(out, kwargs, target))
 
     def _poison_dead(self, node: fx.Node) -> None:
         """In poison mode, what is dead after this line is overwritten."""
@@ -315,24 +309,24 @@ def _same_arguments(target: torch._ops.OpOverload, out: torch._ops.OpOverload) -
     return ours == theirs
 
 
-def _takes_out(out: Any, node: fx.Node) -> bool:
+def _takes_out(node: fx.Node) -> bool:
     fake = node.meta["val"]
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     target = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
     try:
-        result = out(*args, **_out_kwargs(out, kwargs, target))
+        result = _write_out(node, args, kwargs, target)
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     return bool(result.shape == fake.shape and result.stride() == fake.stride())
 
 
-def _out_kwargs(
-    out: torch._ops.OpOverload, kwargs: dict[str, Any], target: torch.Tensor
-) -> dict[str, Any]:
-    """The keywords that ``out`` knows, and the tensor to write into."""
+def _write_out(node: fx.Node, args: Any, kwargs: Mapping[str, Any], target: torch.Tensor) -> Any:
+    """Run the ``out=`` overload, with the keywords that it knows, on ``target``."""
+    out = _out_overload(node)
+    assert out is not None, f"{node.name}: an out= overload that was there is gone"
     known = {arg.name for arg in out._schema.arguments}
     name = next(arg.name for arg in out._schema.arguments if arg.is_out)
-    return {**{key: value for key, value in kwargs.items() if key in known}, name: target}
+    return out(*args, **{key: kwargs[key] for key in kwargs if key in known}, **{name: target})
 
 
 def estimate(region: RegionGraph) -> RegionProfile:
