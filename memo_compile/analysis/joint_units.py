@@ -6,6 +6,7 @@ Inductor replaced) goes where its inputs are.
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,9 @@ UNIT = "memo_unit"
 
 GRADIENT = "memo_gradient"
 """Key of ``node.meta``: true for a part of a gradient that the forward makes."""
+
+SAVED = "memo_saved"
+"""Key of ``node.meta``: true for what the forward keeps for the backward (``passes.equal_cut``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,21 @@ def forward_nodes(joint: fx.GraphModule) -> tuple[fx.Node, ...]:
         if node in wanted:
             wanted.update(node.all_input_nodes)
     return tuple(node for node in nodes if node in wanted)
+
+
+def saved_nodes(joint: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that are tagged as saved, in graph order."""
+    return [node for node in joint.graph.nodes if node.meta.get(SAVED)]
+
+
+def tag_saved(joint: fx.GraphModule, saved: Collection[fx.Node]) -> bool:
+    """``saved`` and nothing else is tagged as saved; False when it was so before."""
+    before = saved_nodes(joint)
+    for node in joint.graph.nodes:
+        node.meta.pop(SAVED, None)
+        if node in saved:
+            node.meta[SAVED] = True
+    return saved_nodes(joint) != before
 
 
 def is_tangent(node: fx.Node) -> bool:

@@ -444,7 +444,6 @@ def _getitem(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
     Of the operators with a rule all results have the rows at one dimension, but for the gradient
     of an attention's mask, which is a sum over the batch unless the mask carries rows.
     """
-    del before
     maker, position = node.args
     of_mask = op_name(_node(maker)).endswith("attention_backward") and position == 3
     return dim if is_tensor(node) and not is_counter(node) and not of_mask else None

@@ -52,9 +52,7 @@ def _merge(graph: fx.Graph) -> set[fx.Node]:
     survivors: set[fx.Node] = set()
     returned = set(_returned(graph))
     for node in list(graph.nodes):
-        if node.op != "call_function" or not is_pure(node) or is_constant(node):
-            continue
-        if storage_of(node) in returned:
+        if not is_pure(node) or is_constant(node) or storage_of(node) in returned:
             continue
         key = _signature(node)
         if key is None:

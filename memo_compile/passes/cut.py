@@ -36,6 +36,7 @@ from memo_compile.analysis.views import (
     results_of,
     storage_of,
 )
+from memo_compile.passes.extract import placeholder_like
 from memo_compile.passes.lease import HANDLE, is_given
 from memo_compile.step.problem import Layouts, Phase
 from memo_compile.step.tilings import Tiling
@@ -246,8 +247,7 @@ class _Border:
         graph = fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
         for node in self.inputs:
-            made[node] = graph.placeholder(f"in_{len(made)}")
-            made[node].meta = {"val": node.meta["val"]}
+            made[node] = placeholder_like(graph, f"in_{len(made)}", node)
 
         def make(node: fx.Node) -> None:
             if node in made:

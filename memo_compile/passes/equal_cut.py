@@ -24,6 +24,8 @@ from memo_compile.analysis.joint_units import (
     JointUnits,
     backward_positions,
     forward_nodes,
+    saved_nodes,
+    tag_saved,
     tangent_dependents,
 )
 from memo_compile.analysis.purity import (
@@ -33,7 +35,6 @@ from memo_compile.analysis.purity import (
     overwritten,
     runs_once,
 )
-from memo_compile.analysis.saved import saved_nodes, tag_saved
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import base_of, bytes_of, is_movable_view, is_tensor, storage_of
 

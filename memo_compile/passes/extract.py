@@ -8,6 +8,13 @@ from torch import fx
 from memo_compile.analysis.views import makers_of
 
 
+def placeholder_like(graph: fx.Graph, name: str, node: fx.Node) -> fx.Node:
+    """A placeholder behind the others of ``graph``, of a value like that of ``node``."""
+    made = graph.placeholder(name)
+    made.meta = {"val": node.meta["val"]}
+    return made
+
+
 @dataclass(slots=True, kw_only=True)
 class Extract:
     """A graph of some nodes of another: what it is given, and the copy of every node."""
@@ -38,8 +45,7 @@ def extract(
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in inputs:
-        made[node] = graph.placeholder(f"in_{len(made)}")
-        made[node].meta = {"val": node.meta["val"]}
+        made[node] = placeholder_like(graph, f"in_{len(made)}", node)
     for node in gm.graph.nodes:
         if node in needed and node not in made:
             made[node] = graph.node_copy(node, lambda source: made[source])

@@ -75,7 +75,6 @@ def apply_order(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
         if later is not None and not node < later:
             later.prepend(node)
         later = node
-    graph.lint()
 
 
 def _improve(

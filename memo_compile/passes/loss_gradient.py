@@ -154,7 +154,6 @@ def _move(
         made = _scaled(end, tangent, scaled)
         for user in later:
             user.replace_input_with(end, made)
-    gm.graph.lint()
 
 
 def _scaled(node: fx.Node, tangent: fx.Node, scaled: dict[fx.Node, fx.Node]) -> fx.Node:

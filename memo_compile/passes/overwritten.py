@@ -54,7 +54,6 @@ class KeepOverwritten:
             computes = node.op == "call_function" and not is_view(node) and not is_write(node)
             if computes and any(storage_of(read) in written for read in node.all_input_nodes):
                 node.meta[READS_OVERWRITTEN] = True
-        gm.graph.lint()
         return PassResult(gm, bool(old.made))
 
 

@@ -150,9 +150,7 @@ def recompute_graph(
     wanted = [made_at[slot] for slot in key.slots]
     kept = {node: slot for slot, node in made_at.items() if slot not in key.slots}
     part = _part(region, wanted, kept, key.region)
-    gm = part.gm
-    if key.rows is not None:
-        gm = _first_rows(layer, part, wanted, key)
+    gm = part.gm if key.rows is None else _first_rows(layer, part, wanted, key)
     placeholders = region.gm.graph.find_nodes(op="placeholder")
     positions = {node: at for at, node in enumerate(placeholders)}
     slots = {placeholders[at]: slot for at, slot in layer.slot_of_input.items()} | kept
@@ -193,7 +191,6 @@ def _part(
                 "keep or offload what is made from it"
             )
     part.finish(wanted)
-    part.graph.lint()
     return part
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from memo_compile.analysis.saved import SAVED
+from memo_compile.analysis.joint_units import SAVED
 from memo_compile.errors import ConfigError, MemoError, PassFailed
 
 T = TypeVar("T")

@@ -10,6 +10,7 @@ in the sizes that operators are given; parameters keep their shape. An eighth of
 The shorter graph computes something else; only the time that it takes is of use.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -110,7 +111,7 @@ def _candidates(gm: fx.GraphModule, static_inputs: tuple[int, ...]) -> list[int]
     Sizes that parameters have too come last. Those below MIN_TOKENS are too small to tell apart.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    bytes_of: dict[int, int] = {}
+    bytes_of: Counter[int] = Counter()
     of_parameters: set[int] = set()
     for at, node in enumerate(placeholders):
         if not is_tensor(node):
@@ -120,12 +121,8 @@ def _candidates(gm: fx.GraphModule, static_inputs: tuple[int, ...]) -> list[int]
             of_parameters.update(value.shape)
             continue
         for size in {length for length in value.shape if length >= MIN_TOKENS}:
-            bytes_of[size] = bytes_of.get(size, 0) + value.nbytes
-
-    def rank(size: int) -> tuple[bool, int, int]:
-        return size in of_parameters, -bytes_of[size], -size
-
-    return sorted(bytes_of, key=rank)
+            bytes_of[size] += value.nbytes
+    return sorted(bytes_of, key=lambda size: (size in of_parameters, -bytes_of[size], -size))
 
 
 class _Shortener(FakeCopier):

@@ -17,6 +17,7 @@ from torch import fx
 
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.views import is_view, results_of
+from memo_compile.passes.extract import placeholder_like
 from memo_compile.step.tilings import Operand, Ref, RunningSum, Source
 
 
@@ -68,7 +69,7 @@ def _sum_graph(total: fx.Node) -> tuple[fx.Graph, list[fx.Node]]:
     """``total`` by itself, with the views that it reads through, and what those look at."""
     acc, *others = total.all_input_nodes
     graph = fx.Graph()
-    made = {acc: _placeholder(graph, acc)}
+    made = {acc: placeholder_like(graph, acc.name, acc)}
     sources: list[fx.Node] = []
     views: list[fx.Node] = []
     for node in others:
@@ -76,18 +77,12 @@ def _sum_graph(total: fx.Node) -> tuple[fx.Graph, list[fx.Node]]:
             views.append(node)
             (node,) = node.all_input_nodes
         if node not in made:
-            made[node] = _placeholder(graph, node)
+            made[node] = placeholder_like(graph, node.name, node)
             sources.append(node)
     for node in [*dict.fromkeys(reversed(views)), total]:
         made[node] = graph.node_copy(node, lambda source: made[source])
     graph.output((made[total],))
     return graph, sources
-
-
-def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    made = graph.placeholder(node.name)
-    made.meta = {"val": node.meta["val"]}
-    return made
 
 
 def _copied(end: fx.Node, node: fx.Node) -> fx.Node:

@@ -92,6 +92,7 @@ class _Splitter:
         self.dims = chain.dims
         self.nodes = list(region.gm.graph.nodes)
         self.placeholders = region.gm.graph.find_nodes(op="placeholder")
+        self.static = {self.placeholders[at] for at in region.static_inputs}
         self.made = list(results_of(region.gm.graph))
         self.external = region.external_storages()
         self.inside = chain.nodes | chain.sums
@@ -306,7 +307,7 @@ class _Splitter:
         static = tuple(
             at
             for at, node in enumerate(part.inputs)
-            if self.dims.get(node) is None and self._is_static(node)
+            if self.dims.get(node) is None and node in self.static
         )
         return replace(
             self.region,
@@ -323,11 +324,8 @@ class _Splitter:
             name=f"{self.region.name}.{name}",
             gm=part.gm,
             external_outputs=frozenset(external),
-            static_inputs=tuple(at for at, node in enumerate(part.inputs) if self._is_static(node)),
+            static_inputs=tuple(at for at, node in enumerate(part.inputs) if node in self.static),
         )
-
-    def _is_static(self, node: fx.Node) -> bool:
-        return any(self.placeholders[at] is node for at in self.region.static_inputs)
 
     def _shared_bytes(self, *values: Sequence[fx.Node]) -> int:
         """Of what one part hands to another and the region does not return."""

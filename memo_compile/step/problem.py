@@ -539,8 +539,7 @@ def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
     for value, size_bytes in problem.tangents.items():
         yield backward_line, size_bytes
         if value in last_read:
-            end = _last_line(starts, last_read[value])
-            yield max(backward_line + 1, end), -size_bytes
+            yield max(backward_line + 1, _last_line(starts, last_read[value])), -size_bytes
     for index, call in enumerate(problem.calls):
         for output, value in problem.made_by(call):
             if output.storage is not Storage.EXTERNAL or not output.size_bytes:
