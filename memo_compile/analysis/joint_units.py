@@ -15,7 +15,7 @@ from torch import fx
 
 from memo_compile.analysis.layers import LayerStructure, find_layers
 from memo_compile.analysis.purity import is_write
-from memo_compile.analysis.views import storage_of
+from memo_compile.analysis.views import makers_of, storage_of
 from memo_compile.step.problem import Phase
 
 UNIT = "memo_unit"
@@ -47,10 +47,7 @@ def forward_nodes(joint: fx.GraphModule) -> tuple[fx.Node, ...]:
     Nodes that a pattern replaced carry no tag; they belong to the forward when it reads them.
     """
     nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
-    wanted = {node for node in nodes if node.meta.get("partitioner_tag") == "is_forward"}
-    for node in reversed(nodes):
-        if node in wanted:
-            wanted.update(node.all_input_nodes)
+    wanted = makers_of(n for n in nodes if n.meta.get("partitioner_tag") == "is_forward")
     return tuple(node for node in nodes if node in wanted)
 
 

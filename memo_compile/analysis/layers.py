@@ -240,11 +240,9 @@ def _group(tape: Tape, ranges: Sequence[Range]) -> dict[str, list[Range]]:
 def _is_worthwhile(tape: Tape, members: Sequence[Range]) -> bool:
     start, end = members[0]
     num_matmuls = tape.num_matmuls(start, end)
-    if len(members) < 2 or num_matmuls == 0:
-        return False
-    if num_matmuls == 1 and len(members) < _MIN_SIMPLE_INSTANCES:
-        return False
-    return len(members) * (end - start) >= _MIN_SHARE * len(tape.nodes)
+    least = _MIN_SIMPLE_INSTANCES if num_matmuls == 1 else 2
+    is_large = len(members) * (end - start) >= _MIN_SHARE * len(tape.nodes)
+    return num_matmuls > 0 and len(members) >= least and is_large
 
 
 def _assemble(tape: Tape, by_class: dict[str, list[Range]], paths: LayerPaths) -> LayerStructure:

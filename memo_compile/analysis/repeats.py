@@ -86,19 +86,12 @@ def best_repeat(
     ]
     runs.sort(key=lambda run: (-run.count * run.period, run.period, run.start))
     for run in runs[:_MAX_ATTEMPTS]:
-        found = _verified(tape, run, prefers_cut)
-        if found is not None:
-            return found
+        rotations = _rotations(tape, run, prefers_cut)[:_ROTATION_FINALISTS]
+        parts = (_isomorphic_part(tape, run, rotation, border) for rotation, border in rotations)
+        found = [repeat for repeat in parts if repeat is not None]
+        if found:
+            return max(found, key=lambda repeat: repeat.count)
     return None
-
-
-def _verified(tape: Tape, run: TokenRun, prefers_cut: Callable[[int], bool]) -> Repeat | None:
-    found = [
-        repeat
-        for rotation, border in _rotations(tape, run, prefers_cut)[:_ROTATION_FINALISTS]
-        if (repeat := _isomorphic_part(tape, run, rotation, border)) is not None
-    ]
-    return max(found, key=lambda repeat: repeat.count, default=None)
 
 
 def _rotations(

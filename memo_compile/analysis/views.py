@@ -37,7 +37,9 @@ def results_of(graph: fx.Graph) -> Sequence[Any]:
     return results
 
 
-def makers_of(ends: Iterable[fx.Node], goes_on: Callable[[fx.Node], bool]) -> set[fx.Node]:
+def makers_of(
+    ends: Iterable[fx.Node], goes_on: Callable[[fx.Node], bool] = lambda node: True
+) -> set[fx.Node]:
     """``ends`` and all that they are computed from, followed through nodes where it ``goes_on``."""
     found: set[fx.Node] = set()
     stack = list(ends)

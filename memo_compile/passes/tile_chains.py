@@ -145,8 +145,8 @@ def _narrow_sums(nodes: Iterable[fx.Node], own: set[fx.Node], sums: set[fx.Node]
             read.update(node.all_input_nodes if node in own else ())
     found: set[fx.Node] = set()
     for total in sums:
-        made_of = makers_of([total], lambda node: node.op == "call_function")
-        feeds = any(total in makers_of([node], lambda node: True) for node in read - own)
+        made_of = makers_of([total])
+        feeds = any(total in makers_of([node]) for node in read - own)
         if feeds and all(NARROW * bytes_of(node) <= widest for node in made_of & own):
             found |= {total, *(made_of & own)}
     return found

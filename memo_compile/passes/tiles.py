@@ -275,16 +275,13 @@ class _Splitter:
         end, ends = graph.output_node(), results_of(graph)
         graph.erase_node(end)
         found = dict(zip(sources, ends[num_outputs:], strict=True))
-        line = {node: number for number, node in enumerate(graph.nodes)}
         first = next(node for node in graph.nodes if node.op != "placeholder")
         totals = []
         for at, node in enumerate(sums):
             with graph.inserting_before(first):
                 acc = graph.placeholder(f"acc_{at}")
             acc.meta["val"] = node.meta["val"]
-            last = max(
-                (found[source] for source in node.all_input_nodes), key=lambda source: line[source]
-            )
+            last = max(found[source] for source in node.all_input_nodes)
             with graph.inserting_before(last.next):  # so that what it sums dies as early as it can
                 totals.append(self._total(graph, node, acc, found))
         graph.output((*ends[:num_outputs], *totals))
