@@ -139,7 +139,7 @@ def _by_modules(repeat: Repeat, paths: LayerPaths) -> list[Range]:
     if owner.pattern is None or owner.period == 1:
         return []
     starts = paths.layer_starts(start, end, owner.pattern)
-    return _between(start, starts, end) if len(starts) == owner.period - 1 else []
+    return list(pairwise([start, *starts, end])) if len(starts) == owner.period - 1 else []
 
 
 def _by_inner_repeat(tape: Tape, first: Range, paths: LayerPaths) -> list[Range]:
@@ -172,17 +172,13 @@ def _by_common_beginning(tape: Tape, repeat: Repeat, paths: LayerPaths) -> list[
         common[cut] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if tape.num_matmuls(cut, cut + common[cut]):
             starts.append(cut)
-    pieces = _between(start, starts, end)
+    pieces = list(pairwise([start, *starts, end]))
     first_length = pieces[0][1] - start
     for low, high in pieces[1:]:
         shorter = min(high - low, first_length)
         if not _MIN_COMMON_SHARE * shorter <= common[low] < shorter:
             return []
     return pieces
-
-
-def _between(start: int, cuts: Sequence[int], end: int) -> list[Range]:
-    return list(pairwise([start, *cuts, end]))
 
 
 def _complement(ranges: Sequence[Range], start: int, end: int) -> list[Range]:

@@ -10,8 +10,6 @@ from torch import fx
 from memo_compile.analysis.views import results_of, storage_of
 from memo_compile.step.problem import Layout, Layouts, RegionOutput, RegionProfile, Storage
 
-RunRegion = Callable[[list[Any]], Sequence[Any]]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewSpec:
@@ -69,7 +67,7 @@ class LoweredRegion:
 
     profile: RegionProfile
     views: tuple[ViewSpec, ...]
-    run: RunRegion
+    run: Callable[[list[Any]], Sequence[Any]]
 
 
 def layout_of(value: object) -> Layout | None:

@@ -343,10 +343,8 @@ def _norm(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
     return dim if dim < len(before) - len(argument(node, "normalized_shape")) else None
 
 
-_BATCHED = frozenset(
-    ("query", "key", "value", "grad_out", "grad_out_", "out", "logsumexp")  # [B, H, T, ...]
-)
-"""Arguments of the attention operators with the batch in dimension 0."""
+_BATCHED = frozenset("query key value grad_out grad_out_ out logsumexp".split())
+"""Arguments of the attention operators with the batch in dimension 0: [B, H, T, ...]."""
 
 _MASKS = frozenset(("attn_mask", "attn_bias"))
 """Arguments that are broadcast, aligned at their last dimension, against [B, H, T, S]."""

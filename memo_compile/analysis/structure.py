@@ -14,7 +14,7 @@ from memo_compile.analysis.views import storage_of
 from memo_compile.errors import UnsupportedGraph
 
 _MATMULS = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm")
+    "mm addmm bmm baddbmm _scaled_mm _int_mm _grouped_mm _scaled_grouped_mm".split()
 )
 """Operators that multiply activations with weights or with each other, after decomposition.
 

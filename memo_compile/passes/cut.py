@@ -36,7 +36,7 @@ from memo_compile.analysis.views import (
     results_of,
     storage_of,
 )
-from memo_compile.passes.extract import placeholder_like
+from memo_compile.passes.extract import copied
 from memo_compile.passes.lease import HANDLE, is_given
 from memo_compile.step.problem import Layouts, Phase
 from memo_compile.step.tilings import Tiling
@@ -244,30 +244,17 @@ class _Border:
 
     def extract(self, outputs: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
         """The region's own graph; placeholders in the order of ``inputs``."""
-        graph = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {}
-        for node in self.inputs:
-            made[node] = placeholder_like(graph, f"in_{len(made)}", node)
-
-        def make(node: fx.Node) -> None:
-            if node in made:
-                return
-            for source in node.all_input_nodes:
-                make(source)
-            made[node] = graph.node_copy(node, lambda source: made[source])
-
         own = set(self.nodes)
         ends = (node for node in self.nodes if node in outputs or is_write(node))
         needed = makers_of(ends, lambda node: node in own)
-        for node in self.nodes:
-            if node in needed:
-                make(node)
-        graph.output(tuple(made[node] for node in outputs))
-        unused = [node for node in self.inputs if not made[node].users]
-        for node in unused:
-            graph.erase_node(made[node])
-        used = [node for node in self.inputs if node not in unused]
-        return fx.GraphModule(self.cutter.request.gm, graph), used
+        nodes = [node for node in self.nodes if node in needed]
+        part = copied(self.cutter.request.gm, list(self.inputs), nodes)
+        part.finish(outputs)
+        used = [node for node in part.inputs if part.made[node].users]
+        for node in part.inputs:
+            if node not in used:
+                part.graph.erase_node(part.made[node])
+        return part.gm, used
 
 
 def _with_views_at_their_source(request: CutRequest) -> dict[fx.Node, int]:
