@@ -113,18 +113,15 @@ def _rotations(
     if cheapest_full <= cheapest * _WORTH_A_UNIT:
         priced = priced[: slack + 1]
     priced.sort()
+
+    def tie_break(rotation: int) -> tuple[int, bool, int]:
+        origin = run.start + rotation
+        cut = origin + run.period
+        return tape.broken_chains(cut, origin), not prefers_cut(cut), rotation
+
     ties = [rotation for border, rotation in priced if border == priced[0][0]]
-    ties.sort(key=lambda rotation: _tie_break(tape, run, rotation, prefers_cut))
     rest = [(rotation, border) for border, rotation in priced[len(ties) :]]
-    return [(rotation, priced[0][0]) for rotation in ties] + rest
-
-
-def _tie_break(
-    tape: Tape, run: TokenRun, rotation: int, prefers_cut: Callable[[int], bool]
-) -> tuple[int, bool, int]:
-    origin = run.start + rotation
-    cut = origin + run.period
-    return tape.broken_chains(cut, origin), not prefers_cut(cut), rotation
+    return [(rotation, priced[0][0]) for rotation in sorted(ties, key=tie_break)] + rest
 
 
 def _isomorphic_part(tape: Tape, run: TokenRun, rotation: int, border: int) -> Repeat | None:

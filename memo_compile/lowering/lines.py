@@ -82,22 +82,19 @@ class LineScan:
                 self._read_multi_output(number, line)
 
     def _read_extern(self, number: int, node: Any) -> None:
-        if shim.copies_results(node):
-            self._read_copied(number, node)
+        name, kind = node.get_name(), _kernel_name(node)
+        if shim.copies_results(node):  # they exist beside the buffers that they are copied to
+            written = map(self._graph.get_buffer, shim.written_buffers(node))
+            size = sum(map(self._size_bytes, written))
+            self._copied.append(
+                OutsideBuffer(kind=kind, size_bytes=size, start=number, end=number + 1)
+            )
             return
-        name = node.get_name()
         aliased = node.get_inputs_that_alias_output()
         for source in aliased:
             self._groups.join(name, source)
         if not aliased and not shim.has_multi_output_layout(node):
-            self._outside[name] = (number, self._size_bytes(node), _kernel_name(node))
-
-    def _read_copied(self, number: int, node: Any) -> None:
-        """A kernel whose own results exist beside the buffers that they are copied to."""
-        names = shim.written_buffers(node)
-        size = sum(self._size_bytes(self._graph.get_buffer(name)) for name in names)
-        kind = _kernel_name(node)
-        self._copied.append(OutsideBuffer(kind=kind, size_bytes=size, start=number, end=number + 1))
+            self._outside[name] = (number, self._size_bytes(node), kind)
 
     def _read_multi_output(self, number: int, line: Any) -> None:
         node = self._graph.name_to_buffer.get(line.result_name)
@@ -112,7 +109,7 @@ class LineScan:
             self._outside[line.result_name] = (number, size, _kernel_name(source))
 
     def _size_bytes(self, node: Any) -> int:
-        """Bytes of the storage of ``node``, aligned; 0 where a size is not known."""
+        """Bytes of the storage of ``node``, aligned."""
         elements = self._graph.get_allocation_storage_size(node)
         try:
             return align(int(elements) * node.get_dtype().itemsize)
@@ -139,15 +136,12 @@ class LineScan:
     def _choose_arena(self) -> None:
         """Buffers for the arena: static, on the region's device, not behind a user's output."""
         for name, (_, node) in self._births.items():
-            root = self._groups.root(name)
             device = node.get_device()
             fits = device is not None and device.type == self._region.device.type
-            if root in self._external or root != name or not fits or self._removed(name):
-                continue
-            if not shim.is_static(node):
-                continue
-            self._arena[name] = len(self.views)
-            self.views.append(_view_spec(node))
+            is_own = self._groups.root(name) == name and name not in self._external
+            if fits and is_own and not self._removed(name) and shim.is_static(node):
+                self._arena[name] = len(self.views)
+                self.views.append(_view_spec(node))
 
     def _results(self) -> set[str]:
         """Buffers that a forward region makes for the user in the host's memory."""
@@ -163,15 +157,15 @@ class LineScan:
         """The lines with arena buffers in place of allocations, and poison where lives end."""
         ends = self._ends()
         dying: dict[int, list[str]] = {}
-        for name in self._arena if poison else ():
-            dying.setdefault(ends[self._groups.root(name)] - 1, []).append(name)
+        for name in self._arena:
+            if poison and name not in self._outputs:
+                dying.setdefault(ends[name] - 1, []).append(name)
         inputs = list(self._graph.graph_input_names)
         results = self._results()
         for number, line in enumerate(self._lines):
             yield self._replaced(line, results)
             for name in dying.get(number, ()):
-                if self._groups.root(name) not in self._outputs:
-                    yield f"memo_current.poison({self._arena[name]})"
+                yield f"memo_current.poison({self._arena[name]})"
             if poison and isinstance(line, shim.FreeLine) and line.node.get_name() in inputs:
                 position = inputs.index(line.node.get_name())
                 yield f"memo_current.input_done({position})"
@@ -199,7 +193,7 @@ class LineScan:
                 name=name,
                 size_bytes=self._size_bytes(self._births[name][1]),
                 start=self._births[name][0],
-                end=max(ends[self._groups.root(name)], self._births[name][0] + 1),
+                end=max(ends[name], self._births[name][0] + 1),
             )
             for name in self._arena
         )

@@ -165,20 +165,16 @@ def _with_all_items(own: set[fx.Node]) -> set[fx.Node]:
 def _is_sum(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], own: set[fx.Node]) -> bool:
     """True for a sum or mean over the rows of the chain, or a product that contracts them."""
     sources = node.all_input_nodes
-    rows = [dims.get(source) for source in sources]
-    if not any(source in own for source in sources) or not is_tensor(node):
+    rows = [row for source in sources if (row := dims.get(source)) is not None]
+    if len(rows) < len(sources) or own.isdisjoint(sources) or not is_tensor(node):
         return False
     if not node.meta["val"].is_contiguous():
         return False
-    name = op_name(node)
-    if name in ("sum", "mean"):
-        return len(rows) == 1 and rows[0] is not None
-    if node.target not in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
-        return False
-    if len(sources) != 2 or rows[0] is None or rows[1] is None:
-        return False
+    if op_name(node) in ("sum", "mean"):
+        return len(rows) == 1
     ndim = len(shape_of(node))
-    return rows[0].dim == ndim - 1 and rows[1].dim == ndim - 2
+    is_product = node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+    return is_product and [row.dim for row in rows] == [ndim - 1, ndim - 2]
 
 
 def _live_bytes(lives: Mapping[fx.Node, tuple[int, int, int]]) -> dict[int, int]:

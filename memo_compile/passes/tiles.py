@@ -41,16 +41,12 @@ MIN_SAVING = 1 / 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledRegion:
-    """A region in parts, and what the calls of those must do.
-
-    ``before`` reads the region's inputs; it also makes the whole tensors that tiles fill and the
-    zeros that they add to. ``tile`` runs once for each slice of the rows, and after it what adds
-    its terms to each running sum. ``after`` reads inputs and what ``before`` made.
-    """
+    """A region in parts: before, the tile, what adds to each running sum, after."""
 
     parts: Mapping[str, RegionGraph]
-    """By name, in that order."""
+    """By name, in that order. The first also makes what tiles fill and the zeros they add to."""
     tiling: Tiling
+    """What the calls of the parts must do."""
     num_rows: int
     transient_bytes: int
     """Peak of live bytes that are no outputs of the region; see :func:`transient_bytes`."""

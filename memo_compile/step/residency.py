@@ -21,7 +21,6 @@ import numpy as np
 
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import (
-    Phase,
     Problem,
     arena_buffers,
     call_starts,
@@ -88,13 +87,8 @@ def retained_peak_bytes(problem: Problem, plan: Plan) -> int:
     """
     ordinary = ordinary_bytes(problem)
     needs = [stay + more for stay, more in zip(plan.resident_bytes, ordinary.most, strict=True)]
-    backward = [
-        need
-        for need, call in zip(needs, problem.calls, strict=True)
-        if call.phase is Phase.BACKWARD
-    ]
     most, end = max(needs, default=0), plan.arena_bytes + sum(ordinary.after[-1:])
-    retained = plan.arena_bytes + max([end, *backward])
+    retained = plan.arena_bytes + max([end, *needs[problem.first_backward :]])
     return plan.peak_bytes + max(0, retained - most)
 
 
