@@ -87,10 +87,9 @@ def tag_units(joint: fx.GraphModule) -> JointUnits:
             node.meta[UNIT] = node.all_input_nodes[0].meta[UNIT]
     known = set(forward)
     for node in joint.graph.nodes:
-        if node.op == "call_function" and node not in known:
-            seq = node.meta.get("seq_nr")
-            if seq in unit_of_seq:
-                node.meta[UNIT] = unit_of_seq[seq]
+        seq = node.meta.get("seq_nr")
+        if node.op == "call_function" and node not in known and seq in unit_of_seq:
+            node.meta[UNIT] = unit_of_seq[seq]
     return JointUnits(structure=structure, forward=forward)
 
 

@@ -265,14 +265,12 @@ def slice_rows(
     """
     if not 0 < rows <= num_rows:
         raise UnsupportedGraph(f"rows: expected 1 to {num_rows} rows, got {rows}")
-    missing = [
-        node for node in gm.graph.nodes if node.op != "output" and not is_row_wise(node, dims)
-    ]
-    if missing:
-        raise UnsupportedGraph(
-            f"{missing[0].name} ({missing[0].target}) mixes rows or is not known to keep them "
-            "apart: take it out of the graph before slicing"
-        )
+    for node in gm.graph.nodes:
+        if node.op != "output" and not is_row_wise(node, dims):
+            raise UnsupportedGraph(
+                f"{node.name} ({node.target}) mixes rows or is not known to keep them "
+                "apart: take it out of the graph before slicing"
+            )
     return _Slicer(gm, dims, rows, num_rows).run()
 
 

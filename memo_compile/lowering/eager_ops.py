@@ -26,9 +26,7 @@ def _lookup_seed(seeds: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def _generator(seed: torch.Tensor) -> torch.Generator:
-    generator = torch.Generator(device=seed.device)
-    generator.manual_seed(int(seed.item()))
-    return generator
+    return torch.Generator(device=seed.device).manual_seed(int(seed.item()))
 
 
 def _random(size: Any, seed: torch.Tensor, mode: str, *, offset: int = 0) -> torch.Tensor:

@@ -187,9 +187,8 @@ def _wide(units: JointUnits) -> set[fx.Node]:
             if source.meta.get(UNIT) == index - 1
         ]
         limit = TILE_FACTOR * max(inputs, default=0)
-        if limit == 0:
-            continue
-        found |= {node for node in own if bytes_of(node) >= limit and not _near_attention(node)}
+        if limit:
+            found |= {node for node in own if bytes_of(node) >= limit and not _near_attention(node)}
     return found
 
 

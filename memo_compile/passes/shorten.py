@@ -21,7 +21,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.rows import FakeCopier
-from memo_compile.analysis.views import is_tensor
+from memo_compile.analysis.views import is_tensor, tensors_of
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.runner import PassRunner
 
@@ -147,15 +147,9 @@ class _Shortener(FakeCopier):
             copy.meta["val"] = self.value_of(copy)
         except _REFUSALS as error:
             raise _OtherSizeError(f"{node.name}: {error}") from error
-        found = [tuple(value.shape) for value in _tensors(copy)]
-        if found != [self.scale.shape(value.shape) for value in _tensors(node)]:
+        found = [tuple(value.shape) for value in tensors_of(copy)]
+        if found != [self.scale.shape(value.shape) for value in tensors_of(node)]:
             raise _OtherSizeError(f"{node.name}: {found}")
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else [value]
-    return [item for item in values if isinstance(item, torch.Tensor)]
 
 
 def _strides(value: torch.Tensor, size: Sequence[int]) -> list[int]:

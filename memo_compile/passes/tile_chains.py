@@ -83,10 +83,8 @@ def _row_counts(gm: fx.GraphModule, anchor: fx.Node) -> list[int]:
         for node in gm.graph.nodes
         if is_tensor(node) and len(shape_of(node)) > 2 and shape_of(node)[0] > 1
     }
-    return [
-        size,
-        *sorted((batch for batch in batches if batch < size and size % batch == 0), reverse=True),
-    ]
+    flattened = [batch for batch in batches if batch < size and size % batch == 0]
+    return [size, *sorted(flattened, reverse=True)]
 
 
 def _stages(

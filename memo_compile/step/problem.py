@@ -546,7 +546,7 @@ def ordinary_events(problem: Problem) -> Iterator[tuple[int, int]]:
                 continue
             yield starts[index] + output.start, output.size_bytes
             if call.phase is Phase.FORWARD and not problem.keeps_outputs:
-                end = _last_line(starts, last_read[value]) if value in last_read else 0
+                end = _last_line(starts, last_read.get(value))
                 yield max(backward_line, end), -output.size_bytes
 
 
@@ -578,10 +578,10 @@ def outside_events(problem: Problem) -> Iterator[tuple[int, int, str]]:
         for output, value in problem.made_by(call):
             if output.storage is Storage.OUTSIDE:
                 yield start, output.size_bytes, "unplanned outputs"
-                end = _last_line(starts, last_read[value]) if value in last_read else 0
+                end = _last_line(starts, last_read.get(value))
                 yield max(start + region.num_lines, end), -output.size_bytes, "unplanned outputs"
 
 
-def _last_line(starts: Sequence[int], line: int) -> int:
-    """The last line of the call that ``line`` is in."""
-    return starts[bisect.bisect_right(starts, line)] - 1
+def _last_line(starts: Sequence[int], line: int | None) -> int:
+    """The last line of the call that ``line`` is in; 0 without one."""
+    return 0 if line is None else starts[bisect.bisect_right(starts, line)] - 1
