@@ -129,10 +129,7 @@ def _reach(order: Sequence[fx.Node]) -> list[int]:
 
 def _draws(node: fx.Node) -> bool:
     """True when ``node`` advances the random generator; attention without dropout does not."""
-    if not is_random(node):
-        return False
-    dropout = argument(node, "dropout_p")
-    return dropout is None or dropout != 0.0
+    return is_random(node) and argument(node, "dropout_p") != 0.0
 
 
 def _far_readers(reach: Sequence[int], structure: LayerStructure) -> list[int]:
