@@ -39,7 +39,8 @@ def take_sums_out(
     end, results = graph.output_node(), results_of(graph)
     inputs = graph.find_nodes(op="placeholder")
     so_far = inputs[len(inputs) - len(totals) :]
-    rows, read, sums = results[:num_rows], dict[fx.Node, int](), []
+    rows, read = results[:num_rows], dict[fx.Node, int]()
+    sums: list[tuple[RegionGraph, RunningSum]] = []
     for total, node in zip(totals, results[num_rows:], strict=True):
         alone, sources = _sum_graph(node)
         terms = []
