@@ -6,6 +6,7 @@ Inductor replaced) goes where its inputs are.
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import fx
 
 from memo_compile.analysis.layers import LayerStructure, find_layers
 from memo_compile.analysis.purity import is_write
-from memo_compile.analysis.views import storage_of
+from memo_compile.analysis.views import makers_of, storage_of
 from memo_compile.step.problem import Phase
 
 UNIT = "memo_unit"
@@ -22,6 +23,9 @@ UNIT = "memo_unit"
 
 GRADIENT = "memo_gradient"
 """Key of ``node.meta``: true for a part of a gradient that the forward makes."""
+
+SAVED = "memo_saved"
+"""Key of ``node.meta``: true for what the forward keeps for the backward (``passes.equal_cut``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +47,23 @@ def forward_nodes(joint: fx.GraphModule) -> tuple[fx.Node, ...]:
     Nodes that a pattern replaced carry no tag; they belong to the forward when it reads them.
     """
     nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
-    wanted = {node for node in nodes if node.meta.get("partitioner_tag") == "is_forward"}
-    for node in reversed(nodes):
-        if node in wanted:
-            wanted.update(node.all_input_nodes)
+    wanted = makers_of(n for n in nodes if n.meta.get("partitioner_tag") == "is_forward")
     return tuple(node for node in nodes if node in wanted)
+
+
+def saved_nodes(joint: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that are tagged as saved, in graph order."""
+    return [node for node in joint.graph.nodes if node.meta.get(SAVED)]
+
+
+def tag_saved(joint: fx.GraphModule, saved: Collection[fx.Node]) -> bool:
+    """``saved`` and nothing else is tagged as saved; False when it was so before."""
+    before = saved_nodes(joint)
+    for node in joint.graph.nodes:
+        node.meta.pop(SAVED, None)
+        if node in saved:
+            node.meta[SAVED] = True
+    return saved_nodes(joint) != before
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -71,10 +87,9 @@ def tag_units(joint: fx.GraphModule) -> JointUnits:
             node.meta[UNIT] = node.all_input_nodes[0].meta[UNIT]
     known = set(forward)
     for node in joint.graph.nodes:
-        if node.op == "call_function" and node not in known:
-            seq = node.meta.get("seq_nr")
-            if seq in unit_of_seq:
-                node.meta[UNIT] = unit_of_seq[seq]
+        seq = node.meta.get("seq_nr")
+        if node.op == "call_function" and node not in known and seq in unit_of_seq:
+            node.meta[UNIT] = unit_of_seq[seq]
     return JointUnits(structure=structure, forward=forward)
 
 

@@ -139,7 +139,7 @@ def _by_modules(repeat: Repeat, paths: LayerPaths) -> list[Range]:
     if owner.pattern is None or owner.period == 1:
         return []
     starts = paths.layer_starts(start, end, owner.pattern)
-    return _between(start, starts, end) if len(starts) == owner.period - 1 else []
+    return list(pairwise([start, *starts, end])) if len(starts) == owner.period - 1 else []
 
 
 def _by_inner_repeat(tape: Tape, first: Range, paths: LayerPaths) -> list[Range]:
@@ -172,17 +172,13 @@ def _by_common_beginning(tape: Tape, repeat: Repeat, paths: LayerPaths) -> list[
         common[cut] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if tape.num_matmuls(cut, cut + common[cut]):
             starts.append(cut)
-    pieces = _between(start, starts, end)
+    pieces = list(pairwise([start, *starts, end]))
     first_length = pieces[0][1] - start
     for low, high in pieces[1:]:
         shorter = min(high - low, first_length)
         if not _MIN_COMMON_SHARE * shorter <= common[low] < shorter:
             return []
     return pieces
-
-
-def _between(start: int, cuts: Sequence[int], end: int) -> list[Range]:
-    return list(pairwise([start, *cuts, end]))
 
 
 def _complement(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
@@ -240,11 +236,9 @@ def _group(tape: Tape, ranges: Sequence[Range]) -> dict[str, list[Range]]:
 def _is_worthwhile(tape: Tape, members: Sequence[Range]) -> bool:
     start, end = members[0]
     num_matmuls = tape.num_matmuls(start, end)
-    if len(members) < 2 or num_matmuls == 0:
-        return False
-    if num_matmuls == 1 and len(members) < _MIN_SIMPLE_INSTANCES:
-        return False
-    return len(members) * (end - start) >= _MIN_SHARE * len(tape.nodes)
+    least = _MIN_SIMPLE_INSTANCES if num_matmuls == 1 else 2
+    is_large = len(members) * (end - start) >= _MIN_SHARE * len(tape.nodes)
+    return num_matmuls > 0 and len(members) >= least and is_large
 
 
 def _assemble(tape: Tape, by_class: dict[str, list[Range]], paths: LayerPaths) -> LayerStructure:

@@ -1,43 +1,40 @@
-"""Which operators may be merged or recomputed: no effect, no randomness, no communication."""
+"""Which operators may be merged or recomputed: no effect, no randomness, no communication.
+
+And which inputs of a joint graph the step overwrites, and which operators read them before.
+"""
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memo_compile.analysis.structure import argument, op_name
+from memo_compile.analysis.structure import argument, has_tag, namespace, op_name, schema_of
+from memo_compile.analysis.views import is_item, storage_of
 
 _RANDOM_PRIMS = ("inductor_seeds", "inductor_seed")
 """Inductor's random numbers are pure functions of a seed; only drawing the seeds is random."""
 
+READS_OVERWRITTEN = "memo_reads_overwritten"
+"""Key of ``node.meta``: the operator reads an input that is overwritten, and runs once."""
+
 
 def is_random(node: fx.Node) -> bool:
     """True when running ``node`` twice gives two different values."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if target.namespace == "prims" and target._schema.name.split("::")[-1] in _RANDOM_PRIMS:
-        return True
-    return torch.Tag.nondeterministic_seeded in target.tags
+    draws_seeds = namespace(node) == "prims" and op_name(node) in _RANDOM_PRIMS
+    return draws_seeds or has_tag(node, torch.Tag.nondeterministic_seeded)
 
 
 def is_collective(node: fx.Node) -> bool:
     """True for an operator that talks to other ranks, or waits for one."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace in (
-        "_c10d_functional",
-        "c10d_functional",
-        "_dtensor",
-        "c10d",
-    )
+    return namespace(node) in ("_c10d_functional", "c10d_functional", "_dtensor", "c10d")
 
 
 def is_wait(node: fx.Node) -> bool:
     """True for the operator after which a collective's result may be read."""
-    target = node.target
-    return is_collective(node) and getattr(target, "_opname", "") == "wait_tensor"
+    return is_collective(node) and op_name(node) == "wait_tensor"
 
 
 def in_flight(node: fx.Node) -> bool:
@@ -48,19 +45,13 @@ def in_flight(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and in_flight(source)
-    target = node.target
-    functional = isinstance(target, torch._ops.OpOverload) and target.namespace.endswith(
-        "c10d_functional"
-    )
+    functional = namespace(node).endswith("c10d_functional")
     return functional and not is_wait(node) and not is_write(node)
 
 
 def is_known(node: fx.Node) -> bool:
     """True for operators of torch itself; a custom operator's effects are unknown."""
-    target = node.target
-    if target is operator.getitem:
-        return True
-    return isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
+    return node.target is operator.getitem or namespace(node) in ("aten", "prims")
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -70,9 +61,7 @@ def is_pure(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and is_pure(source)
-    assert isinstance(node.target, torch._ops.OpOverload)
-    mutates = node.target._schema.is_mutable
-    return not mutates and not is_random(node) and not is_collective(node)
+    return not is_write(node) and not is_random(node)
 
 
 def must_be_saved(node: fx.Node) -> bool:
@@ -87,9 +76,7 @@ def is_repeatable(node: fx.Node) -> bool:
     """
     if node.target is operator.getitem:
         return is_repeatable(node.all_input_nodes[0])
-    target = node.target
-    is_attention = op_name(node).startswith("_scaled_dot_product")
-    if is_attention and isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
+    if namespace(node) == "aten" and op_name(node).startswith("_scaled_dot_product"):
         return not argument(node, "dropout_p")
     return is_pure(node)
 
@@ -106,9 +93,42 @@ def is_write(node: fx.Node) -> bool:
 
 def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
     """The arguments that the writing operator ``node`` writes into."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for position, declared in enumerate(node.target._schema.arguments):
-        given = node.args[position] if position < len(node.args) else node.kwargs.get(declared.name)
+    for declared in schema_of(node).arguments:
         if declared.alias_info is not None and declared.alias_info.is_write:
+            given = argument(node, declared.name)
             several = given if isinstance(given, list | tuple) else (given,)
             yield from (value for value in several if isinstance(value, fx.Node))
+
+
+def overwritten(graph: fx.Graph) -> set[fx.Node]:
+    """Inputs of a joint graph that the step writes into: in the graph, or from what it returns."""
+    found = written_storages(graph) | set(_written_by_the_caller(graph))
+    return {node for node in found if node.op == "placeholder"}
+
+
+def written_storages(graph: fx.Graph) -> set[fx.Node]:
+    """The makers of all storages that an operator of ``graph`` writes into."""
+    return {
+        storage_of(target)
+        for node in graph.nodes
+        if is_write(node)
+        for target in written_arguments(node)
+    }
+
+
+def _written_by_the_caller(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Inputs whose new value is a result: AOTAutograd describes both (2.11, 2.13)."""
+    described: dict[Any, fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if node.meta.get("desc") is not None:
+            described[node.meta["desc"]] = node
+    for description in graph.output_node().meta.get("desc") or ():
+        source = described.get(getattr(description, "mutated_input", None))
+        if source is not None:
+            yield source
+
+
+def runs_once(node: fx.Node) -> bool:
+    """True for an operator that reads an overwritten input, and for an item of its results."""
+    makers = node.all_input_nodes if is_item(node) else [node]
+    return any(READS_OVERWRITTEN in maker.meta for maker in makers)

@@ -1,16 +1,14 @@
 """A region before lowering, and what every lowering returns: profile, buffer types, how to run."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from memo_compile.analysis.views import results_of, storage_of
-from memo_compile.step.problem import Layout, Layouts, RegionProfile
-
-RunRegion = Callable[[list[Any]], Sequence[Any]]
+from memo_compile.step.problem import Layout, Layouts, RegionOutput, RegionProfile, Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,15 +18,6 @@ class ViewSpec:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-
-    def layout(self) -> Layout:
-        """The same without torch, from the first element on."""
-        return Layout(
-            dtype=str(self.dtype).removeprefix("torch."),
-            item_bytes=self.dtype.itemsize,
-            size=self.size,
-            stride=self.stride,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +67,34 @@ class LoweredRegion:
 
     profile: RegionProfile
     views: tuple[ViewSpec, ...]
-    run: RunRegion
+    run: Callable[[list[Any]], Sequence[Any]]
 
 
 def layout_of(value: object) -> Layout | None:
     """How a tensor lies, from its own first element on; None for what is no strided tensor."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    return view_spec(value).layout()
+    return Layout(
+        dtype=str(value.dtype).removeprefix("torch."),
+        item_bytes=value.dtype.itemsize,
+        size=tuple(value.shape),
+        stride=tuple(value.stride()),
+    )
+
+
+def counted_once(
+    outputs: Iterable[tuple[Hashable, RegionOutput]],
+) -> tuple[RegionOutput, ...]:
+    """The outputs, each given with its storage: only the first of one in ordinary memory counts."""
+    first: dict[Hashable, int] = {}
+    found = []
+    for index, (storage, output) in enumerate(outputs):
+        if output.storage in (Storage.EXTERNAL, Storage.OUTSIDE):
+            same_as = first.setdefault(storage, index)
+            if same_as != index:
+                output = replace(output, size_bytes=0, same_as=same_as)
+        found.append(output)
+    return tuple(found)
 
 
 def layout_elements(value: torch.Tensor) -> int:

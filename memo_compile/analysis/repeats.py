@@ -86,19 +86,12 @@ def best_repeat(
     ]
     runs.sort(key=lambda run: (-run.count * run.period, run.period, run.start))
     for run in runs[:_MAX_ATTEMPTS]:
-        found = _verified(tape, run, prefers_cut)
-        if found is not None:
-            return found
+        rotations = _rotations(tape, run, prefers_cut)[:_ROTATION_FINALISTS]
+        parts = (_isomorphic_part(tape, run, rotation, border) for rotation, border in rotations)
+        found = [repeat for repeat in parts if repeat is not None]
+        if found:
+            return max(found, key=lambda repeat: repeat.count)
     return None
-
-
-def _verified(tape: Tape, run: TokenRun, prefers_cut: Callable[[int], bool]) -> Repeat | None:
-    found = [
-        repeat
-        for rotation, border in _rotations(tape, run, prefers_cut)[:_ROTATION_FINALISTS]
-        if (repeat := _isomorphic_part(tape, run, rotation, border)) is not None
-    ]
-    return max(found, key=lambda repeat: repeat.count, default=None)
 
 
 def _rotations(
@@ -120,18 +113,15 @@ def _rotations(
     if cheapest_full <= cheapest * _WORTH_A_UNIT:
         priced = priced[: slack + 1]
     priced.sort()
+
+    def tie_break(rotation: int) -> tuple[int, bool, int]:
+        origin = run.start + rotation
+        cut = origin + run.period
+        return tape.broken_chains(cut, origin), not prefers_cut(cut), rotation
+
     ties = [rotation for border, rotation in priced if border == priced[0][0]]
-    ties.sort(key=lambda rotation: _tie_break(tape, run, rotation, prefers_cut))
     rest = [(rotation, border) for border, rotation in priced[len(ties) :]]
-    return [(rotation, priced[0][0]) for rotation in ties] + rest
-
-
-def _tie_break(
-    tape: Tape, run: TokenRun, rotation: int, prefers_cut: Callable[[int], bool]
-) -> tuple[int, bool, int]:
-    origin = run.start + rotation
-    cut = origin + run.period
-    return tape.broken_chains(cut, origin), not prefers_cut(cut), rotation
+    return [(rotation, priced[0][0]) for rotation in sorted(ties, key=tie_break)] + rest
 
 
 def _isomorphic_part(tape: Tape, run: TokenRun, rotation: int, border: int) -> Repeat | None:

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.purity import is_repeatable
-from memo_compile.analysis.structure import argument, op_name
+from memo_compile.analysis.structure import argument, has_tag, op_name, schema_of
 from memo_compile.analysis.views import is_tensor, shape_of
 
 
@@ -71,8 +71,7 @@ def rule_of(node: fx.Node) -> Rule | None:
         return _BY_OVERLOAD[node.target]
     if name in _BY_NAME:
         return _BY_NAME[name]
-    assert isinstance(node.target, torch._ops.OpOverload)
-    return _broadcast if torch.Tag.pointwise in node.target.tags else None
+    return _broadcast if has_tag(node, torch.Tag.pointwise) else None
 
 
 def _node(value: object) -> fx.Node:
@@ -201,8 +200,7 @@ def _squeeze(node: fx.Node, dim: int, before: tuple[int, ...]) -> int:
 
 
 def _argument_names(node: fx.Node) -> set[str]:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    return {declared.name for declared in node.target._schema.arguments}
+    return {declared.name for declared in schema_of(node).arguments}
 
 
 @_of_first
@@ -345,10 +343,8 @@ def _norm(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
     return dim if dim < len(before) - len(argument(node, "normalized_shape")) else None
 
 
-_BATCHED = frozenset(
-    ("query", "key", "value", "grad_out", "grad_out_", "out", "logsumexp")  # [B, H, T, ...]
-)
-"""Arguments of the attention operators with the batch in dimension 0."""
+_BATCHED = frozenset("query key value grad_out grad_out_ out logsumexp".split())
+"""Arguments of the attention operators with the batch in dimension 0: [B, H, T, ...]."""
 
 _MASKS = frozenset(("attn_mask", "attn_bias"))
 """Arguments that are broadcast, aligned at their last dimension, against [B, H, T, S]."""
@@ -408,8 +404,7 @@ def is_counter(node: fx.Node) -> bool:
     assert isinstance(position, int)
     if op_name(maker) not in _ATTENTION_KERNELS:
         return False
-    assert isinstance(maker.target, torch._ops.OpOverload)
-    return maker.target._schema.returns[position].name in _COUNTERS
+    return schema_of(maker).returns[position].name in _COUNTERS
 
 
 @_of_first
@@ -447,7 +442,6 @@ def _getitem(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
     Of the operators with a rule all results have the rows at one dimension, but for the gradient
     of an attention's mask, which is a sum over the batch unless the mask carries rows.
     """
-    del before
     maker, position = node.args
     of_mask = op_name(_node(maker)).endswith("attention_backward") and position == 3
     return dim if is_tensor(node) and not is_counter(node) and not of_mask else None

@@ -36,14 +36,8 @@ _UNIFORM = frozenset(("full", "zeros", "ones", "empty"))
 ``expand`` is another where it repeats one entry."""
 
 _SHAPE_ARGUMENTS = {
-    "view": "size",
     "reshape": "shape",
-    "_unsafe_view": "size",
-    "expand": "size",
-    "full": "size",
-    "zeros": "size",
-    "ones": "size",
-    "empty": "size",
+    **dict.fromkeys("view _unsafe_view expand full zeros ones empty".split(), "size"),
 }
 """The argument that states the shape of the result."""
 
@@ -271,15 +265,13 @@ def slice_rows(
     """
     if not 0 < rows <= num_rows:
         raise UnsupportedGraph(f"rows: expected 1 to {num_rows} rows, got {rows}")
-    missing = [
-        node for node in gm.graph.nodes if node.op != "output" and not is_row_wise(node, dims)
-    ]
-    if missing:
-        raise UnsupportedGraph(
-            f"{missing[0].name} ({missing[0].target}) mixes rows or is not known to keep them "
-            "apart: take it out of the graph before slicing"
-        )
-    return _Slicer(gm, dims, rows, num_rows, fake_mode(gm)).run()
+    for node in gm.graph.nodes:
+        if node.op != "output" and not is_row_wise(node, dims):
+            raise UnsupportedGraph(
+                f"{node.name} ({node.target}) mixes rows or is not known to keep them "
+                "apart: take it out of the graph before slicing"
+            )
+    return _Slicer(gm, dims, rows, num_rows).run()
 
 
 def is_row_wise(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> bool:
@@ -302,67 +294,69 @@ def is_row_wise(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> bool:
     return carried == Carried(out=row)
 
 
-def fake_mode(gm: fx.GraphModule) -> Any:
-    """The mode of the graph's fake tensors."""
-    for node in gm.graph.nodes:
-        mode = getattr(node.meta.get("val"), "fake_mode", None)
-        if mode is not None:
-            return mode
-    raise UnsupportedGraph("the graph to slice carries no fake tensors")
+class FakeCopier:
+    """Copies a graph node by node, the values computed anew on fakes of other shapes."""
 
-
-def run_on_fakes(gm: fx.GraphModule, mode: Any, node: fx.Node) -> Any:
-    """What ``node`` makes of the fakes of its inputs, tensors that ``gm`` carries included."""
-
-    def fake(source: fx.Node) -> Any:
-        if "val" in source.meta:
-            return source.meta["val"]
-        return mode.from_tensor(getattr(gm, str(source.target)))
-
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), fake)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
-
-
-@dataclass(slots=True)
-class _Slicer:
-    gm: fx.GraphModule
-    dims: Mapping[fx.Node, RowDim | None]
-    rows: int
-    num_rows: int
-    mode: Any
-    graph: fx.Graph = field(default_factory=fx.Graph)
-    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.graph = fx.Graph()
+        self._made: dict[fx.Node, fx.Node] = {}
+        modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in gm.graph.nodes)
+        self._mode: Any = next((mode for mode in modes if mode is not None), None)
+        if self._mode is None:
+            raise UnsupportedGraph("the graph to slice carries no fake tensors")
 
     def run(self) -> fx.GraphModule:
+        """The copy."""
         for node in self.gm.graph.nodes:
             if node.op == "output":
-                self.graph.output(fx.node.map_arg(node.args[0], lambda source: self.made[source]))
-            else:
-                self.made[node] = self._copy(node)
+                self.graph.output(fx.node.map_arg(node.args[0], lambda source: self._made[source]))
+                continue
+            copy = self._made[node] = self.graph.node_copy(node, lambda source: self._made[source])
+            with self._mode:
+                self.change(copy, node)
         return fx.GraphModule(self.gm, self.graph)
 
-    def _copy(self, node: fx.Node) -> fx.Node:
-        copy = self.graph.node_copy(node, lambda source: self.made[source])
-        copy.meta = dict(node.meta)
+    def change(self, copy: fx.Node, node: fx.Node) -> None:
+        """Give ``copy`` other arguments than ``node`` has, and its value."""
+        raise NotImplementedError
+
+    def value_of(self, copy: fx.Node) -> Any:
+        """What ``copy`` makes of the fakes of its inputs, tensors that the graph carries too."""
+
+        def fake(source: fx.Node) -> Any:
+            if "val" in source.meta:
+                return source.meta["val"]
+            return self._mode.from_tensor(getattr(self.gm, str(source.target)))
+
+        args, kwargs = fx.node.map_arg((copy.args, copy.kwargs), fake)
+        assert callable(copy.target)
+        return copy.target(*args, **kwargs)
+
+
+class _Slicer(FakeCopier):
+    def __init__(
+        self, gm: fx.GraphModule, dims: Mapping[fx.Node, RowDim | None], rows: int, num_rows: int
+    ) -> None:
+        super().__init__(gm)
+        self.dims, self.rows, self.num_rows = dims, rows, num_rows
+
+    def change(self, copy: fx.Node, node: fx.Node) -> None:
         row = self.dims[node]
         if row is None:
-            return copy
-        with self.mode:
-            if node.op == "placeholder":
-                value = node.meta["val"].narrow(row.dim, 0, self.rows * row.factor)
-                copy.meta["val"] = value
-                return copy
-            self._reshape(copy, node, row)
-            try:
-                copy.meta["val"] = self._value(copy)
-            except (RuntimeError, ValueError):
-                if op_name(node) not in ("view", "_unsafe_view"):
-                    raise
-                self._make_dense(copy)
-                copy.meta["val"] = self._value(copy)
+            return
+        if node.op == "placeholder":
+            copy.meta["val"] = node.meta["val"].narrow(row.dim, 0, self.rows * row.factor)
+            return
+        self._reshape(copy, node, row)
+        try:
+            copy.meta["val"] = self.value_of(copy)
+        except (RuntimeError, ValueError):
+            if op_name(node) not in ("view", "_unsafe_view"):
+                raise
+            self._make_dense(copy)
+            copy.meta["val"] = self.value_of(copy)
         self._require_rows(copy, node, row)
-        return copy
 
     def _require_rows(self, copy: fx.Node, node: fx.Node, row: RowDim) -> None:
         """Refuse a result that has another shape than the whole's with fewer rows.
@@ -400,11 +394,8 @@ class _Slicer:
             dense = self.graph.call_function(
                 torch.ops.aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
             )
-        dense.meta["val"] = self._value(dense)
+        dense.meta["val"] = self.value_of(dense)
         copy.replace_input_with(source, dense)
-
-    def _value(self, copy: fx.Node) -> Any:
-        return run_on_fakes(self.gm, self.mode, copy)
 
 
 def row_layout(value: torch.Tensor, dim: RowDim, num_rows: int) -> int | None:

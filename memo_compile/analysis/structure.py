@@ -14,7 +14,7 @@ from memo_compile.analysis.views import storage_of
 from memo_compile.errors import UnsupportedGraph
 
 _MATMULS = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm")
+    "mm addmm bmm baddbmm _scaled_mm _int_mm _grouped_mm _scaled_grouped_mm".split()
 )
 """Operators that multiply activations with weights or with each other, after decomposition.
 
@@ -40,6 +40,22 @@ def op_name(node: fx.Node) -> str:
     return ""
 
 
+def namespace(node: fx.Node) -> str:
+    """The namespace of the operator, ``aten`` or another; empty for plain python functions."""
+    return node.target.namespace if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def has_tag(node: fx.Node, tag: torch.Tag) -> bool:
+    """True for an operator that torch has tagged so."""
+    return isinstance(node.target, torch._ops.OpOverload) and tag in node.target.tags
+
+
+def schema_of(node: fx.Node) -> torch._C.FunctionSchema:
+    """The schema of ``node``, which calls an operator."""
+    assert isinstance(node.target, torch._ops.OpOverload), f"{node.name} has no schema"
+    return node.target._schema
+
+
 def argument(node: fx.Node, name: str) -> Any:
     """The argument called ``name`` in the operator's schema, its default where it is not given.
 
@@ -47,8 +63,7 @@ def argument(node: fx.Node, name: str) -> Any:
     """
     if name in node.kwargs:
         return node.kwargs[name]
-    assert isinstance(node.target, torch._ops.OpOverload), f"{node.name} has no schema"
-    for position, declared in enumerate(node.target._schema.arguments):
+    for position, declared in enumerate(schema_of(node).arguments):
         if declared.name == name:
             return node.args[position] if position < len(node.args) else declared.default_value
     return None
@@ -101,7 +116,8 @@ class Tape:
         """Edges across ``cut`` whose two ends Inductor would have fused (both pointwise)."""
         crossing = origin + np.flatnonzero(self.last_use[origin:cut] >= cut)
         return sum(
-            _is_pointwise(self.nodes[position]) and _is_pointwise(user)
+            has_tag(self.nodes[position], torch.Tag.pointwise)
+            and has_tag(user, torch.Tag.pointwise)
             for position in crossing
             for user in self.nodes[position].users
         )
@@ -204,11 +220,9 @@ class _Writer:
         return repr(arg)
 
     def _spec(self, node: fx.Node) -> str:
-        found = self._specs.get(node)
-        if found is None:
-            found = _spec_of_node(node)
-            self._specs[node] = found
-        return found
+        if node not in self._specs:
+            self._specs[node] = _spec_of_node(node)
+        return self._specs[node]
 
 
 def _spec_of_node(node: fx.Node) -> str:
@@ -232,8 +246,3 @@ def _value_bytes(node: fx.Node) -> int:
     if size.node.hint is None:
         raise UnsupportedGraph(f"{node.name} has no size hint (its shape depends on data)")
     return int(size.node.hint)
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags

@@ -16,13 +16,21 @@ def is_tensor(node: object) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The node's value, or the tensors in its tuple."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    return [item for item in values if isinstance(item, torch.Tensor)]
+
+
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """Shape of the node's value; of the first tensor of a tuple; empty for a number."""
-    value = node.meta.get("val")
-    for item in value if isinstance(value, tuple | list) else (value,):
-        if isinstance(item, torch.Tensor):
-            return tuple(item.shape)
-    return ()
+    return next((tuple(tensor.shape) for tensor in tensors_of(node)), ())
+
+
+def bytes_of(node: fx.Node) -> int:
+    """Bytes of the node's value; 0 for what is not one tensor."""
+    return int(node.meta["val"].nbytes) if is_tensor(node) else 0
 
 
 def results_of(graph: fx.Graph) -> Sequence[Any]:
@@ -32,7 +40,9 @@ def results_of(graph: fx.Graph) -> Sequence[Any]:
     return results
 
 
-def makers_of(ends: Iterable[fx.Node], goes_on: Callable[[fx.Node], bool]) -> set[fx.Node]:
+def makers_of(
+    ends: Iterable[fx.Node], goes_on: Callable[[fx.Node], bool] = lambda node: True
+) -> set[fx.Node]:
     """``ends`` and all that they are computed from, followed through nodes where it ``goes_on``."""
     found: set[fx.Node] = set()
     stack = list(ends)
@@ -84,14 +94,10 @@ def is_movable_view(node: fx.Node) -> bool:
     if not is_tensor(source):
         return False
     shown, whole = node.meta["val"], source.meta["val"]
-    if shown.dtype is not whole.dtype or _lazy(shown) != _lazy(whole):
+    changes_reads = (shown.is_conj(), shown.is_neg()) != (whole.is_conj(), whole.is_neg())
+    if shown.dtype is not whole.dtype or changes_reads:
         return False
     return bool(whole.numel() <= shown.numel())
-
-
-def _lazy(value: torch.Tensor) -> tuple[bool, bool]:
-    """What is to be done to every element when it is read."""
-    return value.is_conj(), value.is_neg()
 
 
 def base_of(node: fx.Node) -> fx.Node:

@@ -15,8 +15,7 @@ import torch
 from torch import fx
 
 from memo_compile import shim
-from memo_compile.analysis.joint_units import JointUnits, tag_units
-from memo_compile.analysis.saved import saved_nodes, tag_saved
+from memo_compile.analysis.joint_units import JointUnits, saved_nodes, tag_saved, tag_units
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts

@@ -6,9 +6,9 @@ A collective's result stays in the memory that it was given until it has been wa
 reads is kept as long.
 """
 
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,13 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.analysis.purity import in_flight, is_wait, is_write
-from memo_compile.analysis.regions import LoweredRegion, RegionGraph, storage_bytes, view_spec
+from memo_compile.analysis.regions import (
+    LoweredRegion,
+    RegionGraph,
+    counted_once,
+    storage_bytes,
+    view_spec,
+)
 from memo_compile.analysis.structure import make_tape
 from memo_compile.analysis.views import is_tensor, is_view, results_of, storage_of
 from memo_compile.lowering.eager_ops import runnable
@@ -30,8 +36,6 @@ from memo_compile.step.problem import (
     Storage,
     align,
 )
-
-Env = dict[fx.Node, Any]
 
 _WRITES_OUT: dict[str, bool] = {}
 """An operator and the layouts of its arguments, as text -> whether its ``out=`` takes them."""
@@ -76,20 +80,18 @@ class _AtenRegion:
         self.dropped = self._dropped()
         self.external = region.external_storages()
         self.kept = {storage_of(node) for node in self.outputs if isinstance(node, fx.Node)}
-        self.buffers: dict[fx.Node, RegionBuffer] = {}
-        self._place()
+        self.buffers = {node: self._buffer(node) for node in self.nodes if self._is_placed(node)}
         self.index = {node: index for index, node in enumerate(self.buffers)}
         self.writers = {node: self._writes_out(node) for node in self.buffers}
         self.mapped = {node for node in self.external if self._is_mapped(node)}
 
     def _last_uses(self) -> dict[fx.Node, int]:
         """Storage -> the last line that reads it, through views and tuples."""
-        last: dict[fx.Node, int] = {}
-        for node in self.nodes:
-            for source in _read_by(node):
-                root = storage_of(source)
-                last[root] = max(last.get(root, 0), self.line[node])
-        return last
+        return {
+            storage_of(source): line
+            for node, line in self.line.items()
+            for source in _read_by(node)
+        }
 
     def _dropped(self) -> dict[int, list[fx.Node]]:
         """Line -> values that no later line takes as an argument; what they show may live on."""
@@ -101,28 +103,25 @@ class _AtenRegion:
             found.setdefault(line, []).append(node)
         return found
 
-    def _place(self) -> None:
-        for node in self.nodes:
-            if node.op != "call_function" or not is_tensor(node) or is_view(node):
-                continue
-            value = node.meta["val"]
-            if node in self.external or is_write(node):
-                continue
-            if in_flight(node) and node not in self.kept:
-                continue  # its wait's result is placed
-            if value.device.type != self.region.device.type or value.numel() == 0:
-                continue
-            self.buffers[node] = RegionBuffer(
-                name=node.name,
-                size_bytes=align(storage_bytes(value)),
-                start=self.line[node if is_wait(node) else _maker(node)],
-                end=self._end(node),
-            )
+    def _is_placed(self, node: fx.Node) -> bool:
+        if not _is_new(node) or node in self.external:
+            return False
+        if in_flight(node) and node not in self.kept:
+            return False  # its wait's result is placed
+        value = node.meta["val"]
+        return value.device.type == self.region.device.type and value.numel() > 0
 
-    def _end(self, node: fx.Node) -> int:
-        if node in self.kept:
-            return len(self.nodes)
-        return max(self.last_use.get(node, 0), self.line[node]) + 1
+    def _buffer(self, node: fx.Node) -> RegionBuffer:
+        return RegionBuffer(
+            name=node.name,
+            size_bytes=align(storage_bytes(node.meta["val"])),
+            start=self.line[node if is_wait(node) else _maker(node)],
+            end=self._end(node, self.line[node]),
+        )
+
+    def _end(self, node: fx.Node, unread: int) -> int:
+        """The line behind the last that reads the node's storage; ``unread`` if none does."""
+        return len(self.nodes) if node in self.kept else self.last_use.get(node, unread) + 1
 
     def _copied(self) -> Iterator[OutsideBuffer]:
         """Results that exist beside the buffers that they are copied to."""
@@ -140,61 +139,41 @@ class _AtenRegion:
             name=self.region.name,
             num_lines=len(self.nodes),
             buffers=tuple(self.buffers.values()),
-            input_ends=tuple(self._input_end(node) for node in self.inputs),
-            outputs=tuple(self._region_outputs()),
+            input_ends=tuple(self._end(node, -1) for node in self.inputs),
+            outputs=counted_once(itertools.starmap(self._region_output, enumerate(self.outputs))),
             outside=tuple(self._copied()),
         )
         views = tuple(view_spec(node.meta["val"]) for node in self.buffers)
         return LoweredRegion(profile=profile, views=views, run=self._run)
 
-    def _input_end(self, node: fx.Node) -> int:
-        if node in self.kept:
-            return len(self.nodes)
-        return self.last_use[node] + 1 if node in self.last_use else 0
-
-    def _region_outputs(self) -> Iterator[RegionOutput]:
-        counted: dict[fx.Node, int] = {}
-        for index, node in enumerate(self.outputs):
-            output = self._region_output(index, node)
-            if output.storage in (Storage.EXTERNAL, Storage.OUTSIDE):
-                same_as = counted.setdefault(storage_of(node), index)
-                if same_as != index:
-                    output = replace(output, size_bytes=0, same_as=same_as)
-            yield output
-
-    def _region_output(self, index: int, node: Any) -> RegionOutput:
+    def _region_output(self, index: int, node: Any) -> tuple[fx.Node | None, RegionOutput]:
+        """The node that made its storage, and where it lies."""
         if not isinstance(node, fx.Node):
-            return RegionOutput(storage=Storage.NONE)
+            return None, RegionOutput(storage=Storage.NONE)
         root = storage_of(node)
         if root in self.buffers:
-            return RegionOutput(storage=Storage.ARENA, index=self.index[root])
-        if root.op == "placeholder":
-            return RegionOutput(storage=Storage.INPUT, index=self.inputs.index(root))
-        if is_write(root) and root.all_input_nodes[0].op == "placeholder":
-            source = self.inputs.index(root.all_input_nodes[0])
-            return RegionOutput(storage=Storage.INPUT, index=source)
-        value = root.meta.get("val")
-        size = align(storage_bytes(value)) if isinstance(value, torch.Tensor) else 0
+            return root, RegionOutput(storage=Storage.ARENA, index=self.index[root])
+        source = root.all_input_nodes[0] if is_write(root) else root
+        if source.op == "placeholder":
+            return root, RegionOutput(storage=Storage.INPUT, index=self.inputs.index(source))
+        size = align(storage_bytes(root.meta["val"])) if is_tensor(root) else 0
         if index in self.region.external_outputs:
-            start = self.line[_maker(root)] if root in self.line else 0
-            return RegionOutput(storage=Storage.EXTERNAL, size_bytes=size, start=start)
-        return RegionOutput(storage=Storage.OUTSIDE, size_bytes=size)
+            start = self.line[_maker(root)]
+            return root, RegionOutput(storage=Storage.EXTERNAL, size_bytes=size, start=start)
+        return root, RegionOutput(storage=Storage.OUTSIDE, size_bytes=size)
 
     def _is_mapped(self, node: fx.Node) -> bool:
         """True for what a forward makes for the user in the host's memory, as Inductor's regions.
 
         In the heap it would stay in memory when the user has dropped it.
         """
-        on_cpu = self.region.device.type == "cpu" and is_tensor(node)
-        if self.region.is_backward or not on_cpu or node.op != "call_function":
+        if self.region.is_backward or self.region.device.type != "cpu" or not _is_new(node):
             return False
-        known = not is_view(node) and not is_write(node) and node.meta["val"].device.type == "cpu"
-        return known and self._writes_out(node)
+        return node.meta["val"].device.type == "cpu" and self._writes_out(node)
 
     def _writes_out(self, node: fx.Node) -> bool:
         """True when the operator's ``out=`` overload takes these arguments, tried on fakes."""
-        out = _out_overload(node)
-        if out is None or runnable(node.target) is not node.target:
+        if _out_overload(node) is None or runnable(node.target) is not node.target:
             return False
         values = [source.meta.get("val") for source in node.all_input_nodes]
         mode = shim.detect_fake_mode([*values, node.meta["val"]])
@@ -203,11 +182,11 @@ class _AtenRegion:
         (text,) = make_tape((node,)).texts
         if text not in _WRITES_OUT:
             with mode:
-                _WRITES_OUT[text] = _takes_out(out, node)
+                _WRITES_OUT[text] = _takes_out(node)
         return _WRITES_OUT[text]
 
     def _run(self, args: list[Any]) -> list[Any]:
-        env: Env = dict(zip(self.inputs, args, strict=True))
+        env: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True))
         args.clear()
         views = current.views
         with torch.no_grad():
@@ -222,14 +201,16 @@ class _AtenRegion:
             self._poison_dead(self.nodes[-1])
         return [env[output] if isinstance(output, fx.Node) else output for output in self.outputs]
 
-    def _call(self, node: fx.Node, env: Env, views: Sequence[torch.Tensor]) -> Any:
+    def _call(
+        self, node: fx.Node, env: Mapping[fx.Node, Any], views: Sequence[torch.Tensor]
+    ) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: env[source])
         if node.target in _STORAGE_OFFSET:
             args = _at_real_offset(node, args)
         if node in self.mapped:
             spec = view_spec(node.meta["val"])
             target = own_mapping(spec.size, spec.stride, spec.dtype)
-            self._write(node, args, kwargs, target)
+            _write_out(node, args, kwargs, target)
             return target
         if node not in self.index:
             return runnable(node.target)(*args, **kwargs)
@@ -238,17 +219,12 @@ class _AtenRegion:
             wait = torch.ops._c10d_functional.wait_tensor.default
             return view.copy_(wait(runnable(node.target)(*args, **kwargs)))
         if self.writers[node]:
-            self._write(node, args, kwargs, view)
+            _write_out(node, args, kwargs, view)
         else:
             view.copy_(runnable(node.target)(*args, **kwargs))
             if view.device.type == "cpu" and view.nbytes >= MIN_OWN_MAPPING_BYTES:
                 trim_heap()  # or the next such result may lie beside the hole of this one
         return view
-
-    def _write(self, node: fx.Node, args: Any, kwargs: Any, target: torch.Tensor) -> None:
-        out = _out_overload(node)
-        assert out is not None, f"{node.name}: an out= overload that was there is gone"
-        out(*args, **_out_kwargs(out, kwargs, target))
 
     def _poison_dead(self, node: fx.Node) -> None:
         """In poison mode, what is dead after this line is overwritten."""
@@ -290,6 +266,12 @@ def _maker(node: fx.Node) -> fx.Node:
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
+def _is_new(node: fx.Node) -> bool:
+    """True for an operator whose result is one tensor in memory of its own."""
+    is_own = node.op == "call_function" and not is_view(node) and not is_write(node)
+    return is_own and is_tensor(node)
+
+
 def _read_by(node: fx.Node) -> list[fx.Node]:
     """The inputs of ``node``, and of the collective that it waits for, which reads them until then.
 
@@ -327,24 +309,24 @@ def _same_arguments(target: torch._ops.OpOverload, out: torch._ops.OpOverload) -
     return ours == theirs
 
 
-def _takes_out(out: Any, node: fx.Node) -> bool:
+def _takes_out(node: fx.Node) -> bool:
     fake = node.meta["val"]
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     target = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
     try:
-        result = out(*args, **_out_kwargs(out, kwargs, target))
+        result = _write_out(node, args, kwargs, target)
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     return bool(result.shape == fake.shape and result.stride() == fake.stride())
 
 
-def _out_kwargs(
-    out: torch._ops.OpOverload, kwargs: dict[str, Any], target: torch.Tensor
-) -> dict[str, Any]:
-    """The keywords that ``out`` knows, and the tensor to write into."""
+def _write_out(node: fx.Node, args: Any, kwargs: Mapping[str, Any], target: torch.Tensor) -> Any:
+    """Run the ``out=`` overload, with the keywords that it knows, on ``target``."""
+    out = _out_overload(node)
+    assert out is not None, f"{node.name}: an out= overload that was there is gone"
     known = {arg.name for arg in out._schema.arguments}
     name = next(arg.name for arg in out._schema.arguments if arg.is_out)
-    return {**{key: value for key, value in kwargs.items() if key in known}, name: target}
+    return out(*args, **{key: kwargs[key] for key in kwargs if key in known}, **{name: target})
 
 
 def estimate(region: RegionGraph) -> RegionProfile:

@@ -26,9 +26,7 @@ def _lookup_seed(seeds: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def _generator(seed: torch.Tensor) -> torch.Generator:
-    generator = torch.Generator(device=seed.device)
-    generator.manual_seed(int(seed.item()))
-    return generator
+    return torch.Generator(device=seed.device).manual_seed(int(seed.item()))
 
 
 def _random(size: Any, seed: torch.Tensor, mode: str, *, offset: int = 0) -> torch.Tensor:
@@ -58,14 +56,11 @@ def _scatter(view: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 @functools.cache
 def _table() -> dict[Any, Callable[..., Any]]:
     aten, prims = torch.ops.aten, torch.ops.prims
-    found: dict[str, Callable[..., Any]] = {
-        "inductor_seeds": _seeds,
-        "inductor_lookup_seed": _lookup_seed,
-        "inductor_random": _random,
-        "inductor_randint": _randint,
-    }
     return {
-        **{getattr(prims, name).default: run for name, run in found.items()},
+        prims.inductor_seeds.default: _seeds,
+        prims.inductor_lookup_seed.default: _lookup_seed,
+        prims.inductor_random.default: _random,
+        prims.inductor_randint.default: _randint,
         aten.slice_scatter.default: _scatter(aten.slice.Tensor),
         aten.select_scatter.default: _scatter(aten.select.int),
         aten.diagonal_scatter.default: _scatter(aten.diagonal.default),

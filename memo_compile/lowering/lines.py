@@ -4,11 +4,12 @@ The line classes (AllocateLine, FreeIfNotReusedLine, ReuseLine, ReinterpretLine,
 ExternKernelAllocLine, MultiOutputLine) have the same fields in torch 2.11 to 2.13.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from memo_compile import shim
-from memo_compile.analysis.regions import RegionGraph, ViewSpec
+from memo_compile.analysis.regions import RegionGraph, ViewSpec, counted_once
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.step.problem import (
     OutsideBuffer,
@@ -81,22 +82,19 @@ class LineScan:
                 self._read_multi_output(number, line)
 
     def _read_extern(self, number: int, node: Any) -> None:
-        if shim.copies_results(node):
-            self._read_copied(number, node)
+        name, kind = node.get_name(), _kernel_name(node)
+        if shim.copies_results(node):  # they exist beside the buffers that they are copied to
+            written = map(self._graph.get_buffer, shim.written_buffers(node))
+            size = sum(map(self._size_bytes, written))
+            self._copied.append(
+                OutsideBuffer(kind=kind, size_bytes=size, start=number, end=number + 1)
+            )
             return
-        name = node.get_name()
         aliased = node.get_inputs_that_alias_output()
         for source in aliased:
             self._groups.join(name, source)
         if not aliased and not shim.has_multi_output_layout(node):
-            self._outside[name] = (number, self._size_bytes(node), _kernel_name(node))
-
-    def _read_copied(self, number: int, node: Any) -> None:
-        """A kernel whose own results exist beside the buffers that they are copied to."""
-        names = shim.written_buffers(node)
-        size = sum(self._size_bytes(self._graph.get_buffer(name)) for name in names)
-        kind = _kernel_name(node)
-        self._copied.append(OutsideBuffer(kind=kind, size_bytes=size, start=number, end=number + 1))
+            self._outside[name] = (number, self._size_bytes(node), kind)
 
     def _read_multi_output(self, number: int, line: Any) -> None:
         node = self._graph.name_to_buffer.get(line.result_name)
@@ -111,7 +109,7 @@ class LineScan:
             self._outside[line.result_name] = (number, size, _kernel_name(source))
 
     def _size_bytes(self, node: Any) -> int:
-        """Bytes of the storage of ``node``, aligned; 0 where a size is not known."""
+        """Bytes of the storage of ``node``, aligned."""
         elements = self._graph.get_allocation_storage_size(node)
         try:
             return align(int(elements) * node.get_dtype().itemsize)
@@ -138,15 +136,12 @@ class LineScan:
     def _choose_arena(self) -> None:
         """Buffers for the arena: static, on the region's device, not behind a user's output."""
         for name, (_, node) in self._births.items():
-            root = self._groups.root(name)
             device = node.get_device()
             fits = device is not None and device.type == self._region.device.type
-            if root in self._external or root != name or not fits or self._removed(name):
-                continue
-            if not shim.is_static(node):
-                continue
-            self._arena[name] = len(self.views)
-            self.views.append(_view_spec(node))
+            is_own = self._groups.root(name) == name and name not in self._external
+            if fits and is_own and not self._removed(name) and shim.is_static(node):
+                self._arena[name] = len(self.views)
+                self.views.append(_view_spec(node))
 
     def _results(self) -> set[str]:
         """Buffers that a forward region makes for the user in the host's memory."""
@@ -162,15 +157,15 @@ class LineScan:
         """The lines with arena buffers in place of allocations, and poison where lives end."""
         ends = self._ends()
         dying: dict[int, list[str]] = {}
-        for name in self._arena if poison else ():
-            dying.setdefault(ends[self._groups.root(name)] - 1, []).append(name)
+        for name in self._arena:
+            if poison and name not in self._outputs:
+                dying.setdefault(ends[name] - 1, []).append(name)
         inputs = list(self._graph.graph_input_names)
         results = self._results()
         for number, line in enumerate(self._lines):
             yield self._replaced(line, results)
             for name in dying.get(number, ()):
-                if self._groups.root(name) not in self._outputs:
-                    yield f"memo_current.poison({self._arena[name]})"
+                yield f"memo_current.poison({self._arena[name]})"
             if poison and isinstance(line, shim.FreeLine) and line.node.get_name() in inputs:
                 position = inputs.index(line.node.get_name())
                 yield f"memo_current.input_done({position})"
@@ -198,7 +193,7 @@ class LineScan:
                 name=name,
                 size_bytes=self._size_bytes(self._births[name][1]),
                 start=self._births[name][0],
-                end=max(ends[self._groups.root(name)], self._births[name][0] + 1),
+                end=max(ends[name], self._births[name][0] + 1),
             )
             for name in self._arena
         )
@@ -208,36 +203,26 @@ class LineScan:
             num_lines=len(self._lines),
             buffers=buffers,
             input_ends=tuple(ends[self._groups.root(name)] for name in inputs),
-            outputs=tuple(self._region_outputs()),
+            outputs=counted_once(
+                itertools.starmap(self._region_output, enumerate(self._graph.get_output_names()))
+            ),
             outside=tuple(self._outside_buffers(ends)),
         )
 
-    def _region_outputs(self) -> Iterator[RegionOutput]:
-        inputs = {name: position for position, name in enumerate(self._graph.graph_input_names)}
-        names = self._graph.get_output_names()
-        counted: dict[str, int] = {}
-        for index, name in enumerate(names):
-            root = self._groups.root(name)
-            if root in self._arena:
-                yield RegionOutput(storage=Storage.ARENA, index=self._arena[root])
-            elif root in inputs:
-                yield RegionOutput(storage=Storage.INPUT, index=inputs[root])
-            elif root in self._births or root in self._outside:
-                size = self._size_bytes(self._graph.name_to_buffer[root])
-                same_as = counted.get(root)
-                size = 0 if same_as is not None else size
-                counted.setdefault(root, index)
-                user = index in self._region.external_outputs
-                storage = Storage.EXTERNAL if user else Storage.OUTSIDE
-                start = self._births[root][0] if root in self._births else self._outside[root][0]
-                yield RegionOutput(
-                    storage=storage,
-                    size_bytes=size,
-                    start=start if user else 0,
-                    same_as=same_as,
-                )
-            else:
-                yield RegionOutput(storage=Storage.NONE)
+    def _region_output(self, index: int, name: str) -> tuple[str, RegionOutput]:
+        """Its storage, and where that lies."""
+        root, inputs = self._groups.root(name), list(self._graph.graph_input_names)
+        if root in self._arena:
+            return root, RegionOutput(storage=Storage.ARENA, index=self._arena[root])
+        if root in inputs:
+            return root, RegionOutput(storage=Storage.INPUT, index=inputs.index(root))
+        if root not in self._births and root not in self._outside:
+            return root, RegionOutput(storage=Storage.NONE)
+        size = self._size_bytes(self._graph.name_to_buffer[root])
+        if index not in self._region.external_outputs:
+            return root, RegionOutput(storage=Storage.OUTSIDE, size_bytes=size)
+        start = self._births[root][0] if root in self._births else self._outside[root][0]
+        return root, RegionOutput(storage=Storage.EXTERNAL, size_bytes=size, start=start)
 
     def _outside_buffers(self, ends: dict[str, int]) -> Iterator[OutsideBuffer]:
         yield from self._copied

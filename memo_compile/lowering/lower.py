@@ -22,19 +22,13 @@ def lower_regions(
     by_inductor = config.lowering != "aten"
     session = inductor.session(config.inductor_options) if by_inductor else contextlib.nullcontext()
     with session:
-        return {
-            region.name: _laid_out(region, _lowered(region, config, runner)) for region in regions
-        }
-
-
-def _laid_out(region: RegionGraph, lowered: LoweredRegion) -> LoweredRegion:
-    """``lowered``, whose profile says what its code reads and makes."""
-    profile = replace(
-        lowered.profile,
-        input_layouts=region.input_layouts(),
-        output_layouts=region.output_layouts(),
-    )
-    return replace(lowered, profile=profile)
+        found = {}
+        for region in regions:
+            lowered = _lowered(region, config, runner)
+            inputs, outputs = region.input_layouts(), region.output_layouts()
+            profile = replace(lowered.profile, input_layouts=inputs, output_layouts=outputs)
+            found[region.name] = replace(lowered, profile=profile)
+        return found
 
 
 def _lowered(region: RegionGraph, config: MemoConfig, runner: PassRunner) -> LoweredRegion:

@@ -14,6 +14,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.joint_units import backward_positions
+from memo_compile.analysis.structure import namespace, schema_of, spec_of
 from memo_compile.analysis.views import is_movable_view, is_tensor, is_view, viewed
 
 _aten = torch.ops.aten
@@ -62,7 +63,8 @@ def _part(total: fx.Node, positions: dict[fx.Node, int]) -> fx.Node | None:
             and positions[part] < positions[total]
             and total.args.count(part) == 1
             and _is_new(part)
-            and _look_alike(part, total)
+            and is_tensor(part)
+            and spec_of(part.meta["val"]) == spec_of(total.meta.get("val"))
         ):
             return part
     return None
@@ -72,18 +74,10 @@ def _is_new(node: fx.Node) -> bool:
     """True for a tensor with one reader, in memory that an operator made and nothing else shows."""
     while is_movable_view(node) and len(node.users) == 1:
         node = viewed(node)
-    if len(node.users) != 1 or not isinstance(node.target, torch._ops.OpOverload):
+    if len(node.users) != 1 or not namespace(node):
         return False
-    returns = node.target._schema.returns
+    returns = schema_of(node).returns
     return all(result.alias_info is None for result in returns) and not is_view(node)
-
-
-def _look_alike(first: fx.Node, second: fx.Node) -> bool:
-    if not is_tensor(first) or not is_tensor(second):
-        return False
-    a, b = first.meta["val"], second.meta["val"]
-    same = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
-    return bool(same and a.device == b.device)
 
 
 def _write_over(total: fx.Node, part: fx.Node) -> None:

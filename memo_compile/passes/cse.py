@@ -52,19 +52,14 @@ def _merge(graph: fx.Graph) -> set[fx.Node]:
     survivors: set[fx.Node] = set()
     returned = set(_returned(graph))
     for node in list(graph.nodes):
-        if node.op != "call_function" or not is_pure(node) or is_constant(node):
-            continue
-        if storage_of(node) in returned:
+        if not is_pure(node) or is_constant(node) or storage_of(node) in returned:
             continue
         key = _signature(node)
-        if key is None:
-            continue
-        first = seen.setdefault(key, node)
-        if first is node:
-            continue
-        node.replace_all_uses_with(first)
-        graph.erase_node(node)
-        survivors.add(first)
+        first = node if key is None else seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            survivors.add(first)
     return survivors
 
 

@@ -25,10 +25,18 @@ import torch
 from memo_runtime import ops
 from torch import fx
 
-from memo_compile.analysis.overwrites import runs_once
-from memo_compile.analysis.purity import is_constant, is_write
+from memo_compile.analysis.purity import is_constant, is_write, runs_once
 from memo_compile.analysis.regions import RegionGraph, layout_of
-from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, results_of, storage_of
+from memo_compile.analysis.structure import spec_of
+from memo_compile.analysis.views import (
+    base_of,
+    is_movable_view,
+    is_tensor,
+    makers_of,
+    results_of,
+    storage_of,
+)
+from memo_compile.passes.extract import copied
 from memo_compile.passes.lease import HANDLE, is_given
 from memo_compile.step.problem import Layouts, Phase
 from memo_compile.step.tilings import Tiling
@@ -113,6 +121,8 @@ class _Cutter:
         self.prefix = "" if request.phase is Phase.FORWARD else "bwd:"
         self.positions = _with_views_at_their_source(request)
         self.results = results_of(self.graph)
+        self.leases = self.graph.find_nodes(op="call_function", target=ops.lease)
+        self.fetches = self.graph.find_nodes(op="call_function", target=ops.fetch)
         self.regions: dict[str, RegionGraph] = {}
         self.keys: dict[str, str] = {}
         self.external = {
@@ -122,33 +132,22 @@ class _Cutter:
         }
 
     def run(self) -> Cut:
-        by_position = self._nodes_by_position()
-        borders = {
-            position: _Border(self, position, nodes) for position, nodes in by_position.items()
-        }
-        wanted = self._wanted(borders.values())
-        calls = [self._call(borders[position], wanted) for position in sorted(borders)]
+        by_position: dict[int, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            if node.op == "call_function" and node.target not in (ops.lease, ops.fetch):
+                by_position.setdefault(self.positions[node], []).append(node)
+        borders = [
+            _Border(self, position, by_position[position]) for position in sorted(by_position)
+        ]
+        wanted = {base_of(node) for border in borders for node in border.inputs}
+        wanted.update(source for lease in self.leases for source in lease.all_input_nodes)
+        wanted.update(node for node in self.results if isinstance(node, fx.Node))
+        calls = (self._call(border, wanted) for border in borders)
         return self._assemble([call for call in calls if call is not None])
 
     def value(self, node: fx.Node) -> str:
         """The step-wide name of the value that ``node`` makes."""
         return node.name if is_given(node) else self.prefix + node.name
-
-    def _nodes_by_position(self) -> dict[int, list[fx.Node]]:
-        found: dict[int, list[fx.Node]] = {}
-        for node in self.graph.nodes:
-            if node.op == "call_function" and node.target not in (ops.lease, ops.fetch):
-                found.setdefault(self.positions[node], []).append(node)
-        return found
-
-    def _wanted(self, borders: Any) -> set[fx.Node]:
-        """Nodes whose values leave their region."""
-        wanted = {base_of(node) for border in borders for node in border.inputs}
-        for node in self.graph.nodes:
-            if node.target is ops.lease:
-                wanted.update(node.all_input_nodes)
-        wanted.update(node for node in self.results if isinstance(node, fx.Node))
-        return wanted
 
     def _call(self, border: "_Border", wanted: set[fx.Node]) -> CutCall | None:
         outputs = [node for node in border.nodes if node in wanted]
@@ -187,9 +186,7 @@ class _Cutter:
         )
 
     def _assemble(self, calls: list[CutCall]) -> Cut:
-        leases = [node for node in self.graph.nodes if node.target is ops.lease]
-        fetches = [node for node in self.graph.nodes if node.target is ops.fetch]
-        leased = [source for node in leases for source in node.all_input_nodes] or fetches
+        leased = [source for lease in self.leases for source in lease.all_input_nodes]
         placeholders = self.graph.find_nodes(op="placeholder")
         constants = {
             node.name: getattr(self.request.gm, str(node.target))
@@ -206,8 +203,8 @@ class _Cutter:
             whole_calls=tuple(calls),
             arguments=tuple(node.name for node in placeholders),
             results=results,
-            leased=tuple(self.value(node) for node in leased),
-            handle=self.value(leases[0]) if leases else HANDLE,
+            leased=tuple(self.value(node) for node in leased or self.fetches),
+            handle=self.value(self.leases[0]) if self.leases else HANDLE,
             constants=constants,
             program=_program(self, calls),
             nodes={self.value(n): n for n in self.graph.nodes if n.op == "call_function"},
@@ -249,37 +246,17 @@ class _Border:
 
     def extract(self, outputs: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
         """The region's own graph; placeholders in the order of ``inputs``."""
-        graph = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {}
-        for node in self.inputs:
-            made[node] = graph.placeholder(f"in_{len(made)}")
-            made[node].meta = {"val": node.meta["val"]}
-
-        def make(node: fx.Node) -> None:
-            if node in made:
-                return
-            for source in node.all_input_nodes:
-                make(source)
-            made[node] = graph.node_copy(node, lambda source: made[source])
-
-        needed = self._needed(outputs)
-        for node in self.nodes:
-            if node in needed:
-                make(node)
-        graph.output(tuple(made[node] for node in outputs))
-        unused = [node for node in self.inputs if not made[node].users]
-        for node in unused:
-            graph.erase_node(made[node])
-        used = [node for node in self.inputs if node not in unused]
-        return fx.GraphModule(self.cutter.request.gm, graph), used
-
-    def _needed(self, outputs: Sequence[fx.Node]) -> set[fx.Node]:
-        """Own nodes that an output or an effect depends on, itself included."""
-        needed = {node for node in self.nodes if node in set(outputs) or is_write(node)}
-        for node in reversed(self.nodes):
-            if node in needed:
-                needed.update(node.all_input_nodes)
-        return needed
+        own = set(self.nodes)
+        ends = (node for node in self.nodes if node in outputs or is_write(node))
+        needed = makers_of(ends, lambda node: node in own)
+        nodes = [node for node in self.nodes if node in needed]
+        part = copied(self.cutter.request.gm, list(self.inputs), nodes)
+        part.finish(outputs)
+        used = [node for node in part.inputs if part.made[node].users]
+        for node in part.inputs:
+            if node not in used:
+                part.graph.erase_node(part.made[node])
+        return part.gm, used
 
 
 def _with_views_at_their_source(request: CutRequest) -> dict[fx.Node, int]:
@@ -316,7 +293,7 @@ def _digest(gm: fx.GraphModule, external: frozenset[int], static: tuple[int, ...
         args = fx.node.map_arg((node.args, node.kwargs), lambda source: names[source])
         target = _alignment(node) if node.op == "placeholder" else str(node.target)
         target += " once" if runs_once(node) else ""
-        text.append(f"{node.op} {target} {args} {_signature(node.meta.get('val'))}")
+        text.append(f"{node.op} {target} {args} {spec_of(node.meta.get('val'))}")
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 
@@ -326,14 +303,6 @@ def _alignment(placeholder: fx.Node) -> str:
     if not isinstance(value, torch.Tensor):
         return ""
     return f"+{value.storage_offset() * value.element_size() % KERNEL_ALIGNMENT_BYTES}"
-
-
-def _signature(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{list(value.shape)}{list(value.stride())}{value.device}"
-    if isinstance(value, tuple | list):
-        return ",".join(_signature(item) for item in value)
-    return type(value).__name__
 
 
 def _program(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
@@ -346,19 +315,17 @@ def _program(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
             made[node.name].meta = dict(node.meta)
         elif node.op == "get_attr" and is_tensor(node):
             made[node.name] = graph.node_copy(node)
-    for node in cutter.graph.nodes:
-        if node.target is ops.fetch:
-            made[node.name] = graph.node_copy(node, lambda source: made[source.name])
+    for node in cutter.fetches:
+        made[node.name] = graph.node_copy(node, lambda source: made[source.name])
     for call in calls:
         result = graph.call_function(
             _region_call, (call.region, *(made[name] for name in call.inputs))
         )
         for index, name in enumerate(call.outputs):
             made[name] = graph.call_function(_take, (result, index))
-    for node in cutter.graph.nodes:
-        if node.target is ops.lease:
-            sources = tuple(made[cutter.value(source)] for source in node.all_input_nodes)
-            made[cutter.value(node)] = graph.call_function(ops.lease, sources)
+    for node in cutter.leases:
+        sources = tuple(made[cutter.value(source)] for source in node.all_input_nodes)
+        made[cutter.value(node)] = graph.call_function(ops.lease, sources)
     graph.output(
         tuple(
             made[cutter.value(node)] if isinstance(node, fx.Node) else None

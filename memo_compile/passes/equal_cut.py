@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils import _pytree as pytree
@@ -25,13 +24,19 @@ from memo_compile.analysis.joint_units import (
     JointUnits,
     backward_positions,
     forward_nodes,
+    saved_nodes,
+    tag_saved,
     tangent_dependents,
 )
-from memo_compile.analysis.overwrites import overwritten, runs_once
-from memo_compile.analysis.purity import is_constant, is_pure, must_be_saved
-from memo_compile.analysis.saved import saved_nodes, tag_saved
+from memo_compile.analysis.purity import (
+    is_constant,
+    is_pure,
+    must_be_saved,
+    overwritten,
+    runs_once,
+)
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import base_of, is_movable_view, is_tensor, storage_of
+from memo_compile.analysis.views import base_of, bytes_of, is_movable_view, is_tensor, storage_of
 
 TILE_FACTOR = 2
 """A saved tensor this many times larger than its unit's input is cheaper to recompute, in tiles,
@@ -101,7 +106,7 @@ class EqualCut:
         units, saved = self.units, set(saved_nodes(gm))
         above = self.drops_above
         if above is not None:
-            wide = (node for node in _wide(units) if 2 * _bytes(node) > above)
+            wide = (node for node in _wide(units) if 2 * bytes_of(node) > above)
             saved -= {node for node in wide if not must_be_saved(node)}
         chosen = {node for node in saved if node.op == "placeholder" or UNIT not in node.meta}
         spans, classes = units.structure.units, units.structure.classes
@@ -164,7 +169,7 @@ def _made_in_forward(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
     sources: list[fx.Node] = []
     for source in node.all_input_nodes:
         sources += _made_in_forward(source, forward)
-    return sources if sum(map(_bytes, sources)) <= _bytes(node) else [node]
+    return sources if sum(map(bytes_of, sources)) <= bytes_of(node) else [node]
 
 
 def _wide(units: JointUnits) -> set[fx.Node]:
@@ -176,15 +181,14 @@ def _wide(units: JointUnits) -> set[fx.Node]:
     for index, unit in enumerate(units.structure.units):
         own = units.forward[unit.start : unit.end]
         inputs = [
-            _bytes(source)
+            bytes_of(source)
             for node in own
             for source in node.all_input_nodes
             if source.meta.get(UNIT) == index - 1
         ]
         limit = TILE_FACTOR * max(inputs, default=0)
-        if limit == 0:
-            continue
-        found |= {node for node in own if _bytes(node) >= limit and not _near_attention(node)}
+        if limit:
+            found |= {node for node in own if bytes_of(node) >= limit and not _near_attention(node)}
     return found
 
 
@@ -201,11 +205,6 @@ def _near_attention(node: fx.Node) -> bool:
         if reached is node or is_movable_view(reached) or op_name(reached) == "":
             stack.extend(reached.users)
     return any("attention" in op_name(source) for source in node.all_input_nodes)
-
-
-def _bytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.nbytes if isinstance(value, torch.Tensor) else 0
 
 
 def _unit_of_every_node(joint: fx.GraphModule, units: JointUnits) -> dict[fx.Node, int]:

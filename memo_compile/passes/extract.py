@@ -1,11 +1,18 @@
 """Takes some nodes of a graph into a graph of their own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from memo_compile.analysis.views import makers_of
+
+
+def placeholder_like(graph: fx.Graph, name: str, node: fx.Node) -> fx.Node:
+    """A placeholder behind the others of ``graph``, of a value like that of ``node``."""
+    made = graph.placeholder(name)
+    made.meta = {"val": node.meta["val"]}
+    return made
 
 
 @dataclass(slots=True, kw_only=True)
@@ -17,7 +24,7 @@ class Extract:
     """Without its output, which ``finish`` gives it."""
     inputs: list[fx.Node]
     made: dict[fx.Node, fx.Node]
-    """Inputs first, then the others, each in the order of the owner's graph."""
+    """Inputs first, then the others, in order."""
 
     @property
     def gm(self) -> fx.GraphModule:
@@ -34,13 +41,23 @@ def extract(
 ) -> Extract:
     """What makes ``outputs``, back to the nodes that are given; those become placeholders."""
     needed = makers_of(outputs, lambda node: not is_given(node))
-    inputs = [node for node in gm.graph.nodes if node in needed and is_given(node)]
+    nodes = [node for node in gm.graph.nodes if node in needed]
+    return copied(gm, list(filter(is_given, nodes)), nodes)
+
+
+def copied(gm: fx.GraphModule, inputs: list[fx.Node], nodes: Iterable[fx.Node]) -> Extract:
+    """``nodes`` in this order, each behind what it is made of from ``inputs``, the placeholders."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in inputs:
-        made[node] = graph.placeholder(f"in_{len(made)}")
-        made[node].meta = {"val": node.meta["val"]}
-    for node in gm.graph.nodes:
-        if node in needed and node not in made:
+        made[node] = placeholder_like(graph, f"in_{len(made)}", node)
+
+    def make(node: fx.Node) -> None:
+        if node not in made:
+            for source in node.all_input_nodes:
+                make(source)
             made[node] = graph.node_copy(node, lambda source: made[source])
+
+    for node in nodes:
+        make(node)
     return Extract(owner=gm, graph=graph, inputs=inputs, made=made)

@@ -1,6 +1,6 @@
 """Moves what several layers share, but the first of them makes, before the layers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -75,7 +75,6 @@ def apply_order(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
         if later is not None and not node < later:
             later.prepend(node)
         later = node
-    graph.lint()
 
 
 def _improve(
@@ -114,7 +113,11 @@ def _reach(order: Sequence[fx.Node]) -> list[int]:
     for position, node in enumerate(order):
         is_seeds = seeds_move and op_name(node) == "inductor_seeds"
         stays = is_matmul(node) or not (is_pure(node) or is_seeds)
-        if stays or any(_is_fixed(source, position_of, fixed) for source in node.all_input_nodes):
+        is_fixed = any(
+            source in fixed or (source.op == "call_function" and source not in position_of)
+            for source in node.all_input_nodes
+        )
+        if stays or is_fixed:
             fixed.add(node)
             reach.append(-1)
             continue
@@ -126,15 +129,7 @@ def _reach(order: Sequence[fx.Node]) -> list[int]:
 
 def _draws(node: fx.Node) -> bool:
     """True when ``node`` advances the random generator; attention without dropout does not."""
-    if not is_random(node):
-        return False
-    dropout = argument(node, "dropout_p")
-    return dropout is None or dropout != 0.0
-
-
-def _is_fixed(source: fx.Node, inside: Mapping[fx.Node, int], fixed: set[fx.Node]) -> bool:
-    """True when what reads ``source`` cannot move freely within the sequence."""
-    return source in fixed or (source.op == "call_function" and source not in inside)
+    return is_random(node) and argument(node, "dropout_p") != 0.0
 
 
 def _far_readers(reach: Sequence[int], structure: LayerStructure) -> list[int]:

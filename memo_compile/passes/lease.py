@@ -128,11 +128,8 @@ def _set_outputs(output: fx.Node, values: list[Any]) -> None:
 
 def _handle_behind_saved(graph: fx.Graph, placeholders: list[fx.Node]) -> fx.Node:
     """A new placeholder for the handle, behind the saved tensors that autograd checks."""
-    saved = list(itertools.takewhile(lambda node: not is_tangent(node), placeholders))
-    anchor = next((node for node in reversed(saved) if _is_plain_saved(node)), None)
-    if anchor is not None:
-        context = graph.inserting_after(anchor)
-    else:
-        context = graph.inserting_before(next(iter(graph.nodes)))
-    with context:
+    saved = itertools.takewhile(lambda node: not is_tangent(node), placeholders)
+    checked = [node for node in saved if _is_plain_saved(node)]
+    first = next(iter(graph.nodes))
+    with graph.inserting_after(checked[-1]) if checked else graph.inserting_before(first):
         return graph.placeholder(HANDLE)

@@ -23,7 +23,7 @@ from memo_compile.analysis.joint_units import (
 )
 from memo_compile.analysis.purity import is_pure
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import base_of, is_tensor, is_view, viewed
+from memo_compile.analysis.views import base_of, bytes_of, is_tensor, is_view, viewed
 
 MIN_BYTES = 2**20
 """Of the widest value: below there is nothing to gain."""
@@ -62,7 +62,7 @@ class GradientOfLoss:
         (tangent,) = tangents
         head = _head(gm, tangent)
         ends = [node for node in head if any(user not in head for user in node.users)]
-        if not head or sum(map(_bytes, ends)) > max(map(_bytes, head)):
+        if not head or sum(map(bytes_of, ends)) > max(map(bytes_of, head)):
             return PassResult(gm, False)
         if any(is_view(base_of(end)) for end in ends):  # a part of a value: more would be saved
             return PassResult(gm, False)
@@ -73,8 +73,8 @@ class GradientOfLoss:
 def _head(gm: fx.GraphModule, tangent: fx.Node) -> dict[fx.Node, None]:
     """What moves, in order: the wide values of the last unit, what makes them, what reads them."""
     linear = _linear(gm, tangent)
-    widest = max(map(_bytes, linear), default=0)
-    wide = {node for node in linear if 2 * _bytes(node) >= widest}
+    widest = max(map(bytes_of, linear), default=0)
+    wide = {node for node in linear if 2 * bytes_of(node) >= widest}
     if widest < MIN_BYTES or any(map(_is_coarse, linear)):
         return {}
     found = set(wide)
@@ -97,7 +97,7 @@ def _linear(gm: fx.GraphModule, tangent: fx.Node) -> dict[fx.Node, None]:
             and node.op == "call_function"
             and node.meta.get(UNIT) in (None, units.num_units - 1)
             and is_tensor(node)
-            and _value(node).is_floating_point()
+            and node.meta["val"].is_floating_point()
             and is_pure(node)
             and all(
                 source in found or source is tangent
@@ -154,7 +154,6 @@ def _move(
         made = _scaled(end, tangent, scaled)
         for user in later:
             user.replace_input_with(end, made)
-    gm.graph.lint()
 
 
 def _scaled(node: fx.Node, tangent: fx.Node, scaled: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -171,10 +170,10 @@ def _scaled(node: fx.Node, tangent: fx.Node, scaled: dict[fx.Node, fx.Node]) -> 
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         with node.graph.inserting_after(node):
             made = node.graph.call_function(_aten.mul.Tensor, (node, tangent))
-        made.meta = {**backward, "val": _value(node) * _value(tangent)}
-        if _value(made).dtype != _value(node).dtype:  # of two numbers the wider type counts
+        made.meta = {**backward, "val": node.meta["val"] * tangent.meta["val"]}
+        if made.meta["val"].dtype != node.meta["val"].dtype:  # of two numbers the wider type counts
             with node.graph.inserting_after(made):
-                made = node.graph.call_function(_to_dtype, (made, _value(node).dtype))
+                made = node.graph.call_function(_to_dtype, (made, node.meta["val"].dtype))
             made.meta = backward
     scaled[node] = made
     return made
@@ -182,18 +181,8 @@ def _scaled(node: fx.Node, tangent: fx.Node, scaled: dict[fx.Node, fx.Node]) -> 
 
 def _is_coarse(node: fx.Node) -> bool:
     """True for float16 and float8: what float32 and bfloat16 hold may be zero in it."""
-    return torch.finfo(_value(node).dtype).tiny > torch.finfo(torch.float32).tiny
+    return torch.finfo(node.meta["val"].dtype).tiny > torch.finfo(torch.float32).tiny
 
 
 def _forward(node: fx.Node) -> dict[str, object]:
     return {**node.meta, "partitioner_tag": "is_forward"}
-
-
-def _value(node: fx.Node) -> torch.Tensor:
-    value = node.meta["val"]
-    assert isinstance(value, torch.Tensor), "only tensors are linear"
-    return value
-
-
-def _bytes(node: fx.Node) -> int:
-    return _value(node).nbytes

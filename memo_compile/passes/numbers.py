@@ -38,6 +38,6 @@ class PutNumbers:
 def _replace(node: fx.Node, number: float) -> None:
     """Put ``number`` where ``node`` is read, and erase ``node``."""
     for user in list(node.users):
-        user.args = fx.node.map_arg(user.args, lambda arg: number if arg is node else arg)
-        user.kwargs = fx.node.map_arg(user.kwargs, lambda arg: number if arg is node else arg)
+        given = (user.args, user.kwargs)
+        user.args, user.kwargs = fx.node.map_arg(given, lambda arg: number if arg is node else arg)
     node.graph.erase_node(node)

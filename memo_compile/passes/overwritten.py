@@ -13,8 +13,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.joint_units import tangent_dependents
-from memo_compile.analysis.overwrites import READS_OVERWRITTEN, overwritten
-from memo_compile.analysis.purity import is_write
+from memo_compile.analysis.purity import READS_OVERWRITTEN, is_write, overwritten
 from memo_compile.analysis.views import is_view, results_of, storage_of, viewed
 
 
@@ -55,7 +54,6 @@ class KeepOverwritten:
             computes = node.op == "call_function" and not is_view(node) and not is_write(node)
             if computes and any(storage_of(read) in written for read in node.all_input_nodes):
                 node.meta[READS_OVERWRITTEN] = True
-        gm.graph.lint()
         return PassResult(gm, bool(old.made))
 
 

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from memo_runtime.ops import into
@@ -11,7 +11,8 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile import shim
-from memo_compile.analysis.structure import argument
+from memo_compile.analysis.purity import is_write
+from memo_compile.analysis.structure import argument, namespace, schema_of
 from memo_compile.analysis.views import is_tensor, results_of, storage_of
 
 _aten = torch.ops.aten
@@ -46,42 +47,44 @@ class OwnOutputs:
         leaving = {storage_of(node) for node in nodes.values()} - external
         changed = False
         for node in list(gm.graph.nodes):
-            if node.op != "call_function" or not _allocates(node.target):
+            if not _allocates(node):
                 continue
             results = _results(node)
             made = results.values()
-            if leaving.intersection(made) or _may_become(node.target, made, leaving):
-                changed |= _rewrite(node, results)
+            if leaving.intersection(made) or _may_become(node, made, leaving):
+                _rewrite(node, results)
+                changed = True
             elif not results:
                 changed |= _copy_leaving(node, leaving)
         return PassResult(gm, changed)
 
 
-def _allocates(target: Any) -> bool:
+def _allocates(node: fx.Node) -> bool:
     """True for an operator that Inductor calls as a kernel which allocates its own results."""
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or is_write(node):
         return False
     if any(part in target._schema.name for part in _ALLOCATING):
         return True
-    if _is_custom(target):
+    if _is_custom(node):
         # A custom operator becomes a fallback when it is first lowered: too late for its region.
         return shim.falls_back(target) or not shim.has_lowering(target)
     return shim.falls_back(target) and target.overloadpacket not in (_aten.empty_strided,)
 
 
-def _is_custom(target: torch._ops.OpOverload) -> bool:
-    return target.namespace not in ("aten", "prims", "memo")
+def _is_custom(node: fx.Node) -> bool:
+    return namespace(node) not in ("aten", "prims", "memo")
 
 
-def _may_become(target: Any, made: Iterable[fx.Node], leaving: Iterable[fx.Node]) -> bool:
+def _may_become(node: fx.Node, made: Iterable[fx.Node], leaving: Iterable[fx.Node]) -> bool:
     """True for a custom operator's result that Inductor may turn into an output in place.
 
     A sum that is the result's last reader is written over it when both are of one size; the output
     would then lie in the operator's own memory. Torch's own kernels are left alone: a copy costs
     more often than it helps.
     """
-    sizes = {node.meta["val"].nbytes for node in leaving if is_tensor(node)}
-    return _is_custom(target) and any(node.meta["val"].nbytes in sizes for node in made)
+    sizes = {output.meta["val"].nbytes for output in leaving if is_tensor(output)}
+    return _is_custom(node) and any(result.meta["val"].nbytes in sizes for result in made)
 
 
 def _results(node: fx.Node) -> dict[int, fx.Node]:
@@ -91,30 +94,29 @@ def _results(node: fx.Node) -> dict[int, fx.Node]:
         return {0: node}
     if not isinstance(value, tuple | list):
         return {}
-    assert isinstance(node.target, torch._ops.OpOverload)
     tensors = all(isinstance(item, torch.Tensor) for item in value)
-    declared = all(str(result.type) == "Tensor" for result in node.target._schema.returns)
+    declared = all(str(result.type) == "Tensor" for result in schema_of(node).returns)
     if not (tensors and declared and all(user.target is operator.getitem for user in node.users)):
         return {}
     return {int(user.args[1]): user for user in node.users}  # type: ignore[arg-type]
 
 
-def _rewrite(node: fx.Node, results: dict[int, fx.Node]) -> bool:
+def _rewrite(node: fx.Node, results: dict[int, fx.Node]) -> None:
     """Replace ``node`` by buffers and the operator that fills them."""
     graph, target = node.graph, node.target
     assert isinstance(target, torch._ops.OpOverload)
     value = node.meta["val"]
     values = [value] if isinstance(value, torch.Tensor) else list(value)
+    arguments = [argument(node, declared.name) for declared in schema_of(node).arguments]
     with graph.inserting_before(node):
         buffers = [_empty(graph, value) for value in values]
-        call = graph.call_function(into(target), (*buffers, *_all_arguments(node)))
+        call = graph.call_function(into(target), (*buffers, *arguments))
         call.meta["val"] = None
     for position, old in results.items():
         old.replace_all_uses_with(buffers[position])
         if old is not node:
             graph.erase_node(old)
     graph.erase_node(node)
-    return True
 
 
 def _copy_leaving(node: fx.Node, leaving: set[fx.Node]) -> bool:
@@ -141,9 +143,3 @@ def _empty(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
     )
     node.meta["val"] = value
     return node
-
-
-def _all_arguments(node: fx.Node) -> list[Any]:
-    """Every argument of ``node`` by position, defaults filled in."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    return [argument(node, declared.name) for declared in node.target._schema.arguments]

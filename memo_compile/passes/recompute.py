@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from torch import fx
 
-from memo_compile.analysis.overwrites import runs_once, written_storages
 from memo_compile.analysis.purity import (
     is_collective,
     is_known,
@@ -19,6 +18,8 @@ from memo_compile.analysis.purity import (
     is_repeatable,
     is_write,
     must_be_saved,
+    runs_once,
+    written_storages,
 )
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim
@@ -63,69 +64,33 @@ def layer_ops(layer: ClassGraph, seconds_of: Callable[[fx.Node], float]) -> tupl
     operator with several results is one operator with all the seconds, and one free operator for
     each result that is read, so that recomputing any of them costs the whole once.
     """
-    listing = _Listing(layer, seconds_of)
     graph = layer.region.gm.graph
-    placeholders = graph.find_nodes(op="placeholder")
-    for position, slot in layer.slot_of_input.items():
-        listing.add_input(placeholders[position], slot)
-    for node in graph.nodes:
-        if node.op == "call_function":
-            listing.add(node)
-    return tuple(listing.ops)
-
-
-class _Listing:
-    """The operators so far, and for each value which of them it comes from."""
-
-    def __init__(self, layer: ClassGraph, seconds_of: Callable[[fx.Node], float]) -> None:
-        outputs = results_of(layer.region.gm.graph)
-        self.slots = {outputs[position]: slot for position, slot in layer.slot_of_output.items()}
-        self.seconds_of = seconds_of
-        self.row_wise = {node for node in layer.row_dims() if not _is_given(node, layer.row_seeds)}
-        self.written = written_storages(layer.region.gm.graph)
-        self.ops: list[LayerOp] = []
-        self.made_by: dict[fx.Node, int] = {}
-
-    def add_input(self, node: fx.Node, slot: int) -> None:
-        self._append(node, seconds=0.0, inputs=(), slot=slot, can_recompute=False)
-
-    def add(self, node: fx.Node) -> None:
-        sources = (
-            self.made_by[source] for source in node.all_input_nodes if source in self.made_by
-        )
-        inputs = tuple(sorted(set(sources)))
-        if is_view(node) and node not in self.slots:
-            if inputs:
-                self.made_by[node] = self.made_by[viewed(node)]
-            return
-        self._append(
-            node,
-            seconds=0.0 if is_item(node) or is_view(node) else self.seconds_of(node),
-            inputs=inputs,
-            slot=self.slots.get(node),
-            can_recompute=_why_not_recomputed(node, self.written) is None,
-        )
-
-    def _append(
-        self,
-        node: fx.Node,
-        *,
-        seconds: float,
-        inputs: tuple[int, ...],
-        slot: int | None,
-        can_recompute: bool,
-    ) -> None:
-        self.made_by[node] = len(self.ops)
-        self.ops.append(
+    placeholders, outputs = graph.find_nodes(op="placeholder"), results_of(graph)
+    inputs = {placeholders[at]: slot for at, slot in layer.slot_of_input.items()}
+    slots = {outputs[at]: slot for at, slot in layer.slot_of_output.items()} | inputs
+    row_wise = {node for node in layer.row_dims() if not _is_given(node, layer.row_seeds)}
+    written = written_storages(graph)
+    ops: list[LayerOp] = []
+    made_by: dict[fx.Node, int] = {}
+    for node in (*inputs, *(node for node in graph.nodes if node.op == "call_function")):
+        sources = {made_by[source] for source in node.all_input_nodes if source in made_by}
+        if is_view(node) and node not in slots:
+            if sources:
+                made_by[node] = made_by[viewed(node)]
+            continue
+        is_free = node in inputs or is_item(node) or is_view(node)
+        made_by[node] = len(ops)
+        ops.append(
             LayerOp(
                 name=node.name,
-                seconds=seconds,
-                inputs=inputs,
-                slot=slot,
-                can_recompute=can_recompute,
-                row_wise=node in self.row_wise,
+                seconds=0.0 if is_free else seconds_of(node),
+                inputs=tuple(sorted(sources)),
+                slot=slots.get(node),
+                can_recompute=node not in inputs and _why_not_recomputed(node, written) is None,
+                row_wise=node in row_wise,
             )
         )
+    return tuple(ops)
 
 
 def _is_given(node: fx.Node, row_seeds: Mapping[fx.Node, RowDim]) -> bool:
@@ -185,9 +150,7 @@ def recompute_graph(
     wanted = [made_at[slot] for slot in key.slots]
     kept = {node: slot for slot, node in made_at.items() if slot not in key.slots}
     part = _part(region, wanted, kept, key.region)
-    gm = part.gm
-    if key.rows is not None:
-        gm = _first_rows(layer, part, wanted, key)
+    gm = part.gm if key.rows is None else _first_rows(layer, part, wanted, key)
     placeholders = region.gm.graph.find_nodes(op="placeholder")
     positions = {node: at for at, node in enumerate(placeholders)}
     slots = {placeholders[at]: slot for at, slot in layer.slot_of_input.items()} | kept
@@ -228,7 +191,6 @@ def _part(
                 "keep or offload what is made from it"
             )
     part.finish(wanted)
-    part.graph.lint()
     return part
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from memo_compile.analysis.saved import SAVED
+from memo_compile.analysis.joint_units import SAVED
 from memo_compile.errors import ConfigError, MemoError, PassFailed
 
 T = TypeVar("T")
@@ -46,12 +46,6 @@ class PassSelection:
 ALL = PassSelection()
 
 
-@dataclass(slots=True)
-class _Spent:
-    runs: int = 0
-    seconds: float = 0.0
-
-
 def graph_text(gm: fx.GraphModule) -> str:
     """The graph as text, one node a line, with shapes; the same graph always gives the same."""
     lines = []
@@ -81,7 +75,7 @@ class PassRunner:
         self._selection = selection
         self._count = 0
         self._optional_runs = 0
-        self._spent: dict[str, _Spent] = {}
+        self._seconds: dict[str, list[float]] = {}
 
     def run(self, gm: fx.GraphModule, passes: Sequence[GraphPass], *, stage: str) -> fx.GraphModule:
         """``gm`` after all ``passes`` that are selected.
@@ -163,16 +157,14 @@ class PassRunner:
         except Exception as error:
             raise PassFailed(f"{what}: {type(error).__name__}: {error}") from error
         finally:
-            spent = self._spent.setdefault(name, _Spent())
-            spent.runs += 1
-            spent.seconds += time.perf_counter() - start
+            self._seconds.setdefault(name, []).append(time.perf_counter() - start)
 
     def times(self) -> str:
         """A line for each pass and derivation: its name, how often it ran, milliseconds in all."""
         lines = [f"{'pass':32}{'runs':>6}{'ms':>10}"]
         lines += [
-            f"{name:32}{spent.runs:6}{1e3 * spent.seconds:10.1f}"
-            for name, spent in self._spent.items()
+            f"{name:32}{len(seconds):6}{1e3 * sum(seconds):10.1f}"
+            for name, seconds in self._seconds.items()
         ]
         return "\n".join(lines) + "\n"
 

@@ -10,6 +10,7 @@ in the sizes that operators are given; parameters keep their shape. An eighth of
 The shorter graph computes something else; only the time that it takes is of use.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -19,8 +20,8 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.regions import RegionGraph
-from memo_compile.analysis.rows import fake_mode, run_on_fakes
-from memo_compile.analysis.views import is_tensor
+from memo_compile.analysis.rows import FakeCopier
+from memo_compile.analysis.views import is_tensor, tensors_of
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.runner import PassRunner
 
@@ -110,7 +111,7 @@ def _candidates(gm: fx.GraphModule, static_inputs: tuple[int, ...]) -> list[int]
     Sizes that parameters have too come last. Those below MIN_TOKENS are too small to tell apart.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    bytes_of: dict[int, int] = {}
+    bytes_of: Counter[int] = Counter()
     of_parameters: set[int] = set()
     for at, node in enumerate(placeholders):
         if not is_tensor(node):
@@ -120,61 +121,35 @@ def _candidates(gm: fx.GraphModule, static_inputs: tuple[int, ...]) -> list[int]
             of_parameters.update(value.shape)
             continue
         for size in {length for length in value.shape if length >= MIN_TOKENS}:
-            bytes_of[size] = bytes_of.get(size, 0) + value.nbytes
-
-    def rank(size: int) -> tuple[bool, int, int]:
-        return size in of_parameters, -bytes_of[size], -size
-
-    return sorted(bytes_of, key=rank)
+            bytes_of[size] += value.nbytes
+    return sorted(bytes_of, key=lambda size: (size in of_parameters, -bytes_of[size], -size))
 
 
-class _Shortener:
+class _Shortener(FakeCopier):
     def __init__(self, gm: fx.GraphModule, static_inputs: tuple[int, ...], scale: _Scale) -> None:
-        self.gm, self.static_inputs, self.scale = gm, static_inputs, scale
-        self.graph = fx.Graph()
-        self.made: dict[fx.Node, fx.Node] = {}
-        self.mode = fake_mode(gm)
+        super().__init__(gm)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.static = {placeholders[at] for at in static_inputs}
+        self.scale = scale
 
-    def run(self) -> fx.GraphModule:
-        inputs = 0
-        for node in self.gm.graph.nodes:
-            if node.op == "output":
-                self.graph.output(fx.node.map_arg(node.args[0], lambda source: self.made[source]))
-                continue
-            copy = self.graph.node_copy(node, lambda source: self.made[source])
-            copy.meta = dict(node.meta)
-            self.made[node] = copy
-            with self.mode:
-                if node.op == "placeholder":
-                    if inputs not in self.static_inputs:
-                        copy.meta["val"] = self._input(node.meta["val"])
-                    inputs += 1
-                elif node.op == "call_function":
-                    self._call(copy, node)
-        return fx.GraphModule(self.gm, self.graph)
-
-    def _input(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        size = self.scale.shape(value.shape)
-        return value.new_empty_strided(size, _strides(value, size))
+    def change(self, copy: fx.Node, node: fx.Node) -> None:
+        if node.op == "call_function":
+            self._call(copy, node)
+        elif node.op == "placeholder" and node not in self.static and is_tensor(node):
+            value = node.meta["val"]
+            size = self.scale.shape(value.shape)
+            copy.meta["val"] = value.new_empty_strided(size, _strides(value, size))
 
     def _call(self, copy: fx.Node, node: fx.Node) -> None:
         copy.args = fx.node.map_aggregate(copy.args, self.scale.size)
         copy.kwargs = fx.node.map_aggregate(copy.kwargs, self.scale.size)
         try:
-            copy.meta["val"] = run_on_fakes(self.gm, self.mode, copy)
+            copy.meta["val"] = self.value_of(copy)
         except _REFUSALS as error:
             raise _OtherSizeError(f"{node.name}: {error}") from error
-        found = [tuple(value.shape) for value in _tensors(copy)]
-        if found != [self.scale.shape(value.shape) for value in _tensors(node)]:
+        found = [tuple(value.shape) for value in tensors_of(copy)]
+        if found != [self.scale.shape(value.shape) for value in tensors_of(node)]:
             raise _OtherSizeError(f"{node.name}: {found}")
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else [value]
-    return [item for item in values if isinstance(item, torch.Tensor)]
 
 
 def _strides(value: torch.Tensor, size: Sequence[int]) -> list[int]:

@@ -10,7 +10,16 @@ from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, rows_through
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import is_item, is_tensor, is_view, makers_of, shape_of, storage_of
+from memo_compile.analysis.views import (
+    bytes_of,
+    is_item,
+    is_tensor,
+    is_view,
+    makers_of,
+    shape_of,
+    storage_of,
+)
+from memo_compile.step.problem import running_sums
 
 NUM_ANCHORS = 2
 """Widest values of the peak that a chain is looked for around: often the first is read by the
@@ -22,14 +31,7 @@ NARROW = 8
 
 def transient_bytes(gm: fx.GraphModule) -> int:
     """The most bytes alive at once, inputs and outputs not counted, when ``gm`` runs in order."""
-    live = peak = 0
-    lives = _lives(gm)
-    nodes = list(gm.graph.nodes)
-    for number, _ in enumerate(nodes):
-        live += sum(size for start, _, size in lives.values() if start == number)
-        peak = max(peak, live)
-        live -= sum(size for _, end, size in lives.values() if end == number)
-    return peak
+    return max(_live_bytes(_lives(gm)).values(), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +68,11 @@ def chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
 def _anchors(gm: fx.GraphModule) -> list[fx.Node]:
     """The largest transient values that are alive at the peak."""
     lives = _lives(gm)
-    points = {start for start, _, _ in lives.values()}
-
-    def alive(point: int) -> list[fx.Node]:
-        return [node for node, (start, end, _) in lives.items() if start <= point <= end]
-
-    if not points:
-        return []
-    peak = max(sorted(points), key=lambda point: sum(lives[node][2] for node in alive(point)))
-    found = sorted(alive(peak), key=lambda node: -lives[node][2])
-    return [node for node in found if max(shape_of(node), default=1) > 1][:NUM_ANCHORS]
+    live = _live_bytes(lives)
+    peak = max(live, key=live.__getitem__, default=0)
+    alive = [node for node, (start, end, _) in lives.items() if start <= peak <= end]
+    alive.sort(key=lambda node: -lives[node][2])
+    return [node for node in alive if max(shape_of(node), default=1) > 1][:NUM_ANCHORS]
 
 
 def _row_counts(gm: fx.GraphModule, anchor: fx.Node) -> list[int]:
@@ -86,10 +83,8 @@ def _row_counts(gm: fx.GraphModule, anchor: fx.Node) -> list[int]:
         for node in gm.graph.nodes
         if is_tensor(node) and len(shape_of(node)) > 2 and shape_of(node)[0] > 1
     }
-    return [
-        size,
-        *sorted((batch for batch in batches if batch < size and size % batch == 0), reverse=True),
-    ]
+    flattened = [batch for batch in batches if batch < size and size % batch == 0]
+    return [size, *sorted(flattened, reverse=True)]
 
 
 def _stages(
@@ -139,7 +134,7 @@ def _stages(
 
 def _narrow_sums(nodes: Iterable[fx.Node], own: set[fx.Node], sums: set[fx.Node]) -> set[fx.Node]:
     """The sums that are made of narrow row-wise values, and read for row-wise ones; with those."""
-    widest = max((_bytes(node) for node in own), default=0)
+    widest = max((bytes_of(node) for node in own), default=0)
     mixed: set[fx.Node] = set()  # what is made of a sum
     read: set[fx.Node] = set()
     for node in nodes:
@@ -148,15 +143,11 @@ def _narrow_sums(nodes: Iterable[fx.Node], own: set[fx.Node], sums: set[fx.Node]
             read.update(node.all_input_nodes if node in own else ())
     found: set[fx.Node] = set()
     for total in sums:
-        made_of = makers_of([total], lambda node: node.op == "call_function")
-        feeds = any(total in makers_of([node], lambda node: True) for node in read - own)
-        if feeds and all(NARROW * _bytes(node) <= widest for node in made_of & own):
+        made_of = makers_of([total])
+        feeds = any(total in makers_of([node]) for node in read - own)
+        if feeds and all(NARROW * bytes_of(node) <= widest for node in made_of & own):
             found |= {total, *(made_of & own)}
     return found
-
-
-def _bytes(node: fx.Node) -> int:
-    return int(node.meta["val"].nbytes) if is_tensor(node) else 0
 
 
 def _items(node: fx.Node) -> list[fx.Node]:
@@ -172,20 +163,25 @@ def _with_all_items(own: set[fx.Node]) -> set[fx.Node]:
 def _is_sum(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], own: set[fx.Node]) -> bool:
     """True for a sum or mean over the rows of the chain, or a product that contracts them."""
     sources = node.all_input_nodes
-    rows = [dims.get(source) for source in sources]
-    if not any(source in own for source in sources) or not is_tensor(node):
+    rows = [row for source in sources if (row := dims.get(source)) is not None]
+    if len(rows) < len(sources) or own.isdisjoint(sources) or not is_tensor(node):
         return False
     if not node.meta["val"].is_contiguous():
         return False
-    name = op_name(node)
-    if name in ("sum", "mean"):
-        return len(rows) == 1 and rows[0] is not None
-    if node.target not in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
-        return False
-    if len(sources) != 2 or rows[0] is None or rows[1] is None:
-        return False
+    if op_name(node) in ("sum", "mean"):
+        return len(rows) == 1
     ndim = len(shape_of(node))
-    return rows[0].dim == ndim - 1 and rows[1].dim == ndim - 2
+    is_product = node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+    return is_product and [row.dim for row in rows] == [ndim - 1, ndim - 2]
+
+
+def _live_bytes(lives: Mapping[fx.Node, tuple[int, int, int]]) -> dict[int, int]:
+    """Line -> bytes alive at it, wherever they change."""
+    return running_sums(
+        change
+        for first, last, size in lives.values()
+        for change in ((first, size), (last + 1, -size))
+    )
 
 
 def _lives(gm: fx.GraphModule) -> dict[fx.Node, tuple[int, int, int]]:
@@ -198,7 +194,7 @@ def _lives(gm: fx.GraphModule) -> dict[fx.Node, tuple[int, int, int]]:
         if node.op == "call_function" and is_tensor(node) and not is_view(node):
             maker = node.all_input_nodes[0] if op_name(node) == "" else node
             if node not in kept:
-                lives[node] = (line[maker], line[node], int(node.meta["val"].nbytes))
+                lives[node] = (line[maker], line[node], bytes_of(node))
         for source in node.all_input_nodes:
             root = storage_of(source)
             if root in lives:

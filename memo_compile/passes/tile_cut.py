@@ -8,21 +8,16 @@ Rewrite, region R in 4 tiles:
                          y = R.after(whole, acc)
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import fx
-
-from memo_compile.analysis.regions import RegionGraph, ViewSpec
-from memo_compile.analysis.views import results_of
+from memo_compile.analysis.regions import RegionGraph
 from memo_compile.passes.cut import Cut, CutCall, CutInto
 from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.tile_chains import transient_bytes
-from memo_compile.passes.tile_sums import Term
-from memo_compile.passes.tiles import TiledRegion, TileInput, tilings
-from memo_compile.step.problem import Layout
-from memo_compile.step.tilings import Operand, Ref, Rows, RunningSum, Slice, Source, Tiling
+from memo_compile.passes.tiles import TiledRegion, tilings
+from memo_compile.step.problem import Layout, Layouts
+from memo_compile.step.tilings import Operand, Ref, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +30,21 @@ class RegionTiling:
     calls: tuple[CutCall, ...]
     """Of the parts; the region's inputs are the values ``in0``, ``in1`` ..., its outputs ``out0``
     and so on."""
+
+    @classmethod
+    def of(cls, region: RegionGraph, tiled: TiledRegion) -> "RegionTiling":
+        """One call of ``region`` by its parts."""
+        reads, made = region.input_layouts(), region.output_layouts()
+        call = CutCall(
+            name=f"{region.name}@probe",
+            region=region.name,
+            position=0,
+            inputs=tuple(f"in{at}" for at in range(len(reads))),
+            outputs=tuple(f"out{at}" for at in range(len(made))),
+            reads=reads,
+        )
+        calls = _PartCalls(tiled, call).run()
+        return cls(region=region, tiled=tiled, parts=tiled.parts, calls=tuple(calls))
 
 
 Accepts = Callable[[RegionTiling], bool]
@@ -62,12 +72,12 @@ def tile_cut(
     """
     if tiles < 2:
         return cut
-    split = {}
+    split: dict[str, TiledRegion] = {}
     for name, region in cut.regions.items():
         if above_bytes and transient_bytes(region.gm) <= above_bytes:
             continue
         try:
-            found = _split(name, region, tiles, accepts, runner)
+            found = _best(region, tiles, accepts, runner)
         except Exception as error:  # tiles are a possibility: without them the region runs whole
             dropped(f"region {name} is not run in tiles", error)
             continue
@@ -75,290 +85,120 @@ def tile_cut(
             split[name] = found
     regions: dict[str, RegionGraph] = {}
     for name, region in cut.regions.items():
-        parts = split[name].parts() if name in split else [(name, region)]
-        regions.update((key, replace(part, name=key)) for key, part in parts)
+        regions.update(split[name].parts if name in split else {name: region})
     calls: list[CutCall] = []
     for call in cut.calls:
-        calls.extend(split[call.region].calls(call) if call.region in split else (call,))
+        tiled = split.get(call.region)
+        calls.extend([call] if tiled is None else _PartCalls(tiled, call).run())
     return replace(
         cut,
         regions=regions,
         calls=tuple(calls),
         whole_calls=cut.calls,
-        tilings={name: parts.claim(cut.regions[name]) for name, parts in split.items()},
+        tilings={name: tiled.tiling for name, tiled in split.items()},
         whole_regions={name: cut.regions[name] for name in split},
     )
 
 
-def _split(
-    name: str, region: RegionGraph, tiles: int, accepts: Accepts, runner: PassRunner
-) -> "_Split | None":
+def _best(
+    region: RegionGraph, tiles: int, accepts: Accepts, runner: PassRunner
+) -> TiledRegion | None:
     """The best tiling of ``region`` that is accepted."""
 
-    def best() -> "_Split | None":
-        plain = (tiled for tiled in tilings(region, tiles) if _is_plain(tiled))
-        splits = (_Split.of(name, region, tiled) for tiled in plain)
-        return next((split for split in splits if accepts(split.tiling(region))), None)
+    def best() -> TiledRegion | None:
+        found = tilings(region, tiles)
+        return next((tiled for tiled in found if accepts(RegionTiling.of(region, tiled))), None)
 
     return runner.derive(
         "tile",
         region.gm,
         best,
-        stage=name,
-        graphs=lambda split: {part: made.gm for part, made in split.parts()} if split else {},
+        stage=region.name,
+        graphs=lambda tiled: {name: part.gm for name, part in tiled.parts.items()} if tiled else {},
     )
 
 
-def _is_plain(tiled: TiledRegion) -> bool:
-    """True when every output of the region is a value of its own that one of the parts makes."""
-    refs = tiled.outputs
-    made = all(ref is not None and ref.source is not Source.REGION_INPUT for ref in refs)
-    dense = all(_is_contiguous(output.whole) for output in tiled.tile_outputs)
-    return made and dense and len(set(refs)) == len(refs)
+class _PartCalls:
+    """The calls that do what ``call`` did, with the same values where it had any."""
 
-
-def _is_contiguous(spec: ViewSpec) -> bool:
-    """True when zeros of that size have these strides."""
-    step = 1
-    for size, stride in zip(reversed(spec.size), reversed(spec.stride), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Split:
-    """A tiled region whose ``before`` also makes the whole tensors that the tiles fill."""
-
-    name: str
-    tiled: TiledRegion
-    before: RegionGraph
-    first_whole: int
-    """Output of ``before`` that the tile's first output fills; those behind it follow."""
-
-    @staticmethod
-    def of(name: str, region: RegionGraph, tiled: TiledRegion) -> "_Split":
-        before = tiled.before or _empty_region(region)
-        like = region.gm.graph.find_nodes(op="placeholder")[0].meta["val"]
-        first = _add_zeros(before.gm, [output.whole for output in tiled.tile_outputs], like)
-        return _Split(name=name, tiled=tiled, before=before, first_whole=first)
-
-    def parts(self) -> Iterator[tuple[str, RegionGraph]]:
-        """The regions by name."""
-        yield f"{self.name}.before", self.before
-        yield f"{self.name}.tile", self.tiled.tile
-        for number, running_sum in enumerate(self.tiled.sums):
-            yield f"{self.name}.sum{number}", running_sum.region
-        if self.tiled.after is not None:
-            yield f"{self.name}.after", self.tiled.after
-
-    def tiling(self, region: RegionGraph) -> RegionTiling:
-        """One call of ``region`` by its parts."""
-        call = CutCall(
-            name=f"{self.name}@probe",
-            region=self.name,
-            position=0,
-            inputs=tuple(f"in{at}" for at in range(len(region.example_inputs()))),
-            outputs=tuple(f"out{at}" for at in range(_num_outputs(region))),
-            reads=region.input_layouts(),
-        )
-        return RegionTiling(
-            region=region,
-            tiled=self.tiled,
-            parts=dict(self.parts()),
-            calls=tuple(self.calls(call)),
-        )
-
-    def claim(self, region: RegionGraph) -> Tiling:
-        """What the calls of a tiled ``region`` must do, for the checker."""
-        tiled = self.tiled
-        return Tiling(
-            num_tiles=tiled.num_tiles,
-            before=f"{self.name}.before",
-            before_inputs=tiled.before_inputs,
-            tile=f"{self.name}.tile",
-            tile_inputs=tuple(map(self._operand, tiled.tile_inputs)),
-            rows=tuple(
-                Rows(whole=whole, slice=Slice(dim=output.dim, length=output.length))
-                for whole, output in enumerate(tiled.tile_outputs, start=self.first_whole)
-            ),
-            sums=tuple(
-                RunningSum(
-                    region=f"{self.name}.sum{number}",
-                    total=running_sum.total,
-                    terms=tuple(map(self._term_operand, running_sum.terms)),
-                )
-                for number, running_sum in enumerate(tiled.sums)
-            ),
-            after=None if tiled.after is None else f"{self.name}.after",
-            after_inputs=tuple(map(self.made, tiled.after_inputs)),
-            outputs=tuple(self.made(ref) for ref in tiled.outputs if ref is not None),
-            output_layouts=region.output_layouts(),
-        )
-
-    def _operand(self, tile_input: TileInput) -> Operand:
-        dim, whole = tile_input.dim, tile_input.whole.layout()
-        part = None if dim is None else Slice(dim=dim, length=tile_input.view.size[dim])
-        return Operand(value=self.made(tile_input.value), whole=whole, slice=part)
-
-    def _term_operand(self, term: Term) -> Operand:
-        if term.is_input:
-            return self._operand(self.tiled.tile_inputs[term.index])
-        made = self.tiled.tile.output_layouts()[term.index]
-        return Operand(value=Ref(source=Source.TILE, index=term.index), whole=made)
-
-    def made(self, ref: Ref) -> Ref:
-        """What holds ``ref`` when the tiles have run: for their outputs, what they fill."""
-        if ref.source is not Source.TILE:
-            return ref
-        return Ref(source=Source.BEFORE, index=self.first_whole + ref.index)
-
-    def calls(self, call: CutCall) -> Iterator[CutCall]:
-        """The calls that do what ``call`` did, with the same values where it had any."""
-        names = _Names(self, call)
-        yield CutCall(
-            name=f"{call.name}.before",
-            region=f"{self.name}.before",
-            position=call.position,
-            inputs=tuple(call.inputs[at] for at in self.tiled.before_inputs),
-            outputs=tuple(names.before(at) for at in range(_num_outputs(self.before))),
-            reads=tuple(call.reads[at] for at in self.tiled.before_inputs),
-        )
-        for number in range(self.tiled.num_tiles):
-            yield self._tile_call(call, names, number)
-            yield from self._sum_calls(call, names, number)
-        if self.tiled.after is not None:
-            refs = self.tiled.after_inputs
-            yield CutCall(
-                name=f"{call.name}.after",
-                region=f"{self.name}.after",
-                position=call.position,
-                inputs=tuple(names.value(ref) for ref in refs),
-                outputs=tuple(names.after(at) for at in range(_num_outputs(self.tiled.after))),
-                reads=tuple(self._whole(call, ref) for ref in refs),
-            )
-
-    def _tile_call(self, call: CutCall, names: "_Names", number: int) -> CutCall:
-        inputs = self.tiled.tile_inputs
-        return CutCall(
-            name=f"{call.name}.tile{number}",
-            region=f"{self.name}.tile",
-            position=call.position,
-            inputs=tuple(names.value(tile_input.value) for tile_input in inputs),
-            outputs=tuple(names.tile(number, at) for at in range(_num_outputs(self.tiled.tile))),
-            reads=tuple(_slice(tile_input, number) for tile_input in inputs),
-            into=tuple(
-                CutInto(
-                    output=at,
-                    value=names.before(self.first_whole + at),
-                    offset_bytes=number * output.step_bytes,
-                )
-                for at, output in enumerate(self.tiled.tile_outputs)
-            ),
-        )
-
-    def _sum_calls(self, call: CutCall, names: "_Names", number: int) -> Iterator[CutCall]:
-        """What tile ``number`` adds to the running sums."""
-        for at, running_sum in enumerate(self.tiled.sums):
-            total = names.before(running_sum.total)
-            terms = [self._term(term, names, number) for term in running_sum.terms]
-            values = [total, *(value for value, _ in terms)]
-            name = f"{call.name}.tile{number}.sum{at}"
-            yield CutCall(
-                name=name,
-                region=f"{self.name}.sum{at}",
-                position=call.position,
-                inputs=tuple(values),
-                outputs=(f"{name}:0",),
-                reads=(
-                    self.before.output_layouts()[running_sum.total],
-                    *(read for _, read in terms),
-                ),
-                into=(CutInto(output=0, value=total, offset_bytes=0),),
-            )
-
-    def _whole(self, call: CutCall, ref: Ref) -> Layout | None:
-        """How what ``ref`` stands for lies, an output of the tiles being the whole."""
-        if ref.source is Source.REGION_INPUT:
-            return call.reads[ref.index]
-        return self.before.output_layouts()[self.made(ref).index]
-
-    def _term(self, term: Term, names: "_Names", number: int) -> tuple[str, Layout | None]:
-        """The value that a sum reads, and as what."""
-        if term.is_input:
-            given = self.tiled.tile_inputs[term.index]
-            return names.value(given.value), _slice(given, number)
-        return names.tile(number, term.index), self.tiled.tile.output_layouts()[term.index]
-
-
-class _Names:
-    """The values of one call's parts: the call's own names where its outputs are meant."""
-
-    def __init__(self, split: _Split, call: CutCall) -> None:
-        self.split = split
+    def __init__(self, tiled: TiledRegion, call: CutCall) -> None:
+        self.tiled = tiled
         self.call = call
-        outputs = zip(split.tiled.outputs, call.outputs, strict=True)
-        self.known = {split.made(ref): value for ref, value in outputs if ref is not None}
+        self.outputs = dict(zip(tiled.tiling.outputs, call.outputs, strict=True))
+        self.values: dict[Ref, str] = {}
+        self.layouts: dict[Ref, Layout | None] = {}
+        self._know(Source.REGION_INPUT, call.inputs, call.reads)
 
-    def before(self, index: int) -> str:
-        """Output ``index`` of the part before the tiles."""
-        ref = Ref(source=Source.BEFORE, index=index)
-        return self.known.get(ref, f"{self.call.name}.before:{index}")
-
-    def tile(self, number: int, index: int) -> str:
-        """Output ``index`` of tile ``number``."""
-        return f"{self.call.name}.tile{number}:{index}"
-
-    def after(self, index: int) -> str:
-        """Output ``index`` of the part after the tiles."""
-        ref = Ref(source=Source.AFTER, index=index)
-        return self.known.get(ref, f"{self.call.name}.after:{index}")
-
-    def value(self, ref: Ref) -> str:
-        """What ``ref`` stands for, an output of the tiles being the whole that they fill."""
-        if ref.source is Source.REGION_INPUT:
-            return self.call.inputs[ref.index]
-        if ref.source is Source.AFTER:
-            return self.after(ref.index)
-        return self.before(self.split.made(ref).index)
-
-
-def _slice(tile_input: TileInput, number: int) -> Layout:
-    """What tile ``number`` reads of an input's value."""
-    offset = number * (tile_input.step_bytes or 0) // tile_input.view.dtype.itemsize
-    return replace(tile_input.view.layout(), offset=offset)
-
-
-def _num_outputs(region: RegionGraph) -> int:
-    return len(results_of(region.gm.graph))
-
-
-def _empty_region(region: RegionGraph) -> RegionGraph:
-    """A region that makes nothing yet."""
-    graph = fx.Graph()
-    graph.output(())
-    gm = fx.GraphModule(region.gm, graph)
-    return replace(region, gm=gm, external_outputs=frozenset(), static_inputs=())
-
-
-def _add_zeros(gm: fx.GraphModule, specs: list[ViewSpec], like: torch.Tensor) -> int:
-    """``gm`` returns zeros for each of ``specs`` too; the first one's position.
-
-    ``like`` is a fake tensor of the same device; what is made is fake as it is.
-    """
-    graph = gm.graph
-    end, results = graph.output_node(), results_of(graph)
-    made = []
-    for spec in specs:
-        with graph.inserting_before(end):
-            node = graph.call_function(
-                torch.ops.aten.full.default,
-                (list(spec.size), 0),
-                {"dtype": spec.dtype, "device": like.device, "pin_memory": False},
+    def run(self) -> Iterator[CutCall]:
+        tiling = self.tiled.tiling
+        inputs = [Ref(source=Source.REGION_INPUT, index=at) for at in tiling.before_inputs]
+        yield self._call("before", tiling.before, self._whole(inputs), makes=Source.BEFORE)
+        for number in range(tiling.num_tiles):
+            into = tuple(self._rows_into(number))
+            yield self._call(
+                f"tile{number}", tiling.tile, tiling.tile_inputs, number, into, makes=Source.TILE
             )
-        node.meta["val"] = like.new_empty(spec.size, dtype=spec.dtype)
-        made.append(node)
-    end.args = ((*results, *made),)
-    gm.recompile()
-    return len(results)
+            for at, running_sum in enumerate(tiling.sums):
+                total = Ref(source=Source.BEFORE, index=running_sum.total)
+                operands = [*self._whole([total]), *running_sum.terms]
+                into = (CutInto(output=0, value=self.values[total], offset_bytes=0),)
+                yield self._call(
+                    f"tile{number}.sum{at}", running_sum.region, operands, number, into
+                )
+        if tiling.after is not None:
+            operands = self._whole(tiling.after_inputs)
+            yield self._call("after", tiling.after, operands, makes=Source.AFTER)
+
+    def _call(
+        self,
+        suffix: str,
+        region: str,
+        operands: Sequence[Operand],
+        number: int = 0,
+        into: tuple[CutInto, ...] = (),
+        *,
+        makes: Source | None = None,
+    ) -> CutCall:
+        """A call of ``region``, of tile ``number``; the next calls may read what it ``makes``."""
+        name = f"{self.call.name}.{suffix}"
+        layouts = self.tiled.parts[region].output_layouts()
+        outputs = tuple(f"{name}:{at}" for at in range(len(layouts)))
+        if makes is not None:
+            outputs = tuple(
+                self.outputs.get(Ref(source=makes, index=at), output)
+                for at, output in enumerate(outputs)
+            )
+            self._know(makes, outputs, layouts)
+        return CutCall(
+            name=name,
+            region=region,
+            position=self.call.position,
+            inputs=tuple(self.values[operand.value] for operand in operands),
+            outputs=outputs,
+            reads=tuple(_seen(operand, number) for operand in operands),
+            into=into,
+        )
+
+    def _know(self, source: Source, values: Sequence[str], layouts: Layouts) -> None:
+        for at, (value, layout) in enumerate(zip(values, layouts, strict=True)):
+            ref = Ref(source=source, index=at)
+            self.values[ref], self.layouts[ref] = value, layout
+
+    def _whole(self, refs: Sequence[Ref]) -> list[Operand]:
+        return [Operand(value=ref, whole=self.layouts[ref]) for ref in refs]
+
+    def _rows_into(self, number: int) -> Iterator[CutInto]:
+        """Where the outputs of tile ``number`` lie."""
+        for output, rows in enumerate(self.tiled.tiling.rows):
+            whole = Ref(source=Source.BEFORE, index=rows.whole)
+            part = _seen(Operand(value=whole, whole=self.layouts[whole], slice=rows.slice), number)
+            assert part is not None, f"{whole} is a tensor"
+            offset_bytes = part.offset * part.item_bytes
+            yield CutInto(output=output, value=self.values[whole], offset_bytes=offset_bytes)
+
+
+def _seen(operand: Operand, number: int) -> Layout | None:
+    """What tile ``number`` reads, or writes, of ``operand``."""
+    if operand.whole is None or operand.slice is None:
+        return operand.whole
+    return operand.whole.part(operand.slice.dim, number, operand.slice.length)

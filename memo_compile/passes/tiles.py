@@ -22,15 +22,15 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.purity import is_constant, is_write
-from memo_compile.analysis.regions import RegionGraph, ViewSpec, view_spec
+from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, row_layout, slice_rows
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import base_of, is_item, is_tensor, is_view, results_of, storage_of
 from memo_compile.passes.extract import Extract, extract
 from memo_compile.passes.tile_chains import Chain, chains, transient_bytes
-from memo_compile.passes.tile_sums import TileSum, take_sums_out
-from memo_compile.step.tilings import Ref, Source
+from memo_compile.passes.tile_sums import take_sums_out
+from memo_compile.step.tilings import Operand, Ref, Rows, Slice, Source, Tiling
 
 ALIGNMENT_BYTES = 16
 """Of a tile's slices: Inductor's kernels load 16 bytes at once where the whole tensor allows it."""
@@ -40,55 +40,14 @@ MIN_SAVING = 1 / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TileInput:
-    """Where an input of the tile region comes from.
-
-    ``step_bytes`` is None for a value that every tile reads whole. Else tile i reads ``view``,
-    starting ``i * step_bytes`` behind the value's first byte, which is its part of ``whole`` in
-    dimension ``dim``.
-    """
-
-    value: Ref
-    view: ViewSpec
-    whole: ViewSpec
-    dim: int | None = None
-    step_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TileOutput:
-    """Where an output of the tile region goes: a range of rows.
-
-    Tile i makes bytes ``[i * step_bytes, (i + 1) * step_bytes)`` of a value that looks like
-    ``whole``, ``length`` entries of its dimension ``dim``.
-    """
-
-    whole: ViewSpec
-    dim: int
-    length: int
-    step_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TiledRegion:
-    """A region in three parts; ``tile`` runs ``num_tiles`` times between the other two.
+    """A region in parts: before, the tile, what adds to each running sum, after."""
 
-    ``before`` reads region inputs. ``after`` reads those, what ``before`` made, and the whole
-    values of the tiles' outputs. ``outputs`` are the region's, None where it has none.
-    """
-
-    num_tiles: int
+    parts: Mapping[str, RegionGraph]
+    """By name, in that order. The first also makes what tiles fill and the zeros they add to."""
+    tiling: Tiling
+    """What the calls of the parts must do."""
     num_rows: int
-    before: RegionGraph | None
-    before_inputs: tuple[int, ...]
-    tile: RegionGraph
-    tile_inputs: tuple[TileInput, ...]
-    tile_outputs: tuple[TileOutput, ...]
-    """The tile's first outputs; what it makes behind them only its sums read."""
-    sums: tuple[TileSum, ...]
-    after: RegionGraph | None
-    after_inputs: tuple[Ref, ...]
-    outputs: tuple[Ref | None, ...]
     transient_bytes: int
     """Peak of live bytes that are no outputs of the region; see :func:`transient_bytes`."""
     chain: RegionGraph
@@ -105,11 +64,14 @@ class TiledRegion:
 def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
     """``region`` with one of its wide chains in tiles, what needs the fewest bytes first.
 
-    Those that save too little are left out. ``tiles`` is lowered to the next number that divides
+    Those that save too little are left out, and all of a region that writes into its inputs, or
+    with an output that is no value of its own. ``tiles`` is lowered to the next number that divides
     the rows. Cost: a few analyses and slicings of the graph.
     """
-    graph = region.gm.graph
-    if tiles < 2 or any(is_write(node) for node in graph.nodes):
+    graph, made = region.gm.graph, results_of(region.gm.graph)
+    is_plain = all(isinstance(node, fx.Node) and node.op != "placeholder" for node in made)
+    is_plain = is_plain and len(set(made)) == len(made)
+    if tiles < 2 or not is_plain or any(is_write(node) for node in graph.nodes):
         return []
     limit = transient_bytes(region.gm) * (1 - MIN_SAVING)
     tiled = [_Splitter(region, chain).run() for chain in chains(region, tiles)]
@@ -118,7 +80,7 @@ def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
 
 
 class _Splitter:
-    """Builds the three parts of one chain; ``run`` is None where a result cannot be put in rows."""
+    """Builds the parts of one chain; ``run`` is None where a result cannot be put in rows."""
 
     def __init__(self, region: RegionGraph, chain: Chain) -> None:
         self.region = region
@@ -126,8 +88,8 @@ class _Splitter:
         self.dims = chain.dims
         self.nodes = list(region.gm.graph.nodes)
         self.placeholders = region.gm.graph.find_nodes(op="placeholder")
-        self.results = results_of(region.gm.graph)
-        self.made = [node for node in dict.fromkeys(self.results) if isinstance(node, fx.Node)]
+        self.static = {self.placeholders[at] for at in region.static_inputs}
+        self.made = list(results_of(region.gm.graph))
         self.external = region.external_storages()
         self.inside = chain.nodes | chain.sums
         self.behind = self._behind()
@@ -137,60 +99,60 @@ class _Splitter:
         late = [node for node in self.made if node in self.behind]
         after = extract(self.region.gm, late, self._ends_after)
         wanted = {*after.inputs, *self.made}
-        row_outputs = [
+        rows = [
             node
             for node in self.nodes
             if node in self.chain.nodes and node in wanted and not is_view(node)
         ]
-        if not all(map(is_tensor, [*after.inputs, *row_outputs])):
-            return None  # a tuple that the parts would have to share
         sums = [node for node in self.nodes if node in self.chain.sums]
-        outputs = [row for row in map(self._row_output, row_outputs) if row is not None]
-        if len(outputs) < len(row_outputs) or not (row_outputs or sums):
+        if not all(map(is_tensor, [*after.inputs, *rows])):
+            return None  # a tuple that the parts would have to share
+        if not all(map(self._fills_ranges, rows)) or not (rows or sums):
             return None
-        ends = [*row_outputs, *_inputs_of(sums)]
+        ends = [*rows, *_inputs_of(sums)]
         part = extract(self.region.gm, ends, self._ends_tile)
         if not all(map(is_tensor, part.inputs)):
             return None
         for node in part.inputs:
-            if self._is_copied(node):
+            if is_view(node) and self._value_of(node) is node:  # before makes a dense copy
                 part.made[node].meta["val"] = _dense(node.meta["val"])
         early = self._early([*after.inputs, *map(self._value_of, part.inputs)])
         before = extract(self.region.gm, early, lambda node: node.op == "placeholder")
-        zeros = self._finish_before(before, early, sums)
-        places = {node: Ref(source=Source.BEFORE, index=at) for at, node in enumerate(early)}
-        places |= {
-            node: Ref(source=Source.REGION_INPUT, index=at)
-            for at, node in enumerate(self.placeholders)
-        }
-        inputs = [self._tile_input(node, places) for node in part.inputs]
-        steps = [given.step_bytes or 0 for given in inputs] + [row.step_bytes for row in outputs]
-        if any(step % ALIGNMENT_BYTES for step in steps):
+        self._finish_before(before, early, sums, rows)
+        places = _refs(Source.REGION_INPUT, self.placeholders)
+        places |= _refs(Source.BEFORE, [*early, *sums, *rows]) | _refs(Source.AFTER, late)
+        inputs = [self._operand(node, part.made[node], places) for node in part.inputs]
+        if not all(map(_is_aligned, inputs)):
             return None
         part.finish(ends)
-        dims = {made: self.dims.get(node) for node, made in part.made.items()}
-        tile_gm = self._tile_graph(part, dims, len(row_outputs), sums)
-        places |= {node: Ref(source=Source.BEFORE, index=at) for node, at in zeros.items()}
-        places |= {node: Ref(source=Source.TILE, index=at) for at, node in enumerate(row_outputs)}
         after.finish(late)
-        places |= {node: Ref(source=Source.AFTER, index=at) for at, node in enumerate(late)}
+        dims = {made: self.dims.get(node) for node, made in part.made.items()}
+        tile_gm = self._tile_graph(part, dims, len(rows), sums)
         needed = max(transient_bytes(gm) for gm in (before.gm, tile_gm, after.gm))
         tile = self._tile_region(tile_gm, part)
-        return TiledRegion(
+        totals = [places[node].index for node in sums]
+        running = take_sums_out(self.region.name, tile, inputs, len(rows), totals)
+        parts = [self._part("before", before, [*early, *sums]), tile]
+        parts += [sum_region for sum_region, _ in running]
+        parts += [self._part("after", after, late)] if late else []
+        tiling = Tiling(
             num_tiles=self.chain.num_tiles,
-            num_rows=self.chain.num_rows,
-            before=self._part("before", before, [*early, *sums]) if early or sums else None,
-            before_inputs=tuple(self.placeholders.index(node) for node in before.inputs),
-            tile=tile,
+            before=parts[0].name,
+            before_inputs=tuple(places[node].index for node in before.inputs),
+            tile=tile.name,
             tile_inputs=tuple(inputs),
-            tile_outputs=tuple(outputs),
-            sums=take_sums_out(tile, len(row_outputs), tuple(zeros.values())),
-            after=self._part("after", after, late) if late else None,
+            rows=tuple(Rows(whole=places[node].index, slice=self._slice(node)) for node in rows),
+            sums=tuple(running_sum for _, running_sum in running),
+            after=parts[-1].name if late else None,
             after_inputs=tuple(places[node] for node in after.inputs),
-            outputs=tuple(
-                places[result] if isinstance(result, fx.Node) else None for result in self.results
-            ),
-            transient_bytes=needed + self._shared_bytes(early, row_outputs, sums),
+            outputs=tuple(places[result] for result in self.made),
+            output_layouts=self.region.output_layouts(),
+        )
+        return TiledRegion(
+            parts={made.name: made for made in parts},
+            tiling=tiling,
+            num_rows=self.chain.num_rows,
+            transient_bytes=needed + self._shared_bytes(early, rows, sums),
             chain=self._tile_region(part.gm, part),
             chain_dims=dims,
         )
@@ -245,10 +207,6 @@ class _Splitter:
         base = base_of(node)
         return node if is_view(base) else base
 
-    def _is_copied(self, node: fx.Node) -> bool:
-        """True for an input of the tile that ``before`` copies, which lies dense then."""
-        return is_view(node) and self._value_of(node) is node
-
     def _early(self, values: Sequence[fx.Node]) -> list[fx.Node]:
         """What ``before`` makes: inputs of the other parts, and results of the region."""
         wanted = {*values, *(node for node in self.made if node not in self.behind)}
@@ -258,41 +216,32 @@ class _Splitter:
             if node in wanted and node.op != "placeholder" and node not in self.inside
         ]
 
-    def _row_output(self, node: fx.Node) -> TileOutput | None:
-        dim = self.dims[node]
-        assert dim is not None, f"{node.name} is in the chain and carries no rows"
-        row_bytes = row_layout(node.meta["val"], dim, self.chain.num_rows)
-        if row_bytes is None:
-            return None
-        return TileOutput(
-            whole=view_spec(node.meta["val"]),
-            dim=dim.dim,
-            length=self.rows * dim.factor,
-            step_bytes=row_bytes * self.rows,
-        )
+    def _fills_ranges(self, node: fx.Node) -> bool:
+        """True for a value that tiles can fill one after the other, range of bytes by range."""
+        row, value = self.dims[node], node.meta["val"]
+        row_bytes = None if row is None else row_layout(value, row, self.chain.num_rows)
+        if row_bytes is None or not value.is_contiguous():
+            return False
+        return row_bytes * self.rows % ALIGNMENT_BYTES == 0
 
-    def _tile_input(self, node: fx.Node, places: Mapping[fx.Node, Ref]) -> TileInput:
-        value = self._value_of(node)
-        fake = node.meta["val"]
-        if self._is_copied(node):
-            fake = _dense(fake)
-        spec, dim = view_spec(fake), self.dims.get(node)
-        if dim is None:  # read whole, as is what an earlier stage mixed
-            return TileInput(value=places[value], view=spec, whole=spec)
-        count = self.rows * dim.factor
-        size = (*spec.size[: dim.dim], count, *spec.size[dim.dim + 1 :])
-        return TileInput(
-            value=places[value],
-            view=ViewSpec(dtype=spec.dtype, size=size, stride=spec.stride),
-            whole=spec,
-            dim=dim.dim,
-            step_bytes=count * spec.stride[dim.dim] * fake.element_size(),
+    def _slice(self, node: fx.Node) -> Slice:
+        """What one tile has of ``node``, which carries rows."""
+        row = self.dims[node]
+        assert row is not None, f"{node.name} is in the chain and carries no rows"
+        return Slice(dim=row.dim, length=self.rows * row.factor)
+
+    def _operand(self, node: fx.Node, made: fx.Node, places: Mapping[fx.Node, Ref]) -> Operand:
+        """What the tile's input ``made`` is: a slice, or all of what has no rows, or mixed them."""
+        return Operand(
+            value=places[self._value_of(node)],
+            whole=layout_of(made.meta["val"]),
+            slice=None if self.dims.get(node) is None else self._slice(node),
         )
 
     def _finish_before(
-        self, before: Extract, early: list[fx.Node], sums: list[fx.Node]
-    ) -> dict[fx.Node, int]:
-        """Give ``before`` its outputs, zeros for every sum last; returns where the zeros are."""
+        self, before: Extract, early: list[fx.Node], sums: list[fx.Node], rows: list[fx.Node]
+    ) -> None:
+        """Give ``before`` its outputs, last zeros for every sum and for what tiles fill."""
         graph = before.graph
         outputs = []
         for node in early:
@@ -300,13 +249,13 @@ class _Splitter:
             if is_view(node) and node not in self.made:
                 out = _call(graph, torch.ops.aten.clone.default, (out,), _CONTIGUOUS)
             outputs.append(out)
-        for node in sums:
+        for node in [*sums, *rows]:
             value = node.meta["val"]
             options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            like = value if node in self.chain.sums else _dense(value)
             full = torch.ops.aten.full.default
-            outputs.append(_call(graph, full, (list(value.shape), 0), options, like=value))
+            outputs.append(_call(graph, full, (list(value.shape), 0), options, like=like))
         graph.output(tuple(outputs))
-        return {node: len(early) + at for at, node in enumerate(sums)}
 
     def _tile_graph(
         self,
@@ -322,16 +271,13 @@ class _Splitter:
         end, ends = graph.output_node(), results_of(graph)
         graph.erase_node(end)
         found = dict(zip(sources, ends[num_outputs:], strict=True))
-        line = {node: number for number, node in enumerate(graph.nodes)}
         first = next(node for node in graph.nodes if node.op != "placeholder")
         totals = []
         for at, node in enumerate(sums):
             with graph.inserting_before(first):
                 acc = graph.placeholder(f"acc_{at}")
             acc.meta["val"] = node.meta["val"]
-            last = max(
-                (found[source] for source in node.all_input_nodes), key=lambda source: line[source]
-            )
+            last = max(found[source] for source in node.all_input_nodes)
             with graph.inserting_before(last.next):  # so that what it sums dies as early as it can
                 totals.append(self._total(graph, node, acc, found))
         graph.output((*ends[:num_outputs], *totals))
@@ -354,7 +300,7 @@ class _Splitter:
         static = tuple(
             at
             for at, node in enumerate(part.inputs)
-            if self.dims.get(node) is None and self._is_static(node)
+            if self.dims.get(node) is None and node in self.static
         )
         return replace(
             self.region,
@@ -371,17 +317,27 @@ class _Splitter:
             name=f"{self.region.name}.{name}",
             gm=part.gm,
             external_outputs=frozenset(external),
-            static_inputs=tuple(at for at, node in enumerate(part.inputs) if self._is_static(node)),
+            static_inputs=tuple(at for at, node in enumerate(part.inputs) if node in self.static),
         )
-
-    def _is_static(self, node: fx.Node) -> bool:
-        return any(self.placeholders[at] is node for at in self.region.static_inputs)
 
     def _shared_bytes(self, *values: Sequence[fx.Node]) -> int:
         """Of what one part hands to another and the region does not return."""
         kept = {storage_of(node) for node in self.made}
         shared = {node for group in values for node in group if storage_of(node) not in kept}
         return sum(int(node.meta["val"].nbytes) for node in shared)
+
+
+def _refs(source: Source, nodes: Sequence[fx.Node]) -> dict[fx.Node, Ref]:
+    return {node: Ref(source=source, index=at) for at, node in enumerate(nodes)}
+
+
+def _is_aligned(operand: Operand) -> bool:
+    """True when every slice begins on a multiple of ALIGNMENT_BYTES where the first does."""
+    whole, part = operand.whole, operand.slice
+    if whole is None or part is None:
+        return True
+    step = part.length * whole.stride[part.dim] * whole.item_bytes
+    return step % ALIGNMENT_BYTES == 0
 
 
 def _inputs_of(sums: Sequence[fx.Node]) -> list[fx.Node]:

@@ -178,9 +178,7 @@ class Mode:
 
     def slots(self, action: Action) -> tuple[int, ...]:
         """Indices of the slots with ``action``."""
-        return tuple(
-            index for index, slot_action in enumerate(self.actions) if slot_action is action
-        )
+        return tuple(index for index, own in enumerate(self.actions) if own is action)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -554,15 +554,14 @@ def ordinary_events(
     for value, size_bytes in problem.tangents.items():
         yield backward_line, size_bytes
         if value in last_read:
-            end = _last_line(starts, last_read[value])
-            yield max(backward_line + 1, end), -size_bytes
+            yield max(backward_line + 1, _last_line(starts, last_read[value])), -size_bytes
     for index, call in enumerate(problem.calls):
         for output, value in problem.made_by(call) if call.outputs else ():
             if output.storage is not Storage.EXTERNAL or not output.size_bytes:
                 continue
             yield starts[index] + output.start, output.size_bytes
             if call.phase is Phase.FORWARD and not problem.keeps_outputs:
-                end = _last_line(starts, last_read[value]) if value in last_read else 0
+                end = _last_line(starts, last_read.get(value))
                 yield max(backward_line, end), -output.size_bytes
 
 
@@ -599,10 +598,10 @@ def outside_events(
         for output, value in problem.made_by(call):
             if output.storage is Storage.OUTSIDE:
                 yield start, output.size_bytes, "unplanned outputs"
-                end = _last_line(starts, last_read[value]) if value in last_read else 0
+                end = _last_line(starts, last_read.get(value))
                 yield max(start + region.num_lines, end), -output.size_bytes, "unplanned outputs"
 
 
-def _last_line(starts: Sequence[int], line: int) -> int:
-    """The last line of the call that ``line`` is in."""
-    return starts[bisect.bisect_right(starts, line)] - 1
+def _last_line(starts: Sequence[int], line: int | None) -> int:
+    """The last line of the call that ``line`` is in; 0 without one."""
+    return 0 if line is None else starts[bisect.bisect_right(starts, line)] - 1

@@ -13,14 +13,14 @@ so that no more pages are given back (and faulted in again in the next step) tha
 ``waiting`` are the whole frames of other steps whose backward is still to come (max_inflight).
 """
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import (
-    Phase,
     Problem,
     arena_buffers,
     call_starts,
@@ -87,13 +87,8 @@ def retained_peak_bytes(problem: Problem, plan: Plan) -> int:
     """
     ordinary = ordinary_bytes(problem)
     needs = [stay + more for stay, more in zip(plan.resident_bytes, ordinary.most, strict=True)]
-    backward = [
-        need
-        for need, call in zip(needs, problem.calls, strict=True)
-        if call.phase is Phase.BACKWARD
-    ]
     most, end = max(needs, default=0), plan.arena_bytes + sum(ordinary.after[-1:])
-    retained = plan.arena_bytes + max([end, *backward])
+    retained = plan.arena_bytes + max([end, *needs[problem.first_backward :]])
     return plan.peak_bytes + max(0, retained - most)
 
 
@@ -110,22 +105,27 @@ class OrdinaryMemory(NamedTuple):
 
 def ordinary_bytes(problem: Problem) -> OrdinaryMemory:
     """What the step holds outside its arena, in ordinary memory."""
-    starts = call_starts(problem)
-    events = [(line, change) for line, change, _ in outside_events(problem)]
-    events += ordinary_events(problem)
-    events.sort()
-    found, alive, position = OrdinaryMemory([], [], []), 0, 0
-    for start, end in itertools.pairwise(starts):
-        best = before = alive
-        while position < len(events) and events[position][0] < end:
-            alive += events[position][1]
-            best = max(best, alive)
-            before = alive if events[position][0] == start else before
-            position += 1
-        found.before.append(before)
-        found.most.append(best)
-        found.after.append(alive)
-    return found
+    starts = np.array(call_starts(problem))
+    level = ordinary_level(problem)
+    before, after = level[starts[:-1]], level[starts[1:] - 1]
+    most = np.maximum.reduceat(level, starts[:-1])
+    most[1:] = np.maximum(most[1:], after[:-1])  # what dies on a call's first line is still there
+    return OrdinaryMemory(before.tolist(), most.tolist(), after.tolist())
+
+
+def ordinary_level(problem: Problem, last_read: Mapping[str, int] | None = None) -> Any:
+    """Per line of the step the bytes of ordinary memory; ``last_read`` as in ``outside_events``."""
+    events = [(line, change) for line, change, _ in outside_events(problem, last_read)]
+    events += ordinary_events(problem, last_read)
+    return level_of(events, call_starts(problem)[-1])
+
+
+def level_of(events: Sequence[tuple[int, int]], num_lines: int) -> Any:
+    """Per line the sum of all changes (line, bytes) up to and at it; those at the end are left."""
+    table = np.array(events, dtype=np.int64).reshape(-1, 2)
+    changes = np.zeros(num_lines + 1, dtype=np.int64)
+    np.add.at(changes, np.minimum(table[:, 0], num_lines), table[:, 1])
+    return np.cumsum(changes)[:-1]
 
 
 def _tails(problem: Problem, offsets: Mapping[str, int]) -> list[int]:

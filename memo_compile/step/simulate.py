@@ -6,7 +6,7 @@ on one device. A wait stalls the compute lane until its copy has ended. Nothing 
 and backward are one sequence.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,8 @@ from memo_compile.step.problem import (
     StepCall,
     call_starts,
     last_reads,
-    ordinary_events,
-    outside_events,
 )
-from memo_compile.step.residency import step_constant_bytes
+from memo_compile.step.residency import level_of, ordinary_level, step_constant_bytes
 
 COMPUTE, STALL, D2H, H2D = "compute", "stall", "d2h", "h2d"
 
@@ -97,17 +95,7 @@ def memory_levels(problem: Problem) -> tuple[Any, Any]:
     """Per line of the step the bytes alive in the arena, and those of ordinary memory."""
     starts = call_starts(problem)
     last_read = last_reads(problem, starts)
-    outside = [(line, change) for line, change, _ in outside_events(problem, last_read)]
-    outside += ordinary_events(problem, last_read)
-    return _arena_level(problem, starts, last_read), _level(outside, starts[-1])
-
-
-def _level(events: Sequence[tuple[int, int]], num_lines: int) -> Any:
-    """Per line the sum of all changes (line, bytes) up to and at it; those at the end are left."""
-    table = np.array(events, dtype=np.int64).reshape(-1, 2)
-    changes = np.zeros(num_lines + 1, dtype=np.int64)
-    np.add.at(changes, np.minimum(table[:, 0], num_lines), table[:, 1])
-    return np.cumsum(changes)[:-1]
+    return _arena_level(problem, starts, last_read), ordinary_level(problem, last_read)
 
 
 def _arena_level(problem: Problem, starts: Sequence[int], last_read: Mapping[str, int]) -> Any:
@@ -130,7 +118,7 @@ def _arena_level(problem: Problem, starts: Sequence[int], last_read: Mapping[str
                 reads = (last_read.get(call.outputs[position], 0) for position in positions)
                 end = max(start + buffer.end, start + region.num_lines, *reads)
                 crossing += [(start + buffer.start, buffer.size_bytes), (end, -buffer.size_bytes)]
-    level = _level(crossing, starts[-1])
+    level = level_of(crossing, starts[-1])
     for (name, inside), begins in inner.items():
         own = _inner_level(problem.regions[name], inside)
         for begin in begins:
@@ -145,4 +133,4 @@ def _inner_level(region: RegionProfile, inside: frozenset[int]) -> Any:
     for index, buffer in enumerate(region.buffers):
         if index not in crossing and index not in inside:
             events += [(buffer.start, buffer.size_bytes), (buffer.end, -buffer.size_bytes)]
-    return _level(events, region.num_lines + 1)
+    return level_of(events, region.num_lines + 1)

@@ -97,8 +97,5 @@ class WholeStep:
 
     def tiles(self) -> Mapping[str, int]:
         """Region of the step before any tiles -> in how many it runs; 1: whole."""
-        tilings = self.tilings
-        return {
-            call.region: tilings[call.region].num_tiles if call.region in tilings else 1
-            for call in self.calls
-        }
+        tiles = {region: tiling.num_tiles for region, tiling in self.tilings.items()}
+        return {call.region: tiles.get(call.region, 1) for call in self.calls}

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.driver import probe
 from memo_compile.driver.probe import Verdict, made_up_inputs, probe_rows, probe_tiling
-from memo_compile.passes.tile_cut import RegionTiling, _Split
+from memo_compile.passes.tile_cut import RegionTiling
 from memo_compile.passes.tiles import tilings
 
 TOKENS, WIDTH, INNER = 8, 16, 512
@@ -67,7 +67,7 @@ def mlp(x, up, down):
 
 
 def tiling_of(whole: RegionGraph) -> RegionTiling:
-    return _Split.of("part", whole, tilings(whole, 4)[0]).tiling(whole)
+    return RegionTiling.of(whole, tilings(whole, 4)[0])
 
 
 def wide() -> RegionGraph:

@@ -1,6 +1,6 @@
 """A region in tiles computes what the region computes, with less memory in between."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from memo_compile.analysis.views import results_of
 from memo_compile.lowering.aten import interpret
 from memo_compile.passes.tile_chains import transient_bytes
 from memo_compile.passes.tiles import TiledRegion, tilings
-from memo_compile.step.tilings import Ref, Source
+from memo_compile.step.tilings import Operand, Ref, Slice, Source
 from tests import models
 from tests.steps.programs import step_programs
 
@@ -37,61 +37,54 @@ def region(
     )
 
 
-def row_view(value: torch.Tensor, size: Any, stride: Any, at_bytes: int) -> torch.Tensor:
-    step, rest = divmod(at_bytes, value.element_size())
-    assert rest == 0
-    return value.as_strided(size, stride, value.storage_offset() + step)
+def rows_of(value: torch.Tensor, part: Slice | None, number: int) -> torch.Tensor:
+    return value if part is None else value.narrow(part.dim, number * part.length, part.length)
 
 
-def run_part(part: RegionGraph | None, inputs: list[Any]) -> list[Any]:
-    if part is None:
-        return []
+def run_part(part: RegionGraph, inputs: list[Any]) -> list[Any]:
     for given, node in zip(inputs, part.example_inputs(), strict=True):
         assert (given.shape, given.dtype) == (node.shape, node.dtype)
     return list(interpret(part.gm)(list(inputs)))
 
 
 def run_tiled(tiled: TiledRegion, inputs: list[torch.Tensor]) -> list[Any]:
-    """Plain torch in place of the step program: row views, and sums in place."""
+    """Plain torch in place of the step program: slices of rows, and sums in place."""
+    tiling = tiled.tiling
     made: dict[Source, list[Any]] = {Source.REGION_INPUT: list(inputs)}
 
     def value(ref: Ref) -> Any:
         return made[ref.source][ref.index]
 
-    made[Source.BEFORE] = run_part(tiled.before, [inputs[at] for at in tiled.before_inputs])
-    wholes = [
-        torch.empty_strided(out.whole.size, out.whole.stride, dtype=out.whole.dtype)
-        for out in tiled.tile_outputs
-    ]
-    for number in range(tiled.num_tiles):
-        given = [
-            row_view(
-                value(tile_input.value),
-                tile_input.view.size,
-                tile_input.view.stride,
-                number * (tile_input.step_bytes or 0),
-            )
-            for tile_input in tiled.tile_inputs
-        ]
-        results = run_part(tiled.tile, given)
-        for out, whole, result in zip(tiled.tile_outputs, wholes, results, strict=False):
-            start = number * out.step_bytes
-            row_view(whole, result.shape, result.stride(), start).copy_(result)
-            assert result.numel() * result.element_size() == out.step_bytes
-        for tile_sum in tiled.sums:
-            total = made[Source.BEFORE][tile_sum.total]
-            terms = [(given if term.is_input else results)[term.index] for term in tile_sum.terms]
-            total.copy_(*run_part(tile_sum.region, [total, *terms]))
-    made[Source.TILE] = wholes
-    made[Source.AFTER] = run_part(tiled.after, [value(ref) for ref in tiled.after_inputs])
-    return [None if ref is None else value(ref) for ref in tiled.outputs]
+    def slices(operands: Iterable[Operand], number: int) -> list[Any]:
+        """Operands are read as ``whole``: a view of all of the value, where it is not that."""
+        found = []
+        for operand in operands:
+            seen, whole = value(operand.value), operand.whole
+            assert whole is not None
+            seen = seen.as_strided(whole.size, whole.stride, seen.storage_offset())
+            found.append(rows_of(seen, operand.slice, number))
+        return found
+
+    given = [inputs[at] for at in tiling.before_inputs]
+    made[Source.BEFORE] = run_part(tiled.parts[tiling.before], given)
+    for number in range(tiling.num_tiles):
+        made[Source.TILE] = run_part(tiled.parts[tiling.tile], slices(tiling.tile_inputs, number))
+        for rows, result in zip(tiling.rows, made[Source.TILE], strict=False):
+            rows_of(made[Source.BEFORE][rows.whole], rows.slice, number).copy_(result)
+        for running_sum in tiling.sums:
+            total = made[Source.BEFORE][running_sum.total]
+            terms = slices(running_sum.terms, number)
+            total.copy_(*run_part(tiled.parts[running_sum.region], [total, *terms]))
+    if tiling.after is not None:
+        given = [value(ref) for ref in tiling.after_inputs]
+        made[Source.AFTER] = run_part(tiled.parts[tiling.after], given)
+    return [value(ref) for ref in tiling.outputs]
 
 
 def total_shapes(tiled: TiledRegion) -> list[torch.Size]:
     """Of what the sums are written over."""
-    assert tiled.before is not None
-    made = results_of(tiled.before.gm.graph)
-    return [made[tile_sum.total].meta["val"].shape for tile_sum in tiled.sums]
+    made = results_of(tiled.parts[tiled.tiling.before].gm.graph)
+    return [made[running_sum.total].meta["val"].shape for running_sum in tiled.tiling.sums]
 
 
 def tile(region: RegionGraph, tiles: int) -> TiledRegion | None:
@@ -101,9 +94,8 @@ def tile(region: RegionGraph, tiles: int) -> TiledRegion | None:
 def check(whole: RegionGraph, inputs: list[torch.Tensor], tiles: int = TILES) -> TiledRegion:
     tiled = tile(whole, tiles)
     assert tiled is not None
-    for part in (tiled.before, tiled.tile, tiled.after):
-        if part is not None:
-            part.gm.graph.lint()
+    for part in tiled.parts.values():
+        part.gm.graph.lint()
     expected = interpret(whole.gm)(list(inputs))
     for got, wanted in zip(run_tiled(tiled, inputs), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
@@ -151,15 +143,16 @@ def test_the_loss_head_never_has_all_logits(head_inputs):
     tiled = check(whole, head_inputs)
     all_logits = TOKENS * VOCABULARY * 4
     assert transient_bytes(whole.gm) >= 2 * all_logits
-    assert tiled.num_tiles == TILES
-    assert tiled.num_rows // tiled.num_tiles == TOKENS // TILES
+    assert tiled.tiling.num_tiles == TILES
+    assert tiled.num_rows == TOKENS
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.05 / TILES
-    assert transient_bytes(tiled.tile.gm) <= tiled.transient_bytes
+    assert transient_bytes(tiled.parts["part.tile"].gm) <= tiled.transient_bytes
     assert total_shapes(tiled) == [(), ()]
-    step_bytes = 4 * TOKENS // tiled.num_tiles
-    assert [(output.whole.size, output.step_bytes) for output in tiled.tile_outputs] == [
-        ((TOKENS, 1), step_bytes)
-    ]
+    (rows,) = tiled.tiling.rows
+    assert rows.slice == Slice(dim=0, length=TOKENS // TILES)
+    whole_rows = tiled.parts["part.before"].output_layouts()[rows.whole]
+    assert whole_rows is not None
+    assert whole_rows.size == (TOKENS, 1)
 
 
 def test_the_backward_of_the_loss_head_makes_the_logits_again_in_tiles(head_inputs):
@@ -169,12 +162,13 @@ def test_the_backward_of_the_loss_head_makes_the_logits_again_in_tiles(head_inpu
     whole = region(head_backward, *inputs, external=(1,))
     tiled = check(whole, inputs)
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.05 / TILES
-    (total,) = tiled.sums
-    assert [name for name in targets(total.region) if "mm" in name] == ["aten.addmm.default"]
+    (total,) = tiled.tiling.sums
+    products = [name for name in targets(tiled.parts[total.region]) if "mm" in name]
+    assert products == ["aten.addmm.default"]
     assert total_shapes(tiled) == [(VOCABULARY, WIDTH)]
-    assert tiled.outputs[1] == Ref(source=Source.BEFORE, index=total.total)
-    assert tiled.before is not None
-    assert tiled.before.external_outputs, "the gradient's memory is the user's from the start"
+    assert tiled.tiling.outputs[1] == Ref(source=Source.BEFORE, index=total.total)
+    before = tiled.parts["part.before"]
+    assert before.external_outputs, "the gradient's memory is the user's from the start"
 
 
 def swiglu(x, gate, up, down):
@@ -192,8 +186,8 @@ def test_an_mlp_in_tiles():
     whole = region(swiglu, *inputs)
     tiled = check(whole, inputs)
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.1 / TILES
-    (out,) = tiled.tile_outputs
-    assert out.step_bytes == WIDTH * 4 * (tiled.num_rows // tiled.num_tiles)
+    (rows,) = tiled.tiling.rows
+    assert rows.slice == Slice(dim=1, length=TOKENS // TILES)
 
 
 def test_the_backward_of_an_mlp_recomputes_in_tiles():
@@ -215,7 +209,7 @@ def test_the_backward_of_an_mlp_recomputes_in_tiles():
     whole = region(backward, *inputs, external=(1, 2, 3))
     tiled = check(whole, inputs)
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.1 / TILES
-    assert len(tiled.sums) == 5
+    assert len(tiled.tiling.sums) == 5
 
 
 def test_a_chain_behind_attention_reads_what_before_made():
@@ -231,9 +225,8 @@ def test_a_chain_behind_attention_reads_what_before_made():
     inputs = [torch.randn(shape) * 0.2 for shape in shapes]
     whole = region(layer, *inputs)
     tiled = check(whole, inputs)
-    assert tiled.before is not None
-    assert any("attention" in target for target in targets(tiled.before))
-    assert not any("attention" in target for target in targets(tiled.tile))
+    assert any("attention" in target for target in targets(tiled.parts["part.before"]))
+    assert not any("attention" in target for target in targets(tiled.parts["part.tile"]))
     assert tiled.transient_bytes <= transient_bytes(whole.gm) / 2
 
 
@@ -246,7 +239,7 @@ def test_several_sequences_split_along_the_flattened_tokens(head_inputs):
 
 def test_the_number_of_tiles_divides_the_rows(head_inputs):
     tiled = check(region(head, *head_inputs), head_inputs, tiles=7)
-    assert tiled.num_tiles == 4
+    assert tiled.tiling.num_tiles == 4
 
 
 def test_the_head_of_a_real_model_sums_its_weight_gradient_over_tiles():
@@ -269,8 +262,8 @@ def test_the_head_of_a_real_model_sums_its_weight_gradient_over_tiles():
     ]
     tiled = check(whole, inputs)
     assert set(total_shapes(tiled)) == {(models.VOCABULARY, models.HIDDEN), (1, 1, models.HIDDEN)}
-    assert tiled.before is not None
-    assert len(tiled.before.external_outputs) == len(whole.external_outputs)
+    before = tiled.parts[tiled.tiling.before]
+    assert len(before.external_outputs) == len(whole.external_outputs)
 
 
 def refused(function, *args, external=()):

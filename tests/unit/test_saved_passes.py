@@ -9,9 +9,8 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memo_compile.analysis.joint_units import UNIT, JointUnits
+from memo_compile.analysis.joint_units import SAVED, UNIT, JointUnits, saved_nodes, tag_saved
 from memo_compile.analysis.layers import IsomorphicUnits, LayerStructure, Unit
-from memo_compile.analysis.saved import SAVED, saved_nodes, tag_saved
 from memo_compile.passes.equal_cut import EqualCut, SufficientCut
 from memo_compile.passes.numbers import PutNumbers
 from memo_compile.passes.runner import PassRunner, graph_text
