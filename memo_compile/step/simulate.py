@@ -6,7 +6,7 @@ on one device. A wait stalls the compute lane until its copy has ended. Nothing 
 and backward are one sequence.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
