@@ -214,6 +214,7 @@ def least_needed(question: Question) -> Need:
         return needed(question)
     policy = "greedy" if question.policy == "auto" else question.policy
     smallest, loaded = replace(question, policy=policy), _load(question)
+    num_bytes: float
     try:
         num_bytes = _plan(smallest, loaded, 1, token_tiles=TOKEN_TILES).plan.peak_bytes
     except Infeasible as error:

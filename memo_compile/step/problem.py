@@ -218,9 +218,6 @@ class Into:
     offset_bytes: int
 
 
-_NONE: frozenset[int] = frozenset()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCall:
     """One call of the step: which values it reads and which it makes.
@@ -254,7 +251,7 @@ class StepCall:
 
     def into_buffers(self) -> frozenset[int]:
         """Indices of the region's buffers that lie inside other values."""
-        return frozenset(target.buffer for target in self.into) if self.into else _NONE
+        return frozenset(target.buffer for target in self.into) if self.into else frozenset()
 
 
 COPY_REGION = "memo.copy"
@@ -490,7 +487,9 @@ def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
     """
     last: dict[str, int] = {}
     sharing = {
-        name for name, region in problem.regions.items() if any(map(_shares, region.outputs))
+        name
+        for name, region in problem.regions.items()
+        if any(o.same_as is not None or o.storage is Storage.INPUT for o in region.outputs)
     }
     for index in reversed(range(len(problem.calls))):
         call, start = problem.calls[index], starts[index]
@@ -509,11 +508,6 @@ def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
                 alive = max(last.get(value, 0), starts[index] + region.num_lines)
                 last[source] = max(last.get(source, 0), alive)
     return last
-
-
-def _shares(output: RegionOutput) -> bool:
-    """True for an output in the storage of an input or of another output."""
-    return output.same_as is not None or output.storage is Storage.INPUT
 
 
 def live_bytes(buffers: Iterable[ArenaBuffer]) -> dict[int, int]:

@@ -143,9 +143,10 @@ def _stops(
     reloaded = _layers_at(windows.reload_at, reversed(layers))
     before_s = 0.0
     for call, call_s in enumerate(seconds):
-        some = [found.get(call, ()) for found in (freed, reloaded, in_backward, in_forward)]
-        if any(some) or call == len(seconds) - 1:
-            yield _Stop(before_s, *some[:3], call_s, some[3])
+        tables = freed, reloaded, in_backward, in_forward
+        ended, issued, read, made = (table.get(call, ()) for table in tables)
+        if ended or issued or read or made or call == len(seconds) - 1:
+            yield _Stop(before_s, ended, issued, read, call_s, made)
             before_s = 0.0
         else:
             before_s += call_s
