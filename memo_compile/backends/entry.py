@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from memo_runtime.host_store import FILE_PREFIX
+from memo_runtime.pages import keep_large_blocks_apart
 from torch import fx
 
 from memo_compile import shim
@@ -112,9 +113,12 @@ def plan_graph(
     Where the budget, or what the device grants, is below what the step needs, its wide chains are
     run in tiles of tokens.
     """
+    facts = GraphFacts(example_inputs)
+    if facts.device.type == "cpu" and config.memory_budget is not None:
+        keep_large_blocks_apart()  # before anything large is compiled and freed
     return first_that_fits(
         gm,
-        GraphFacts(example_inputs),
+        facts,
         config,
         lambda graph, options: _plan_once(graph, example_inputs, options),
     )

@@ -18,6 +18,9 @@ PAGE_BYTES = mmap.PAGESIZE
 _MIN_LARGE_BYTES = 32 * 2**20
 """A huge page of 2 MiB may be in memory for the sake of one byte: smaller slabs do without."""
 
+_M_MMAP_THRESHOLD = -3
+"""glibc's ``mallopt``: blocks of at least so many bytes are mapped."""
+
 MIN_OWN_MAPPING_BYTES = 2**20
 """A mapping costs two system calls; smaller results do not matter."""
 
@@ -99,6 +102,19 @@ def own_mapping(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) 
     ask_for_large_pages(memory.data_ptr(), num_bytes)
     empty = torch.empty(0, dtype=dtype)
     return empty.set_(memory.untyped_storage(), 0, tuple(size), tuple(stride))
+
+
+@functools.cache
+def keep_large_blocks_apart() -> None:
+    """From now on glibc gives every large block a mapping of its own, which goes when it is freed.
+
+    By default a block that was freed raises the size from which blocks are mapped, up to 32 MiB:
+    gradients and work space come from the heap then, and lie beside holes. How large those are is
+    chance: 3 to 7 MiB in steps of 180 MiB.
+    """
+    libc = _libc()
+    if libc is not None:
+        libc.mallopt(_M_MMAP_THRESHOLD, MIN_OWN_MAPPING_BYTES)
 
 
 def trim_heap() -> None:
