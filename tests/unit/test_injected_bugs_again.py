@@ -6,7 +6,20 @@ import pytest
 
 from memo_compile.check.check_moves import Recomputation, check_moves
 from memo_compile.check.check_plan import check
-from memo_compile.step.problem import CallKind, OutsideBuffer, arena_buffers, call_starts
+from memo_compile.step.problem import (
+    CallKind,
+    Into,
+    OutsideBuffer,
+    Phase,
+    Problem,
+    RegionBuffer,
+    RegionOutput,
+    RegionProfile,
+    StepCall,
+    Storage,
+    arena_buffers,
+    call_starts,
+)
 from tests.steps.bugs import (
     RECOMPUTE,
     RELOAD,
@@ -337,3 +350,30 @@ def test_the_step_without_moves_must_be_right_itself():
     wrong = with_calls(shape.original, (calls[1], calls[0], *calls[2:]))
     found = check_moves(wrong, wrong).problems
     expect(list(found), "unmoved: F1 reads y1 before it is made")
+
+
+def test_a_write_into_a_view_of_what_nothing_made():
+    view = RegionProfile(
+        name="view",
+        num_lines=1,
+        buffers=(),
+        input_ends=(1,),
+        outputs=(RegionOutput(storage=Storage.INPUT, index=0),),
+    )
+    write = RegionProfile(
+        name="write",
+        num_lines=1,
+        buffers=(RegionBuffer(name="b", size_bytes=512, start=0, end=1),),
+        input_ends=(),
+        outputs=(RegionOutput(storage=Storage.ARENA, index=0),),
+    )
+    first = StepCall(
+        name="F0", region="view", phase=Phase.FORWARD, inputs=("ghost",), outputs=("v",)
+    )
+    into = (Into(buffer=0, value="v", offset_bytes=0),)
+    second = StepCall(
+        name="F1", region="write", phase=Phase.FORWARD, inputs=(), outputs=("w",), into=into
+    )
+    step = Problem(regions={"view": view, "write": write}, calls=(first, second))
+    found = check_moves(step, step).problems
+    expect(list(found), "F1 writes into v before it is made")
