@@ -51,22 +51,6 @@ def _(whole: Tensor, dim: int, world: int) -> Tensor:
     return whole.new_empty(size)
 
 
-def _save_way(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.dim, ctx.world = inputs[1:3]
-
-
-def _gather_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return reduce_scatter(grad, ctx.dim, ctx.world), None, None, None
-
-
-def _scatter_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return all_gather(grad, ctx.dim, ctx.world), None, None
-
-
-all_gather.register_autograd(_gather_gradient, setup_context=_save_way)
-reduce_scatter.register_autograd(_scatter_gradient, setup_context=_save_way)
-
-
 @torch.library.custom_op("memo_shapes::ring_attention", mutates_args=())
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, world: int, is_causal: bool
@@ -152,3 +136,33 @@ class ColumnParallel(torch.autograd.Function):
             grad_x = grad_x + grad @ weight
         grad_weights = [grad.flatten(0, 1).t() @ whole for grad in grads]
         return (reduce_scatter(grad_x, 1, ctx.world), None, *grad_weights)
+
+
+class ReduceScatter(torch.autograd.Function):
+    """Partial sums to this device's tokens; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: int) -> Tensor:
+        """``reduce_scatter`` along the tokens."""
+        ctx.world = world
+        return reduce_scatter(x, 1, world)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The gathered gradient."""
+        return all_gather(grads[0], 1, ctx.world), None
+
+
+class GatherWeight(torch.autograd.Function):
+    """A weight that is sharded along its first dimension, whole for the time of its use."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, world: int) -> Tensor:
+        """``all_gather`` along dimension 0."""
+        ctx.world = world
+        return all_gather(shard, 0, world)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The shard's gradient, summed over the devices."""
+        return reduce_scatter(grads[0], 0, ctx.world), None

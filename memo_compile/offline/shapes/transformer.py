@@ -18,8 +18,8 @@ from memo_compile.costs.models import ModelShape
 from memo_compile.errors import InputError, require_at_least
 from memo_compile.offline.shapes.parallel import (
     ColumnParallel,
-    all_gather,
-    reduce_scatter,
+    GatherWeight,
+    ReduceScatter,
     ring_attention,
 )
 
@@ -125,7 +125,7 @@ class Close(nn.Module):
         """``(batch, seq / (tp * cp), hidden)``."""
         if self.tp == 1:
             return functional.linear(x, self.weight, self.bias)
-        made: Tensor = reduce_scatter(functional.linear(x, self.weight), 1, self.tp)
+        made: Tensor = ReduceScatter.apply(functional.linear(x, self.weight), self.tp)
         return made if self.bias is None else made + self.bias
 
 
@@ -239,7 +239,7 @@ class Transformer(nn.Module):
 
 
 def _whole(weight: Tensor, tp: int) -> Tensor:
-    return weight if tp == 1 else all_gather(weight, 0, tp)
+    return weight if tp == 1 else GatherWeight.apply(weight, tp)
 
 
 @contextlib.contextmanager
