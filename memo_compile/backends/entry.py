@@ -23,7 +23,7 @@ from memo_compile.config import MemoConfig, resolve
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import REFUSED, REPORT, is_bug
-from memo_compile.driver.pipeline import assemble, cut_step
+from memo_compile.driver.pipeline import assemble
 from memo_compile.driver.probe import tiling_believed
 from memo_compile.driver.stages import CapturedStep
 from memo_compile.driver.tries import first_that_fits
@@ -138,8 +138,8 @@ def _plan_once(
 
 def _compiled_step(captured: CapturedStep, config: MemoConfig) -> Assembly:
     """The step through all stages; its memory is taken now."""
-    step = cut_step(captured, config, tiling_believed)
-    assembly = assemble(step, config)
+    assembly = assemble(captured, config, tiling_believed)
+    step = assembly.lowered.cut
     if step.runner.dump is not None:
         step.runner.write("step-forward.txt", graph_text(step.forward.program))
         step.runner.write("step-backward.txt", graph_text(step.backward.program))

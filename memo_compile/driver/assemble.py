@@ -33,7 +33,7 @@ from memo_compile.step.residency import (
 from memo_compile.units import format_bytes
 
 MAX_REFUSALS = 6
-"""So often a step is planned again for less: three quarters each time."""
+"""How often a step is planned again after a refusal, each time for a quarter of the arena less."""
 
 MIN_KEPT_BYTES = 2**20
 """Results that matter to a plan; losses and small statistics are always held."""
@@ -52,7 +52,8 @@ class Assembly:
     plan: Plan = field(init=False)
     """Of ``planned``, with what else was found to exist beside it since."""
     observed: Observed = field(init=False)
-    step: StepPlan = field(init=False)
+    step: StepPlan
+    """``planned``, as the runtime runs it."""
     reported: ReportedPlan = field(init=False)
     """What the report shows of this step, where it shows it."""
 
@@ -65,11 +66,11 @@ class Assembly:
     """The last plan that counts no results of earlier steps."""
     _memory: OutOfMemory = field(init=False)
     _products: frozenset[Product] = frozenset()
-    """Under a budget on CPU: those whose buffers in the library are there before a step."""
+    """Run once before a step, so that the BLAS library's buffers exist (CPU, under a budget)."""
 
     def __post_init__(self) -> None:
         self._memory = OutOfMemory(dump=self.config.dump)
-        self._bind(self.planned)
+        self._take(self.planned, self.step)
         self.reported = ReportedPlan.of(self.plan, self.observed)
 
     def _report(self) -> None:
@@ -77,16 +78,15 @@ class Assembly:
         before, self.reported = self.reported, ReportedPlan.of(self.plan, self.observed)
         state.replace_plan(before, self.reported)
 
-    def _bind(self, planned: PlannedStep) -> None:
+    def _take(self, planned: PlannedStep, bound: StepPlan) -> None:
+        """From now on ``bound`` runs."""
         if not planned.problem.fixed.earlier_outputs:
             self._unburdened = planned
-        step = self.lowered.cut
-        self.planned, self.plan = planned, planned.plan
+        self.planned, self.plan, self.step = planned, planned.plan, bound
         self.observed = Observed(planning_s=planned.planning_s, lowering_s=self.lowered.lowering_s)
-        self._made = tuple(result_storages(planned.problem, step.forward.results))
-        self.step = bind_step(planned, step, self.request.applied_to(self.config), self._count)
-        self.step.on_unplanned = _say_unplanned
-        if self.step.heap is not None and planned.plan.budget_bytes is not None:
+        self._made = tuple(result_storages(planned.problem, self.lowered.cut.forward.results))
+        bound.on_step_end, bound.on_unplanned = self._count, _say_unplanned
+        if bound.heap is not None and planned.plan.budget_bytes is not None:
             called = {call.region for call in planned.problem.calls}
             graphs = self.known.graphs().items()
             self._products = products_of(graph.gm for name, graph in graphs if name in called)
@@ -332,7 +332,8 @@ class Assembly:
 
     def _bind_again(self, planned: PlannedStep) -> None:
         old = self.step
-        self._bind(planned)
+        config = self.request.applied_to(self.config)
+        self._take(planned, bind_step(planned, self.lowered.cut, config))
         arena_of(old.device).forget(old.key)  # a backward that is still to come makes them anew
         self._report()
 

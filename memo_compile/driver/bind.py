@@ -6,7 +6,7 @@ region has its code, the layouts of its buffers, and the graph its constants.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from memo_runtime.instructions import (
     StartReload,
 )
 from memo_runtime.instructions import WaitCopy as Wait
-from memo_runtime.leases import StepCounters
 from memo_runtime.pages import gives_pages_back
 from memo_runtime.run_step import RunHalf, StepPlan
 
@@ -51,9 +50,8 @@ def bind_step(
     planned: PlannedStep,
     step: CutStep,
     config: MemoConfig,
-    on_step_end: Callable[[StepCounters], None],
 ) -> StepPlan:
-    """What the runtime runs: ``on_step_end`` is told what each step moved."""
+    """What the runtime runs."""
     device = step.facts.device
     poison = "poison" in config.debug
     constants = {half.phase: half.constants for half in (step.forward, step.backward)}
@@ -72,7 +70,6 @@ def bind_step(
         schedule=config.copy_schedule(),
         measure_stall="stalls" in config.debug,
         throttle_bytes_per_s=config.copy_speeds(),
-        on_step_end=on_step_end,
         heap=_heap_watch(planned) if gives_pages_back(device) and not poison else None,
     )
 

@@ -203,7 +203,7 @@ def decide(
     Raises:
         TooSlow: all plans are slower than ``config`` wants, or than ``wanted_s``.
         Infeasible: nothing fits; the message names the floor (of lowered regions) and its parts.
-            Whatever might have fitted is lowered by then, so that a floor that was named is kept.
+            All candidates near the budget were lowered by then, so that the named floor will fit.
     """
     searched, num_refused = SearchedMoves(), len(library.refused)
     for number in itertools.count(1):

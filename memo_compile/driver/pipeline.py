@@ -6,7 +6,7 @@
       plan_step    -> PlannedStep: what moves, where every buffer lies  (``driver.plan_step``)
       bind_step    -> StepPlan: what the runtime runs                   (``driver.bind``)
 
-``assemble`` goes from a CutStep to the end. ``memo_compile.plan`` stops before the last stage.
+``assemble`` goes all the way. ``memo_compile.plan`` stops before the last stage.
 ``plan_step`` answers a PlanRequest. It and ``bind_step`` are repeated for another request when the
 device refuses memory, or the user keeps what the plan took to be gone (``driver.assemble``).
 """
@@ -23,6 +23,7 @@ from memo_compile.analysis.joint_units import (
 )
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
+from memo_compile.driver.bind import bind_step
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.left_whole import say_dropped
 from memo_compile.driver.plan_step import plan_step, require_fast
@@ -38,17 +39,19 @@ from memo_compile.passes.tile_cut import RegionTiling, tile_cut
 from memo_compile.step.problem import Phase
 
 
-def assemble(step: CutStep, config: MemoConfig) -> Assembly:
-    """The step lowered, planned and bound to the runtime, its memory granted.
+def assemble(
+    captured: CapturedStep, config: MemoConfig, accepts: Callable[[RegionTiling], bool]
+) -> Assembly:
+    """The step through all stages, its memory granted.
 
     Raises:
         Infeasible: no plan fits the budget; nothing has run.
         TooSlow: other tiles are to be tried.
         ArenaError, HostStoreError: as ``Assembly.reserve``.
     """
-    return assemble_lowered(
-        lower_step(step, config, for_cuda=step.facts.device.type == "cuda"), config
-    )
+    step = cut_step(captured, config, accepts)
+    lowered = lower_step(step, config, for_cuda=step.facts.device.type == "cuda")
+    return assemble_lowered(lowered, config)
 
 
 def assemble_lowered(lowered: LoweredStep, config: MemoConfig) -> Assembly:
@@ -58,7 +61,12 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig) -> Assembly:
     planned = plan_step(lowered, config, request, known)
     require_fast(planned.plan, config, known.whole_compute_s(config.host_store))
     assembly = Assembly(
-        lowered=lowered, config=config, known=known, request=request, planned=planned
+        lowered=lowered,
+        config=config,
+        known=known,
+        request=request,
+        planned=planned,
+        step=bind_step(planned, lowered.cut, config),
     )
     assembly.reserve()
     return assembly

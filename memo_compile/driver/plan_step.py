@@ -67,7 +67,7 @@ def plan_step(
 
 
 def require_fast(plan: Plan, config: MemoConfig, whole_compute_s: float | None = None) -> None:
-    """Nothing, where the first plan of a step is fast, or no other tiles are to be tried.
+    """Refuse a plan that takes more than ``max_over_compute`` or ``max_step_s`` of ``config``.
 
     ``whole_compute_s`` are the seconds of the step before any tiles, which cost time themselves.
 

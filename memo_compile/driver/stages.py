@@ -80,8 +80,8 @@ class PlanRequest:
     host_store: str | None = None
     """Where offloaded activations go instead of where the options say."""
     granted_step_bytes: int | None = None
-    """What the device grants a step beside its parameters and other constants; None: unknown. The
-    device refused more than that, which the user's budget does not know of."""
+    """Bytes that a step may take beside its parameters and other constants, after the device refused
+    more; None: nothing was refused."""
     granted_host_bytes: int | None = None
     """The same for host memory."""
 

@@ -45,9 +45,9 @@ REST = 0.1
 """Of the budget: the layers need that much beside parameters and logits."""
 
 FAST, FAST_IN_ALL = 1.005, 1.03
-"""Times the computation of the step without tiles that a plan may take before more is tried, with
-tiles where they are needed alone or for all chains: all tiles cost 1.005 to 1.01, and to recompute
-what they make 1.04."""
+"""A plan is taken at once if its step is at most so many times the computation without tiles:
+FAST where only what breaks the budget runs in tiles, FAST_IN_ALL where all chains do. All tiles
+cost 1.005 to 1.01, and to recompute what they make 1.04."""
 
 NOT_FAST = 0.0
 """Times its computation: the plan is made, and compared with others."""

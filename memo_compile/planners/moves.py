@@ -232,7 +232,7 @@ class _Builder:
                 yield self.problem.calls[place]
 
     def _deadline(self, move: _Moved) -> int:
-        """The place at which the copy to the host has ended at last."""
+        """The latest place at which the step may wait for the copy to the host."""
         first_backward, lag = self.facts.first_backward, self.schedule.offload_lag
         if self.schedule.at_once:
             return move.issued_call

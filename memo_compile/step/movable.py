@@ -213,8 +213,8 @@ class Moves:
     modes: tuple[Mode, ...]
     schedule: Schedule = field(default_factory=Schedule)
     policy: str = "auto"
-    """Who proposed them: a named policy, ``greedy``, or the integer ``program``. Of a choice: the
-    policy that the options name."""
+    """Who proposed them: a named policy, ``greedy``, ``steady``, ``widened``, or the integer
+    ``program``. Of a choice: the policy that the options name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True, eq=False)

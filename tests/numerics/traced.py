@@ -13,8 +13,9 @@ from memo_compile.config import MemoConfig, resolve
 from memo_compile.driver import pipeline
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.pipeline import assemble_lowered
-from memo_compile.driver.stages import CutStep
+from memo_compile.driver.stages import CapturedStep, LoweredStep
 from memo_compile.lowering.lower import lower_regions
+from memo_compile.passes.tile_cut import RegionTiling
 from memo_compile.reporting import state
 from memo_compile.step.plans import ReportedPlan
 from tests.numerics.training import Run, assert_planned
@@ -40,8 +41,13 @@ class TracedStep:
         self.assembly = self._assembly
         """Of the first run."""
 
-    def _assembled(self, step: CutStep, config: MemoConfig) -> "TracedStep":
-        self._assembly = pipeline.assemble(step, config)
+    def _assembled(
+        self,
+        captured: CapturedStep,
+        config: MemoConfig,
+        accepts: Callable[[RegionTiling], bool],
+    ) -> "TracedStep":
+        self._assembly = pipeline.assemble(captured, config, accepts)
         return self
 
     def run(self, options: Options) -> tuple[Run, ReportedPlan]:
@@ -68,6 +74,10 @@ class TracedStep:
 
     def backward(self, args: list[Any]) -> list[Any]:
         return self._assembly.backward(args)
+
+    @property
+    def lowered(self) -> LoweredStep:
+        return self._assembly.lowered
 
     @property
     def reported(self) -> ReportedPlan:

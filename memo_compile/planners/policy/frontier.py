@@ -45,7 +45,7 @@ same, and just as near, or it does not fit."""
 
 
 SAME = 0.01
-"""Of the step: by so much an estimate may have been too short without a new choice."""
+"""A choice stands if its lowered step is at most this part slower than estimated."""
 
 
 FLOOR_MARGIN = 0.005
