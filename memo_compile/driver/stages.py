@@ -80,7 +80,7 @@ class PlanRequest:
     host_store: str | None = None
     """Where offloaded activations go instead of where the options say."""
     granted_step_bytes: int | None = None
-    """Bytes that a step may take beside its parameters and other constants, after the device refused
+    """Bytes that a step may take beside its parameters and other constants, once the device refused
     more; None: nothing was refused."""
     granted_host_bytes: int | None = None
     """The same for host memory."""
