@@ -573,10 +573,7 @@ def outside_peak(problem: Problem) -> dict[str, int]:
 def outside_events(
     problem: Problem, last_read: Mapping[str, int] | None = None
 ) -> Iterator[tuple[int, int, str]]:
-    """(line, bytes born or minus bytes dead, kind) of all memory that kernels allocate.
-
-    ``last_read`` is what ``last_reads`` found, where that is at hand.
-    """
+    """(line, bytes born or minus bytes dead, kind) of all memory that kernels allocate."""
     if not any(
         region.outside or any(output.storage is Storage.OUTSIDE for output in region.outputs)
         for region in problem.regions.values()
