@@ -237,6 +237,8 @@ def _require_known(joint: fx.GraphModule) -> None:
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise UnsupportedGraph(f"{node.name} is a size that is only known at run time")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise UnsupportedGraph(f"{node.name} is a sparse tensor, whose parts are not followed")
         if isinstance(value, torch.Tensor) and not all(isinstance(s, int) for s in value.shape):
             raise UnsupportedGraph(
                 f"{node.name} has a shape that is only known at run time: {tuple(value.shape)}"

@@ -61,6 +61,9 @@ def memo(
             note = "mode='reduce-overhead': CUDA graphs are not used together with the arena"
             state.warn_once(note)
         _note_distributed()
+        if any(_is_unplannable(value) for value in example_inputs):
+            error = UnsupportedGraph("an input is a nested or a sparse tensor")
+            return _step_aside(gm, example_inputs, config, error)
         symbols = symbol_positions(gm, example_inputs)
         if not symbols:
             return compile_static(gm, example_inputs, config)
@@ -84,6 +87,11 @@ def _failure_reported() -> Iterator[None]:
         if suppressed:
             log.error("memo: off for a graph, which runs eagerly (suppress_errors): %s", reason)
         raise
+
+
+def _is_unplannable(value: Any) -> bool:
+    """True for a tensor of several others, such as nested or sparse ones."""
+    return isinstance(value, torch.Tensor) and value.layout is not torch.strided
 
 
 def _trains(example_inputs: Sequence[Any]) -> bool:

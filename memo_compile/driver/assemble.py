@@ -35,6 +35,9 @@ from memo_compile.units import format_bytes
 MAX_REFUSALS = 6
 """How often a step is planned again after a refusal, each time for a quarter of the arena less."""
 
+TOLERANCE = 0.005
+"""Of the budget: less is the C allocator's."""
+
 MIN_KEPT_BYTES = 2**20
 """Results that matter to a plan; losses and small statistics are always held."""
 
@@ -60,6 +63,7 @@ class Assembly:
     _watch: ResultWatch = field(default_factory=ResultWatch)
     _made: tuple[int, ...] = ()
     """Positions among the forward's results of what lies in ordinary memory that it made."""
+    _said_beyond: bool = False
     _kept_bytes: int = 0
     """Of those that were still held when their backward had ended, though planned as dropped."""
     _unburdened: PlannedStep | None = None
@@ -143,10 +147,26 @@ class Assembly:
         self._require_room(args, keep_graph=keep_graph)
         with self._memory.explained(self.problem, self.reported):
             results = run_backward(self.step, args, keep_graph=keep_graph)
+        self._say_beyond()
         kept = self._watch.end(keep_graph=keep_graph)
         if not self.problem.keeps_outputs:
             self._kept_bytes = kept
         return results
+
+    def _say_beyond(self) -> None:
+        """Say once that what the graph does not know of broke the budget beside it (CPU)."""
+        heap, budget = self.step.heap, self.plan.budget_bytes
+        if heap is None or budget is None or self._said_beyond:
+            return
+        fixed = self.plan.fixed  # what may exist before the step, and may be made beside it
+        beyond = heap.beyond_bytes - (fixed.gradients - fixed.new_gradients) - fixed.earlier_outputs
+        if self.plan.peak_bytes + max(0, beyond) > budget * (1 + TOLERANCE):
+            self._said_beyond = True
+            state.warn_once(
+                f"{format_bytes(beyond)} that no plan knows of were taken while a step "
+                "ran, which may have exceeded memory_budget: by a loss, a penalty or other graphs "
+                "outside the compiled function. Compute them inside, or lower memory_budget by that"
+            )
 
     def _require_room_beside_others(self) -> None:
         """Where a forward is one too many for the planned frames, its ordinary memory fits too."""

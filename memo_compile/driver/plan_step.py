@@ -92,7 +92,10 @@ def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
     """The step that keeps everything, with what ``request`` says that exists beside it."""
     problem = lowered.problem
     fixed = problem.fixed
-    gradients = max(fixed.gradients, request.existing_gradient_bytes + fixed.new_gradients)
+    existing = request.existing_gradient_bytes
+    if problem.live_steps > 1:  # the backward of another step has made them when this one's runs
+        existing = max(existing, fixed.new_gradients)
+    gradients = max(fixed.gradients, existing + fixed.new_gradients)
     fixed = replace(fixed, gradients=gradients, earlier_outputs=request.earlier_output_bytes)
     problem = replace(problem, fixed=fixed)
     if not request.keeps_outputs:

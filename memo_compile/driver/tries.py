@@ -44,6 +44,10 @@ logits fit."""
 REST = 0.1
 """Of the budget: the layers need that much beside parameters and logits."""
 
+SMALL = 0.25
+"""Of the room for logits and layers: where logits take no more, their tiles make no slow plan fast,
+and a whole graph that fits is taken at once."""
+
 FAST, FAST_IN_ALL = 1.005, 1.03
 """A plan is taken at once if its step is at most so many times the computation without tiles:
 FAST where only what breaks the budget runs in tiles, FAST_IN_ALL where all chains do. All tiles
@@ -258,7 +262,7 @@ def tile_order(
     in_all = Tiles(TOKEN_TILES, 0, room, FAST_IN_ALL * more)
     if 2 * widest > room:
         return needed, in_all, everywhere, whole
-    if first is whole and compiles:
+    if first is whole and (compiles or 2 * widest <= SMALL * room):
         return whole, everywhere
     order = (first._replace(max_over_compute=FAST * more), needed, in_all, everywhere)
     return (*order, whole) if first is head else order

@@ -20,9 +20,10 @@ from memo_compile.step.problem import Phase, Problem, Storage
 LARGE_RESULT_BYTES = 2**16
 """Results above this are followed; losses and small statistics lie within a plan's slack."""
 
-LOSS_TENSORS = 2
-"""A loss outside the graph holds so many float32 tensors of its input's shape when it hands its
-gradient over: cross_entropy the log-probabilities and their gradient."""
+LOSS_TENSORS = 4
+"""A loss outside the graph holds at most so many float32 tensors of its input's shape before it
+hands its gradient over: cross_entropy of shifted logits a copy of them, the log-probabilities,
+their gradient, and that with zeros for the last token."""
 
 
 def result_storages(problem: Problem, results: Sequence[str | None]) -> dict[int, str]:

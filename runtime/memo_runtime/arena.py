@@ -186,8 +186,10 @@ class DeviceArena:
     def release(self, slab: Slab) -> None:
         """Give ``slab`` back; it keeps its memory for the next frame."""
         with self._lock:
-            slab.order.end(slab.bytes(slab.size_bytes))
-            slab.leased = False
+            try:
+                slab.order.end(slab.bytes(slab.size_bytes))
+            finally:
+                slab.leased = False
 
     def release_pages(self) -> None:
         """Give the pages of every free slab back; they return at the next write."""

@@ -31,6 +31,8 @@ class HeapWatch:
     replaced_bytes: int = 0
     """Of what is there when the next step begins, so much is in its plan: results of the step
     before, which go when its forward has ended."""
+    beyond_bytes: int = 0
+    """By so much memory that is not the step's grew while it ran, where that was looked at."""
 
     def begin(self, resident_bytes: int) -> None:
         """A step begins; of its frame ``resident_bytes`` may be in memory from the last one."""
@@ -39,7 +41,7 @@ class HeapWatch:
         if known is None or others > known + self.allowed_bytes:
             trim_heap()  # where last step's gradients were
             others = anonymous_bytes() - resident_bytes
-        self.base_bytes = others - self.replaced_bytes
+        self.base_bytes, self.beyond_bytes = others - self.replaced_bytes, 0
 
     def begin_backward(self, planned_bytes: int) -> None:
         """The backward begins: results that the user dropped and what forward kernels freed go.
@@ -56,7 +58,9 @@ class HeapWatch:
             return
         if anonymous_bytes() - planned_bytes > self.base_bytes + self.allowed_bytes:
             trim_heap()
-            self.base_bytes = max(self.base_bytes, anonymous_bytes() - planned_bytes)
+            more = max(0, anonymous_bytes() - planned_bytes - self.base_bytes)
+            self.base_bytes += more
+            self.beyond_bytes += more
 
 
 def anonymous_bytes() -> int:

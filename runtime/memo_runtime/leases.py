@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes  # torch 2.11 to 2.13
 
 from memo_runtime.arena import DeviceArena, Slab
 from memo_runtime.copies import CopyEngine, Lane, Ticket, on_worker
@@ -116,7 +117,7 @@ class Lease:
             raise
         finally:
             self.tickets.clear()
-            self.at_end.close()
+            _close(self.at_end)
             self._let_go()
 
     def _let_go(self) -> None:
@@ -141,6 +142,12 @@ class Lease:
 def _give_back(at_end: contextlib.ExitStack, tickets: dict[int, Ticket]) -> None:
     """The frames of a lease that nobody can end any more; under a copy they stay taken."""
     if all(ticket.finished for ticket in tickets.values()):
+        _close(at_end)
+
+
+def _close(at_end: contextlib.ExitStack) -> None:
+    """A step ends; the collector may end it while torch traces what none of this belongs to."""
+    with _disable_current_modes():
         at_end.close()
 
 

@@ -117,6 +117,23 @@ def loss_outside(training: Training, runner: nn.Module) -> None:
     functional.cross_entropy(training.names["out"]["logits"], training.y).backward()
 
 
+def shifted_loss_outside(training: Training, runner: nn.Module) -> None:
+    training.model.zero_grad()
+    logits = runner(training.x, training.y)["logits"].view(64, -1, VOCABULARY)
+    shifted, labels = logits[:, :-1], training.y.view(64, -1)[:, 1:]
+    loss = functional.cross_entropy(shifted.reshape(-1, VOCABULARY), labels.reshape(-1))
+    training.names["loss"] = loss
+    loss.backward()
+
+
+def penalty_outside(training: Training, runner: nn.Module) -> None:
+    training.model.zero_grad()
+    loss = runner(training.x, training.y)["loss"]
+    held = training.x.new_ones(2**24)  # 64 MiB that no plan knows of, until the step ends
+    loss.backward()
+    training.names["held"] = held[:1].clone()
+
+
 def gradients_kept(training: Training, runner: nn.Module) -> None:
     training.names["out"] = runner(training.x, training.y)
     training.names["out"]["loss"].backward()
@@ -235,6 +252,30 @@ def test_hidden_states(monkeypatch):
 
 def test_loss_outside_the_graph(monkeypatch):
     assert_within("logits", loss_outside, floor_of("logits"), monkeypatch)
+
+
+def test_shifted_loss_outside_the_graph(monkeypatch):
+    assert_within("logits", shifted_loss_outside, floor_of("logits"), monkeypatch)
+
+
+def test_memory_that_the_plan_cannot_know_of_is_said():
+    training = training_of("both")
+    runner = compiled(training.model, floor_of("both"))
+    output_in_scope(training, runner)
+    assert not any("no plan knows of" in note for note in memo_compile.report().notes)
+    penalty_outside(training, runner)
+    assert any("no plan knows of" in note for note in memo_compile.report().notes)
+
+
+def test_a_second_live_step_finds_the_gradients_of_the_first():
+    """Two forwards before their backwards: the gradients of one are there when the other's run."""
+    gradients = sum(4 * parameter.numel() for parameter in Decoder("both").parameters())
+    training = training_of("both")
+    runner = compiled(training.model, 10 * 2**30, max_inflight=2)
+    losses = [runner(training.x, training.y)["loss"] for _ in range(2)]
+    sum(losses).backward()
+    (plan,) = memo_compile.report().plans
+    assert plan.fixed.gradients == 2 * gradients
 
 
 def test_gradients_kept(monkeypatch):
