@@ -32,6 +32,8 @@ class StepFacts:
     """Call name -> its index."""
     written_at: dict[str, int]
     """Value -> the last call of the forward that makes it or writes into it."""
+    last_use: dict[str, int]
+    """Value -> the last call of the forward that makes or reads it."""
     size_of: dict[str, int]
     """Value -> bytes of its arena buffer, for values that the forward makes there."""
     backward_readers: dict[str, tuple[int, ...]]
@@ -62,6 +64,7 @@ def _collect(step: MovableStep) -> StepFacts:
     calls = problem.calls
     first_backward = problem.first_backward
     written_at: dict[str, int] = {}
+    last_use: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
     for at, call in enumerate(calls):
         if at >= first_backward:
@@ -71,6 +74,7 @@ def _collect(step: MovableStep) -> StepFacts:
             continue
         written_at.update((into.value, at) for into in call.into)
         written_at.update(dict.fromkeys(call.outputs, at))
+        last_use.update(dict.fromkeys((*call.inputs, *call.outputs), at))
     index_of = {call.name: at for at, call in enumerate(calls)}
     return StepFacts(
         problem=problem,
@@ -79,6 +83,7 @@ def _collect(step: MovableStep) -> StepFacts:
         forward_at=tuple(index_of[layer.forward] for layer in step.layers),
         backward_at=tuple(index_of[layer.backward] for layer in step.layers),
         written_at=written_at,
+        last_use=last_use,
         size_of={
             made.value: made.size_bytes
             for made in arena_values(problem)

@@ -123,15 +123,12 @@ class _Life(NamedTuple):
 
 
 def _lives(step: MovableStep, facts: StepFacts) -> Iterator[_Life]:
-    last_use: dict[str, int] = {}
-    for index, call in enumerate(facts.problem.calls[: facts.first_backward]):
-        last_use.update(dict.fromkeys((*call.inputs, *call.outputs), index))
     for layer in step.layers:
         for slot, value in enumerate(layer.values):
             readers = facts.backward_readers.get(value, ())
-            if readers and value in last_use:
+            if readers and value in facts.last_use:
                 made = facts.written_at.get(value, 0)
-                yield _Life((layer.class_key, slot), made, last_use[value], readers[0])
+                yield _Life((layer.class_key, slot), made, facts.last_use[value], readers[0])
 
 
 def _point(step: MovableStep, facts: StepFacts, lives: Sequence[_Life], at: int) -> _Point:

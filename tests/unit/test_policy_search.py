@@ -117,7 +117,7 @@ def test_the_model_is_the_simulated_step(schedule, bytes_per_s):
         assert real.live_bytes <= model.peak_bytes(chosen)
     save_all = (0,) * 4
     assert model.peak_bytes(save_all) == peak_live_bytes(step.problem)
-    assert model.step_s(save_all) == pytest.approx(sum(model.seconds))
+    assert model.step_s(save_all) == pytest.approx(sum(model.facts.call_s))
 
 
 def cheapest(model: StepModel, bound_bytes: int) -> float | None:

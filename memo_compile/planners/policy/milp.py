@@ -140,7 +140,7 @@ class _Program:
         self.segments = segments = make_segments(model)
         self.segment_of = {layer: at for at, some in enumerate(segments) for layer in some}
         self.totals = [sum(model.deltas[layer] for layer in some) for some in segments]
-        self.unit_s = sum(model.seconds) or 1.0
+        self.unit_s = sum(model.facts.call_s) or 1.0
         self.unit_bytes = float(max(model.base_bytes)) or 1.0
         self.model = solver.make_model("modes")
         self.model.max_mip_gap = gap
@@ -247,23 +247,23 @@ class _Program:
         """Adds the times and the objective."""
         step, model = self.step, self.model
         layers = range(step.num_layers)
-        start = [model.add_var(f"t_{c}") for c in range(len(step.seconds) + 1)]
+        start = [model.add_var(f"t_{c}") for c in range(len(step.facts.call_s) + 1)]
         out = [model.add_var(f"out_{i}") for i in layers]
         back = [model.add_var(f"back_{i}") for i in layers]
-        seconds = [call_s / self.unit_s for call_s in step.seconds]
+        seconds = [call_s / self.unit_s for call_s in step.facts.call_s]
         copies = []
         for call, own_s in enumerate(seconds):
             # With a recomputation, t[c] is when it begins: `ready` then also waits before it.
-            recomputing = [i for i in layers if step.backward_at[i] == call]
+            recomputing = [i for i in layers if step.facts.backward_at[i] == call]
             more = sum(self._seconds(i, lambda mode: mode.recompute_s) for i in recomputing)
             model.add_constr(start[call + 1] >= start[call] + more + own_s, f"order_{call}")
         for i in layers:
             d, h = self._seconds(i, lambda mode: mode.d2h_s(step.costs)), self._back_s(i)
-            made = step.forward_at[i]
+            made = step.facts.forward_at[i]
             model.add_constr(out[i] >= start[made] + seconds[made] + d, f"out_{i}")
             model.add_constr(start[step.freed_at[i]] >= out[i], f"freed_{i}")
             model.add_constr(back[i] >= start[step.reload_at[i]] + h, f"back_{i}")
-            model.add_constr(start[step.backward_at[i]] >= back[i], f"ready_{i}")
+            model.add_constr(start[step.facts.backward_at[i]] >= back[i], f"ready_{i}")
             if i:
                 model.add_constr(out[i] >= out[i - 1] + d, f"out_lane_{i}")
                 model.add_constr(back[i - 1] >= back[i] + self._back_s(i - 1), f"lane_{i}")
