@@ -5,7 +5,7 @@ are tried on one step.
 """
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from memo_compile.errors import InvalidPlan
@@ -17,8 +17,12 @@ from memo_compile.step.movable import (
     MovableStep,
     Moves,
     RecomputeKey,
+    RecomputeRegion,
 )
 from memo_compile.step.problem import Problem, arena_values
+
+RecomputeOf = Callable[[RecomputeKey], RecomputeRegion]
+"""Gives the region of a key; UnsupportedGraph: there is none, so that the mode is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +158,12 @@ def recompute_rows(cls: LayerClass, mode: Mode) -> int | None:
     if mode.recompute_rows is None or not recomputed:
         return None
     return None if mode.recompute_rows == cls.slots[recomputed[0]].num_rows else mode.recompute_rows
+
+
+def recompute_key(cls: LayerClass, mode: Mode) -> RecomputeKey | None:
+    """Which region ``mode`` recomputes with; None when it recomputes nothing."""
+    slots, rows = mode.slots(Action.RECOMPUTE), recompute_rows(cls, mode)
+    return RecomputeKey(class_key=cls.key, slots=slots, rows=rows) if slots else None
 
 
 def require_valid_modes(step: MovableStep, moves: Moves) -> None:

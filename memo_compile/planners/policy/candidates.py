@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from memo_compile.errors import InvalidPlan
 from memo_compile.planners.copy_windows import widened
+from memo_compile.planners.move_rules import RecomputeOf, recompute_key
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.cheapest_first import greedy_sequence
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
 from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel, build_model
-from memo_compile.planners.policy.modes import RecomputeOf, layer_modes, recompute_key
+from memo_compile.planners.policy.modes import layer_modes
 from memo_compile.planners.policy.named import NAMED, named_moves, steady_moves
 from memo_compile.planners.policy.quanta import QUANTA
 from memo_compile.step.movable import MovableStep, Moves, Schedule, StepCosts

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from memo_compile.errors import ConfigError, Infeasible, TooSlow
+from memo_compile.planners.move_rules import RecomputeOf
 from memo_compile.planners.policy.candidates import (
     Candidate,
     CandidateSource,
@@ -21,7 +22,7 @@ from memo_compile.planners.policy.candidates import (
     costs_with,
     program_of,
 )
-from memo_compile.planners.policy.modes import RecomputeOf, with_launches
+from memo_compile.planners.policy.modes import with_launches
 from memo_compile.planners.policy.named import NAMED
 from memo_compile.planners.policy.quanta import QUANTA
 from memo_compile.step.movable import MEASURED, Mode, MovableStep, Moves, Schedule

@@ -6,11 +6,18 @@ kept on the device and some price of a byte copied, as the program of the whole 
 and the token-wise mixes whose copy just hides behind one layer's forward.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.planners.move_rules import closure_of, facts_of, recomputable, slots_s
+from memo_compile.planners.move_rules import (
+    RecomputeOf,
+    closure_of,
+    facts_of,
+    recomputable,
+    recompute_key,
+    slots_s,
+)
 from memo_compile.planners.policy.subsets import recompute_sets
 from memo_compile.step.movable import (
     Action,
@@ -35,10 +42,6 @@ MAX_MIXES = 3
 PRICES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 3.0, 10.0, 100.0)
 """Of a byte kept, in units of what recomputing the class costs per byte; and of a byte copied, in
 units of its seconds on both lanes."""
-
-RecomputeOf = Callable[[RecomputeKey], RecomputeRegion]
-"""Gives the region of a key; UnsupportedGraph: there is none, so that the mode is dropped."""
-
 
 LAUNCH_S = 5e-6
 """For each line of an estimated region: its operators' seconds count no launches, and without them
@@ -84,12 +87,6 @@ class ModeCost:
     def h2d_s(self, costs: StepCosts) -> float:
         """Seconds of the copies back."""
         return costs.h2d_s(self.host_bytes, self.num_copies)
-
-
-def recompute_key(cls: LayerClass, mode: Mode) -> RecomputeKey | None:
-    """Which region ``mode`` recomputes with; None when it recomputes nothing."""
-    slots = mode.slots(Action.RECOMPUTE)
-    return RecomputeKey(class_key=cls.key, slots=slots, rows=mode.recompute_rows) if slots else None
 
 
 def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:

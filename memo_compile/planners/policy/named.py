@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from memo_compile.errors import ConfigError, UnsupportedGraph
-from memo_compile.planners.move_rules import facts_of
+from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_key
 from memo_compile.planners.policy.modes import (
-    RecomputeOf,
     Rights,
     layer_rights,
     make_mode,
-    recompute_key,
     splittable,
 )
 from memo_compile.planners.policy.quanta import QUANTA, quantise
