@@ -143,22 +143,11 @@ def layer_rights(step: MovableStep) -> tuple[Rights, ...]:
     owner: dict[str, int] = {}
     found = []
     for index, layer in enumerate(step.layers):
-        cls = step.class_of(layer)
-        own = [
-            slot
-            for slot, value in enumerate(layer.values)
-            if owner.setdefault(value, index) == index
-        ]
-        found.append(
-            Rights(
-                offload=frozenset(
-                    slot
-                    for slot in own
-                    if cls.slots[slot].can_offload and layer.values[slot] in facts.size_of
-                ),
-                recompute=frozenset(slot for slot in own if recomputable(step, layer, slot)),
-            )
-        )
+        slots, values = step.class_of(layer).slots, layer.values
+        own = [at for at, value in enumerate(values) if owner.setdefault(value, index) == index]
+        copied = (at for at in own if slots[at].can_offload and values[at] in facts.size_of)
+        recomputed = (at for at in own if recomputable(step, layer, at))
+        found.append(Rights(offload=frozenset(copied), recompute=frozenset(recomputed)))
     return tuple(found)
 
 
@@ -209,9 +198,8 @@ def class_modes(
     rates = (step.costs.d2h_bytes_per_s, step.costs.h2d_bytes_per_s)
     hideable = int(min(seconds * rate for seconds, rate in zip(hidden_s, rates, strict=True)))
     sets = recompute_sets(cls)
-    whole = list(_whole_modes(cls, sets, hideable))
-    mixes = [] if exact else list(_mixes(cls, sets, hideable, step.token_granule))
-    costs = list(_costs(cls, whole, recompute))
+    mixes = [] if exact else _mixes(cls, sets, hideable, step.token_granule)
+    costs = list(_costs(cls, _whole_modes(cls, sets, hideable), recompute))
     limit = MAX_MODES - (MAX_MIXES if mixes else 0)
     picked = _supported(step.costs, costs, hidden_s, limit)
     picked += list(_costs(cls, mixes, recompute))[:MAX_MIXES]
@@ -236,39 +224,35 @@ def _whole_modes(cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int)
             if taken + cls.slots[slot].size_bytes <= hideable:
                 prefix.append(slot)
                 taken += cls.slots[slot].size_bytes
-        for moved in dict.fromkeys((frozenset[int](), frozenset(prefix), frozenset(order))):
-            yield make_mode(cls, recompute=recomputed, offload=moved)
+        yield make_mode(cls, recompute=recomputed)
+        yield make_mode(cls, recompute=recomputed, offload=prefix)
+        yield make_mode(cls, recompute=recomputed, offload=order)
 
 
 def _mixes(
     cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int, granule: int
-) -> Iterable[Mode]:
+) -> list[Mode]:
     """Token-wise mixes, the rest offloaded: first those whose copy just hides, then a half."""
-    found: dict[Mode, None] = {}
-    halves: dict[Mode, None] = {}
-    for whole in reversed(sets):
-        recomputed = splittable(cls, whole)
-        if not recomputed:
-            continue
+    hidden: list[Mode] = []
+    halves: list[Mode] = []
+    for recomputed in filter(None, (splittable(cls, whole) for whole in reversed(sets))):
         num_rows = cls.slots[min(recomputed)].num_rows
-        rest = frozenset(slot for slot in offload_order(cls) if slot not in recomputed)
+        rest = [slot for slot in offload_order(cls) if slot not in recomputed]
         rest_bytes = sum(cls.slots[slot].size_bytes for slot in rest)
         mixed_bytes = sum(cls.slots[slot].size_bytes for slot in recomputed)
-        choices = [
-            (eighth, rows)
-            for eighth in range(1, EIGHTHS)
-            if 0 < (rows := num_rows * eighth // EIGHTHS // granule * granule) < num_rows
-        ]
-        hidden = [
-            rows
-            for _, rows in choices
-            if rest_bytes + mixed_bytes * (num_rows - rows) // num_rows <= hideable
-        ]
-        half = [rows for eighth, rows in choices if eighth == EIGHTHS // 2]
-        for mixes, some in ((found, hidden[:1]), (halves, half)):
-            for rows in some:
-                mixes[make_mode(cls, recompute=recomputed, offload=rest, rows=rows)] = None
-    return {**found, **halves}
+        is_hidden = False
+        for eighth in range(1, EIGHTHS):
+            rows = num_rows * eighth // EIGHTHS // granule * granule
+            if not 0 < rows < num_rows:
+                continue
+            mode = make_mode(cls, recompute=recomputed, offload=rest, rows=rows)
+            copied_bytes = rest_bytes + mixed_bytes * (num_rows - rows) // num_rows
+            if not is_hidden and copied_bytes <= hideable:
+                hidden.append(mode)
+                is_hidden = True
+            if eighth == EIGHTHS // 2:
+                halves.append(mode)
+    return [*hidden, *halves]
 
 
 def make_mode(
