@@ -29,7 +29,7 @@ import numpy as np
 
 from memo_compile.errors import ConfigError
 from memo_compile.planners import solver
-from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of
+from memo_compile.planners.move_rules import StepFacts, facts_of, slots_s
 from memo_compile.planners.policy.model import call_bytes
 from memo_compile.planners.solver import weighted
 from memo_compile.step.movable import LayerClass, MovableStep, RecomputeRegion
@@ -85,8 +85,7 @@ def _discount(step: MovableStep, regions: Collection[RecomputeRegion]) -> float:
     """The least seconds of a region over those of its operators, at most 1."""
     found = 1.0
     for region in regions:
-        cls = step.classes[region.key.class_key]
-        seconds = sum(cls.ops[at].seconds for at in closure_of(cls, region.key.slots))
+        seconds = slots_s(step.classes[region.key.class_key], region.key.slots)
         if region.key.rows is None and seconds > 0:
             found = min(found, region.seconds / seconds)
     return found
