@@ -25,7 +25,7 @@ def greedy_sequence(
 
     Deterministic. Cost: steps x modes x layers; 80 layers take half a second.
     """
-    chosen = tuple(0 for _ in model.modes)
+    chosen = (0,) * model.num_layers
     floor = _uniform_floor(model)
     sequence = [chosen]
     over, cost = _bytes_over(model.bytes_at(chosen), floor), model.cost_s(chosen)
@@ -53,7 +53,7 @@ def greedy_sequence(
 def _uniform_floor(model: StepModel) -> int:
     """The lowest peak that one mode per class reaches where every layer takes it."""
     lowest = [int(delta.sum(axis=1).argmin()) for delta in model.deltas]
-    return min(model.peak_bytes(lowest), model.peak_bytes(tuple(0 for _ in model.modes)))
+    return min(model.peak_bytes(lowest), model.peak_bytes((0,) * model.num_layers))
 
 
 def _bytes_over(at: Any, floor: int) -> float:

@@ -178,8 +178,7 @@ class _Program:
 
     def require_bytes(self, bound_bytes: int) -> bool:
         """Adds constraint ``bytes`` where it can bind; False when a point can never obey it."""
-        _, least = self._extremes()
-        if (least > bound_bytes).any():
+        if self._least() > bound_bytes:
             return False
         for number, (terms, base) in enumerate(self._byte_rows(bound_bytes)):
             self.model.add_constr(terms <= bound_bytes / self.unit_bytes - base, f"bytes_{number}")
@@ -188,29 +187,27 @@ class _Program:
     def minimise_bytes(self) -> None:
         """Adds constraint ``bytes`` with the bound as a variable, and that as the objective."""
         peak = self.model.add_var("peak")
-        _, least = self._extremes()
-        for number, (terms, base) in enumerate(self._byte_rows(int(least.max()) - 1)):
+        for number, (terms, base) in enumerate(self._byte_rows(self._least() - 1)):
             self.model.add_constr(terms - peak <= -base, f"bytes_{number}")
         self.model.objective = peak
 
-    def _extremes(self) -> tuple[Any, Any]:
-        """The most and the fewest bytes that any choice has at each point."""
-        base = self.step.base_bytes
-        most = base + sum(deltas.max(axis=0) for deltas in self.totals)
-        return most, base + sum(deltas.min(axis=0) for deltas in self.totals)
+    def _least(self) -> int:
+        """The most bytes of any point where each has the fewest that a choice gives it."""
+        fewest = sum(deltas.min(axis=0) for deltas in self.totals)
+        return int((self.step.base_bytes + fewest).max())
 
     def _byte_rows(self, bound_bytes: int) -> Iterator[tuple[Any, float]]:
         """(sum x delta, base) of the points that can exceed the bound, in units.
 
         A point is left out when another one has at least its bytes whatever is chosen.
         """
-        most, _ = self._extremes()
+        most = self.step.base_bytes + sum(deltas.max(axis=0) for deltas in self.totals)
         points = np.flatnonzero(most > bound_bytes)
         points = points[np.argsort(-most[points], kind="stable")]
         weights = np.concatenate([deltas[:, points] for deltas in self.totals]).T
         bases = self.step.base_bytes[points]
         kept: list[int] = []
-        variables = [x for some in self.x for x in some]
+        variables = list(itertools.chain.from_iterable(self.x))
         for row in range(len(points)):
             above = bases[kept] >= bases[row]
             if (above & (weights[kept] >= weights[row]).all(axis=1)).any():
@@ -227,12 +224,12 @@ class _Program:
         """Adds constraint ``host``, where there is a budget."""
         if host_budget_bytes is None:
             return
-        terms = [
-            (len(some) * mode.host_bytes / self.unit_bytes, variable)
-            for at, some in enumerate(self.segments)
-            for mode, variable in zip(self.step.modes[some[0]], self.x[at], strict=True)
-        ]
-        copied = weighted([weight for weight, _ in terms], [variable for _, variable in terms])
+        weights = (
+            len(some) * mode.host_bytes / self.unit_bytes
+            for some in self.segments
+            for mode in self.step.modes[some[0]]
+        )
+        copied = weighted(weights, itertools.chain.from_iterable(self.x))
         self.model.add_constr(copied <= host_budget_bytes / self.unit_bytes, "host")
 
     def _seconds(self, layer: int, seconds_of: Callable[[ModeCost], float]) -> Any:
@@ -279,12 +276,11 @@ class _Program:
     def solve(self, time_limit_s: float) -> MilpSolution:
         """The modes of the solution, and how the solve ended."""
         status = solver.solve(self.model, time_limit_s)
-        return MilpSolution(status=status, chosen=self.chosen() if status.has_solution else ())
-
-    def chosen(self) -> tuple[int, ...]:
-        """Per layer the mode that the solution took."""
+        if not status.has_solution:
+            return MilpSolution(status=status)
         taken = [
             next(m for m, variable in enumerate(some) if solver.integer_value(variable) == 1)
             for some in self.x
         ]
-        return tuple(taken[self.segment_of[layer]] for layer in range(self.step.num_layers))
+        chosen = tuple(taken[self.segment_of[layer]] for layer in range(self.step.num_layers))
+        return MilpSolution(status=status, chosen=chosen)
