@@ -12,6 +12,7 @@ A wait is put off until its copy has ended, and a reload is issued as much earli
 its copy to end in time, but neither where more than P would be alive.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,9 +70,13 @@ def _later_waits(problem: Problem, costs: StepCosts, room: Sequence[int]) -> Ite
 
 
 def _earlier_reloads(problem: Problem, costs: StepCosts, room: Any) -> Iterator[StepCall]:
-    """The backward; ``room`` (int64, one for each of its calls) are the bytes that are free."""
+    """The backward; ``room`` (int64, one for each of its calls) are the bytes that are free.
+
+    The place of a call is the number of calls before it that compute.
+    """
     calls = problem.calls[problem.first_backward :]
-    places = _places(calls)
+    computes = [call.copy is None and not call.waits_for for call in calls]
+    places = list(itertools.accumulate(computes, initial=0))[:-1]
     free = np.full(places[-1] + 1 if calls else 0, np.iinfo(np.int64).max)
     np.minimum.at(free, places, room)
     needed = {call.waits_for: at for call, at in zip(calls, places, strict=True) if call.waits_for}
@@ -83,7 +88,7 @@ def _earlier_reloads(problem: Problem, costs: StepCosts, room: Any) -> Iterator[
         for call, at in reloads
         if call.copy is not None
     ]
-    seconds = [costs.call_s(call) for call in calls if call.copy is None and not call.waits_for]
+    seconds = [costs.call_s(call) for call in itertools.compress(calls, computes)]
     issued: dict[int, list[StepCall]] = {}
     last = 0
     for (call, at), wanted in zip(reloads, issues_of(seconds, copies), strict=True):
@@ -93,19 +98,7 @@ def _earlier_reloads(problem: Problem, costs: StepCosts, room: Any) -> Iterator[
         last = first + int(full[-1]) + 1 if len(full) else min(first, at)
         free[last:at] -= size_bytes
         issued.setdefault(last, []).append(call)
-    before = -1
     for call, at in zip(calls, places, strict=True):
-        if at != before:
-            yield from issued.get(at, ())
-            before = at
+        yield from issued.pop(at, ())
         if call.kind is not CallKind.RELOAD:
             yield call
-
-
-def _places(calls: Sequence[StepCall]) -> list[int]:
-    """Per call of the backward the number of calls before it that compute."""
-    found, place = [], 0
-    for call in calls:
-        found.append(place)
-        place += call.copy is None and not call.waits_for
-    return found
