@@ -6,7 +6,7 @@ are tried on one step.
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from memo_compile.errors import InvalidPlan
 from memo_compile.step.movable import (
@@ -19,7 +19,7 @@ from memo_compile.step.movable import (
     RecomputeKey,
     RecomputeRegion,
 )
-from memo_compile.step.problem import Problem, arena_values
+from memo_compile.step.problem import arena_values
 
 RecomputeOf = Callable[[RecomputeKey], RecomputeRegion]
 """Gives the region of a key; UnsupportedGraph: there is none, so that the mode is dropped."""
@@ -29,7 +29,6 @@ RecomputeOf = Callable[[RecomputeKey], RecomputeRegion]
 class StepFacts:
     """Where the values of a step are made and read, by index of the call."""
 
-    problem: Problem
     first_backward: int
     """The first call of the backward; the number of calls where there is none."""
     index_of: dict[str, int]
@@ -48,8 +47,6 @@ class StepFacts:
     """Per layer, the index of its forward call; ascending."""
     backward_at: tuple[int, ...]
     """Per layer, the index of its backward call."""
-    valid_modes: set[tuple[str, Mode]] = field(default_factory=set)
-    """(class, mode) that were looked at and found possible."""
 
 
 _FACTS: "weakref.WeakKeyDictionary[MovableStep, StepFacts]" = weakref.WeakKeyDictionary()
@@ -81,7 +78,6 @@ def _collect(step: MovableStep) -> StepFacts:
         last_use.update(dict.fromkeys((*call.inputs, *call.outputs), at))
     index_of = {call.name: at for at, call in enumerate(calls)}
     return StepFacts(
-        problem=problem,
         first_backward=first_backward,
         index_of=index_of,
         forward_at=tuple(index_of[layer.forward] for layer in step.layers),
@@ -178,11 +174,12 @@ def require_valid_modes(step: MovableStep, moves: Moves) -> None:
         )
     facts = facts_of(step)
     owner: dict[str, str] = {}
+    valid: set[tuple[str, Mode]] = set()
     for layer, mode in zip(step.layers, moves.modes, strict=True):
         cls = step.class_of(layer)
-        if (cls.key, mode) not in facts.valid_modes:
+        if (cls.key, mode) not in valid:
             _check_mode(cls, mode, step.token_granule)
-            facts.valid_modes.add((cls.key, mode))
+            valid.add((cls.key, mode))
         for slot, action in enumerate(mode.actions):
             if action is Action.SAVE:
                 continue
@@ -260,7 +257,7 @@ def _check_value(step: MovableStep, facts: StepFacts, layer: Layer, slot: int, m
     value = layer.values[slot]
     recomputed = mode.actions[slot] is Action.RECOMPUTE
     if recomputed and not recomputable(step, layer, slot):
-        reader = facts.problem.calls[facts.backward_readers[value][0]].name
+        reader = step.problem.calls[facts.backward_readers[value][0]].name
         raise InvalidPlan(
             f"{layer.forward}: {value} cannot be recomputed before {layer.backward}, since "
             f"{reader} reads it earlier; SAVE or OFFLOAD it"
