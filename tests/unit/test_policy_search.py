@@ -108,7 +108,7 @@ def test_the_model_is_the_simulated_step(schedule, bytes_per_s):
     model = build_model(step, modes, schedule)
     for number in range(len(modes[0])):
         chosen = (number, 0, number, 0)
-        moves = Moves(modes=model.chosen_modes(chosen), schedule=schedule)
+        moves = model.moves(chosen, "auto")
         real = simulated(step, moves, recompute)
         # The model lets a layer's copies begin when its forward ends and its recomputation wait
         # for all of them: never faster than the program; it never has fewer bytes.

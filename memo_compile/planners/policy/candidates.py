@@ -18,8 +18,7 @@ from memo_compile.planners.policy.cheapest_first import greedy_sequence
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
 from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel, build_model
 from memo_compile.planners.policy.modes import layer_modes
-from memo_compile.planners.policy.named import NAMED, named_moves, steady_moves
-from memo_compile.planners.policy.quanta import QUANTA
+from memo_compile.planners.policy.named import NAMED, QUANTA, named_moves, steady_moves
 from memo_compile.step.movable import MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.plans import Timeline
 from memo_compile.step.problem import CallKind, Problem
@@ -233,12 +232,9 @@ class CandidateSource:
         sequence = greedy_sequence(model, host_budget_bytes=self.host_budget_bytes)
         last = len(sequence) - 1
         count = min(MAX_GREEDY, len(sequence))
-        numbers = sorted({last * at // max(1, count - 1) for at in range(count)})
-        for number in numbers:
-            modes = model.chosen_modes(sequence[number])
-            yield Moves(modes=modes, schedule=model.schedule, policy="greedy")
-        modes = model.chosen_modes(sequence[last])
-        yield Moves(modes=modes, schedule=TIGHT, policy="greedy")
+        for number in sorted({last * at // max(1, count - 1) for at in range(count)}):
+            yield model.moves(sequence[number], "greedy")
+        yield replace(model.moves(sequence[last], "greedy"), schedule=TIGHT)
 
     def _milp_moves(self, models: dict[Schedule, StepModel]) -> Iterator[Moves]:
         """The program's answers from each schedule's floor up to save-all.
@@ -276,6 +272,5 @@ class CandidateSource:
                 time_limit_s=deadline - time.monotonic(),
             )
             chosen = solution.chosen if solution.status.has_solution else lowest.chosen
-            modes = model.chosen_modes(chosen)
-            found.append(Moves(modes=modes, schedule=model.schedule, policy="program"))
+            found.append(model.moves(chosen, "program"))
         return found

@@ -23,8 +23,7 @@ from memo_compile.planners.policy.candidates import (
     program_of,
 )
 from memo_compile.planners.policy.modes import with_launches
-from memo_compile.planners.policy.named import NAMED
-from memo_compile.planners.policy.quanta import QUANTA
+from memo_compile.planners.policy.named import NAMED, QUANTA
 from memo_compile.step.movable import MEASURED, Mode, MovableStep, Moves, Schedule
 from memo_compile.step.plans import FrontierPoint, Plan, Timeline
 from memo_compile.step.problem import Problem

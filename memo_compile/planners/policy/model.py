@@ -17,7 +17,7 @@ import numpy as np
 
 from memo_compile.planners.move_rules import StepFacts, facts_of
 from memo_compile.planners.policy.modes import ModeCost
-from memo_compile.step.movable import Action, Mode, MovableStep, Schedule, StepCosts
+from memo_compile.step.movable import Action, Mode, MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.problem import Problem, call_starts
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import memory_levels, most_per_call
@@ -103,9 +103,10 @@ class StepModel:
                     out_end[layer] = out_lane
         return now
 
-    def chosen_modes(self, chosen: Sequence[int]) -> tuple[Mode, ...]:
-        """The modes by their numbers."""
-        return tuple(some[mode].mode for some, mode in zip(self.modes, chosen, strict=True))
+    def moves(self, chosen: Sequence[int], policy: str) -> Moves:
+        """The modes by their numbers, as ``policy`` proposes them."""
+        modes = tuple(some[mode].mode for some, mode in zip(self.modes, chosen, strict=True))
+        return Moves(modes=modes, schedule=self.schedule, policy=policy)
 
 
 class _Stop(NamedTuple):

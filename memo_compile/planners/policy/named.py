@@ -25,12 +25,14 @@ from memo_compile.planners.policy.modes import (
     make_mode,
     splittable,
 )
-from memo_compile.planners.policy.quanta import QUANTA, quantise
 from memo_compile.step.movable import Action, LayerClass, Mode, MovableStep, Moves, Schedule
 from memo_compile.step.problem import align
 
 NAMED = ("save", "full-recompute", "full-offload", "memo")
 """Policies that are one plan (``memo``: one for each alpha)."""
+
+QUANTA = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
+"""Values that MEMO's alpha is rounded down to: row splits stay multiples of 128 tokens."""
 
 ROTATING = Schedule(offload_lag=1, reload_lead=1)
 """MEMO's two rotating buffers."""
@@ -224,3 +226,8 @@ def memo_alpha(step: MovableStep, *, host_budget_bytes: int | None) -> float:
     if host_budget_bytes is not None:
         bounds.append((host_budget_bytes / len(moved) - always_bytes) / others_bytes)
     return quantise(max(0.0, min(1.0, *bounds)))
+
+
+def quantise(alpha: float) -> float:
+    """``alpha`` rounded down to one of QUANTA."""
+    return max(quantum for quantum in QUANTA if quantum <= alpha + 1e-12)
