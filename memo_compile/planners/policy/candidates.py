@@ -152,7 +152,10 @@ class CandidateSource:
         found = dict.fromkeys(self._greedy())
         if self.solver and self.step.layers:
             found.update(dict.fromkeys(self._program()))
-        known = [*self.named_all(), *self.steady()]
+        known: list[Candidate] = []
+        for policy in NAMED:
+            known += self.named(policy, QUANTA if policy == "memo" else (None,))
+        known += self.steady()
         slow = (plan for plan in known if plan.moves.policy != "memo" and _stalls(plan))
         found.update(dict.fromkeys(map(_widened, slow)))
         return [*self._valid(found), *known]
@@ -195,14 +198,6 @@ class CandidateSource:
             )
             found.append(self._evaluated(plan.moves, plan.notes))
         return found
-
-    def named_all(self) -> list[Candidate]:
-        """Every named policy, ``memo`` with every alpha."""
-        return [
-            candidate
-            for policy in NAMED
-            for candidate in self.named(policy, QUANTA if policy == "memo" else (None,))
-        ]
 
     def _valid(self, found: Iterable[Moves]) -> list[Candidate]:
         """The candidates of ``found`` that make a program; any other is left out with a warning."""

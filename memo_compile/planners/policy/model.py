@@ -64,16 +64,18 @@ class StepModel:
         """The most of ``bytes_at``."""
         return int(self.bytes_at(chosen).max())
 
+    def _taken(self, chosen: Sequence[int]) -> list[ModeCost]:
+        """Per layer the mode that it takes."""
+        return [some[mode] for some, mode in zip(self.modes, chosen, strict=True)]
+
     def host_bytes(self, chosen: Sequence[int]) -> int:
         """What is copied to the host."""
-        return sum(modes[mode].host_bytes for modes, mode in zip(self.modes, chosen, strict=True))
+        return sum(mode.host_bytes for mode in self._taken(chosen))
 
     def cost_s(self, chosen: Sequence[int]) -> float:
         """Seconds of the step, and COPY_WEIGHT of the seconds of its copies."""
-        copy_s = sum(
-            modes[mode].d2h_s(self.costs) + modes[mode].h2d_s(self.costs)
-            for modes, mode in zip(self.modes, chosen, strict=True)
-        )
+        modes, costs = self._taken(chosen), self.costs
+        copy_s = sum(mode.d2h_s(costs) + mode.h2d_s(costs) for mode in modes)
         return self.step_s(chosen) + COPY_WEIGHT * copy_s
 
     def step_s(self, chosen: Sequence[int]) -> float:
@@ -83,7 +85,7 @@ class StepModel:
         forward has ended; its copies back follow those of later layers and begin when they are
         issued, before the call ``reload_at``.
         """
-        modes = [some[mode] for some, mode in zip(self.modes, chosen, strict=True)]
+        modes = self._taken(chosen)
         now = out_lane = back_lane = 0.0
         out_end, back_end = [0.0] * len(modes), [0.0] * len(modes)
         for stop in self.stops:
@@ -105,7 +107,7 @@ class StepModel:
 
     def moves(self, chosen: Sequence[int], policy: str) -> Moves:
         """The modes by their numbers, as ``policy`` proposes them."""
-        modes = tuple(some[mode].mode for some, mode in zip(self.modes, chosen, strict=True))
+        modes = tuple(cost.mode for cost in self._taken(chosen))
         return Moves(modes=modes, schedule=self.schedule, policy=policy)
 
 
