@@ -6,6 +6,7 @@ kept on the device and some price of a byte copied, as the program of the whole 
 and the token-wise mixes whose copy just hides behind one layer's forward.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -273,11 +274,10 @@ def make_mode(
 
 def can_split(cls: LayerClass, recomputed: Iterable[int]) -> bool:
     """True when these slots can be recomputed for a part of their rows."""
-    slots = tuple(sorted(recomputed))
+    slots = tuple(recomputed)
     rows = {cls.slots[slot].num_rows for slot in slots}
-    movable = all(cls.slots[slot].can_offload for slot in slots)
-    split = all(cls.slots[slot].row_bytes for slot in slots)
-    if not slots or len(rows) > 1 or rows == {1} or not movable or not split:
+    split = all(cls.slots[slot].can_offload and cls.slots[slot].row_bytes for slot in slots)
+    if len(rows) != 1 or rows == {1} or not split:
         return False
     return all(cls.ops[op].row_wise for op in closure_of(cls, slots))
 
@@ -332,15 +332,14 @@ def _supported(
         + max(0.0, mode.d2h_s(costs) - hidden_s[0], mode.h2d_s(costs) - hidden_s[1])
         for mode in modes
     ]
-    wins = dict.fromkeys(range(len(modes)), 0)
-    for kept in PRICES:
-        for copied in PRICES:
-            score = [
-                fixed + kept * keep_price * mode.kept_bytes + copied * copy_price * mode.host_bytes
-                for fixed, mode in zip(fixed_s, modes, strict=True)
-            ]
-            wins[min(range(len(modes)), key=lambda at: (score[at], at))] += 1
-    smallest = min(range(len(modes)), key=lambda at: (modes[at].kept_bytes, at))
-    ranked = sorted(wins, key=lambda at: (at != 0, at != smallest, -wins[at], at))
+    numbers, wins = range(len(modes)), [0] * len(modes)
+    for kept, copied in itertools.product(PRICES, PRICES):
+        score = [
+            fixed + kept * keep_price * mode.kept_bytes + copied * copy_price * mode.host_bytes
+            for fixed, mode in zip(fixed_s, modes, strict=True)
+        ]
+        wins[min(numbers, key=score.__getitem__)] += 1
+    smallest = min(numbers, key=lambda at: modes[at].kept_bytes)
+    ranked = sorted(numbers, key=lambda at: (at != 0, at != smallest, -wins[at]))
     picked = [at for at in ranked if at in (0, smallest) or wins[at]]
     return [modes[at] for at in sorted(picked[:limit])]
