@@ -201,14 +201,12 @@ def _require_operators(
     runs: dict[int, Any] = {}
     for at in reversed(range(len(cls.ops))):
         op = cls.ops[at]
-        wanted = x.get(op.slot) if op.slot is not None and makers[op.slot] == at else None
-        readers = [runs[user] for user in users.get(at, ()) if user in runs]
-        if not op.can_recompute or (wanted is None and (op.slot is not None or not readers)):
-            continue
-        runs[at] = model.add_var(ub=num_layers)
-        if wanted is not None:
-            model.add_constr(runs[at] >= wanted)
+        if op.slot is None:
+            needs = [runs[user] for user in users.get(at, ()) if user in runs]
         else:
-            for reader in readers:
-                model.add_constr(runs[at] >= reader)
+            needs = [x[op.slot]] if op.slot in x and makers[op.slot] == at else []
+        if op.can_recompute and needs:
+            runs[at] = model.add_var(ub=num_layers)
+            for need in needs:
+                model.add_constr(runs[at] >= need)
     return [(cls.ops[at].seconds, run) for at, run in runs.items()]
