@@ -1,15 +1,13 @@
 """Copies get all the time that memory allows: waits come later, reloads are issued earlier.
 
-A schedule counts in layers: before layer i + lag + 1 the copies of layer i have ended. That bounds
-the bytes in flight where the step is at its peak. Elsewhere memory is free, and to wait there is to
-lose time for nothing. Rewrite, with P the most bytes that the step has alive at any point, or a
-multiple of it:
+A schedule counts in layers, which bounds the bytes in flight where the step is at its peak. To wait
+elsewhere is to lose time for nothing. Rewrite, with P the most bytes alive, or a multiple of it:
 
     offload v; L1; wait v; L2      ->    offload v; L1; L2; wait v      v fits beside L2 within P
     L3b; reload w; L2b; wait w     ->    reload w; L3b; L2b; wait w     w fits beside L3b within P
 
-A wait is put off until its copy has ended, and a reload is issued as much earlier as it takes for
-its copy to end in time, but neither where more than P would be alive.
+A wait is put off until its copy has ended, a reload is issued early enough for its copy to end in
+time, and neither where more than P would be alive.
 """
 
 import itertools

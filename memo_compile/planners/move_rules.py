@@ -1,8 +1,4 @@
-"""What may be moved or recomputed in a step, and what recomputing takes.
-
-The facts of a step that do not depend on the decisions are collected once: hundreds of decisions
-are tried on one step.
-"""
+"""What may be moved or recomputed in a step, and what recomputing takes."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -50,7 +46,7 @@ class StepFacts:
 
 
 _FACTS: "weakref.WeakKeyDictionary[MovableStep, StepFacts]" = weakref.WeakKeyDictionary()
-"""Policies try many decisions on one step."""
+"""Policies try hundreds of decisions on one step."""
 
 
 def facts_of(step: MovableStep) -> StepFacts:

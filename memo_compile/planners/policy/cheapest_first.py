@@ -14,8 +14,7 @@ MAX_KEYS = 2
 """Different recompute regions of a class in one plan: each is compiled."""
 
 NUM_CHUNKS = 16
-"""A move takes this part of a class's layers (or one layer), so that deep models do not take
-longer in proportion."""
+"""A move takes this part of a class's layers, or one: deep models take no longer in proportion."""
 
 
 def greedy_sequence(
@@ -57,11 +56,7 @@ def _uniform_floor(model: StepModel) -> int:
 
 
 def _bytes_over(at: Any, floor: int) -> float:
-    """Bytes above ``floor`` on average over the points of the step, and the peak's weight.
-
-    The average alone would not tell a single high point from many low ones, so that the peak
-    counts once more.
-    """
+    """Bytes above ``floor``, on average over the points; the highest point counts once more."""
     return float((at - floor).clip(min=0).mean()) + float(max(int(at.max()) - floor, 0))
 
 

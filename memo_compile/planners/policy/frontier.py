@@ -36,6 +36,7 @@ MAX_FLOOR_PLACEMENTS = 6
 MAX_MORE = 6
 """Plans besides the named ones that are tried when none of the best fits: nearly never needed."""
 
+
 GOOD_ENOUGH = 0.005
 """Of the step that keeps everything, which no plan beats: where greedy comes this near, the program
 of the whole step is not solved. The proof above holds: at a smaller budget greedy's plan is the
@@ -230,8 +231,7 @@ def unbeaten(candidates: Iterable[Candidate], host_budget_bytes: int | None) -> 
 def in_order(candidates: Sequence[Candidate], host_budget_bytes: int | None) -> list[Candidate]:
     """The candidates to try: what no other beats, the named plans, those with fewest bytes alive.
 
-    The named plans are among them so that no choice needs more than full recomputation does, and
-    the steady ones so that a floor is kept.
+    With the named plans no choice needs more than full recomputation; steady ones keep a floor.
     """
     best = unbeaten(candidates, host_budget_bytes)
     known = {id(candidate) for candidate in best}

@@ -21,9 +21,8 @@ Named constraints:
     regions   a class uses few recompute regions: x[i,m] <= y[key(m)], sum y <= MAX_KEYS.
 
 Times are minimised, so they take the values that replaying the lanes would give them. Layers of one
-class in a row are bound into at most ``NUM_SEGMENTS`` segments that take one mode (the last two
-layers stay single: they are the first that one wants to keep); up to that many layers the program
-is that of single layers.
+class in a row are bound into at most ``NUM_SEGMENTS`` segments that take one mode; the last two
+layers stay single: they are the first that one wants to keep.
 """
 
 import itertools
@@ -62,7 +61,7 @@ TIE = 1e-6
 """Of the step's seconds: among equals, the first layers move."""
 
 FLOOR_GAP = 1e-4
-"""The same for the smallest peak; 1 MiB of 10 GiB."""
+"""``GAP`` for the smallest peak; 1 MiB of 10 GiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,8 @@
 """What one layer of a class can do with its slots: the modes worth considering, and their costs.
 
 A mode is (which slots are recomputed) x (which of the rest are offloaded), or a token-wise mix of
-the two. There are exponentially many; kept are those that are cheapest for some price of a byte
-kept on the device and some price of a byte copied, as the program of the whole step sees them,
-and the token-wise mixes whose copy just hides behind one layer's forward.
+the two. Kept are those that are cheapest for some price of a byte kept on the device and some
+price of a byte copied, and the token-wise mixes whose copy just hides behind one layer's forward.
 """
 
 import itertools

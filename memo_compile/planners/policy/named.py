@@ -203,7 +203,7 @@ def memo_alpha(step: MovableStep, *, host_budget_bytes: int | None) -> float:
         alpha_host = (M / (n - 2) - S_always) / S_others    all copies fit the host
 
     T, S: of the class with the most bytes; B: device-to-host bytes/s; M: the host budget; n: its
-    layers. The formulas of MEMO's alpha with this step's own sizes and seconds.
+    layers.
     """
     moved = repeating_layers(step)[:-KEPT_LAYERS]
     if not moved:
