@@ -211,18 +211,12 @@ class _Builder:
             CopyOut(move.issued_call, self._deadline(move), d2h_s(move.copy.num_bytes))
             for move in moved
         ]
-        issued: dict[int, list[_Moved]] = {}
-        waited: dict[int, list[_Moved]] = {}
-        for move, place in zip(moved, waits_of(seconds, copies), strict=True):
-            issued.setdefault(move.issued_call, []).append(move)
-            waited.setdefault(place, []).append(move)
-        for place in range(facts.first_backward + 1):
-            for move in issued.get(place, ()):
-                yield self._copy_call(move, CallKind.OFFLOAD)
-            for move in waited.get(place, ()):
-                yield self._wait_call(move, CallKind.OFFLOAD)
-            if place < facts.first_backward:
-                yield self.problem.calls[place]
+        issues = [move.issued_call for move in moved]
+        added = self._copies_at(moved, issues, waits_of(seconds, copies), CallKind.OFFLOAD)
+        for place, call in enumerate(self.problem.calls[: facts.first_backward]):
+            yield from added.get(place, ())
+            yield call
+        yield from added.get(facts.first_backward, ())
 
     def _deadline(self, move: _Moved) -> int:
         """The latest place at which the step may wait for the copy to the host."""
@@ -248,18 +242,12 @@ class _Builder:
             )
             for move in order
         ]
-        issued: dict[int, list[_Moved]] = {}
-        waited: dict[int, list[_Moved]] = {}
-        for move, place in zip(order, issues_of(item_s, copies), strict=True):
-            issued.setdefault(place, []).append(move)
-            waited.setdefault(move.needed_item, []).append(move)
+        waits = [move.needed_item for move in order]
+        added = self._copies_at(order, issues_of(item_s, copies), waits, CallKind.RELOAD)
         renamed = {value: _AGAIN + value for value in self.recomputation_of}
         renamed |= {value: _RELOADED + value for value in self.reloaded}
         for place, item in enumerate(self.items):
-            for move in issued.get(place, ()):
-                yield self._copy_call(move, CallKind.RELOAD)
-            for move in waited.get(place, ()):
-                yield self._wait_call(move, CallKind.RELOAD)
+            yield from added.get(place, ())
             if isinstance(item, int):
                 yield _reading(self.problem.calls[item], renamed)
             else:
@@ -273,6 +261,17 @@ class _Builder:
         if lead is None or move.layer + lead + 1 >= len(self.backward_at):
             return 0
         return min(move.latest_item, self.place_of[self.backward_at[move.layer + lead + 1]] + 1)
+
+    def _copies_at(
+        self, moved: list[_Moved], issues: list[int], waits: list[int], kind: CallKind
+    ) -> dict[int, list[StepCall]]:
+        """Place -> the copies that are issued there, then the waits; ``moved`` is their order."""
+        found: dict[int, list[StepCall]] = {}
+        for move, place in zip(moved, issues, strict=True):
+            found.setdefault(place, []).append(self._copy_call(move, kind))
+        for move, place in zip(moved, waits, strict=True):
+            found.setdefault(place, []).append(self._wait_call(move, kind))
+        return found
 
     def _added(self, layer: int, **fields: Any) -> StepCall:
         """A call of the layer that the step without moves has not."""

@@ -31,8 +31,7 @@ def greedy_sequence(
     while True:
         best: tuple[float, float, tuple[int, ...]] | None = None
         now = model.bytes_at(chosen)
-        for layers, mode in _moves(model, chosen):
-            candidate = _moved(chosen, layers, mode)
+        for layers, mode, candidate in _moves(model, chosen):
             if host_budget_bytes is not None and model.host_bytes(candidate) > host_budget_bytes:
                 continue
             changes = (model.deltas[at][mode] - model.deltas[at][chosen[at]] for at in layers)
@@ -68,8 +67,10 @@ def _moved(chosen: Sequence[int], layers: Sequence[int], mode: int) -> tuple[int
     return tuple(changed)
 
 
-def _moves(model: StepModel, chosen: tuple[int, ...]) -> Iterator[tuple[list[int], int]]:
-    """Every move from ``chosen``: some layers of a class, and another mode for them."""
+def _moves(
+    model: StepModel, chosen: tuple[int, ...]
+) -> Iterator[tuple[list[int], int, tuple[int, ...]]]:
+    """Every move: some layers of a class, another mode for them, and what ``chosen`` becomes."""
     groups: dict[tuple[str, int], list[int]] = {}
     for layer, (key, mode) in enumerate(zip(model.class_keys, chosen, strict=True)):
         groups.setdefault((key, mode), []).append(layer)
@@ -77,13 +78,12 @@ def _moves(model: StepModel, chosen: tuple[int, ...]) -> Iterator[tuple[list[int
         size = max(1, model.class_keys.count(class_key) // NUM_CHUNKS)
         movable = layers[:size]
         for other in range(1, len(model.modes[movable[0]])):
-            if other == mode:
-                continue
-            if few_keys(model, _moved(chosen, movable, other), class_key):
-                yield movable, other
+            candidate = _moved(chosen, movable, other)
+            if other != mode and _few_keys(model, candidate, class_key):
+                yield movable, other, candidate
 
 
-def few_keys(model: StepModel, chosen: Sequence[int], class_key: str) -> bool:
+def _few_keys(model: StepModel, chosen: Sequence[int], class_key: str) -> bool:
     """True when the layers of the class use at most MAX_KEYS recompute regions."""
     keys = {
         model.modes[layer][mode].key
