@@ -120,7 +120,7 @@ class _Builder:
         regions.update(copy_regions(dict.fromkeys(move.size_bytes for move in self.moved)))
         for recomputation in self.recomputations:
             regions[recomputation.region.key.region] = recomputation.region.profile
-        host_bytes = max((_host_end(move.copy) for move in self.moved), default=0)
+        host_bytes = sum(align(move.copy.num_bytes) for move in self.moved)
         calls = (*self._forward(), *self._backward())
         return replace(self.problem, regions=regions, calls=calls, host_bytes=host_bytes)
 
@@ -200,7 +200,7 @@ class _Builder:
         end = 0
         for move in found:  # when the backward begins, all are on the host: each has its own bytes
             move.copy = replace(move.copy, host_offset=end)
-            end = _host_end(move.copy)
+            end += align(move.copy.num_bytes)
         return found
 
     def _forward(self) -> Iterator[StepCall]:
@@ -349,10 +349,6 @@ class _Builder:
             if value in self.reloaded:
                 found[index] = Into(buffer=index, value=_RELOADED + value, offset_bytes=0)
         return tuple(found.values())
-
-
-def _host_end(copy: Copy) -> int:
-    return copy.host_offset + align(copy.num_bytes)
 
 
 def _reading(call: StepCall, renamed: Mapping[str, str]) -> StepCall:

@@ -236,9 +236,6 @@ class _Program:
         scaled = [seconds_of(mode) / self.unit_s for mode in self.step.modes[layer]]
         return weighted(scaled, self.x[self.segment_of[layer]])
 
-    def _back_s(self, layer: int) -> Any:
-        return self._seconds(layer, lambda mode: mode.h2d_s(self.step.costs))
-
     def require_times(self) -> None:
         """Adds the times and the objective."""
         step, model = self.step, self.model
@@ -247,28 +244,28 @@ class _Program:
         out = [model.add_var(f"out_{i}") for i in layers]
         back = [model.add_var(f"back_{i}") for i in layers]
         seconds = [call_s / self.unit_s for call_s in step.facts.call_s]
-        copies = []
+        outs = [self._seconds(i, lambda mode: mode.d2h_s(step.costs)) for i in layers]
+        backs = [self._seconds(i, lambda mode: mode.h2d_s(step.costs)) for i in layers]
         for call, own_s in enumerate(seconds):
             # With a recomputation, t[c] is when it begins: `ready` then also waits before it.
             recomputing = [i for i in layers if step.facts.backward_at[i] == call]
             more = sum(self._seconds(i, lambda mode: mode.recompute_s) for i in recomputing)
             model.add_constr(start[call + 1] >= start[call] + more + own_s, f"order_{call}")
         for i in layers:
-            d, h = self._seconds(i, lambda mode: mode.d2h_s(step.costs)), self._back_s(i)
             made = step.facts.forward_at[i]
-            model.add_constr(out[i] >= start[made] + seconds[made] + d, f"out_{i}")
+            model.add_constr(out[i] >= start[made] + seconds[made] + outs[i], f"out_{i}")
             model.add_constr(start[step.freed_at[i]] >= out[i], f"freed_{i}")
-            model.add_constr(back[i] >= start[step.reload_at[i]] + h, f"back_{i}")
+            model.add_constr(back[i] >= start[step.reload_at[i]] + backs[i], f"back_{i}")
             model.add_constr(start[step.facts.backward_at[i]] >= back[i], f"ready_{i}")
             if i:
-                model.add_constr(out[i] >= out[i - 1] + d, f"out_lane_{i}")
-                model.add_constr(back[i - 1] >= back[i] + self._back_s(i - 1), f"lane_{i}")
-            copies += [d, h]
+                model.add_constr(out[i] >= out[i - 1] + outs[i], f"out_lane_{i}")
+                model.add_constr(back[i - 1] >= back[i] + backs[i - 1], f"lane_{i}")
         ties = [
             TIE * max(some) / step.num_layers * variable
             for at, some in enumerate(self.segments)
             for variable in self.x[at][1:]
         ]
+        copies = itertools.chain.from_iterable(zip(outs, backs, strict=True))
         added = start[-1] - sum(seconds)
         model.objective = added + sum(COPY_WEIGHT * copy for copy in copies) + sum(ties)
 
