@@ -144,6 +144,7 @@ class CandidateSource:
     exact: bool = False
     solver: bool = True
     time_limit_s: float = 20.0
+    """For all programs together."""
     searched: SearchedMoves = field(default_factory=SearchedMoves)
     _evaluations: dict[tuple[Moves, tuple[str, ...]], Candidate] = field(default_factory=dict)
 

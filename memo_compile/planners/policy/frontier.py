@@ -104,7 +104,6 @@ def choose(
     alpha: float | None = None,
     exact: bool = False,
     solver: bool = True,
-    time_limit_s: float = 20.0,
     searched: SearchedMoves | None = None,
     max_step_s: float = math.inf,
     wanted_s: float = math.inf,
@@ -115,10 +114,10 @@ def choose(
     when that fits. A named policy is one plan; ``memo`` without ``alpha`` and with a budget may
     take a smaller alpha than its own program's. ``recompute`` raises UnsupportedGraph for a region
     that cannot be; ``exact`` forbids recomputing a slice of rows. The same inputs give the same
-    choice as long as the solver's ``time_limit_s`` (for all solves together) does not bind. What
-    ``searched`` holds already is not searched a second time, and what is found is left there.
-    Plans of ``max_step_s`` or more are not placed. Where greedy has no plan that takes ``wanted_s``
-    and may fit, none is placed: the choice can wait until it is known what other tiles reach.
+    choice as long as the time limit of ``CandidateSource`` does not bind. What ``searched`` holds
+    is not searched a second time, and what is found is left there. Plans of ``max_step_s`` or more
+    are not placed. Where greedy has no plan that takes ``wanted_s`` and may fit, none is placed:
+    the choice can wait until it is known what other tiles reach.
 
     Raises:
         TooSlow: all plans are slower.
@@ -132,7 +131,6 @@ def choose(
         host_budget_bytes=host_budget_bytes,
         exact=exact,
         solver=solver,
-        time_limit_s=time_limit_s,
         searched=searched or SearchedMoves(),
     )
     chooser = _Chooser(budget_bytes, host_budget_bytes, place, max_step_s)
