@@ -1,7 +1,7 @@
 """What may be moved or recomputed in a step, and what recomputing takes."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from memo_compile.errors import InvalidPlan
@@ -174,7 +174,9 @@ def require_valid_modes(step: MovableStep, moves: Moves) -> None:
     for layer, mode in zip(step.layers, moves.modes, strict=True):
         cls = step.class_of(layer)
         if (cls.key, mode) not in valid:
-            _check_mode(cls, mode, step.token_granule)
+            fault = next(_faults(cls, mode, step.token_granule), None)
+            if fault is not None:
+                raise InvalidPlan(f"{cls.key}: {fault}")
             valid.add((cls.key, mode))
         for slot, action in enumerate(mode.actions):
             if action is Action.SAVE:
@@ -187,63 +189,54 @@ def require_valid_modes(step: MovableStep, moves: Moves) -> None:
             _check_value(step, facts, layer, slot, mode)
 
 
-def _check_mode(cls: LayerClass, mode: Mode, granule: int) -> None:
-    """Raise when no layer of ``cls`` can do what ``mode`` says."""
+def _faults(cls: LayerClass, mode: Mode, granule: int) -> Iterator[str]:
+    """Why no layer of ``cls`` can do what ``mode`` says; each supposes that none is before it."""
     if len(mode.actions) != len(cls.slots):
-        raise InvalidPlan(
-            f"{cls.key}: expected an action for each of {len(cls.slots)} slots, "
-            f"got {len(mode.actions)}"
-        )
+        yield f"expected an action for each of {len(cls.slots)} slots, got {len(mode.actions)}"
     for slot in mode.slots(Action.OFFLOAD):
         if not cls.slots[slot].can_offload:
-            raise InvalidPlan(f"{cls.key}: slot {_name(cls, slot)} cannot be offloaded; SAVE it")
+            yield f"slot {_name(cls, slot)} cannot be offloaded; SAVE it"
     recomputed = mode.slots(Action.RECOMPUTE)
     for slot in recomputed:
         if not cls.slots[slot].can_recompute:
-            raise InvalidPlan(f"{cls.key}: slot {_name(cls, slot)} cannot be recomputed; SAVE it")
+            yield f"slot {_name(cls, slot)} cannot be recomputed; SAVE it"
         if all(op.slot != slot for op in cls.ops):
-            raise InvalidPlan(f"{cls.key}: no operator recomputes slot {_name(cls, slot)}; SAVE it")
+            yield f"no operator recomputes slot {_name(cls, slot)}; SAVE it"
     closure = closure_of(cls, recomputed)
     for op in (cls.ops[at] for at in closure):
         if not op.can_recompute:
-            raise InvalidPlan(
-                f"{cls.key}: recomputing {_names(cls, recomputed)} runs {op.name}, which cannot be "
+            yield (
+                f"recomputing {_names(cls, recomputed)} runs {op.name}, which cannot be "
                 "recomputed; SAVE or OFFLOAD what it makes"
             )
     if mode.recompute_rows is not None:
-        _check_rows(cls, mode.recompute_rows, recomputed, closure, granule)
+        yield from _row_faults(cls, mode.recompute_rows, recomputed, closure, granule)
 
 
-def _check_rows(
+def _row_faults(
     cls: LayerClass, rows: int, recomputed: tuple[int, ...], closure: tuple[int, ...], granule: int
-) -> None:
-    """Raise when these slots cannot be recomputed for the first ``rows`` rows and copied beyond."""
+) -> Iterator[str]:
+    """Why these slots cannot be recomputed for the first ``rows`` rows and copied beyond."""
     if not recomputed:
-        raise InvalidPlan(f"{cls.key}: recompute_rows {rows} but no slot is to RECOMPUTE")
+        yield f"recompute_rows {rows} but no slot is to RECOMPUTE"
     counts = {cls.slots[slot].num_rows for slot in recomputed}
     if len(counts) > 1 or 1 in counts:
-        raise InvalidPlan(
-            f"{cls.key}: recompute_rows {rows} needs slots of one number of rows above 1, got "
+        yield (
+            f"recompute_rows {rows} needs slots of one number of rows above 1, got "
             f"{sorted(counts)} of {_names(cls, recomputed)}"
         )
     num_rows = counts.pop()
     if not 0 < rows <= num_rows or (rows % granule and rows != num_rows):
-        raise InvalidPlan(
-            f"{cls.key}: expected recompute_rows in multiples of {granule} up to {num_rows}, "
-            f"got {rows}"
-        )
+        yield f"expected recompute_rows in multiples of {granule} up to {num_rows}, got {rows}"
     if rows == num_rows:
         return
     for slot in recomputed:
         if not cls.slots[slot].can_offload or not cls.slots[slot].row_bytes:
-            raise InvalidPlan(
-                f"{cls.key}: slot {_name(cls, slot)} cannot be offloaded in part; "
-                "recompute all of its rows"
-            )
+            yield f"slot {_name(cls, slot)} cannot be offloaded in part; recompute all of its rows"
     for op in (cls.ops[at] for at in closure):
         if not op.row_wise:
-            raise InvalidPlan(
-                f"{cls.key}: recomputing {_names(cls, recomputed)} for {rows} rows runs {op.name}, "
+            yield (
+                f"recomputing {_names(cls, recomputed)} for {rows} rows runs {op.name}, "
                 "which mixes rows; recompute all rows"
             )
 
