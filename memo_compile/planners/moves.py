@@ -167,7 +167,9 @@ class _Builder:
             if source.slot is not None:
                 yield layer.values[source.slot]
             else:
-                assert source.forward_input is not None, f"{call.name}: an input without a source"
+                assert source.forward_input is not None, (
+                    f"{call.name}: a region input without a source"
+                )
                 yield call.inputs[source.forward_input]
 
     def _moved(self, moves: Moves) -> list[_Moved]:
