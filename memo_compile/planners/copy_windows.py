@@ -1,17 +1,16 @@
 """Copies get all the time that memory allows: waits come later, reloads are issued earlier.
 
-A schedule counts in layers: before layer i + lag + 1 the copies of layer i have ended. That bounds
-the bytes in flight where the step is at its peak. Elsewhere memory is free, and to wait there is to
-lose time for nothing. Rewrite, with P the most bytes that the step has alive at any point, or a
-multiple of it:
+A schedule counts in layers, which bounds the bytes in flight where the step is at its peak. To wait
+elsewhere is to lose time for nothing. Rewrite, with P the most bytes alive, or a multiple of it:
 
     offload v; L1; wait v; L2      ->    offload v; L1; L2; wait v      v fits beside L2 within P
     L3b; reload w; L2b; wait w     ->    reload w; L3b; L2b; wait w     w fits beside L3b within P
 
-A wait is put off until its copy has ended, and a reload is issued as much earlier as it takes for
-its copy to end in time, but neither where more than P would be alive.
+A wait is put off until its copy has ended, a reload is issued early enough for its copy to end in
+time, and neither where more than P would be alive.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,9 +68,13 @@ def _later_waits(problem: Problem, costs: StepCosts, room: Sequence[int]) -> Ite
 
 
 def _earlier_reloads(problem: Problem, costs: StepCosts, room: Any) -> Iterator[StepCall]:
-    """The backward; ``room`` (int64, one for each of its calls) are the bytes that are free."""
+    """The backward; ``room`` (int64, one for each of its calls) are the bytes that are free.
+
+    The place of a call is the number of calls before it that compute.
+    """
     calls = problem.calls[problem.first_backward :]
-    places = _places(calls)
+    computes = [call.copy is None and not call.waits_for for call in calls]
+    places = list(itertools.accumulate(computes, initial=0))[:-1]
     free = np.full(places[-1] + 1 if calls else 0, np.iinfo(np.int64).max)
     np.minimum.at(free, places, room)
     needed = {call.waits_for: at for call, at in zip(calls, places, strict=True) if call.waits_for}
@@ -83,7 +86,7 @@ def _earlier_reloads(problem: Problem, costs: StepCosts, room: Any) -> Iterator[
         for call, at in reloads
         if call.copy is not None
     ]
-    seconds = [costs.call_s(call) for call in calls if call.copy is None and not call.waits_for]
+    seconds = [costs.call_s(call) for call in itertools.compress(calls, computes)]
     issued: dict[int, list[StepCall]] = {}
     last = 0
     for (call, at), wanted in zip(reloads, issues_of(seconds, copies), strict=True):
@@ -93,19 +96,7 @@ def _earlier_reloads(problem: Problem, costs: StepCosts, room: Any) -> Iterator[
         last = first + int(full[-1]) + 1 if len(full) else min(first, at)
         free[last:at] -= size_bytes
         issued.setdefault(last, []).append(call)
-    before = -1
     for call, at in zip(calls, places, strict=True):
-        if at != before:
-            yield from issued.get(at, ())
-            before = at
+        yield from issued.pop(at, ())
         if call.kind is not CallKind.RELOAD:
             yield call
-
-
-def _places(calls: Sequence[StepCall]) -> list[int]:
-    """Per call of the backward the number of calls before it that compute."""
-    found, place = [], 0
-    for call in calls:
-        found.append(place)
-        place += call.copy is None and not call.waits_for
-    return found

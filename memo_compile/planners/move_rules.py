@@ -1,12 +1,8 @@
-"""What may be moved or recomputed in a step, and what recomputing takes.
-
-The facts of a step that do not depend on the decisions are collected once: hundreds of decisions
-are tried on one step.
-"""
+"""What may be moved or recomputed in a step, and what recomputing takes."""
 
 import weakref
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 from memo_compile.errors import InvalidPlan
 from memo_compile.step.movable import (
@@ -17,21 +13,26 @@ from memo_compile.step.movable import (
     MovableStep,
     Moves,
     RecomputeKey,
+    RecomputeRegion,
 )
-from memo_compile.step.problem import Problem, arena_values
+from memo_compile.step.problem import arena_values
+
+RecomputeOf = Callable[[RecomputeKey], RecomputeRegion]
+"""Gives the region of a key; UnsupportedGraph: there is none, so that the mode is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
     """Where the values of a step are made and read, by index of the call."""
 
-    problem: Problem
     first_backward: int
     """The first call of the backward; the number of calls where there is none."""
     index_of: dict[str, int]
     """Call name -> its index."""
     written_at: dict[str, int]
     """Value -> the last call of the forward that makes it or writes into it."""
+    last_use: dict[str, int]
+    """Value -> the last call of the forward that makes or reads it."""
     size_of: dict[str, int]
     """Value -> bytes of its arena buffer, for values that the forward makes there."""
     backward_readers: dict[str, tuple[int, ...]]
@@ -42,12 +43,10 @@ class StepFacts:
     """Per layer, the index of its forward call; ascending."""
     backward_at: tuple[int, ...]
     """Per layer, the index of its backward call."""
-    valid_modes: set[tuple[str, Mode]] = field(default_factory=set)
-    """(class, mode) that were looked at and found possible."""
 
 
 _FACTS: "weakref.WeakKeyDictionary[MovableStep, StepFacts]" = weakref.WeakKeyDictionary()
-"""Policies try many decisions on one step."""
+"""Policies try hundreds of decisions on one step."""
 
 
 def facts_of(step: MovableStep) -> StepFacts:
@@ -62,6 +61,7 @@ def _collect(step: MovableStep) -> StepFacts:
     calls = problem.calls
     first_backward = problem.first_backward
     written_at: dict[str, int] = {}
+    last_use: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
     for at, call in enumerate(calls):
         if at >= first_backward:
@@ -71,14 +71,15 @@ def _collect(step: MovableStep) -> StepFacts:
             continue
         written_at.update((into.value, at) for into in call.into)
         written_at.update(dict.fromkeys(call.outputs, at))
+        last_use.update(dict.fromkeys((*call.inputs, *call.outputs), at))
     index_of = {call.name: at for at, call in enumerate(calls)}
     return StepFacts(
-        problem=problem,
         first_backward=first_backward,
         index_of=index_of,
         forward_at=tuple(index_of[layer.forward] for layer in step.layers),
         backward_at=tuple(index_of[layer.backward] for layer in step.layers),
         written_at=written_at,
+        last_use=last_use,
         size_of={
             made.value: made.size_bytes
             for made in arena_values(problem)
@@ -151,6 +152,12 @@ def recompute_rows(cls: LayerClass, mode: Mode) -> int | None:
     return None if mode.recompute_rows == cls.slots[recomputed[0]].num_rows else mode.recompute_rows
 
 
+def recompute_key(cls: LayerClass, mode: Mode) -> RecomputeKey | None:
+    """Which region ``mode`` recomputes with; None when it recomputes nothing."""
+    slots, rows = mode.slots(Action.RECOMPUTE), recompute_rows(cls, mode)
+    return RecomputeKey(class_key=cls.key, slots=slots, rows=rows) if slots else None
+
+
 def require_valid_modes(step: MovableStep, moves: Moves) -> None:
     """Nothing, when every layer can do what its mode says.
 
@@ -163,11 +170,14 @@ def require_valid_modes(step: MovableStep, moves: Moves) -> None:
         )
     facts = facts_of(step)
     owner: dict[str, str] = {}
+    valid: set[tuple[str, Mode]] = set()
     for layer, mode in zip(step.layers, moves.modes, strict=True):
         cls = step.class_of(layer)
-        if (cls.key, mode) not in facts.valid_modes:
-            _check_mode(cls, mode, step.token_granule)
-            facts.valid_modes.add((cls.key, mode))
+        if (cls.key, mode) not in valid:
+            fault = next(_faults(cls, mode, step.token_granule), None)
+            if fault is not None:
+                raise InvalidPlan(f"{cls.key}: {fault}")
+            valid.add((cls.key, mode))
         for slot, action in enumerate(mode.actions):
             if action is Action.SAVE:
                 continue
@@ -179,63 +189,54 @@ def require_valid_modes(step: MovableStep, moves: Moves) -> None:
             _check_value(step, facts, layer, slot, mode)
 
 
-def _check_mode(cls: LayerClass, mode: Mode, granule: int) -> None:
-    """Raise when no layer of ``cls`` can do what ``mode`` says."""
+def _faults(cls: LayerClass, mode: Mode, granule: int) -> Iterator[str]:
+    """Why no layer of ``cls`` can do what ``mode`` says; each supposes that none is before it."""
     if len(mode.actions) != len(cls.slots):
-        raise InvalidPlan(
-            f"{cls.key}: expected an action for each of {len(cls.slots)} slots, "
-            f"got {len(mode.actions)}"
-        )
+        yield f"expected an action for each of {len(cls.slots)} slots, got {len(mode.actions)}"
     for slot in mode.slots(Action.OFFLOAD):
         if not cls.slots[slot].can_offload:
-            raise InvalidPlan(f"{cls.key}: slot {_name(cls, slot)} cannot be offloaded; SAVE it")
+            yield f"slot {_name(cls, slot)} cannot be offloaded; SAVE it"
     recomputed = mode.slots(Action.RECOMPUTE)
     for slot in recomputed:
         if not cls.slots[slot].can_recompute:
-            raise InvalidPlan(f"{cls.key}: slot {_name(cls, slot)} cannot be recomputed; SAVE it")
+            yield f"slot {_name(cls, slot)} cannot be recomputed; SAVE it"
         if all(op.slot != slot for op in cls.ops):
-            raise InvalidPlan(f"{cls.key}: no operator recomputes slot {_name(cls, slot)}; SAVE it")
+            yield f"no operator recomputes slot {_name(cls, slot)}; SAVE it"
     closure = closure_of(cls, recomputed)
     for op in (cls.ops[at] for at in closure):
         if not op.can_recompute:
-            raise InvalidPlan(
-                f"{cls.key}: recomputing {_names(cls, recomputed)} runs {op.name}, which cannot be "
+            yield (
+                f"recomputing {_names(cls, recomputed)} runs {op.name}, which cannot be "
                 "recomputed; SAVE or OFFLOAD what it makes"
             )
     if mode.recompute_rows is not None:
-        _check_rows(cls, mode.recompute_rows, recomputed, closure, granule)
+        yield from _row_faults(cls, mode.recompute_rows, recomputed, closure, granule)
 
 
-def _check_rows(
+def _row_faults(
     cls: LayerClass, rows: int, recomputed: tuple[int, ...], closure: tuple[int, ...], granule: int
-) -> None:
-    """Raise when these slots cannot be recomputed for the first ``rows`` rows and copied beyond."""
+) -> Iterator[str]:
+    """Why these slots cannot be recomputed for the first ``rows`` rows and copied beyond."""
     if not recomputed:
-        raise InvalidPlan(f"{cls.key}: recompute_rows {rows} but no slot is to RECOMPUTE")
+        yield f"recompute_rows {rows} but no slot is to RECOMPUTE"
     counts = {cls.slots[slot].num_rows for slot in recomputed}
     if len(counts) > 1 or 1 in counts:
-        raise InvalidPlan(
-            f"{cls.key}: recompute_rows {rows} needs slots of one number of rows above 1, got "
+        yield (
+            f"recompute_rows {rows} needs slots of one number of rows above 1, got "
             f"{sorted(counts)} of {_names(cls, recomputed)}"
         )
     num_rows = counts.pop()
     if not 0 < rows <= num_rows or (rows % granule and rows != num_rows):
-        raise InvalidPlan(
-            f"{cls.key}: expected recompute_rows in multiples of {granule} up to {num_rows}, "
-            f"got {rows}"
-        )
+        yield f"expected recompute_rows in multiples of {granule} up to {num_rows}, got {rows}"
     if rows == num_rows:
         return
     for slot in recomputed:
         if not cls.slots[slot].can_offload or not cls.slots[slot].row_bytes:
-            raise InvalidPlan(
-                f"{cls.key}: slot {_name(cls, slot)} cannot be offloaded in part; "
-                "recompute all of its rows"
-            )
+            yield f"slot {_name(cls, slot)} cannot be offloaded in part; recompute all of its rows"
     for op in (cls.ops[at] for at in closure):
         if not op.row_wise:
-            raise InvalidPlan(
-                f"{cls.key}: recomputing {_names(cls, recomputed)} for {rows} rows runs {op.name}, "
+            yield (
+                f"recomputing {_names(cls, recomputed)} for {rows} rows runs {op.name}, "
                 "which mixes rows; recompute all rows"
             )
 
@@ -245,7 +246,7 @@ def _check_value(step: MovableStep, facts: StepFacts, layer: Layer, slot: int, m
     value = layer.values[slot]
     recomputed = mode.actions[slot] is Action.RECOMPUTE
     if recomputed and not recomputable(step, layer, slot):
-        reader = facts.problem.calls[facts.backward_readers[value][0]].name
+        reader = step.problem.calls[facts.backward_readers[value][0]].name
         raise InvalidPlan(
             f"{layer.forward}: {value} cannot be recomputed before {layer.backward}, since "
             f"{reader} reads it earlier; SAVE or OFFLOAD it"

@@ -11,27 +11,24 @@ first call that reads it. ``Schedule`` bounds both. In a token-wise mix the firs
 are recomputed into the buffer that its other rows are reloaded to.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from memo_compile.errors import InvalidPlan
 from memo_compile.planners.move_rules import (
-    StepFacts,
+    RecomputeOf,
     facts_of,
+    recompute_key,
     recompute_rows,
     require_valid_modes,
 )
 from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
 from memo_compile.step.movable import (
     Action,
-    Layer,
-    Mode,
     MovableStep,
     Moves,
-    RecomputeKey,
     RecomputeRegion,
-    RegionInput,
 )
 from memo_compile.step.problem import (
     COPY_REGION,
@@ -47,6 +44,9 @@ from memo_compile.step.problem import (
     reload_region,
 )
 
+_AGAIN, _RELOADED = "again.", "reloaded."
+"""Before the name of a value: its recomputation, its reload."""
+
 
 @dataclass(slots=True, kw_only=True)
 class _Moved:
@@ -59,9 +59,9 @@ class _Moved:
     copy: Copy
     issued_call: int
     """Index of the call before which the copy to the host is issued."""
-    needed_item: int = -1
+    needed_item: int
     """Index among the backward's items of the first that reads it."""
-    latest_item: int = -1
+    latest_item: int
     """Index of the item before which its buffer must exist."""
 
 
@@ -81,9 +81,7 @@ _Item = int | _Recomputation
 """What the compute lane does in the backward: a call of the step, by index, or a recomputation."""
 
 
-def apply_moves(
-    step: MovableStep, moves: Moves, recompute: Callable[[RecomputeKey], RecomputeRegion]
-) -> Problem:
+def apply_moves(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> Problem:
     """The step program that does what ``moves`` says.
 
     A value that nothing in the backward reads is not moved. Cost: linear in the number of calls,
@@ -99,15 +97,10 @@ def apply_moves(
 
 
 class _Builder:
-    def __init__(
-        self,
-        step: MovableStep,
-        moves: Moves,
-        recompute: Callable[[RecomputeKey], RecomputeRegion],
-    ) -> None:
+    def __init__(self, step: MovableStep, moves: Moves, recompute: RecomputeOf) -> None:
         self.step = step
         self.problem = step.problem
-        self.facts: StepFacts = facts_of(step)
+        self.facts = facts_of(step)
         self.schedule = moves.schedule
         self.forward_at, self.backward_at = self.facts.forward_at, self.facts.backward_at
         self.recomputations = self._recomputed(moves, recompute)
@@ -127,27 +120,20 @@ class _Builder:
         regions.update(copy_regions(dict.fromkeys(move.size_bytes for move in self.moved)))
         for recomputation in self.recomputations:
             regions[recomputation.region.key.region] = recomputation.region.profile
-        host_bytes = max((_host_end(move.copy) for move in self.moved), default=0)
+        host_bytes = sum(align(move.copy.num_bytes) for move in self.moved)
         calls = (*self._forward(), *self._backward())
         return replace(self.problem, regions=regions, calls=calls, host_bytes=host_bytes)
 
-    def _recomputed(
-        self, moves: Moves, recompute: Callable[[RecomputeKey], RecomputeRegion]
-    ) -> list[_Recomputation]:
+    def _recomputed(self, moves: Moves, recompute: RecomputeOf) -> list[_Recomputation]:
         """The layers that recompute something which the backward reads."""
         found = []
-        known: dict[tuple[str, Mode], RecomputeRegion] = {}
         for index, (layer, mode) in enumerate(zip(self.step.layers, moves.modes, strict=True)):
-            slots = mode.slots(Action.RECOMPUTE)
-            values = tuple(layer.values[slot] for slot in slots)
-            if not any(value in self.facts.backward_readers for value in values):
+            key = recompute_key(self.step.class_of(layer), mode)
+            if key is None:
                 continue
-            region = known.get((layer.class_key, mode))
-            if region is None:
-                rows = recompute_rows(self.step.class_of(layer), mode)
-                key = RecomputeKey(class_key=layer.class_key, slots=slots, rows=rows)
-                region = known[layer.class_key, mode] = recompute(key)
-            found.append(_Recomputation(layer=index, region=region, values=values))
+            values = tuple(layer.values[slot] for slot in key.slots)
+            if any(value in self.facts.backward_readers for value in values):
+                found.append(_Recomputation(layer=index, region=recompute(key), values=values))
         return found
 
     def _items(self) -> list[_Item]:
@@ -177,7 +163,14 @@ class _Builder:
         """The values that a recomputation reads, by their names before any move."""
         layer = self.step.layers[recomputation.layer]
         call = self.problem.calls[self.forward_at[recomputation.layer]]
-        return (_source(source, layer, call) for source in recomputation.region.inputs)
+        for source in recomputation.region.inputs:
+            if source.slot is not None:
+                yield layer.values[source.slot]
+            else:
+                assert source.forward_input is not None, (
+                    f"{call.name}: a region input without a source"
+                )
+                yield call.inputs[source.forward_input]
 
     def _moved(self, moves: Moves) -> list[_Moved]:
         """Every value that is copied, in the order of the lane to the host."""
@@ -190,25 +183,27 @@ class _Builder:
                 value = layer.values[slot]
                 if (action is not Action.OFFLOAD and not mixed) or value not in self.first_read:
                     continue
-                size = self.facts.size_of[value]
-                span = (0, size)
+                size, needed = self.facts.size_of[value], self.first_read[value]
+                start, end, latest = 0, size, needed
                 if mixed and rows is not None:
-                    row_bytes = slots[slot].row_bytes
-                    span = (rows * row_bytes, slots[slot].num_rows * row_bytes)
+                    kind, latest = slots[slot], self.recomputation_of[value].at
+                    start, end = rows * kind.row_bytes, kind.num_rows * kind.row_bytes
                 moved = _Moved(
                     value=value,
                     layer=index,
                     size_bytes=size,
-                    copy=Copy(start_bytes=span[0], end_bytes=span[1], host_offset=0),
+                    copy=Copy(start_bytes=start, end_bytes=end, host_offset=0),
                     issued_call=self.facts.written_at[value] + 1,
-                    needed_item=self.first_read[value],
-                    latest_item=self.first_read[value],
+                    needed_item=needed,
+                    latest_item=latest,
                 )
-                if mixed:
-                    moved.latest_item = self.recomputation_of[value].at
                 found.append(moved)
         found.sort(key=lambda move: (move.issued_call, -move.copy.num_bytes, move.value))
-        return _with_host_ranges(found)
+        end = 0
+        for move in found:  # when the backward begins, all are on the host: each has its own bytes
+            move.copy = replace(move.copy, host_offset=end)
+            end += align(move.copy.num_bytes)
+        return found
 
     def _forward(self) -> Iterator[StepCall]:
         facts, moved = self.facts, self.moved
@@ -218,18 +213,12 @@ class _Builder:
             CopyOut(move.issued_call, self._deadline(move), d2h_s(move.copy.num_bytes))
             for move in moved
         ]
-        issued: dict[int, list[_Moved]] = {}
-        waited: dict[int, list[_Moved]] = {}
-        for move, place in zip(moved, waits_of(seconds, copies), strict=True):
-            issued.setdefault(move.issued_call, []).append(move)
-            waited.setdefault(place, []).append(move)
-        for place in range(facts.first_backward + 1):
-            for move in issued.get(place, ()):
-                yield self._copy_call(move, CallKind.OFFLOAD)
-            for move in waited.get(place, ()):
-                yield self._wait_call(move, CallKind.OFFLOAD)
-            if place < facts.first_backward:
-                yield self.problem.calls[place]
+        issues = [move.issued_call for move in moved]
+        added = self._copies_at(moved, issues, waits_of(seconds, copies), CallKind.OFFLOAD)
+        for place, call in enumerate(self.problem.calls[: facts.first_backward]):
+            yield from added.get(place, ())
+            yield call
+        yield from added.get(facts.first_backward, ())
 
     def _deadline(self, move: _Moved) -> int:
         """The latest place at which the step may wait for the copy to the host."""
@@ -255,18 +244,12 @@ class _Builder:
             )
             for move in order
         ]
-        issued: dict[int, list[_Moved]] = {}
-        waited: dict[int, list[_Moved]] = {}
-        for move, place in zip(order, issues_of(item_s, copies), strict=True):
-            issued.setdefault(place, []).append(move)
-            waited.setdefault(move.needed_item, []).append(move)
-        renamed = {value: _recomputed_name(value) for value in self.recomputation_of}
-        renamed |= {value: _reloaded_name(value) for value in self.reloaded}
+        waits = [move.needed_item for move in order]
+        added = self._copies_at(order, issues_of(item_s, copies), waits, CallKind.RELOAD)
+        renamed = {value: _AGAIN + value for value in self.recomputation_of}
+        renamed |= {value: _RELOADED + value for value in self.reloaded}
         for place, item in enumerate(self.items):
-            for move in issued.get(place, ()):
-                yield self._copy_call(move, CallKind.RELOAD)
-            for move in waited.get(place, ()):
-                yield self._wait_call(move, CallKind.RELOAD)
+            yield from added.get(place, ())
             if isinstance(item, int):
                 yield _reading(self.problem.calls[item], renamed)
             else:
@@ -281,6 +264,17 @@ class _Builder:
             return 0
         return min(move.latest_item, self.place_of[self.backward_at[move.layer + lead + 1]] + 1)
 
+    def _copies_at(
+        self, moved: list[_Moved], issues: list[int], waits: list[int], kind: CallKind
+    ) -> dict[int, list[StepCall]]:
+        """Place -> the copies that are issued there, then the waits; ``moved`` is their order."""
+        found: dict[int, list[StepCall]] = {}
+        for move, place in zip(moved, issues, strict=True):
+            found.setdefault(place, []).append(self._copy_call(move, kind))
+        for move, place in zip(moved, waits, strict=True):
+            found.setdefault(place, []).append(self._wait_call(move, kind))
+        return found
+
     def _added(self, layer: int, **fields: Any) -> StepCall:
         """A call of the layer that the step without moves has not."""
         owner = self.problem.calls[self.forward_at[layer]]
@@ -294,7 +288,7 @@ class _Builder:
             region=COPY_REGION if offload else reload_region(move.size_bytes),
             phase=Phase.FORWARD if offload else Phase.BACKWARD,
             inputs=(move.value,) if offload else (),
-            outputs=() if offload else (_reloaded_name(move.value),),
+            outputs=() if offload else (_RELOADED + move.value,),
             kind=kind,
             copy=move.copy,
         )
@@ -306,7 +300,7 @@ class _Builder:
             name=f"wait.{kind.value}.{move.value}",
             region=COPY_REGION,
             phase=Phase.FORWARD if offload else Phase.BACKWARD,
-            inputs=(move.value if offload else _reloaded_name(move.value),),
+            inputs=(move.value if offload else _RELOADED + move.value,),
             outputs=(),
             kind=CallKind.WAIT,
             waits_for=f"{kind.value}.{move.value}",
@@ -321,7 +315,7 @@ class _Builder:
             inputs=tuple(
                 self._at_hand(recomputation, value) for value in self._sources(recomputation)
             ),
-            outputs=tuple(map(_recomputed_name, recomputation.values)),
+            outputs=tuple(_AGAIN + value for value in recomputation.values),
             kind=CallKind.RECOMPUTE,
             into=self._into(recomputation),
             reads=recomputation.region.profile.input_layouts,
@@ -337,8 +331,8 @@ class _Builder:
                 "recomputed before; SAVE or OFFLOAD that"
             )
         if value in self.reloaded:
-            return _reloaded_name(value)
-        return value if maker is None else _recomputed_name(value)
+            return _RELOADED + value
+        return value if maker is None else _AGAIN + value
 
     def _into(self, recomputation: _Recomputation) -> tuple[Into, ...]:
         """In a token-wise mix, every result lies at the begin of the buffer that was reloaded."""
@@ -355,30 +349,8 @@ class _Builder:
                     "Recompute all rows"
                 )
             if value in self.reloaded:
-                found[index] = Into(buffer=index, value=_reloaded_name(value), offset_bytes=0)
+                found[index] = Into(buffer=index, value=_RELOADED + value, offset_bytes=0)
         return tuple(found.values())
-
-
-def _source(source: RegionInput, layer: Layer, call: StepCall) -> str:
-    if source.slot is not None:
-        return layer.values[source.slot]
-    assert source.forward_input is not None, f"{call.name}: a region input without a source"
-    return call.inputs[source.forward_input]
-
-
-def _with_host_ranges(moved: list[_Moved]) -> list[_Moved]:
-    """``moved``, each with host bytes of its own: when the backward begins, all are there."""
-    end = 0
-    for move in moved:
-        move.copy = Copy(
-            start_bytes=move.copy.start_bytes, end_bytes=move.copy.end_bytes, host_offset=end
-        )
-        end = _host_end(move.copy)
-    return moved
-
-
-def _host_end(copy: Copy) -> int:
-    return copy.host_offset + align(copy.num_bytes)
 
 
 def _reading(call: StepCall, renamed: Mapping[str, str]) -> StepCall:
@@ -391,17 +363,6 @@ def _reading(call: StepCall, renamed: Mapping[str, str]) -> StepCall:
         for target in call.into
     )
     return replace(call, inputs=inputs, into=into)
-
-
-_AGAIN, _RELOADED = "again.", "reloaded."
-
-
-def _recomputed_name(value: str) -> str:
-    return f"{_AGAIN}{value}"
-
-
-def _reloaded_name(value: str) -> str:
-    return f"{_RELOADED}{value}"
 
 
 def original_name(value: str) -> str:

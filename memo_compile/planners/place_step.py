@@ -1,5 +1,7 @@
 """Problem -> Plan: lifetimes, placement, the numbers of the plan, and the checker's verdict."""
 
+from dataclasses import replace
+
 from memo_compile.check.check_plan import require_valid
 from memo_compile.errors import Infeasible
 from memo_compile.planners.placement import Block, Buffer, PlacementProblem, place
@@ -40,10 +42,9 @@ def place_step(
         name=name,
         solver=solver,
         time_limit_s=time_limit_s,
-        decisions=decisions,
-        budget_bytes=budget_bytes,
         releases_pages=releases_pages,
     )
+    plan = replace(plan, decisions=decisions, budget_bytes=budget_bytes)
     require_budget(plan)
     return require_valid(problem, plan)
 
@@ -54,13 +55,10 @@ def placed_step(
     name: str = "",
     solver: str = "auto",
     time_limit_s: float = 5.0,
-    decisions: tuple[Decision, ...] = (),
-    budget_bytes: int | None = None,
     releases_pages: bool = False,
 ) -> Plan:
-    """The plan of ``place_step`` before it is checked."""
+    """The plan of ``place_step``, unchecked, without decisions and budget."""
     placed = place(placement_problem(problem), solver=solver, time_limit_s=time_limit_s)
-    lower_bound = max(live_bytes(arena_buffers(problem)).values(), default=0)
     arena_bytes = placed.height_bytes
     resident = residency(problem, placed.offsets, arena_bytes, releases_pages=releases_pages)
     return Plan(
@@ -70,12 +68,10 @@ def placed_step(
         peak_bytes=resident.peak_bytes,
         resident_bytes=resident.resident_bytes,
         releases_pages=releases_pages,
-        lower_bound_bytes=lower_bound,
+        lower_bound_bytes=max(live_bytes(arena_buffers(problem)).values(), default=0),
         outside_bytes_by_kind=outside_peak(problem),
         fixed=problem.fixed,
         layer_classes=problem.layer_classes,
-        decisions=decisions,
-        budget_bytes=budget_bytes,
         solver=placed.solver,
         num_regions=len(problem.regions),
     )

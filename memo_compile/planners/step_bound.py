@@ -29,16 +29,13 @@ import numpy as np
 
 from memo_compile.errors import ConfigError
 from memo_compile.planners import solver
-from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of
+from memo_compile.planners.move_rules import StepFacts, facts_of, slots_s
 from memo_compile.planners.policy.model import call_bytes
 from memo_compile.planners.solver import weighted
 from memo_compile.step.movable import LayerClass, MovableStep, RecomputeRegion
 
 MAX_POINTS = 16
 """Linear programs of one bound; each takes milliseconds."""
-
-Key = tuple[str, int]
-"""A class, and one of its slots or operators by number."""
 
 
 def step_lower_bound_s(
@@ -62,7 +59,7 @@ def step_lower_bound_s(
     lives, discount = list(_lives(step, facts)), _discount(step, regions)
     try:
         more = [
-            _added_s(_point(step, facts, lives, at), int(excess[at]), host_budget_bytes, discount)
+            _added_s(step, _point(facts, lives, at), int(excess[at]), host_budget_bytes, discount)
             for at in _points(excess, facts.first_backward)
         ]
     except ConfigError:  # no engine on this machine
@@ -85,8 +82,7 @@ def _discount(step: MovableStep, regions: Collection[RecomputeRegion]) -> float:
     """The least seconds of a region over those of its operators, at most 1."""
     found = 1.0
     for region in regions:
-        cls = step.classes[region.key.class_key]
-        seconds = sum(cls.ops[at].seconds for at in closure_of(cls, region.key.slots))
+        seconds = slots_s(step.classes[region.key.class_key], region.key.slots)
         if region.key.rows is None and seconds > 0:
             found = min(found, region.seconds / seconds)
     return found
@@ -96,24 +92,18 @@ def _discount(step: MovableStep, regions: Collection[RecomputeRegion]) -> float:
 class _Point:
     """What may be off the device during one call, and the time around it."""
 
-    step: MovableStep
-    num_off: Mapping[Key, int]
-    """(class, slot) -> layers that hold it and do not use it during the call."""
+    num_off: Mapping[str, Mapping[int, int]]
+    """Class -> slot -> layers that hold it and do not use it during the call."""
     before_s: float
     after_s: float
     in_backward: bool
-
-    def classes(self) -> Iterator[tuple[LayerClass, int]]:
-        """The classes with something to move, and the most layers that have it."""
-        for key in dict.fromkeys(class_key for class_key, _ in self.num_off):
-            counts = [count for (owner, _), count in self.num_off.items() if owner == key]
-            yield self.step.classes[key], max(counts)
 
 
 class _Life(NamedTuple):
     """A saved value of one layer."""
 
-    key: Key
+    class_key: str
+    slot: int
     made: int
     """The forward's call that makes it."""
     last_use: int
@@ -123,23 +113,22 @@ class _Life(NamedTuple):
 
 
 def _lives(step: MovableStep, facts: StepFacts) -> Iterator[_Life]:
-    last_use: dict[str, int] = {}
-    for index, call in enumerate(facts.problem.calls[: facts.first_backward]):
-        last_use.update(dict.fromkeys((*call.inputs, *call.outputs), index))
     for layer in step.layers:
         for slot, value in enumerate(layer.values):
             readers = facts.backward_readers.get(value, ())
-            if readers and value in last_use:
+            if readers and value in facts.last_use:
                 made = facts.written_at.get(value, 0)
-                yield _Life((layer.class_key, slot), made, last_use[value], readers[0])
+                yield _Life(layer.class_key, slot, made, facts.last_use[value], readers[0])
 
 
-def _point(step: MovableStep, facts: StepFacts, lives: Sequence[_Life], at: int) -> _Point:
+def _point(facts: StepFacts, lives: Sequence[_Life], at: int) -> _Point:
     off = [life for life in lives if life.last_use < at < life.read]
+    num_off: dict[str, Counter[int]] = {}
+    for life in off:
+        num_off.setdefault(life.class_key, Counter())[life.slot] += 1
     seconds = facts.call_s
     return _Point(
-        step=step,
-        num_off=Counter(life.key for life in off),
+        num_off=num_off,
         before_s=sum(seconds[min(life.made for life in off) + 1 : at]) if off else 0.0,
         after_s=sum(seconds[at + 1 : max(life.read for life in off)]) if off else 0.0,
         in_backward=at >= facts.first_backward,
@@ -147,24 +136,28 @@ def _point(step: MovableStep, facts: StepFacts, lives: Sequence[_Life], at: int)
 
 
 def _added_s(
-    point: _Point, excess_bytes: int, host_budget_bytes: int | None, discount: float
+    step: MovableStep,
+    point: _Point,
+    excess_bytes: int,
+    host_budget_bytes: int | None,
+    discount: float,
 ) -> float:
     """The seconds beyond computation that the point's linear program finds."""
     model = solver.make_model("bound of a step")
     stalls = [model.add_var(name=name) for name in ("u", "v")]
     moved: list[tuple[int, Any, Any]] = []
     runs: list[tuple[float, Any]] = []
-    for cls, num_layers in point.classes():
-        x, y = _slot_variables(model, point, cls)
-        runs += _require_operators(model, cls, num_layers, x)
+    for class_key, num_off in point.num_off.items():
+        cls = step.classes[class_key]
+        x, y = _slot_variables(model, cls, num_off)
+        runs += _require_operators(model, cls, max(num_off.values()), x)
         moved += [(cls.slots[slot].size_bytes, x.get(slot, 0), y.get(slot, 0)) for slot in x | y]
     again = weighted([seconds * discount for seconds, _ in runs], [run for _, run in runs])
     sizes = [size_bytes for size_bytes, _, _ in moved]
     offloaded = [y for _, _, y in moved]
     off = weighted(sizes, offloaded) + weighted(sizes, [x for _, x, _ in moved])
     model.add_constr(off >= float(excess_bytes), "bytes")
-    costs = point.step.costs
-    rates = (costs.d2h_bytes_per_s, costs.h2d_bytes_per_s)
+    rates = (step.costs.d2h_bytes_per_s, step.costs.h2d_bytes_per_s)
     for stall, seconds, rate, may_recompute in zip(
         stalls, (point.before_s, point.after_s), rates, (point.in_backward, True), strict=True
     ):
@@ -180,13 +173,13 @@ def _added_s(
 
 
 def _slot_variables(
-    model: Any, point: _Point, cls: LayerClass
+    model: Any, cls: LayerClass, num_off: Mapping[int, int]
 ) -> tuple[dict[int, Any], dict[int, Any]]:
     """Per slot the layers that recompute it, and that offload it."""
     x: dict[int, Any] = {}
     y: dict[int, Any] = {}
     for slot, kind in enumerate(cls.slots):
-        count = point.num_off.get((cls.key, slot), 0)
+        count = num_off.get(slot, 0)
         if count and kind.can_recompute:
             x[slot] = model.add_var(ub=count)
         if count and kind.can_offload:
@@ -208,14 +201,12 @@ def _require_operators(
     runs: dict[int, Any] = {}
     for at in reversed(range(len(cls.ops))):
         op = cls.ops[at]
-        wanted = x.get(op.slot) if op.slot is not None and makers[op.slot] == at else None
-        readers = [runs[user] for user in users.get(at, ()) if user in runs]
-        if not op.can_recompute or (wanted is None and (op.slot is not None or not readers)):
-            continue
-        runs[at] = model.add_var(ub=num_layers)
-        if wanted is not None:
-            model.add_constr(runs[at] >= wanted)
+        if op.slot is None:
+            needs = [runs[user] for user in users.get(at, ()) if user in runs]
         else:
-            for reader in readers:
-                model.add_constr(runs[at] >= reader)
+            needs = [x[op.slot]] if op.slot in x and makers[op.slot] == at else []
+        if op.can_recompute and needs:
+            runs[at] = model.add_var(ub=num_layers)
+            for need in needs:
+                model.add_constr(runs[at] >= need)
     return [(cls.ops[at].seconds, run) for at, run in runs.items()]

@@ -23,7 +23,7 @@ from memo_compile.costs.models import find_model
 from memo_compile.errors import InputError
 from memo_compile.papers.layer_costs import Efficiency
 from memo_compile.papers.memo.alpha import compute_alpha
-from memo_compile.planners.policy.quanta import QUANTA
+from memo_compile.planners.policy.named import QUANTA
 
 DATA = Path(__file__).parents[1] / "data"
 

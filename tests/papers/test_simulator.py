@@ -18,8 +18,7 @@ from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.papers.layer_costs import Efficiency
 from memo_compile.planners.moves import apply_moves
-from memo_compile.planners.policy.named import memo_alpha, named_moves
-from memo_compile.planners.policy.quanta import QUANTA
+from memo_compile.planners.policy.named import QUANTA, memo_alpha, named_moves
 from memo_compile.step.simulate import simulate
 from tests.steps.gpt_step import gpt_step
 from tests.steps.movable import costs_of, recomputer

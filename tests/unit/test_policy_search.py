@@ -108,7 +108,7 @@ def test_the_model_is_the_simulated_step(schedule, bytes_per_s):
     model = build_model(step, modes, schedule)
     for number in range(len(modes[0])):
         chosen = (number, 0, number, 0)
-        moves = Moves(modes=model.chosen_modes(chosen), schedule=schedule)
+        moves = model.moves(chosen, "auto")
         real = simulated(step, moves, recompute)
         # The model lets a layer's copies begin when its forward ends and its recomputation wait
         # for all of them: never faster than the program; it never has fewer bytes.
@@ -117,7 +117,7 @@ def test_the_model_is_the_simulated_step(schedule, bytes_per_s):
         assert real.live_bytes <= model.peak_bytes(chosen)
     save_all = (0,) * 4
     assert model.peak_bytes(save_all) == peak_live_bytes(step.problem)
-    assert model.step_s(save_all) == pytest.approx(sum(model.seconds))
+    assert model.step_s(save_all) == pytest.approx(sum(model.facts.call_s))
 
 
 def cheapest(model: StepModel, bound_bytes: int) -> float | None:

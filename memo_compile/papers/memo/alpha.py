@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from memo_compile.costs.models import ELEMENT_BYTES
 from memo_compile.errors import InputError
-from memo_compile.planners.policy.quanta import quantise
+from memo_compile.planners.policy.named import quantise
 
 OTHERS = 14
 """Other elements per token and hidden unit."""

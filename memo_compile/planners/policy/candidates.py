@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 
 from memo_compile.errors import InvalidPlan
 from memo_compile.planners.copy_windows import widened
+from memo_compile.planners.move_rules import RecomputeOf, recompute_key
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.cheapest_first import greedy_sequence
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
 from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel, build_model
-from memo_compile.planners.policy.modes import RecomputeOf, layer_modes, recompute_key
-from memo_compile.planners.policy.named import NAMED, named_moves, steady_moves
-from memo_compile.planners.policy.quanta import QUANTA
+from memo_compile.planners.policy.modes import layer_modes
+from memo_compile.planners.policy.named import NAMED, QUANTA, named_moves, steady_moves
 from memo_compile.step.movable import MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.plans import Timeline
 from memo_compile.step.problem import CallKind, Problem
@@ -144,6 +144,7 @@ class CandidateSource:
     exact: bool = False
     solver: bool = True
     time_limit_s: float = 20.0
+    """For all programs together."""
     searched: SearchedMoves = field(default_factory=SearchedMoves)
     _evaluations: dict[tuple[Moves, tuple[str, ...]], Candidate] = field(default_factory=dict)
 
@@ -152,7 +153,10 @@ class CandidateSource:
         found = dict.fromkeys(self._greedy())
         if self.solver and self.step.layers:
             found.update(dict.fromkeys(self._program()))
-        known = [*self.named_all(), *self.steady()]
+        known: list[Candidate] = []
+        for policy in NAMED:
+            known += self.named(policy, QUANTA if policy == "memo" else (None,))
+        known += self.steady()
         slow = (plan for plan in known if plan.moves.policy != "memo" and _stalls(plan))
         found.update(dict.fromkeys(map(_widened, slow)))
         return [*self._valid(found), *known]
@@ -196,14 +200,6 @@ class CandidateSource:
             found.append(self._evaluated(plan.moves, plan.notes))
         return found
 
-    def named_all(self) -> list[Candidate]:
-        """Every named policy, ``memo`` with every alpha."""
-        return [
-            candidate
-            for policy in NAMED
-            for candidate in self.named(policy, QUANTA if policy == "memo" else (None,))
-        ]
-
     def _valid(self, found: Iterable[Moves]) -> list[Candidate]:
         """The candidates of ``found`` that make a program; any other is left out with a warning."""
         candidates: list[Candidate] = []
@@ -232,12 +228,9 @@ class CandidateSource:
         sequence = greedy_sequence(model, host_budget_bytes=self.host_budget_bytes)
         last = len(sequence) - 1
         count = min(MAX_GREEDY, len(sequence))
-        numbers = sorted({last * at // max(1, count - 1) for at in range(count)})
-        for number in numbers:
-            modes = model.chosen_modes(sequence[number])
-            yield Moves(modes=modes, schedule=model.schedule, policy="greedy")
-        modes = model.chosen_modes(sequence[last])
-        yield Moves(modes=modes, schedule=TIGHT, policy="greedy")
+        for number in sorted({last * at // max(1, count - 1) for at in range(count)}):
+            yield model.moves(sequence[number], "greedy")
+        yield replace(model.moves(sequence[last], "greedy"), schedule=TIGHT)
 
     def _milp_moves(self, models: dict[Schedule, StepModel]) -> Iterator[Moves]:
         """The program's answers from each schedule's floor up to save-all.
@@ -275,6 +268,5 @@ class CandidateSource:
                 time_limit_s=deadline - time.monotonic(),
             )
             chosen = solution.chosen if solution.status.has_solution else lowest.chosen
-            modes = model.chosen_modes(chosen)
-            found.append(Moves(modes=modes, schedule=model.schedule, policy="program"))
+            found.append(model.moves(chosen, "program"))
         return found

@@ -14,8 +14,7 @@ MAX_KEYS = 2
 """Different recompute regions of a class in one plan: each is compiled."""
 
 NUM_CHUNKS = 16
-"""A move takes this part of a class's layers (or one layer), so that deep models do not take
-longer in proportion."""
+"""A move takes this part of a class's layers, or one: deep models take no longer in proportion."""
 
 
 def greedy_sequence(
@@ -25,15 +24,14 @@ def greedy_sequence(
 
     Deterministic. Cost: steps x modes x layers; 80 layers take half a second.
     """
-    chosen = tuple(0 for _ in model.modes)
+    chosen = (0,) * model.num_layers
     floor = _uniform_floor(model)
     sequence = [chosen]
     over, cost = _bytes_over(model.bytes_at(chosen), floor), model.cost_s(chosen)
     while True:
         best: tuple[float, float, tuple[int, ...]] | None = None
         now = model.bytes_at(chosen)
-        for layers, mode in _moves(model, chosen):
-            candidate = _moved(chosen, layers, mode)
+        for layers, mode, candidate in _moves(model, chosen):
             if host_budget_bytes is not None and model.host_bytes(candidate) > host_budget_bytes:
                 continue
             changes = (model.deltas[at][mode] - model.deltas[at][chosen[at]] for at in layers)
@@ -53,15 +51,11 @@ def greedy_sequence(
 def _uniform_floor(model: StepModel) -> int:
     """The lowest peak that one mode per class reaches where every layer takes it."""
     lowest = [int(delta.sum(axis=1).argmin()) for delta in model.deltas]
-    return min(model.peak_bytes(lowest), model.peak_bytes(tuple(0 for _ in model.modes)))
+    return min(model.peak_bytes(lowest), model.peak_bytes((0,) * model.num_layers))
 
 
 def _bytes_over(at: Any, floor: int) -> float:
-    """Bytes above ``floor`` on average over the points of the step, and the peak's weight.
-
-    The average alone would not tell a single high point from many low ones, so that the peak
-    counts once more.
-    """
+    """Bytes above ``floor``, on average over the points; the highest point counts once more."""
     return float((at - floor).clip(min=0).mean()) + float(max(int(at.max()) - floor, 0))
 
 
@@ -73,8 +67,10 @@ def _moved(chosen: Sequence[int], layers: Sequence[int], mode: int) -> tuple[int
     return tuple(changed)
 
 
-def _moves(model: StepModel, chosen: tuple[int, ...]) -> Iterator[tuple[list[int], int]]:
-    """Every move from ``chosen``: some layers of a class, and another mode for them."""
+def _moves(
+    model: StepModel, chosen: tuple[int, ...]
+) -> Iterator[tuple[list[int], int, tuple[int, ...]]]:
+    """Every move: some layers of a class, another mode for them, and what ``chosen`` becomes."""
     groups: dict[tuple[str, int], list[int]] = {}
     for layer, (key, mode) in enumerate(zip(model.class_keys, chosen, strict=True)):
         groups.setdefault((key, mode), []).append(layer)
@@ -82,13 +78,12 @@ def _moves(model: StepModel, chosen: tuple[int, ...]) -> Iterator[tuple[list[int
         size = max(1, model.class_keys.count(class_key) // NUM_CHUNKS)
         movable = layers[:size]
         for other in range(1, len(model.modes[movable[0]])):
-            if other == mode:
-                continue
-            if few_keys(model, _moved(chosen, movable, other), class_key):
-                yield movable, other
+            candidate = _moved(chosen, movable, other)
+            if other != mode and _few_keys(model, candidate, class_key):
+                yield movable, other, candidate
 
 
-def few_keys(model: StepModel, chosen: Sequence[int], class_key: str) -> bool:
+def _few_keys(model: StepModel, chosen: Sequence[int], class_key: str) -> bool:
     """True when the layers of the class use at most MAX_KEYS recompute regions."""
     keys = {
         model.modes[layer][mode].key

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from memo_compile.errors import ConfigError, Infeasible, TooSlow
+from memo_compile.planners.move_rules import RecomputeOf
 from memo_compile.planners.policy.candidates import (
     Candidate,
     CandidateSource,
@@ -21,9 +22,8 @@ from memo_compile.planners.policy.candidates import (
     costs_with,
     program_of,
 )
-from memo_compile.planners.policy.modes import RecomputeOf, with_launches
-from memo_compile.planners.policy.named import NAMED
-from memo_compile.planners.policy.quanta import QUANTA
+from memo_compile.planners.policy.modes import with_launches
+from memo_compile.planners.policy.named import NAMED, QUANTA
 from memo_compile.step.movable import MEASURED, Mode, MovableStep, Moves, Schedule
 from memo_compile.step.plans import FrontierPoint, Plan, Timeline
 from memo_compile.step.problem import Problem
@@ -34,8 +34,7 @@ MAX_FLOOR_PLACEMENTS = 6
 """Placements made only to name the floor; a large step takes seconds for each."""
 
 MAX_MORE = 6
-"""Plans besides the named ones that are tried when none of the best fits; they are nearly never
-needed, and each placement of a large step takes seconds."""
+"""Plans besides the named ones that are tried when none of the best fits: nearly never needed."""
 
 
 GOOD_ENOUGH = 0.005
@@ -105,7 +104,6 @@ def choose(
     alpha: float | None = None,
     exact: bool = False,
     solver: bool = True,
-    time_limit_s: float = 20.0,
     searched: SearchedMoves | None = None,
     max_step_s: float = math.inf,
     wanted_s: float = math.inf,
@@ -116,10 +114,10 @@ def choose(
     when that fits. A named policy is one plan; ``memo`` without ``alpha`` and with a budget may
     take a smaller alpha than its own program's. ``recompute`` raises UnsupportedGraph for a region
     that cannot be; ``exact`` forbids recomputing a slice of rows. The same inputs give the same
-    choice as long as the solver's ``time_limit_s`` (for all solves together) does not bind. What
-    ``searched`` holds already is not searched a second time, and what is found is left there.
-    Plans of ``max_step_s`` or more are not placed. Where greedy has no plan that takes ``wanted_s``
-    and may fit, none is placed: the choice can wait until it is known what other tiles reach.
+    choice as long as the time limit of ``CandidateSource`` does not bind. What ``searched`` holds
+    is not searched a second time, and what is found is left there. Plans of ``max_step_s`` or more
+    are not placed. Where greedy has no plan that takes ``wanted_s`` and may fit, none is placed:
+    the choice can wait until it is known what other tiles reach.
 
     Raises:
         TooSlow: all plans are slower.
@@ -133,7 +131,6 @@ def choose(
         host_budget_bytes=host_budget_bytes,
         exact=exact,
         solver=solver,
-        time_limit_s=time_limit_s,
         searched=searched or SearchedMoves(),
     )
     chooser = _Chooser(budget_bytes, host_budget_bytes, place, max_step_s)
@@ -232,20 +229,17 @@ def unbeaten(candidates: Iterable[Candidate], host_budget_bytes: int | None) -> 
 def in_order(candidates: Sequence[Candidate], host_budget_bytes: int | None) -> list[Candidate]:
     """The candidates to try: what no other beats, the named plans, those with fewest bytes alive.
 
-    The named plans are among them so that no choice needs more than full recomputation does, and
-    the steady ones so that a floor is kept.
+    With the named plans no choice needs more than full recomputation; steady ones keep a floor.
     """
     best = unbeaten(candidates, host_budget_bytes)
     known = {id(candidate) for candidate in best}
-    left = sorted(
-        (candidate for candidate in candidates if id(candidate) not in known), key=_bytes_first
-    )
-    known_plans: list[Candidate] = []
+    left = [candidate for candidate in candidates if id(candidate) not in known]
+    named: list[Candidate] = []
     others: list[Candidate] = []
-    for candidate in left:
-        is_known = candidate.moves.policy in NAMED or is_steady(candidate)
-        (known_plans if is_known else others).append(candidate)
-    return [*best, *known_plans, *others[:MAX_MORE]]
+    for candidate in sorted(left, key=_bytes_first):
+        is_named = candidate.moves.policy in NAMED or is_steady(candidate)
+        (named if is_named else others).append(candidate)
+    return [*best, *named, *others[:MAX_MORE]]
 
 
 def is_steady(candidate: Candidate) -> bool:
@@ -311,11 +305,6 @@ class _Chooser:
             self._placed[candidate.moves.modes, candidate.moves.schedule] = plan
         return plan
 
-    def _peak_of(self, candidate: Candidate) -> int:
-        """The placed peak where it is known, else the bytes alive."""
-        plan = self._placed_already(candidate)
-        return candidate.live_bytes if plan is None else plan.peak_bytes
-
     def frontier(
         self, considered: Iterable[Candidate], chosen: Candidate
     ) -> tuple[FrontierPoint, ...]:
@@ -323,16 +312,19 @@ class _Chooser:
         points = unbeaten(considered, self.host_budget_bytes)
         if chosen not in points:
             points = sorted([*points, chosen], key=_preference)
-        return tuple(
-            FrontierPoint(
-                policy=point.moves.policy,
-                step_s=point.timeline.step_s,
-                peak_bytes=self._peak_of(point),
-                host_bytes=point.host_bytes,
-                chosen=point is chosen,
+        found = []
+        for point in points:
+            placed = self._placed_already(point)
+            found.append(
+                FrontierPoint(
+                    policy=point.moves.policy,
+                    step_s=point.timeline.step_s,
+                    peak_bytes=point.live_bytes if placed is None else placed.peak_bytes,
+                    host_bytes=point.host_bytes,
+                    chosen=point is chosen,
+                )
             )
-            for point in points
-        )
+        return tuple(found)
 
     def infeasible(self, step: MovableStep, considered: Sequence[Candidate]) -> NothingFits:
         """The error: the smallest peak that can be had, what makes it, and what to change."""
@@ -340,7 +332,7 @@ class _Chooser:
         within = [candidate for candidate in considered if self._host_fits(candidate)]
         beyond = [candidate for candidate in considered if not self._host_fits(candidate)]
         lowest = self._floor(step, within)
-        enough = [candidate for candidate in beyond if candidate.live_bytes <= self.budget_bytes]
+        enough = [candidate for candidate in beyond if self._may_fit(candidate)]
         budget = format_bytes(self.budget_bytes)
         if enough:
             assert self.host_budget_bytes is not None
@@ -357,6 +349,8 @@ class _Chooser:
         lowest = lowest or self._floor(step, beyond)
         assert lowest is not None, "there is no candidate at all"
         floor_bytes, problem = lowest
+        # A steady plan near the budget may fit once it is lowered: it fitted where it was named.
+        near = self.budget_bytes * (1 + ESTIMATED_OVER)
         return NothingFits(
             f"budget {budget} < floor {format_bytes(floor_bytes)} ({_floor_parts(step)}); "
             "raise memory_budget or shorten the sequence",
@@ -365,15 +359,8 @@ class _Chooser:
             candidates_within_budget=[
                 candidate.problem
                 for candidate in within
-                if self._may_fit(candidate) or self._is_close(candidate)
+                if candidate.live_bytes <= (near if is_steady(candidate) else self.budget_bytes)
             ],
-        )
-
-    def _is_close(self, candidate: Candidate) -> bool:
-        """True for a steady plan that may fit once it is lowered: it fitted where it was named."""
-        assert self.budget_bytes is not None, "without a budget everything fits"
-        return is_steady(candidate) and candidate.live_bytes <= self.budget_bytes * (
-            1 + ESTIMATED_OVER
         )
 
     def _floor(

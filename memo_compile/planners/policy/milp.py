@@ -21,9 +21,8 @@ Named constraints:
     regions   a class uses few recompute regions: x[i,m] <= y[key(m)], sum y <= MAX_KEYS.
 
 Times are minimised, so they take the values that replaying the lanes would give them. Layers of one
-class in a row are bound into at most ``NUM_SEGMENTS`` segments that take one mode (the last two
-layers stay single: they are the first that one wants to keep); up to that many layers the program
-is that of single layers.
+class in a row are bound into at most ``NUM_SEGMENTS`` segments that take one mode; the last two
+layers stay single: they are the first that one wants to keep.
 """
 
 import itertools
@@ -62,7 +61,7 @@ TIE = 1e-6
 """Of the step's seconds: among equals, the first layers move."""
 
 FLOOR_GAP = 1e-4
-"""The same for the smallest peak; 1 MiB of 10 GiB."""
+"""``GAP`` for the smallest peak; 1 MiB of 10 GiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +139,7 @@ class _Program:
         self.segments = segments = make_segments(model)
         self.segment_of = {layer: at for at, some in enumerate(segments) for layer in some}
         self.totals = [sum(model.deltas[layer] for layer in some) for some in segments]
-        self.unit_s = sum(model.seconds) or 1.0
+        self.unit_s = sum(model.facts.call_s) or 1.0
         self.unit_bytes = float(max(model.base_bytes)) or 1.0
         self.model = solver.make_model("modes")
         self.model.max_mip_gap = gap
@@ -178,8 +177,7 @@ class _Program:
 
     def require_bytes(self, bound_bytes: int) -> bool:
         """Adds constraint ``bytes`` where it can bind; False when a point can never obey it."""
-        _, least = self._extremes()
-        if (least > bound_bytes).any():
+        if self._least() > bound_bytes:
             return False
         for number, (terms, base) in enumerate(self._byte_rows(bound_bytes)):
             self.model.add_constr(terms <= bound_bytes / self.unit_bytes - base, f"bytes_{number}")
@@ -188,29 +186,27 @@ class _Program:
     def minimise_bytes(self) -> None:
         """Adds constraint ``bytes`` with the bound as a variable, and that as the objective."""
         peak = self.model.add_var("peak")
-        _, least = self._extremes()
-        for number, (terms, base) in enumerate(self._byte_rows(int(least.max()) - 1)):
+        for number, (terms, base) in enumerate(self._byte_rows(self._least() - 1)):
             self.model.add_constr(terms - peak <= -base, f"bytes_{number}")
         self.model.objective = peak
 
-    def _extremes(self) -> tuple[Any, Any]:
-        """The most and the fewest bytes that any choice has at each point."""
-        base = self.step.base_bytes
-        most = base + sum(deltas.max(axis=0) for deltas in self.totals)
-        return most, base + sum(deltas.min(axis=0) for deltas in self.totals)
+    def _least(self) -> int:
+        """The most bytes of any point where each has the fewest that a choice gives it."""
+        fewest = sum(deltas.min(axis=0) for deltas in self.totals)
+        return int((self.step.base_bytes + fewest).max())
 
     def _byte_rows(self, bound_bytes: int) -> Iterator[tuple[Any, float]]:
         """(sum x delta, base) of the points that can exceed the bound, in units.
 
         A point is left out when another one has at least its bytes whatever is chosen.
         """
-        most, _ = self._extremes()
+        most = self.step.base_bytes + sum(deltas.max(axis=0) for deltas in self.totals)
         points = np.flatnonzero(most > bound_bytes)
         points = points[np.argsort(-most[points], kind="stable")]
         weights = np.concatenate([deltas[:, points] for deltas in self.totals]).T
         bases = self.step.base_bytes[points]
         kept: list[int] = []
-        variables = [x for some in self.x for x in some]
+        variables = list(itertools.chain.from_iterable(self.x))
         for row in range(len(points)):
             above = bases[kept] >= bases[row]
             if (above & (weights[kept] >= weights[row]).all(axis=1)).any():
@@ -227,12 +223,12 @@ class _Program:
         """Adds constraint ``host``, where there is a budget."""
         if host_budget_bytes is None:
             return
-        terms = [
-            (len(some) * mode.host_bytes / self.unit_bytes, variable)
-            for at, some in enumerate(self.segments)
-            for mode, variable in zip(self.step.modes[some[0]], self.x[at], strict=True)
-        ]
-        copied = weighted([weight for weight, _ in terms], [variable for _, variable in terms])
+        weights = (
+            len(some) * mode.host_bytes / self.unit_bytes
+            for some in self.segments
+            for mode in self.step.modes[some[0]]
+        )
+        copied = weighted(weights, itertools.chain.from_iterable(self.x))
         self.model.add_constr(copied <= host_budget_bytes / self.unit_bytes, "host")
 
     def _seconds(self, layer: int, seconds_of: Callable[[ModeCost], float]) -> Any:
@@ -240,51 +236,47 @@ class _Program:
         scaled = [seconds_of(mode) / self.unit_s for mode in self.step.modes[layer]]
         return weighted(scaled, self.x[self.segment_of[layer]])
 
-    def _back_s(self, layer: int) -> Any:
-        return self._seconds(layer, lambda mode: mode.h2d_s(self.step.costs))
-
     def require_times(self) -> None:
         """Adds the times and the objective."""
         step, model = self.step, self.model
         layers = range(step.num_layers)
-        start = [model.add_var(f"t_{c}") for c in range(len(step.seconds) + 1)]
+        start = [model.add_var(f"t_{c}") for c in range(len(step.facts.call_s) + 1)]
         out = [model.add_var(f"out_{i}") for i in layers]
         back = [model.add_var(f"back_{i}") for i in layers]
-        seconds = [call_s / self.unit_s for call_s in step.seconds]
-        copies = []
+        seconds = [call_s / self.unit_s for call_s in step.facts.call_s]
+        outs = [self._seconds(i, lambda mode: mode.d2h_s(step.costs)) for i in layers]
+        backs = [self._seconds(i, lambda mode: mode.h2d_s(step.costs)) for i in layers]
         for call, own_s in enumerate(seconds):
             # With a recomputation, t[c] is when it begins: `ready` then also waits before it.
-            recomputing = [i for i in layers if step.backward_at[i] == call]
+            recomputing = [i for i in layers if step.facts.backward_at[i] == call]
             more = sum(self._seconds(i, lambda mode: mode.recompute_s) for i in recomputing)
             model.add_constr(start[call + 1] >= start[call] + more + own_s, f"order_{call}")
         for i in layers:
-            d, h = self._seconds(i, lambda mode: mode.d2h_s(step.costs)), self._back_s(i)
-            made = step.forward_at[i]
-            model.add_constr(out[i] >= start[made] + seconds[made] + d, f"out_{i}")
+            made = step.facts.forward_at[i]
+            model.add_constr(out[i] >= start[made] + seconds[made] + outs[i], f"out_{i}")
             model.add_constr(start[step.freed_at[i]] >= out[i], f"freed_{i}")
-            model.add_constr(back[i] >= start[step.reload_at[i]] + h, f"back_{i}")
-            model.add_constr(start[step.backward_at[i]] >= back[i], f"ready_{i}")
+            model.add_constr(back[i] >= start[step.reload_at[i]] + backs[i], f"back_{i}")
+            model.add_constr(start[step.facts.backward_at[i]] >= back[i], f"ready_{i}")
             if i:
-                model.add_constr(out[i] >= out[i - 1] + d, f"out_lane_{i}")
-                model.add_constr(back[i - 1] >= back[i] + self._back_s(i - 1), f"lane_{i}")
-            copies += [d, h]
+                model.add_constr(out[i] >= out[i - 1] + outs[i], f"out_lane_{i}")
+                model.add_constr(back[i - 1] >= back[i] + backs[i - 1], f"lane_{i}")
         ties = [
             TIE * max(some) / step.num_layers * variable
             for at, some in enumerate(self.segments)
             for variable in self.x[at][1:]
         ]
+        copies = itertools.chain.from_iterable(zip(outs, backs, strict=True))
         added = start[-1] - sum(seconds)
         model.objective = added + sum(COPY_WEIGHT * copy for copy in copies) + sum(ties)
 
     def solve(self, time_limit_s: float) -> MilpSolution:
         """The modes of the solution, and how the solve ended."""
         status = solver.solve(self.model, time_limit_s)
-        return MilpSolution(status=status, chosen=self.chosen() if status.has_solution else ())
-
-    def chosen(self) -> tuple[int, ...]:
-        """Per layer the mode that the solution took."""
+        if not status.has_solution:
+            return MilpSolution(status=status)
         taken = [
             next(m for m, variable in enumerate(some) if solver.integer_value(variable) == 1)
             for some in self.x
         ]
-        return tuple(taken[self.segment_of[layer]] for layer in range(self.step.num_layers))
+        chosen = tuple(taken[self.segment_of[layer]] for layer in range(self.step.num_layers))
+        return MilpSolution(status=status, chosen=chosen)

@@ -9,16 +9,16 @@ Points: one for every call, with the most bytes alive during it; then one for ev
 recomputation right before its backward.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from memo_compile.planners.move_rules import facts_of
+from memo_compile.planners.move_rules import StepFacts, facts_of
 from memo_compile.planners.policy.modes import ModeCost
-from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Schedule, StepCosts
-from memo_compile.step.problem import Phase, Problem, call_starts
+from memo_compile.step.movable import Action, Mode, MovableStep, Moves, Schedule, StepCosts
+from memo_compile.step.problem import Problem, call_starts
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import memory_levels, most_per_call
 
@@ -37,12 +37,7 @@ class StepModel:
     """Per layer, an array (modes, points) of what each mode adds to ``base_bytes``."""
     modes: tuple[tuple[ModeCost, ...], ...]
     """Per layer."""
-    seconds: tuple[float, ...]
-    """Per call."""
-    forward_at: tuple[int, ...]
-    """Per layer, the index of its forward call; ascending."""
-    backward_at: tuple[int, ...]
-    """Per layer, the index of its backward call."""
+    facts: StepFacts
     freed_at: tuple[int, ...]
     """Per layer, the index of the call before which its copies to the host have ended."""
     reload_at: tuple[int, ...]
@@ -69,16 +64,18 @@ class StepModel:
         """The most of ``bytes_at``."""
         return int(self.bytes_at(chosen).max())
 
+    def _taken(self, chosen: Sequence[int]) -> list[ModeCost]:
+        """Per layer the mode that it takes."""
+        return [some[mode] for some, mode in zip(self.modes, chosen, strict=True)]
+
     def host_bytes(self, chosen: Sequence[int]) -> int:
         """What is copied to the host."""
-        return sum(modes[mode].host_bytes for modes, mode in zip(self.modes, chosen, strict=True))
+        return sum(mode.host_bytes for mode in self._taken(chosen))
 
     def cost_s(self, chosen: Sequence[int]) -> float:
         """Seconds of the step, and COPY_WEIGHT of the seconds of its copies."""
-        copy_s = sum(
-            modes[mode].d2h_s(self.costs) + modes[mode].h2d_s(self.costs)
-            for modes, mode in zip(self.modes, chosen, strict=True)
-        )
+        modes, costs = self._taken(chosen), self.costs
+        copy_s = sum(mode.d2h_s(costs) + mode.h2d_s(costs) for mode in modes)
         return self.step_s(chosen) + COPY_WEIGHT * copy_s
 
     def step_s(self, chosen: Sequence[int]) -> float:
@@ -88,7 +85,7 @@ class StepModel:
         forward has ended; its copies back follow those of later layers and begin when they are
         issued, before the call ``reload_at``.
         """
-        modes = [some[mode] for some, mode in zip(self.modes, chosen, strict=True)]
+        modes = self._taken(chosen)
         now = out_lane = back_lane = 0.0
         out_end, back_end = [0.0] * len(modes), [0.0] * len(modes)
         for stop in self.stops:
@@ -108,9 +105,10 @@ class StepModel:
                     out_end[layer] = out_lane
         return now
 
-    def chosen_modes(self, chosen: Sequence[int]) -> tuple[Mode, ...]:
-        """The modes by their numbers."""
-        return tuple(some[mode].mode for some, mode in zip(self.modes, chosen, strict=True))
+    def moves(self, chosen: Sequence[int], policy: str) -> Moves:
+        """The modes by their numbers, as ``policy`` proposes them."""
+        modes = tuple(cost.mode for cost in self._taken(chosen))
+        return Moves(modes=modes, schedule=self.schedule, policy=policy)
 
 
 class _Stop(NamedTuple):
@@ -118,35 +116,31 @@ class _Stop(NamedTuple):
 
     before_s: float
     """Seconds of the calls since the last stop."""
+    call_s: float
     freed: Sequence[int]
     """Layers whose copies to the host have ended before the call."""
     reloaded: Sequence[int]
     """Layers whose copies back are issued before it."""
     in_backward: Sequence[int]
     """Layers whose backward it is."""
-    call_s: float
     in_forward: Sequence[int]
     """Layers whose forward it is."""
 
 
-def _stops(
-    seconds: Sequence[float],
-    forward_at: Sequence[int],
-    backward_at: Sequence[int],
-    windows: "_Windows",
-) -> Iterator[_Stop]:
+def _stops(facts: StepFacts, freed_at: Sequence[int], reload_at: Sequence[int]) -> Iterator[_Stop]:
     """The calls of the step that matter to copies; the last one in any case."""
-    layers = range(len(forward_at))
-    freed, in_backward, in_forward = (
-        _layers_at(calls, layers) for calls in (windows.freed_at, backward_at, forward_at)
+    layers = range(len(freed_at))
+    tables = (
+        _layers_at(freed_at, layers),
+        _layers_at(reload_at, reversed(layers)),
+        _layers_at(facts.backward_at, layers),
+        _layers_at(facts.forward_at, layers),
     )
-    reloaded = _layers_at(windows.reload_at, reversed(layers))
     before_s = 0.0
-    for call, call_s in enumerate(seconds):
-        tables = freed, reloaded, in_backward, in_forward
-        ended, issued, read, made = (table.get(call, ()) for table in tables)
-        if ended or issued or read or made or call == len(seconds) - 1:
-            yield _Stop(before_s, ended, issued, read, call_s, made)
+    for call, call_s in enumerate(facts.call_s):
+        found = [table.get(call, []) for table in tables]
+        if any(found) or call == len(facts.call_s) - 1:
+            yield _Stop(before_s, call_s, *found)
             before_s = 0.0
         else:
             before_s += call_s
@@ -166,113 +160,61 @@ def build_model(
 
     ``schedule`` names a lag and a lead.
     """
-    assert schedule.offload_lag is not None, "the model needs a lag"
-    assert schedule.reload_lead is not None, "the model needs a lead"
-    windows, facts = _Windows.of(step, schedule), facts_of(step)
+    lag, lead = schedule.offload_lag, schedule.reload_lead
+    assert lag is not None, "the model needs a lag"
+    assert lead is not None, "the model needs a lead"
+    facts, num_layers = facts_of(step), len(step.layers)
+    backward_at, rest = facts.backward_at, (facts.first_backward,) * num_layers
+    freed_at = (*facts.forward_at[lag + 1 :], *rest)[:num_layers]
+    pairs = zip(backward_at, backward_at[lead + 1 :], strict=False)
+    reload_at = (*(min(own, later + 1) for own, later in pairs), *rest)[:num_layers]
     during, border = call_bytes(step.problem)
-    num_calls = len(step.problem.calls)
-    before_backward = [border[at] for at in facts.backward_at]
-    base = np.array([*during, *before_backward], dtype=np.int64)
+    base = np.array([*during, *(border[at] for at in backward_at)], dtype=np.int64)
     deltas = []
     for layer, some in enumerate(modes):
         delta = np.zeros((len(some), len(base)), dtype=np.int64)
-        for row, mode in enumerate(some):
-            for start, end, size_bytes in windows.absences(layer, mode.mode):
-                delta[row, start:end] -= size_bytes
-            delta[row, num_calls:] = delta[row, list(facts.backward_at)]
-            if mode.key is not None:
-                again_bytes = windows.recomputed_bytes(layer, mode.mode)
-                delta[row, num_calls + layer] += mode.recompute_peak_bytes - again_bytes
+        for row, cost in zip(delta, some, strict=True):
+            window = freed_at[layer], reload_at[layer]
+            for start, end, size_bytes in _absences(step, layer, cost.mode, window):
+                row[start:end] -= size_bytes
+            row[len(during) :] = row[list(backward_at)]
+            if cost.key is not None:
+                row[len(during) + layer] += cost.recompute_peak_bytes
+                if cost.key.rows is None:  # all that save-all counts is yet to be recomputed
+                    slots = step.class_of(step.layers[layer]).slots
+                    row[len(during) + layer] -= sum(slots[at].size_bytes for at in cost.key.slots)
         deltas.append(delta)
     return StepModel(
         base_bytes=base,
         deltas=tuple(deltas),
         modes=tuple(map(tuple, modes)),
-        seconds=facts.call_s,
-        forward_at=facts.forward_at,
-        backward_at=facts.backward_at,
-        freed_at=windows.freed_at,
-        reload_at=windows.reload_at,
+        facts=facts,
+        freed_at=freed_at,
+        reload_at=reload_at,
         class_keys=tuple(layer.class_key for layer in step.layers),
         costs=step.costs,
         schedule=schedule,
-        stops=tuple(_stops(facts.call_s, facts.forward_at, facts.backward_at, windows)),
+        stops=tuple(_stops(facts, freed_at, reload_at)),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Windows:
-    """From which call to which a moved value of each layer is not on the device."""
+def _absences(
+    step: MovableStep, layer: int, mode: Mode, window: tuple[int, int]
+) -> Iterator[tuple[int, int, int]]:
+    """(first call, end, bytes) of every slot that ``mode`` takes off the device.
 
-    step: MovableStep
-    freed_at: tuple[int, ...]
-    reload_at: tuple[int, ...]
-    last_forward_use: Mapping[str, int]
-    first_backward_use: Mapping[str, int]
-
-    @staticmethod
-    def of(step: MovableStep, schedule: Schedule) -> "_Windows":
-        facts = facts_of(step)
-        forward_at, backward_at = facts.forward_at, facts.backward_at
-        first_backward = facts.first_backward
-        lag, lead = schedule.offload_lag or 0, schedule.reload_lead or 0
-        count = len(step.layers)
-        last, first = _uses(step.problem)
-        return _Windows(
-            step=step,
-            freed_at=tuple(
-                forward_at[i + lag + 1] if i + lag + 1 < count else first_backward
-                for i in range(count)
-            ),
-            reload_at=tuple(
-                min(backward_at[i], backward_at[i + lead + 1] + 1)
-                if i + lead + 1 < count
-                else first_backward
-                for i in range(count)
-            ),
-            last_forward_use=last,
-            first_backward_use=first,
-        )
-
-    def absences(self, layer: int, mode: Mode) -> list[tuple[int, int, int]]:
-        """(first call, end, bytes) of every slot that ``mode`` takes off the device."""
-        owner = self.step.layers[layer]
-        found = []
-        for slot, action in enumerate(mode.actions):
-            value = owner.values[slot]
-            if action is Action.SAVE or value not in self.first_backward_use:
-                continue
-            start = self.last_forward_use[value] + 1
-            end = self.first_backward_use[value]
-            if action is Action.OFFLOAD or mode.recompute_rows is not None:
-                start = max(start, self.freed_at[layer])
-                end = min(end, self.reload_at[layer])
-            if start < end:
-                found.append((start, end, self._size(owner, slot)))
-        return found
-
-    def recomputed_bytes(self, layer: int, mode: Mode) -> int:
-        """Bytes that save-all counts before the backward and that are yet to be recomputed."""
-        if mode.recompute_rows is not None:
-            return 0
-        owner = self.step.layers[layer]
-        return sum(self._size(owner, slot) for slot in mode.slots(Action.RECOMPUTE))
-
-    def _size(self, layer: Layer, slot: int) -> int:
-        return self.step.class_of(layer).slots[slot].size_bytes
-
-
-def _uses(problem: Problem) -> tuple[dict[str, int], dict[str, int]]:
-    """Value -> its maker's or last reader's forward call; value -> its first backward reader."""
-    last: dict[str, int] = {}
-    first: dict[str, int] = {}
-    for at, call in enumerate(problem.calls):
-        if call.phase is Phase.FORWARD:
-            last.update(dict.fromkeys((*call.inputs, *call.outputs), at))
-        else:
-            for value in call.inputs:
-                first.setdefault(value, at)
-    return last, first
+    A copy has ended when ``window`` begins, and the copy back is issued when it ends.
+    """
+    facts, owner = facts_of(step), step.layers[layer]
+    kinds = zip(step.class_of(owner).slots, mode.actions, owner.values, strict=True)
+    for slot, action, value in kinds:
+        if action is Action.SAVE or value not in facts.backward_readers:
+            continue
+        start, end = facts.last_use[value] + 1, facts.backward_readers[value][0]
+        if action is Action.OFFLOAD or mode.recompute_rows is not None:
+            start, end = max(start, window[0]), min(end, window[1])
+        if start < end:
+            yield start, end, slot.size_bytes
 
 
 def call_bytes(problem: Problem) -> tuple[list[int], list[int]]:

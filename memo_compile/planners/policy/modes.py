@@ -1,16 +1,23 @@
 """What one layer of a class can do with its slots: the modes worth considering, and their costs.
 
 A mode is (which slots are recomputed) x (which of the rest are offloaded), or a token-wise mix of
-the two. There are exponentially many; kept are those that are cheapest for some price of a byte
-kept on the device and some price of a byte copied, as the program of the whole step sees them,
-and the token-wise mixes whose copy just hides behind one layer's forward.
+the two. Kept are those that are cheapest for some price of a byte kept on the device and some
+price of a byte copied, and the token-wise mixes whose copy just hides behind one layer's forward.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.planners.move_rules import closure_of, facts_of, recomputable, slots_s
+from memo_compile.planners.move_rules import (
+    RecomputeOf,
+    closure_of,
+    facts_of,
+    recomputable,
+    recompute_key,
+    slots_s,
+)
 from memo_compile.planners.policy.subsets import recompute_sets
 from memo_compile.step.movable import (
     Action,
@@ -35,10 +42,6 @@ MAX_MIXES = 3
 PRICES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 3.0, 10.0, 100.0)
 """Of a byte kept, in units of what recomputing the class costs per byte; and of a byte copied, in
 units of its seconds on both lanes."""
-
-RecomputeOf = Callable[[RecomputeKey], RecomputeRegion]
-"""Gives the region of a key; UnsupportedGraph: there is none, so that the mode is dropped."""
-
 
 LAUNCH_S = 5e-6
 """For each line of an estimated region: its operators' seconds count no launches, and without them
@@ -84,12 +87,6 @@ class ModeCost:
     def h2d_s(self, costs: StepCosts) -> float:
         """Seconds of the copies back."""
         return costs.h2d_s(self.host_bytes, self.num_copies)
-
-
-def recompute_key(cls: LayerClass, mode: Mode) -> RecomputeKey | None:
-    """Which region ``mode`` recomputes with; None when it recomputes nothing."""
-    slots = mode.slots(Action.RECOMPUTE)
-    return RecomputeKey(class_key=cls.key, slots=slots, rows=mode.recompute_rows) if slots else None
 
 
 def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
@@ -146,22 +143,11 @@ def layer_rights(step: MovableStep) -> tuple[Rights, ...]:
     owner: dict[str, int] = {}
     found = []
     for index, layer in enumerate(step.layers):
-        cls = step.class_of(layer)
-        own = [
-            slot
-            for slot, value in enumerate(layer.values)
-            if owner.setdefault(value, index) == index
-        ]
-        found.append(
-            Rights(
-                offload=frozenset(
-                    slot
-                    for slot in own
-                    if cls.slots[slot].can_offload and layer.values[slot] in facts.size_of
-                ),
-                recompute=frozenset(slot for slot in own if recomputable(step, layer, slot)),
-            )
-        )
+        slots, values = step.class_of(layer).slots, layer.values
+        own = [at for at, value in enumerate(values) if owner.setdefault(value, index) == index]
+        copied = (at for at in own if slots[at].can_offload and values[at] in facts.size_of)
+        recomputed = (at for at in own if recomputable(step, layer, at))
+        found.append(Rights(offload=frozenset(copied), recompute=frozenset(recomputed)))
     return tuple(found)
 
 
@@ -212,9 +198,8 @@ def class_modes(
     rates = (step.costs.d2h_bytes_per_s, step.costs.h2d_bytes_per_s)
     hideable = int(min(seconds * rate for seconds, rate in zip(hidden_s, rates, strict=True)))
     sets = recompute_sets(cls)
-    whole = list(_whole_modes(cls, sets, hideable))
-    mixes = [] if exact else list(_mixes(cls, sets, hideable, step.token_granule))
-    costs = list(_costs(cls, whole, recompute))
+    mixes = [] if exact else _mixes(cls, sets, hideable, step.token_granule)
+    costs = list(_costs(cls, _whole_modes(cls, sets, hideable), recompute))
     limit = MAX_MODES - (MAX_MIXES if mixes else 0)
     picked = _supported(step.costs, costs, hidden_s, limit)
     picked += list(_costs(cls, mixes, recompute))[:MAX_MIXES]
@@ -239,39 +224,35 @@ def _whole_modes(cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int)
             if taken + cls.slots[slot].size_bytes <= hideable:
                 prefix.append(slot)
                 taken += cls.slots[slot].size_bytes
-        for moved in dict.fromkeys((frozenset[int](), frozenset(prefix), frozenset(order))):
-            yield make_mode(cls, recompute=recomputed, offload=moved)
+        yield make_mode(cls, recompute=recomputed)
+        yield make_mode(cls, recompute=recomputed, offload=prefix)
+        yield make_mode(cls, recompute=recomputed, offload=order)
 
 
 def _mixes(
     cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int, granule: int
-) -> Iterable[Mode]:
+) -> list[Mode]:
     """Token-wise mixes, the rest offloaded: first those whose copy just hides, then a half."""
-    found: dict[Mode, None] = {}
-    halves: dict[Mode, None] = {}
-    for whole in reversed(sets):
-        recomputed = splittable(cls, whole)
-        if not recomputed:
-            continue
+    hidden: list[Mode] = []
+    halves: list[Mode] = []
+    for recomputed in filter(None, (splittable(cls, whole) for whole in reversed(sets))):
         num_rows = cls.slots[min(recomputed)].num_rows
-        rest = frozenset(slot for slot in offload_order(cls) if slot not in recomputed)
+        rest = [slot for slot in offload_order(cls) if slot not in recomputed]
         rest_bytes = sum(cls.slots[slot].size_bytes for slot in rest)
         mixed_bytes = sum(cls.slots[slot].size_bytes for slot in recomputed)
-        choices = [
-            (eighth, rows)
-            for eighth in range(1, EIGHTHS)
-            if 0 < (rows := num_rows * eighth // EIGHTHS // granule * granule) < num_rows
-        ]
-        hidden = [
-            rows
-            for _, rows in choices
-            if rest_bytes + mixed_bytes * (num_rows - rows) // num_rows <= hideable
-        ]
-        half = [rows for eighth, rows in choices if eighth == EIGHTHS // 2]
-        for mixes, some in ((found, hidden[:1]), (halves, half)):
-            for rows in some:
-                mixes[make_mode(cls, recompute=recomputed, offload=rest, rows=rows)] = None
-    return {**found, **halves}
+        is_hidden = False
+        for eighth in range(1, EIGHTHS):
+            rows = num_rows * eighth // EIGHTHS // granule * granule
+            if not 0 < rows < num_rows:
+                continue
+            mode = make_mode(cls, recompute=recomputed, offload=rest, rows=rows)
+            copied_bytes = rest_bytes + mixed_bytes * (num_rows - rows) // num_rows
+            if not is_hidden and copied_bytes <= hideable:
+                hidden.append(mode)
+                is_hidden = True
+            if eighth == EIGHTHS // 2:
+                halves.append(mode)
+    return [*hidden, *halves]
 
 
 def make_mode(
@@ -292,11 +273,10 @@ def make_mode(
 
 def can_split(cls: LayerClass, recomputed: Iterable[int]) -> bool:
     """True when these slots can be recomputed for a part of their rows."""
-    slots = tuple(sorted(recomputed))
+    slots = tuple(recomputed)
     rows = {cls.slots[slot].num_rows for slot in slots}
-    movable = all(cls.slots[slot].can_offload for slot in slots)
-    split = all(cls.slots[slot].row_bytes for slot in slots)
-    if not slots or len(rows) > 1 or rows == {1} or not movable or not split:
+    split = all(cls.slots[slot].can_offload and cls.slots[slot].row_bytes for slot in slots)
+    if len(rows) != 1 or rows == {1} or not split:
         return False
     return all(cls.ops[op].row_wise for op in closure_of(cls, slots))
 
@@ -351,15 +331,14 @@ def _supported(
         + max(0.0, mode.d2h_s(costs) - hidden_s[0], mode.h2d_s(costs) - hidden_s[1])
         for mode in modes
     ]
-    wins = dict.fromkeys(range(len(modes)), 0)
-    for kept in PRICES:
-        for copied in PRICES:
-            score = [
-                fixed + kept * keep_price * mode.kept_bytes + copied * copy_price * mode.host_bytes
-                for fixed, mode in zip(fixed_s, modes, strict=True)
-            ]
-            wins[min(range(len(modes)), key=lambda at: (score[at], at))] += 1
-    smallest = min(range(len(modes)), key=lambda at: (modes[at].kept_bytes, at))
-    ranked = sorted(wins, key=lambda at: (at != 0, at != smallest, -wins[at], at))
+    numbers, wins = range(len(modes)), [0] * len(modes)
+    for kept, copied in itertools.product(PRICES, PRICES):
+        score = [
+            fixed + kept * keep_price * mode.kept_bytes + copied * copy_price * mode.host_bytes
+            for fixed, mode in zip(fixed_s, modes, strict=True)
+        ]
+        wins[min(numbers, key=score.__getitem__)] += 1
+    smallest = min(numbers, key=lambda at: modes[at].kept_bytes)
+    ranked = sorted(numbers, key=lambda at: (at != 0, at != smallest, -wins[at]))
     picked = [at for at in ranked if at in (0, smallest) or wins[at]]
     return [modes[at] for at in sorted(picked[:limit])]

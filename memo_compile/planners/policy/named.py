@@ -11,27 +11,28 @@
 A slot that cannot do what its policy wants stays, and a note says so.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from memo_compile.errors import ConfigError, UnsupportedGraph
-from memo_compile.planners.move_rules import facts_of
+from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_key
 from memo_compile.planners.policy.modes import (
-    RecomputeOf,
     Rights,
     layer_rights,
     make_mode,
-    recompute_key,
     splittable,
 )
-from memo_compile.planners.policy.quanta import QUANTA, quantise
 from memo_compile.step.movable import Action, LayerClass, Mode, MovableStep, Moves, Schedule
 from memo_compile.step.problem import align
 
 NAMED = ("save", "full-recompute", "full-offload", "memo")
 """Policies that are one plan (``memo``: one for each alpha)."""
+
+QUANTA = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
+"""Values that MEMO's alpha is rounded down to: row splits stay multiples of 128 tokens."""
 
 ROTATING = Schedule(offload_lag=1, reload_lead=1)
 """MEMO's two rotating buffers."""
@@ -40,6 +41,9 @@ AT_ONCE = Schedule(offload_lag=0, reload_lead=0, at_once=True)
 
 KEPT_LAYERS = 2
 """Layers at the end that policy ``memo`` leaves alone: their backward comes first."""
+
+ModeOf = Callable[[LayerClass, Rights], Mode]
+"""What a policy does with a layer of a class that has these rights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +71,9 @@ def named_moves(
     if policy == "save":
         return NamedPlan(moves=step.save_all())
     if policy == "full-recompute":
-        return _per_layer(
-            step,
-            policy,
-            Schedule(),
-            recompute,
-            lambda cls, may: make_mode(cls, recompute=may.recompute),
-        )
+        return _per_layer(step, policy, Schedule(), recompute, _all_recomputed)
     if policy == "full-offload":
-        return _per_layer(
-            step, policy, ROTATING, recompute, lambda cls, may: make_mode(cls, offload=may.offload)
-        )
+        return _per_layer(step, policy, ROTATING, recompute, _all_offloaded)
     if policy != "memo":
         raise ConfigError(f"policy: expected one of {', '.join(NAMED)}, got {policy!r}")
     if alpha is None:
@@ -88,14 +84,9 @@ def named_moves(
     if exact and 0 < alpha < 1:
         notes = (f"policy memo: exact=True forbids alpha {alpha}: all tokens are recomputed",)
         alpha = 0.0
-
-    granule = step.token_granule
-
-    def mode(cls: LayerClass, rights: Rights) -> Mode:
-        return _memo(cls, rights, alpha, granule)
-
+    mode_of = functools.partial(_memo, alpha=alpha, granule=step.token_granule)
     repeating = repeating_layers(step)
-    plan = _per_layer(step, policy, ROTATING, recompute, mode, only=repeating[:-KEPT_LAYERS])
+    plan = _per_layer(step, policy, ROTATING, recompute, mode_of, only=repeating[:-KEPT_LAYERS])
     return replace(plan, notes=(*notes, *plan.notes, *_kept_by_memo(step, repeating)))
 
 
@@ -105,8 +96,8 @@ def steady_moves(step: MovableStep, recompute: RecomputeOf) -> list[Moves]:
     A floor that is named in one process is kept in the next by one of these. Everything is copied
     to the host; or what can be is recomputed, with and without what attention returns.
     """
-    modes_of: tuple[Callable[[LayerClass, Rights], Mode], ...] = (
-        lambda cls, may: make_mode(cls, offload=may.offload),
+    modes_of: tuple[ModeOf, ...] = (
+        _all_offloaded,
         lambda cls, may: make_mode(cls, offload=may.offload, recompute=may.recompute),
         lambda cls, may: make_mode(cls, offload=may.offload, recompute=_others(cls, may)),
     )
@@ -128,7 +119,7 @@ def _per_layer(
     policy: str,
     schedule: Schedule,
     recompute: RecomputeOf,
-    mode_of: Callable[[LayerClass, Rights], Mode],
+    mode_of: ModeOf,
     *,
     only: Iterable[int] | None = None,
 ) -> NamedPlan:
@@ -178,19 +169,24 @@ def repeating_layers(step: MovableStep) -> list[int]:
     return found or list(range(len(step.layers)))
 
 
+def _all_offloaded(cls: LayerClass, rights: Rights) -> Mode:
+    return make_mode(cls, offload=rights.offload)
+
+
+def _all_recomputed(cls: LayerClass, rights: Rights) -> Mode:
+    return make_mode(cls, recompute=rights.recompute)
+
+
 def _memo(cls: LayerClass, rights: Rights, alpha: float, granule: int) -> Mode:
     """Inputs and attention offloaded, ``alpha`` of the others' rows too, the rest recomputed."""
     others = _others(cls, rights)
-    moved = rights.offload - others
     if alpha == 1 or not others:
         return make_mode(cls, offload=rights.offload)
     split = splittable(cls, others & rights.offload)
-    if alpha == 0 or not split:
-        return make_mode(cls, offload=moved, recompute=others)
-    num_rows = cls.slots[min(split)].num_rows
+    num_rows = max((cls.slots[slot].num_rows for slot in split), default=0)
     rows = math.ceil(num_rows * (1 - alpha) / granule) * granule
-    if rows >= num_rows:
-        return make_mode(cls, offload=moved, recompute=others)
+    if rows >= num_rows:  # all of them, or no slot can be split
+        return make_mode(cls, offload=rights.offload - others, recompute=others)
     return make_mode(cls, offload=rights.offload - split, recompute=split, rows=rows)
 
 
@@ -207,7 +203,7 @@ def memo_alpha(step: MovableStep, *, host_budget_bytes: int | None) -> float:
         alpha_host = (M / (n - 2) - S_always) / S_others    all copies fit the host
 
     T, S: of the class with the most bytes; B: device-to-host bytes/s; M: the host budget; n: its
-    layers. The formulas of MEMO's alpha with this step's own sizes and seconds.
+    layers.
     """
     moved = repeating_layers(step)[:-KEPT_LAYERS]
     if not moved:
@@ -230,3 +226,8 @@ def memo_alpha(step: MovableStep, *, host_budget_bytes: int | None) -> float:
     if host_budget_bytes is not None:
         bounds.append((host_budget_bytes / len(moved) - always_bytes) / others_bytes)
     return quantise(max(0.0, min(1.0, *bounds)))
+
+
+def quantise(alpha: float) -> float:
+    """``alpha`` rounded down to one of QUANTA."""
+    return max(quantum for quantum in QUANTA if quantum <= alpha + 1e-12)

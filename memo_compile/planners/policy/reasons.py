@@ -22,16 +22,26 @@ from memo_compile.units import format_bytes, format_seconds
 def reasons(step: MovableStep, moves: Moves) -> Mapping[tuple[str, int, Mode], str]:
     """(class key, slot, mode) -> why layers of that mode do what they do with the slot."""
     found = {}
+    facts = facts_of(step)
     for class_key in dict.fromkeys(layer.class_key for layer in step.layers):
-        facts = _ClassFacts.of(step, moves, class_key)
-        for mode in dict.fromkeys(facts.modes):
-            for slot in range(len(facts.cls.slots)):
-                found[class_key, slot, mode] = facts.reason(slot, mode)
+        layers = [at for at, layer in enumerate(step.layers) if layer.class_key == class_key]
+        runs_next = min(layers[0] + 1, len(step.layers) - 1)
+        weighed = _Weighed(
+            cls=step.classes[class_key],
+            layer=step.layers[layers[0]],
+            modes=[moves.modes[at] for at in layers],
+            step=step,
+            forward_s=facts.call_s[facts.forward_at[runs_next]],
+            schedule=moves.schedule,
+        )
+        for mode in dict.fromkeys(weighed.modes):
+            for slot in range(len(weighed.cls.slots)):
+                found[class_key, slot, mode] = weighed.reason(slot, mode)
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ClassFacts:
+class _Weighed:
     """One class with the modes of its layers and what its copies can hide behind."""
 
     cls: LayerClass
@@ -42,20 +52,6 @@ class _ClassFacts:
     """Of the layer that runs next: what copies of ``layer`` hide behind."""
     schedule: Schedule
 
-    @staticmethod
-    def of(step: MovableStep, moves: Moves, class_key: str) -> "_ClassFacts":
-        facts = facts_of(step)
-        layers = [at for at, layer in enumerate(step.layers) if layer.class_key == class_key]
-        runs_next = min(layers[0] + 1, len(step.layers) - 1)
-        return _ClassFacts(
-            cls=step.classes[class_key],
-            layer=step.layers[layers[0]],
-            modes=[moves.modes[at] for at in layers],
-            step=step,
-            forward_s=facts.call_s[facts.forward_at[runs_next]],
-            schedule=moves.schedule,
-        )
-
     def reason(self, slot: int, mode: Mode) -> str:
         """The sentence for ``slot`` in layers of ``mode``."""
         action = mode.actions[slot]
@@ -64,12 +60,9 @@ class _ClassFacts:
         where = "" if count == total else f"in {count} of {total} layers: "
         if action is Action.SAVE:
             return where + self._kept(slot, moves_elsewhere=count != total)
-        said = (
-            self._offloaded(slot, mode)
-            if action is Action.OFFLOAD
-            else self._recomputed(slot, mode)
-        )
-        return where + said
+        if action is Action.OFFLOAD:
+            return where + self._offloaded(slot, mode)
+        return where + self._recomputed(slot, mode)
 
     def _recompute_s(self, slot: int) -> float:
         """Seconds to recompute the slot alone."""
@@ -126,8 +119,7 @@ class _ClassFacts:
         return f"{hides}; recomputing it costs {format_seconds(self._recompute_s(slot))}"
 
     def _recomputed(self, slot: int, mode: Mode) -> str:
-        recompute, copy = self._recompute_s(slot), self._copy_s(slot)
-        slot_of = self.cls.slots[slot]
+        copy, slot_of = self._copy_s(slot), self.cls.slots[slot]
         if mode.recompute_rows is not None:
             rows = f"rows 0 to {mode.recompute_rows} of {slot_of.num_rows} are recomputed"
             copies = format_seconds(self._layer_copy_s(mode))
@@ -135,7 +127,7 @@ class _ClassFacts:
                 f"{rows}, the rest is offloaded: the layer's copies take {copies} of the "
                 f"{format_seconds(self.forward_s)} of the next layer's forward"
             )
-        said = f"recompute costs {format_seconds(recompute)}"
+        said = f"recompute costs {format_seconds(self._recompute_s(slot))}"
         if not slot_of.can_offload:
             return f"{said}; it cannot be copied to the host"
         together = self._layer_copy_s(mode) + copy

@@ -32,11 +32,8 @@ def recompute_sets(cls: LayerClass) -> tuple[frozenset[int], ...]:
     if not groups:
         return (frozenset(),)
     freed, seconds, possible = _table(cls, groups)
-    points = [
-        (int(freed[row]), float(seconds[row]), row)
-        for row in range(1 << len(groups))
-        if possible[row]
-    ]
+    rows = np.flatnonzero(possible)
+    points = zip(freed[rows].tolist(), seconds[rows].tolist(), rows.tolist(), strict=True)
     hull = _lower_hull(sorted(points))
     return tuple(
         frozenset(slot for bit, group in enumerate(groups) if row >> bit & 1 for slot in group)
@@ -56,12 +53,12 @@ def slot_groups(cls: LayerClass) -> list[tuple[int, ...]]:
     groups = sorted(single, key=lambda group: (price(group), group))
     prices = [price(group) for group in groups]
     while len(groups) > MAX_GROUPS:
+        sizes = [_bytes(cls, group) for group in groups]
         loss = [
-            (prices[at + 1] - prices[at])
-            * min(_bytes(cls, groups[at]), _bytes(cls, groups[at + 1]))
+            (prices[at + 1] - prices[at]) * min(sizes[at], sizes[at + 1])
             for at in range(len(groups) - 1)
         ]
-        at = min(range(len(loss)), key=lambda pair: (loss[pair], pair))
+        at = loss.index(min(loss))
         groups[at : at + 2] = [tuple(sorted(groups[at] + groups[at + 1]))]
         prices[at : at + 2] = [price(groups[at])]
     return groups
