@@ -89,6 +89,13 @@ class Question:
             return parse_size(self.budget, total_bytes=total, what="budget")
         return total if self.hardware.name == "cpu" else total - CONTEXT_BYTES
 
+    @property
+    def available_bytes(self) -> int:
+        """Of the budget, what a plan may take: an estimate may miss the rest."""
+        if self.hardware.name == "cpu":
+            return self.budget_bytes
+        return int(max(0, self.budget_bytes - CUBLAS_BYTES) / (1 + ESTIMATE_MARGIN))
+
     def state_bytes_per_parameter(self, parameter_bytes: float) -> float:
         """Optimizer state of a parameter of that size, sharded over dp x cp (ZeRO-1)."""
         tensors = OPTIMIZERS[self.optimizer]
@@ -149,8 +156,8 @@ class Forecast:
     @property
     def offloaded_bytes(self) -> int:
         """Bytes that go to the host in one micro-batch."""
-        copies = (call.copy for call in self.step.problem.calls if call.kind is CallKind.OFFLOAD)
-        return sum(copy.end_bytes - copy.start_bytes for copy in copies if copy is not None)
+        offloads = (call for call in self.step.problem.calls if call.kind is CallKind.OFFLOAD)
+        return sum(call.copy.num_bytes for call in offloads if call.copy is not None)
 
     @property
     def recompute_s(self) -> float:
@@ -174,10 +181,9 @@ def forecast(question: Question) -> Forecast:
     """
     loaded = _load(question)
     try:
-        return _within(question, loaded, question.budget_bytes)
+        return _within_budget(question, loaded)
     except Infeasible as error:
-        available = _without_margin(question, question.budget_bytes)
-        if error.floor_bytes is None or error.floor_bytes <= available:
+        if error.floor_bytes is None or error.floor_bytes <= question.available_bytes:
             raise
         return _answer(question, loaded, _plan(question, loaded, error.floor_bytes))
 
@@ -214,20 +220,19 @@ def least_needed(question: Question) -> Need:
         return needed(question)
     policy = "greedy" if question.policy == "auto" else question.policy
     smallest, loaded = replace(question, policy=policy), _load(question)
-    num_bytes: float
     try:
-        num_bytes = _plan(smallest, loaded, 1, token_tiles=TOKEN_TILES).plan.peak_bytes
+        num_bytes: float = _plan(smallest, loaded, 1, token_tiles=TOKEN_TILES).plan.peak_bytes
     except Infeasible as error:
-        num_bytes = math.inf if error.floor_bytes is None else error.floor_bytes
-    return Need(num_bytes, num_bytes <= _without_margin(question, question.budget_bytes))
+        num_bytes = error.floor_bytes or math.inf
+    return Need(num_bytes, num_bytes <= question.available_bytes)
 
 
 def needed(question: Question) -> Need:
     """Whether any plan fits, by the whole choice."""
     try:
-        answer = _within(question, _load(question), question.budget_bytes)
+        answer = _within_budget(question, _load(question))
     except Infeasible as error:
-        return Need(math.inf if error.floor_bytes is None else error.floor_bytes, False)
+        return Need(error.floor_bytes or math.inf, False)
     return Need(math.inf if answer.fits else answer.peak_bytes, answer.fits)
 
 
@@ -241,7 +246,7 @@ def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
     granule = SEQ_GRANULE * question.degrees.tp * question.degrees.cp
     search = _LengthSearch(
         start=(question.seq or START_SEQ) // granule,
-        budget_bytes=_without_margin(question, question.budget_bytes),
+        budget_bytes=question.available_bytes,
         constant_bytes=_constant_bytes(replace(question, seq=granule)),
     )
     while (count := search.next_count()) is not None:
@@ -331,26 +336,19 @@ def _load(question: Question) -> Loaded:
     )
 
 
-def _within(question: Question, loaded: Loaded, budget_bytes: int) -> Forecast:
-    """The answer for a budget of all micro-batches in flight together.
+def _within_budget(question: Question, loaded: Loaded) -> Forecast:
+    """The answer; the budget is of all micro-batches in flight together.
 
     Each of n holds a frame of its own: with F = peak - arena, a plan for F + (budget - F) / n has
     an arena of (budget - F) / n at most, and n of them with F are within the budget.
     """
-    available = _without_margin(question, budget_bytes)
-    step = _plan(question, loaded, available)
+    step = _plan(question, loaded, question.available_bytes)
     answer = _answer(question, loaded, step)
     if answer.fits or answer.in_flight == 1:
         return answer
     beside = step.plan.peak_bytes - step.plan.arena_bytes
-    per_frame = beside + max(0, available - beside) // answer.in_flight
+    per_frame = beside + max(0, question.available_bytes - beside) // answer.in_flight
     return _answer(question, loaded, _plan(question, loaded, per_frame))
-
-
-def _without_margin(question: Question, budget_bytes: int) -> int:
-    if question.hardware.name == "cpu":
-        return budget_bytes
-    return int(max(0, budget_bytes - CUBLAS_BYTES) / (1 + ESTIMATE_MARGIN))
 
 
 def _plan(question: Question, loaded: Loaded, budget_bytes: int, **more: Any) -> OfflineStep:
