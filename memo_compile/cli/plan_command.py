@@ -178,22 +178,17 @@ def _stdout() -> Console:
     return Console(highlight=False, width=None if Console().is_terminal else PLAIN_WIDTH)
 
 
+_SWEPT = (
+    "budget_bytes peak_bytes host_bytes step_s compute_s step_lower_bound_s stall_s "
+    "offloaded_bytes recompute_s tiles policy"
+).split()
+"""What is told of each plan of a sweep."""
+
+
 def _as_row(answer: "Forecast") -> dict[str, Any]:
-    """A plan of a sweep without its decisions."""
-    plan = answer.step.plan
-    return {
-        "budget_bytes": answer.budget_bytes,
-        "peak_bytes": answer.peak_bytes,
-        "host_bytes": answer.host_bytes,
-        "step_s": answer.step_s,
-        "compute_s": plan.compute_s,
-        "step_lower_bound_s": plan.step_lower_bound_s,
-        "stall_s": plan.stall_s,
-        "offloaded_bytes": answer.offloaded_bytes,
-        "recompute_s": answer.recompute_s,
-        "tiles": dict(plan.tiles),
-        "policy": plan.policy,
-    }
+    moved = {"offloaded_bytes": answer.offloaded_bytes, "recompute_s": answer.recompute_s}
+    body = _as_dict(answer) | moved
+    return {name: body[name] for name in _SWEPT}
 
 
 def _settings_text(tool: str, answer: "Forecast") -> str:

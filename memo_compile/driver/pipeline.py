@@ -58,7 +58,7 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig) -> Assembly:
     """The last two stages of ``assemble``, which raises the same."""
     known = StepKnowledge(lowered=lowered, config=config)
     request = PlanRequest()
-    planned = plan_step(lowered, config, request, known)
+    planned = plan_step(known, config, request)
     require_fast(planned.plan, config, known.whole_compute_s(config.host_store))
     assembly = Assembly(
         lowered=lowered,
