@@ -25,11 +25,7 @@ from memo_compile.reporting import state
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Observed, Plan, ReportedPlan
 from memo_compile.step.problem import Problem
-from memo_compile.step.residency import (
-    retained_peak_bytes,
-    step_constant_bytes,
-    waiting_step_bytes,
-)
+from memo_compile.step.residency import retained_peak_bytes, step_constant_bytes, waiting_step_bytes
 from memo_compile.units import format_bytes
 
 MAX_REFUSALS = 6
@@ -46,7 +42,7 @@ class Assembly:
     lowered: LoweredStep
     config: MemoConfig
     known: StepKnowledge
-    request: PlanRequest
+    request: PlanRequest = field(default_factory=PlanRequest)
     """The last one: what is known by now of the device and of what the user keeps."""
     planned: PlannedStep
     plan: Plan = field(init=False)

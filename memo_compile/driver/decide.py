@@ -181,8 +181,8 @@ class RecomputeLibrary:
 
     def lowered_graphs(self) -> dict[str, RegionGraph]:
         """The graphs of the regions that were lowered."""
-        graphs = {key.region: graph for key, graph in self.region_graphs.items()}
-        return {name: graphs[name] for name in self.lowered}
+        graphs = self.region_graphs.items()
+        return {key.region: graph for key, graph in graphs if key.region in self.lowered}
 
 
 def decide(

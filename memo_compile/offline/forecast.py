@@ -1,5 +1,6 @@
 """Will it fit? A model, a device and a budget answered by a plan that never runs."""
 
+import bisect
 import functools
 import logging
 import math
@@ -18,7 +19,7 @@ from memo_compile.offline.more_layers import NotUniform
 from memo_compile.offline.plan_offline import OfflineStep, plan_step_offline
 from memo_compile.offline.shapes.load import Loaded, load
 from memo_compile.offline.shapes.transformer import Degrees
-from memo_compile.step.problem import CallKind, arena_buffers, call_starts
+from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts
 from memo_compile.step.simulate import memory_levels
 from memo_compile.units import parse_size
 
@@ -412,20 +413,17 @@ def _peak_at(step: OfflineStep) -> PeakAt | None:
     if not problem.calls:
         return None
     line = int(sum(memory_levels(problem)).argmax())
-    starts = call_starts(problem)
-    index = max(i for i in range(len(problem.calls)) if starts[i] <= line)
-    call = problem.calls[index]
+    call = problem.calls[bisect.bisect_right(call_starts(problem)[:-1], line) - 1]
     alive = [buffer for buffer in arena_buffers(problem) if buffer.start <= line < buffer.end]
     alive.sort(key=lambda buffer: (-buffer.size_bytes, buffer.id))
+    values = {made.id: made.value for made in reversed([*arena_values(problem)])}
     found = []
     for buffer in alive[:NUM_LARGEST]:
-        maker = problem.calls[buffer.call]
-        positions = problem.regions[maker.region].outputs_of_buffers()
-        value = maker.outputs[positions[buffer.index][0]] if buffer.index in positions else None
-        info = problem.tensors.get(value) if value is not None else None
+        value = values.get(buffer.id)
+        info = None if value is None else problem.tensors.get(value)
         found.append(
             TensorAtPeak(
-                name=buffer.id if value is None else f"{maker.name}/{value}",
+                name=f"{problem.calls[buffer.call].name}/{value}" if value else buffer.id,
                 size_bytes=buffer.size_bytes,
                 source=None if info is None else info.source,
             )
