@@ -204,8 +204,7 @@ def _leads_on(error: Exception, tiles: int, config: MemoConfig) -> bool:
 
     A graph that cannot be planned whole cannot be planned in tiles either.
     """
-    refused = isinstance(error, REFUSED)
-    if tiles != 1 or refused:
+    if tiles != 1 or isinstance(error, REFUSED):
         return True
     return config.memory_budget is not None and isinstance(error, Infeasible)
 

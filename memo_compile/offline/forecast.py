@@ -366,8 +366,7 @@ def _plan(question: Question, loaded: Loaded, budget_bytes: int, **more: Any) ->
     planned = functools.partial(
         plan_step_offline, config=resolve(options, None), hardware=question.hardware
     )
-    if loaded.shorter is not None:
-        shorter = loaded.shorter
+    if (shorter := loaded.shorter) is not None:
         try:
             return planned(shorter.model, shorter.args, {}, more=shorter.more)
         except NotUniform as error:

@@ -228,7 +228,7 @@ class _Chains:
             self.level.update(dict.fromkeys(made, unit))
         shared: set[str] = set()
         for unit, following in itertools.pairwise(_alike(calls, units)):
-            for name, after in self._pairs(calls[unit], calls[following]):
+            for name, after in zip(_values(calls[unit]), _values(calls[following]), strict=True):
                 if name == after:
                     shared.add(name)
                     continue
@@ -243,16 +243,6 @@ class _Chains:
         self._preceding = {after: name for name, after in self._following.items()}
         if len(self._preceding) != len(self._following):
             raise NotUniform("two values of a layer are one in the next")
-
-    def _pairs(
-        self, calls: Sequence[CutCall], following: Sequence[CutCall]
-    ) -> Iterator[tuple[str, str]]:
-        """Values at the same place in two layers."""
-        for call, after in zip(calls, following, strict=True):
-            yield from zip(call.inputs, after.inputs, strict=True)
-            yield from zip(call.outputs, after.outputs, strict=True)
-            for target, target_after in zip(call.into, after.into, strict=True):
-                yield target.value, target_after.value
 
     def _level_borders(self) -> None:
         """What comes into the first layer from before and into the last one from behind."""
@@ -288,6 +278,12 @@ def _alike(calls: dict[int, list[CutCall]], units: Sequence[int]) -> Sequence[in
     if any(shapes[unit] != usual for unit in inner):
         raise NotUniform("two layers call different regions")
     return inner
+
+
+def _values(calls: Iterable[CutCall]) -> Iterator[str]:
+    """All that ``calls`` name: at the same places for layers of one shape."""
+    for call in calls:
+        yield from (*call.inputs, *call.outputs, *(target.value for target in call.into))
 
 
 def _shape(call: CutCall) -> tuple[object, ...]:
