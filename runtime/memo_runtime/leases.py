@@ -117,16 +117,10 @@ class Lease:
         finally:
             self.tickets.clear()
             self.at_end.close()
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """Only the handle's number stays.
-
-        A result that the user holds keeps the handle alive. The memory of a plan that is no longer
-        run must go all the same.
-        """
-        self.plan = self.host = self.engine = None
-        del self.slab
+            # Only the handle's number stays: a result that the user holds keeps the handle alive,
+            # and the memory of a plan that is no longer run must go all the same.
+            self.plan = self.host = self.engine = None
+            del self.slab
 
     def snapshot(self) -> torch.Tensor:
         """A copy of the frame's bytes, in ordinary memory."""
