@@ -143,10 +143,6 @@ class Slab:
             self._tables[key] = [[self._view(view) for view in call] for call in table]
         return self._tables[key]
 
-    def forget(self, key: int) -> None:
-        """Drop the views of plan ``key``."""
-        self._tables.pop(key, None)
-
     def _view(self, view: FrameView) -> torch.Tensor:
         if not view.in_frame:
             return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device="meta")
@@ -200,7 +196,7 @@ class DeviceArena:
         """Drop all views of plan ``key``, and memory that no plan needs, host frames too."""
         with self._lock:
             for slab in self._slabs:
-                slab.forget(key)
+                slab._tables.pop(key, None)
             self._slabs = [slab for slab in self._slabs if slab.leased or slab._tables]
         self.host.forget(key)
 
