@@ -36,11 +36,6 @@ LOWERED_ROUND = 5
 close: the first choice is nearly always confirmed. Where they are not, this round ends the search
 with the best of what is lowered; if that does not fit, rounds with estimates follow."""
 
-MeasureRegions = Callable[
-    [Mapping[str, LoweredRegion], Mapping[str, RegionGraph]], Mapping[str, float]
-]
-"""Seconds of every region by name."""
-
 
 @dataclass(slots=True, kw_only=True)
 class RecomputeLibrary:
@@ -48,7 +43,8 @@ class RecomputeLibrary:
 
     movable: Movable
     config: MemoConfig
-    measure: MeasureRegions
+    measure: Callable[[Mapping[str, LoweredRegion], Mapping[str, RegionGraph]], Mapping[str, float]]
+    """Seconds of every region by name."""
     runner: PassRunner
     may_run: bool = True
     """False where nothing may be computed while planning: slices of rows are believed then."""
@@ -196,9 +192,6 @@ def decide(
     wanted_s: float = math.inf,
 ) -> Choice:
     """The fastest step that fits, every region that it calls lowered.
-
-    A round either ends or lowers regions that were only estimated before. In ``LOWERED_ROUND``
-    what is lowered must do; only where that does not fit more is lowered.
 
     Raises:
         TooSlow: all plans are slower than ``config`` wants, or than ``wanted_s``.

@@ -45,11 +45,7 @@ class NotUniform(Exception):
 
 
 def with_layers(step: CutStep, num_layers: int) -> CutStep:
-    """``step`` as it were for ``num_layers`` layers of the model instead of those it has.
-
-    Args:
-        step: of a model with the same prologue, epilogue and layers, but fewer of these.
-        num_layers: of the model; the difference is a multiple of the layers in a unit.
+    """``step`` as it were if its model had ``num_layers`` layers, more by a multiple of a unit's.
 
     Raises:
         NotUniform: nothing can be said of more layers.

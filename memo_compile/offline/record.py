@@ -3,8 +3,7 @@
     python -m memo_compile.offline.record eager|memo OUT.json NUM_STEPS SCRIPT.py [ARGS...]
 
 ``eager`` replaces the backend by eager execution of the very same graphs. A step is a backward
-after at least one compiled forward; the script is ended after NUM_STEPS of them. What is kept of a
-gradient is two numbers: its norm, and the sum of its elements with alternating signs.
+after at least one compiled forward; the script is ended after NUM_STEPS of them.
 """
 
 import contextlib
@@ -129,7 +128,7 @@ class Recorder:
 
 
 def _digest(gradient: torch.Tensor) -> tuple[float, float]:
-    """Norm, and the sum with alternating signs, both in float64 and finite or not as they are."""
+    """All that is kept: norm, and the sum with alternating signs, in float64, finite or not."""
     flat = gradient.detach().flatten()
     norm = math.sqrt(float(flat.square().sum(dtype=torch.float64)))
     signed = flat[::2].sum(dtype=torch.float64) - flat[1::2].sum(dtype=torch.float64)
