@@ -117,11 +117,7 @@ class Assembly:
         return planned
 
     def forward(self, args: list[Any]) -> list[Any]:
-        """The forward's results; empties ``args``.
-
-        Raises:
-            Infeasible: it would break the budget; nothing has run.
-        """
+        """The forward's results; empties ``args``. Infeasible, before it runs, if over budget."""
         if not leases.any_live():
             state.step_begins()
         self._require_room_beside_others()

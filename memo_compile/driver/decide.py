@@ -55,11 +55,7 @@ class RecomputeLibrary:
     lowered: dict[str, LoweredRegion] = field(default_factory=dict)
 
     def __call__(self, key: RecomputeKey) -> RecomputeRegion:
-        """The region of ``key``.
-
-        Raises:
-            UnsupportedGraph: there is none.
-        """
+        """The region of ``key``; an UnsupportedGraph where there is none."""
         if key in self.refused:
             raise UnsupportedGraph(self.refused[key])
         if key not in self.regions:
@@ -79,11 +75,7 @@ class RecomputeLibrary:
         self.regions.pop(key, None)
 
     def known(self, key: RecomputeKey) -> RecomputeRegion:
-        """The region of ``key`` if it is lowered.
-
-        Raises:
-            UnsupportedGraph: it is not.
-        """
+        """The region of ``key``; an UnsupportedGraph where it is not lowered."""
         if key in self.refused or key.region not in self.lowered:
             raise UnsupportedGraph(f"{key.region} is not lowered yet")
         return self.regions[key]

@@ -62,12 +62,9 @@ def plan_step(known: StepKnowledge, config: MemoConfig, request: PlanRequest) ->
 
 
 def require_fast(plan: Plan, config: MemoConfig, whole_compute_s: float) -> None:
-    """Refuse a plan that takes more than ``max_over_compute`` or ``max_step_s`` of ``config``.
+    """TooSlow where ``plan`` takes more than ``max_over_compute`` or ``max_step_s`` of ``config``.
 
     ``whole_compute_s`` are the seconds of the step before any tiles, which cost time themselves.
-
-    Raises:
-        TooSlow: it is not.
     """
     step_s = plan.compute_s if plan.step_s is None else plan.step_s  # all that is kept is computed
     if not step_s or not whole_compute_s:
@@ -154,11 +151,7 @@ class _Planner:
         return self.config.policy == "save" or not self.movable.step.layers
 
     def _require_possible(self, budget_bytes: int | None) -> None:
-        """Nothing, unless no plan of this step can be as fast as ``config`` wants it.
-
-        Raises:
-            TooSlow: none can.
-        """
+        """A TooSlow where no plan of this step can be as fast as ``config`` wants it."""
         limit_s = min(self.config.max_step_s, self._wanted_s())
         if limit_s == math.inf:
             return

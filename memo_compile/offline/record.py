@@ -78,11 +78,7 @@ class Recorder:
             self._watch = self._watching.enter_context(watch_memory())
 
     def step_ended(self, roots: Sequence[torch.Tensor]) -> None:
-        """A backward is over; ``roots`` is what it began at.
-
-        Raises:
-            EnoughError: it was the last one.
-        """
+        """A backward that began at ``roots`` is over; an EnoughError where it was the last one."""
         if not self._pending:
             return
         self._pending = False

@@ -84,11 +84,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_snapshot(path: Path) -> dict[str, Any]:
-    """The memory snapshot in ``path``.
-
-    Raises:
-        InputError: the file cannot be read, or is not a snapshot of torch's.
-    """
+    """The snapshot in ``path``; an InputError where it cannot be read, or is none of torch's."""
     with named(path, "read"):
         content = path.read_bytes()
     try:
