@@ -99,10 +99,8 @@ class Assembly:
     def _replan(self, existing: int | None = None, lasting: int = 0) -> PlannedStep:
         """The step planned for the last request, and for gradients and results that exist before.
 
-        Gradients (by default those of now) count from then on: they may be kept again.
-
-        Raises:
-            Infeasible: there is no such plan; the last request stays.
+        Gradients (by default those of now) count from then on: they may be kept again. Where there
+        is no such plan (Infeasible) the last request stays.
         """
         if existing is None:
             existing = self.lowered.cut.facts.existing_gradient_bytes()
@@ -214,13 +212,10 @@ class Assembly:
         self._bind_again(planned)
 
     def _plan_smaller(self, refused: ArenaError | HostStoreError) -> None:
-        """Replan for three quarters of what was refused, or for the least that a step needs.
+        """Replan for three quarters of what was refused; ``refused`` where no plan is smaller.
 
         The bound is on the step's peak, which may fall while the arena does not: it is lowered
         further at every refusal.
-
-        Raises:
-            ArenaError, HostStoreError: ``refused``, where there is no smaller plan.
         """
         plan, host_bytes = self.plan, self.problem.host_bytes
         self.request = self._request_less(refused)
@@ -256,10 +251,7 @@ class Assembly:
         """Count gradients and results of earlier steps that are kept: they are there beside new.
 
         At compile time there are none yet, and nobody knows whether the user will keep them. Where
-        the step no longer fits its budget, it is planned again.
-
-        Raises:
-            Infeasible: with what is kept no plan fits the budget.
+        the step no longer fits its budget, it is planned again: Infeasible where no plan fits.
         """
         existing, alone = gradient_bytes(args), self.step.live == 0
         earlier = lasting = 0
