@@ -212,10 +212,10 @@ class Assembly:
         self._bind_again(planned)
 
     def _plan_smaller(self, refused: ArenaError | HostStoreError) -> None:
-        """Replan for three quarters of what was refused; ``refused`` where no plan is smaller.
+        """Replan for three quarters of what was refused, or for the least that a step needs.
 
         The bound is on the step's peak, which may fall while the arena does not: it is lowered
-        further at every refusal.
+        further at every refusal. Where no plan is smaller, ``refused`` is raised again.
         """
         plan, host_bytes = self.plan, self.problem.host_bytes
         self.request = self._request_less(refused)
