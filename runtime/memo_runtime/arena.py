@@ -15,12 +15,7 @@ from typing import Any
 import torch
 
 from memo_runtime.host_store import HostPool
-from memo_runtime.pages import (
-    ask_for_large_pages,
-    ask_for_small_pages,
-    drop_pages,
-    gives_pages_back,
-)
+from memo_runtime.pages import ask_for_large_pages, drop_pages, gives_pages_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +118,7 @@ class Slab:
         a large one over ``start`` would bring some of them back with what is before it.
         """
         if gives_pages_back(self.device):
-            address, num_bytes = self._storage.data_ptr() + start, self.size_bytes - start
-            ask_for_small_pages(address, num_bytes)
-            drop_pages(address, num_bytes)
+            drop_pages(self._storage.data_ptr() + start, self.size_bytes - start)
             self.resident_bytes = start
 
     def occupy(self, num_bytes: int) -> int:
