@@ -122,10 +122,7 @@ def _cut_backward(step: CapturedStep) -> Cut:
 
 
 def _cut_half(
-    step: CapturedStep,
-    gm: fx.GraphModule,
-    positions: Mapping[fx.Node, int],
-    phase: Phase,
+    step: CapturedStep, gm: fx.GraphModule, positions: Mapping[fx.Node, int], phase: Phase
 ) -> Cut:
     request = CutRequest(
         gm=gm,
