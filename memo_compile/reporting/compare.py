@@ -186,11 +186,7 @@ def _before(snapshot: Mapping[str, Any], events: Sequence[Mapping[str, Any]], de
 
 
 def compare(plan: Plan, measured: Measured, problem: Problem | None = None) -> Comparison:
-    """``plan`` next to ``measured``; with its ``problem`` layer by layer.
-
-    Raises:
-        InputError: the problem is not the plan's.
-    """
+    """``plan`` next to ``measured``; with its ``problem`` (else an InputError) layer by layer."""
     calls = {name.split("/", 1)[0] for name in plan.offsets}
     labels: dict[str, str] = {}
     planned: dict[str, int] | None = None
