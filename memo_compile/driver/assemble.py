@@ -110,7 +110,7 @@ class Assembly:
             earlier_output_bytes=lasting,
         )
         with shim.nothing_else_compiles():
-            planned = plan_step(self.known, self.config, request)
+            planned = plan_step(self.lowered, self.config, request, self.known)
         self.request = request
         return planned
 

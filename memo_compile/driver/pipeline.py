@@ -53,7 +53,7 @@ def assemble(
 def assemble_lowered(lowered: LoweredStep, config: MemoConfig) -> Assembly:
     """The last two stages of ``assemble``, which raises the same."""
     known = StepKnowledge(lowered=lowered, config=config)
-    planned = plan_step(known, config, PlanRequest())
+    planned = plan_step(lowered, config, PlanRequest(), known)
     require_fast(planned.plan, config, known.whole_compute_s(config.host_store))
     assembly = Assembly(
         lowered=lowered,

@@ -35,19 +35,21 @@ from memo_compile.step.simulate import peak_live_bytes
 from memo_compile.units import format_bytes, format_seconds
 
 
-def plan_step(known: StepKnowledge, config: MemoConfig, request: PlanRequest) -> PlannedStep:
-    """The checked plan of a step; ``known`` keeps what the next request need not find again.
+def plan_step(
+    lowered: LoweredStep, config: MemoConfig, request: PlanRequest, known: StepKnowledge
+) -> PlannedStep:
+    """The checked plan of the step; ``known`` keeps what the next request need not find again.
 
     Raises:
         Infeasible: the budget is below what any plan needs.
     """
     start = time.perf_counter()
     planner = _Planner(
-        cut=known.lowered.cut,
+        cut=lowered.cut,
         config=request.applied_to(config),
         request=request,
         known=known,
-        problem=requested_problem(known.lowered, request),
+        problem=requested_problem(lowered, request),
     )
     try:
         planned = planner.decide()
@@ -56,7 +58,7 @@ def plan_step(known: StepKnowledge, config: MemoConfig, request: PlanRequest) ->
     plan = replace(
         planned.plan,
         dropping_saves_bytes=planner.saved_by_dropping(planned),
-        tiles=known.lowered.whole.tiles(),
+        tiles=lowered.whole.tiles(),
     )
     return replace(planned, plan=plan, planning_s=time.perf_counter() - start)
 

@@ -183,7 +183,7 @@ def _planned_step(
     for_cuda = device == "cuda" or (hardware is not None and hardware.name != device)
     lowered = lower_step(step, config, for_cuda=for_cuda)
     known = StepKnowledge(lowered=lowered, config=config, hardware=hardware, may_run=False)
-    planned = plan_step(known, config, PlanRequest())
+    planned = plan_step(lowered, config, PlanRequest(), known)
     costs = known.costs(config.host_store)
     made = planned.plan
     timeline = made.timeline
