@@ -26,11 +26,7 @@ MAX_COUNT = 10**15
 
 
 def parse_count(text: str | int) -> int:
-    """A whole number, also written 32e3.
-
-    Raises:
-        typer.BadParameter: it is none, or beyond ``MAX_COUNT``.
-    """
+    """A whole number, also written 32e3; a BadParameter where it is none or above MAX_COUNT."""
     try:
         value = float(text)
         if value == int(value) and abs(value) <= MAX_COUNT:
@@ -56,21 +52,13 @@ def parse_budget(text: str, device_bytes: int) -> int:
 
 
 def require_script(script: Path) -> None:
-    """``script`` is a file.
-
-    Raises:
-        InputError: it is not.
-    """
+    """``script`` is a file; an InputError where it is not."""
     if not script.is_file():
         raise InputError(f"{script}: no such file; expected a Python script")
 
 
 def read_data(path: Path, kind: type[Data]) -> Data:
-    """The ``kind`` in ``path``.
-
-    Raises:
-        InputError: it cannot be read, or holds something else.
-    """
+    """The ``kind`` in ``path``; an InputError where it cannot be read or holds something else."""
     return from_json(read_text(path), kind, where=str(path))
 
 

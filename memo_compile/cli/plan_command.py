@@ -4,7 +4,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,7 +120,7 @@ def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[For
     found: int | None = None
     try:
         if max_seq:
-            with _busy(console, "searching the longest sequence"):
+            with console.status("searching the longest sequence"):
                 found = longest(
                     question,
                     lambda seq, fits: console.print(
@@ -131,7 +130,7 @@ def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[For
             if found == 0:
                 raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget")
             question = dataclasses.replace(question, seq=found)
-        with _busy(console, "planning"):
+        with console.status("planning"):
             return forecast(question), found
     except Infeasible as error:
         if as_json:
@@ -172,35 +171,24 @@ def _sweep(question: "Question", over: str, num_budgets: int, *, as_json: bool) 
             format_seconds(answer.recompute_s),
             plan.policy,
         )
-    Console(highlight=False, width=None if Console().is_terminal else PLAIN_WIDTH).print(table)
+    _stdout().print(table)
+
+
+def _stdout() -> Console:
+    return Console(highlight=False, width=None if Console().is_terminal else PLAIN_WIDTH)
+
+
+_SWEPT = (
+    "budget_bytes peak_bytes host_bytes step_s compute_s step_lower_bound_s stall_s "
+    "offloaded_bytes recompute_s tiles policy"
+).split()
+"""What is told of each plan of a sweep."""
 
 
 def _as_row(answer: "Forecast") -> dict[str, Any]:
-    """A plan of a sweep without its decisions."""
-    plan = answer.step.plan
-    return {
-        "budget_bytes": answer.budget_bytes,
-        "peak_bytes": answer.peak_bytes,
-        "host_bytes": answer.host_bytes,
-        "step_s": answer.step_s,
-        "compute_s": plan.compute_s,
-        "step_lower_bound_s": plan.step_lower_bound_s,
-        "stall_s": plan.stall_s,
-        "offloaded_bytes": answer.offloaded_bytes,
-        "recompute_s": answer.recompute_s,
-        "tiles": dict(plan.tiles),
-        "policy": plan.policy,
-    }
-
-
-@contextmanager
-def _busy(console: Console, what: str) -> Iterator[None]:
-    """A spinner on stderr, where that is a terminal."""
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(what):
-        yield
+    moved = {"offloaded_bytes": answer.offloaded_bytes, "recompute_s": answer.recompute_s}
+    body = _as_dict(answer) | moved
+    return {name: body[name] for name in _SWEPT}
 
 
 def _settings_text(tool: str, answer: "Forecast") -> str:
@@ -262,9 +250,7 @@ def _as_dict(answer: "Forecast") -> dict[str, Any]:
 
 def _print(answer: "Forecast", max_seq: int | None) -> None:
     """The answer as tables."""
-    is_terminal = Console().is_terminal
-    console = Console(highlight=False, width=None if is_terminal else PLAIN_WIDTH)
-    question, plan = answer.question, answer.step.plan
+    console, question, plan = _stdout(), answer.question, answer.step.plan
     room = format_bytes(abs(answer.budget_bytes - answer.peak_bytes))
     verdict = f"fits, {room} to spare" if answer.fits else f"does not fit: {room} too much"
     seq = "" if question.seq is None else f", {question.batch} x {question.seq} tokens"

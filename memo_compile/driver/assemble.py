@@ -25,11 +25,7 @@ from memo_compile.reporting import state
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Observed, Plan, ReportedPlan
 from memo_compile.step.problem import Problem
-from memo_compile.step.residency import (
-    retained_peak_bytes,
-    step_constant_bytes,
-    waiting_step_bytes,
-)
+from memo_compile.step.residency import retained_peak_bytes, step_constant_bytes, waiting_step_bytes
 from memo_compile.units import format_bytes
 
 MAX_REFUSALS = 6
@@ -49,7 +45,7 @@ class Assembly:
     lowered: LoweredStep
     config: MemoConfig
     known: StepKnowledge
-    request: PlanRequest
+    request: PlanRequest = field(default_factory=PlanRequest)
     """The last one: what is known by now of the device and of what the user keeps."""
     planned: PlannedStep
     plan: Plan = field(init=False)
@@ -107,10 +103,8 @@ class Assembly:
     def _replan(self, existing: int | None = None, lasting: int = 0) -> PlannedStep:
         """The step planned for the last request, and for gradients and results that exist before.
 
-        Gradients (by default those of now) count from then on: they may be kept again.
-
-        Raises:
-            Infeasible: there is no such plan; the last request stays.
+        Gradients (by default those of now) count from then on: they may be kept again. Where there
+        is no such plan (Infeasible) the last request stays.
         """
         if existing is None:
             existing = self.lowered.cut.facts.existing_gradient_bytes()
@@ -125,11 +119,7 @@ class Assembly:
         return planned
 
     def forward(self, args: list[Any]) -> list[Any]:
-        """The forward's results; empties ``args``.
-
-        Raises:
-            Infeasible: it would break the budget; nothing has run.
-        """
+        """The forward's results; empties ``args``. Infeasible, before it runs, if over budget."""
         if not leases.any_live():
             state.step_begins()
         self._require_room_beside_others()
@@ -245,10 +235,7 @@ class Assembly:
         """Replan for three quarters of what was refused, or for the least that a step needs.
 
         The bound is on the step's peak, which may fall while the arena does not: it is lowered
-        further at every refusal.
-
-        Raises:
-            ArenaError, HostStoreError: ``refused``, where there is no smaller plan.
+        further at every refusal. Where no plan is smaller, ``refused`` is raised again.
         """
         plan, host_bytes = self.plan, self.problem.host_bytes
         self.request = self._request_less(refused)
@@ -284,10 +271,7 @@ class Assembly:
         """Count gradients and results of earlier steps that are kept: they are there beside new.
 
         At compile time there are none yet, and nobody knows whether the user will keep them. Where
-        the step no longer fits its budget, it is planned again.
-
-        Raises:
-            Infeasible: with what is kept no plan fits the budget.
+        the step no longer fits its budget, it is planned again: Infeasible where no plan fits.
         """
         existing, alone = gradient_bytes(args), self.step.live == 0
         earlier = lasting = 0

@@ -46,11 +46,7 @@ from memo_compile.step.residency import heap_slack, ordinary_bytes, step_constan
 _keys = itertools.count(1)
 
 
-def bind_step(
-    planned: PlannedStep,
-    step: CutStep,
-    config: MemoConfig,
-) -> StepPlan:
+def bind_step(planned: PlannedStep, step: CutStep, config: MemoConfig) -> StepPlan:
     """What the runtime runs."""
     device = step.facts.device
     poison = "poison" in config.debug

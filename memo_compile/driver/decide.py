@@ -36,11 +36,6 @@ LOWERED_ROUND = 5
 close: the first choice is nearly always confirmed. Where they are not, this round ends the search
 with the best of what is lowered; if that does not fit, rounds with estimates follow."""
 
-MeasureRegions = Callable[
-    [Mapping[str, LoweredRegion], Mapping[str, RegionGraph]], Mapping[str, float]
-]
-"""Seconds of every region by name."""
-
 
 @dataclass(slots=True, kw_only=True)
 class RecomputeLibrary:
@@ -48,7 +43,8 @@ class RecomputeLibrary:
 
     movable: Movable
     config: MemoConfig
-    measure: MeasureRegions
+    measure: Callable[[Mapping[str, LoweredRegion], Mapping[str, RegionGraph]], Mapping[str, float]]
+    """Seconds of every region by name."""
     runner: PassRunner
     may_run: bool = True
     """False where nothing may be computed while planning: slices of rows are believed then."""
@@ -59,11 +55,7 @@ class RecomputeLibrary:
     lowered: dict[str, LoweredRegion] = field(default_factory=dict)
 
     def __call__(self, key: RecomputeKey) -> RecomputeRegion:
-        """The region of ``key``.
-
-        Raises:
-            UnsupportedGraph: there is none.
-        """
+        """The region of ``key``; an UnsupportedGraph where there is none."""
         if key in self.refused:
             raise UnsupportedGraph(self.refused[key])
         if key not in self.regions:
@@ -83,11 +75,7 @@ class RecomputeLibrary:
         self.regions.pop(key, None)
 
     def known(self, key: RecomputeKey) -> RecomputeRegion:
-        """The region of ``key`` if it is lowered.
-
-        Raises:
-            UnsupportedGraph: it is not.
-        """
+        """The region of ``key``; an UnsupportedGraph where it is not lowered."""
         if key in self.refused or key.region not in self.lowered:
             raise UnsupportedGraph(f"{key.region} is not lowered yet")
         return self.regions[key]
@@ -181,8 +169,8 @@ class RecomputeLibrary:
 
     def lowered_graphs(self) -> dict[str, RegionGraph]:
         """The graphs of the regions that were lowered."""
-        graphs = {key.region: graph for key, graph in self.region_graphs.items()}
-        return {name: graphs[name] for name in self.lowered}
+        graphs = self.region_graphs.items()
+        return {key.region: graph for key, graph in graphs if key.region in self.lowered}
 
 
 def decide(
@@ -196,9 +184,6 @@ def decide(
     wanted_s: float = math.inf,
 ) -> Choice:
     """The fastest step that fits, every region that it calls lowered.
-
-    A round either ends or lowers regions that were only estimated before. In ``LOWERED_ROUND``
-    what is lowered must do; only where that does not fit more is lowered.
 
     Raises:
         TooSlow: all plans are slower than ``config`` wants, or than ``wanted_s``.

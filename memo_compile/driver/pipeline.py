@@ -16,11 +16,7 @@ from collections.abc import Callable, Mapping
 
 from torch import fx
 
-from memo_compile.analysis.joint_units import (
-    backward_positions,
-    forward_positions,
-    region_names,
-)
+from memo_compile.analysis.joint_units import backward_positions, forward_positions, region_names
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_step
@@ -57,14 +53,12 @@ def assemble(
 def assemble_lowered(lowered: LoweredStep, config: MemoConfig) -> Assembly:
     """The last two stages of ``assemble``, which raises the same."""
     known = StepKnowledge(lowered=lowered, config=config)
-    request = PlanRequest()
-    planned = plan_step(lowered, config, request, known)
+    planned = plan_step(lowered, config, PlanRequest(), known)
     require_fast(planned.plan, config, known.whole_compute_s(config.host_store))
     assembly = Assembly(
         lowered=lowered,
         config=config,
         known=known,
-        request=request,
         planned=planned,
         step=bind_step(planned, lowered.cut, config),
     )
@@ -128,10 +122,7 @@ def _cut_backward(step: CapturedStep) -> Cut:
 
 
 def _cut_half(
-    step: CapturedStep,
-    gm: fx.GraphModule,
-    positions: Mapping[fx.Node, int],
-    phase: Phase,
+    step: CapturedStep, gm: fx.GraphModule, positions: Mapping[fx.Node, int], phase: Phase
 ) -> Cut:
     request = CutRequest(
         gm=gm,

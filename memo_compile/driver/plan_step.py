@@ -21,7 +21,7 @@ from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.movable_step import Movable
 from memo_compile.driver.report_rows import moved_rows, saved_rows, step_notes
-from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
+from memo_compile.driver.stages import CutStep, LoweredStep, PlannedStep, PlanRequest
 from memo_compile.driver.user_outputs import held_bytes
 from memo_compile.errors import ConfigError, Infeasible, MemoError, TooSlow
 from memo_compile.planners.place_step import placed_step, require_budget
@@ -36,10 +36,7 @@ from memo_compile.units import format_bytes, format_seconds
 
 
 def plan_step(
-    lowered: LoweredStep,
-    config: MemoConfig,
-    request: PlanRequest,
-    known: StepKnowledge | None = None,
+    lowered: LoweredStep, config: MemoConfig, request: PlanRequest, known: StepKnowledge
 ) -> PlannedStep:
     """The checked plan of the step; ``known`` keeps what the next request need not find again.
 
@@ -48,10 +45,10 @@ def plan_step(
     """
     start = time.perf_counter()
     planner = _Planner(
-        lowered=lowered,
+        cut=lowered.cut,
         config=request.applied_to(config),
         request=request,
-        known=known or StepKnowledge(lowered=lowered, config=config),
+        known=known,
         problem=requested_problem(lowered, request),
     )
     try:
@@ -66,21 +63,18 @@ def plan_step(
     return replace(planned, plan=plan, planning_s=time.perf_counter() - start)
 
 
-def require_fast(plan: Plan, config: MemoConfig, whole_compute_s: float | None = None) -> None:
-    """Refuse a plan that takes more than ``max_over_compute`` or ``max_step_s`` of ``config``.
+def require_fast(plan: Plan, config: MemoConfig, whole_compute_s: float) -> None:
+    """TooSlow where ``plan`` takes more than ``max_over_compute`` or ``max_step_s`` of ``config``.
 
     ``whole_compute_s`` are the seconds of the step before any tiles, which cost time themselves.
-
-    Raises:
-        TooSlow: it is not.
     """
-    compute_s = plan.compute_s if whole_compute_s is None else whole_compute_s
     step_s = plan.compute_s if plan.step_s is None else plan.step_s  # all that is kept is computed
-    if not step_s or not compute_s:
+    if not step_s or not whole_compute_s:
         return
-    if step_s > config.max_over_compute * compute_s:
+    if step_s > config.max_over_compute * whole_compute_s:
         raise TooSlow(
-            f"the fastest plan takes {step_s / compute_s:.3f} x the computation", step_s=step_s
+            f"the fastest plan takes {step_s / whole_compute_s:.3f} x the computation",
+            step_s=step_s,
         )
     if step_s >= config.max_step_s:
         raise TooSlow(
@@ -108,7 +102,7 @@ def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
 class _Planner:
     """One request of one step on its way to a plan."""
 
-    lowered: LoweredStep
+    cut: CutStep
     config: MemoConfig
     request: PlanRequest
     known: StepKnowledge
@@ -137,9 +131,9 @@ class _Planner:
             if not is_bug(error):
                 raise
             # What is to move is a possibility: the step can keep everything.
-            say_dropped(f"{self.lowered.cut.name}: everything is kept, nothing is moved", error)
+            say_dropped(f"{self.cut.name}: everything is kept, nothing is moved", error)
             return self._all_saved(self._place(self.problem), budget_bytes)
-        rows = moved_rows(self.movable.step, choice, self.lowered.cut.units)
+        rows = moved_rows(self.movable.step, choice, self.cut.units)
         for note in (*choice.notes, *step_notes(self.problem, rows, self.config)):
             state.add_note(note)
         placed = self._placed(choice)
@@ -162,19 +156,14 @@ class _Planner:
         return self.config.policy == "save" or not self.movable.step.layers
 
     def _require_possible(self, budget_bytes: int | None) -> None:
-        """Nothing, unless no plan of this step can be as fast as ``config`` wants it.
-
-        Raises:
-            TooSlow: none can.
-        """
+        """A TooSlow where no plan of this step can be as fast as ``config`` wants it."""
         limit_s = min(self.config.max_step_s, self._wanted_s())
         if limit_s == math.inf:
             return
         bound_s = self._lower_bound_s(budget_bytes)
         if bound_s > limit_s:
             fits = f"takes less than {format_seconds(bound_s)}" if bound_s < math.inf else "fits"
-            text = f"no plan {fits}"
-            raise TooSlow(text, step_s=bound_s, is_bound=True)
+            raise TooSlow(f"no plan {fits}", step_s=bound_s, is_bound=True)
 
     def _wanted_s(self) -> float:
         """Seconds above which other tiles are tried before this step is planned."""
@@ -195,11 +184,10 @@ class _Planner:
     def _all_saved(self, saved: Plan, budget_bytes: int | None) -> PlannedStep:
         """The step that keeps everything, if it fits."""
         require_budget(replace(saved, budget_bytes=budget_bytes))
-        rows = saved_rows(self.problem, self.lowered.cut.forward, self.lowered.cut.units)
-        saved = replace(saved, decisions=rows)
-        config = self.config
+        rows = saved_rows(self.problem, self.cut.forward, self.cut.units)
+        saved, config = replace(saved, decisions=rows), self.config
         if config.max_step_s < math.inf or not config.max_over_compute:  # it is compared
-            saved = replace(saved, compute_s=self.known.compute_s(self.config.host_store))
+            saved = replace(saved, compute_s=self.known.compute_s(config.host_store))
         return self._planned(self.problem, saved)
 
     def _choose(self, budget_bytes: int | None) -> Choice:
@@ -231,27 +219,23 @@ class _Planner:
     def _place(self, problem: Problem, solver: str | None = None) -> Plan:
         return placed_step(
             problem,
-            name=self.lowered.cut.name,
+            name=self.cut.name,
             solver=solver or self.config.placement_solver,
             time_limit_s=self.config.placement_time_limit_s,
             releases_pages=self._releases_pages(),
         )
 
     def _releases_pages(self) -> bool:
-        return self.known.runs_here() and gives_pages_back(self.lowered.cut.facts.device)
+        return self.known.runs_here() and gives_pages_back(self.cut.facts.device)
 
     def _planned(self, problem: Problem, plan: Plan) -> PlannedStep:
         """``problem`` as planned, proved to be the original step plus moves."""
         plan = replace(plan, budget_bytes=self._declared_budget_bytes())
         plan = require_within_budget(require_valid(problem, plan))
         require_proved(
-            self.lowered.whole, self.problem, problem, self.known.recomputations(problem)
+            self.known.lowered.whole, self.problem, problem, self.known.recomputations(problem)
         )
-        return PlannedStep(
-            problem=problem,
-            plan=plan,
-            lowered=self.known.regions(),
-        )
+        return PlannedStep(problem=problem, plan=plan, lowered=self.known.regions())
 
     def saved_by_dropping(self, planned: PlannedStep) -> int:
         """How much lower the peak would be if the user dropped the forward's results."""
@@ -271,7 +255,7 @@ class _Planner:
         """The declared budget; without one, what the device has left. Not more than it grants."""
         bounds = [self._declared_budget_bytes()]
         if bounds[0] is None and self.known.hardware is None:
-            bounds.append(self.lowered.cut.facts.bytes_left())
+            bounds.append(self.cut.facts.bytes_left())
         if self.request.granted_step_bytes is not None:
             bounds.append(step_constant_bytes(self.problem) + self.request.granted_step_bytes)
         return min((bound for bound in bounds if bound is not None), default=None)
@@ -299,7 +283,7 @@ class _Planner:
 
     def _host_bytes_left(self, memory: HostMemory) -> int | None:
         """This rank's share of the memory, or of the disk, that activations are offloaded to."""
-        kind = self.config.host_kind(self.lowered.cut.facts.device.type)
+        kind = self.config.host_kind(self.cut.facts.device.type)
         if kind.startswith("file:"):
             return default_file_budget_bytes(kind.removeprefix("file:"), local_world_size())
         return default_host_budget_bytes(memory, local_world_size())

@@ -115,11 +115,9 @@ def first_that_fits(
 ) -> T:
     """What ``attempt`` makes of ``gm`` in the first tiles for which it does not fail.
 
-    Where it raises TooSlow, the fastest plan of those tries and the next ones counts.
+    Where it raises TooSlow, the fastest plan of those tries and the next ones counts. Where all
+    fail, the error that tells most is raised.
     ``device_bytes`` is the memory of another device than the one that the tensors lie on.
-
-    Raises:
-        Exception: what the attempt raised; of several the one that tells most.
     """
     if config.exact or config.token_tiles is not None:
         return attempt(gm, replace(config, token_tiles=1) if config.exact else config)
@@ -208,8 +206,7 @@ def _leads_on(error: Exception, tiles: int, config: MemoConfig) -> bool:
 
     A graph that cannot be planned whole cannot be planned in tiles either.
     """
-    refused = isinstance(error, REFUSED)
-    if tiles != 1 or refused:
+    if tiles != 1 or isinstance(error, REFUSED):
         return True
     return config.memory_budget is not None and isinstance(error, Infeasible)
 

@@ -56,10 +56,7 @@ def held_bytes(problem: Problem, results: Sequence[str | None]) -> int:
 
 
 def assume_held(
-    problem: Problem,
-    results: Sequence[str | None],
-    tangents: Sequence[fx.Node],
-    config: MemoConfig,
+    problem: Problem, results: Sequence[str | None], tangents: Sequence[fx.Node], config: MemoConfig
 ) -> Problem:
     """``problem`` with what ``config`` says of the user's results, or what caution asks for."""
     cautious = config.outputs == "auto" and config.memory_budget is not None

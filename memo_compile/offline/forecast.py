@@ -1,5 +1,6 @@
 """Will it fit? A model, a device and a budget answered by a plan that never runs."""
 
+import bisect
 import functools
 import logging
 import math
@@ -18,7 +19,7 @@ from memo_compile.offline.more_layers import NotUniform
 from memo_compile.offline.plan_offline import OfflineStep, plan_step_offline
 from memo_compile.offline.shapes.load import Loaded, load
 from memo_compile.offline.shapes.transformer import Degrees
-from memo_compile.step.problem import CallKind, arena_buffers, call_starts
+from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts
 from memo_compile.step.simulate import memory_levels
 from memo_compile.units import parse_size
 
@@ -89,6 +90,13 @@ class Question:
             return parse_size(self.budget, total_bytes=total, what="budget")
         return total if self.hardware.name == "cpu" else total - CONTEXT_BYTES
 
+    @property
+    def available_bytes(self) -> int:
+        """Of the budget, what a plan may take: an estimate may miss the rest."""
+        if self.hardware.name == "cpu":
+            return self.budget_bytes
+        return int(max(0, self.budget_bytes - CUBLAS_BYTES) / (1 + ESTIMATE_MARGIN))
+
     def state_bytes_per_parameter(self, parameter_bytes: float) -> float:
         """Optimizer state of a parameter of that size, sharded over dp x cp (ZeRO-1)."""
         tensors = OPTIMIZERS[self.optimizer]
@@ -149,8 +157,8 @@ class Forecast:
     @property
     def offloaded_bytes(self) -> int:
         """Bytes that go to the host in one micro-batch."""
-        copies = (call.copy for call in self.step.problem.calls if call.kind is CallKind.OFFLOAD)
-        return sum(copy.end_bytes - copy.start_bytes for copy in copies if copy is not None)
+        offloads = (call for call in self.step.problem.calls if call.kind is CallKind.OFFLOAD)
+        return sum(call.copy.num_bytes for call in offloads if call.copy is not None)
 
     @property
     def recompute_s(self) -> float:
@@ -174,10 +182,9 @@ def forecast(question: Question) -> Forecast:
     """
     loaded = _load(question)
     try:
-        return _within(question, loaded, question.budget_bytes)
+        return _within_budget(question, loaded)
     except Infeasible as error:
-        available = _without_margin(question, question.budget_bytes)
-        if error.floor_bytes is None or error.floor_bytes <= available:
+        if error.floor_bytes is None or error.floor_bytes <= question.available_bytes:
             raise
         return _answer(question, loaded, _plan(question, loaded, error.floor_bytes))
 
@@ -214,20 +221,19 @@ def least_needed(question: Question) -> Need:
         return needed(question)
     policy = "greedy" if question.policy == "auto" else question.policy
     smallest, loaded = replace(question, policy=policy), _load(question)
-    num_bytes: float
     try:
-        num_bytes = _plan(smallest, loaded, 1, token_tiles=TOKEN_TILES).plan.peak_bytes
+        num_bytes: float = _plan(smallest, loaded, 1, token_tiles=TOKEN_TILES).plan.peak_bytes
     except Infeasible as error:
-        num_bytes = math.inf if error.floor_bytes is None else error.floor_bytes
-    return Need(num_bytes, num_bytes <= _without_margin(question, question.budget_bytes))
+        num_bytes = error.floor_bytes or math.inf
+    return Need(num_bytes, num_bytes <= question.available_bytes)
 
 
 def needed(question: Question) -> Need:
     """Whether any plan fits, by the whole choice."""
     try:
-        answer = _within(question, _load(question), question.budget_bytes)
+        answer = _within_budget(question, _load(question))
     except Infeasible as error:
-        return Need(math.inf if error.floor_bytes is None else error.floor_bytes, False)
+        return Need(error.floor_bytes or math.inf, False)
     return Need(math.inf if answer.fits else answer.peak_bytes, answer.fits)
 
 
@@ -241,7 +247,7 @@ def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
     granule = SEQ_GRANULE * question.degrees.tp * question.degrees.cp
     search = _LengthSearch(
         start=(question.seq or START_SEQ) // granule,
-        budget_bytes=_without_margin(question, question.budget_bytes),
+        budget_bytes=question.available_bytes,
         constant_bytes=_constant_bytes(replace(question, seq=granule)),
     )
     while (count := search.next_count()) is not None:
@@ -331,26 +337,19 @@ def _load(question: Question) -> Loaded:
     )
 
 
-def _within(question: Question, loaded: Loaded, budget_bytes: int) -> Forecast:
-    """The answer for a budget of all micro-batches in flight together.
+def _within_budget(question: Question, loaded: Loaded) -> Forecast:
+    """The answer; the budget is of all micro-batches in flight together.
 
     Each of n holds a frame of its own: with F = peak - arena, a plan for F + (budget - F) / n has
     an arena of (budget - F) / n at most, and n of them with F are within the budget.
     """
-    available = _without_margin(question, budget_bytes)
-    step = _plan(question, loaded, available)
+    step = _plan(question, loaded, question.available_bytes)
     answer = _answer(question, loaded, step)
     if answer.fits or answer.in_flight == 1:
         return answer
     beside = step.plan.peak_bytes - step.plan.arena_bytes
-    per_frame = beside + max(0, available - beside) // answer.in_flight
+    per_frame = beside + max(0, question.available_bytes - beside) // answer.in_flight
     return _answer(question, loaded, _plan(question, loaded, per_frame))
-
-
-def _without_margin(question: Question, budget_bytes: int) -> int:
-    if question.hardware.name == "cpu":
-        return budget_bytes
-    return int(max(0, budget_bytes - CUBLAS_BYTES) / (1 + ESTIMATE_MARGIN))
 
 
 def _plan(question: Question, loaded: Loaded, budget_bytes: int, **more: Any) -> OfflineStep:
@@ -367,8 +366,7 @@ def _plan(question: Question, loaded: Loaded, budget_bytes: int, **more: Any) ->
     planned = functools.partial(
         plan_step_offline, config=resolve(options, None), hardware=question.hardware
     )
-    if loaded.shorter is not None:
-        shorter = loaded.shorter
+    if (shorter := loaded.shorter) is not None:
         try:
             return planned(shorter.model, shorter.args, {}, more=shorter.more)
         except NotUniform as error:
@@ -414,20 +412,17 @@ def _peak_at(step: OfflineStep) -> PeakAt | None:
     if not problem.calls:
         return None
     line = int(sum(memory_levels(problem)).argmax())
-    starts = call_starts(problem)
-    index = max(i for i in range(len(problem.calls)) if starts[i] <= line)
-    call = problem.calls[index]
+    call = problem.calls[bisect.bisect_right(call_starts(problem)[:-1], line) - 1]
     alive = [buffer for buffer in arena_buffers(problem) if buffer.start <= line < buffer.end]
     alive.sort(key=lambda buffer: (-buffer.size_bytes, buffer.id))
+    values = {made.id: made.value for made in reversed([*arena_values(problem)])}
     found = []
     for buffer in alive[:NUM_LARGEST]:
-        maker = problem.calls[buffer.call]
-        positions = problem.regions[maker.region].outputs_of_buffers()
-        value = maker.outputs[positions[buffer.index][0]] if buffer.index in positions else None
-        info = problem.tensors.get(value) if value is not None else None
+        value = values.get(buffer.id)
+        info = None if value is None else problem.tensors.get(value)
         found.append(
             TensorAtPeak(
-                name=buffer.id if value is None else f"{maker.name}/{value}",
+                name=f"{problem.calls[buffer.call].name}/{value}" if value else buffer.id,
                 size_bytes=buffer.size_bytes,
                 source=None if info is None else info.source,
             )

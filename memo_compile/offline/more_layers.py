@@ -45,11 +45,7 @@ class NotUniform(Exception):
 
 
 def with_layers(step: CutStep, num_layers: int) -> CutStep:
-    """``step`` as it were for ``num_layers`` layers of the model instead of those it has.
-
-    Args:
-        step: of a model with the same prologue, epilogue and layers, but fewer of these.
-        num_layers: of the model; the difference is a multiple of the layers in a unit.
+    """``step`` as it were if its model had ``num_layers`` layers, more by a multiple of a unit's.
 
     Raises:
         NotUniform: nothing can be said of more layers.
@@ -228,7 +224,7 @@ class _Chains:
             self.level.update(dict.fromkeys(made, unit))
         shared: set[str] = set()
         for unit, following in itertools.pairwise(_alike(calls, units)):
-            for name, after in self._pairs(calls[unit], calls[following]):
+            for name, after in zip(_values(calls[unit]), _values(calls[following]), strict=True):
                 if name == after:
                     shared.add(name)
                     continue
@@ -243,16 +239,6 @@ class _Chains:
         self._preceding = {after: name for name, after in self._following.items()}
         if len(self._preceding) != len(self._following):
             raise NotUniform("two values of a layer are one in the next")
-
-    def _pairs(
-        self, calls: Sequence[CutCall], following: Sequence[CutCall]
-    ) -> Iterator[tuple[str, str]]:
-        """Values at the same place in two layers."""
-        for call, after in zip(calls, following, strict=True):
-            yield from zip(call.inputs, after.inputs, strict=True)
-            yield from zip(call.outputs, after.outputs, strict=True)
-            for target, target_after in zip(call.into, after.into, strict=True):
-                yield target.value, target_after.value
 
     def _level_borders(self) -> None:
         """What comes into the first layer from before and into the last one from behind."""
@@ -288,6 +274,12 @@ def _alike(calls: dict[int, list[CutCall]], units: Sequence[int]) -> Sequence[in
     if any(shapes[unit] != usual for unit in inner):
         raise NotUniform("two layers call different regions")
     return inner
+
+
+def _values(calls: Iterable[CutCall]) -> Iterator[str]:
+    """All that ``calls`` name: at the same places for layers of one shape."""
+    for call in calls:
+        yield from (*call.inputs, *call.outputs, *(target.value for target in call.into))
 
 
 def _shape(call: CutCall) -> tuple[object, ...]:

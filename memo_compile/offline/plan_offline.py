@@ -162,8 +162,7 @@ def _captured(
     graph: fx.GraphModule, facts: GraphFacts, examples: Sequence[Any], config: MemoConfig
 ) -> CapturedStep:
     found: list[CapturedStep] = []
-    name = next_graph_name()
-    capture = StepCapture(config, facts, name, found.append, is_run=False)
+    capture = StepCapture(config, facts, next_graph_name(), found.append, is_run=False)
     capture.run(graph, examples)
     if not found:
         raise UnsupportedGraph(NOTHING_TRAINS)

@@ -3,8 +3,7 @@
     python -m memo_compile.offline.record eager|memo OUT.json NUM_STEPS SCRIPT.py [ARGS...]
 
 ``eager`` replaces the backend by eager execution of the very same graphs. A step is a backward
-after at least one compiled forward; the script is ended after NUM_STEPS of them. What is kept of a
-gradient is two numbers: its norm, and the sum of its elements with alternating signs.
+after at least one compiled forward; the script is ended after NUM_STEPS of them.
 """
 
 import contextlib
@@ -79,11 +78,7 @@ class Recorder:
             self._watch = self._watching.enter_context(watch_memory())
 
     def step_ended(self, roots: Sequence[torch.Tensor]) -> None:
-        """A backward is over; ``roots`` is what it began at.
-
-        Raises:
-            EnoughError: it was the last one.
-        """
+        """A backward that began at ``roots`` is over; an EnoughError where it was the last one."""
         if not self._pending:
             return
         self._pending = False
@@ -129,7 +124,7 @@ class Recorder:
 
 
 def _digest(gradient: torch.Tensor) -> tuple[float, float]:
-    """Norm, and the sum with alternating signs, both in float64 and finite or not as they are."""
+    """All that is kept: norm, and the sum with alternating signs, in float64, finite or not."""
     flat = gradient.detach().flatten()
     norm = math.sqrt(float(flat.square().sum(dtype=torch.float64)))
     signed = flat[::2].sum(dtype=torch.float64) - flat[1::2].sum(dtype=torch.float64)

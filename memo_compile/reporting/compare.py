@@ -84,11 +84,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_snapshot(path: Path) -> dict[str, Any]:
-    """The memory snapshot in ``path``.
-
-    Raises:
-        InputError: the file cannot be read, or is not a snapshot of torch's.
-    """
+    """The snapshot in ``path``; an InputError where it cannot be read, or is none of torch's."""
     with named(path, "read"):
         content = path.read_bytes()
     try:
@@ -190,11 +186,7 @@ def _before(snapshot: Mapping[str, Any], events: Sequence[Mapping[str, Any]], de
 
 
 def compare(plan: Plan, measured: Measured, problem: Problem | None = None) -> Comparison:
-    """``plan`` next to ``measured``; with its ``problem`` layer by layer.
-
-    Raises:
-        InputError: the problem is not the plan's.
-    """
+    """``plan`` next to ``measured``; with its ``problem`` (else an InputError) layer by layer."""
     calls = {name.split("/", 1)[0] for name in plan.offsets}
     labels: dict[str, str] = {}
     planned: dict[str, int] | None = None

@@ -34,11 +34,7 @@ KINDS = ("SAVE", "OFFLOAD", "RECOMPUTE")
 
 
 def emit(tool: str, settings: Settings) -> str:
-    """The settings of ``tool``, one of TOOLS.
-
-    Raises:
-        InputError: another tool.
-    """
+    """The settings of ``tool``; an InputError where it is not one of TOOLS."""
     if tool not in TOOLS:
         raise InputError(f"emit: expected one of {', '.join(TOOLS)}, got {tool!r}")
     rows = {kind: [row for row in settings.decisions if row.decision == kind] for kind in KINDS}

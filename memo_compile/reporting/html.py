@@ -13,11 +13,7 @@ from memo_compile.units import format_bytes, format_seconds
 
 
 def render_html(problem: Problem, plan: Plan) -> str:
-    """The page for ``plan`` of ``problem``; under 2 MB for 80 layers.
-
-    Raises:
-        InputError: the plan is not one of this problem.
-    """
+    """The page for ``plan``, under 2 MB for 80 layers; InputError if it is not of ``problem``."""
     view = view_step(problem, plan)
     arena, memory = charts.arena_map(view, plan), charts.memory_chart(view, plan)
     lanes, frontier = charts.lanes(problem, plan, view), charts.frontier(plan)

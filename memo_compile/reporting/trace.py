@@ -45,11 +45,7 @@ class CallTimes:
 
 
 def chrome_trace(problem: Problem, plan: Plan) -> dict[str, Any]:
-    """The trace of ``plan`` as a JSON object with ``traceEvents``.
-
-    Raises:
-        InputError: the plan is not one of this problem.
-    """
+    """``plan`` as a JSON object with ``traceEvents``; an InputError if it is not of ``problem``."""
     view = view_step(problem, plan)
     timeline = plan.timeline or _timeline_of_lines(problem, view)
     times = call_times(problem, timeline)

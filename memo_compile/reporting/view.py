@@ -136,12 +136,9 @@ def short_source(source: str | None) -> str:
 
 
 def view_step(problem: Problem, plan: Plan) -> StepView:
-    """The picture's model of ``problem`` placed by ``plan``.
+    """The picture's model of ``problem`` placed by ``plan``. Cost: buffers x log calls.
 
-    Cost: buffers x log calls.
-
-    Raises:
-        InputError: the plan is not one of this problem (a buffer has no offset).
+    An InputError where the plan is not one of this problem (a buffer has no offset).
     """
     starts, layers, buffers = call_starts(problem), _layers(problem), arena_buffers(problem)
     backward_start = starts[problem.first_backward]

@@ -15,12 +15,7 @@ from typing import Any
 import torch
 
 from memo_runtime.host_store import HostPool
-from memo_runtime.pages import (
-    ask_for_large_pages,
-    ask_for_small_pages,
-    drop_pages,
-    gives_pages_back,
-)
+from memo_runtime.pages import ask_for_large_pages, drop_pages, gives_pages_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +118,7 @@ class Slab:
         a large one over ``start`` would bring some of them back with what is before it.
         """
         if gives_pages_back(self.device):
-            address, num_bytes = self._storage.data_ptr() + start, self.size_bytes - start
-            ask_for_small_pages(address, num_bytes)
-            drop_pages(address, num_bytes)
+            drop_pages(self._storage.data_ptr() + start, self.size_bytes - start)
             self.resident_bytes = start
 
     def occupy(self, num_bytes: int) -> int:
@@ -142,10 +135,6 @@ class Slab:
         if key not in self._tables:
             self._tables[key] = [[self._view(view) for view in call] for call in table]
         return self._tables[key]
-
-    def forget(self, key: int) -> None:
-        """Drop the views of plan ``key``."""
-        self._tables.pop(key, None)
 
     def _view(self, view: FrameView) -> torch.Tensor:
         if not view.in_frame:
@@ -202,7 +191,7 @@ class DeviceArena:
         """Drop all views of plan ``key``, and memory that no plan needs, host frames too."""
         with self._lock:
             for slab in self._slabs:
-                slab.forget(key)
+                slab._tables.pop(key, None)
             self._slabs = [slab for slab in self._slabs if slab.leased or slab._tables]
         self.host.forget(key)
 

@@ -65,17 +65,13 @@ def ask_for_large_pages(address: int, num_bytes: int) -> None:
         _advise(address, num_bytes, mmap.MADV_HUGEPAGE)
 
 
-def ask_for_small_pages(address: int, num_bytes: int) -> None:
-    """Undo ``ask_for_large_pages`` for ``[address, address + num_bytes)``.
+def drop_pages(address: int, num_bytes: int) -> None:
+    """Give ``[address, address + num_bytes)`` back; private pages read as zero afterwards.
 
-    Of a huge page's range that is in memory in part, Linux brings the rest back whenever it likes
-    (khugepaged, every ten seconds).
+    They come back as small pages: of a huge one's range that is in memory in part, Linux brings the
+    rest back whenever it likes (khugepaged, every ten seconds).
     """
     _advise(address, num_bytes, mmap.MADV_NOHUGEPAGE)
-
-
-def drop_pages(address: int, num_bytes: int) -> None:
-    """Give ``[address, address + num_bytes)`` back; private pages read as zero afterwards."""
     _advise(address, num_bytes, mmap.MADV_DONTNEED)
 
 

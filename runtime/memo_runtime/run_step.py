@@ -1,6 +1,5 @@
 """Runs the two halves of a planned step: the forward and, through the lease, the backward."""
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -15,8 +14,6 @@ from memo_runtime.current import current
 from memo_runtime.heap import HeapWatch
 from memo_runtime.instructions import Instruction, Running
 from memo_runtime.leases import Lease, StepCounters, lease_frame, lease_ordinary, leases
-
-log = logging.getLogger("memo")
 
 
 class StepError(RuntimeError):

@@ -321,7 +321,7 @@ def _needing(limit, curve=1.0):
 
     def needed(setting):
         constant = forecasting._constant_bytes(setting)
-        room = forecasting._without_margin(setting, setting.budget_bytes) - constant
+        room = setting.available_bytes - constant
         num_bytes = constant + room * (setting.seq / (limit + 1)) ** curve
         return Need(num_bytes, setting.seq <= limit)
 

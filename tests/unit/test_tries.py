@@ -262,12 +262,13 @@ def test_a_plan_is_fast_near_its_computation_and_where_no_other_was_faster():
     step = SETUPS["slices"].ready()
     timeline = Timeline(step_s=3.0, stall_s=0.0)
     plan = replace(step.planned.plan, timeline=timeline, compute_s=2.0)
-    require_fast(plan, MemoConfig(max_over_compute=1.5, max_step_s=3.1))
-    require_fast(replace(plan, timeline=None), MemoConfig(max_over_compute=1.06, max_step_s=2.1))
+    require_fast(plan, MemoConfig(max_over_compute=1.5, max_step_s=3.1), 2.0)
+    kept = replace(plan, timeline=None)
+    require_fast(kept, MemoConfig(max_over_compute=1.06, max_step_s=2.1), 2.0)
     with pytest.raises(TooSlow, match="others are faster"):  # though it keeps everything
-        require_fast(replace(plan, timeline=None), MemoConfig(max_step_s=1.9))
+        require_fast(kept, MemoConfig(max_step_s=1.9), 2.0)
     with pytest.raises(TooSlow, match=r"1\.500 x the computation"):
-        require_fast(plan, MemoConfig(max_over_compute=1.06))
+        require_fast(plan, MemoConfig(max_over_compute=1.06), 2.0)
     with pytest.raises(TooSlow, match="others are faster") as caught:
         require_fast(plan, MemoConfig(max_step_s=3.0))
     assert caught.value.step_s == 3.0

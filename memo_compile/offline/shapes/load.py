@@ -60,11 +60,7 @@ class Shorter:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The dtype called ``name``.
-
-    Raises:
-        InputError: unknown.
-    """
+    """The dtype called ``name``; an InputError where there is none."""
     if name not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
@@ -92,19 +88,17 @@ def load(
     with fake_mode():
         made, inputs = first_stage(shape, degrees, seq=seq, batch=batch, dtype=dtype)
         shorter = _shorter(made, shape, degrees, seq=seq, batch=batch, dtype=dtype)
-    notes: tuple[str, ...] = ()
-    if degrees.pp > 1:
-        notes = (
-            f"planned is the first of {degrees.pp} pipeline stages, which has {degrees.pp} "
-            "micro-batches in flight (1F1B); bubbles are not in the step time",
-        )
+    note = (
+        f"planned is the first of {degrees.pp} pipeline stages, which has {degrees.pp} "
+        "micro-batches in flight (1F1B); bubbles are not in the step time"
+    )
     return Loaded(
         name=shape.name,
         model=made,
         args=inputs,
         shorter=shorter,
         num_tokens=seq * batch,
-        notes=notes,
+        notes=(note,) if degrees.pp > 1 else (),
     )
 
 
@@ -190,9 +184,8 @@ def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) 
         raise InputError(f"{text}: expected (model, example inputs), got {type(made).__name__}")
     model, inputs = made
     num_tokens = seq * batch if seq is not None and "seq" in wanted else None
-    notes = (
-        () if seq is None or "seq" in wanted else ("the function takes no seq: --seq is unused",)
-    )
+    unused = seq is not None and "seq" not in wanted
+    notes = ("the function takes no seq: --seq is unused",) if unused else ()
     if isinstance(inputs, Mapping):
         return Loaded(name=text, model=model, kwargs=inputs, num_tokens=num_tokens, notes=notes)
     if isinstance(inputs, torch.Tensor):
