@@ -147,8 +147,7 @@ class MemoConfig:
     def copy_speeds(self) -> tuple[float | None, float | None]:
         """What ``copy_bytes_per_s`` bounds: the speed to the host, and back.
 
-        Raises:
-            ConfigError: there are neither one nor two speeds.
+        Raises ConfigError: there are neither one nor two speeds.
         """
         speeds = self.copy_bytes_per_s
         if speeds is None or isinstance(speeds, int | float):
@@ -187,8 +186,7 @@ _configured: dict[str, Any] = {}
 def configure(**options: Any) -> None:
     """Set defaults for every later compilation in this process; ``None`` resets an option.
 
-    Raises:
-        ConfigError: an option is unknown or its value cannot be used.
+    Raises ConfigError: an option is unknown or its value cannot be used.
     """
     known = _checked(options, "configure()")
     for key, value in known.items():
@@ -271,8 +269,7 @@ def _flags(text: str) -> tuple[str, ...]:
 def local_world_size() -> int:
     """Ranks of this job on this host, as torchrun sets it; 1 without it.
 
-    Raises:
-        ConfigError: LOCAL_WORLD_SIZE is not a positive integer.
+    Raises ConfigError: LOCAL_WORLD_SIZE is not a positive integer.
     """
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not text.isascii() or not text.isdigit() or int(text) < 1:

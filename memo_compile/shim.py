@@ -432,10 +432,8 @@ def traced_whole(
     """The whole Dynamo graph of ``function`` and its inputs, as a backend gets them; nothing runs.
 
     Inside, the graph can be compiled. None where ``function`` computes nothing. What Dynamo leaves
-    among the function's globals for code that runs is gone at the end. (2.11, 2.13)
-
-    Raises:
-        Exception: Dynamo's own; ``graph_break`` names a graph break.
+    among the function's globals for code that runs is gone at the end. (2.11, 2.13) Raises
+    Exception: Dynamo's own; ``graph_break`` names a graph break.
     """
     function = innermost_fn(getattr(function, "_orig_mod", function))  # of what was compiled
     if not isinstance(function, torch.nn.Module) and not hasattr(function, "__globals__"):

@@ -44,8 +44,7 @@ def read_json(path: Path) -> Any:
 def parse_json(text: str, where: str) -> Any:
     """The data that ``text`` holds; ``where`` is how errors call its file.
 
-    Raises:
-        InputError: it is not JSON; the message starts with file:line.
+    Raises InputError: it is not JSON; the message starts with file:line.
     """
     try:
         return json.loads(text)

@@ -49,8 +49,7 @@ def require_proved(
 ) -> None:
     """``planned`` computes what ``whole`` computes.
 
-    Raises:
-        InvalidPlan: it may not; the message names the calls.
+    Raises InvalidPlan: it may not; the message names the calls.
     """
     verdict = prove(whole, unmoved, planned, recomputations)
     if not verdict.ok:

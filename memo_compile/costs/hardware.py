@@ -180,10 +180,8 @@ def find_hardware(name: str) -> HardwareProfile:
     """The profile called ``name``, or the one in the JSON file of that path.
 
     Case, a leading maker or ``rtx`` and separators of a name do not matter. A path ends in
-    ``.json`` or has a separator.
-
-    Raises:
-        InputError: an unknown name (the message lists the names), or a file that is no profile.
+    ``.json`` or has a separator. Raises InputError: an unknown name (the message lists the names),
+    or a file that is no profile.
     """
     if name.endswith(".json") or os.sep in name:
         return read_profile(Path(name))
@@ -235,8 +233,7 @@ def profile_to_dict(profile: HardwareProfile) -> dict[str, Any]:
 def read_profile(path: Path) -> HardwareProfile:
     """The profile in a JSON file as ``profile_to_dict`` makes it.
 
-    Raises:
-        InputError: no such file, not JSON, or a figure is missing or no number; it is named.
+    Raises InputError: no such file, not JSON, or a figure is missing or no number; it is named.
     """
     body = read_json(path)
     if not isinstance(body, dict) or body.get("schema_version") != PROFILE_SCHEMA_VERSION:

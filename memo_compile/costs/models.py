@@ -133,8 +133,7 @@ _ALIASES = {
 def find_model(name: str) -> ModelShape:
     """The shape called ``name``; case, dashes, underscores and blanks do not matter.
 
-    Raises:
-        InputError: unknown; the message suggests the nearest name and lists all.
+    Raises InputError: unknown; the message suggests the nearest name and lists all.
     """
     known = {_key(canonical): canonical for canonical in MODELS}
     known |= {_key(alias): canonical for alias, canonical in _ALIASES.items()}

@@ -40,8 +40,7 @@ def plan_step(
 ) -> PlannedStep:
     """The checked plan of the step; ``known`` keeps what the next request need not find again.
 
-    Raises:
-        Infeasible: the budget is below what any plan needs.
+    Raises Infeasible: the budget is below what any plan needs.
     """
     start = time.perf_counter()
     planner = _Planner(
@@ -263,8 +262,7 @@ class _Planner:
     def _host_budget_bytes(self) -> int | None:
         """What the host gives each live step: its part of the declared budget or of the rest.
 
-        Raises:
-            ConfigError: more was declared than the host has left.
+        Raises ConfigError: more was declared than the host has left.
         """
         memory = host_memory()
         declared = self.config.declared_host_budget_bytes(memory.total_bytes)

@@ -71,8 +71,7 @@ def available_engines() -> tuple[Engine, ...]:
 def make_model(name: str, engine: Engine | None = None) -> Any:
     """An empty, silent ``mip.Model`` that minimises.
 
-    Raises:
-        ConfigError: ``engine``, or with None every engine, is missing on this machine.
+    Raises ConfigError: ``engine``, or with None every engine, is missing on this machine.
     """
     engines = available_engines()
     if engine is not None and engine not in engines:

@@ -41,8 +41,7 @@ class _Life:
 def memory_snapshot(problem: Problem, plan: Plan) -> dict[str, Any]:
     """What ``torch.cuda.memory._snapshot()`` would give after one step; ``pickle`` it.
 
-    Raises:
-        InputError: the plan is not one of this problem.
+    Raises InputError: the plan is not one of this problem.
     """
     view = view_step(problem, plan)
     address = FIRST_ADDRESS

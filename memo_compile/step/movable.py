@@ -102,11 +102,7 @@ class StepCosts:
     """Where the numbers come from, for the report: ``measured``, ``roofline: h200`` ..."""
 
     def call_s(self, call: StepCall) -> float:
-        """Seconds of the region that ``call`` runs.
-
-        Raises:
-            InputError: they are not known.
-        """
+        """Seconds of the region that ``call`` runs. Raises InputError: they are not known."""
         seconds = self.region_s.get(call.region)
         if seconds is None:
             raise InputError(

@@ -34,8 +34,7 @@ def to_json(data: Problem | Plan | StepCosts) -> str:
 def from_json(text: str, kind: type[Data], *, where: str = "input") -> Data:
     """The ``kind`` that ``text`` holds; a Plan without what was observed of it.
 
-    Raises:
-        InputError: not JSON, another kind or version, or a field that is missing or wrong.
+    Raises InputError: not JSON, another kind or version, or a field that is missing or wrong.
     """
     content = parse_json(text, where)
     if not isinstance(content, dict) or content.get("kind") != _kind_name(kind):
@@ -100,8 +99,8 @@ _SCALARS: dict[Any, tuple[Any, str]] = {
 def restore(value: Any, kind: Any, where: str) -> Any:
     """``value`` from JSON as ``kind``: a dataclass, enum, tuple, mapping, or optional of these.
 
-    Raises:
-        InputError: a field is missing, unknown or of another type; it is named from ``where`` on.
+    Raises InputError: a field is missing, unknown or of another type; it is named from ``where``
+    on.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):

@@ -66,8 +66,7 @@ class StreamOrder:
 class Slab:
     """One piece of device memory that holds one frame at a time.
 
-    Raises:
-        ArenaError: the device has not got ``size_bytes``.
+    Raises ArenaError: the device has not got ``size_bytes``.
     """
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:

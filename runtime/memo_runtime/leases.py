@@ -199,8 +199,7 @@ def lease_frame(
 ) -> Lease:
     """A frame of the device's arena for one step, and a host frame of ``host_bytes`` if any.
 
-    Raises:
-        ArenaError, HostStoreError: one of them was refused; nothing is held.
+    Raises ArenaError, HostStoreError: one of them was refused; nothing is held.
     """
     with contextlib.ExitStack() as at_end:
         slab, host = arena.acquire(size_bytes), None

@@ -84,8 +84,7 @@ class StepPlan:
     def reserve(self) -> None:
         """The frames of all live steps are allocated: a refusal comes now, not in the first step.
 
-        Raises:
-            ArenaError, HostStoreError: a frame, or a host frame, was refused.
+        Raises ArenaError, HostStoreError: a frame, or a host frame, was refused.
         """
         held = []
         try:
@@ -218,10 +217,8 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
 
     The step is finished by the plan that its forward ran with, which may be an older one than
     ``plan``; both take the same ``args``. With ``keep_graph`` the frame is as before afterwards, so
-    that the backward can run again.
-
-    Raises:
-        StepError: the step's frame is gone; nothing has been overwritten.
+    that the backward can run again. Raises StepError: the step's frame is gone; nothing has been
+    overwritten.
     """
     lease = leases.find(args[plan.backward.arguments.index(plan.backward.handle)])
     if lease is None:

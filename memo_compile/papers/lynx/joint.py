@@ -59,8 +59,7 @@ class JointProblem:
     def from_json(data: Mapping[str, Any]) -> "JointProblem":
         """The problem that ``data`` describes; docs/many-gpus.md lists the fields.
 
-        Raises:
-            InputError: a field is missing or cannot be used; it is named.
+        Raises InputError: a field is missing or cannot be used; it is named.
         """
         layer = data.get("layer")
         if not isinstance(layer, Mapping):

@@ -98,8 +98,7 @@ class Evaluation:
 def describe_workload(shape: ModelShape, seq: int, global_batch: int) -> Workload:
     """The numbers of ``shape`` that the expressions below need.
 
-    Raises:
-        InputError: ``seq`` is below 1.
+    Raises InputError: ``seq`` is below 1.
     """
     tensors = (*layer_tensors(shape, seq), layer_output(shape))
     moved = sum(tensor.moved_bytes_per_token for tensor in tensors)

@@ -20,8 +20,7 @@ from memo_compile.planners.solver import SolveStatus
 class Buffer:
     """``size`` bytes that are live over the half-open ``[lower, upper)`` minus ``gaps``.
 
-    Raises:
-        InputError: a field makes no sense; the message names the buffer and the field.
+    Raises InputError: a field makes no sense; the message names the buffer and the field.
     """
 
     id: str
@@ -110,9 +109,8 @@ class Block:
 class PlacementProblem:
     """Buffers that share one arena.
 
-    Raises:
-        InputError: an id twice, an unknown block, a transient that outlives its block, a fixed
-            offset off the alignment, or two fixed buffers that share a byte at the same time.
+    Raises InputError: an id twice, an unknown block, a transient that outlives its block, a fixed
+    offset off the alignment, or two fixed buffers that share a byte at the same time.
     """
 
     buffers: tuple[Buffer, ...]

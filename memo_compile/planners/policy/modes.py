@@ -92,8 +92,7 @@ class ModeCost:
 def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
     """What ``mode`` costs a layer of ``cls``.
 
-    Raises:
-        UnsupportedGraph: there is no region that recomputes its slots.
+    Raises UnsupportedGraph: there is no region that recomputes its slots.
     """
     key = recompute_key(cls, mode)
     region = recompute(key) if key is not None else None
