@@ -46,10 +46,7 @@ def check(problem: Problem, plan: Plan) -> CheckVerdict:
 
 
 def require_valid(problem: Problem, plan: Plan) -> Plan:
-    """``plan`` with its verdict.
-
-    Raises InvalidPlan: the replay found a fault; the message lists it.
-    """
+    """``plan`` with its verdict. Raises InvalidPlan: the replay found a fault; it is listed."""
     verdict = check(problem, plan)
     if not verdict.ok:
         raise InvalidPlan(f"plan {plan.name or 'of this step'}: {verdict}")

@@ -197,19 +197,16 @@ def find_hardware(name: str) -> HardwareProfile:
 
 
 def declared_for(device: str) -> HardwareProfile | None:
-    """The named profile of a device that calls itself ``device``: ``NVIDIA A100-SXM4-80GB``.
-
-    None when no word of that is a profile's name.
-    """
+    """The named profile of ``device`` (``NVIDIA A100-SXM4-80GB``); None where no word names one."""
     words = re.split(r"[\s_-]+", device.lower())
     return next((HARDWARE[word] for word in words if word in HARDWARE), None)
 
 
 def hardware_of(device: str) -> HardwareProfile:
-    """The named profile of a device that calls itself ``device``; of an unknown one a stand-in.
+    """The named profile of ``device``; of an unknown one a stand-in, whose name says so.
 
-    The stand-in has the figures of an A100 and says so in its name. What it costs is a ratio of
-    times that suits another GPU; memory is never read from it.
+    It has an A100's figures: its costs are ratios of times that suit another GPU; memory is never
+    read from it.
     """
     stand_in = dataclasses.replace(HARDWARE["a100"], name=f"a100 in place of {device}")
     return declared_for(device) or stand_in

@@ -108,10 +108,7 @@ def matmul_dtype(device: torch.device) -> torch.dtype:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device called ``name``; None is the first GPU, or the CPU where there is none.
-
-    Raises InputError: not a CPU or CUDA device, or not in this machine.
-    """
+    """The device ``name``; by default the first GPU, else the CPU. Raises InputError: not here."""
     if name is None:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:

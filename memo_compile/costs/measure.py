@@ -43,10 +43,7 @@ class MemoryWatch:
 
 
 def resident_bytes() -> int:
-    """Anonymous resident memory of this process now.
-
-    Raises RuntimeMisuse: the kernel does not say (not Linux, or older than 4.5).
-    """
+    """This process's ``RssAnon`` now. Raises RuntimeMisuse: not Linux, or older than 4.5."""
     return _field_bytes(_STATUS, "RssAnon:")
 
 

@@ -212,10 +212,7 @@ def _leads_on(error: Exception, tiles: int, config: MemoConfig) -> bool:
 
 
 def _more_telling(before: Exception, error: Exception) -> Exception:
-    """Which of two failures to raise: of two floors the lower, else the later one.
-
-    The one ``before`` where the later says nothing of memory.
-    """
+    """The failure to raise: the lower floor, else the later one if it says something of memory."""
     if isinstance(error, UnsupportedGraph):
         return before
     if not isinstance(before, Infeasible):

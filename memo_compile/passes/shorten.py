@@ -81,10 +81,7 @@ class ShortenTokens:
     is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
-        """A new graph; ``gm`` stays as it is.
-
-        Raises UnsupportedGraph: none of its sizes is the number of tokens.
-        """
+        """A new graph. Raises UnsupportedGraph: none of its sizes is the number of tokens."""
         for size in _candidates(gm, self.static_inputs):
             if size % self.part == 0:
                 scale = _Scale(old=size, new=size // self.part)

@@ -122,10 +122,7 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeKey:
-    """Which region recomputes: the class, the slots it makes, and how many rows (None: all).
-
-    Rows are the first ones, ``[0, rows)``.
-    """
+    """Which region recomputes: class, slots it makes, rows ``[0, rows)`` (None: all)."""
 
     class_key: str
     slots: tuple[int, ...]

@@ -21,10 +21,7 @@ _OBSERVED = frozenset(field.name for field in dataclasses.fields(Observed))
 
 
 def to_json(data: Problem | Plan | StepCosts) -> str:
-    """``data`` as JSON text; equal data gives equal text.
-
-    A plan's text has what was observed of it: nothing, where only the plan is given.
-    """
+    """``data`` as JSON; equal data, equal text. A bare Plan's has nothing observed."""
     if isinstance(data, Plan) and not isinstance(data, ReportedPlan):
         data = ReportedPlan.of(data, Observed())
     content = {"schema": SCHEMA_VERSION, "kind": _kind_name(type(data)), **plain(data)}

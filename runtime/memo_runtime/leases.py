@@ -54,8 +54,7 @@ class Lease:
     host: HostStore | None = None
     engine: CopyEngine | None = None
     plan: Any = None
-    """The StepPlan of its forward. The backward must be that plan's too, also where the step was
-    planned again in between."""
+    """The StepPlan of its forward, and so of its backward, whatever was planned in between."""
     saved: list[Any] = field(default_factory=list)
     """What the forward leaves for its backward: tensors in the frame, and views of inputs or
     results, which lie in ordinary memory."""

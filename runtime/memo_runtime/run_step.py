@@ -33,11 +33,9 @@ class RunHalf:
     leased: tuple[int, ...]
     """FORWARD: registers to keep in the lease; BACKWARD: registers to fill from it."""
     checked: tuple[int, ...] = ()
-    """FORWARD: registers of the step's own inputs behind what is leased: the user may write into
-    those."""
+    """FORWARD: registers of the step's inputs behind what is leased: the user may write there."""
     visible: tuple[int, ...] = ()
-    """FORWARD: registers among ``leased`` in the memory of results: the user may write into those
-    too."""
+    """FORWARD: registers among ``leased`` in results' memory: the user may write there too."""
     planned_bytes: int = 0
     """What the step holds as the half begins, its frame and ordinary memory."""
     resident_bytes: int | None = None
