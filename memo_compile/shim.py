@@ -196,10 +196,7 @@ def min_cut_saved_names(
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm`` with a graph of its own: what rewrites one of the two leaves the other as it is.
-
-    Nodes keep their names, and the module what Dynamo noted on it.
-    """
+    """``gm`` with a graph of its own, to be rewritten; names and Dynamo's notes are kept."""
     graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
@@ -407,7 +404,7 @@ def has_fsdp_modules() -> bool:
 
 
 def dynamo_counts() -> tuple[dict[str, int], int]:
-    """Graph breaks by reason, functions Dynamo gave up recompiling; since a reset (2.11, 2.13)."""
+    """Graph breaks by reason, and functions Dynamo gave up, since its last reset (2.11, 2.13)."""
     breaks = {reason.splitlines()[0]: n for reason, n in counters["graph_break"].items() if reason}
     given_up = counters["unimplemented"].items()
     return breaks, sum(n for reason, n in given_up if "recompile limit exceeded" in reason)

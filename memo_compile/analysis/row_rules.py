@@ -51,10 +51,7 @@ and the argument's shape; None when it mixes them."""
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of ``node``'s operator; None for operators that memo does not know or may not split.
-
-    Random operators, collectives, writes and custom operators have none.
-    """
+    """The rule of ``node``; none for unknown, random, custom operators, collectives and writes."""
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
@@ -81,7 +78,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def _of_first(dim_rule: DimRule) -> Rule:
-    """The rule of operators that keep or move the rows of their first argument, the only ones."""
+    """The rule of operators that keep or move the rows of their first argument, given alone."""
 
     @functools.wraps(dim_rule)
     def rule(node: fx.Node, rows: Rows) -> Carried | None:

@@ -355,7 +355,7 @@ class _Slicer(FakeCopier):
         self._require_rows(copy, node, row)
 
     def _require_rows(self, copy: fx.Node, node: fx.Node, row: RowDim) -> None:
-        """Raises UnsupportedGraph: not the whole's shape with fewer rows (size 1 treated apart)."""
+        """Raises UnsupportedGraph for another shape than the whole's: size 1 is treated apart."""
         if row.dim >= len(shape_of(node)):
             return  # a tuple whose first element is no tensor
         expected = list(shape_of(node))

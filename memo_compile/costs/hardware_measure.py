@@ -108,7 +108,7 @@ def matmul_dtype(device: torch.device) -> torch.dtype:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device ``name``; by default the first GPU, else the CPU. Raises InputError: not here."""
+    """The device ``name``; None: the first GPU, else the CPU. Raises InputError: it is not here."""
     if name is None:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:

@@ -78,7 +78,7 @@ def placed_step(
 
 
 def require_budget(plan: Plan) -> None:
-    """``plan`` fits its budget; else Infeasible, the peak as its floor: nothing else was tried."""
+    """``plan`` fits. Raises Infeasible: its own peak is the floor, as nothing else was tried."""
     if plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes:
         return
     fixed = plan.fixed

@@ -409,10 +409,7 @@ def call_starts(problem: Problem) -> tuple[int, ...]:
 
 
 def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:
-    """Every arena buffer of the step with its life; a crossing value lives to its last reader.
-
-    Cost: linear in the number of buffers and reads of all calls.
-    """
+    """Every arena buffer with its life, a crossing value's to its last reader. Cost: linear."""
     starts = call_starts(problem)
     last_read = last_reads(problem, starts)
     found = []

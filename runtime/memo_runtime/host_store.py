@@ -130,7 +130,10 @@ class HostPool:
     """Re-entrant: the collector may end a lease while this thread holds it."""
 
     def acquire(self, kind: str, size_bytes: int, plan_key: int) -> HostStore:
-        """The tightest free store that fits, else a new one. Raises HostStoreError: refused."""
+        """The tightest free store that fits; else a new one, in place of a free one too small.
+
+        Raises HostStoreError: new memory was refused.
+        """
         with self.lock:
             # What a parent process made is shared with it: a forked child starts afresh.
             self.stores = [store for store in self.stores if store.pid == os.getpid()]

@@ -184,10 +184,7 @@ class Placement:
 
 
 def fixed_collisions(buffers: Iterable[Buffer]) -> Iterator[tuple[Buffer, Buffer]]:
-    """Pairs with fixed offsets that share a byte while both are live, in order of time.
-
-    A sweep over the live fixed spans: quadratic only in how many are live at once.
-    """
+    """Pairs with fixed offsets that share a live byte, by time. Quadratic in what lives at once."""
     fixed = [(b.offset, b) for b in buffers if b.offset is not None and b.size > 0]
     spans = sorted(
         (lower, upper, index) for index, (_, b) in enumerate(fixed) for lower, upper in b.segments()
