@@ -145,11 +145,7 @@ class MemoConfig:
         return parse_size(self.host_budget, total_bytes=total_bytes, what="host_budget")
 
     def copy_speeds(self) -> tuple[float | None, float | None]:
-        """What ``copy_bytes_per_s`` bounds: the speed to the host, and back.
-
-        Raises:
-            ConfigError: there are neither one nor two speeds.
-        """
+        """The speed to the host, and back. Raises ConfigError: neither one nor two are given."""
         speeds = self.copy_bytes_per_s
         if speeds is None or isinstance(speeds, int | float):
             return speeds, speeds
@@ -187,8 +183,7 @@ _configured: dict[str, Any] = {}
 def configure(**options: Any) -> None:
     """Set defaults for every later compilation in this process; ``None`` resets an option.
 
-    Raises:
-        ConfigError: an option is unknown or its value cannot be used.
+    Raises ConfigError: an option is unknown or its value cannot be used.
     """
     known = _checked(options, "configure()")
     for key, value in known.items():
@@ -269,11 +264,7 @@ def _flags(text: str) -> tuple[str, ...]:
 
 
 def local_world_size() -> int:
-    """Ranks of this job on this host, as torchrun sets it; 1 without it.
-
-    Raises:
-        ConfigError: LOCAL_WORLD_SIZE is not a positive integer.
-    """
+    """Ranks of this job on this host (LOCAL_WORLD_SIZE), or 1. Raises ConfigError: not positive."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ConfigError(f"LOCAL_WORLD_SIZE: expected an integer of at least 1, got {text!r}")
@@ -281,10 +272,7 @@ def local_world_size() -> int:
 
 
 def cache_folder() -> Path | None:
-    """Where memo keeps what it measured: ``$XDG_CACHE_HOME/memo``, else ``~/.cache/memo``.
-
-    None where the user has no home.
-    """
+    """``$XDG_CACHE_HOME/memo``, else ``~/.cache/memo``; None where the user has no home."""
     base = os.environ.get("XDG_CACHE_HOME")
     if base and Path(base).is_absolute():
         return Path(base) / "memo"

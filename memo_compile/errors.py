@@ -23,11 +23,7 @@ class InputError(MemoError, ValueError):
 
 
 def require_at_least(least: int, values: Mapping[str, float]) -> None:
-    """Every value, by its name, is ``least`` or more.
-
-    Raises:
-        InputError: one is not; it is named.
-    """
+    """All ``values`` are ``least`` or more. Raises InputError: one is not; it is named."""
     for name, value in values.items():
         if not value >= least:
             raise InputError(f"{name}: expected at least {least}, got {value}")

@@ -129,10 +129,7 @@ _COMPILERS = ("cpp", "cpp_pybinding", "halide", "triton", "multi_kernel", "palla
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Graphs are lowered to wrapper code inside, and none of their kernels is compiled.
-
-    What is lowered cannot run.
-    """
+    """Graphs become wrapper code inside, without compiled kernels: what is lowered cannot run."""
     names = (name for name in (*_COMPILERS, "wait") if name in vars(AsyncCompile))
     with _compiles_with(dict.fromkeys(names, lambda *_, **__: None)):
         yield
@@ -199,10 +196,7 @@ def min_cut_saved_names(
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm`` with a graph of its own: what rewrites one of the two leaves the other as it is.
-
-    Nodes keep their names, and the module what Dynamo noted on it.
-    """
+    """``gm`` with a graph of its own, to be rewritten; names and Dynamo's notes are kept."""
     graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
@@ -339,10 +333,7 @@ def written_inputs(context: TracingContext, num_inputs: int) -> frozenset[int]:
 
 
 def nothing_else_compiles() -> contextlib.AbstractContextManager[Any]:
-    """Dynamo's lock, which it holds when it calls a backend: Inductor's tables are the process's.
-
-    What is compiled at run time must take it too.
-    """
+    """Dynamo's lock, held when it calls a backend, and needed by what is compiled at run time."""
     return convert_frame.compile_lock
 
 
@@ -351,10 +342,7 @@ real_tensors = unset_fake_temporarily
 
 
 def storages_of(values: Sequence[Any]) -> list[tuple[Any, int]]:
-    """(weak reference, bytes) of the storages of the tensors among ``values``.
-
-    ``expired()`` of the reference says that the storage is gone (2.11, 2.13).
-    """
+    """(weak reference, bytes) of the tensors' storages; ``expired()``: it is gone (2.11, 2.13)."""
     found = {}
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -416,10 +404,7 @@ def has_fsdp_modules() -> bool:
 
 
 def dynamo_counts() -> tuple[dict[str, int], int]:
-    """Graph breaks by reason, and how many functions Dynamo gave up after too many compilations.
-
-    Since torch last cleared its counters (2.11, 2.13).
-    """
+    """Graph breaks by reason, and functions Dynamo gave up, since its last reset (2.11, 2.13)."""
     breaks = {reason.splitlines()[0]: n for reason, n in counters["graph_break"].items() if reason}
     given_up = counters["unimplemented"].items()
     return breaks, sum(n for reason, n in given_up if "recompile limit exceeded" in reason)
@@ -432,10 +417,8 @@ def traced_whole(
     """The whole Dynamo graph of ``function`` and its inputs, as a backend gets them; nothing runs.
 
     Inside, the graph can be compiled. None where ``function`` computes nothing. What Dynamo leaves
-    among the function's globals for code that runs is gone at the end. (2.11, 2.13)
-
-    Raises:
-        Exception: Dynamo's own; ``graph_break`` names a graph break.
+    among the function's globals for code that runs is gone at the end. (2.11, 2.13) Raises
+    Exception: Dynamo's own; ``graph_break`` names a graph break.
     """
     function = innermost_fn(getattr(function, "_orig_mod", function))  # of what was compiled
     if not isinstance(function, torch.nn.Module) and not hasattr(function, "__globals__"):

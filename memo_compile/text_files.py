@@ -25,10 +25,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """What ``path`` holds, without the mark that some editors begin a text with.
-
-    An InputError where it cannot be read, or is no text.
-    """
+    """What ``path`` holds, without a byte order mark. Raises InputError: unreadable, or no text."""
     try:
         with named(path, "read"):
             return path.read_text(encoding="utf-8-sig")
@@ -42,11 +39,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The data that ``text`` holds; ``where`` is how errors call its file.
-
-    Raises:
-        InputError: it is not JSON; the message starts with file:line.
-    """
+    """The data of ``text``. Raises InputError: no JSON; the message starts with ``where``:line."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

@@ -14,10 +14,8 @@ _PERCENT = re.compile(r"^\s*(\d+(?:\.\d*)?)\s*%\s*$")
 def parse_size(text: str | int, *, total_bytes: int | None = None, what: str = "size") -> int:
     """Bytes of ``text``: an int of bytes, or KB/MB/GB/TB (10^n), or KiB/MiB/GiB/TiB (2^n).
 
-    ``80%`` is of ``total_bytes``, the device's memory.
-
-    Raises:
-        ConfigError: not a size, negative, or a percentage where the total is unknown.
+    ``80%`` is of ``total_bytes``, the device's memory. Raises ConfigError: not a size, negative, or
+    a percentage where the total is unknown.
     """
     if isinstance(text, bool) or not isinstance(text, int | str):
         raise ConfigError(f"{what}: expected bytes or a text like '60GiB', got {text!r}")

@@ -42,10 +42,7 @@ class JointUnits:
 
 
 def forward_nodes(joint: fx.GraphModule) -> tuple[fx.Node, ...]:
-    """The call_function nodes of the forward, in graph order.
-
-    Nodes that a pattern replaced carry no tag; they belong to the forward when it reads them.
-    """
+    """The forward's call_function nodes in graph order, untagged ones that it reads included."""
     nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
     wanted = makers_of(n for n in nodes if n.meta.get("partitioner_tag") == "is_forward")
     return tuple(node for node in nodes if node in wanted)

@@ -56,10 +56,7 @@ class Repeat:
 
 
 def token_runs(tokens: NDArray[np.int64], offset: int = 0) -> list[TokenRun]:
-    """Every maximal run with at least two periods, for every period of two nodes or more.
-
-    Quadratic in ``len(tokens)``, in numpy: 0.2 s for 10,000 tokens.
-    """
+    """Maximal runs of two periods or more, each of at least 2 nodes. Quadratic: 10,000 in 0.2 s."""
     runs = []
     for period in range(2, len(tokens) // 2 + 1):
         differs = np.flatnonzero(tokens[:-period] != tokens[period:])

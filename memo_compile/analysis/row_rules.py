@@ -28,10 +28,7 @@ from memo_compile.analysis.views import is_tensor, shape_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowDim:
-    """Where a value has its rows: ``size(dim) == num_rows * factor``.
-
-    Row r is the entries ``[r * factor, (r + 1) * factor)`` of that dimension.
-    """
+    """Row r is entries ``[r * factor, (r + 1) * factor)`` of ``dim``, num_rows * factor in all."""
 
     dim: int
     factor: int
@@ -54,10 +51,7 @@ and the argument's shape; None when it mixes them."""
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of ``node``'s operator; None for operators that memo does not know or may not split.
-
-    Random operators, collectives, writes and custom operators have none.
-    """
+    """The rule of ``node``; none for unknown, random, custom operators, collectives and writes."""
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
@@ -84,10 +78,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def _of_first(dim_rule: DimRule) -> Rule:
-    """The rule of operators that keep or move the rows that their first argument has, alone.
-
-    It is given once, and no other input carries rows.
-    """
+    """The rule of operators that keep or move the rows of their first argument, given alone."""
 
     @functools.wraps(dim_rule)
     def rule(node: fx.Node, rows: Rows) -> Carried | None:
@@ -336,10 +327,7 @@ def _index_select(node: fx.Node, rows: Rows) -> Carried | None:
 
 @_of_first
 def _norm(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
-    """The last dimensions, as many as ``normalized_shape`` has, are mixed.
-
-    Mean and reciprocal deviation keep all dimensions, those with size 1.
-    """
+    """The last ``len(normalized_shape)`` dimensions are mixed; statistics keep them with size 1."""
     return dim if dim < len(before) - len(argument(node, "normalized_shape")) else None
 
 

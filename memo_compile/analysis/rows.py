@@ -50,10 +50,8 @@ def row_dims(
     A tuple's dimension is that of its elements. Nodes that mix rows, random operators, collectives,
     writes, custom operators, and all that depends on one of them, are absent. Placeholders that an
     operator reads row by row beside a value with rows (tables of angles, labels, masks) carry rows
-    too, and are in the result with their dimension although ``seeds`` does not name them.
-
-    Raises:
-        UnsupportedGraph: a seed does not have ``num_rows * factor`` entries where it says.
+    too, and are in the result with their dimension although ``seeds`` does not name them. Raises
+    UnsupportedGraph: a seed does not have ``num_rows * factor`` entries where it says.
     """
     if num_rows < 2:
         raise UnsupportedGraph(f"rows: expected at least 2 rows to split, got {num_rows}")
@@ -258,10 +256,8 @@ def slice_rows(
 
     Placeholders that carry rows have a narrower value with the strides of the whole. Shapes that
     operators are given are rewritten, and every ``meta["val"]`` follows from running the node on
-    fakes. ``dims`` is what :func:`row_dims` found for ``gm``.
-
-    Raises:
-        UnsupportedGraph: a node of ``gm`` is not separable.
+    fakes. ``dims`` is what :func:`row_dims` found for ``gm``. Raises UnsupportedGraph: a node of
+    ``gm`` is not separable.
     """
     if not 0 < rows <= num_rows:
         raise UnsupportedGraph(f"rows: expected 1 to {num_rows} rows, got {rows}")
@@ -359,11 +355,7 @@ class _Slicer(FakeCopier):
         self._require_rows(copy, node, row)
 
     def _require_rows(self, copy: fx.Node, node: fx.Node, row: RowDim) -> None:
-        """Refuse a result that has another shape than the whole's with fewer rows.
-
-        Raises:
-            UnsupportedGraph: it has; an operator treats a dimension of size 1 in another way.
-        """
+        """Raises UnsupportedGraph for another shape than the whole's: size 1 is treated apart."""
         if row.dim >= len(shape_of(node)):
             return  # a tuple whose first element is no tensor
         expected = list(shape_of(node))

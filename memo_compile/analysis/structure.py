@@ -57,10 +57,7 @@ def schema_of(node: fx.Node) -> torch._C.FunctionSchema:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument called ``name`` in the operator's schema, its default where it is not given.
-
-    None where the schema has no such argument.
-    """
+    """The operator's argument ``name``, else its default; None where the schema lacks it."""
     if name in node.kwargs:
         return node.kwargs[name]
     for position, declared in enumerate(schema_of(node).arguments):

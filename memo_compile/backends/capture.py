@@ -72,8 +72,7 @@ class StepCapture:
     def run(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """``gm`` through AOTAutograd, which asks for its halves; what runs the graph.
 
-        Raises:
-            UnsupportedGraph: a step that trains was not captured whole.
+        Raises UnsupportedGraph: a step that trains was not captured whole.
         """
         partitioner = shim.partitioner(self.partition)
         with (
@@ -100,9 +99,8 @@ class StepCapture:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward of ``joint`` with the saved activations in the frame.
 
-        Raises:
-            UnsupportedGraph: the graph holds sizes that are not numbers, or a result that torch
-                describes wrongly.
+        Raises UnsupportedGraph: the graph holds sizes that are not numbers, or a result that torch
+        describes wrongly.
         """
         _require_known(joint)
         _note_users_checkpoints(joint)

@@ -228,8 +228,7 @@ def _note_distributed() -> None:
 def _require_usable(config: MemoConfig) -> None:
     """What only this machine and this torch can tell of the options.
 
-    Raises:
-        ConfigError: Inductor has no such setting, or the folder to offload to is not there.
+    Raises ConfigError: Inductor has no such setting, or the folder to offload to is not there.
     """
     settings = shim.inductor_settings()
     for name in config.inductor_options:

@@ -64,8 +64,7 @@ class Specialised:
         default_factory=collections.OrderedDict
     )
     _written: frozenset[int] | None = None
-    """Positions of the inputs, without the numbers, that the graph writes into; None before the
-    first compilation."""
+    """Positions of inputs, without numbers, that the graph writes into; None before compilation."""
     _num_compiled: int = 0
     _plain: Callable[..., Any] | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)

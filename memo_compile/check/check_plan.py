@@ -46,11 +46,7 @@ def check(problem: Problem, plan: Plan) -> CheckVerdict:
 
 
 def require_valid(problem: Problem, plan: Plan) -> Plan:
-    """``plan`` with its verdict.
-
-    Raises:
-        InvalidPlan: the replay found a fault; the message lists it.
-    """
+    """``plan`` with its verdict. Raises InvalidPlan: the replay found a fault; it is listed."""
     verdict = check(problem, plan)
     if not verdict.ok:
         raise InvalidPlan(f"plan {plan.name or 'of this step'}: {verdict}")
@@ -58,11 +54,7 @@ def require_valid(problem: Problem, plan: Plan) -> Plan:
 
 
 def require_within_budget(plan: Plan) -> Plan:
-    """``plan``, whose peak obeys the budget that it names.
-
-    Raises:
-        InvalidPlan: it does not.
-    """
+    """``plan``, whose peak obeys the budget that it names. Raises InvalidPlan: it does not."""
     if over := _over_budget(plan):
         raise InvalidPlan(f"plan {plan.name or 'of this step'}: {over}")
     return plan

@@ -47,11 +47,7 @@ def require_proved(
     planned: Problem,
     recomputations: Mapping[str, Recomputation],
 ) -> None:
-    """``planned`` computes what ``whole`` computes.
-
-    Raises:
-        InvalidPlan: it may not; the message names the calls.
-    """
+    """``planned`` computes what ``whole`` does. Raises InvalidPlan, with the calls: it may not."""
     verdict = prove(whole, unmoved, planned, recomputations)
     if not verdict.ok:
         raise InvalidPlan(f"the planned step is not the step: {verdict}")

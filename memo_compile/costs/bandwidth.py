@@ -89,9 +89,7 @@ def measure_copies(device: torch.device, kind: str) -> CopyBandwidth:
     """Times copies with the engine that steps use and host memory of ``kind``.
 
     Files are timed as far as the system's cache takes them; a disk may be slower in the long run.
-
-    Raises:
-        HostStoreError: the host refused even 64 MiB of it.
+    Raises HostStoreError: the host refused even 64 MiB of it.
     """
     store = HostStore(kind, COPY_BYTES)
     own = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)

@@ -45,8 +45,7 @@ def extrapolated_seconds(
 ) -> float:
     """Seconds of ``region`` at its full length.
 
-    Raises:
-        UnsupportedGraph: it cannot be cut to fewer tokens, or these do not fit either.
+    Raises UnsupportedGraph: it cannot be cut to fewer tokens, or these do not fit either.
     """
     with shim.failing_fakes_unlogged():
         shorter = [shorten(region, part, runner) for part in PARTS]

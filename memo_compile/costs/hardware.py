@@ -180,10 +180,8 @@ def find_hardware(name: str) -> HardwareProfile:
     """The profile called ``name``, or the one in the JSON file of that path.
 
     Case, a leading maker or ``rtx`` and separators of a name do not matter. A path ends in
-    ``.json`` or has a separator.
-
-    Raises:
-        InputError: an unknown name (the message lists the names), or a file that is no profile.
+    ``.json`` or has a separator. Raises InputError: an unknown name (the message lists the names),
+    or a file that is no profile.
     """
     if name.endswith(".json") or os.sep in name:
         return read_profile(Path(name))
@@ -199,19 +197,16 @@ def find_hardware(name: str) -> HardwareProfile:
 
 
 def declared_for(device: str) -> HardwareProfile | None:
-    """The named profile of a device that calls itself ``device``: ``NVIDIA A100-SXM4-80GB``.
-
-    None when no word of that is a profile's name.
-    """
+    """The named profile of ``device`` (``NVIDIA A100-SXM4-80GB``); None where no word names one."""
     words = re.split(r"[\s_-]+", device.lower())
     return next((HARDWARE[word] for word in words if word in HARDWARE), None)
 
 
 def hardware_of(device: str) -> HardwareProfile:
-    """The named profile of a device that calls itself ``device``; of an unknown one a stand-in.
+    """The named profile of ``device``; of an unknown one a stand-in, whose name says so.
 
-    The stand-in has the figures of an A100 and says so in its name. What it costs is a ratio of
-    times that suits another GPU; memory is never read from it.
+    It has an A100's figures: its costs are ratios of times that suit another GPU; memory is never
+    read from it.
     """
     stand_in = dataclasses.replace(HARDWARE["a100"], name=f"a100 in place of {device}")
     return declared_for(device) or stand_in
@@ -235,8 +230,7 @@ def profile_to_dict(profile: HardwareProfile) -> dict[str, Any]:
 def read_profile(path: Path) -> HardwareProfile:
     """The profile in a JSON file as ``profile_to_dict`` makes it.
 
-    Raises:
-        InputError: no such file, not JSON, or a figure is missing or no number; it is named.
+    Raises InputError: no such file, not JSON, or a figure is missing or no number; it is named.
     """
     body = read_json(path)
     if not isinstance(body, dict) or body.get("schema_version") != PROFILE_SCHEMA_VERSION:

@@ -108,11 +108,7 @@ def matmul_dtype(device: torch.device) -> torch.dtype:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device called ``name``; None is the first GPU, or the CPU where there is none.
-
-    Raises:
-        InputError: not a CPU or CUDA device, or not in this machine.
-    """
+    """The device ``name``; None: the first GPU, else the CPU. Raises InputError: it is not here."""
     if name is None:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -134,8 +130,7 @@ def measure_hardware(
 ) -> HardwareProfile:
     """The profile of ``device``, measured in a few seconds. Takes 768 MiB on it, 256 on the host.
 
-    Raises:
-        InputError: the machine does not say how much memory it has.
+    Raises InputError: the machine does not say how much memory it has.
     """
     bench = Bench(device=device, say=say)
     name = device_name(device)
@@ -197,8 +192,7 @@ def device_name(device: torch.device) -> str:
 def memory_bytes(device: torch.device) -> int:
     """All memory of the device; of a CPU, the host's or what its control group may have of it.
 
-    Raises:
-        InputError: the host does not say.
+    Raises InputError: the host does not say.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)

@@ -25,8 +25,7 @@ class HostMemory:
     available_bytes: int | None
     """MemAvailable: what can be had without swapping, for all processes of the host together."""
     cgroup_limit_bytes: int | None
-    """Of the process's control group and its parents, the one with the least room; None where there
-    is no limit."""
+    """Of the process's control groups the one with the least room; None where there is no limit."""
     cgroup_used_bytes: int | None
     """Of the group that has that limit."""
     locked_limit_bytes: int | None

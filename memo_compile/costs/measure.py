@@ -43,11 +43,7 @@ class MemoryWatch:
 
 
 def resident_bytes() -> int:
-    """Anonymous resident memory of this process now.
-
-    Raises:
-        RuntimeMisuse: the kernel does not say (not Linux, or older than 4.5).
-    """
+    """This process's ``RssAnon`` now. Raises RuntimeMisuse: not Linux, or older than 4.5."""
     return _field_bytes(_STATUS, "RssAnon:")
 
 
@@ -70,10 +66,8 @@ def watch_memory() -> Iterator[MemoryWatch]:
     """Follow the process's anonymous resident memory while the block runs.
 
     The block runs slower than usual: its large allocations go to the kernel, whose counter behind
-    ``RssAnon`` lags by up to 128 KiB per core. The baseline is read exactly.
-
-    Raises:
-        RuntimeMisuse: as ``resident_bytes``.
+    ``RssAnon`` lags by up to 128 KiB per core. The baseline is read exactly. Raises RuntimeMisuse:
+    as ``resident_bytes``.
     """
     _set_thresholds(_WATCHED_THRESHOLD_BYTES)
     hand_back_freed_memory()

@@ -53,11 +53,8 @@ def measure_all(
     """Seconds of every lowered region, by name; memory is freed between two regions.
 
     ``repeats`` and ``average`` as for ``measure``. ``too_large`` gives the seconds of a region that
-    does not fit whole, and is told why.
-
-    Raises:
-        UnsupportedGraph: a region cannot be run by itself. All or nothing: measured seconds and
-            computed ones do not compare.
+    does not fit whole, and is told why. Raises UnsupportedGraph: a region cannot be run by itself.
+    All or nothing: measured seconds and computed ones do not compare.
     """
     for name in lowered:
         _require_runs_alone(graphs[name])

@@ -131,11 +131,7 @@ _ALIASES = {
 
 
 def find_model(name: str) -> ModelShape:
-    """The shape called ``name``; case, dashes, underscores and blanks do not matter.
-
-    Raises:
-        InputError: unknown; the message suggests the nearest name and lists all.
-    """
+    """The shape called ``name``, however written. Raises InputError: unknown; names the nearest."""
     known = {_key(canonical): canonical for canonical in MODELS}
     known |= {_key(alias): canonical for alias, canonical in _ALIASES.items()}
     canonical = known.get(_key(name))

@@ -200,10 +200,8 @@ class Assembly:
         """The step's frames are there: a refusal comes now and not in the first step.
 
         What is refused is planned again, ``MAX_REFUSALS`` times at most: pinned memory as pageable,
-        everything else for less. The report says so.
-
-        Raises:
-            ArenaError, HostStoreError: the memory of every plan that was tried was refused.
+        everything else for less. The report says so. Raises ArenaError, HostStoreError: the memory
+        of every plan that was tried was refused.
         """
         for attempt in range(MAX_REFUSALS + 1):
             try:

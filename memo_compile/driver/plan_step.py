@@ -38,11 +38,7 @@ from memo_compile.units import format_bytes, format_seconds
 def plan_step(
     lowered: LoweredStep, config: MemoConfig, request: PlanRequest, known: StepKnowledge
 ) -> PlannedStep:
-    """The checked plan of the step; ``known`` keeps what the next request need not find again.
-
-    Raises:
-        Infeasible: the budget is below what any plan needs.
-    """
+    """The checked plan; ``known`` keeps what can be reused. Raises Infeasible: no plan fits."""
     start = time.perf_counter()
     planner = _Planner(
         cut=lowered.cut,
@@ -261,11 +257,7 @@ class _Planner:
         return min((bound for bound in bounds if bound is not None), default=None)
 
     def _host_budget_bytes(self) -> int | None:
-        """What the host gives each live step: its part of the declared budget or of the rest.
-
-        Raises:
-            ConfigError: more was declared than the host has left.
-        """
+        """Each live step's part of the host. Raises ConfigError: more was declared than is left."""
         memory = host_memory()
         declared = self.config.declared_host_budget_bytes(memory.total_bytes)
         if self.known.hardware is None:

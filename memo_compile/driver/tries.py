@@ -202,20 +202,14 @@ def _ends_planning(error: Exception) -> bool:
 
 
 def _leads_on(error: Exception, tiles: int, config: MemoConfig) -> bool:
-    """True where the step may fit in other tiles than the first ones, which failed.
-
-    A graph that cannot be planned whole cannot be planned in tiles either.
-    """
+    """True where the step may fit in other tiles; never where the whole cannot be planned."""
     if tiles != 1 or isinstance(error, REFUSED):
         return True
     return config.memory_budget is not None and isinstance(error, Infeasible)
 
 
 def _more_telling(before: Exception, error: Exception) -> Exception:
-    """Which of two failures to raise: of two floors the lower, else the later one.
-
-    The one ``before`` where the later says nothing of memory.
-    """
+    """The failure to raise: the lower floor, else the later one if it says something of memory."""
     if isinstance(error, UnsupportedGraph):
         return before
     if not isinstance(before, Infeasible):

@@ -273,10 +273,7 @@ def _is_new(node: fx.Node) -> bool:
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:
-    """The inputs of ``node``, and of the collective that it waits for, which reads them until then.
-
-    A result that leaves its region is waited for at once.
-    """
+    """Inputs of ``node`` and of the collective that it waits for, which reads them until then."""
     if not is_wait(node):
         return node.all_input_nodes
     return [*node.all_input_nodes, *_maker(node).all_input_nodes]

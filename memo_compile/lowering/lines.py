@@ -39,10 +39,7 @@ class _Groups:
 
 
 class LineScan:
-    """One pass over a region's wrapper lines.
-
-    A buffer that is never freed lives to the end of the region: Inductor drops trailing frees.
-    """
+    """One pass over a region's wrapper lines. A buffer never freed lives to the region's end."""
 
     def __init__(self, wrapper: Any, region: RegionGraph) -> None:
         self._wrapper = wrapper

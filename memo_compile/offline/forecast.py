@@ -192,10 +192,8 @@ def forecast(question: Question) -> Forecast:
 def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
     """Plans from the smallest budget that can be kept to none, evenly spaced; each as it is made.
 
-    The first and the last are told with their own peak as the budget.
-
-    Raises:
-        InputError, MemoError: as ``forecast``; fewer than two budgets.
+    The first and the last are told with their own peak as the budget. Raises as
+    ``forecast``, and InputError for fewer than two budgets.
     """
     if num_budgets < 2:
         raise InputError(f"budgets: expected at least 2, got {num_budgets}")

@@ -47,8 +47,7 @@ class NotUniform(Exception):
 def with_layers(step: CutStep, num_layers: int) -> CutStep:
     """``step`` as it were if its model had ``num_layers`` layers, more by a multiple of a unit's.
 
-    Raises:
-        NotUniform: nothing can be said of more layers.
+    Raises NotUniform: nothing can be said of more layers.
     """
     classes = step.units.structure.classes
     if len(classes) != 1:

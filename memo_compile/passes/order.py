@@ -40,10 +40,8 @@ def selection(entries: Sequence[str]) -> PassSelection:
     """What the option ``passes`` selects: ``-NAME`` skips a pass, ``..N`` ends after N of them.
 
     ``..N`` finds the pass that makes a fault by halving: passes that are required run all the same
-    and are not counted.
-
-    Raises:
-        ConfigError: an entry is neither, or the pass is unknown or required.
+    and are not counted. Raises ConfigError: an entry is neither, or the pass is unknown or
+    required.
     """
     is_required = {graph_pass.name: graph_pass.is_required for graph_pass in PASSES}
     skipped: set[str] = set()

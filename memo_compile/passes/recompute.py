@@ -135,10 +135,8 @@ def recompute_graph(
 
     Every slot that is not made is there to be read, kept or reloaded; it cuts the graph. Inputs
     have the size and strides that the region's own code sees, which the step program must give
-    them. With ``key.rows`` all is for the first rows only.
-
-    Raises:
-        UnsupportedGraph: an operator in between may not be recomputed or does not keep rows apart.
+    them. With ``key.rows`` all is for the first rows only. Raises UnsupportedGraph: an operator in
+    between may not be recomputed or does not keep rows apart.
     """
     region, outputs = layer.region, results_of(layer.region.gm.graph)
     made_at = {slot: outputs[position] for position, slot in layer.slot_of_output.items()}

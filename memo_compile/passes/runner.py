@@ -128,9 +128,8 @@ class PassRunner:
     ) -> T:
         """What ``function`` makes of ``gm``, which stays as it is; ``graphs`` are those in it.
 
-        Raises:
-            PassFailed: it raised what is no MemoError, made a graph that does not lint, or changed
-                ``gm``.
+        Raises PassFailed: it raised what is no MemoError, made a graph that does not lint, or
+        changed ``gm``.
         """
         before = _nodes(gm)
         with self._watched(f"{name} of {stage}", name):

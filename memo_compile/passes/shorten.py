@@ -55,11 +55,7 @@ class _Scale:
 
 
 def shorten(region: RegionGraph, part: int, runner: PassRunner) -> RegionGraph:
-    """``region`` for one ``part``-th of its tokens: see ``ShortenTokens``.
-
-    Raises:
-        UnsupportedGraph: none of its sizes is the number of tokens.
-    """
+    """``region`` for one ``part``-th of its tokens: see ``ShortenTokens``, and what it raises."""
     shorter = ShortenTokens(part=part, static_inputs=region.static_inputs)
     try:
         gm = runner.run(region.gm, [shorter], stage=region.name)
@@ -85,11 +81,7 @@ class ShortenTokens:
     is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
-        """A new graph; ``gm`` stays as it is.
-
-        Raises:
-            UnsupportedGraph: none of its sizes is the number of tokens.
-        """
+        """A new graph. Raises UnsupportedGraph: none of its sizes is the number of tokens."""
         for size in _candidates(gm, self.static_inputs):
             if size % self.part == 0:
                 scale = _Scale(old=size, new=size // self.part)

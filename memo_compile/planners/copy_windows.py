@@ -27,10 +27,8 @@ from memo_compile.step.simulate import most_per_call
 def widened(problem: Problem, costs: StepCosts, times: float = 1.0) -> Problem:
     """``problem`` with later waits and earlier reloads; the peak is ``times`` as large at most.
 
-    Cost: linear in the number of calls, and for each reload in those that it moves across.
-
-    Raises:
-        InputError: a region has no seconds.
+    Cost: linear in the number of calls, and for each reload in those that it moves across. Raises
+    InputError: a region has no seconds.
     """
     if not problem.host_bytes:
         return problem

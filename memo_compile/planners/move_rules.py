@@ -159,11 +159,7 @@ def recompute_key(cls: LayerClass, mode: Mode) -> RecomputeKey | None:
 
 
 def require_valid_modes(step: MovableStep, moves: Moves) -> None:
-    """Nothing, when every layer can do what its mode says.
-
-    Raises:
-        InvalidPlan: the message names the layer, the slot and what to choose instead.
-    """
+    """Raises InvalidPlan for a mode that cannot be; it names layer, slot and what to choose."""
     if len(moves.modes) != len(step.layers):
         raise InvalidPlan(
             f"expected a mode for each of {len(step.layers)} layers, got {len(moves.modes)}"

@@ -78,11 +78,7 @@ def placed_step(
 
 
 def require_budget(plan: Plan) -> None:
-    """``plan`` fits its budget.
-
-    Raises:
-        Infeasible: it does not; the peak is given as the floor, because nothing else was tried.
-    """
+    """``plan`` fits. Raises Infeasible: its own peak is the floor, as nothing else was tried."""
     if plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes:
         return
     fixed = plan.fixed

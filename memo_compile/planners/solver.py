@@ -69,11 +69,7 @@ def available_engines() -> tuple[Engine, ...]:
 
 
 def make_model(name: str, engine: Engine | None = None) -> Any:
-    """An empty, silent ``mip.Model`` that minimises.
-
-    Raises:
-        ConfigError: ``engine``, or with None every engine, is missing on this machine.
-    """
+    """An empty, silent minimising ``mip.Model``. Raises ConfigError: no such engine, or none."""
     engines = available_engines()
     if engine is not None and engine not in engines:
         have = ", ".join(e.value for e in engines) or "none"

@@ -107,8 +107,7 @@ def measured_peak(
 ) -> Measured:
     """The peak of ``device`` in ``snapshot``; by default of the device with the highest peak.
 
-    Raises:
-        InputError: nothing was recorded, the device is unknown, or an event is malformed.
+    Raises InputError: nothing was recorded, the device is unknown, or an event is malformed.
     """
     traces: Sequence[Sequence[Mapping[str, Any]]] = snapshot["device_traces"]
     try:

@@ -39,11 +39,7 @@ class _Life:
 
 
 def memory_snapshot(problem: Problem, plan: Plan) -> dict[str, Any]:
-    """What ``torch.cuda.memory._snapshot()`` would give after one step; ``pickle`` it.
-
-    Raises:
-        InputError: the plan is not one of this problem.
-    """
+    """A step's ``torch.cuda.memory._snapshot()``. Raises InputError: the plan does not fit it."""
     view = view_step(problem, plan)
     address = FIRST_ADDRESS
     segments = [_constant_segment(plan, address)]

@@ -136,10 +136,7 @@ def short_source(source: str | None) -> str:
 
 
 def view_step(problem: Problem, plan: Plan) -> StepView:
-    """The picture's model of ``problem`` placed by ``plan``. Cost: buffers x log calls.
-
-    An InputError where the plan is not one of this problem (a buffer has no offset).
-    """
+    """The picture's model. Cost: buffers x log calls. Raises InputError: a buffer has no offset."""
     starts, layers, buffers = call_starts(problem), _layers(problem), arena_buffers(problem)
     backward_start = starts[problem.first_backward]
     return StepView(

@@ -22,10 +22,8 @@ def write_pictures(
     """``folder`` holds every picture of ``plan``; returns the files.
 
     Memory curve and arena map as SVG and PNG come too where matplotlib is installed (the extra
-    ``plot``); ``costs``, where given, as costs.json.
-
-    Raises:
-        InputError: the folder cannot be written, or the plan is not one of this problem.
+    ``plot``); ``costs``, where given, as costs.json. Raises InputError: the folder cannot be
+    written, or the plan is not one of this problem.
     """
     written = []
     with named(folder, "written"):

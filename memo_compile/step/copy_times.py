@@ -39,10 +39,7 @@ class CopyOut:
 
 @dataclass(frozen=True, slots=True)
 class CopyBack:
-    """A copy from the host that call ``needed`` reads.
-
-    It may be issued from place ``earliest`` on, and must be at place ``latest`` at last.
-    """
+    """A reload that call ``needed`` reads, issued between places ``earliest`` and ``latest``."""
 
     earliest: int
     latest: int

@@ -102,11 +102,7 @@ class StepCosts:
     """Where the numbers come from, for the report: ``measured``, ``roofline: h200`` ..."""
 
     def call_s(self, call: StepCall) -> float:
-        """Seconds of the region that ``call`` runs.
-
-        Raises:
-            InputError: they are not known.
-        """
+        """Seconds of the region that ``call`` runs. Raises InputError: they are not known."""
         seconds = self.region_s.get(call.region)
         if seconds is None:
             raise InputError(
@@ -126,10 +122,7 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeKey:
-    """Which region recomputes: the class, the slots it makes, and how many rows (None: all).
-
-    Rows are the first ones, ``[0, rows)``.
-    """
+    """Which region recomputes: class, slots it makes, rows ``[0, rows)`` (None: all)."""
 
     class_key: str
     slots: tuple[int, ...]

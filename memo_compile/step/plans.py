@@ -100,8 +100,7 @@ class Plan:
     resident_bytes: tuple[int, ...] = ()
     """Per call the bytes of the arena, from its start, that stay in memory."""
     releases_pages: bool = False
-    """True where single pages of the arena can be given back (CPU); ``peak_bytes`` then counts
-    what the heap adds."""
+    """CPU: the arena's pages can be given back; ``peak_bytes`` counts what the heap adds."""
     budget_bytes: int | None = None
     solver: str = "greedy"
     num_regions: int = 0
@@ -121,8 +120,7 @@ class Plan:
     frontier: tuple[FrontierPoint, ...] = ()
     """Step time against memory, fastest first; where a budget made memo choose."""
     dropping_saves_bytes: int = 0
-    """How much lower the peak would be if the user dropped the forward's results before the
-    backward, with the same moves."""
+    """How much the peak would fall, moves as they are, if results went before the backward."""
 
     @property
     def step_s(self) -> float | None:

@@ -360,8 +360,7 @@ class Problem:
     host_bytes: int = 0
     """Size of the step's host frame, into which OFFLOADs copy."""
     tangents: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of the incoming gradients by value: there from the backward's first call to their last
-    read."""
+    """Bytes of incoming gradients by value: there from the backward's start to their last read."""
     keeps_outputs: bool = False
     """True when the user holds what the forward returned until the step has ended. Else it goes
     when the forward ends, or where the backward last reads it."""
@@ -372,8 +371,7 @@ class Problem:
     """What a loss that is computed outside the graph is taken to hold, besides results and their
     gradients, when the backward begins."""
     live_steps: int = 1
-    """So many forwards may wait for their backwards at one time (max_inflight), each with a frame
-    of its own."""
+    """max_inflight: forwards that may wait for their backwards, each with its own frame."""
 
     @property
     def first_backward(self) -> int:
@@ -411,10 +409,7 @@ def call_starts(problem: Problem) -> tuple[int, ...]:
 
 
 def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:
-    """Every arena buffer of the step with its life; a crossing value lives to its last reader.
-
-    Cost: linear in the number of buffers and reads of all calls.
-    """
+    """Every arena buffer with its life, a crossing value's to its last reader. Cost: linear."""
     starts = call_starts(problem)
     last_read = last_reads(problem, starts)
     found = []

@@ -81,10 +81,7 @@ def step_constant_bytes(problem: Problem) -> int:
 
 
 def retained_peak_bytes(problem: Problem, plan: Plan) -> int:
-    """The peak of a step whose backward keeps its graph: its frame exists twice.
-
-    The frame is whole again when that backward has ended.
-    """
+    """The peak of a step whose backward keeps its graph: its frame exists twice until its end."""
     ordinary = ordinary_bytes(problem)
     needs = [stay + more for stay, more in zip(plan.resident_bytes, ordinary.most, strict=True)]
     most, end = max(needs, default=0), plan.arena_bytes + sum(ordinary.after[-1:])

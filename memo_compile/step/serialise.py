@@ -21,10 +21,7 @@ _OBSERVED = frozenset(field.name for field in dataclasses.fields(Observed))
 
 
 def to_json(data: Problem | Plan | StepCosts) -> str:
-    """``data`` as JSON text; equal data gives equal text.
-
-    A plan's text has what was observed of it: nothing, where only the plan is given.
-    """
+    """``data`` as JSON; equal data, equal text. A bare Plan's has nothing observed."""
     if isinstance(data, Plan) and not isinstance(data, ReportedPlan):
         data = ReportedPlan.of(data, Observed())
     content = {"schema": SCHEMA_VERSION, "kind": _kind_name(type(data)), **plain(data)}
@@ -34,8 +31,7 @@ def to_json(data: Problem | Plan | StepCosts) -> str:
 def from_json(text: str, kind: type[Data], *, where: str = "input") -> Data:
     """The ``kind`` that ``text`` holds; a Plan without what was observed of it.
 
-    Raises:
-        InputError: not JSON, another kind or version, or a field that is missing or wrong.
+    Raises InputError: not JSON, another kind or version, or a field that is missing or wrong.
     """
     content = parse_json(text, where)
     if not isinstance(content, dict) or content.get("kind") != _kind_name(kind):
@@ -100,8 +96,8 @@ _SCALARS: dict[Any, tuple[Any, str]] = {
 def restore(value: Any, kind: Any, where: str) -> Any:
     """``value`` from JSON as ``kind``: a dataclass, enum, tuple, mapping, or optional of these.
 
-    Raises:
-        InputError: a field is missing, unknown or of another type; it is named from ``where`` on.
+    Raises InputError: a field is missing, unknown or of another type; it is named from ``where``
+    on.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):

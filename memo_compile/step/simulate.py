@@ -99,10 +99,7 @@ def memory_levels(problem: Problem) -> tuple[Any, Any]:
 
 
 def _arena_level(problem: Problem, starts: Sequence[int], last_read: Mapping[str, int]) -> Any:
-    """Per line the bytes alive of ``arena_buffers``, without its objects.
-
-    What dies inside its call is the same in all calls of a region.
-    """
+    """Per line the bytes alive of ``arena_buffers``, without making its objects."""
     shared = {name: region.outputs_of_buffers() for name, region in problem.regions.items()}
     crossing: list[tuple[int, int]] = []
     inner: dict[tuple[str, frozenset[int]], list[int]] = {}

@@ -64,11 +64,7 @@ class StreamOrder:
 
 
 class Slab:
-    """One piece of device memory that holds one frame at a time.
-
-    Raises:
-        ArenaError: the device has not got ``size_bytes``.
-    """
+    """Device memory for one frame at a time. Raises ArenaError: ``size_bytes`` are not there."""
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         self.device = device

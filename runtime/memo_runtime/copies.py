@@ -90,8 +90,8 @@ class Ticket:
 class CopyEngine:
     """The two lanes of one device. Thread-safe; threads and streams are made at first use.
 
-    Raises:
-        CopyError: ``bytes_per_s`` was asked of a CUDA device, whose copies cannot be slowed down.
+    Raises CopyError: ``bytes_per_s`` was asked of a CUDA device, whose copies cannot be slowed
+    down.
     """
 
     def __init__(
@@ -131,9 +131,7 @@ class CopyEngine:
         """The copy has ended for the caller; returns the seconds that its issue and wait blocked.
 
         On CUDA the current stream waits, not the host, and the seconds are 0 unless measured.
-
-        Raises:
-            CopyError: the copy failed, or another process issued it.
+        Raises CopyError: the copy failed, or another process issued it.
         """
         if ticket.finished:
             return 0.0

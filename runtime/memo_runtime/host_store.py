@@ -31,10 +31,8 @@ class HostStore:
     """``size_bytes`` of page-aligned host memory.
 
     ``kind`` is ``shm`` (anonymous shared memory, in /proc ``RssShmem``), ``pinned`` (the same,
-    registered with CUDA, so that copies run beside kernels) or ``file:DIR``.
-
-    Raises:
-        HostStoreError: the memory, the disk space or its registration was refused.
+    registered with CUDA, so that copies run beside kernels) or ``file:DIR``. Raises HostStoreError:
+    the memory, the disk space or its registration was refused.
     """
 
     def __init__(self, kind: str, size_bytes: int) -> None:
@@ -134,8 +132,7 @@ class HostPool:
     def acquire(self, kind: str, size_bytes: int, plan_key: int) -> HostStore:
         """The tightest free store that fits; else a new one, in place of a free one too small.
 
-        Raises:
-            HostStoreError: new memory was refused.
+        Raises HostStoreError: new memory was refused.
         """
         with self.lock:
             # What a parent process made is shared with it: a forked child starts afresh.

@@ -54,8 +54,7 @@ class Lease:
     host: HostStore | None = None
     engine: CopyEngine | None = None
     plan: Any = None
-    """The StepPlan of its forward. The backward must be that plan's too, also where the step was
-    planned again in between."""
+    """The StepPlan of its forward, and so of its backward, whatever was planned in between."""
     saved: list[Any] = field(default_factory=list)
     """What the forward leaves for its backward: tensors in the frame, and views of inputs or
     results, which lie in ordinary memory."""
@@ -199,8 +198,7 @@ def lease_frame(
 ) -> Lease:
     """A frame of the device's arena for one step, and a host frame of ``host_bytes`` if any.
 
-    Raises:
-        ArenaError, HostStoreError: one of them was refused; nothing is held.
+    Raises ArenaError, HostStoreError: one of them was refused; nothing is held.
     """
     with contextlib.ExitStack() as at_end:
         slab, host = arena.acquire(size_bytes), None

@@ -33,11 +33,9 @@ class RunHalf:
     leased: tuple[int, ...]
     """FORWARD: registers to keep in the lease; BACKWARD: registers to fill from it."""
     checked: tuple[int, ...] = ()
-    """FORWARD: registers of the step's own inputs behind what is leased: the user may write into
-    those."""
+    """FORWARD: registers of the step's inputs behind what is leased: the user may write there."""
     visible: tuple[int, ...] = ()
-    """FORWARD: registers among ``leased`` in the memory of results: the user may write into those
-    too."""
+    """FORWARD: registers among ``leased`` in results' memory: the user may write there too."""
     planned_bytes: int = 0
     """What the step holds as the half begins, its frame and ordinary memory."""
     resident_bytes: int | None = None
@@ -84,8 +82,7 @@ class StepPlan:
     def reserve(self) -> None:
         """The frames of all live steps are allocated: a refusal comes now, not in the first step.
 
-        Raises:
-            ArenaError, HostStoreError: a frame, or a host frame, was refused.
+        Raises ArenaError, HostStoreError: a frame, or a host frame, was refused.
         """
         held = []
         try:
@@ -218,10 +215,8 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
 
     The step is finished by the plan that its forward ran with, which may be an older one than
     ``plan``; both take the same ``args``. With ``keep_graph`` the frame is as before afterwards, so
-    that the backward can run again.
-
-    Raises:
-        StepError: the step's frame is gone; nothing has been overwritten.
+    that the backward can run again. Raises StepError: the step's frame is gone; nothing has been
+    overwritten.
     """
     lease = leases.find(args[plan.backward.arguments.index(plan.backward.handle)])
     if lease is None:

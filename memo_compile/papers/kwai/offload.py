@@ -79,9 +79,8 @@ def divide_gpus(
 ) -> ParallelConfig:
     """The configuration, with the data-parallel size that uses all ``gpus``.
 
-    Raises:
-        InputError: a size is below 1, tp * cp * pp does not divide the GPUs, pp the layers,
-            layers_per_chunk the layers of a stage, or tp the attention heads; it is named.
+    Raises InputError: a size is below 1, tp * cp * pp does not divide the GPUs, pp the layers,
+    layers_per_chunk the layers of a stage, or tp the attention heads; it is named.
     """
     sizes = {"gpus": gpus, "tp": tp, "cp": cp, "pp": pp, "layers-per-chunk": layers_per_chunk}
     require_at_least(1, sizes)
@@ -159,11 +158,7 @@ def smallest_alpha(pp: Any, in_flight: Any, static: Any, chunk: Any, budget_byte
 def plan_offload(
     shape: ModelShape, *, seq: int, config: ParallelConfig, budget_bytes: float
 ) -> OffloadPlan:
-    """The smallest alpha with which rank 0 fits ``budget_bytes``; alpha 1 and not fits otherwise.
-
-    Raises:
-        InputError: ``seq`` is below 1.
-    """
+    """The smallest alpha with which rank 0 fits, else 1. Raises InputError: ``seq`` is below 1."""
     require_at_least(1, {"seq": seq})
     static = static_bytes(shape, config)
     chunk = chunk_bytes(shape, seq, config)

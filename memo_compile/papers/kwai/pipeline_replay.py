@@ -69,11 +69,7 @@ def is_offloaded(shape: PipelineShape, rank: int, chunk: int) -> bool:
 
 
 def replay_step(shape: PipelineShape, alpha: float, times: ChunkTimes) -> StepReplay:
-    """Run one step; every chunk offloads the share ``alpha`` of what it keeps.
-
-    Raises:
-        InputError: ``alpha`` lies outside [0, 1].
-    """
+    """Run one step that offloads the share ``alpha``. Raises InputError: it lies outside [0, 1]."""
     if not 0 <= alpha <= 1:
         raise InputError(f"alpha: expected a share in [0, 1], got {alpha}")
     ends: dict[Key, float] = {}

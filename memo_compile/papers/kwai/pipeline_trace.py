@@ -27,10 +27,8 @@ def replay_plan(
 ) -> StepReplay:
     """Replay a step of ``num_batches`` micro-batches with the offloaded share of ``plan``.
 
-    Seconds of a chunk on each lane are those of the search's cost model.
-
-    Raises:
-        InputError: interleaving does not divide the micro-batches.
+    Seconds of a chunk on each lane are those of the search's cost model. Raises InputError:
+    interleaving does not divide the micro-batches.
     """
     pipeline = PipelineShape(
         num_ranks=config.pp,

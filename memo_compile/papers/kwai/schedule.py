@@ -59,11 +59,7 @@ class PipelineShape:
 
 
 def order_work(shape: PipelineShape, rank: int) -> tuple[Work, ...]:
-    """Everything that ``rank`` does in one step, in order.
-
-    Raises:
-        InputError: there is no such rank.
-    """
+    """Everything that ``rank`` does in one step, in order; InputError for no such rank."""
     if not 0 <= rank < shape.num_ranks:
         raise InputError(f"rank: expected 0..{shape.num_ranks - 1}, got {rank}")
     each_way = range(shape.num_batches * shape.num_chunks)

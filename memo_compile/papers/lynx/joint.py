@@ -57,11 +57,7 @@ class JointProblem:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "JointProblem":
-        """The problem that ``data`` describes; docs/many-gpus.md lists the fields.
-
-        Raises:
-            InputError: a field is missing or cannot be used; it is named.
-        """
+        """The problem in ``data``: docs/many-gpus.md. Raises InputError: a bad field, named."""
         layer = data.get("layer")
         if not isinstance(layer, Mapping):
             raise InputError("layer: expected an object with C, M, deps, comm, need, ctime")

@@ -87,8 +87,7 @@ class HeuInstance(_Instance):
     def from_json(data: Mapping[str, Any]) -> "HeuInstance":
         """The instance that ``data`` (itself, or its field ``instance``) describes.
 
-        Raises:
-            InputError: a field is missing, of a wrong length, negative, cyclic; it is named.
+        Raises InputError: a field is missing, of a wrong length, negative, cyclic; it is named.
         """
         data = fields.unwrap_instance(data)
         given = _given(data)
@@ -124,9 +123,7 @@ class LayerCosts:
         """The layer that ``data`` describes: a HEU instance without stage, with backward_time.
 
         Without ``backward_time`` the backward takes twice the compute and the communication again.
-
-        Raises:
-            InputError: a field is missing or cannot be used; it is named.
+        Raises InputError: a field is missing or cannot be used; it is named.
         """
         stage = {"nl": 1, "nb": 1, "budget": 0}
         layer = {k: v for k, v in data.items() if k != "backward_time"}
@@ -175,8 +172,8 @@ class StageTimes:
     def from_json(data: Mapping[str, Any]) -> "StageTimes":
         """The table that ``data`` (itself, or its field ``instance``) describes.
 
-        Raises:
-            InputError: no stage, a row without entries, a negative time, or fewer than one layer.
+        Raises InputError: no stage, a row without entries, a negative time, or fewer than one
+        layer.
         """
         data = fields.unwrap_instance(data)
         num_layers = fields.whole(data, "num_layers", minimum=1)

@@ -33,9 +33,8 @@ def replay_heu(
 ) -> Replayed:
     """Recompute one layer phase by phase, then fill and drain a stage with such layers.
 
-    Raises:
-        InvalidPlan: an input is missing, a window overflows, a communication or a kept output is
-            recomputed, something that backward reads is absent, or the budget is exceeded.
+    Raises InvalidPlan: an input is missing, a window overflows, a communication or a kept output is
+    recomputed, something that backward reads is absent, or the budget is exceeded.
     """
     ops = instance.ops
     if len(keep) != ops.count or len(windows) != NUM_PHASES:
@@ -110,13 +109,10 @@ def replay_opt(
 ) -> Replayed:
     """Execute the schedule phase by phase with a set of live outputs.
 
-    An output is dropped as soon as the next phase does not list it and nothing later in this
-    phase reads it; what a communication hides, and whatever that reads, stays until the phase
-    ends.
-
-    Raises:
-        InvalidPlan: an input is absent, a window overflows, something resident was never made, a
-            required output is missing at the end, or the budget is exceeded.
+    An output is dropped as soon as the next phase does not list it and nothing later in this phase
+    reads it; what a communication hides, and whatever that reads, stays until the phase ends.
+    Raises InvalidPlan: an input is absent, a window overflows, something resident was never made, a
+    required output is missing at the end, or the budget is exceeded.
     """
     rows = (*resident[: instance.ops.count], instance.keep)
     wanted = [{i for i, is_resident in enumerate(row) if is_resident} for row in rows]

@@ -60,10 +60,8 @@ def compute_alpha(
     """The largest alpha whose copies hide behind one layer's forward and fit the host's memory.
 
     ``host_bytes`` and ``bandwidth_bytes_per_s`` are per GPU. The last two layers of a stage are
-    never offloaded: their backward comes first.
-
-    Raises:
-        InputError: an argument is not positive (the host's bytes: negative); it is named.
+    never offloaded: their backward comes first. Raises InputError: an argument is not positive (the
+    host's bytes: negative); it is named.
     """
     whole = {"hidden": hidden, "layers": num_layers, "seq": seq, "tp": tp, "cp": cp, "pp": pp}
     if not (math.isfinite(host_bytes) and host_bytes >= 0):

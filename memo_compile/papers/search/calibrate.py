@@ -81,8 +81,7 @@ def predict_seconds(
 def read_cost_model(path: Path) -> CostModel:
     """The shares that ``memo calibrate --json`` printed into ``path``.
 
-    Raises:
-        InputError: not such a file, or a share is unknown, not positive, or above 1.
+    Raises InputError: not such a file, or a share is unknown, not positive, or above 1.
     """
     data = read_object(path)
     shares = data.get("model", data)

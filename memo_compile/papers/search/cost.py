@@ -96,11 +96,7 @@ class Evaluation:
 
 
 def describe_workload(shape: ModelShape, seq: int, global_batch: int) -> Workload:
-    """The numbers of ``shape`` that the expressions below need.
-
-    Raises:
-        InputError: ``seq`` is below 1.
-    """
+    """The workload's numbers in the expressions below. Raises InputError: ``seq`` is below 1."""
     tensors = (*layer_tensors(shape, seq), layer_output(shape))
     moved = sum(tensor.moved_bytes_per_token for tensor in tensors)
     balanced = sum(t.moved_bytes_per_token for t in tensors if t.name in BALANCED)

@@ -45,9 +45,8 @@ class Measurement:
 def read_measurements(path: Path) -> tuple[Measurement, ...]:
     """The runs in ``path``, at least one.
 
-    Raises:
-        InputError: the file cannot be read, a column is missing, or a value cannot be used; the
-            message starts with file:line.
+    Raises InputError: the file cannot be read, a column is missing, or a value cannot be used; the
+    message starts with file:line.
     """
     reader = csv.DictReader(read_text(path).splitlines())
     header = [name.strip() for name in reader.fieldnames or ()]

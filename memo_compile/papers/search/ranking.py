@@ -77,10 +77,8 @@ class SearchQuestion:
 def search(question: SearchQuestion, top: int | None = None) -> SearchResult:
     """Evaluate every configuration and return the ``top`` fastest that fit (all with None).
 
-    Ties go to the smaller peak, then to fewer chunks, then to smaller tp, cp, pp.
-
-    Raises:
-        InputError: a size is below 1; it is named.
+    Ties go to the smaller peak, then to fewer chunks, then to smaller tp, cp, pp. Raises
+    InputError: a size is below 1; it is named.
     """
     hardware, global_batch = question.hardware, question.global_batch
     require_at_least(1, {"global-batch": global_batch, "top": 1 if top is None else top})

@@ -26,8 +26,7 @@ PLOT_HEIGHT = HEIGHT - 2 * MARGIN
 def write_search_report(path: Path, question: SearchQuestion, result: SearchResult) -> None:
     """Write ``path``: two plots in inline SVG and the ranking; it loads nothing.
 
-    Raises:
-        InputError: ``path`` cannot be written.
+    Raises InputError: ``path`` cannot be written.
     """
     by_gpus = [replace(question, gpus=n) for n in _around(question.gpus, GPU_FACTORS)]
     by_seq = [replace(question, seq=n) for n in _around(question.seq, SEQ_FACTORS)]

@@ -39,11 +39,7 @@ class Columns:
 
 
 def enumerate_space(shape: ModelShape, gpus: int) -> Columns:
-    """Every configuration of ``shape`` on exactly ``gpus`` GPUs; never empty.
-
-    Raises:
-        InputError: ``gpus`` is below 1.
-    """
+    """Every configuration of ``shape`` on exactly ``gpus`` GPUs; InputError below one GPU."""
     require_at_least(1, {"gpus": gpus})
     rows = []
     for pp in _divisors(shape.num_layers):

@@ -39,9 +39,7 @@ def read_problem(
     """The problem in ``path``: JSON by its suffix ``.json``, else CSV.
 
     ``capacity`` (bytes) and ``alignment`` (bytes) override what a JSON file says where given.
-
-    Raises:
-        InputError: unreadable or malformed; the message starts with file:line (CSV) or file.
+    Raises InputError: unreadable or malformed; the message starts with file:line (CSV) or file.
     """
     if path.suffix.lower() != ".json":
         return parse_csv(read_text(path), str(path), capacity=capacity, alignment=alignment)
@@ -62,8 +60,7 @@ def parse_csv(
 ) -> PlacementProblem:
     """The problem in CSV ``text``; ``name`` is how errors call the file.
 
-    Raises:
-        InputError: ``name``:line and the field; also for duplicate ids and colliding offsets.
+    Raises InputError: ``name``:line and the field; also for duplicate ids and colliding offsets.
     """
     rows = csv.reader(io.StringIO(text))
     columns = _header(next(rows, []), name)

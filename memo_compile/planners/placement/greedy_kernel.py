@@ -18,10 +18,7 @@ def place_each(
     by_offset: Any,
     offsets: Any,
 ) -> None:
-    """Fill ``offsets`` (N,), buffer by buffer as the indices of ``sequence`` (N,) say.
-
-    ``by_offset`` (N,) is scratch, the rest as in ``Instance``.
-    """
+    """Fill ``offsets`` (N,) in the order of ``sequence`` (N,); ``by_offset`` (N,) is scratch."""
     for count in range(len(sequence)):
         item, at = sequence[count], count
         if fixed[item] != FREE:

@@ -161,10 +161,7 @@ def search(
 def place_next(
     tables: Tables, state: State, depth: int, position: int, capacity: int, roof: int
 ) -> bool:
-    """Places the buffer at ``position`` of ``items`` and cuts the rest of the frame's slice.
-
-    False when a buffer or section can no longer fit; the caller undoes.
-    """
+    """Places ``items[position]`` and cuts the rest; False when something can no longer fit."""
     begin = state.begin[depth]
     end = state.end[depth]
     item = state.items[position]

@@ -20,8 +20,7 @@ from memo_compile.planners.solver import SolveStatus
 class Buffer:
     """``size`` bytes that are live over the half-open ``[lower, upper)`` minus ``gaps``.
 
-    Raises:
-        InputError: a field makes no sense; the message names the buffer and the field.
+    Raises InputError: a field makes no sense; the message names the buffer and the field.
     """
 
     id: str
@@ -110,9 +109,8 @@ class Block:
 class PlacementProblem:
     """Buffers that share one arena.
 
-    Raises:
-        InputError: an id twice, an unknown block, a transient that outlives its block, a fixed
-            offset off the alignment, or two fixed buffers that share a byte at the same time.
+    Raises InputError: an id twice, an unknown block, a transient that outlives its block, a fixed
+    offset off the alignment, or two fixed buffers that share a byte at the same time.
     """
 
     buffers: tuple[Buffer, ...]
@@ -186,10 +184,7 @@ class Placement:
 
 
 def fixed_collisions(buffers: Iterable[Buffer]) -> Iterator[tuple[Buffer, Buffer]]:
-    """Pairs with fixed offsets that share a byte while both are live, in order of time.
-
-    A sweep over the live fixed spans: quadratic only in how many are live at once.
-    """
+    """Pairs with fixed offsets that share a live byte, by time. Quadratic in what lives at once."""
     fixed = [(b.offset, b) for b in buffers if b.offset is not None and b.size > 0]
     spans = sorted(
         (lower, upper, index) for index, (_, b) in enumerate(fixed) for lower, upper in b.segments()

@@ -84,12 +84,10 @@ def place(
     """Offsets for every buffer of ``problem``, as low as ``solver`` finds them in the time.
 
     With a capacity it stops at the first placement that fits, else at the lower bound. A slow
-    solver never fails the planning: what greedy found stands. ``time_limit_s`` is a soft limit;
-    the first greedy placement always completes. ``bilevel`` plans blocks before the whole.
-    ``use_numba`` is the search's: None chooses by what is installed and by size.
-
-    Raises:
-        ConfigError: an unknown ``solver``, or a negative time limit.
+    solver never fails the planning: what greedy found stands. ``time_limit_s`` is a soft limit; the
+    first greedy placement always completes. ``bilevel`` plans blocks before the whole.
+    ``use_numba`` is the search's: None chooses by what is installed and by size. Raises
+    ConfigError: an unknown ``solver``, or a negative time limit.
     """
     try:
         chosen = Solver(solver)

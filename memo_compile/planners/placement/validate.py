@@ -26,11 +26,9 @@ def check_placement(
 ) -> None:
     """The placement is valid: complete, aligned, fixed offsets kept, disjoint, within the capacity.
 
-    ``capacity=False`` skips the last of these, e.g. for the lowest placement found in vain.
-    With a ``Placement`` its stated height is checked too.
-
-    Raises:
-        InvalidPlan: it is not; the message quotes the first violations with ids and bytes.
+    ``capacity=False`` skips the last of these, e.g. for the lowest placement found in vain. With a
+    ``Placement`` its stated height is checked too. Raises InvalidPlan: it is not; the message
+    quotes the first violations with ids and bytes.
     """
     stated = placement.height_bytes if isinstance(placement, Placement) else None
     offsets = placement.offsets if isinstance(placement, Placement) else placement

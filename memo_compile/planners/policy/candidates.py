@@ -233,10 +233,7 @@ class CandidateSource:
         yield replace(model.moves(sequence[last], "greedy"), schedule=TIGHT)
 
     def _milp_moves(self, models: dict[Schedule, StepModel]) -> Iterator[Moves]:
-        """The program's answers from each schedule's floor up to save-all.
-
-        The schedules are solved side by side: the engine runs outside of Python's lock.
-        """
+        """The program's answers, floor to save-all, schedules side by side: it frees the GIL."""
         deadline = time.monotonic() + self.time_limit_s
         top = models[NEXT].peak_bytes([0] * models[NEXT].num_layers)
         with ThreadPoolExecutor(max_workers=len(GRIDS)) as pool:

@@ -279,11 +279,7 @@ class _Chooser:
         return None
 
     def require_fast(self, ordered: Iterable[Candidate], wanted_s: float) -> None:
-        """Nothing, unless all plans that may fit take more than ``wanted_s``.
-
-        Raises:
-            TooSlow: they do; nothing is placed yet.
-        """
+        """Raises TooSlow where all plans that may fit take over ``wanted_s``; none is placed."""
         may_fit = (plan for plan in ordered if self._host_fits(plan) and self._may_fit(plan))
         least_s = min((plan.timeline.step_s for plan in may_fit), default=0.0)
         if least_s > wanted_s:

@@ -81,10 +81,7 @@ def solve_modes(
     time_limit_s: float = math.inf,
     gap: float = GAP,
 ) -> MilpSolution:
-    """The modes of the shortest step whose points all lie within ``bound_bytes``.
-
-    The answer is deterministic as long as ``time_limit_s`` does not bind.
-    """
+    """Modes of the shortest step within ``bound_bytes``; deterministic but for ``time_limit_s``."""
     try:
         program = _Program(model, gap)
     except ConfigError:  # no engine on this machine

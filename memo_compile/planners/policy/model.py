@@ -156,10 +156,7 @@ def _layers_at(calls: Sequence[int], layers: Iterable[int]) -> dict[int, list[in
 def build_model(
     step: MovableStep, modes: Sequence[Sequence[ModeCost]], schedule: Schedule
 ) -> StepModel:
-    """The model of ``step`` whose layer i may take ``modes[i]``; mode 0 saves everything.
-
-    ``schedule`` names a lag and a lead.
-    """
+    """The model of ``step`` whose layer i may take ``modes[i]``; mode 0 saves everything."""
     lag, lead = schedule.offload_lag, schedule.reload_lead
     assert lag is not None, "the model needs a lag"
     assert lead is not None, "the model needs a lead"

@@ -90,11 +90,7 @@ class ModeCost:
 
 
 def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
-    """What ``mode`` costs a layer of ``cls``.
-
-    Raises:
-        UnsupportedGraph: there is no region that recomputes its slots.
-    """
+    """What ``mode`` costs a layer. Raises UnsupportedGraph: no region recomputes its slots."""
     key = recompute_key(cls, mode)
     region = recompute(key) if key is not None else None
     moved = [cls.slots[slot].size_bytes for slot in mode.slots(Action.OFFLOAD)]

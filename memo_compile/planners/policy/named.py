@@ -65,8 +65,7 @@ def named_moves(
 ) -> NamedPlan:
     """The decisions of ``policy``; ``alpha`` is for ``memo``, None means MEMO's own program.
 
-    Raises:
-        ConfigError: the policy is unknown, or alpha is not one of MEMO's.
+    Raises ConfigError: the policy is unknown, or alpha is not one of MEMO's.
     """
     if policy == "save":
         return NamedPlan(moves=step.save_all())
