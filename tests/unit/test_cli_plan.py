@@ -128,8 +128,8 @@ def test_what_does_not_fit_has_exit_code_1_and_the_smallest_peak(capsys):
 
 @pytest.mark.usefixtures("inductor")
 def test_a_budget_between_floor_and_saving_moves_tensors(capsys):
-    full = forecast(question(seq=4096))
-    budget = str(full.peak_bytes - full.step.plan.arena_bytes // 5)
+    most, least = (forecast(question(seq=4096, budget=budget)) for budget in (None, 1))
+    budget = str(least.peak_bytes + (most.peak_bytes - least.peak_bytes) // 10)
     code, out, _ = plan(
         capsys, "tiny-gpt", "--seq", "4096", "--budget", budget, "--hardware", "a100", "--json"
     )
@@ -137,7 +137,7 @@ def test_a_budget_between_floor_and_saving_moves_tensors(capsys):
     assert code == 0
     assert body["peak_bytes"] <= int(budget)
     assert {row["decision"] for row in body["decisions"]} != {"SAVE"}
-    assert body["tiles"]["layer0_fwd"] == 1
+    assert "layer0_fwd" in body["tiles"]
 
 
 def test_tables_say_what_fits_and_what_sets_the_peak(capsys, tmp_path):

@@ -270,7 +270,7 @@ def test_a_plan_is_fast_near_its_computation_and_where_no_other_was_faster():
     with pytest.raises(TooSlow, match=r"1\.500 x the computation"):
         require_fast(plan, MemoConfig(max_over_compute=1.06), 2.0)
     with pytest.raises(TooSlow, match="others are faster") as caught:
-        require_fast(plan, MemoConfig(max_step_s=3.0))
+        require_fast(plan, MemoConfig(max_step_s=3.0), 2.0)
     assert caught.value.step_s == 3.0
 
 
