@@ -245,12 +245,12 @@ def test_live_forwards_share_the_budget():
         return memo_compile.report().plans[-1]
 
     first, second = planned(1), planned(2)
-    assert second.peak_bytes == first.peak_bytes + first.arena_bytes
+    gradients = first.fixed.new_gradients  # of one step, when the other's backward runs
+    assert second.peak_bytes == first.peak_bytes + first.arena_bytes + gradients
     torch._dynamo.reset()
     state.reset()
-    pair = moved_pair(
-        **MOVING, memory_budget=first.peak_bytes + first.arena_bytes // 2, max_inflight=2
-    )
+    budget = first.peak_bytes + gradients + first.arena_bytes // 2
+    pair = moved_pair(**MOVING, memory_budget=budget, max_inflight=2)
     pair.each(lambda model: (model(x(1)) + model(x(2))).backward())
     pair.assert_equal()
     assert_planned(1)
