@@ -54,6 +54,9 @@ where it is."""
 HALVED_EACH = 6
 """Every so many tries the search halves what is left, where the line does not hold."""
 
+MAX_FRAME_PLANS = 4
+"""Plans for one of several frames, each with what the last one holds beside its arena."""
+
 UNBOUNDED_BYTES = 2**60
 """A budget that keeps everything."""
 
@@ -339,15 +342,18 @@ def _within_budget(question: Question, loaded: Loaded) -> Forecast:
     """The answer; the budget is of all micro-batches in flight together.
 
     Each of n holds a frame of its own: with F = peak - arena, a plan for F + (budget - F) / n has
-    an arena of (budget - F) / n at most, and n of them with F are within the budget.
+    an arena of (budget - F) / n at most, and n of them with F are within the budget. A plan in
+    other tiles may have a smaller F and a larger arena: then its F counts.
     """
-    step = _plan(question, loaded, question.available_bytes)
-    answer = _answer(question, loaded, step)
-    if answer.fits or answer.in_flight == 1:
-        return answer
-    beside = step.plan.peak_bytes - step.plan.arena_bytes
-    per_frame = beside + max(0, question.available_bytes - beside) // answer.in_flight
-    return _answer(question, loaded, _plan(question, loaded, per_frame))
+    answer = _answer(question, loaded, _plan(question, loaded, question.available_bytes))
+    for _ in range(MAX_FRAME_PLANS):
+        if answer.fits or answer.in_flight == 1:
+            break
+        plan = answer.step.plan
+        beside = plan.peak_bytes - plan.arena_bytes
+        per_frame = beside + max(0, question.available_bytes - beside) // answer.in_flight
+        answer = _answer(question, loaded, _plan(question, loaded, per_frame))
+    return answer
 
 
 def _plan(question: Question, loaded: Loaded, budget_bytes: int, **more: Any) -> OfflineStep:
