@@ -185,13 +185,11 @@ def configure(**options: Any) -> None:
 
     Raises ConfigError: an option is unknown or its value cannot be used.
     """
-    known = _checked(options, "configure()")
-    for key, value in known.items():
-        if value is None:
-            _configured.pop(key, None)
-        else:
-            _configured[key] = value
-    MemoConfig(**_configured)
+    values = {**_configured, **_checked(options, "configure()")}
+    values = {name: value for name, value in values.items() if value is not None}
+    _config_of(values)  # which refuses before anything is kept
+    _configured.clear()
+    _configured.update(values)
 
 
 def resolve(options: Mapping[str, Any] | None, mode: str | None) -> MemoConfig:
@@ -200,6 +198,11 @@ def resolve(options: Mapping[str, Any] | None, mode: str | None) -> MemoConfig:
     values.update(_checked(options or {}, "options"))
     if mode is not None:
         values["mode"] = mode
+    return _config_of(values)
+
+
+def _config_of(options: Mapping[str, Any]) -> MemoConfig:
+    values = dict(options)
     for name in _LISTS:
         if isinstance(values.get(name), str):
             values[name] = _flags(values[name])

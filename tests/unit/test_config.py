@@ -158,3 +158,12 @@ def test_budget_in_bytes():
     assert MemoConfig().budget_bytes(None) is None
     assert MemoConfig(memory_budget="2KiB").budget_bytes(None) == 2048
     assert MemoConfig(memory_budget="80%").budget_bytes(1000) == 800
+
+
+def test_what_configure_refuses_is_not_kept():
+    with pytest.raises(ConfigError, match="max_plans"):
+        configure(max_plans=0)
+    configure(debug="poison")
+    assert resolve(None, None).debug == ("poison",)
+    configure(debug=None)
+    assert resolve(None, None).debug == ()
