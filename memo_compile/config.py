@@ -70,6 +70,8 @@ class MemoConfig:
     yet to be tried; no option either."""
     max_step_s: float = field(default=math.inf, metadata={"internal": True})
     """Nor is one that takes as long: other tiles are faster."""
+    enough_s: float = field(default=0.0, metadata={"internal": True})
+    """But one that takes so many seconds is, whatever the computation: no other tiles are faster."""
     exact: bool = False
     """Forbid recomputation of a slice of tokens, and tiles of tokens: their results may differ in
     the last bits."""

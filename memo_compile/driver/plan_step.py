@@ -60,14 +60,14 @@ def plan_step(
 
 
 def require_fast(plan: Plan, config: MemoConfig, whole_compute_s: float) -> None:
-    """TooSlow where ``plan`` takes more than ``max_over_compute`` or ``max_step_s`` of ``config``.
+    """TooSlow where ``plan`` takes more than ``config`` allows to be taken at once.
 
     ``whole_compute_s`` are the seconds of the step before any tiles, which cost time themselves.
     """
     step_s = plan.compute_s if plan.step_s is None else plan.step_s  # all that is kept is computed
     if not step_s or not whole_compute_s:
         return
-    if step_s > config.max_over_compute * whole_compute_s:
+    if step_s > max(config.enough_s, config.max_over_compute * whole_compute_s):
         raise TooSlow(
             f"the fastest plan takes {step_s / whole_compute_s:.3f} x the computation",
             step_s=step_s,
@@ -182,7 +182,7 @@ class _Planner:
         require_budget(replace(saved, budget_bytes=budget_bytes))
         rows = saved_rows(self.problem, self.cut.forward, self.cut.units)
         saved, config = replace(saved, decisions=rows), self.config
-        if config.max_step_s < math.inf or not config.max_over_compute:  # it is compared
+        if config.max_step_s < math.inf or config.max_over_compute < 1:  # it is compared
             saved = replace(saved, compute_s=self.known.compute_s(config.host_store))
         return self._planned(self.problem, saved)
 

@@ -48,13 +48,17 @@ SMALL = 0.25
 """Of the room for logits and layers: where logits take no more, their tiles make no slow plan fast,
 and a whole graph that fits is taken at once."""
 
-FAST, FAST_IN_ALL = 1.005, 1.03
+FAST, FAST_IN_ALL = 1.02, 1.03
 """A plan is taken at once if its step is at most so many times the computation without tiles:
 FAST where only what breaks the budget runs in tiles, FAST_IN_ALL where all chains do. All tiles
-cost 1.005 to 1.01, and to recompute what they make 1.04."""
+cost 1.005 to 1.01, and to recompute what they make 1.04. Other tiles are traced, lowered and
+planned for up to half a minute, which two percent of a step are not worth."""
 
 NOT_FAST = 0.0
 """Times its computation: the plan is made, and compared with others."""
+
+ONLY_BOUND = 0.5
+"""Times its computation: no plan is as fast, so that only a bound is found."""
 
 COMPILING = 1.03
 """Times as much where regions are compiled and timed for each try, which takes a minute."""
@@ -90,8 +94,10 @@ class Tiles(NamedTuple):
             f"{saved if self.drop_above_bytes else ''}"
         )
 
-    def options(self, config: MemoConfig, max_step_s: float = math.inf) -> MemoConfig:
-        """``config`` for this try, which must take less than ``max_step_s``."""
+    def options(
+        self, config: MemoConfig, max_step_s: float = math.inf, enough_s: float = 0.0
+    ) -> MemoConfig:
+        """``config`` for this try: less than ``max_step_s``, and taken at ``enough_s``."""
         return replace(
             config,
             token_tiles=self.number,
@@ -99,6 +105,7 @@ class Tiles(NamedTuple):
             drop_above_bytes=self.drop_above_bytes,
             max_over_compute=self.max_over_compute,
             max_step_s=max_step_s,
+            enough_s=enough_s,
         )
 
 
@@ -128,7 +135,7 @@ def first_that_fits(
     try:
         while (tiles := tries.following()) is not None:
             try:
-                return attempt(next(graphs), tiles.options(config, tries.limit_s))
+                return attempt(next(graphs), tiles.options(config, tries.limit_s, tries.enough_s))
             except TooSlow as error:
                 log.info("memo: in %s: %s", tiles, error)
                 tries.tell(tiles, error)
@@ -164,6 +171,8 @@ class _Tries:
         """Of the tiles that were planned, and whose plans are slow."""
         self.limit_s = math.inf
         """Seconds of that plan."""
+        self.enough_s = 0.0
+        """A plan of so many seconds is taken: no bound that is left is lower."""
         self._left = list(order)
         self._bounds: list[tuple[float, Tiles]] = []
 
@@ -172,18 +181,14 @@ class _Tries:
         while self._left:
             tiles = self._left.pop(0)
             if tiles.number > 1 or not (self.fastest or self._bounds):
-                return self._compared(tiles)
+                waits = self._bounds and tiles.max_over_compute == math.inf
+                return tiles._replace(max_over_compute=ONLY_BOUND) if waits else tiles
         self._bounds.sort()
         if not self._bounds or self._bounds[0][0] >= self.limit_s:
             return None
-        tiles = self._bounds.pop(0)[1]._replace(max_over_compute=math.inf)
-        return self._compared(tiles)
-
-    def _compared(self, tiles: Tiles) -> Tiles:
-        """``tiles``, whose plan is not taken at once where others may be faster."""
-        if self._bounds and tiles.max_over_compute == math.inf:
-            return tiles._replace(max_over_compute=NOT_FAST)
-        return tiles
+        _, tiles = self._bounds.pop(0)
+        self.enough_s = self._bounds[0][0] if self._bounds else math.inf
+        return tiles._replace(max_over_compute=NOT_FAST)
 
     def tell(self, tiles: Tiles, error: TooSlow) -> None:
         """What was found of ``tiles``."""

@@ -226,8 +226,8 @@ def test_of_slow_plans_the_fastest_is_taken(monkeypatch, seconds, taken):
     [
         # above_bytes: bound, seconds of its plan (None: nothing fits)
         ({5: (1.1, 1.2), 3: (1.0, 1.0)}, 3, 2),
-        ({5: (1.1, 1.2), 3: (1.3, 1.3), 0: (1.2, 1.4)}, 5, 5),
-        ({5: (1.1, 1.2), 3: (1.06, 1.07), 0: (1.3, 1.3)}, 3, 5),
+        ({5: (1.1, 1.2), 3: (1.3, 1.3), 0: (1.2, 1.4)}, 5, 4),
+        ({5: (1.1, 1.2), 3: (1.06, 1.07), 0: (1.3, 1.3)}, 3, 4),
         ({5: (1.1, 1.2), 3: (1.06, 1.15), 0: (1.3, 1.3)}, 3, 6),
         ({5: (1.1, 1.2), 3: (1.3, 1.3), 0: (1.0, 1.05)}, 0, 4),
         ({5: (1.1, None), 3: (1.0, None), 0: (1.2, 1.4)}, 0, 5),
@@ -248,7 +248,7 @@ def test_tiles_that_are_only_bounded_are_planned_where_they_may_be_fastest(
             raise TooSlow("no plan can", step_s=bound, is_bound=True)
         if step_s is None:
             raise floor(9)
-        if step_s > over or step_s >= config.max_step_s:
+        if step_s > max(over, config.enough_s) or step_s >= config.max_step_s:
             raise TooSlow("a plan that fits", step_s=step_s)
         return above
 
