@@ -110,7 +110,6 @@ def _place_compiled(instance: Instance, sequence: Ints, best_fit: bool) -> Ints:
         instance.span_lower,
         instance.span_upper,
         best_fit,
-        np.zeros_like(offsets),
         offsets,
     )
     return offsets

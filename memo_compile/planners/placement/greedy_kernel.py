@@ -1,9 +1,18 @@
-"""Greedy placement's loop in a form that numba can compile. Nothing here allocates."""
+"""Greedy placement's loop in a form that numba can compile.
+
+Most buffers live for a hundredth of the step: what is placed already is kept by stretches of
+sections, so that a buffer meets those only that live near it.
+"""
 
 from typing import Any
 
+import numpy as np
+
 FREE = -1
 """As ``instance.FREE``."""
+
+STRETCH = 64
+"""Sections that share one list of the buffers alive in any of them."""
 
 
 def place_each(
@@ -15,33 +24,45 @@ def place_each(
     span_lower: Any,
     span_upper: Any,
     best_fit: bool,
-    by_offset: Any,
     offsets: Any,
 ) -> None:
-    """Fill ``offsets`` (N,) in the order of ``sequence`` (N,); ``by_offset`` (N,) is scratch."""
+    """Fill ``offsets`` (N,) in the order of ``sequence`` (N,)."""
+    spans = span_start, span_lower, span_upper
+    first = span_lower[span_start[:-1]] // STRETCH
+    last = (span_upper[span_start[1:] - 1] - 1) // STRETCH
+    # A list per stretch: its newest entry (-1: none); per entry its buffer and the entry before.
+    newest = np.full(last.max() + 1 if len(last) else 0, -1)
+    placed = np.zeros((last - first + 1).sum(), dtype=np.int64)
+    earlier, num_entries = np.zeros_like(placed), 0
+    beside, met = np.zeros_like(offsets), np.zeros_like(offsets)
     for count in range(len(sequence)):
-        item, at = sequence[count], count
+        item, num_beside = sequence[count], 0
         if fixed[item] != FREE:
             offsets[item] = fixed[item]
         else:
-            beside = by_offset[:count]
-            spans = span_start, span_lower, span_upper
-            offsets[item] = hole(item, beside, size, align, spans, best_fit, offsets)
-        while at > 0 and offsets[by_offset[at - 1]] > offsets[item]:
-            by_offset[at] = by_offset[at - 1]
-            at -= 1
-        by_offset[at] = item
+            for stretch in range(first[item], last[item] + 1):
+                entry = newest[stretch]
+                while entry >= 0:
+                    other = placed[entry]
+                    if met[other] <= count and share_a_section(item, other, spans):
+                        beside[num_beside] = other
+                        num_beside += 1
+                    met[other] = count + 1
+                    entry = earlier[entry]
+            others = beside[:num_beside]
+            others = others[np.argsort(offsets[others])]
+            offsets[item] = hole(item, others, size, align, best_fit, offsets)
+        for stretch in range(first[item], last[item] + 1):
+            placed[num_entries], earlier[num_entries] = item, newest[stretch]
+            newest[stretch] = num_entries
+            num_entries += 1
 
 
-def hole(
-    item: int, placed: Any, size: Any, align: Any, spans: Any, best_fit: bool, offsets: Any
-) -> int:
-    """The lowest (or smallest) free offset for ``item`` among ``placed``, from low to high."""
+def hole(item: int, beside: Any, size: Any, align: Any, best_fit: bool, offsets: Any) -> int:
+    """The lowest (or smallest) free offset for ``item`` between ``beside``, from low to high."""
     step, least = max(align[item], 1), -1
     highest, found = 0, -1
-    for other in placed:
-        if not share_a_section(item, other, spans):
-            continue
+    for other in beside:
         begin = -(-highest // step) * step
         room = offsets[other] - begin
         if room >= size[item] and (least < 0 or room < least):
