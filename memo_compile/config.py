@@ -50,6 +50,9 @@ class MemoConfig:
     """What becomes of what the forward returns: ``held`` to the end of the step, and by its name
     until the next forward has ended; ``dropped`` before the backward, a promise; ``auto``: held
     under a budget, else dropped until they were seen to be held."""
+    outside_loss: bool = False
+    """Another loss is computed outside, from large results (distillation, z-loss), though the graph
+    returns one: its memory counts from the first step on, instead of once a backward shows it."""
     alpha: float | None = None
     """Policy ``memo``: the part of the tokens that is offloaded; by default MEMO's program's."""
     optimizer_state_bytes_per_parameter: float | None = None
@@ -71,7 +74,7 @@ class MemoConfig:
     max_step_s: float = field(default=math.inf, metadata={"internal": True})
     """Nor is one that takes as long: other tiles are faster."""
     enough_s: float = field(default=0.0, metadata={"internal": True})
-    """But one that takes so many seconds is, whatever the computation: no other tiles are faster."""
+    """But one that takes so many seconds is taken: no other tiles are faster."""
     exact: bool = False
     """Forbid recomputation of a slice of tokens, and tiles of tokens: their results may differ in
     the last bits."""
@@ -154,6 +157,12 @@ class MemoConfig:
         is_pair = isinstance(speeds, tuple | list) and len(speeds) == 2
         self._require("copy_bytes_per_s", "one speed, or (to the host, back)", is_pair)
         return speeds[0], speeds[1]
+
+    def at_any_speed(self) -> "MemoConfig":
+        """The same options once tiles are chosen: no others are compared any more."""
+        return dataclasses.replace(
+            self, max_over_compute=math.inf, max_step_s=math.inf, enough_s=0.0
+        )
 
     def drops_above(self) -> int | None:
         """Bytes above which wide chains' values, made in tiles, are not saved; None: all may be."""

@@ -19,7 +19,7 @@ from memo_compile.driver.library_buffers import Product, library_buffers, produc
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
-from memo_compile.driver.user_outputs import ResultWatch, held_bytes, result_storages
+from memo_compile.driver.user_outputs import LossWatch, ResultWatch, held_bytes, result_storages
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
 from memo_compile.step.movable import StepCosts
@@ -36,6 +36,13 @@ TOLERANCE = 0.005
 
 MIN_KEPT_BYTES = 2**20
 """Results that matter to a plan; losses and small statistics are always held."""
+
+
+LOSS_OUTSIDE = (
+    "a loss is computed outside the compiled function, from results that it returns beside its own "
+    "loss; compute both inside, which needs less, or set outside_loss=True for a plan that counts "
+    "with it from the first step on"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +64,7 @@ class Assembly:
     """What the report shows of this step, where it shows it."""
 
     _watch: ResultWatch = field(default_factory=ResultWatch)
+    _losses: LossWatch = field(init=False)
     _made: tuple[int, ...] = ()
     """Positions among the forward's results of what lies in ordinary memory that it made."""
     _said_beyond: bool = False
@@ -70,6 +78,7 @@ class Assembly:
 
     def __post_init__(self) -> None:
         self._memory = OutOfMemory(dump=self.config.dump)
+        self._losses = LossWatch.of(self.lowered.cut.backward.program.graph)
         self._take(self.planned, self.step)
         self.reported = ReportedPlan.of(self.plan, self.observed)
 
@@ -125,6 +134,7 @@ class Assembly:
         self._require_room_beside_others()
         self._count_what_exists(args)
         self._count_kept_outputs()
+        self._count_outside_loss()
         library_buffers.require(self._products)
         with self._memory.explained(self.problem, self.reported):
             results = run_forward(self.step, args)
@@ -134,6 +144,8 @@ class Assembly:
     def backward(self, args: list[Any]) -> list[Any]:
         """The backward's results; empties ``args``. Raises as ``forward``."""
         keep_graph = shim.keep_graph()
+        if self._may_hide_a_loss():
+            self._losses.look(args)
         self._require_room(args, keep_graph=keep_graph)
         with self._memory.explained(self.problem, self.reported):
             results = run_backward(self.step, args, keep_graph=keep_graph)
@@ -331,6 +343,28 @@ class Assembly:
         self._kept_bytes = 0
         self.request = replace(self.request, keeps_outputs=True)
         self._rebind(self._replan())
+
+    def _may_hide_a_loss(self) -> bool:
+        """A loss outside would break the budget, and is not counted yet."""
+        is_said = self.config.outside_loss or self.config.outputs == "dropped"
+        return self.plan.budget_bytes is not None and not is_said and not self.request.outside_loss
+
+    def _count_outside_loss(self) -> None:
+        """Replan once a loss was seen that nothing told of: only a backward shows it."""
+        if self.step.live or not self._may_hide_a_loss() or not self._losses.found():
+            return
+        before, earlier = self.request, self.plan.fixed.earlier_outputs
+        self.request = replace(before, outside_loss=True)
+        try:
+            planned = self._replan(lasting=earlier)
+        except Infeasible as error:
+            self.request = before
+            raise Infeasible(f"{error}. {LOSS_OUTSIDE}", floor_bytes=error.floor_bytes) from None
+        state.warn_once(
+            f"{LOSS_OUTSIDE}: {format_bytes(planned.problem.loss_bytes)} count from this step on, "
+            "and steps before may have exceeded memory_budget"
+        )
+        self._rebind(planned)
 
     def _bind_again(self, planned: PlannedStep) -> None:
         old = self.step

@@ -57,7 +57,7 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig) -> Assembly:
     require_fast(planned.plan, config, known.whole_compute_s(config.host_store))
     assembly = Assembly(
         lowered=lowered,
-        config=config,
+        config=config.at_any_speed(),
         known=known,
         planned=planned,
         step=bind_step(planned, lowered.cut, config),

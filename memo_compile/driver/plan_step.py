@@ -22,7 +22,7 @@ from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.movable_step import Movable
 from memo_compile.driver.report_rows import moved_rows, saved_rows, step_notes
 from memo_compile.driver.stages import CutStep, LoweredStep, PlannedStep, PlanRequest
-from memo_compile.driver.user_outputs import held_bytes
+from memo_compile.driver.user_outputs import held_bytes, outside_loss_bytes, own_gradients
 from memo_compile.errors import ConfigError, Infeasible, MemoError, TooSlow
 from memo_compile.planners.place_step import placed_step, require_budget
 from memo_compile.planners.policy import Choice
@@ -88,6 +88,9 @@ def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
     gradients = max(fixed.gradients, existing + fixed.new_gradients)
     fixed = replace(fixed, gradients=gradients, earlier_outputs=request.earlier_output_bytes)
     problem = replace(problem, fixed=fixed)
+    if request.outside_loss:
+        more = outside_loss_bytes(own_gradients(lowered.cut.backward.program.graph))
+        problem = replace(problem, loss_bytes=more)
     if not request.keeps_outputs:
         return problem
     held = held_bytes(problem, lowered.cut.forward.results)

@@ -77,6 +77,8 @@ class PlanRequest:
     """Results of earlier steps that the user holds during this one."""
     keeps_outputs: bool = False
     """True once the forward's results were found held when their backward had ended."""
+    outside_loss: bool = False
+    """True once a loss was seen that is computed outside though the graph returns one."""
     host_store: str | None = None
     """Where offloaded activations go instead of where the options say."""
     granted_step_bytes: int | None = None

@@ -41,19 +41,18 @@ def step_problem(
         for output in lowered[call.region].profile.outputs
         if output.storage is Storage.EXTERNAL
     )
-    given = backward.program.graph.find_nodes(op="placeholder")
     problem = Problem(
         regions={key: region.profile for key, region in lowered.items()},
         calls=calls,
         inputs=(*forward.constants, *forward.arguments, *backward.constants, *backward.arguments),
         halves=(_half(forward), _half(backward)),
         fixed=step.facts.fixed_bytes(outputs_bytes, config.optimizer_state_bytes_per_parameter),
-        tangents=tangents(given),
+        tangents=tangents(backward.program.graph.find_nodes(op="placeholder")),
         layer_classes=_layer_classes(step.units, calls),
         tensors={value: _tensor_info(forward.nodes[value]) for value in forward.leased},
         live_steps=config.max_inflight,
     )
-    return assume_held(problem, forward.results, given, config)
+    return assume_held(problem, forward.results, backward.program.graph, config)
 
 
 def whole_step(step: CutStep) -> WholeStep:

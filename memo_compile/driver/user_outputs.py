@@ -56,7 +56,7 @@ def held_bytes(problem: Problem, results: Sequence[str | None]) -> int:
 
 
 def assume_held(
-    problem: Problem, results: Sequence[str | None], tangents: Sequence[fx.Node], config: MemoConfig
+    problem: Problem, results: Sequence[str | None], backward: fx.Graph, config: MemoConfig
 ) -> Problem:
     """``problem`` with what ``config`` says of the user's results, or what caution asks for."""
     cautious = config.outputs == "auto" and config.memory_budget is not None
@@ -67,21 +67,74 @@ def assume_held(
         problem,
         keeps_outputs=held > 0,
         rebound_bytes=held,
-        loss_bytes=_loss_bytes([node.meta["val"] for node in tangents if is_tangent(node)]),
+        loss_bytes=_loss_bytes(own_gradients(backward), config),
     )
 
 
-def _loss_bytes(gradients: Sequence[Any]) -> int:
+def _loss_bytes(gradients: Sequence[Any], config: MemoConfig) -> int:
     """What the loss holds where it is computed outside: no result of the graph is a number."""
-    tensors = [gradient for gradient in gradients if isinstance(gradient, torch.Tensor)]
-    if any(tensor.numel() == 1 for tensor in tensors):
-        return 0
+    is_inside = _have_number(gradients) and not config.outside_loss
+    return 0 if is_inside else outside_loss_bytes(gradients)
+
+
+def _have_number(gradients: Sequence[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.numel() == 1 for value in gradients)
+
+
+def outside_loss_bytes(gradients: Sequence[Any]) -> int:
+    """What a loss holds that is computed outside from the results with these gradients."""
     found = 0
-    for tensor in tensors:
-        if tensor.nbytes > LARGE_RESULT_BYTES:
+    for tensor in gradients:
+        if _is_large(tensor):
             casts = tensor.element_size() < torch.float32.itemsize
             found += tensor.numel() * torch.float32.itemsize * (LOSS_TENSORS + casts)
     return found
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.nbytes > LARGE_RESULT_BYTES
+
+
+def own_gradients(backward: fx.Graph) -> list[Any]:
+    """The fake gradients of the results that a backward is given."""
+    return [node.meta["val"] for node in backward.find_nodes(op="placeholder") if is_tangent(node)]
+
+
+@dataclass(slots=True)
+class LossWatch:
+    """Sees a second loss, computed outside from large results though the graph returns one.
+
+    That is a distillation or a z-loss on returned logits. Autograd gives zeros for results that
+    nothing was computed from.
+    """
+
+    positions: tuple[int, ...]
+    """Of the gradients of large results, among what the backward is given; none are watched where
+    the graph returns no loss."""
+    _seen: torch.Tensor | None = None
+
+    @staticmethod
+    def of(backward: fx.Graph) -> "LossWatch":
+        """Follows what ``backward`` is given."""
+        if not _have_number(own_gradients(backward)):
+            return LossWatch(())
+        given = enumerate(backward.find_nodes(op="placeholder"))
+        return LossWatch(
+            tuple(at for at, node in given if is_tangent(node) and _is_large(node.meta["val"]))
+        )
+
+    def look(self, args: Sequence[Any]) -> None:
+        """A backward begins. What is seen is read later, so that no GPU is waited for."""
+        for gradient in (args[position] for position in self.positions):
+            if self._seen is None:
+                self._seen = torch.zeros((), dtype=torch.bool, pin_memory=gradient.is_cuda)
+            with torch.no_grad():
+                before = self._seen.to(gradient.device, non_blocking=True)
+                self._seen.copy_(gradient.any() | before, non_blocking=True)
+
+    def found(self) -> bool:
+        """True once such a loss was seen."""
+        return self._seen is not None and bool(self._seen)
 
 
 Held = list[tuple[Any, int]]

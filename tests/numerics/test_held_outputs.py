@@ -126,6 +126,15 @@ def shifted_loss_outside(training: Training, runner: nn.Module) -> None:
     loss.backward()
 
 
+def distilled(training: Training, runner: nn.Module) -> None:
+    """A loss of the graph, and another on the logits that it returns beside it."""
+    training.model.zero_grad()
+    training.names["out"] = out = runner(training.x, training.y)
+    teacher = functional.softmax(training.names["teacher"], dim=-1)
+    student = functional.log_softmax(out["logits"], dim=-1)
+    (out["loss"] + functional.kl_div(student, teacher, reduction="sum")).backward()
+
+
 def penalty_outside(training: Training, runner: nn.Module) -> None:
     training.model.zero_grad()
     loss = runner(training.x, training.y)["loss"]
@@ -256,6 +265,55 @@ def test_loss_outside_the_graph(monkeypatch):
 
 def test_shifted_loss_outside_the_graph(monkeypatch):
     assert_within("logits", shifted_loss_outside, floor_of("logits"), monkeypatch)
+
+
+def with_teacher() -> Training:
+    training = training_of("both")
+    training.names["teacher"] = torch.zeros(2, ROWS // 2, VOCABULARY)
+    return training
+
+
+def test_a_second_loss_outside_counts_once_a_backward_has_shown_it():
+    training = with_teacher()
+    budget = floor_of("both")
+    runner = compiled(training.model, budget)
+    distilled(training, runner)
+    with pytest.raises(Infeasible, match="set outside_loss=True") as raised:
+        distilled(training, runner)
+    floor = raised.value.floor_bytes
+    assert floor is not None
+    assert floor > budget
+    runner = compiled(training.model, 2 * floor)
+    for _ in range(3):
+        distilled(training, runner)
+    (plan,) = memo_compile.report().plans
+    assert floor <= plan.peak_bytes <= 2 * floor
+    assert sum("outside_loss" in note for note in memo_compile.report().notes) == 1
+    assert_planned()
+
+
+def test_a_second_loss_outside_that_is_said_counts_from_the_first_step_on(monkeypatch):
+    training = with_teacher()
+    twin = copy.deepcopy(training)
+    budget = floor_of("both", outside_loss=True)
+    runner = compiled(training.model, budget, outside_loss=True)
+    for _ in range(3):
+        with measured(training, monkeypatch):
+            distilled(training, runner)
+        distilled(twin, twin.model)
+        assert gradient_error(training.model, twin.model) <= FLOOR
+    teacher_bytes = training.names["teacher"].nbytes  # which no plan of the student counts
+    ratios = [(peak - teacher_bytes - NOISE_BYTES) / budget for peak in training.peaks]
+    assert max(ratios) <= MOST_OVER_BUDGET, ratios
+    assert_planned()
+
+
+def test_a_loss_of_the_graph_alone_is_taken_for_the_only_one():
+    training = training_of("both")
+    runner = compiled(training.model, floor_of("both"))
+    for _ in range(3):
+        output_in_scope(training, runner)
+    assert not any("outside the compiled" in note for note in memo_compile.report().notes)
 
 
 def test_memory_that_the_plan_cannot_know_of_is_said():
