@@ -24,7 +24,7 @@ from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import REFUSED, REPORT, is_bug
 from memo_compile.driver.pipeline import assemble
-from memo_compile.driver.probe import tiling_believed
+from memo_compile.driver.probe import TilingProbes
 from memo_compile.driver.stages import CapturedStep
 from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import ConfigError, MemoError, UnsupportedGraph, described, nearest
@@ -124,19 +124,20 @@ def plan_graph(
     facts = GraphFacts(example_inputs)
     if facts.device.type == "cpu" and config.memory_budget is not None:
         keep_large_blocks_apart()  # before anything large is compiled and freed
+    probes = TilingProbes()
     return first_that_fits(
         gm,
         facts,
         config,
-        lambda graph, options: _plan_once(graph, example_inputs, options),
+        lambda graph, options: _plan_once(graph, example_inputs, options, probes),
     )
 
 
 def _plan_once(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig, probes: TilingProbes
 ) -> Callable[..., Any]:
     name, facts = next_graph_name(), GraphFacts(example_inputs)
-    capture = StepCapture(config, facts, name, lambda step: _compiled_step(step, config))
+    capture = StepCapture(config, facts, name, lambda step: _compiled_step(step, config, probes))
     compiled = capture.run(gm, example_inputs)
     if capture.assembly is not None:  # for inference there is none
         weakref.finalize(capture, capture.assembly.retire).atexit = False
@@ -144,9 +145,9 @@ def _plan_once(
     return compiled
 
 
-def _compiled_step(captured: CapturedStep, config: MemoConfig) -> Assembly:
+def _compiled_step(captured: CapturedStep, config: MemoConfig, probes: TilingProbes) -> Assembly:
     """The step through all stages; its memory is taken now."""
-    assembly = assemble(captured, config, tiling_believed)
+    assembly = assemble(captured, config, probes)
     step = assembly.lowered.cut
     if step.runner.dump is not None:
         step.runner.write("step-forward.txt", graph_text(step.forward.program))

@@ -29,6 +29,7 @@ from memo_compile.costs.roofline import graph_cost
 from memo_compile.driver.left_whole import say_bug
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.aten import interpret
+from memo_compile.passes.cut import content_of
 from memo_compile.passes.tile_chains import transient_bytes
 from memo_compile.passes.tile_cut import RegionTiling
 from memo_compile.reporting import state
@@ -83,8 +84,27 @@ def believed(probe: Probe, *, differs: str, not_run: str) -> bool:
     return probe.verdict is not Verdict.DIFFERS
 
 
-def tiling_believed(tiling: RegionTiling) -> bool:
-    """False for tiles that compute something else than their region, run on random numbers."""
+class TilingProbes:
+    """False for tiles that compute something else than their region, run on random numbers.
+
+    Each distinct tiling is run once: a graph that is tried in several ways has most in common.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], bool] = {}
+
+    def __call__(self, tiling: RegionTiling) -> bool:
+        """Whether ``tiling`` may run; says where it may not, or was not compared."""
+        graphs = [tiling.region.gm, *(part.gm for part in tiling.parts.values())]
+        if any(graph.graph.find_nodes(op="get_attr") for graph in graphs):  # not in its content
+            return _tiling_believed(tiling)
+        key = (str(tiling.tiled.tiling), *map(content_of, graphs))
+        if key not in self._known:
+            self._known[key] = _tiling_believed(tiling)
+        return self._known[key]
+
+
+def _tiling_believed(tiling: RegionTiling) -> bool:
     name = tiling.region.name
     return believed(
         probe_tiling(tiling),

@@ -163,7 +163,7 @@ class _Cutter:
             for index, node in enumerate(inputs)
             if node.name in self.request.static_inputs or node.op == "get_attr"
         )
-        key = _digest(gm, external, static)
+        key = content_of(gm, external, static)
         base = self.request.names.get(border.position, "region")
         if key not in self.keys:
             name = unique_name(base, self.regions, "_")
@@ -284,7 +284,9 @@ def unique_name(base: str, taken: Mapping[str, Any], separator: str) -> str:
     return next(name for name in itertools.chain([base], numbered) if name not in taken)
 
 
-def _digest(gm: fx.GraphModule, external: frozenset[int], static: tuple[int, ...]) -> str:
+def content_of(
+    gm: fx.GraphModule, external: frozenset[int] = frozenset(), static: tuple[int, ...] = ()
+) -> str:
     """A text that is equal for two regions exactly if one lowering serves both."""
     names: dict[fx.Node, str] = {}
     text = [f"external {sorted(external)} static {static}"]
