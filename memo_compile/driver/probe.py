@@ -23,13 +23,13 @@ from memo_compile import shim
 from memo_compile.analysis.purity import is_collective
 from memo_compile.analysis.regions import RegionGraph, layout_elements
 from memo_compile.analysis.structure import argument, op_name
+from memo_compile.analysis.tile_chains import transient_bytes
 from memo_compile.analysis.views import results_of, shape_of
 from memo_compile.costs.measure_regions import torch_as_before
 from memo_compile.costs.roofline import graph_cost
 from memo_compile.driver.left_whole import say_bug
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.aten import interpret
-from memo_compile.passes.tile_chains import transient_bytes
 from memo_compile.passes.tile_cut import RegionTiling
 from memo_compile.reporting import state
 from memo_compile.step.problem import Layout

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from memo_compile.analysis.regions import RegionGraph
+from memo_compile.analysis.tile_chains import transient_bytes
 from memo_compile.passes.cut import Cut, CutCall, CutInto
 from memo_compile.passes.runner import PassRunner
-from memo_compile.passes.tile_chains import transient_bytes
 from memo_compile.passes.tiles import TiledRegion, tilings
 from memo_compile.step.problem import Layout, Layouts
 from memo_compile.step.tilings import Operand, Ref, Source
