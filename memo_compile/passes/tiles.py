@@ -24,11 +24,12 @@ from torch import fx
 from memo_compile.analysis.purity import is_constant, is_write
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.row_rules import RowDim
-from memo_compile.analysis.rows import is_row_wise, row_layout, slice_rows
+from memo_compile.analysis.rows import is_row_wise, row_layout
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.tile_chains import Chain, chains, transient_bytes
 from memo_compile.analysis.views import base_of, is_item, is_tensor, is_view, results_of, storage_of
 from memo_compile.passes.extract import Extract, extract
+from memo_compile.passes.slice_rows import slice_rows
 from memo_compile.passes.tile_sums import take_sums_out
 from memo_compile.step.tilings import Operand, Ref, Rows, Slice, Source, Tiling
 
