@@ -27,7 +27,7 @@ INPUT_SCALE = 0.02
 """Standard deviation of made-up inputs, as of freshly initialised weights: nothing overflows."""
 
 ROOM = 0.9
-"""Of the free memory, what a region that is timed may take."""
+"""A region is timed only if it takes at most this share of the free memory."""
 
 _KERNEL_FAILURES = (RuntimeError, ValueError, IndexError, MemoryError)
 """What a kernel raises that does not take the made-up numbers, or finds no memory. Whatever else is

@@ -47,7 +47,7 @@ class ClassGraph:
     (``rows.attention_rows``); without them no operator counts as row-wise."""
 
     def at_slots(self, inputs: Sequence[T], outputs: Sequence[T]) -> list[T]:
-        """Of what stands at the region's inputs and outputs that of each slot, in order."""
+        """What stands at each slot, in order, of what stands at the region's inputs and outputs."""
         found = [inputs[position] for position in self.slot_of_input]
         return found + [outputs[position] for position in self.slot_of_output]
 

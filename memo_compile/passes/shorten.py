@@ -26,7 +26,7 @@ from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.slice_rows import FakeCopier
 
 MIN_TOKENS = 16
-"""Smaller sizes are batches, heads and the like."""
+"""Smaller sizes are not taken for tokens: they are batches, heads and the like."""
 
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 """What an operator raises for fakes of shapes that it does not take; some of torch's assert."""

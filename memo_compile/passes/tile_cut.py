@@ -28,8 +28,8 @@ class RegionTiling:
     tiled: TiledRegion
     parts: Mapping[str, RegionGraph]
     calls: tuple[CutCall, ...]
-    """Of the parts; the region's inputs are the values ``in0``, ``in1`` ..., its outputs ``out0``
-    and so on."""
+    """Calls of the parts; the region's inputs are the values ``in0``, ``in1`` ..., its outputs
+    ``out0`` and so on."""
 
     @classmethod
     def of(cls, region: RegionGraph, tiled: TiledRegion) -> "RegionTiling":
@@ -48,7 +48,7 @@ class RegionTiling:
 
 
 Accepts = Callable[[RegionTiling], bool]
-"""False for tiles that must not run; the one who answers says why."""
+"""False for tiles that must not run; the function itself says why."""
 
 Dropped = Callable[[str, Exception], None]
 """Told what is left whole, and the error for which it is."""
