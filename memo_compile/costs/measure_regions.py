@@ -218,7 +218,7 @@ def _offsets(profile: RegionProfile) -> tuple[Sequence[int], int]:
 
 
 def _cpu_s(run: Callable[[], Any]) -> float:
-    """As in a step, results come from memory that was given back before."""
+    """Seconds of ``run``, whose results take memory that was given back before, as in a step."""
     trim_heap()
     start = time.perf_counter()
     run()

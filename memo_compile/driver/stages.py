@@ -43,7 +43,7 @@ class CutStep:
     units: JointUnits
     facts: GraphFacts
     runner: PassRunner
-    """As in the captured step."""
+    """The runner of the captured step."""
 
     @property
     def regions(self) -> Mapping[str, RegionGraph]:
@@ -80,12 +80,12 @@ class PlanRequest:
     outside_loss: bool = False
     """True once a loss was seen that is computed outside though the graph returns one."""
     host_store: str | None = None
-    """Where offloaded activations go instead of where the options say."""
+    """The host store to use instead of the one that the options name."""
     granted_step_bytes: int | None = None
     """Bytes that a step may take beside its parameters and other constants, after the device has
     refused more; None: nothing was refused."""
     granted_host_bytes: int | None = None
-    """The same for host memory."""
+    """Bytes of host memory that a step may take, after more was refused; None: none was."""
 
     def applied_to(self, config: MemoConfig) -> MemoConfig:
         """``config`` with the host memory that this request names."""

@@ -51,7 +51,7 @@ Accepts = Callable[[RegionTiling], bool]
 """False for tiles that must not run; the function itself says why."""
 
 Dropped = Callable[[str, Exception], None]
-"""Told what is left whole, and the error for which it is."""
+"""Called with what is left whole, and with the error that is the reason."""
 
 
 def tile_cut(

@@ -26,7 +26,7 @@ EXHAUSTED = 0
 LIMIT = 2
 
 BITS = 62
-"""Bits used of each word of ``State.blame``: below the sign of int64."""
+"""How many bits of each word of ``State.blame`` are used: those below the sign of int64."""
 
 # Slots of State.tally.
 CHOSEN, TRAIL, JUMPED, DIRTY_LOWER, DIRTY_UPPER, WORDS = 0, 1, 2, 3, 4, 5

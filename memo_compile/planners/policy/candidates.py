@@ -121,7 +121,7 @@ def _stalls(candidate: Candidate) -> bool:
 
 
 def _widened(candidate: Candidate) -> Moves:
-    """The same decisions, whose copies get more time within the same peak."""
+    """The same decisions with more time for the copies, within the same peak."""
     moves = candidate.moves
     return replace(moves, policy="widened", schedule=replace(moves.schedule, widen=1.0))
 
