@@ -256,7 +256,7 @@ class _Half:
             outputs=self._at(call.outputs),
             drop=self._at(value for value in dict.fromkeys(call.inputs) if value in dead),
             unread=self._at(value for value in call.outputs if value in dead),
-            copies=tuple(  # the user receives them although their storage lies in the arena
+            copies=tuple(  # the results for the user whose storage lies in the arena
                 position
                 for position, value in enumerate(call.outputs)
                 if value in self.results and value in places
@@ -322,7 +322,7 @@ def _views(
         if call.phase is not phase:
             phase = call.phase
             held.update(halves[phase].given())
-        if call.kind is CallKind.RELOAD:  # shown as what was offloaded is shown
+        if call.kind is CallKind.RELOAD:  # in the layout of what was offloaded
             held[call.outputs[0]] = held.get(calls[offload_of[call.name]].inputs[0])
             continue
         found = tuple(

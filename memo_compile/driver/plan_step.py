@@ -64,7 +64,7 @@ def require_fast(plan: Plan, config: MemoConfig, whole_compute_s: float) -> None
 
     ``whole_compute_s`` are the step's seconds before any tiles, because tiles cost time themselves.
     """
-    step_s = plan.compute_s if plan.step_s is None else plan.step_s  # what keeps all only computes
+    step_s = plan.compute_s if plan.step_s is None else plan.step_s  # None: no stalls, all is kept
     if not step_s or not whole_compute_s:
         return
     if step_s > max(config.enough_s, config.max_over_compute * whole_compute_s):
@@ -185,7 +185,7 @@ class _Planner:
         require_budget(replace(saved, budget_bytes=budget_bytes))
         rows = saved_rows(self.problem, self.cut.forward, self.cut.units)
         saved, config = replace(saved, decisions=rows), self.config
-        if config.max_step_s < math.inf or config.max_over_compute < 1:  # it is compared
+        if config.max_step_s < math.inf or config.max_over_compute < 1:  # its seconds are compared
             saved = replace(saved, compute_s=self.known.compute_s(config.host_store))
         return self._planned(self.problem, saved)
 

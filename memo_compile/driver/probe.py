@@ -127,7 +127,7 @@ def probe_tiling(tiling: RegionTiling) -> Probe:
 
 def _probe_chain(tiling: RegionTiling) -> Probe:
     reason = "it has too few rows"
-    for rows in (1, 2):  # one row is another thing where an operator drops dimensions of size 1
+    for rows in (1, 2):  # one row fails where an operator drops dimensions of size 1
         if 2 * rows <= tiling.tiled.num_rows:
             try:
                 both, part = tiling.tiled.chain_of(2 * rows), tiling.tiled.chain_of(rows)
