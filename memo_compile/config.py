@@ -56,7 +56,7 @@ class MemoConfig:
     alpha: float | None = None
     """Policy ``memo``: the part of the tokens that is offloaded; by default MEMO's program's."""
     optimizer_state_bytes_per_parameter: float | None = None
-    """For state that does not exist yet; by default two tensors of the parameter's dtype."""
+    """Bytes of state that does not exist yet; by default two tensors of the parameter's dtype."""
     host_store: str = "auto"
     """``auto`` (pinned on CUDA, else ``shm``), ``shm`` or ``file:DIR`` (memory-mapped files)."""
     token_granule: int = 128

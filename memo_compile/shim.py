@@ -105,8 +105,8 @@ def own_tracing_context(examples: Sequence[Any]) -> contextlib.AbstractContextMa
 
 
 NO_GRAPH_CACHE: dict[str, Any] = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
-"""On a hit of these caches neither partitioner nor wrapper runs. Not ``force_disable_caches``: that
-gives each compilation an empty folder, and every region would build Inductor's C++ headers anew."""
+"""Turns these caches off: on a hit neither partitioner nor wrapper runs. ``force_disable_caches``
+would give each compilation an empty folder, in which Inductor builds its C++ headers anew."""
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from memo_compile.analysis.repeats import Repeat, best_repeat
 from memo_compile.analysis.structure import Tape, make_tape
 
 _MIN_SHARE = 0.02
-"""Units of a class must hold this share of the sequence: below, a region costs more than it gives.
+"""A class holds at least this share of the sequence: a region for less costs more than it gives.
 
 61 layers of a large mixture of experts still keep a class for its 3 dense ones (5 %)."""
 
@@ -20,12 +20,12 @@ _MIN_SIMPLE_INSTANCES = 4
 """A unit with a single matrix product is a layer of an MLP; two or three of them are a head."""
 
 _MIN_LIKENESS = 0.6
-"""Share of operators that a lone range must have in common with a layer to be one itself.
+"""A lone range is a layer if it has at least this share of its operators in common with one.
 
 Local and global attention layers share all but a few; attention and its MLP less than half."""
 
 _MIN_COMMON_SHARE = 0.5
-"""Share of the shorter of two layers that both begin with, when no name tells them apart."""
+"""Layers that no name tells apart must begin with this share of the shorter one in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

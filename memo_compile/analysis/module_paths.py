@@ -11,7 +11,7 @@ _STEP = re.compile(r"[A-Za-z_]\w*|\d+")
 """One attribute or index of a path, as in ``L['self']._modules['layers']['0']`` or ``layers.0``."""
 
 _MIN_NODES_SHARE = 0.1
-"""A layer owns this share of a unit's named nodes; less is a border that is a few nodes off."""
+"""A layer owns at least this share of a unit's named nodes; fewer show a border a few nodes off."""
 
 Range = tuple[int, int]
 

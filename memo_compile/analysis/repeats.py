@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from memo_compile.analysis.structure import Tape
 
 _MAX_ATTEMPTS = 200
-"""Candidates verified per segment: token repeats that fail verification are few in practice."""
+"""Most candidates that are verified per segment; few repeats of tokens fail in practice."""
 
 _ROTATION_FINALISTS = 3
-"""Rotations whose isomorphism is checked, best border first: the check is linear in the run."""
+"""Most rotations whose isomorphism is checked, best border first; a check is linear in the run."""
 
 _WORTH_A_UNIT = 2
-"""A border must cost this many times the best one before a unit is given up for the better."""
+"""A unit is given up for a better border only if the old one costs more than this many times it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

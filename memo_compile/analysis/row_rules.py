@@ -265,7 +265,7 @@ def _matmul(node: fx.Node, rows: Rows) -> Carried | None:
 
 
 def contracted_partner(node: fx.Node, rows: Rows) -> tuple[fx.Node, RowDim] | None:
-    """Of a product that sums over the rows of one operand: the other, and where its rows are."""
+    """The other operand of a product that sums over one operand's rows, and where its rows are."""
     if op_name(node) not in ("mm", "bmm"):
         return None
     left, right = map(_node, node.args[:2])

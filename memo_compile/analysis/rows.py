@@ -1,19 +1,13 @@
-"""Which dimension of every value carries the rows (tokens, or sequences), and a graph for fewer.
+"""Which dimension of every value carries the rows (tokens, or sequences).
 
 Rows are the outermost dimension of the activations that can be split: tokens when the batch is 1,
 else whole sequences, so that a range of rows of a dense tensor is one range of bytes. A node is
 separable when every row of its result depends on the same row of its inputs only. Attention,
 reductions over the rows and what depends on a row's position are not, nor is what depends on them.
-
-Rewrite of :func:`slice_rows`, 32 of 128 rows:
-    a = mm(x, w)            # x [128, 64]             a = mm(x, w)           # x [32, 64]
-    b = view(a, [128, 4, 16])                  ->     b = view(a, [32, 4, 16])
-    c = mul(b, scale)       # scale [16]              c = mul(b, scale)      # scale [16]
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -26,7 +20,7 @@ from memo_compile.analysis.row_rules import (
     is_counter,
     rule_of,
 )
-from memo_compile.analysis.structure import argument, op_name
+from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import is_tensor, shape_of
 from memo_compile.errors import UnsupportedGraph
 
@@ -34,12 +28,6 @@ _UNIFORM = frozenset(("full", "zeros", "ones", "empty"))
 """Operators whose results are equal in every row, of whatever shape: made for fewer rows as well.
 
 ``expand`` is another where it repeats one entry."""
-
-_SHAPE_ARGUMENTS = {
-    "reshape": "shape",
-    **dict.fromkeys("view _unsafe_view expand full zeros ones empty".split(), "size"),
-}
-"""The argument that states the shape of the result."""
 
 
 def row_dims(
@@ -249,27 +237,6 @@ def _is_uniform(node: fx.Node, row: RowDim) -> bool:
     return dim < 0 or shape_of(source)[dim] == 1
 
 
-def slice_rows(
-    gm: fx.GraphModule, dims: Mapping[fx.Node, RowDim | None], rows: int, num_rows: int
-) -> fx.GraphModule:
-    """The same graph for ``rows`` of ``num_rows`` rows.
-
-    Placeholders that carry rows have a narrower value with the strides of the whole. Shapes that
-    operators are given are rewritten, and every ``meta["val"]`` follows from running the node on
-    fakes. ``dims`` is what :func:`row_dims` found for ``gm``. Raises UnsupportedGraph: a node of
-    ``gm`` is not separable.
-    """
-    if not 0 < rows <= num_rows:
-        raise UnsupportedGraph(f"rows: expected 1 to {num_rows} rows, got {rows}")
-    for node in gm.graph.nodes:
-        if node.op != "output" and not is_row_wise(node, dims):
-            raise UnsupportedGraph(
-                f"{node.name} ({node.target}) mixes rows or is not known to keep them "
-                "apart: take it out of the graph before slicing"
-            )
-    return _Slicer(gm, dims, rows, num_rows).run()
-
-
 def is_row_wise(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> bool:
     """True when row r of ``node`` needs row r of its inputs only; a seed's rows may be given.
 
@@ -288,106 +255,6 @@ def is_row_wise(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> bool:
     rule = rule_of(node)
     carried = None if rule is None or not rows else rule(node, rows)
     return carried == Carried(out=row)
-
-
-class FakeCopier:
-    """Copies a graph node by node, the values computed anew on fakes of other shapes."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self.gm = gm
-        self.graph = fx.Graph()
-        self._made: dict[fx.Node, fx.Node] = {}
-        modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in gm.graph.nodes)
-        self._mode: Any = next((mode for mode in modes if mode is not None), None)
-        if self._mode is None:
-            raise UnsupportedGraph("the graph to slice carries no fake tensors")
-
-    def run(self) -> fx.GraphModule:
-        """The copy."""
-        for node in self.gm.graph.nodes:
-            if node.op == "output":
-                self.graph.output(fx.node.map_arg(node.args[0], lambda source: self._made[source]))
-                continue
-            copy = self._made[node] = self.graph.node_copy(node, lambda source: self._made[source])
-            with self._mode:
-                self.change(copy, node)
-        return fx.GraphModule(self.gm, self.graph)
-
-    def change(self, copy: fx.Node, node: fx.Node) -> None:
-        """Give ``copy`` other arguments than ``node`` has, and its value."""
-        raise NotImplementedError
-
-    def value_of(self, copy: fx.Node) -> Any:
-        """What ``copy`` makes of the fakes of its inputs, tensors that the graph carries too."""
-
-        def fake(source: fx.Node) -> Any:
-            if "val" in source.meta:
-                return source.meta["val"]
-            return self._mode.from_tensor(getattr(self.gm, str(source.target)))
-
-        args, kwargs = fx.node.map_arg((copy.args, copy.kwargs), fake)
-        assert callable(copy.target)
-        return copy.target(*args, **kwargs)
-
-
-class _Slicer(FakeCopier):
-    def __init__(
-        self, gm: fx.GraphModule, dims: Mapping[fx.Node, RowDim | None], rows: int, num_rows: int
-    ) -> None:
-        super().__init__(gm)
-        self.dims, self.rows, self.num_rows = dims, rows, num_rows
-
-    def change(self, copy: fx.Node, node: fx.Node) -> None:
-        row = self.dims[node]
-        if row is None:
-            return
-        if node.op == "placeholder":
-            copy.meta["val"] = node.meta["val"].narrow(row.dim, 0, self.rows * row.factor)
-            return
-        self._reshape(copy, node, row)
-        try:
-            copy.meta["val"] = self.value_of(copy)
-        except (RuntimeError, ValueError):
-            if op_name(node) not in ("view", "_unsafe_view"):
-                raise
-            self._make_dense(copy)
-            copy.meta["val"] = self.value_of(copy)
-        self._require_rows(copy, node, row)
-
-    def _require_rows(self, copy: fx.Node, node: fx.Node, row: RowDim) -> None:
-        """Raises UnsupportedGraph for another shape than the whole's: size 1 is treated apart."""
-        if row.dim >= len(shape_of(node)):
-            return  # a tuple whose first element is no tensor
-        expected = list(shape_of(node))
-        expected[row.dim] = self.rows * row.factor
-        if list(shape_of(copy)) != expected:
-            raise UnsupportedGraph(
-                f"{node.name} ({node.target}) has shape {shape_of(copy)} for {self.rows} of "
-                f"{self.num_rows} rows, expected {tuple(expected)}"
-            )
-
-    def _reshape(self, copy: fx.Node, node: fx.Node, row: RowDim) -> None:
-        """Give ``copy`` the shape that its result has with fewer rows."""
-        name = _SHAPE_ARGUMENTS.get(op_name(node))
-        if name is None:
-            return
-        shape = list(shape_of(node))
-        shape[row.dim] = self.rows * row.factor
-        if name in copy.kwargs:
-            copy.update_kwarg(name, shape)
-        else:
-            given = argument(node, name)
-            copy.update_arg(next(i for i, arg in enumerate(node.args) if arg is given), shape)
-
-    def _make_dense(self, copy: fx.Node) -> None:
-        """A view that the whole tensor allows may need a copy of a part of it."""
-        source = copy.all_input_nodes[0]
-        with self.graph.inserting_before(copy):
-            dense = self.graph.call_function(
-                torch.ops.aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
-            )
-        dense.meta["val"] = self.value_of(dense)
-        copy.replace_input_with(source, dense)
 
 
 def row_layout(value: torch.Tensor, dim: RowDim, num_rows: int) -> int | None:

@@ -21,7 +21,7 @@ _MATMULS = frozenset(
 A convolution is left out on purpose: see ``layers.find_layers``."""
 
 _UNCUTTABLE_BYTES = 1 << 60
-"""Price of a border between a multi-output operator and its getitem: no tensor could cross it."""
+"""Price in bytes of a border between an operator and its getitem, which no tensor could cross."""
 
 
 def is_matmul(node: fx.Node) -> bool:

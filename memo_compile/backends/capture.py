@@ -61,7 +61,7 @@ class StepCapture:
     _units: JointUnits | None = None
     """None before the partitioner has seen a step that trains."""
     _num_results: int = 0
-    """Of the forward; behind them it returns what autograd keeps for the backward."""
+    """How many results the forward has; behind them it returns what autograd keeps."""
     _own_results: tuple[int, ...] = ()
     _forward: fx.GraphModule | None = None
 

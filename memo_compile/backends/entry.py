@@ -200,7 +200,7 @@ def _named(error: Exception) -> Exception:
 
 
 def _num_ranks() -> int:
-    """Of the process group; 0 without one."""
+    """Ranks of the process group; 0 without one."""
     distributed = torch.distributed
     has_group = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if has_group else 0

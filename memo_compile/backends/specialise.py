@@ -30,7 +30,7 @@ log = logging.getLogger("memo")
 _graph_numbers = itertools.count()
 
 MAX_COMPILATIONS_PER_PLAN = 4
-"""After this many times ``max_plans`` compilations the shapes of a graph count as unsettled."""
+"""A graph's shapes count as unsettled after this many times ``max_plans`` compilations."""
 
 
 def symbol_positions(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[int, ...]:

@@ -31,13 +31,13 @@ from memo_compile.step.problem import (
 COPIES = (CallKind.OFFLOAD, CallKind.RELOAD)
 
 MAX_PROBLEMS = 20
-"""More of the same helps nobody; a verdict stops there."""
+"""A verdict stops after this many problems, because more of the same help nobody."""
 
 Pieces = list[tuple[int, int, str]]
 """(start, end, the buffer that wrote these bytes), in order."""
 
 UNKNOWN_BYTES = 1 << 62
-"""Stands for the size of memory that the step was given."""
+"""Stands for the size of memory that the step was given, which nothing tells."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,9 +124,9 @@ class StepContents:
         self.complain = complain
         self.made_again = made_again or (lambda call, buffer: None)
         self.storages: dict[str, _Bytes] = {}
-        """By name: ``call/buffer``, or the value itself in ordinary memory."""
+        """Name -> storage: ``call/buffer``, or the value itself in ordinary memory."""
         self.storage_of: dict[str, _Bytes] = {}
-        """By value."""
+        """Value -> the storage that it lies in."""
         self.source_of: dict[str, str] = {}
         """RELOADed value -> the value that was offloaded."""
         self.flights: dict[str, Flight] = {}

@@ -15,7 +15,7 @@ from memo_compile.step.problem import Problem
 from memo_compile.text_files import read_json
 
 MAX_ROWS = 40
-"""Of each kind in the table; ``--json`` has all."""
+"""Most rows of each kind in the table; ``--json`` has all."""
 
 
 def diff_files(

@@ -12,7 +12,7 @@ from memo_compile.text_files import read_text
 from memo_compile.units import parse_size
 
 EXIT_CODES = {"optimal": 0, "feasible": 0, "infeasible": 1, "time_limit": 3, "error": 3}
-"""Of a solver's status."""
+"""A solver's status -> exit code of the command."""
 
 RAW_ARGUMENTS = {
     "allow_extra_args": True,
@@ -22,7 +22,7 @@ RAW_ARGUMENTS = {
 """Everything after SCRIPT.py is the script's own, options included."""
 
 MAX_COUNT = 10**15
-"""Larger counts are slips of the pen, and their products would leave the floats."""
+"""Larger counts are refused: they are slips of the pen, and their products overflow floats."""
 
 
 def parse_count(text: str | int) -> int:

@@ -17,19 +17,19 @@ from memo_compile.errors import InputError
 from memo_compile.units import format_bytes
 
 TOLERANCE = 1e-3
-"""Relative, of losses and gradients in float32: kernels that fuse differently round differently."""
+"""Losses and gradients in float32 may differ by this share: other kernels round differently."""
 
 HALF_TOLERANCE = 5e-2
-"""The same where a parameter is in bfloat16 or float16: a few of their last bits."""
+"""``TOLERANCE`` where a parameter is in bfloat16 or float16: a few of their last bits."""
 
 SMALL_GRADIENT = 1e-4
-"""Of the norm of all gradients together: below it, a gradient is rounding and is not judged."""
+"""Differences count relative to a gradient's norm, or to this share of all: less is rounding."""
 
 PEAK_SLACK = 0.02
-"""Of the planned peak: what the interpreter and the C allocator add to a process."""
+"""A peak may exceed the plan by this share, for what interpreter and C allocator add."""
 
 PEAK_SLACK_BYTES = 8 * 2**20
-"""And at least this: code and stacks of a first use."""
+"""It may always exceed the plan by this, for code and stacks of a first use."""
 
 
 _STDERR = 2

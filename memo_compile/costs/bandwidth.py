@@ -26,13 +26,13 @@ from memo_compile.step.serialise import restore
 log = logging.getLogger("memo")
 
 COPY_BYTES = 64 * 2**20
-"""Above most last-level caches; 1 ms over PCIe 5.0, long beside a launch."""
+"""Size of a timed copy: above most last-level caches; 1 ms over PCIe 5.0, long beside a launch."""
 
 SMALL_BYTES = 4096
-"""A copy whose time is all latency."""
+"""Size of a copy so small that its time is all latency."""
 
 REPEATS = 5
-"""Of each copy; the median counts. Together 10 ms on a GPU, 100 ms on a CPU."""
+"""Runs of each copy, of which the median counts. Together 10 ms on a GPU, 100 ms on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class CopyBandwidth:
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
     latency_s: float
-    """From the issue of a copy of no size to its end."""
+    """Seconds from the issue of a copy of no size to its end."""
     source: str
 
     def __post_init__(self) -> None:

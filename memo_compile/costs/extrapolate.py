@@ -25,11 +25,11 @@ from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.shorten import shorten
 
 PARTS = (8, 4)
-"""One eighth and one quarter of the tokens are run."""
+"""A region is run with one eighth and with one quarter of its tokens."""
 
 _IN_PROPORTION = 1.2
-"""An operator whose roofline seconds, per token, grow by more from a quarter to the whole of the
-tokens is of the kind that grows faster."""
+"""An operator grows faster than the tokens if its roofline seconds per token grow by more than this
+factor from a quarter of the tokens to all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def _total(work: RegionWork) -> float:
 def _grows_faster(
     whole: fx.GraphModule, part: fx.GraphModule, profile: HardwareProfile
 ) -> tuple[bool, ...]:
-    """Per node of both graphs, which have the same nodes."""
+    """Whether each node grows faster than the tokens; both graphs have the same nodes."""
     return tuple(
         node_seconds(large, profile) > _IN_PROPORTION * PARTS[-1] * node_seconds(small, profile)
         for large, small in zip(whole.graph.nodes, part.graph.nodes, strict=True)

@@ -22,7 +22,7 @@ from memo_compile.text_files import read_json
 GIB = 2**30
 
 PROFILE_SCHEMA_VERSION = 1
-"""Of a profile's JSON file."""
+"""Version of the fields in a profile's JSON file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,14 @@ class HardwareProfile:
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
     link_bytes_per_s: float
-    """Between devices of one machine."""
+    """Bytes per second between devices of one machine."""
     network_bytes_per_s: float
-    """Between machines, for each device."""
+    """Bytes per second between machines, for each device."""
     devices_per_node: int
     source: str
     """The document behind every figure that ``figure_sources`` does not name."""
     date: str = "undated"
-    """Of ``source``."""
+    """When ``source`` appeared."""
     figure_sources: Mapping[str, FigureSource] = field(default_factory=dict, hash=False)
     """Field -> where that figure comes from, where it is not ``source``."""
 
@@ -89,7 +89,7 @@ class _Stated(NamedTuple):
 
 
 _PCIE4 = _Stated(32e9, "PCI-SIG, PCI Express Base Specification 4.0, 16 lanes", "2017-10")
-"""MEMO's own tables imply 10 to 12e9 of it in use."""
+"""Nominal bytes per second; MEMO's own tables imply that 10 to 12e9 are reached."""
 
 _PCIE5 = _Stated(64e9, "PCI-SIG, PCI Express Base Specification 5.0, 16 lanes", "2019-05")
 _DGX_A100 = _Stated(25e9, "NVIDIA DGX A100 datasheet: a 200 Gb/s adapter for each GPU", "2020-05")

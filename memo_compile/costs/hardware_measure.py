@@ -18,19 +18,19 @@ from memo_compile.costs.host import host_memory, processor_name
 from memo_compile.errors import InputError
 
 MIN_RUNS = 3
-"""Of one kernel, whatever it takes."""
+"""Fewest runs of one kernel, however long they take."""
 
 BUDGET_S = 0.5
-"""Time for the runs of one kernel; a second process of the machine disturbs some of them."""
+"""Seconds of runs of one kernel: enough that other processes do not disturb every run."""
 
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
-"""Rows and columns: 20 ms on two cores, 2 ms on the fastest GPU, long beside a launch."""
+"""Rows and columns of a timed product: 20 ms on two cores, 2 ms on the fastest GPU."""
 
 COPY_BYTES = 256 * 2**20
-"""Above every last-level cache, so that memory is timed; 16 ms over PCIe 4.0."""
+"""Size of a timed copy: above every last-level cache, so memory is timed; 16 ms on PCIe 4.0."""
 
 ASSUMED_NETWORK_BYTES_PER_S = {"cpu": 1e9, "cuda": 25e9}
-"""10 Gb/s Ethernet, and one 200 Gb/s adapter for each GPU."""
+"""Bytes per second per device: a CPU has 10 Gb/s Ethernet, each GPU one 200 Gb/s adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Bench:
         return min(run_times(run, runs=MIN_RUNS, budget_s=BUDGET_S))
 
     def flops_per_s(self) -> float:
-        """Of a square matrix product: bfloat16 on a GPU, float32 on a CPU."""
+        """FLOPs per second of a square matrix product: bfloat16 on a GPU, float32 on a CPU."""
         size = MATMUL_SIZE[self.device.type]
         dtype = matmul_dtype(self.device)
         left = torch.randn(size, size, device=self.device).to(dtype)
@@ -76,7 +76,7 @@ class Bench:
         return COPY_BYTES / out_s, COPY_BYTES / in_s
 
     def link_bytes_per_s(self) -> float | None:
-        """Between this device and another of the machine; None when it is alone."""
+        """Bytes per second to another device of the machine; None when this one is alone."""
         if self.device.type != "cuda" or torch.cuda.device_count() < 2:
             return None
         index = self.device.index or 0

@@ -14,7 +14,7 @@ from memo_compile.errors import InputError
 
 _ROOT = Path("/")
 UNLIMITED_BYTES = 2**60
-"""Version 1 writes "no limit" as 2^63 less a page; no host has an exbibyte."""
+"""A limit of an exbibyte or more is none: version 1 writes "no limit" as 2^63 less a page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +25,9 @@ class HostMemory:
     available_bytes: int | None
     """MemAvailable: what can be had without swapping, for all processes of the host together."""
     cgroup_limit_bytes: int | None
-    """Of the process's control groups the one with the least room; None where there is no limit."""
+    """Limit of the control group of this process with the least room; None without a limit."""
     cgroup_used_bytes: int | None
-    """Of the group that has that limit."""
+    """Bytes used in the group that has that limit."""
     locked_limit_bytes: int | None
     """``ulimit -l``; None is unlimited."""
 
@@ -131,7 +131,7 @@ def processor_name(root: Path = _ROOT) -> str:
 
 
 RESERVE_FRACTION = 0.1
-"""Of the host memory that is left: data loaders, checkpoints and the page cache live there too."""
+"""Share of free host memory or disk that is not used: data loaders and checkpoints need some."""
 
 
 def default_file_budget_bytes(folder: str, local_ranks: int) -> int:

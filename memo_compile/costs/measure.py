@@ -16,15 +16,15 @@ from pathlib import Path
 from memo_compile.errors import RuntimeMisuse
 
 SAMPLE_PERIOD_S = 0.001
-"""Between two samples. A sample costs 20 us; a layer of any model worth planning lasts longer."""
+"""Seconds between two samples. A sample costs 20 us; a layer of any real model lasts longer."""
 _SWITCH_INTERVAL_S = 0.0005
-"""Python's default of 5 ms would let a burst of interpreter work hide several samples."""
+"""Seconds after which threads switch; Python's 5 ms would let other work hide several samples."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""glibc's names of the two settings, from malloc.h."""
+"""glibc's numbers of the two settings, from malloc.h."""
 _WATCHED_THRESHOLD_BYTES = 128 * 1024
-"""glibc's first value; it rises to the largest block ever freed, and then holes stay resident."""
+"""glibc's first value of both; it would rise to the largest freed block, and holes would stay."""
 _USUAL_THRESHOLD_BYTES = 32 * 2**20
-"""Where glibc's own adjustment ends; set after a watch, because setting it ends the adjustment."""
+"""The most that glibc would rise to; set after a watch, because setting a value ends the rise."""
 _STATUS = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")
 

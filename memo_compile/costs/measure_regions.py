@@ -27,7 +27,7 @@ INPUT_SCALE = 0.02
 """Standard deviation of made-up inputs, as of freshly initialised weights: nothing overflows."""
 
 ROOM = 0.9
-"""Of the free memory, what a region that is timed may take."""
+"""A region is timed only if it takes at most this share of the free memory."""
 
 _KERNEL_FAILURES = (RuntimeError, ValueError, IndexError, MemoryError)
 """What a kernel raises that does not take the made-up numbers, or finds no memory. Whatever else is
@@ -218,7 +218,7 @@ def _offsets(profile: RegionProfile) -> tuple[Sequence[int], int]:
 
 
 def _cpu_s(run: Callable[[], Any]) -> float:
-    """As in a step, results come from memory that was given back before."""
+    """Seconds of ``run``, whose results take memory that was given back before, as in a step."""
     trim_heap()
     start = time.perf_counter()
     run()

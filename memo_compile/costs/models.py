@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from memo_compile.errors import InputError, require_at_least
 
 ELEMENT_BYTES = 2
-"""Of an activation in bfloat16."""
+"""Bytes of one number of an activation, which is in bfloat16."""
 
 
 _SIZES = ("num_layers", "hidden", "ffn", "num_heads", "num_kv_heads", "vocab")

@@ -19,15 +19,15 @@ from memo_compile.analysis.views import is_view, storage_of
 from memo_compile.costs.hardware import HardwareProfile
 
 MATMUL_EFFICIENCY = 0.6
-"""Of the nominal rate. Large dense products reach 60 to 75 % of it under a GPU's power limit, the
-narrow ones of a layer less; 0.6 is between a training step's 0.4 to 0.5 and a benchmark's 0.75."""
+"""Share of the nominal FLOPs per second that products reach. Large ones reach 0.6 to 0.75 under a
+GPU's power limit; 0.6 is between a training step's 0.4 to 0.5 and a benchmark's 0.75."""
 
 MEMORY_EFFICIENCY = 0.8
-"""Of the nominal bandwidth: what streaming kernels that read and write reach on HBM and on DDR."""
+"""Share of the nominal bandwidth that kernels reach which stream to and from HBM or DDR."""
 
 _LIKE_FLASH_ATTENTION = re.compile("flash_attention_for_cpu|fused_attention_overrideable")
-"""In the name of an attention kernel that torch's registry lacks: its first arguments are those of
-flash attention, as are its backward's."""
+"""Found in the names of attention kernels that torch's registry lacks; their first arguments, and
+those of their backwards, are flash attention's."""
 
 _LOOK_UPS = frozenset(("embedding", "gather", "index", "index_select"))
 """Operators that read as much of their table as they return."""
@@ -47,9 +47,9 @@ class NodeCost:
     """Work of one operator or of several."""
 
     flops: int
-    """Of matrix products, convolutions and attention; a multiplication and an addition are two."""
+    """FLOPs of products, convolutions and attention; a multiplication and an addition are two."""
     bytes: int
-    """Read from and written to the device's memory."""
+    """Bytes that are read from and written to the device's memory."""
 
 
 NOTHING = NodeCost(flops=0, bytes=0)

@@ -32,10 +32,10 @@ MAX_REFUSALS = 6
 """How often a step is planned again after a refusal, each time for a quarter of the arena less."""
 
 TOLERANCE = 0.005
-"""Of the budget: less is the C allocator's."""
+"""An excess below this share of the budget is not reported: the C allocator causes as much."""
 
 MIN_KEPT_BYTES = 2**20
-"""Results that matter to a plan; losses and small statistics are always held."""
+"""Fewer bytes of kept results cause no new plan: losses and small statistics are always held."""
 
 
 LOSS_OUTSIDE = (
@@ -53,10 +53,10 @@ class Assembly:
     config: MemoConfig
     known: StepKnowledge
     request: PlanRequest = field(default_factory=PlanRequest)
-    """The last one: what is known by now of the device and of what the user keeps."""
+    """The last request: what is known by now of the device and of what the user keeps."""
     planned: PlannedStep
     plan: Plan = field(init=False)
-    """Of ``planned``, with what else was found to exist beside it since."""
+    """The plan of ``planned``, which also counts what was found to exist beside it since."""
     observed: Observed = field(init=False)
     step: StepPlan
     """``planned``, as the runtime runs it."""
@@ -66,15 +66,15 @@ class Assembly:
     _watch: ResultWatch = field(default_factory=ResultWatch)
     _losses: LossWatch = field(init=False)
     _made: tuple[int, ...] = ()
-    """Positions among the forward's results of what lies in ordinary memory that it made."""
+    """Positions of the forward's results that keep alive ordinary memory which it allocated."""
     _said_beyond: bool = False
     _kept_bytes: int = 0
-    """Of those that were still held when their backward had ended, though planned as dropped."""
+    """Bytes of results planned as dropped that were held when their backward had ended."""
     _unburdened: PlannedStep | None = None
     """The last plan that counts no results of earlier steps."""
     _memory: OutOfMemory = field(init=False)
     _products: frozenset[Product] = frozenset()
-    """Run once before a step, so that the BLAS library's buffers exist (CPU, under a budget)."""
+    """Products that run once before a step, so that the BLAS library has its buffers (CPU)."""
 
     def __post_init__(self) -> None:
         self._memory = OutOfMemory(dump=self.config.dump)
@@ -112,8 +112,8 @@ class Assembly:
     def _replan(self, existing: int | None = None, lasting: int = 0) -> PlannedStep:
         """The step planned for the last request, and for gradients and results that exist before.
 
-        Gradients (by default those of now) count from then on: they may be kept again. Where there
-        is no such plan (Infeasible) the last request stays.
+        Gradients (by default those that exist now) count in all later plans too, because they may
+        be kept again. Where no plan fits (Infeasible), the last request stays.
         """
         if existing is None:
             existing = self.lowered.cut.facts.existing_gradient_bytes()
@@ -128,7 +128,7 @@ class Assembly:
         return planned
 
     def forward(self, args: list[Any]) -> list[Any]:
-        """The forward's results; empties ``args``. Infeasible, before it runs, if over budget."""
+        """The forward's results; empties ``args``. Raises Infeasible before it breaks a budget."""
         if not leases.any_live():
             state.step_begins()
         self._require_room_beside_others()
@@ -156,7 +156,7 @@ class Assembly:
         return results
 
     def _say_beyond(self) -> None:
-        """Say once that what the graph does not know of broke the budget beside it (CPU)."""
+        """Say once that memory which the graph does not know of broke the budget (CPU)."""
         heap, budget = self.step.heap, self.plan.budget_bytes
         if heap is None or budget is None or self._said_beyond:
             return
@@ -171,7 +171,7 @@ class Assembly:
             )
 
     def _require_room_beside_others(self) -> None:
-        """Where a forward is one too many for the planned frames, its ordinary memory fits too."""
+        """Raise Infeasible if a forward beyond the planned frames does not fit beside them."""
         step, budget = self.step, self.plan.budget_bytes
         if budget is None or step.live < step.max_inflight:
             return
@@ -191,7 +191,7 @@ class Assembly:
             )
 
     def _require_room(self, args: list[Any], *, keep_graph: bool) -> None:
-        """What only the backward shows fits too: results that are held, and retain_graph's copy."""
+        """Raise Infeasible if results that are held, or retain_graph's copy, do not fit as well."""
         plan, problem = self.plan, self.problem
         earlier, own = self._watch.turn(args)
         planned = plan.fixed.earlier_outputs
@@ -209,11 +209,11 @@ class Assembly:
             self._report()
 
     def reserve(self) -> None:
-        """The step's frames are there: a refusal comes now and not in the first step.
+        """Ask for the step's frames, so that a refusal comes now and not in the first step.
 
-        What is refused is planned again, ``MAX_REFUSALS`` times at most: pinned memory as pageable,
-        everything else for less. The report says so. Raises ArenaError, HostStoreError: the memory
-        of every plan that was tried was refused.
+        After a refusal the step is planned again, ``MAX_REFUSALS`` times at most: with pageable
+        memory where pinned was refused, else for less. The report says so. Raises ArenaError,
+        HostStoreError: the memory of every plan that was tried was refused.
         """
         for attempt in range(MAX_REFUSALS + 1):
             try:
@@ -273,15 +273,15 @@ class Assembly:
         return replace(self.request, granted_host_bytes=granted)
 
     def retire(self) -> None:
-        """Nothing of a model that is gone is held."""
+        """Let go of what is held for a model that is gone."""
         arena_of(self.step.device).forget(self.step.key)
         state.plan_is_gone(self.reported)
 
     def _count_what_exists(self, args: Sequence[Any]) -> None:
-        """Count gradients and results of earlier steps that are kept: they are there beside new.
+        """Count gradients and results of earlier steps that are kept: new ones come beside them.
 
-        At compile time there are none yet, and nobody knows whether the user will keep them. Where
-        the step no longer fits its budget, it is planned again: Infeasible where no plan fits.
+        At compile time there are none yet, and nobody knows whether the user will keep them. A step
+        that no longer fits its budget is planned again; Infeasible is raised if no plan fits.
         """
         existing, alone = gradient_bytes(args), self.step.live == 0
         earlier = lasting = 0
@@ -311,8 +311,8 @@ class Assembly:
     def _plan_with(self, existing: int, lasting: int, *, replaced: bool) -> None:
         """Replan with kept gradients and results.
 
-        Where that cannot be, results that may yet be ``replaced`` by this forward's are taken to
-        be: the backward looks, before it begins.
+        If that does not fit, results that this forward's may still replace (``replaced``) are not
+        counted: the backward checks them before it begins.
         """
         try:
             try:
@@ -327,16 +327,16 @@ class Assembly:
         self._rebind(planned)
 
     def _rebind(self, planned: PlannedStep) -> None:
-        """From now on ``planned`` runs, and is what the report has."""
+        """From now on ``planned`` runs and is reported."""
         self._bind_again(planned)
         self.reserve()
 
     def _count_kept_outputs(self) -> None:
         """Replan once it turns out that the user holds what the forward returned.
 
-        Without a budget, or with ``outputs="dropped"``, the plan counts on large results (logits)
-        going before the backward. Only where that promise is broken is a budget exceeded, in one
-        step.
+        Without a budget, or with ``outputs="dropped"``, the plan assumes that large results
+        (logits) are freed before the backward. A user who holds them may exceed the budget, in one
+        step only.
         """
         if self._kept_bytes < MIN_KEPT_BYTES or self.step.live:
             return
@@ -345,12 +345,12 @@ class Assembly:
         self._rebind(self._replan())
 
     def _may_hide_a_loss(self) -> bool:
-        """A loss outside would break the budget, and is not counted yet."""
+        """True where a loss outside could break the budget, because no plan counts it yet."""
         is_said = self.config.outside_loss or self.config.outputs == "dropped"
         return self.plan.budget_bytes is not None and not is_said and not self.request.outside_loss
 
     def _count_outside_loss(self) -> None:
-        """Replan once a loss was seen that nothing told of: only a backward shows it."""
+        """Replan once a backward has shown a loss outside that no option announced."""
         if self.step.live or not self._may_hide_a_loss() or not self._losses.found():
             return
         before, earlier = self.request, self.plan.fixed.earlier_outputs
@@ -388,7 +388,7 @@ def _say_unplanned() -> None:
 
 
 def _kept(error: Infeasible, gradients: int, results: int) -> str:
-    """``error``, and what the user keeps that the first step did not find."""
+    """The text of ``error``, and what the user keeps that the first step did not find."""
     text = str(error)
     if gradients:
         text += (

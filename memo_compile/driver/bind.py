@@ -1,7 +1,7 @@
 """Binds a planned step to the runtime: values become registers, buffers become views of the frame.
 
-What runs is what the Problem and the Plan say, which is what the checker has seen: beside them a
-region has its code, the layouts of its buffers, and the graph its constants.
+What runs follows from the Problem and the Plan, which the checker has seen. Nothing else is used
+but the regions' code, the layouts of their buffers, and the graph's constants.
 """
 
 import itertools
@@ -89,13 +89,13 @@ class Binder:
         self.halves = {half.phase: half for half in problem.halves}
         copies = (call.name for call in problem.calls if call.copy is not None)
         self.numbers = {name: number for number, name in enumerate(copies)}
-        """Copies of the step by the name of their call."""
+        """Name of a call that copies -> the number of its copy."""
         self.sources = aliases(problem)
-        """A view that a region returns of what it is given -> whose memory that is."""
+        """A result that is a view of its region's input -> the value whose memory that is."""
         self.places = _places(planned, self.sources)
         """Value in the arena -> offset of its buffer, and how it is read."""
         self.offload_of = dict(_offloads_of(problem))
-        """Name of a reload -> of the offload that wrote its bytes."""
+        """Name of a reload -> name of the offload that wrote its bytes."""
         self.leased = _leased(problem, self.halves[Phase.BACKWARD])
         """What the forward leaves for the backward beside what autograd hands over."""
         self.views = dict(_views(problem, self.offload_of))
@@ -179,7 +179,7 @@ class _Half:
         return tuple(self.registers[value] for value in values)
 
     def _checked(self) -> tuple[int, ...]:
-        """Registers of the step's own inputs that the lease keeps, whole or a view of them."""
+        """Registers of the step's own inputs that the lease keeps, whole or as a view."""
         sources = self.binder.sources
         kept = dict.fromkeys(sources.get(value, value) for value in self.binder.leased)
         return self._at(value for value in kept if value in self.half.arguments)
@@ -218,8 +218,8 @@ class _Half:
     def _reused_bytes(self, index: int) -> int:
         """Work space that kernels of call ``index`` freed and that the next call reuses.
 
-        Where the next call is of the same region, and no budget asks for the last megabyte, it
-        stays: it would be given back only to be faulted in.
+        It stays where the next call is of the same region and no budget needs the last megabyte:
+        pages that are given back would only be faulted in again.
         """
         if self.plan.budget_bytes is not None:
             return 0
@@ -256,7 +256,7 @@ class _Half:
             outputs=self._at(call.outputs),
             drop=self._at(value for value in dict.fromkeys(call.inputs) if value in dead),
             unread=self._at(value for value in call.outputs if value in dead),
-            copies=tuple(  # the user receives them although their storage lies in the arena
+            copies=tuple(  # the results for the user whose storage lies in the arena
                 position
                 for position, value in enumerate(call.outputs)
                 if value in self.results and value in places
@@ -296,8 +296,8 @@ def _offloads_of(problem: Problem) -> Iterator[tuple[str, str]]:
 def _places(planned: PlannedStep, sources: Mapping[str, str]) -> dict[str, tuple[int, ViewSpec]]:
     """Value -> offset and view, of every value whose storage lies in the arena, aliases included.
 
-    The view of a reloaded value is that of its buffer's bytes; how they are read the runtime takes
-    from the value that was offloaded.
+    A reloaded value is viewed as its buffer's bytes; the runtime takes the layout from the value
+    that was offloaded.
     """
     found: dict[str, tuple[int, ViewSpec]] = {}
     for made in arena_values(planned.problem):
@@ -322,7 +322,7 @@ def _views(
         if call.phase is not phase:
             phase = call.phase
             held.update(halves[phase].given())
-        if call.kind is CallKind.RELOAD:  # shown as what was offloaded is shown
+        if call.kind is CallKind.RELOAD:  # in the layout of what was offloaded
             held[call.outputs[0]] = held.get(calls[offload_of[call.name]].inputs[0])
             continue
         found = tuple(

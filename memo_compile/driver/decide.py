@@ -32,9 +32,9 @@ from memo_compile.step.problem import CallKind, Problem
 log = logging.getLogger("memo")
 
 LOWERED_ROUND = 5
-"""Only what is lowered may be chosen in this round. In all others estimates count too, which are
-close: the first choice is nearly always confirmed. Where they are not, this round ends the search
-with the best of what is lowered; if that does not fit, rounds with estimates follow."""
+"""In this round only lowered regions may be chosen. The others also use estimates, which are so
+close that the first choice is nearly always confirmed. Where it is not, this round ends the search
+with the best lowered step; if none fits, rounds with estimates follow."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,13 +49,13 @@ class RecomputeLibrary:
     may_run: bool = True
     """False where nothing may be computed while planning: slices of rows are believed then."""
     refused: dict[RecomputeKey, str] = field(default_factory=dict)
-    """Regions that cannot be, and why."""
+    """Regions that cannot be used, and why."""
     regions: dict[RecomputeKey, RecomputeRegion] = field(default_factory=dict)
     region_graphs: dict[RecomputeKey, RegionGraph] = field(default_factory=dict)
     lowered: dict[str, LoweredRegion] = field(default_factory=dict)
 
     def __call__(self, key: RecomputeKey) -> RecomputeRegion:
-        """The region of ``key``; an UnsupportedGraph where there is none."""
+        """The region of ``key``. Raises UnsupportedGraph: there is none."""
         if key in self.refused:
             raise UnsupportedGraph(self.refused[key])
         if key not in self.regions:
@@ -64,7 +64,7 @@ class RecomputeLibrary:
             except UnsupportedGraph as error:
                 self.refused[key] = str(error)
                 raise
-            except UNEXPECTED as error:  # one way to save memory less: the others remain
+            except UNEXPECTED as error:  # other ways to save memory remain
                 self._refuse(key, described(error))
                 say_dropped(f"{key.region} is not made", error)
                 raise UnsupportedGraph(self.refused[key]) from error
@@ -75,7 +75,7 @@ class RecomputeLibrary:
         self.regions.pop(key, None)
 
     def known(self, key: RecomputeKey) -> RecomputeRegion:
-        """The region of ``key``; an UnsupportedGraph where it is not lowered."""
+        """The region of ``key``. Raises UnsupportedGraph: it is not lowered."""
         if key in self.refused or key.region not in self.lowered:
             raise UnsupportedGraph(f"{key.region} is not lowered yet")
         return self.regions[key]
@@ -192,7 +192,7 @@ def decide(
     """
     searched, num_refused = SearchedMoves(), len(library.refused)
     for number in itertools.count(1):
-        if len(library.refused) != num_refused:  # what was found may call what is refused now
+        if len(library.refused) != num_refused:  # a plan found before may call what is refused now
             searched, num_refused = SearchedMoves(), len(library.refused)
         only_lowered = number == LOWERED_ROUND
         try:

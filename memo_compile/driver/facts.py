@@ -16,7 +16,7 @@ from memo_compile.errors import RuntimeMisuse
 from memo_compile.step.problem import FixedBytes
 
 OPTIMIZER_TENSORS = 2
-"""Optimizer state that does not exist yet: Adam's two moments, of the parameter's dtype."""
+"""Tensors of optimizer state assumed for each trained parameter, in its dtype: Adam's moments."""
 
 
 class GraphFacts:
@@ -53,7 +53,7 @@ class GraphFacts:
         return host_memory().total_bytes
 
     def bytes_left(self) -> int | None:
-        """What this process has of the device's memory and may still take; None where unknown."""
+        """Device memory that this process holds or may still take; None where it is unknown."""
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
             cached = torch.cuda.memory_reserved(self.device)

@@ -1,6 +1,6 @@
 """What plans of one lowered step share: seconds, layers, recompute regions. Each is found once.
 
-Nothing here depends on a request but the speed of copies, which is known for each host store.
+Only the speed of copies depends on a request, so it is kept for each host store.
 """
 
 import functools
@@ -37,13 +37,13 @@ class StepKnowledge:
 
     lowered: LoweredStep
     config: MemoConfig
-    """Its ``host_store`` does not count: each question names one."""
+    """Its ``host_store`` is ignored: each question names its own."""
     hardware: HardwareProfile | None = None
-    """Nothing is measured: the declared figures of this device count."""
+    """The device whose declared figures count; where it is None, costs may be measured."""
     may_run: bool = True
     """False where nothing may be computed while planning: slices of rows are believed then."""
     _movable: Movable | None = None
-    """Of the step as it was lowered, whatever else its plans count."""
+    """The layers of the step as it was lowered; ``movable`` adds what a request counts."""
     _library: RecomputeLibrary | None = None
     _region_s: Mapping[str, float] | None = None
     _copy_speeds: dict[str, Mapping[str, float]] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class StepKnowledge:
         return {**self.lowered.cut.regions, **more}
 
     def recomputations(self, moved: Problem) -> Mapping[str, Recomputation]:
-        """What the RECOMPUTE calls of ``moved`` make of what."""
+        """What each RECOMPUTE call of ``moved`` makes, and from what."""
         if self._movable is None or self._library is None:
             return {}
         return recomputations_of(self._movable.step, moved, self._library.regions.values())
@@ -119,7 +119,7 @@ class StepKnowledge:
         return math.fsum(costs.call_s(call) for call in self.lowered.problem.calls)
 
     def whole_compute_s(self, host_store: str) -> float:
-        """The same before any region ran in tiles; as it is where that is faster, or measured."""
+        """The same before any region ran in tiles; ``compute_s`` if that is less, or measured."""
         compute_s = self.compute_s(host_store)
         if self._measures():
             return compute_s
@@ -132,7 +132,7 @@ class StepKnowledge:
         return min(compute_s, math.fsum(region_s[call.region] for call in calls))
 
     def known_costs(self, host_store: str) -> StepCosts | None:
-        """As ``costs``, and of recompute regions too; None where no decision needed them."""
+        """``costs`` with those of recompute regions; None where no decision needed them."""
         if self._movable is None:
             return None
         costs = self.costs(host_store)

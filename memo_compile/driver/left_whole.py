@@ -25,8 +25,8 @@ UNEXPECTED = (
     StopIteration,
     PassFailed,
 )
-"""What rules, kernels and checks of torch raise where an operator is not what they take it for, and
-what the runner of passes makes of it."""
+"""What rules, kernels and checks of torch raise for an operator that they do not expect, and
+PassFailed, which the pass runner raises in its place."""
 
 REFUSED = (ArenaError, HostStoreError)
 """What the runtime raises where a device or a host has no room for the frames of a step."""
@@ -40,7 +40,7 @@ def is_bug(error: Exception) -> bool:
 
 
 def say_dropped(what: str, error: Exception) -> None:
-    """``what`` is not done, for ``error``: in the report and once in the log."""
+    """Say, in the report and once in the log, that ``error`` is why ``what`` is not done."""
     if is_bug(error):
         say_bug(what, described(error), error)
     else:
@@ -48,6 +48,6 @@ def say_dropped(what: str, error: Exception) -> None:
 
 
 def say_bug(what: str, reason: str, error: Exception | None = None) -> None:
-    """``what`` happened for a ``reason`` that should not exist: the log asks to report it."""
+    """Say that ``what`` happened for a ``reason`` that should not exist, and ask to report it."""
     if state.add_note(f"{what}: {reason}"):
         log.error("memo: %s: %s; %s", what, reason, REPORT, exc_info=error)

@@ -1,10 +1,10 @@
-"""What the BLAS library keeps for its products is there before a step under a budget begins (CPU).
+"""Has the BLAS library allocate its buffers before a step under a budget begins (CPU).
 
 MKL packs blocks of its operands into buffers that each thread keeps for good: 1 to 5 MiB, made in
 the first product that needs them. A larger product gets a larger buffer, and the smaller ones stay
 as well: 6 MiB in the first step of a model whose layers come before its wide head. A buffer grows
-with each dimension of the product until that is as large as a block, so products of at most a
-block's size, the largest first, bring all that the step would, in milliseconds.
+with each dimension of the product until that is as large as a block. So products of at most a
+block's size, run largest first, allocate in milliseconds all that the step would.
 """
 
 import threading
@@ -19,19 +19,19 @@ from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import is_tensor, shape_of
 
 MAX_ROWS, MAX_INNER, MAX_COLUMNS = 512, 512, 8192
-"""Of a product: buffers of MKL 2024 for float32 with AVX-512 stop growing at 512, 384 and 6,144.
-With two threads 1,024 rows take 0.2 MiB more."""
+"""Products are cut to these sizes: MKL 2024's buffers for float32 with AVX-512 stop growing at 512,
+384 and 6,144. With two threads 1,024 rows would take 0.2 MiB more."""
 
 MAX_BATCH_PER_THREAD = 2
-"""Of a batch of products: each thread computes some of them, with buffers of its own."""
+"""Products of a batch that run for each thread: every thread multiplies in buffers of its own."""
 
 _FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
-"""Products as graphs have them -> the position of the first factor."""
+"""Operator that multiplies matrices -> position of its first factor; the second follows."""
 
 _TYPES = frozenset(
     (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bfloat16, torch.float16)
 )
-"""What libraries multiply; torch has kernels of its own for the rest."""
+"""Dtypes that libraries multiply; torch has kernels of its own for the rest."""
 
 
 class Product(NamedTuple):
@@ -63,7 +63,7 @@ class Product(NamedTuple):
 
 
 _ATTENTION = Product(rows=256, inner=512, columns=512, batch=2**10, dtype=torch.float32)
-"""Of the blocks that attention kernels on CPU compute with; they tell no larger ones."""
+"""Stands for any attention on CPU: its kernels hand the library no larger blocks than these."""
 
 
 def products_of(graphs: Iterable[fx.GraphModule]) -> frozenset[Product]:
@@ -94,7 +94,7 @@ library_buffers = LibraryBuffers()
 
 
 def _packed_bytes(product: Product) -> int:
-    """What grows with the buffer that ``product`` needs."""
+    """A number that grows with the buffer that ``product`` needs."""
     return product.inner * (product.rows + product.columns) * product.dtype.itemsize
 
 
@@ -112,7 +112,7 @@ def _products(gm: fx.GraphModule) -> Iterator[Product]:
         if left.meta["val"].dtype not in _TYPES:
             continue
         (*batch, rows, inner), columns = shape_of(left), shape_of(right)[-1]
-        if min(*batch, rows, inner, columns, 1):  # of no element: nothing is computed
+        if min(*batch, rows, inner, columns, 1):  # some element is computed
             yield Product(
                 rows=rows,
                 inner=inner,

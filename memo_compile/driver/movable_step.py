@@ -1,8 +1,8 @@
 """A captured step as layers whose saved tensors may move: ``movable.MovableStep`` from two cuts.
 
 A forward call of every unit is a layer; calls of the same region whose saved outputs and inputs
-stand at the same positions are one class. What a layer may move is what lies in the arena under one
-name, is read by one forward call at most, and is read by a backward. All else stays.
+stand at the same positions are one class. A layer may move a tensor that lies in the arena under
+one name, that at most one forward call reads, and that a backward reads. Everything else stays.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from memo_compile.step.movable import Layer, LayerClass, LayerOp, MovableStep, S
 from memo_compile.step.problem import Problem, aliases, arena_values
 
 MIN_MOVE_BYTES = 1024
-"""A smaller tensor is kept: its copy costs a latency and frees a page at most."""
+"""Tensors of fewer bytes are kept: a copy costs its latency and frees at most one page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ def movable_step(
     token_granule: int,
     slices_rows: bool,
 ) -> Movable:
-    """The layers of a step; unless it ``slices_rows`` no tensor can be split along its rows."""
+    """The layers of a step; without ``slices_rows`` no tensor is split along its rows."""
     return _Builder(lowered, costs, profile, slices_rows).build(token_granule)
 
 
@@ -117,7 +117,7 @@ class _Builder:
         return tuple(found.values())
 
     def _other_readers(self, value: str) -> set[int]:
-        """Positions of the forward calls that read ``value``, but for its maker's own."""
+        """Positions of the forward calls that read ``value``, without its maker's."""
         return self.readers.get(value, set()) - {self.made_at.get(value, -1)}
 
     def _output_slots(self, call: CutCall) -> tuple[int, ...]:

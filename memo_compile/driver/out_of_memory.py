@@ -1,4 +1,4 @@
-"""Memory that ran out outside the arena: not swallowed, but said with what the plan holds."""
+"""Explains memory that ran out outside the arena: the error is raised on, with the plan's sizes."""
 
 import contextlib
 import logging
@@ -28,7 +28,7 @@ class OutOfMemory:
 
     @contextlib.contextmanager
     def explained(self, problem: Problem, plan: Plan) -> Iterator[None]:
-        """The block's OutOfMemoryError names the planned step. A refused arena has said it all."""
+        """The block's OutOfMemoryError names the planned step; a refused arena's says enough."""
         try:
             yield
         except ArenaError:
@@ -45,7 +45,7 @@ class OutOfMemory:
                 folder = Path(tempfile.mkdtemp(prefix="memo-out-of-memory-", dir=self.dump))
                 write_pictures(folder, problem, plan)
                 self._folder = folder
-            except Exception as error:  # whatever it is, the user's error is the other one
+            except Exception as error:  # of any kind: the user must see the first error
                 log.warning("memo: the plan could not be written: %s", error)
         return self._folder
 

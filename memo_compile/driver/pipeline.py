@@ -51,7 +51,7 @@ def assemble(
 
 
 def assemble_lowered(lowered: LoweredStep, config: MemoConfig) -> Assembly:
-    """The last two stages of ``assemble``, which raises the same."""
+    """The last two stages of ``assemble``; raises what that raises."""
     known = StepKnowledge(lowered=lowered, config=config)
     planned = plan_step(lowered, config, PlanRequest(), known)
     require_fast(planned.plan, config, known.whole_compute_s(config.host_store))
@@ -69,7 +69,7 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig) -> Assembly:
 def cut_step(
     step: CapturedStep, config: MemoConfig, accepts: Callable[[RegionTiling], bool]
 ) -> CutStep:
-    """Both halves as regions and their calls; wide chains in tiles, as far as ``accepts`` lets."""
+    """Both halves as regions and their calls; wide chains in tiles, where ``accepts`` allows."""
     tiles = config.token_tiles or 1
 
     def tiled(whole: Cut) -> Cut:

@@ -60,11 +60,11 @@ def plan_step(
 
 
 def require_fast(plan: Plan, config: MemoConfig, whole_compute_s: float) -> None:
-    """TooSlow where ``plan`` takes more than ``config`` allows to be taken at once.
+    """Raise TooSlow where ``plan`` is slower than what ``config`` takes at once.
 
-    ``whole_compute_s`` are the seconds of the step before any tiles, which cost time themselves.
+    ``whole_compute_s`` are the step's seconds before any tiles, because tiles cost time themselves.
     """
-    step_s = plan.compute_s if plan.step_s is None else plan.step_s  # all that is kept is computed
+    step_s = plan.compute_s if plan.step_s is None else plan.step_s  # None: no stalls, all is kept
     if not step_s or not whole_compute_s:
         return
     if step_s > max(config.enough_s, config.max_over_compute * whole_compute_s):
@@ -79,11 +79,11 @@ def require_fast(plan: Plan, config: MemoConfig, whole_compute_s: float) -> None
 
 
 def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
-    """The step that keeps everything, with what ``request`` says that exists beside it."""
+    """The step that keeps everything, with what exists beside it according to ``request``."""
     problem = lowered.problem
     fixed = problem.fixed
     existing = request.existing_gradient_bytes
-    if problem.live_steps > 1:  # the backward of another step has made them when this one's runs
+    if problem.live_steps > 1:  # another step's backward may have made them before this one's
         existing = max(existing, fixed.new_gradients)
     gradients = max(fixed.gradients, existing + fixed.new_gradients)
     fixed = replace(fixed, gradients=gradients, earlier_outputs=request.earlier_output_bytes)
@@ -114,7 +114,7 @@ class _Planner:
         return self.known.movable(self.problem, self.config.host_store)
 
     def decide(self) -> PlannedStep:
-        """The step that keeps everything where it fits and may, else the fastest that fits."""
+        """The step that keeps everything if that fits and is allowed, else the fastest one."""
         budget_bytes = self._budget_bytes()
         if self.config.policy in ("auto", "save"):
             may_fit = budget_bytes is None or peak_live_bytes(self.problem) <= budget_bytes
@@ -129,7 +129,7 @@ class _Planner:
         except (MemoError, *UNEXPECTED) as error:
             if not is_bug(error):
                 raise
-            # What is to move is a possibility: the step can keep everything.
+            # Moving is only a possibility: the step may fit while it keeps everything.
             say_dropped(f"{self.cut.name}: everything is kept, nothing is moved", error)
             return self._all_saved(self._place(self.problem), budget_bytes)
         rows = moved_rows(self.movable.step, choice, self.cut.units)
@@ -155,7 +155,7 @@ class _Planner:
         return self.config.policy == "save" or not self.movable.step.layers
 
     def _require_possible(self, budget_bytes: int | None) -> None:
-        """A TooSlow where no plan of this step can be as fast as ``config`` wants it."""
+        """Raise TooSlow where no plan of this step can be as fast as ``config`` wants."""
         limit_s = min(self.config.max_step_s, self._wanted_s())
         if limit_s == math.inf:
             return
@@ -185,7 +185,7 @@ class _Planner:
         require_budget(replace(saved, budget_bytes=budget_bytes))
         rows = saved_rows(self.problem, self.cut.forward, self.cut.units)
         saved, config = replace(saved, decisions=rows), self.config
-        if config.max_step_s < math.inf or config.max_over_compute < 1:  # it is compared
+        if config.max_step_s < math.inf or config.max_over_compute < 1:  # its seconds are compared
             saved = replace(saved, compute_s=self.known.compute_s(config.host_store))
         return self._planned(self.problem, saved)
 
@@ -251,7 +251,7 @@ class _Planner:
         return self.config.budget_bytes(self.known.device_bytes())
 
     def _budget_bytes(self) -> int | None:
-        """The declared budget; without one, what the device has left. Not more than it grants."""
+        """The declared budget, or what the device has left; no more than the device granted."""
         bounds = [self._declared_budget_bytes()]
         if bounds[0] is None and self.known.hardware is None:
             bounds.append(self.cut.facts.bytes_left())
@@ -260,7 +260,7 @@ class _Planner:
         return min((bound for bound in bounds if bound is not None), default=None)
 
     def _host_budget_bytes(self) -> int | None:
-        """Each live step's part of the host. Raises ConfigError: more was declared than is left."""
+        """Host bytes for each live step. Raises ConfigError: more was declared than is left."""
         memory = host_memory()
         declared = self.config.declared_host_budget_bytes(memory.total_bytes)
         if self.known.hardware is None:

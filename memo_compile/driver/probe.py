@@ -2,11 +2,11 @@
 
 What makes slices is proposed by rules about operators (``analysis/row_rules.py``). This check knows
 none of them. It runs the region on random tensors of its real shapes, whole and as the step program
-would call its parts, and compares every result. Sizes that agree by chance are the cause of most
-wrong slices, so that no dimension is made smaller, except the rows themselves where the whole is
-too large: there the chain is compared for two rows against one row at a time.
+would call its parts, and compares every result. Most wrong slices come from sizes that agree by
+chance, so no dimension is made smaller. Only the rows are, where the whole is too large: then the
+chain is compared for two rows against one row at a time.
 
-Numbers are float64 where every kernel takes it, so that a difference is no rounding.
+Numbers are float64 where every kernel takes it, so that a difference is not rounding.
 """
 
 import enum
@@ -23,6 +23,7 @@ from memo_compile import shim
 from memo_compile.analysis.purity import is_collective
 from memo_compile.analysis.regions import RegionGraph, layout_elements
 from memo_compile.analysis.structure import argument, op_name
+from memo_compile.analysis.tile_chains import transient_bytes
 from memo_compile.analysis.views import results_of, shape_of
 from memo_compile.costs.measure_regions import torch_as_before
 from memo_compile.costs.roofline import graph_cost
@@ -30,26 +31,25 @@ from memo_compile.driver.left_whole import say_bug
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.aten import interpret
 from memo_compile.passes.cut import content_of
-from memo_compile.passes.tile_chains import transient_bytes
 from memo_compile.passes.tile_cut import RegionTiling
 from memo_compile.reporting import state
 from memo_compile.step.problem import Layout
 
 MAX_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
-"""Inputs and temporaries of a run, in float64 where that is tried."""
+"""Bytes of inputs, results and temporaries above which nothing is run: a step may need them."""
 
 MAX_FLOPS = {"cpu": 4e9, "cuda": 4e12}
-"""About half a second on a core, or on a device; a region class is run twice."""
+"""FLOPs above which nothing is run: half a second on a core or GPU, and each class runs twice."""
 
 TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 2e-3}
-"""Of the largest number of a result; rows in another order sum in another order."""
+"""Results may differ by this share of their largest number: slices sum in another order."""
 
 COARSE = 5e-2
-"""The same for shorter types."""
+"""``TOLERANCE`` of shorter types."""
 
 MAX_NOT_FINITE = 0.1
-"""Of a result: where more of it is no number (roots and logarithms of made-up inputs), a second run
-with positive inputs is compared as well."""
+"""Share of a result that may be infinite or NaN. Where more is (made-up inputs have roots and
+logarithms that are no numbers), a second run with positive inputs is compared as well."""
 
 _WIDE = {
     torch.float16: torch.float64,
@@ -69,14 +69,14 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A verdict, and why where it is not AGREES."""
+    """A verdict, and the reason unless it is AGREES."""
 
     verdict: Verdict
     reason: str = ""
 
 
 def believed(probe: Probe, *, differs: str, not_run: str) -> bool:
-    """Whether what was probed is used: not where it DIFFERS; says so, or that nothing was run."""
+    """False where the probe DIFFERS. Says in the report that it does, or that nothing was run."""
     if probe.verdict is Verdict.DIFFERS:
         say_bug(differs, probe.reason)
     elif probe.verdict is Verdict.NOT_RUN:
@@ -128,9 +128,9 @@ Run = Callable[[list[Any]], Sequence[Any]]
 def probe_tiling(tiling: RegionTiling) -> Probe:
     """Whether the parts of a region in tiles, called in order, make what the region makes.
 
-    The whole is compared in float64; where it is too large or a kernel does not take that, the
-    chain alone, which has no such kernels, two rows against one row at a time; last the whole in
-    its own types.
+    First the whole is compared in float64. Where it is too large, or a kernel does not take
+    float64, the chain alone is, two rows against one row at a time: it has no such kernels. Last
+    comes the whole in its own types.
     """
 
     def tiled(wide: bool) -> Run:
@@ -147,7 +147,7 @@ def probe_tiling(tiling: RegionTiling) -> Probe:
 
 def _probe_chain(tiling: RegionTiling) -> Probe:
     reason = "it has too few rows"
-    for rows in (1, 2):  # one row is another thing where an operator drops dimensions of size 1
+    for rows in (1, 2):  # one row fails where an operator drops dimensions of size 1
         if 2 * rows <= tiling.tiled.num_rows:
             try:
                 both, part = tiling.tiled.chain_of(2 * rows), tiling.tiled.chain_of(rows)
@@ -159,10 +159,10 @@ def _probe_chain(tiling: RegionTiling) -> Probe:
 
 
 def probe_rows(whole: RegionGraph, part: RegionGraph, *, num_parts: int = 1) -> Probe:
-    """Whether ``part``, on the first rows of the inputs of ``whole``, makes the first rows.
+    """Whether ``part``, on the first rows of the inputs of ``whole``, makes its first rows.
 
-    Where an input's or a result's shape is smaller in ``part``, its rows are there. With
-    ``num_parts`` the next rows are compared too, so many times.
+    Rows lie in the dimension in which an input or a result is smaller in ``part``. ``num_parts``
+    ranges of rows are compared, one after another.
     """
     assert num_parts >= 1, num_parts
     examples = part.example_inputs()
@@ -181,7 +181,7 @@ def probe_rows(whole: RegionGraph, part: RegionGraph, *, num_parts: int = 1) -> 
 
 
 def _narrowed(value: Any, like: Any, number: int) -> Any:
-    """Range ``number`` of ``value`` that has the shape of ``like``."""
+    """Range ``number`` of ``value``, each range in the shape of ``like``."""
     if not isinstance(value, torch.Tensor) or value.shape == like.shape:
         return value
     different = [dim for dim in range(value.dim()) if value.shape[dim] != like.shape[dim]]
@@ -309,7 +309,7 @@ def _prepared(region: RegionGraph, wide: bool) -> Run:
 
 
 def _run_calls(tiling: RegionTiling, graphs: Mapping[str, Run], inputs: Sequence[Any]) -> list[Any]:
-    """The region's outputs by the calls of its parts, plain tensors in place of the frame."""
+    """The region's outputs, made by calls of its parts on plain tensors, without a frame."""
     values: dict[str, Any] = {f"in{at}": value for at, value in enumerate(inputs)}
     layouts = {f"in{at}": layout for at, layout in enumerate(tiling.region.input_layouts())}
     for call in tiling.calls:
@@ -372,7 +372,7 @@ def _numbers(
 
 
 def _index_bound(node: fx.Node) -> int:
-    """All that reads ``node`` as an index has at least so many entries there."""
+    """The fewest entries of any dimension that ``node`` is an index into; 2 if of none."""
     return max(min(_bounds(node, set()), default=2), 1)
 
 
@@ -392,7 +392,7 @@ def _bounds(node: fx.Node, seen: set[fx.Node]) -> Iterable[int]:
 
 
 def _bound_in(user: fx.Node, index: fx.Node) -> int | None:
-    """Entries of the dimension that ``user`` reads or writes at ``index``; None: it does not."""
+    """Entries of the dimension that ``user`` indexes with ``index``; None if it does not."""
     name = op_name(user)
     if name == "embedding":
         return shape_of(user.args[0])[0] if user.args[1] is index else None  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from memo_compile.step.problem import CallKind, Phase, Problem, TensorInfo
 from memo_compile.units import format_bytes
 
 MIN_NAMED_BYTES = 2**20
-"""Results that are smaller (losses, statistics) do not matter to a plan."""
+"""Results of fewer bytes (losses, statistics) get no note, because they do not matter to a plan."""
 
 
 def saved_rows(problem: Problem, forward: Cut, units: JointUnits) -> tuple[Decision, ...]:
@@ -38,7 +38,7 @@ def saved_rows(problem: Problem, forward: Cut, units: JointUnits) -> tuple[Decis
 
 
 def moved_rows(step: MovableStep, choice: Choice, units: JointUnits) -> tuple[Decision, ...]:
-    """The rows of a step whose tensors move; layers of a class that differ have rows apart.
+    """The rows of a step whose tensors move; layers of a class with other modes have other rows.
 
     What the backward does not read in these layers is neither kept nor moved, and has no row.
     """

@@ -26,7 +26,7 @@ class CapturedStep:
     units: JointUnits
     facts: GraphFacts
     num_results: int
-    """Of the forward; behind them it returns what autograd keeps for the backward."""
+    """How many results the forward has; behind them it returns what autograd keeps."""
     own_results: tuple[int, ...]
     """Positions of the forward's results that alias nothing in the user's program."""
     runner: PassRunner
@@ -43,7 +43,7 @@ class CutStep:
     units: JointUnits
     facts: GraphFacts
     runner: PassRunner
-    """As in the captured step."""
+    """The runner of the captured step."""
 
     @property
     def regions(self) -> Mapping[str, RegionGraph]:
@@ -67,12 +67,12 @@ class LoweredStep:
 class PlanRequest:
     """What a plan must count that neither the graph nor the options say.
 
-    The first plan of a step knows of nothing. What shows while it is bound and while it runs
-    changes the request, and the step is planned for that.
+    The first plan of a step knows of nothing. What is found out while it is bound and while it runs
+    changes the request, and the step is planned again.
     """
 
     existing_gradient_bytes: int = 0
-    """Kept from steps before, beside those that this step's backward makes."""
+    """Gradients kept from steps before, beside those that this step's backward makes."""
     earlier_output_bytes: int = 0
     """Results of earlier steps that the user holds during this one."""
     keeps_outputs: bool = False
@@ -80,12 +80,12 @@ class PlanRequest:
     outside_loss: bool = False
     """True once a loss was seen that is computed outside though the graph returns one."""
     host_store: str | None = None
-    """Where offloaded activations go instead of where the options say."""
+    """The host store to use instead of the one that the options name."""
     granted_step_bytes: int | None = None
-    """Bytes that a step may take beside its parameters and other constants, once the device refused
-    more; None: nothing was refused."""
+    """Bytes that a step may take beside its parameters and other constants, after the device has
+    refused more; None: nothing was refused."""
     granted_host_bytes: int | None = None
-    """The same for host memory."""
+    """Bytes of host memory that a step may take, after more was refused; None: none was."""
 
     def applied_to(self, config: MemoConfig) -> MemoConfig:
         """``config`` with the host memory that this request names."""
@@ -100,4 +100,4 @@ class PlannedStep:
     plan: Plan
     lowered: Mapping[str, LoweredRegion]
     planning_s: float = 0.0
-    """How long ``plan_step`` took."""
+    """Seconds that ``plan_step`` took."""

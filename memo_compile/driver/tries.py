@@ -1,7 +1,7 @@
 """A graph is tried whole and in tiles of tokens, until it fits.
 
-Tracing and planning a large model takes most of a minute, and is done again when the first try
-does not fit: where it can be told before, the try that will fit comes first.
+Tracing and planning a large model takes most of a minute, and every further try as much again. So
+the try that will fit comes first, where that can be told before.
 """
 
 import itertools
@@ -28,40 +28,40 @@ log = logging.getLogger("memo")
 T = TypeVar("T")
 
 TOKEN_TILES = 8
-"""Where tiles are wanted: an eighth of the widest tensors is below a layer's other transients."""
+"""Tiles of a region: an eighth of its widest tensor is less than a layer's other transients."""
 
 HEAD_BYTES = 2**28
-"""Logits as large as this are not made at once without a budget either: tiles cost no time."""
+"""Logits of so many bytes run in tiles even without a budget: at that size tiles cost no time."""
 
 HEAD_FACTOR = 2
-"""The widest product by so much wider than all others makes the logits."""
+"""A product that has this many times the bytes of every other one is taken to make the logits."""
 
 HEAD_TILES = 16
-"""Of what breaks the budget by itself, mostly the loss head: a tile's logits are small beside the
-gradient of their weight. That is read and written for each tile, so that there are fewer where
-logits fit."""
+"""Tiles of a region that alone breaks the budget, mostly the loss head: then a tile's logits are
+small beside the gradient of their weight. Each tile reads and writes that gradient, so there are
+fewer tiles where logits fit."""
 
 REST = 0.1
-"""Of the budget: the layers need that much beside parameters and logits."""
+"""Share of the budget that layers are taken to need beside parameters and logits."""
 
 SMALL = 0.25
-"""Of the room for logits and layers: where logits take no more, their tiles make no slow plan fast,
-and a whole graph that fits is taken at once."""
+"""Where logits take up to this share of the room for logits and layers, tiling them makes no slow
+plan fast, so a whole graph that fits is taken at once."""
 
 FAST, FAST_IN_ALL = 1.02, 1.03
-"""A plan is taken at once if its step is at most so many times the computation without tiles:
-FAST where only what breaks the budget runs in tiles, FAST_IN_ALL where all chains do. All tiles
-cost 1.005 to 1.01, and to recompute what they make 1.04. Other tiles are traced, lowered and
-planned for up to half a minute, which two percent of a step are not worth."""
+"""A plan is taken at once if its step takes at most this many times the seconds of the computation
+without tiles: FAST where only what breaks the budget runs in tiles, FAST_IN_ALL where all chains
+do. All tiles cost a factor of 1.005 to 1.01, recomputing what they make 1.04. Planning other tiles
+takes up to half a minute, which two percent of a step are not worth."""
 
 NOT_FAST = 0.0
-"""Times its computation: the plan is made, and compared with others."""
+"""As ``max_over_compute``: no plan is as fast, but it is made, and compared with others."""
 
 ONLY_BOUND = 0.5
-"""Times its computation: no plan is as fast, so that only a bound is found."""
+"""As ``max_over_compute``: the bound already shows that no plan is as fast, so none is made."""
 
 COMPILING = 1.03
-"""Times as much where regions are compiled and timed for each try, which takes a minute."""
+"""Factor on FAST where each try compiles and times its regions, which takes a minute."""
 
 _PRODUCTS = (
     torch.nn.functional.linear,
@@ -72,7 +72,7 @@ _PRODUCTS = (
     "matmul",
     "mm",
 )
-"""What makes the widest activations, as it stands in a Dynamo graph."""
+"""Calls in a Dynamo graph that make the widest activations."""
 
 
 class Tiles(NamedTuple):
@@ -82,9 +82,9 @@ class Tiles(NamedTuple):
     above_bytes: int = 0
     """Regions whose transients are no larger run whole."""
     drop_above_bytes: int = 0
-    """What is no larger may be saved."""
+    """Tensors that are no larger may be saved."""
     max_over_compute: float = math.inf
-    """A plan that takes more times its computation leads to the next tiles."""
+    """A plan that takes more than this many times its computation leads to the next tiles."""
 
     def __str__(self) -> str:
         where = f", where more than {format_bytes(self.above_bytes)} are in use at once"
@@ -97,7 +97,7 @@ class Tiles(NamedTuple):
     def options(
         self, config: MemoConfig, max_step_s: float = math.inf, enough_s: float = 0.0
     ) -> MemoConfig:
-        """``config`` for this try: less than ``max_step_s``, and taken at ``enough_s``."""
+        """``config`` for this try: plans of ``max_step_s`` are refused, of ``enough_s`` taken."""
         return replace(
             config,
             token_tiles=self.number,
@@ -122,7 +122,7 @@ def first_that_fits(
 ) -> T:
     """What ``attempt`` makes of ``gm`` in the first tiles for which it does not fail.
 
-    Where it raises TooSlow, the fastest plan of those tries and the next ones counts. Where all
+    After a TooSlow the other tiles are tried; if all are slow, the fastest plan is taken. Where all
     fail, the error that tells most is raised.
     ``device_bytes`` is the memory of another device than the one that the tensors lie on.
     """
@@ -154,25 +154,25 @@ def first_that_fits(
         assert failed is not None, "there are tilings to try"
         raise failed
     finally:
-        # Its traceback has this frame: together they would keep the frames of all callers, and so
-        # what the first forward returns, until the collector runs.
+        # The error's traceback holds this frame, which holds the error: that cycle would keep all
+        # callers' frames, and so what the first forward returns, until the collector runs.
         failed = None
 
 
 class _Tries:
     """Which tiles come next, by what is known of those before.
 
-    First all in order. Those of which only a bound is known, because none of their plans is fast,
-    are planned at last, the smallest bound first, as far as they may be the fastest.
+    First all come in order. Tiles whose bound shows that no plan is fast are not planned then, but
+    at last, the smallest bound first, and only while one of them may be the fastest.
     """
 
     def __init__(self, order: Iterable[Tiles]) -> None:
         self.fastest: Tiles | None = None
-        """Of the tiles that were planned, and whose plans are slow."""
+        """The tiles whose plan is the fastest of all that were planned and found slow."""
         self.limit_s = math.inf
         """Seconds of that plan."""
         self.enough_s = 0.0
-        """A plan of so many seconds is taken: no bound that is left is lower."""
+        """A plan of at most so many seconds is taken, because no bound that is left is lower."""
         self._left = list(order)
         self._bounds: list[tuple[float, Tiles]] = []
 
@@ -191,7 +191,7 @@ class _Tries:
         return tiles._replace(max_over_compute=NOT_FAST)
 
     def tell(self, tiles: Tiles, error: TooSlow) -> None:
-        """What was found of ``tiles``."""
+        """Remember what was found of ``tiles``."""
         if not error.is_bound:
             if error.step_s < self.limit_s:
                 self.limit_s, self.fastest = error.step_s, tiles
@@ -200,14 +200,14 @@ class _Tries:
 
 
 def _ends_planning(error: Exception) -> bool:
-    """True for what another plan does not mend: an option, memory that torch itself ran out of."""
+    """True for an error that no other plan mends: a wrong option, or torch is out of memory."""
     if isinstance(error, REFUSED):
         return False
     return isinstance(error, ConfigError | torch.OutOfMemoryError)
 
 
 def _leads_on(error: Exception, tiles: int, config: MemoConfig) -> bool:
-    """True where the step may fit in other tiles; never where the whole cannot be planned."""
+    """True where other tiles may fit; False where the whole failed, but not for its memory."""
     if tiles != 1 or isinstance(error, REFUSED):
         return True
     return config.memory_budget is not None and isinstance(error, Infeasible)
@@ -232,14 +232,14 @@ def tile_order(
 ) -> tuple[Tiles, ...]:
     """The tiles to try, the more promising first, for a Dynamo graph under a budget.
 
-    The loss head's logits and their gradient exist at one time when they are not in tiles. That
-    alone with parameters, gradients and optimizer state may be more than the budget. Then regions
-    that break the budget by themselves run in tiles, which cost time; where that does not do, all
-    regions do whose chains are wide; at last what those chains make is not saved but recomputed
-    tile by tile. It is an estimate: a step that would just have fitted whole may run in tiles.
-    Where logits just fit, the whole graph is taken only if it is fast: with less memory the step
-    might run in tiles, and a smaller budget must not be faster. Where each try is compiled and
-    timed, it is taken all the same.
+    Without tiles the loss head's logits and their gradient exist at the same time. With parameters,
+    gradients and optimizer state they alone may exceed the budget. Then regions that break the
+    budget by themselves run in tiles, which cost time; if that is not enough, all regions with wide
+    chains do; at last what those chains make is recomputed tile by tile instead of saved. This is
+    an estimate: a step that would just have fitted whole may run in tiles. Where logits just fit,
+    the whole graph is taken only if it is fast: with less memory the step might run in tiles, and a
+    smaller budget must not be faster. Where each try is compiled and timed, it is taken all the
+    same.
     """
     whole, everywhere = Tiles(1), Tiles(TOKEN_TILES)
     budget = config.budget_bytes(device_bytes)
@@ -265,7 +265,7 @@ def tile_order(
 
 
 def _products_bytes(gm: fx.GraphModule) -> list[int]:
-    """Different sizes of the results of products in ``gm``, largest first; two at least."""
+    """Distinct bytes of the results of products in ``gm``, largest first; two at least."""
     sizes = {0, -1}
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")

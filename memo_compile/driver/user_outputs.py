@@ -1,4 +1,4 @@
-"""What the user holds of what forwards returned: told before the first step, watched while it runs.
+"""What the user holds of forwards' results: assumed before the first step, watched in every step.
 
 A graph does not know what becomes of its results. Under a budget they count as held to the end of
 the step, and those of the step before until they are replaced (``out = model(x)`` in a loop). What
@@ -18,16 +18,16 @@ from memo_compile.config import MemoConfig
 from memo_compile.step.problem import Phase, Problem, Storage
 
 LARGE_RESULT_BYTES = 2**16
-"""Results above this are followed; losses and small statistics lie within a plan's slack."""
+"""Results of more bytes are followed; losses and small statistics lie within a plan's slack."""
 
 LOSS_TENSORS = 4
-"""A loss outside the graph holds at most so many float32 tensors of its input's shape before it
-hands its gradient over: cross_entropy of shifted logits a copy of them, the log-probabilities,
-their gradient, and that with zeros for the last token."""
+"""Most float32 tensors of its input's shape that a loss outside the graph holds until it returns
+the gradient: cross_entropy of shifted logits holds a copy of them, the log-probabilities, their
+gradient, and that gradient with zeros for the last token."""
 
 
 def result_storages(problem: Problem, results: Sequence[str | None]) -> dict[int, str]:
-    """Position of a result -> the value that counts the ordinary memory that it keeps alive.
+    """Position of a result -> the value whose ordinary memory it keeps alive.
 
     Views, and results that share one storage, lead to the same value.
     """
@@ -72,7 +72,7 @@ def assume_held(
 
 
 def _loss_bytes(gradients: Sequence[Any], config: MemoConfig) -> int:
-    """What the loss holds where it is computed outside: no result of the graph is a number."""
+    """Bytes that a loss outside holds; 0 where a result is a number, which is the loss."""
     is_inside = _have_number(gradients) and not config.outside_loss
     return 0 if is_inside else outside_loss_bytes(gradients)
 
@@ -82,7 +82,7 @@ def _have_number(gradients: Sequence[Any]) -> bool:
 
 
 def outside_loss_bytes(gradients: Sequence[Any]) -> int:
-    """What a loss holds that is computed outside from the results with these gradients."""
+    """Bytes of a loss that is computed outside, from the results with these gradients."""
     found = 0
     for tensor in gradients:
         if _is_large(tensor):
@@ -96,21 +96,21 @@ def _is_large(value: Any) -> bool:
 
 
 def own_gradients(backward: fx.Graph) -> list[Any]:
-    """The fake gradients of the results that a backward is given."""
+    """The fake gradients, one for each of the forward's results, that a backward is given."""
     return [node.meta["val"] for node in backward.find_nodes(op="placeholder") if is_tangent(node)]
 
 
 @dataclass(slots=True)
 class LossWatch:
-    """Sees a second loss, computed outside from large results though the graph returns one.
+    """Sees a second loss that is computed outside, from large results, though the graph has one.
 
-    That is a distillation or a z-loss on returned logits. Autograd gives zeros for results that
-    nothing was computed from.
+    Examples are distillation and a z-loss on returned logits. The gradient of a large result is
+    then not zero, which it is where nothing was computed from the result.
     """
 
     positions: tuple[int, ...]
-    """Of the gradients of large results, among what the backward is given; none are watched where
-    the graph returns no loss."""
+    """Where the gradients of large results stand among what the backward is given; empty where the
+    graph returns no loss."""
     _seen: torch.Tensor | None = None
 
     @staticmethod
@@ -124,7 +124,7 @@ class LossWatch:
         )
 
     def look(self, args: Sequence[Any]) -> None:
-        """A backward begins. What is seen is read later, so that no GPU is waited for."""
+        """A backward begins. What is seen is read later, so that nothing waits for a GPU."""
         for gradient in (args[position] for position in self.positions):
             if self._seen is None:
                 self._seen = torch.zeros((), dtype=torch.bool, pin_memory=gradient.is_cuda)
@@ -146,17 +146,17 @@ class ResultWatch:
     """Follows the large results of one graph's forwards. It keeps none of them alive."""
 
     _last: Held = field(default_factory=list)
-    """Of the forwards whose backward has not ended."""
+    """Results of the forwards whose backward has not ended."""
     _earlier: Held = field(default_factory=list)
     _at_entry_bytes: int = 0
-    """Of earlier steps, alive when the last forward began."""
+    """Bytes of results of earlier steps that were alive when the last forward began."""
     _replaced_bytes: int = 0
-    """So much of it went before that step's backward."""
+    """How many of those bytes were freed before that step's backward."""
 
     def begin(self) -> tuple[int, int]:
-        """A forward begins, no other is live: bytes of earlier results that are held, and lasting.
+        """A forward begins, no other is live: bytes of earlier results held, and how many last.
 
-        Lasting is what this forward's results do not replace: all of it until that was seen.
+        Results last that this forward's do not replace; until a replacement was seen, all do.
         """
         self._earlier = [*_alive(self._earlier), *_alive(self._last)]
         self._last = []

@@ -17,11 +17,11 @@ from memo_compile.step.problem import OutsideBuffer, align
 
 FLOAT32_BYTES = 4
 ROW_GRANULE = 128
-"""The kernel's blocks of queries: rows are rounded up to it."""
+"""Rows are rounded up to a multiple of this, the kernel's block of queries."""
 WIDTH_GRANULE = 32
-"""Head widths are rounded up to it."""
+"""Head widths are rounded up to a multiple of this."""
 RING_BUFFERS = 4
-"""Keys and values of ring attention that arrive beside those that are read."""
+"""Buffers of a key's size in which ring attention receives while it reads others."""
 
 
 def with_workspaces(

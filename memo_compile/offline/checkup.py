@@ -25,9 +25,9 @@ from memo_compile.units import format_bytes
 OLDEST_TORCH = (2, 11)
 NEWEST_TRIED_TORCH = (2, 13)
 COMPILE_TIMEOUT_S = 60.0
-"""For a file of three lines: only a hanging compiler takes so long."""
+"""Seconds to compile three lines: only a hanging compiler takes so long."""
 _LOCKED_BYTES_WANTED = 2**30
-"""Below this, a pinned host pool that is worth having is refused on systems that enforce it."""
+"""A lower limit of locked memory, where it is enforced, refuses any useful pinned host pool."""
 _CPP_PROBE = (
     '#include <Python.h>\n#include <omp.h>\nextern "C" int f() { return omp_get_max_threads(); }\n'
 )
@@ -50,9 +50,9 @@ class Finding:
     group: str
     name: str
     value: str | int | None
-    """As JSON has it; sizes in bytes."""
+    """The value in JSON; sizes in bytes."""
     text: str
-    """As the table has it."""
+    """The value in the table."""
     health: Health = Health.OK
     remedy: str = ""
     """What to do; empty where nothing is missing."""

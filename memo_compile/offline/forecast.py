@@ -26,20 +26,20 @@ from memo_compile.units import parse_size
 log = logging.getLogger("memo")
 
 CONTEXT_BYTES = 2**30
-"""Of a GPU's memory that is no step's: CUDA's context and loaded kernels take 0.5 to 0.8 GiB."""
+"""A GPU's memory that no step can have: CUDA's context and loaded kernels take 0.5 to 0.8 GiB."""
 
 CUBLAS_BYTES = 32 * 2**20
-"""cuBLAS's workspace on Hopper and Blackwell; 8 MiB elsewhere."""
+"""Bytes of cuBLAS's workspace: as much on Hopper and Blackwell, 8 MiB elsewhere."""
 
 ESTIMATE_MARGIN = 0.01
-"""Of the arena, where a GPU's plan is made without it. Triton splits long reductions in two, which
-leaves partial sums of 1/128 of the reduced tensor; all else that differs is smaller."""
+"""Share of the arena that is added where a GPU's step is planned without a GPU: Triton splits long
+reductions in two, with partial sums of 1/128 of the tensor; all other differences are smaller."""
 
 OPTIMIZERS = {"adamw": 2.0, "adamw-fp32": None, "sgd": 0.0, "sgd-momentum": 1.0, "none": 0.0}
-"""Tensors of the parameters' dtype for each parameter."""
+"""Optimizer -> its state, in tensors of a parameter's dtype; None: ``ADAMW_FP32_BYTES``."""
 
 ADAMW_FP32_BYTES = 12.0
-"""Master weights and two moments in float32, as Megatron keeps them."""
+"""Bytes per parameter of master weight and two moments in float32, as Megatron keeps them."""
 
 SEQ_GRANULE = 1024
 """``longest`` searches multiples of this for each device that shares the tokens."""
@@ -48,20 +48,20 @@ START_SEQ = 32_768
 """The first length that ``longest`` tries where none is given."""
 
 LONGER, LONGEST = 4, 64
-"""Times as long is the next length while all fit and nothing is known of their bytes; and at most
-where it is."""
+"""The next length is LONGER times the last while all fit and their bytes are unknown, and at most
+LONGEST times it otherwise."""
 
 HALVED_EACH = 6
-"""Every so many tries the search halves what is left, where the line does not hold."""
+"""Every so many tries the search halves what is left, in case the fitted line misleads it."""
 
 MAX_FRAME_PLANS = 4
-"""Plans for one of several frames, each with what the last one holds beside its arena."""
+"""Most plans of one of several frames; each counts what the last one holds beside its arena."""
 
 UNBOUNDED_BYTES = 2**60
-"""A budget that keeps everything."""
+"""A budget in bytes under which everything is kept."""
 
 NUM_LARGEST = 5
-"""Tensors that are named at the peak."""
+"""How many tensors are named at the peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Question:
 
     @property
     def available_bytes(self) -> int:
-        """Of the budget, what a plan may take: an estimate may miss the rest."""
+        """The bytes of the budget that a plan may take: an estimate may miss the rest."""
         if self.hardware.name == "cpu":
             return self.budget_bytes
         return int(max(0, self.budget_bytes - CUBLAS_BYTES) / (1 + ESTIMATE_MARGIN))
@@ -135,13 +135,13 @@ class Forecast:
     name: str
     step: OfflineStep
     peak_bytes: int
-    """Of all micro-batches in flight, with what an estimate may miss."""
+    """Peak of all micro-batches in flight, with what an estimate may miss."""
     budget_bytes: int
     outside_bytes: int
     host_bytes: int
     in_flight: int
     tokens_per_s: float | None
-    """Of the whole job."""
+    """Tokens per second of the whole job."""
     peak_at: PeakAt | None
     notes: tuple[str, ...]
 
@@ -303,7 +303,7 @@ class _LengthSearch:
         return max(self.low + 1, min(wanted, self._high - self._shorter))
 
     def _guess(self) -> int:
-        """By a line through what is known; 0: not known, ``LONGER`` where all fit."""
+        """From a line through what is known; without one 0, or ``LONGER`` times where all fit."""
         points = [
             (count, num_bytes)
             for count, num_bytes in (
@@ -379,7 +379,7 @@ def _plan(question: Question, loaded: Loaded, budget_bytes: int, **more: Any) ->
 
 
 def _parameter_bytes(loaded: Loaded, dtype: torch.dtype) -> float:
-    """Of one trainable number, on average over the model; of ``dtype`` where there is no module."""
+    """Mean bytes of a trainable number of the model; those of ``dtype`` if there is no module."""
     if not isinstance(loaded.model, torch.nn.Module):
         return dtype.itemsize
     trainable = [parameter for parameter in loaded.model.parameters() if parameter.requires_grad]

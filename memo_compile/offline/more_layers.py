@@ -27,7 +27,7 @@ Name = TypeVar("Name", str, str | None)
 
 
 MIN_UNITS = 5
-"""Two at each end, of which the outer one may do more than the others, and one between them."""
+"""Fewest traced units: two at each end, since the outer one may do more, and one between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class MoreLayers:
     """What a model has beyond the one that is traced in its place."""
 
     num_layers: int
-    """Of the model that is meant."""
+    """Layers of the model that is meant."""
     untraced: Sequence[torch.Tensor]
     """Parameters and buffers of its layers that are not traced."""
 

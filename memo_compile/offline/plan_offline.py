@@ -34,8 +34,8 @@ from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import simulate
 
 _PLAIN_LOOPS = {"cpp.simdlen": 1}
-"""For another device than the CPU, whose kernels nobody will read: the same buffers, and a fifth
-less time than vectorised loops; no C++ compiler is asked what the machine can do."""
+"""Inductor's settings for another device than the CPU, whose kernels nobody runs: plain loops have
+the same buffers, take a fifth less time to make, and need no C++ compiler to ask."""
 
 NOTHING_TRAINS = (
     "nothing in this step needs a gradient: give trainable parameters, or return a loss that "
@@ -57,10 +57,10 @@ class OfflineStep:
 
     problem: Problem
     plan: ReportedPlan
-    """With its ``timeline``."""
+    """The plan, with its ``timeline``."""
     costs: StepCosts
     model_flops: int
-    """Of forward and backward on one device, without those of recomputation."""
+    """FLOPs of forward and backward on one device, without those of recomputation."""
     exact: bool
     """True when the backend makes the same plan; False for another device than the tensors'."""
     notes: tuple[str, ...] = ()

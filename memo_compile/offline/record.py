@@ -26,7 +26,7 @@ from memo_compile.offline.script import run_script
 from memo_compile.reporting.state import report
 
 WARM_STEPS = 2
-"""Steps before the peak is followed: the first compiles, after it gradients and optimizer exist."""
+"""Steps before the peak is followed: the first compiles and makes gradients and moments."""
 
 SEED = 0
 

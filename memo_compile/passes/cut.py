@@ -63,7 +63,7 @@ class CutCall:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     reads: Layouts
-    """As what each input is read, from where its value begins."""
+    """The layout in which each input is read, counted from where its value begins."""
     into: tuple[CutInto, ...] = ()
 
 

@@ -56,7 +56,7 @@ class SaveMinCut:
     """
 
     joint_inputs: Any
-    """As AOTAutograd gives them to a partitioner."""
+    """The inputs that AOTAutograd gives to a partitioner."""
     num_fwd_outputs: int
     static_lifetime_input_indices: list[int] | None
     name: ClassVar[str] = "save-min-cut"

@@ -14,13 +14,13 @@ from memo_compile.analysis.structure import argument, is_matmul, op_name
 from memo_compile.analysis.views import makers_of
 
 _MAX_ROUNDS = 3
-"""Each round may uncover a class whose own shared values are moved in the next."""
+"""Most rounds: each may uncover a class whose own shared values are moved in the next."""
 
 _MAX_GUESSES = 24
-"""Distances tried when no layer is found at first: a model of two layers, one of them impure."""
+"""Most distances that are tried if no layer is found: a model of two layers, one impure."""
 
 _MAX_NODES_TO_GUESS = 3000
-"""Longer sequences hold more than two layers, and those need no guess."""
+"""Longer sequences get no guess: they hold more than two layers, which are found without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ class LeaseSaved:
     """
 
     num_fwd_outputs: int
-    """So many are the user's; what follows is saved for the backward."""
+    """How many outputs are the user's; what follows is saved for the backward."""
     handle_value: torch.Tensor
     """The handle as a fake tensor."""
     name: ClassVar[str] = "lease-saved"

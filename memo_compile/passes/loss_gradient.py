@@ -26,7 +26,7 @@ from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import base_of, bytes_of, is_tensor, is_view, viewed
 
 MIN_BYTES = 2**20
-"""Of the widest value: below there is nothing to gain."""
+"""The pass changes nothing if the widest value has fewer bytes: there is nothing to gain."""
 
 _IN_FIRST = frozenset("neg sum mean convert_element_type _to_copy clone".split())
 """Operators that are linear in their first argument, and have no other tensor."""

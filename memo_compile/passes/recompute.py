@@ -23,10 +23,11 @@ from memo_compile.analysis.purity import (
 )
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim
-from memo_compile.analysis.rows import row_dims, slice_rows
+from memo_compile.analysis.rows import row_dims
 from memo_compile.analysis.views import is_item, is_view, results_of, storage_of, viewed
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.extract import Extract, extract
+from memo_compile.passes.slice_rows import slice_rows
 from memo_compile.step.movable import LayerOp, RecomputeKey, RegionInput
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ class ClassGraph:
     (``rows.attention_rows``); without them no operator counts as row-wise."""
 
     def at_slots(self, inputs: Sequence[T], outputs: Sequence[T]) -> list[T]:
-        """Of what stands at the region's inputs and outputs that of each slot, in order."""
+        """What stands at each slot, in order, of what stands at the region's inputs and outputs."""
         found = [inputs[position] for position in self.slot_of_input]
         return found + [outputs[position] for position in self.slot_of_output]
 

@@ -17,7 +17,7 @@ from memo_compile.errors import ConfigError, MemoError, PassFailed
 T = TypeVar("T")
 
 TIMES_FILE = "passes.txt"
-"""In the dump folder: what ran, how often, and for how long."""
+"""File of the dump folder that says which passes ran, how often, and for how long."""
 
 
 class GraphPass(Protocol):
@@ -40,7 +40,7 @@ class PassSelection:
     skipped: frozenset[str] = frozenset()
     """Names of passes that never run."""
     limit: int | None = None
-    """So many runs of passes that are not required, and no more; None: as many as there are."""
+    """Most runs of passes that are not required; None: no limit."""
 
 
 ALL = PassSelection()

@@ -34,7 +34,7 @@ class SeparateResults:
     own: tuple[int, ...]
     """Positions of results that the user's program makes apart from all others."""
     num_results: int | None = None
-    """So many are the user's; what follows is saved for the backward. None: all are the user's."""
+    """How many results are the user's; the rest is saved for the backward. None: all are."""
     name: ClassVar[str] = "separate-results"
     is_required: ClassVar[bool] = True
 

@@ -20,13 +20,13 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.regions import RegionGraph
-from memo_compile.analysis.rows import FakeCopier
 from memo_compile.analysis.views import is_tensor, tensors_of
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.runner import PassRunner
+from memo_compile.passes.slice_rows import FakeCopier
 
 MIN_TOKENS = 16
-"""Smaller sizes are batches, heads and the like."""
+"""Smaller sizes are not taken for tokens: they are batches, heads and the like."""
 
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 """What an operator raises for fakes of shapes that it does not take; some of torch's assert."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from memo_compile.analysis.regions import RegionGraph
+from memo_compile.analysis.tile_chains import transient_bytes
 from memo_compile.passes.cut import Cut, CutCall, CutInto
 from memo_compile.passes.runner import PassRunner
-from memo_compile.passes.tile_chains import transient_bytes
 from memo_compile.passes.tiles import TiledRegion, tilings
 from memo_compile.step.problem import Layout, Layouts
 from memo_compile.step.tilings import Operand, Ref, Source
@@ -28,8 +28,8 @@ class RegionTiling:
     tiled: TiledRegion
     parts: Mapping[str, RegionGraph]
     calls: tuple[CutCall, ...]
-    """Of the parts; the region's inputs are the values ``in0``, ``in1`` ..., its outputs ``out0``
-    and so on."""
+    """Calls of the parts; the region's inputs are the values ``in0``, ``in1`` ..., its outputs
+    ``out0`` and so on."""
 
     @classmethod
     def of(cls, region: RegionGraph, tiled: TiledRegion) -> "RegionTiling":
@@ -48,10 +48,10 @@ class RegionTiling:
 
 
 Accepts = Callable[[RegionTiling], bool]
-"""False for tiles that must not run; the one who answers says why."""
+"""False for tiles that must not run; the function itself says why."""
 
 Dropped = Callable[[str, Exception], None]
-"""Told what is left whole, and the error for which it is."""
+"""Called with what is left whole, and with the error that is the reason."""
 
 
 def tile_cut(

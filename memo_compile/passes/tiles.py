@@ -24,19 +24,20 @@ from torch import fx
 from memo_compile.analysis.purity import is_constant, is_write
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.row_rules import RowDim
-from memo_compile.analysis.rows import is_row_wise, row_layout, slice_rows
+from memo_compile.analysis.rows import is_row_wise, row_layout
 from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.tile_chains import Chain, chains, transient_bytes
 from memo_compile.analysis.views import base_of, is_item, is_tensor, is_view, results_of, storage_of
 from memo_compile.passes.extract import Extract, extract
-from memo_compile.passes.tile_chains import Chain, chains, transient_bytes
+from memo_compile.passes.slice_rows import slice_rows
 from memo_compile.passes.tile_sums import take_sums_out
 from memo_compile.step.tilings import Operand, Ref, Rows, Slice, Source, Tiling
 
 ALIGNMENT_BYTES = 16
-"""Of a tile's slices: Inductor's kernels load 16 bytes at once where the whole tensor allows it."""
+"""A tile's slices begin at multiples of this: Inductor's kernels load so many bytes at once."""
 
 MIN_SAVING = 1 / 8
-"""Of the region's transient bytes: for less, reading the weights once per tile is not worth it."""
+"""Tiles must save this share of a region's transient bytes, since each reads the weights again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class TiledRegion:
     """A region in parts: before, the tile, what adds to each running sum, after."""
 
     parts: Mapping[str, RegionGraph]
-    """By name, in that order. The first also makes what tiles fill and the zeros they add to."""
+    """Parts by name, in that order. The first also makes what tiles fill and zeros they add to."""
     tiling: Tiling
     """What the calls of the parts must do."""
     num_rows: int
@@ -321,7 +322,7 @@ class _Splitter:
         )
 
     def _shared_bytes(self, *values: Sequence[fx.Node]) -> int:
-        """Of what one part hands to another and the region does not return."""
+        """Bytes of what one part hands to another and the region does not return."""
         kept = {storage_of(node) for node in self.made}
         shared = {node for group in values for node in group if storage_of(node) not in kept}
         return sum(int(node.meta["val"].nbytes) for node in shared)

@@ -18,7 +18,7 @@ from memo_compile.step.movable import (
 from memo_compile.step.problem import arena_values
 
 RecomputeOf = Callable[[RecomputeKey], RecomputeRegion]
-"""Gives the region of a key; UnsupportedGraph: there is none, so that the mode is dropped."""
+"""Gives the region of a key, or raises UnsupportedGraph if there is none; the mode is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class StepFacts:
 
 
 _FACTS: "weakref.WeakKeyDictionary[MovableStep, StepFacts]" = weakref.WeakKeyDictionary()
-"""Policies try hundreds of decisions on one step."""
+"""Facts of each step, kept because policies try hundreds of decisions on one."""
 
 
 def facts_of(step: MovableStep) -> StepFacts:

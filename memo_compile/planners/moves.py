@@ -45,7 +45,7 @@ from memo_compile.step.problem import (
 )
 
 _AGAIN, _RELOADED = "again.", "reloaded."
-"""Before the name of a value: its recomputation, its reload."""
+"""Prefixes to a value's name for its recomputation and for its reload."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class _Moved:
     value: str
     layer: int
     size_bytes: int
-    """Of its buffer."""
+    """Bytes of its buffer."""
     copy: Copy
     issued_call: int
     """Index of the call before which the copy to the host is issued."""
@@ -72,7 +72,7 @@ class _Recomputation:
     layer: int
     region: RecomputeRegion
     values: tuple[str, ...]
-    """Of ``region.key.slots``."""
+    """The values of ``region.key.slots``."""
     at: int = -1
     """Index among the backward's items."""
 
@@ -335,7 +335,7 @@ class _Builder:
         return value if maker is None else _AGAIN + value
 
     def _into(self, recomputation: _Recomputation) -> tuple[Into, ...]:
-        """In a token-wise mix, every result lies at the begin of the buffer that was reloaded."""
+        """In a token-wise mix, every result lies at the start of the buffer that was reloaded."""
         region = recomputation.region
         if region.key.rows is None:
             return ()

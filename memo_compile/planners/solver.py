@@ -13,11 +13,11 @@ from typing import Any
 from memo_compile.errors import ConfigError
 
 INTEGRALITY_TOLERANCE = 1e-5
-"""Largest distance from an integer that still counts as one; the engines promise 1e-6."""
+"""A value this close to an integer counts as the integer; the engines promise 1e-6."""
 
 EXACT_TOLERANCE = 1e-9
-"""Feasibility, integrality and relative gap asked of an exact model: the engines' defaults (1e-6,
-1e-4) would let a plan miss its budget by kilobytes, or stop 0.01 % short of the optimum."""
+"""Feasibility, integrality and relative gap of an exact model: with the engines' defaults (1e-6,
+1e-4) a plan could miss its budget by kilobytes, or the optimum by 0.01 %."""
 
 _EXACT_HIGHS = {
     "mip_rel_gap": 0.0,

@@ -35,7 +35,7 @@ from memo_compile.planners.solver import weighted
 from memo_compile.step.movable import LayerClass, MovableStep, RecomputeRegion
 
 MAX_POINTS = 16
-"""Linear programs of one bound; each takes milliseconds."""
+"""Most linear programs that are solved for one bound; each takes milliseconds."""
 
 
 def step_lower_bound_s(

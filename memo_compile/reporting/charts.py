@@ -14,19 +14,19 @@ from memo_compile.step.problem import CallKind, Problem
 from memo_compile.units import format_bytes, format_seconds
 
 ROOM = 1.14
-"""Height of a picture over its highest value: room for the budget's label."""
+"""A picture is this many times as high as its highest value, for the budget's label."""
 
 NUM_HUES = 8
 """Steps of the scale that colours layers."""
 
 DENSE = 1200
-"""Shapes of a picture from which on the gaps between them would drown them."""
+"""With more shapes the gaps between them are drawn thinner, or they would hide the shapes."""
 
 DENSE_LANE = 150
-"""The same for the spans of one lane."""
+"""``DENSE`` of the spans of one lane."""
 
 CURVE_COLUMNS = 500
-"""Points of the memory curve: two pixels each on a wide screen."""
+"""Most points of the memory curve: two pixels each on a wide screen."""
 
 ROLE_WORDS = {
     Role.SAVED: "saved for the backward",

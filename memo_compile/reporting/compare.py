@@ -20,13 +20,13 @@ from memo_compile.step.problem import Problem
 from memo_compile.text_files import named
 
 TOLERANCE = 0.02
-"""A measured peak may be this much above the planned one: allocators round and kernels differ."""
+"""A measured peak may exceed the plan by this share, since allocators round and kernels differ."""
 
 NUM_LARGEST = 8
-"""Blocks that are named, of those alive at the measured peak."""
+"""How many of the blocks that are alive at the measured peak are named."""
 
 OTHER = "other memory"
-"""Whose frames name no call of the plan."""
+"""Stands for blocks whose frames name no call of the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

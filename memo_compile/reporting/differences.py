@@ -10,7 +10,7 @@ from memo_compile.step.plans import Decision, Plan
 from memo_compile.step.problem import Problem
 
 MAX_ENTRIES = 6
-"""Changed entries of one sequence (``resident_bytes``, ``timeline.spans``) that are listed."""
+"""Most changed entries of one sequence (``resident_bytes``, ``timeline.spans``) in a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +29,11 @@ class Differences:
     numbers: tuple[Difference, ...] = ()
     """Fields with one value, and entries of small mappings (``fixed.parameters``)."""
     decisions: tuple[Difference, ...] = ()
-    """Of a Plan: by layers and tensor."""
+    """Differences of a Plan's decisions, by layers and tensor."""
     offsets: tuple[Difference, ...] = ()
-    """Of a Plan: by buffer."""
+    """Differences of a Plan's offsets, by buffer."""
     parts: tuple[Difference, ...] = ()
-    """Of a Problem: regions, calls and tensors, with the fields that changed in them."""
+    """A Problem's regions, calls and tensors that differ, with the fields that changed."""
 
     @property
     def equal(self) -> bool:
@@ -103,7 +103,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _collapsed(changes: tuple[Difference, ...]) -> tuple[Difference, ...]:
-    """Of a long sequence in which much changed, the first change and how many follow."""
+    """For a long sequence in which much changed, only the first change and how many follow."""
     groups: dict[str, list[Difference]] = {}
     for change in changes:
         groups.setdefault(change.what.split("[")[0], []).append(change)

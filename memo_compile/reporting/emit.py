@@ -28,7 +28,7 @@ class Settings:
 
 
 TOOLS = ("hf", "torchtitan", "megatron")
-"""Each has its text in ``templates/TOOL.j2``."""
+"""Tools that a text is written for; each has its own in ``templates/TOOL.j2``."""
 
 KINDS = ("SAVE", "OFFLOAD", "RECOMPUTE")
 

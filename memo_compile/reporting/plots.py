@@ -15,7 +15,7 @@ ROLE_COLOURS = {
     Role.RECOMPUTED: "#0a9a74",
     Role.SCRATCH: "#b3bbc5",
 }
-"""As in the HTML report."""
+"""The colours of the HTML report."""
 
 AREAS = (
     ("constant", "#8a95a3"),
@@ -23,17 +23,17 @@ AREAS = (
     ("allocated by kernels", "#9a6bb5"),
     ("activations alive", "#2a78b8"),
 )
-"""From the bottom of the memory curve upwards."""
+"""Areas of the memory curve and their colours, from the bottom upwards."""
 
 SIZE_INCHES = (9.0, 4.5)
 DOTS_PER_INCH = 160
 GIB = 1024**3
 
 ROOM = 1.08
-"""Height of the memory curve's axis over its highest value."""
+"""The memory curve's axis is this many times as high as its highest value."""
 
 MOST_COLUMNS = 1000
-"""Points of the memory curve; more are not seen at this size."""
+"""Most points of the memory curve; more are not seen at this size."""
 
 
 def write_plots(folder: Path, problem: Problem, plan: Plan) -> tuple[Path, ...]:

@@ -17,10 +17,10 @@ from memo_compile.step.plans import Plan
 from memo_compile.step.problem import ALIGNMENT_BYTES, Problem, Storage, align, outside_events
 
 FIRST_ADDRESS = 0x7F00_0000_0000
-"""Like a GPU's, and so low that sums stay exact in JavaScript, which reads the file too."""
+"""Like a GPU's, but so low that sums stay exact in JavaScript, which also reads the file."""
 
 GAP_BYTES = 2 * 1024 * 1024
-"""Between segments, so that nobody takes two for one."""
+"""Bytes between segments, so that nobody takes two for one."""
 
 FRAME_FILE = "memo"
 """The file name of frames that are no place in the user's code."""

@@ -64,7 +64,7 @@ LeftOut = tuple[tuple[str, ...], bool]
 class _State:
     plans: list[ReportedPlan] = field(default_factory=list)
     gone: list[ReportedPlan] = field(default_factory=list)
-    """Of ``plans``, those whose models are gone."""
+    """Those of ``plans`` whose models are gone."""
     notes: list[str] = field(default_factory=list)
     unplanned_steps: int = 0
     unplanned_now: bool = False

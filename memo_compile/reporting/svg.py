@@ -12,7 +12,7 @@ WIDTH, HEIGHT = 1000.0, 400.0
 """Units of every picture. About 1,300 by 340 pixels on a wide screen: a unit is about a pixel."""
 
 PIXEL = 0.8
-"""Units below which a side of a rectangle is merged with its neighbours."""
+"""Rectangles with a side of fewer units are merged with their neighbours."""
 
 MAX_TICKS = 5
 

@@ -23,10 +23,10 @@ THREADS = {"compute": 1, "issue": 2, "d2h": 3, "h2d": 4, "communication": 5}
 THREAD_WORDS = {**LANE_WORDS, "issue": "copies begin and are waited for"}
 
 LINE_S = 1e-6
-"""How long a line lasts in a step that was not simulated."""
+"""Seconds that a line is shown to last in a step that was not simulated."""
 
 MOMENT_S = 1e-9
-"""Length of an issue or of a wait that did not stall: arrows need something to begin and end at."""
+"""Seconds of an issue or of a wait without a stall, so that arrows can begin and end there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,7 @@ class Box:
     size_bytes: int
     role: Role
     layer: int | None
-    """Of the step, counted over all classes; None for prologue, middle and epilogue."""
+    """Layer of the step, counted over all classes; None for prologue, middle and epilogue."""
     about: str = ""
     """Shape, dtype and operator, where known."""
     reason: str = ""
@@ -72,12 +72,12 @@ class Moment:
 
     line: int
     live_bytes: int
-    """Of the arena's buffers."""
+    """Bytes of the arena's buffers that are alive."""
     outside_bytes: int
     made_bytes: int
-    """Gradients and other outputs in ordinary memory."""
+    """Bytes of gradients and other outputs in ordinary memory."""
     held_bytes: int
-    """All of the device: constant memory, the resident arena, what is outside, what was made."""
+    """The sum on the device: constant memory, the resident arena, what is outside or made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +85,9 @@ class StepView:
     """A planned step, ready to be drawn."""
 
     labels: tuple[str, ...]
-    """Per call, for people: ``layer 3 forward``."""
+    """Per call, a name for people: ``layer 3 forward``."""
     layers: tuple[int | None, ...]
-    """Per call."""
+    """Per call, its layer."""
     starts: tuple[int, ...]
     """The first line of each call, and the end of the step."""
     backward_start: int
@@ -104,7 +104,7 @@ class StepView:
         return max(0, min(found, len(self.labels) - 1))
 
     def heights(self, moment: Moment) -> tuple[int, ...]:
-        """Of the memory curve's areas, each on those below: constant, made, by kernels, alive."""
+        """Upper ends of the memory curve's areas: constant, made, by kernels, alive."""
         own = (moment.made_bytes, moment.outside_bytes, moment.live_bytes)
         return tuple(itertools.accumulate((self.constant_bytes, *own)))
 
@@ -233,7 +233,7 @@ class _Names:
 
 
 _LAYER_RANGE = re.compile(r"\[(\d+):(\d+)\]$")
-"""Behind a class's name in a Decision that holds for some of its layers only."""
+"""Follows a class's name in a Decision that holds for some of its layers only."""
 
 
 def _is_of(decision: Decision, instance: int) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TOLERANCE = 1e-9
-"""Of the whole time: a copy that would end later than its reader by less is not begun earlier."""
+"""A copy may end after its reader begins, by this share of the step: that is rounding."""
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from memo_compile.errors import InputError
 from memo_compile.step.problem import Problem, RegionProfile, StepCall
 
 MEASURED = "measured"
-"""``StepCosts.source`` of costs that were measured: not quite the same in the next process."""
+"""``StepCosts.source`` of measured costs, which differ a little in the next process."""
 
 
 class Action(enum.Enum):
@@ -29,9 +29,9 @@ class Slot:
     """One saved tensor of a layer class; sizes are of one layer."""
 
     name: str
-    """Of the value in the class's first layer."""
+    """Name of the value in the class's first layer."""
     size_bytes: int
-    """Of its buffer, a multiple of ALIGNMENT_BYTES."""
+    """Bytes of its buffer, a multiple of ALIGNMENT_BYTES."""
     can_offload: bool = True
     """False for what must stay where it is: views of inputs, memory outside the arena."""
     can_recompute: bool = False
@@ -73,7 +73,7 @@ class LayerClass:
 
     @property
     def saved_bytes(self) -> int:
-        """Of the slots of one layer."""
+        """Bytes of the slots of one layer."""
         return sum(slot.size_bytes for slot in self.slots)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from memo_compile.step.problem import FixedBytes, LayerClassInfo
 
 SCHEMA_VERSION = 1
-"""Of plan.json; raised when a field changes its meaning."""
+"""Version of plan.json, which rises when a field changes its meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Decision:
     tensor: str
     layer_class: str
     bytes: int
-    """Per layer."""
+    """Bytes in one layer."""
     decision: str
     """``SAVE``, ``OFFLOAD`` or ``RECOMPUTE``."""
     token_fraction: float
@@ -108,7 +108,7 @@ class Plan:
     check: CheckVerdict = field(default_factory=CheckVerdict)
     policy: str = "save"
     host_bytes: int = 0
-    """Of the host frame that offloaded activations are copied to."""
+    """Bytes of the host frame that offloaded activations are copied to."""
     timeline: Timeline | None = None
     """The simulated step, where costs are known."""
     step_lower_bound_s: float | None = None

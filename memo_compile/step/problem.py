@@ -19,7 +19,7 @@ from typing import NamedTuple
 from memo_compile.errors import InputError
 
 ALIGNMENT_BYTES = 512
-"""Every arena offset is a multiple of this: CUDA's allocator promises the same to kernels."""
+"""Every offset in the arena is a multiple of this, as CUDA's allocator promises to kernels."""
 
 
 class Phase(enum.Enum):
@@ -107,7 +107,7 @@ class Layout:
 
 
 Layouts = tuple[Layout | None, ...]
-"""Of a call's or a region's values by position; None for what is no tensor."""
+"""Layouts of a call's or a region's values by position; None for what is no tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,8 +242,8 @@ class StepCall:
     """WAIT: the name of the copy's call."""
     into: tuple[Into, ...] = ()
     reads: Layouts = ()
-    """As what the call reads each of its inputs, from where the value begins. Empty for a copy or
-    a wait, which takes bytes, and where no code is known."""
+    """The layout in which the call reads each input, from where the value begins. Empty for a copy
+    or a wait, which takes bytes, and where no code is known."""
 
     def value_around(self, buffer: int | None) -> str | None:
         """The value in which the region's ``buffer`` lies; None: it has a place of its own."""
@@ -291,10 +291,10 @@ class Half:
     constants: tuple[str, ...]
     """Tensors that the graph carries itself."""
     arguments: tuple[str, ...]
-    """In order; the handle is among a backward's."""
+    """Names of the arguments in order; those of a backward include the handle."""
     results: tuple[str | None, ...]
     handle: str
-    """What the forward's lease makes, what arrives in the backward."""
+    """What the forward's lease makes and what arrives in the backward."""
     layouts: Layouts
     """How the constants lie, and behind them the arguments."""
 
@@ -331,12 +331,12 @@ class FixedBytes:
     parameters: int = 0
     buffers: int = 0
     gradients: int = 0
-    """Of this backward, and those that exist already where gradients are accumulated."""
+    """Those of this backward, and those that exist already where gradients are accumulated."""
     optimizer_state: int = 0
     inputs: int = 0
     """Graph inputs and incoming gradients."""
     outputs: int = 0
-    """Of the forward."""
+    """The forward's results."""
     new_gradients: int = 0
     """The part of ``gradients`` that this backward makes."""
     earlier_outputs: int = 0
@@ -443,7 +443,7 @@ class ArenaValue(NamedTuple):
 
     value: str
     id: str
-    """Of the buffer."""
+    """Name of the buffer."""
     call: int
     """Index of the call."""
     buffer: int

@@ -15,10 +15,10 @@ from memo_compile.units import format_bytes
 
 NAME_WIDTH = 20
 TEXT_WIDTH = 60
-"""Columns before the copies in flight."""
+"""Characters of a line before the copies in flight."""
 
 MAX_VALUES = 6
-"""Values listed of one kind; of the others only their number."""
+"""Most values of one kind that are listed; of the others only their number is told."""
 
 
 def program_text(problem: Problem) -> str:

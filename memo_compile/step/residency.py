@@ -29,11 +29,11 @@ from memo_compile.step.problem import (
 )
 
 HEAP_SLACK = 0.03
-"""CPU: what kernels' work space and the C allocator's fragments add to a step's own memory, of that
-memory, up to MAX_HEAP_SLACK_BYTES. On CUDA nothing is added; that was not measured yet."""
+"""CPU: share of a step's own memory that is added for kernels' work space and for the C allocator's
+fragments, up to MAX_HEAP_SLACK_BYTES. CUDA: nothing is added; that was not measured yet."""
 
 MAX_HEAP_SLACK_BYTES = 5 * 2**20
-"""2.0, 3.1 and 4.1 MiB were measured on Llama steps of 381, 240 and 173 MiB."""
+"""Most slack: 2.0, 3.1 and 4.1 MiB were measured on Llama steps of 381, 240 and 173 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Residency:
 
     resident_bytes: tuple[int, ...]
     peak_bytes: int
-    """Of the whole step: fixed memory, arena, outputs and kernels' own memory."""
+    """Peak of the whole step: fixed memory, arena, outputs and kernels' own memory."""
 
 
 def residency(

@@ -2,9 +2,9 @@
 
 A frame is one plan's worth of arena for one live step. Plans whose steps are never live together
 (other shapes, other models) share the same slab; steps that are live together (graph breaks, two
-forwards before a backward) each hold one. A slab only grows while nothing is leased from it, and
-views made of it stay valid, because they hang on its storage and not on its address. Host frames,
-into which steps offload, are shared in the same way.
+forwards before a backward) each hold one. A slab only grows while nothing is leased from it. Its
+views stay valid then, because they refer to its storage and not to an address. Host frames, into
+which steps offload, are shared in the same way.
 """
 
 import threading
@@ -27,7 +27,7 @@ class FrameView:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     in_frame: bool = True
-    """False for a buffer whose call puts it into a tensor of ordinary memory (``RunCall.into``)."""
+    """False for a buffer that its call puts into a tensor of ordinary memory (``RunCall.into``)."""
 
 
 FrameTable = Sequence[Sequence[FrameView]]
@@ -35,13 +35,13 @@ FrameTable = Sequence[Sequence[FrameView]]
 
 
 class ArenaError(torch.OutOfMemoryError):
-    """The device refused the memory for a frame; what was planned is sound but has no room."""
+    """The device refused the memory for a frame: the plan is right, but there is no room for it."""
 
 
 class StreamOrder:
     """Orders the users of one piece of device memory that may work on different streams.
 
-    The host gives memory back when it has launched the last kernel, not when that has ended.
+    The host gives memory back when it has launched the last kernel, which may still run then.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class StreamOrder:
         self._freed: Any = None
 
     def begin(self) -> None:
-        """What the current stream does from here on comes after what the last user did."""
+        """From here on the current stream works after the last user's work has ended."""
         if self._device.type == "cuda":
             self._stream = torch.cuda.current_stream(self._device)
             if self._freed is not None:
@@ -64,14 +64,14 @@ class StreamOrder:
 
 
 class Slab:
-    """Device memory for one frame at a time. Raises ArenaError: ``size_bytes`` are not there."""
+    """Device memory for one frame at a time. Raises ArenaError: ``size_bytes`` were refused."""
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         self.device = device
         self.leased = False
         self.order = StreamOrder(device)
         self.resident_bytes = 0
-        """From its start, what may be in memory, where pages are given back (CPU)."""
+        """How many bytes, from its start, may be in memory, where pages are given back (CPU)."""
         self._storage = torch.UntypedStorage(0, device=device)
         self._resize(size_bytes)
         self._tables: dict[int, list[list[torch.Tensor]]] = {}
@@ -110,15 +110,15 @@ class Slab:
     def drop_tail(self, start: int) -> None:
         """Give the pages from ``start`` on back; their content is lost.
 
-        They come back, zeroed, at the next write, and until the next frame begins as small pages:
-        a large one over ``start`` would bring some of them back with what is before it.
+        The next write brings them back, zeroed. Until the next frame begins they are small pages: a
+        large page across ``start`` would bring some of them back with what lies before it.
         """
         if gives_pages_back(self.device):
             drop_pages(self._storage.data_ptr() + start, self.size_bytes - start)
             self.resident_bytes = start
 
     def occupy(self, num_bytes: int) -> int:
-        """A frame of ``num_bytes`` begins: pages above it go back. How many stay from before."""
+        """A frame of ``num_bytes`` begins; pages above it go back. Returns the bytes in memory."""
         before = min(self.resident_bytes, num_bytes)
         if gives_pages_back(self.device):
             ask_for_large_pages(self._storage.data_ptr(), num_bytes)
@@ -127,7 +127,7 @@ class Slab:
         return before
 
     def tables(self, key: int, table: FrameTable) -> list[list[torch.Tensor]]:
-        """The ready-made views of plan ``key``, built once per slab."""
+        """The views of plan ``key``, which are made once per slab."""
         if key not in self._tables:
             self._tables[key] = [[self._view(view) for view in call] for call in table]
         return self._tables[key]

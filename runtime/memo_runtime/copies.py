@@ -1,8 +1,8 @@
 """Copies between a device and the host while the device computes: two lanes, one each way.
 
 On CUDA a lane is a stream and a wait is an event, so that the host never blocks. On CPU a lane is
-a thread that copies in the order of issue. Tests choose a schedule that copies as early or as late
-as the step's waits allow: a step whose waits are right computes the same under each.
+a thread that copies in the order of issue. Tests choose schedules that copy as early or as late as
+the step's waits allow; if the waits are right, the step computes the same under each.
 """
 
 import atexit
@@ -23,12 +23,12 @@ import torch
 log = logging.getLogger("memo")
 
 _THROTTLED_PIECE_S = 0.02
-"""A throttled copy moves what takes this long at once. Well above the 5 ms for which another
-Python thread may keep the interpreter's lock between two pieces."""
+"""Seconds that one piece of a throttled copy takes: well above the 5 ms for which another Python
+thread may keep the interpreter's lock between two pieces."""
 
 
 Throttle = float | tuple[float | None, float | None] | None
-"""No copy is faster, in bytes per second: one speed, or one to the host and one back."""
+"""Most bytes per second of a copy: one speed, or one to the host and one back; None: no limit."""
 
 
 class CopyError(RuntimeError):
@@ -64,7 +64,7 @@ class Ticket:
     source: torch.Tensor
     pid: int = field(default_factory=os.getpid)
     stall_s: float = 0.0
-    """How long the issue itself blocked."""
+    """Seconds for which the issue itself blocked."""
     error: BaseException | None = None
     started: bool = False
     finished: bool = False
@@ -83,7 +83,7 @@ class Ticket:
 
     @property
     def num_bytes(self) -> int:
-        """How much moves."""
+        """How many bytes move."""
         return self.destination.numel()
 
 
@@ -121,14 +121,14 @@ class CopyEngine:
         return ticket
 
     def begin(self, ticket: Ticket) -> None:
-        """Begin a copy whose ticket somebody holds already, so that no interrupt can lose it."""
+        """Begin a copy whose ticket the caller holds already, so that no interrupt can lose it."""
         if self.schedule is not CopySchedule.LATE:
             self._start(ticket)
         if self.schedule in (CopySchedule.EARLY, CopySchedule.SERIAL):
             ticket.stall_s = self._lanes.finish(ticket)
 
     def wait(self, ticket: Ticket) -> float:
-        """The copy has ended for the caller; returns the seconds that its issue and wait blocked.
+        """Wait until the copy has ended; returns the seconds for which issue and wait blocked.
 
         On CUDA the current stream waits, not the host, and the seconds are 0 unless measured.
         Raises CopyError: the copy failed, or another process issued it.
@@ -147,11 +147,11 @@ class CopyEngine:
         return ticket.stall_s + stall_s
 
     def settle(self, ticket: Ticket) -> None:
-        """Nothing touches the copy's bytes any more: for a step that is given up.
+        """Wait until nothing touches the copy's bytes any more, for a step that is given up.
 
-        Blocks the host until all earlier copies of the lane have ended: an interrupt may have
-        come in the middle of the issue. A LATE copy is not made. Never raises for a copy that
-        failed: nobody reads its result.
+        Blocks the host until all earlier copies of the lane have ended, because an interrupt may
+        have come in the middle of the issue. A LATE copy is not made. Never raises for a copy that
+        failed, because nobody reads its result.
         """
         if ticket.finished or ticket.pid != os.getpid():
             return
@@ -175,7 +175,7 @@ class _CpuLanes:
     def __init__(self, bytes_per_s: dict[Lane, float | None]) -> None:
         self.bytes_per_s = bytes_per_s
         self.free_s = dict.fromkeys(Lane, 0.0)
-        """When the throttled link has carried all earlier copies of the lane."""
+        """The time at which the throttled link has carried all earlier copies of a lane."""
         self.workers = {lane: _Worker(f"memo-{lane.value}") for lane in Lane}
 
     def start(self, ticket: Ticket) -> None:
@@ -188,7 +188,7 @@ class _CpuLanes:
 
     def _copy(self, ticket: Ticket) -> None:
         lane = ticket.lane
-        # The link's time, not the thread's: that one waits for the interpreter's lock as well.
+        # The link's time, not the thread's, which waits for the interpreter's lock as well.
         begin_s, speed = max(ticket.issued_s, self.free_s[lane]), self.bytes_per_s[lane]
         if speed is not None:
             self.free_s[lane] = begin_s + ticket.num_bytes / speed
@@ -275,7 +275,7 @@ class _Worker:
         self._threads[pid][0].put(job)
 
     def drain(self) -> None:
-        """Everything that was put has run."""
+        """Wait until everything that was put has run."""
         if os.getpid() in self._threads:
             done = threading.Event()
             self.put(done.set)
@@ -311,12 +311,12 @@ def move_bytes(
     bytes_per_s: float | None = None,
     begin_s: float | None = None,
 ) -> None:
-    """``source`` is in ``destination``, no faster than ``bytes_per_s``; both are CPU memory.
+    """Copy ``source`` to ``destination``, no faster than ``bytes_per_s``; both are CPU memory.
 
-    A throttled copy begins at ``begin_s`` of ``time.perf_counter`` (by default now), also where
-    the caller comes later: it then catches up.
+    A throttled copy counts from ``begin_s`` of ``time.perf_counter`` (by default now), and catches
+    up if the caller comes later.
 
-    One memmove with the interpreter's lock released. In pieces of 4 MiB, beside a busy Python
+    It is one memmove with the interpreter's lock released. In pieces of 4 MiB, beside a busy Python
     thread, the same copy ran at 0.8 instead of 12 GB/s: each piece waits for the lock.
     """
     size = destination.numel()
@@ -338,6 +338,6 @@ engine_of = functools.cache(CopyEngine)
 
 @atexit.register
 def _stop_threads() -> None:
-    """No thread copies while the interpreter frees memory."""
+    """End the threads, so that none copies while the interpreter frees memory."""
     for worker in list(_working):
         worker.close()

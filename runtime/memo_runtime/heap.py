@@ -13,29 +13,29 @@ from memo_runtime.pages import PAGE_BYTES, trim_heap
 _STATM = Path("/proc/self/statm")
 
 MIN_TRIM_BYTES = 32 * 2**20
-"""A step that holds less is over too soon to be worth a trim between its halves."""
+"""A step that holds fewer bytes is over too soon for a trim between its halves to be worth it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class HeapWatch:
     """What the process holds that is not the step's, as read when the step began.
 
-    What stays above the plan after trimming is not the heap's: it is taken to be someone else's,
-    and until the next step begins no second trim is tried for it.
+    Memory that stays above the plan after trimming is not free heap. It is taken to be someone
+    else's, and no second trim is tried for it until the next step begins.
     """
 
     allowed_bytes: int
-    """By so much memory may be above the plan before the free heap is given back."""
+    """Memory may exceed the plan by this before the free heap is given back."""
     base_bytes: int | None = None
     """Anonymous resident memory without the step's own; None before the first step."""
     replaced_bytes: int = 0
-    """Of what is there when the next step begins, so much is in its plan: results of the step
-    before, which go when its forward has ended."""
+    """Bytes that are there when the next step begins and that its plan counts: results of the step
+    before, which are freed when its forward has ended."""
     beyond_bytes: int = 0
-    """By so much memory that is not the step's grew while it ran, where that was looked at."""
+    """By how much memory that is not the step's grew while it ran, as far as it was checked."""
 
     def begin(self, resident_bytes: int) -> None:
-        """A step begins; of its frame ``resident_bytes`` may be in memory from the last one."""
+        """A step begins; ``resident_bytes`` of its frame may be in memory from the last step."""
         others = anonymous_bytes() - resident_bytes
         known = None if self.base_bytes is None else self.base_bytes + self.replaced_bytes
         if known is None or others > known + self.allowed_bytes:
@@ -44,16 +44,16 @@ class HeapWatch:
         self.base_bytes, self.beyond_bytes = others - self.replaced_bytes, 0
 
     def begin_backward(self, planned_bytes: int) -> None:
-        """The backward begins: results that the user dropped and what forward kernels freed go.
+        """The backward begins: give back results that the user dropped and what kernels freed.
 
-        Not all of the frame has been written yet, so what is free does not show in a sum.
+        Not all of the frame has been written yet, so that a sum would not show what is free.
         """
         if planned_bytes >= MIN_TRIM_BYTES:
             trim_heap()
         self.check(planned_bytes)
 
     def check(self, planned_bytes: int) -> None:
-        """At most ``planned_bytes`` are the step's now; if there are more, the heap is trimmed."""
+        """Trim the heap if more is in memory than the ``planned_bytes`` that the step holds now."""
         if self.base_bytes is None:
             return
         if anonymous_bytes() - planned_bytes > self.base_bytes + self.allowed_bytes:
@@ -65,6 +65,6 @@ class HeapWatch:
 
 def anonymous_bytes() -> int:
     """Anonymous resident memory of this process; the kernel may be behind by 128 KiB per core."""
-    # In pages; shared are those of files and of shared memory.
+    # Both are in pages; the shared ones are those of files and of shared memory.
     resident, shared = map(int, _STATM.read_bytes().split()[1:3])
     return (resident - shared) * PAGE_BYTES

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 FILE_PREFIX = "file:"
-"""``file:DIR``: a memory-mapped temporary file in DIR."""
+"""A kind ``file:DIR`` is a memory-mapped temporary file in DIR."""
 
 
 class HostStoreError(MemoryError):
@@ -130,7 +130,7 @@ class HostPool:
     """Re-entrant: the collector may end a lease while this thread holds it."""
 
     def acquire(self, kind: str, size_bytes: int, plan_key: int) -> HostStore:
-        """The tightest free store that fits; else a new one, in place of a free one too small.
+        """The smallest free store that fits; else a new one, which replaces a free one too small.
 
         Raises HostStoreError: new memory was refused.
         """

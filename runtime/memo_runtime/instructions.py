@@ -25,7 +25,7 @@ class Running:
     env: list[Any]
     tables: Sequence[Sequence[torch.Tensor]]
     resident_bytes: int
-    """Of the frame, from its start, that have not been given back yet."""
+    """Bytes of the frame, from its start, that have not been given back yet."""
     poison: bool
     counted: StepCounters
     heap: HeapWatch | None = None
@@ -35,7 +35,7 @@ class Running:
         self.counted += StepCounters(**more)
 
     def keep(self, resident_bytes: int) -> None:
-        """Of the frame only its first ``resident_bytes`` are used from now on."""
+        """From now on only the first ``resident_bytes`` of the frame are used."""
         if resident_bytes >= self.resident_bytes:
             return
         if self.poison:
@@ -67,20 +67,20 @@ class RunCall:
     unread: tuple[int, ...] = ()
     """Output registers that nobody reads at all."""
     copies: tuple[int, ...] = ()
-    """Positions among the outputs that would alias the arena although the user keeps them."""
+    """Positions of outputs that the user keeps and that would alias the arena: they are copied."""
     dying: tuple[tuple[int, int, int], ...] = ()
     """Poison mode: (input, offset, bytes) of storages whose life ends in this call."""
     into: tuple[tuple[int, int, int], ...] = ()
     """(buffer, register, offset in bytes) of buffers that lie in the storage of a value in
-    ordinary memory; in the arena the table says it."""
+    ordinary memory; for values in the arena the table has the place."""
     recomputed_bytes: int = 0
-    """Of saved activations that this call recomputes."""
+    """Bytes of saved activations that this call recomputes."""
     planned_bytes: int | None = None
-    """CPU: what the step holds after this call, its frame and ordinary memory; more is the free
-    heap's, which goes back to the system."""
+    """CPU: bytes that the step holds after this call, in its frame and in ordinary memory; if more
+    are in memory, the free heap goes back to the system."""
 
     def execute(self, running: Running) -> None:
-        """The outputs are in the environment; inputs read for the last time are not."""
+        """Put the outputs into the environment; take out inputs that nobody reads any more."""
         lease, env = running.lease, running.env
         running.keep(self.resident_bytes)
         views = running.tables[self.table]
@@ -95,7 +95,7 @@ class RunCall:
             value = inputs[position]
             inputs[position] = value.as_strided(size, stride, value.storage_offset() + offset)
         for register in self.drop:
-            env[register] = None  # the region frees an input of ordinary memory at its last use
+            env[register] = None  # so that the region can free it at its last use
         results = self.run(inputs)
         for register, value in zip(self.outputs, results, strict=True):
             env[register] = value
@@ -122,7 +122,7 @@ class CopyRange:
     """Which bytes a copy moves: of a value whose storage starts at ``frame_offset_bytes``."""
 
     number: int
-    """Of the copy in its step; the wait names it."""
+    """The number of the copy in its step, which the wait names."""
     frame_offset_bytes: int
     start_bytes: int
     end_bytes: int
@@ -130,11 +130,11 @@ class CopyRange:
 
     @property
     def num_bytes(self) -> int:
-        """How much moves."""
+        """How many bytes move."""
         return self.end_bytes - self.start_bytes
 
     def issue(self, lane: Lane, lease: Lease) -> None:
-        """The copy has begun."""
+        """Begin the copy."""
         if lease.host is None:
             raise AssertionError("the plan moves bytes but has no host frame")
         frame = lease.slab.bytes(self.num_bytes, self.frame_offset_bytes + self.start_bytes)
@@ -149,10 +149,10 @@ class StartOffload:
 
     copy: CopyRange
     input: int
-    """The value's register: a reload shows its bytes as they are shown now."""
+    """The value's register: a reload views the bytes as this value does now."""
 
     def execute(self, running: Running) -> None:
-        """The copy is in flight."""
+        """Begin the copy, and remember how the value views its buffer."""
         value = running.env[self.input]
         start_bytes = value.storage_offset() * value.element_size() - self.copy.frame_offset_bytes
         running.lease.shown[self.copy.number] = (value, start_bytes)
@@ -169,10 +169,10 @@ class StartReload:
     """Index of the call in the frame's tables; the table's one view is the value's buffer."""
     output: int
     of: int
-    """The offload whose value this is: a slice of its buffer, say, or transposed in it."""
+    """The offload of this value, which may be a slice of its buffer, or transposed in it."""
 
     def execute(self, running: Running) -> None:
-        """The value is in the environment; its bytes are there after the copy's wait."""
+        """Put the value into the environment; its bytes are there after the copy's wait."""
         (buffer,) = running.tables[self.table]
         if running.poison:
             poison(buffer)
@@ -191,7 +191,7 @@ class WaitCopy:
     """Poison mode: (offset, bytes) of the frame's ranges whose life ends here."""
 
     def execute(self, running: Running) -> None:
-        """The copy has ended."""
+        """Wait until the copy has ended."""
         stall_s = running.lease.wait(self.number)
         if stall_s:
             running.count(stall_s=stall_s)

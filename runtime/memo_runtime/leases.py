@@ -2,8 +2,8 @@
 
 What travels through autograd is a small CPU tensor, the handle. Its storage belongs to a Python
 object with a finalizer, so that a lease also ends when autograd drops the step without a backward
-(the loss died, an exception, an unused output). Copies in flight hold the lease's memory: it goes
-back when they have ended.
+(the loss died, an exception, an unused output). Copies in flight use the lease's memory, so it is
+given back when they have ended.
 """
 
 import contextlib
@@ -54,19 +54,19 @@ class Lease:
     host: HostStore | None = None
     engine: CopyEngine | None = None
     plan: Any = None
-    """The StepPlan of its forward, and so of its backward, whatever was planned in between."""
+    """The StepPlan of its forward, which its backward uses too, whatever was planned in between."""
     saved: list[Any] = field(default_factory=list)
     """What the forward leaves for its backward: tensors in the frame, and views of inputs or
     results, which lie in ordinary memory."""
     checked: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """The step's inputs and results behind ``saved``; their versions as its forward ended."""
+    """The step's inputs and results behind ``saved``, and their versions when its forward ended."""
     active: bool = True
     ran: bool = False
     """Its backward has run, and may run again (retain_graph)."""
     tickets: dict[int, Ticket] = field(default_factory=dict)
     """Every copy of the step by its number; one issued in the forward may end later."""
     shown: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    """Offload -> the value as its region returned it, and where in its buffer it starts (B)."""
+    """Offload -> the value as its region returned it, and the byte of its buffer at which it is."""
     counted: StepCounters = field(default_factory=StepCounters)
     """What its forward did."""
 
@@ -85,13 +85,13 @@ class Lease:
         self.engine.begin(ticket)
 
     def wait(self, number: int) -> float:
-        """Copy ``number`` has ended; returns the seconds it blocked. Once it has: nothing."""
+        """Wait for copy ``number``; returns the seconds that blocked, 0 in a second call."""
         if self.engine is None or number not in self.tickets:
             raise AssertionError(f"copy {number} was never issued")
         return self.engine.wait(self.tickets[number])
 
     def settle(self) -> None:
-        """No copy of the step is in flight."""
+        """Wait until no copy of the step is in flight."""
         for ticket in self.tickets.values():
             if self.engine is not None:
                 self.engine.settle(ticket)
@@ -120,10 +120,10 @@ class Lease:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Only the handle's number stays.
+        """Drop everything but the handle's number.
 
-        A result that the user holds keeps the handle alive. The memory of a plan that is no longer
-        run must go all the same.
+        A result that the user holds keeps the handle alive, and through it this lease. The memory
+        of a plan that is no longer run must go all the same.
         """
         self.plan = self.host = self.engine = None
         del self.slab
@@ -139,13 +139,13 @@ class Lease:
 
 
 def _give_back(at_end: contextlib.ExitStack, tickets: dict[int, Ticket]) -> None:
-    """The frames of a lease that nobody can end any more; under a copy they stay taken."""
+    """Close a lease that nobody can end any more; frames with a copy in flight stay taken."""
     if all(ticket.finished for ticket in tickets.values()):
         _close(at_end)
 
 
 def _close(at_end: contextlib.ExitStack) -> None:
-    """A step ends; the collector may end it while torch traces what none of this belongs to."""
+    """End a step, untraced: the collector may end it while torch traces some other code."""
     with _disable_current_modes():
         at_end.close()
 
@@ -163,8 +163,8 @@ class LeaseTable:
     ) -> Lease:
         """A new lease on ``slab`` and ``host``; ``at_end`` is closed once, when it ends.
 
-        Also where nobody ends it: an interrupt (Ctrl-C) may come before a step has begun, or while
-        its release runs.
+        It is closed even if nobody ends the lease: an interrupt (Ctrl-C) may come before a step has
+        begun, or while its release runs.
         """
         lease = Lease(next(self._numbers), slab, size_bytes, at_end, host)
         weakref.finalize(lease, _give_back, at_end, lease.tickets).atexit = False
@@ -173,7 +173,7 @@ class LeaseTable:
         return lease
 
     def any_live(self) -> bool:
-        """True while a step of this process has its backward to come."""
+        """True while the backward of some step of this process is still to come."""
         with self._lock:
             return any(lease.active for lease in list(self._live.values()))
 

@@ -10,7 +10,7 @@ import torch
 def lease(*saved: Any) -> Any:
     """Stands in a forward graph for "keep ``saved`` in this step's frame"; returns the handle.
 
-    The executor runs it; it is no function to call.
+    The executor does that; this function is never called.
     """
     raise AssertionError("memo's lease is run by the step executor only")
 

@@ -1,8 +1,8 @@
 """Gives memory back to Linux page by page: the CPU's arena keeps only what the step still needs.
 
 Two places hold dead pages: the tail of a slab, and the C allocator's free heap, where last step's
-gradients were. Elsewhere than on Linux with glibc nothing is given back, and plans do not count
-on it (``gives_pages_back``).
+gradients were. Only Linux with glibc gives them back; elsewhere plans do not count on it
+(``gives_pages_back``).
 """
 
 import ctypes
@@ -16,16 +16,16 @@ import torch
 PAGE_BYTES = mmap.PAGESIZE
 
 _MIN_LARGE_BYTES = 32 * 2**20
-"""A huge page of 2 MiB may be in memory for the sake of one byte: smaller slabs do without."""
+"""Smaller ranges get no huge pages: one of 2 MiB may be in memory for a single byte."""
 
 _M_MMAP_THRESHOLD = -3
-"""glibc's ``mallopt``: blocks of at least so many bytes are mapped."""
+"""glibc's number of the ``mallopt`` setting: blocks of at least so many bytes are mapped."""
 
 MIN_OWN_MAPPING_BYTES = 2**20
-"""A mapping costs two system calls; smaller results do not matter."""
+"""Blocks of at least so many bytes get a mapping, for two system calls; others do not matter."""
 
 _MIN_FREE_HEAP_BYTES = 2**20
-"""Less free heap than this is left alone: giving it back costs more than it is worth."""
+"""Fewer free bytes are left in the heap: giving them back costs more than it is worth."""
 
 
 class _MallocInfo(ctypes.Structure):
@@ -58,8 +58,8 @@ def _libc() -> ctypes.CDLL | None:
 def ask_for_large_pages(address: int, num_bytes: int) -> None:
     """Let ``[address, address + num_bytes)`` be backed by huge pages, where Linux offers them.
 
-    What is given back is faulted in again in every step: six times faster in huge pages (300 MiB
-    by two threads: 13 ms for 58, and 1 ms for 25 to give them back).
+    Pages that are given back are faulted in again in every step. With huge ones both is six times
+    faster (300 MiB by two threads: 13 ms instead of 58, and 1 instead of 25 to give them back).
     """
     if num_bytes >= _MIN_LARGE_BYTES:
         _advise(address, num_bytes, mmap.MADV_HUGEPAGE)
@@ -68,8 +68,8 @@ def ask_for_large_pages(address: int, num_bytes: int) -> None:
 def drop_pages(address: int, num_bytes: int) -> None:
     """Give ``[address, address + num_bytes)`` back; private pages read as zero afterwards.
 
-    They come back as small pages: of a huge one's range that is in memory in part, Linux brings the
-    rest back whenever it likes (khugepaged, every ten seconds).
+    They come back as small pages. Where only a part of a huge page is in memory, Linux would bring
+    back the rest whenever it likes (khugepaged, every ten seconds).
     """
     _advise(address, num_bytes, mmap.MADV_NOHUGEPAGE)
     _advise(address, num_bytes, mmap.MADV_DONTNEED)
@@ -86,8 +86,8 @@ def _advise(address: int, num_bytes: int, advice: int) -> None:
 def own_mapping(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised CPU tensor whose memory goes back to the system the moment it is freed.
 
-    From the heap, a large result that the user drops (logits) may stay in memory while autograd
-    makes its gradient beside it. Small ones are the heap's, and all where pages cannot go back.
+    On the heap, a large result that the user drops (logits) might stay in memory while autograd
+    makes its gradient. Small tensors, and all where pages cannot go back, come from the heap.
     """
     elements = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     num_bytes = elements * dtype.itemsize
@@ -104,9 +104,9 @@ def own_mapping(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) 
 def keep_large_blocks_apart() -> None:
     """From now on glibc gives every large block a mapping of its own, which goes when it is freed.
 
-    By default a block that was freed raises the size from which blocks are mapped, up to 32 MiB:
-    gradients and work space come from the heap then, and lie beside holes. How large those are is
-    chance: 3 to 7 MiB in steps of 180 MiB.
+    By default a freed block raises the size from which blocks are mapped, up to 32 MiB. Gradients
+    and work space then come from the heap and leave holes of random size: 3 to 7 MiB in steps of
+    180 MiB.
     """
     libc = _libc()
     if libc is not None:

@@ -25,7 +25,7 @@ class RunHalf:
     """One half of a step: where arguments go, what is executed, what is returned."""
 
     num_registers: int
-    """Of the environment, where the values of a half are found while it runs."""
+    """Length of the environment, which holds the values of a half while it runs."""
     constants: tuple[tuple[int, Any], ...]
     arguments: tuple[int, ...]
     calls: tuple[Instruction, ...]
@@ -33,13 +33,13 @@ class RunHalf:
     leased: tuple[int, ...]
     """FORWARD: registers to keep in the lease; BACKWARD: registers to fill from it."""
     checked: tuple[int, ...] = ()
-    """FORWARD: registers of the step's inputs behind what is leased: the user may write there."""
+    """FORWARD: registers of inputs behind what is leased, since the user may write into them."""
     visible: tuple[int, ...] = ()
-    """FORWARD: registers among ``leased`` in results' memory: the user may write there too."""
+    """FORWARD: those of ``leased`` in the memory of results, which the user may write into too."""
     planned_bytes: int = 0
-    """What the step holds as the half begins, its frame and ordinary memory."""
+    """Bytes that the step holds as the half begins, in its frame and in ordinary memory."""
     resident_bytes: int | None = None
-    """FORWARD: of the frame, from its start, what the backward still uses. The rest goes back at
+    """FORWARD: bytes of the frame, from its start, that the backward uses. The rest goes back at
     once: autograd makes gradients of the results in ordinary memory before the backward begins."""
     handle: int
     """FORWARD: the register to return the handle in; BACKWARD: the register it arrives in."""
@@ -59,28 +59,28 @@ class StepPlan:
     poison: bool = False
     on_unplanned: Callable[[], None] = lambda: None
     host_bytes: int = 0
-    """Of the host frame; 0 for a step without copies."""
+    """Bytes of the host frame; 0 for a step without copies."""
     host_store: str = "shm"
     """Kind of host memory: ``shm``, ``pinned`` or ``file:DIR``."""
     schedule: str = "normal"
     """When copies run between issue and wait; a ``copies.CopySchedule``."""
     throttle_bytes_per_s: Throttle = None
-    """CPU: no copy is faster."""
+    """CPU: most bytes per second of a copy."""
     measure_stall: bool = False
-    """CUDA: ``stall_s`` is measured, at the price of a host that waits with the device."""
+    """CUDA: ``stall_s`` is measured, for which the host must wait with the device."""
     on_step_end: Callable[[StepCounters], None] = lambda counted: None
-    """Told at the end of each backward that succeeded what the step did, its forward included."""
+    """Called after each backward that succeeded, with what the step did, its forward included."""
     heap: HeapWatch | None = None
     """CPU: gives free heap back where memory is above the plan."""
     live: int = 0
-    """Steps in planned frames whose backward is to come."""
+    """How many steps in planned frames have their backward to come."""
     beyond: int = 0
-    """Further ones, in ordinary memory."""
+    """How many more steps in ordinary memory have."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Re-entrant: the collector may end a lease while this thread holds it."""
 
     def reserve(self) -> None:
-        """The frames of all live steps are allocated: a refusal comes now, not in the first step.
+        """Allocate the frames of all live steps: a refusal comes now, not in the first step.
 
         Raises ArenaError, HostStoreError: a frame, or a host frame, was refused.
         """
@@ -94,7 +94,7 @@ class StepPlan:
                 lease.release()
 
     def lease(self) -> Lease:
-        """Frames for one more forward; beyond ``max_inflight`` in ordinary memory."""
+        """Frames for one more forward, in ordinary memory if ``max_inflight`` steps are live."""
         engine = engine_of(
             arena_of(self.device).device,
             CopySchedule(self.schedule),
@@ -122,7 +122,7 @@ class StepPlan:
         return lease
 
     def _planned_lease(self, *, count: int) -> Lease:
-        """Frames of the device's arena; ``count`` steps fewer are live when they go back."""
+        """Frames of the device's arena, for ``count`` live steps; these end when they go back."""
         try:
             lease = lease_frame(
                 arena_of(self.device),
@@ -180,8 +180,8 @@ def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:
 def _apart(result: Any) -> Any:
     """A view of what the step made, as a tensor of its own in the same memory.
 
-    Autograd gives a view that its function returns another version counter, and forbids the user
-    to write into it.
+    If a function returns a view, autograd gives it another version counter and forbids the user to
+    write into it.
     """
     if not isinstance(result, torch.Tensor) or not result._is_view():
         return result
@@ -193,7 +193,7 @@ def _apart(result: Any) -> Any:
 
 
 def _in_same_memory(results: Sequence[Any], leased: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``leased``, and the results in its memory: the version counters that a write may move."""
+    """``leased`` and the results in the same memory: a write may change any of their versions."""
     if not leased:
         return []
     memory = {tensor.untyped_storage().data_ptr() for tensor in leased}
@@ -205,7 +205,7 @@ def _in_same_memory(results: Sequence[Any], leased: Sequence[torch.Tensor]) -> l
 
 
 def ran_before(plan: StepPlan, args: list[Any]) -> bool:
-    """True when the backward of the step whose handle is among ``args`` ran already."""
+    """True when the backward of the step whose handle is among ``args`` has run already."""
     lease = leases.find(args[plan.backward.arguments.index(plan.backward.handle)])
     return lease is not None and lease.ran
 

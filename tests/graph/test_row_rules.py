@@ -16,9 +16,10 @@ from torch._subclasses import FakeTensorMode
 
 from memo_compile.analysis import row_rules
 from memo_compile.analysis.row_rules import RowDim
-from memo_compile.analysis.rows import row_dims, slice_rows
+from memo_compile.analysis.rows import row_dims
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.aten import interpret
+from memo_compile.passes.slice_rows import slice_rows
 
 aten, prims = torch.ops.aten, torch.ops.prims
 DRAWS = 10

@@ -13,10 +13,11 @@ from torch.nn import functional
 
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim
-from memo_compile.analysis.rows import attention_rows, row_dims, row_layout, slice_rows
+from memo_compile.analysis.rows import attention_rows, row_dims, row_layout
 from memo_compile.analysis.views import is_tensor
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.aten import interpret
+from memo_compile.passes.slice_rows import slice_rows
 from tests import models
 from tests.steps.programs import step_programs
 

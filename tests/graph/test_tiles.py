@@ -10,9 +10,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from memo_compile.analysis.regions import RegionGraph
+from memo_compile.analysis.tile_chains import transient_bytes
 from memo_compile.analysis.views import results_of
 from memo_compile.lowering.aten import interpret
-from memo_compile.passes.tile_chains import transient_bytes
 from memo_compile.passes.tiles import TiledRegion, tilings
 from memo_compile.step.tilings import Operand, Ref, Slice, Source
 from tests import models

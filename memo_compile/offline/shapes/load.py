@@ -31,8 +31,8 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 
 
 TRACED_LAYERS = 6
-"""Of a model whose layers are equal: the plan takes what one in the middle saves, and torch's
-min-cut sees a layer alike when some hundred operators are behind it."""
+"""Layers that are traced of a model whose layers are equal: the plan repeats one in the middle, and
+torch's min-cut treats layers alike only with some hundred operators behind them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Loaded:
     loss: Callable[[Any], Any] | None = None
     shorter: "Shorter | None" = None
     num_tokens: int | None = None
-    """Of the step on one data-parallel replica; None where it is unknown."""
+    """Tokens of the step on one data-parallel replica; None where that is unknown."""
     notes: tuple[str, ...] = ()
 
 

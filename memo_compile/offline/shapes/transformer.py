@@ -24,7 +24,7 @@ from memo_compile.offline.shapes.parallel import (
 )
 
 VOCAB_MULTIPLE = 128
-"""Megatron pads a sharded vocabulary to a multiple of this for each device."""
+"""Megatron pads a sharded vocabulary, so that each device has a multiple of this."""
 
 ROPE_BASE = 10000.0
 NORM_EPSILON = 1e-5
@@ -173,7 +173,7 @@ class Mlp(nn.Module):
         self.closing = Close(share.ffn, share.hidden, tp, bias=not share.gated)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the same shape as ``x``."""
+        """The result has the same shape as ``x``."""
         made = self.opening(x)
         if len(made) == 1:
             return self.closing(functional.gelu(made[0]))
@@ -202,7 +202,7 @@ class Transformer(nn.Module):
     """
 
     frequencies: Tensor | None
-    """Of the rotary embedding; None for a model with learned positions."""
+    """Frequencies of the rotary embedding; None for a model with learned positions."""
 
     def __init__(self, shape: ModelShape, degrees: Degrees) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ BALANCED = frozenset({"n1", "n2", "silu", "product", "gelu"})
 """What Kwai's balanced policy recomputes: both norm outputs and what follows the activation."""
 
 TIE_TOLERANCE = 1e-12
-"""Relative difference of two sums of seconds that is rounding."""
+"""Sums of seconds that differ by at most this share are equal: the rest is rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,16 +20,16 @@ from memo_compile.costs.models import ELEMENT_BYTES, ModelShape
 from memo_compile.errors import InputError, require_at_least
 
 WEIGHT_AND_GRADIENT_BYTES = 6
-"""bfloat16 weight and float32 gradient."""
+"""Bytes per parameter: bfloat16 weight and float32 gradient."""
 
 OPTIMIZER_BYTES = 12
-"""float32 weight and Adam's two moments, divided over the dp * cp ranks that share the weight."""
+"""Bytes per parameter: float32 weight and Adam's moments, divided over the dp * cp ranks."""
 
 RESIDENT_CHUNKS = 4
-"""With offloading: the chunk just computed, the one being copied out, two reload buffers."""
+"""Chunks in memory with offloading: one computed, one being copied out, two reload buffers."""
 
 MIN_STAGES = 3
-"""The last two stages of plain 1F1B are never offloaded, so fewer stages leave nothing to do."""
+"""Fewest stages: 1F1B never offloads the last two, so fewer stages leave nothing to do."""
 
 
 class Checkpoint(Enum):

@@ -20,7 +20,7 @@ _COLLECTIONS = ("heu", "opt", "partition")
 """Fields of a file that collects instances of each kind."""
 
 MAX_NUMBER = 1e100
-"""Larger ones are nonsense in any unit, and sums of their products would leave the floats."""
+"""Larger numbers are refused: they are nonsense in any unit, and products would overflow floats."""
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from memo_compile.papers.lynx.lynx_instance import NUM_PHASES, NUM_WINDOWS, HeuI
 from memo_compile.papers.lynx.solution import Part, exceeds
 
 SPLIT_TOLERANCE = 1e-6
-"""Rounding of token fractions that is forgiven: a hundredth of a token at 10,000 tokens."""
+"""Fractions of tokens may be wrong by this much rounding: a hundredth of a token of 10,000."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Replayed:
     critical_time: Number
     peak: Number
     recompute_time: Number = 0
-    """Of a layer plan."""
+    """Seconds of recomputation, for a layer plan."""
 
 
 def replay_heu(

@@ -9,19 +9,19 @@ from memo_compile.papers.lynx.fields import Number
 from memo_compile.planners.solver import SolveStatus
 
 SUM_TOLERANCE = 1e-12
-"""Relative rounding of a sum of floats: 0.1 + 0.2 fits a bound of 0.3."""
+"""A sum of floats may exceed a bound by this share: 0.1 + 0.2 fits a bound of 0.3."""
 
 FRACTION_TOLERANCE = 1e-7
-"""Parts of an operator below this are the engine's rounding, not a decision."""
+"""Smaller parts of an operator are the engine's rounding and not a decision."""
 
 TIE_SLACK = 1e-8
-"""How much worse, in longest operators, a tie-breaking solve may make what came before it."""
+"""A solve that breaks ties may worsen the first goal by this, in units of the longest operator."""
 
 MAX_TIGHTENINGS = 8
-"""Re-solves with a tighter budget before giving up; each cuts off the violating solution."""
+"""Most re-solves with a tighter budget, each of which cuts off the violating solution."""
 
 GAIN = 1e-6
-"""Relative saving below which cutting operators is not worth a more complicated plan."""
+"""Operators are cut only if that saves this share of the time: a cut makes a plan complicated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ from memo_compile.errors import InputError
 from memo_compile.planners.policy.named import quantise
 
 OTHERS = 14
-"""Other elements per token and hidden unit."""
+"""Elements per token and hidden unit that are offloaded for the share alpha of the tokens."""
 
 ALWAYS = 2
-"""Always offloaded elements per token and hidden unit."""
+"""Elements per token and hidden unit that are always offloaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from memo_compile.papers.search.measurements import Measurement
 from memo_compile.papers.search.space import columns_of
 
 NOISE = 0.02
-"""Standard deviation of a measured time, relative: run-to-run spread of large clusters."""
+"""Relative standard deviation of a measured time: how runs on large clusters differ."""
 
 PRIOR_SPREAD = {
     "gemm_efficiency": 0.20,

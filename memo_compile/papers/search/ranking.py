@@ -20,7 +20,7 @@ the rest is CUDA's context, communication buffers and fragmentation."""
 
 
 COLUMNS = ("tp", "cp", "pp", "dp", "layers/chunk", "checkpoint", "alpha", "step", "MFU", "peak")
-"""Of a table of configurations."""
+"""Columns of a table of configurations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

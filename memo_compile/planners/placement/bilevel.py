@@ -29,9 +29,9 @@ from memo_compile.planners.placement.placement_problem import Block, Buffer
 from memo_compile.planners.placement.portfolio import Searcher
 
 _CLASS_SECONDS = 0.5
-"""Most seconds for level 1 of one class; a layer has tens of transients."""
+"""Most seconds for level 1 of one class: enough, since a layer has tens of transients."""
 _CLASS_SHARE = 0.3
-"""Part of the whole time that level 1 of all classes together may take."""
+"""Share of the whole time that level 1 of all classes together may take."""
 _NOISY_TURNS = 8
 """Rounds of the level-2 orders with noise; each order costs about what a greedy one does."""
 _NOISE = 0.3

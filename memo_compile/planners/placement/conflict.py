@@ -15,7 +15,7 @@ from memo_compile.planners.placement.placement_problem import PlacementProblem
 from memo_compile.planners.placement.portfolio import Searcher
 
 _PROOF_NODES = 20_000
-"""Choices spent on one attempt to prove that a smaller set does not fit either."""
+"""Most nodes of one search that tries to prove that a smaller set does not fit either."""
 
 
 def load_conflict(instance: Instance, capacity: int) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from memo_compile.planners.placement.compiled import compiled_greedy, has_numba
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, PlacedSpans
 
 _COMPILED_FROM = 2000
-"""Buffers; with fewer all orders are through before numba is loaded."""
+"""From so many buffers on greedy is compiled; fewer are placed before numba has loaded."""
 
 Order = Callable[[Instance], Ints]
 """Ranks the buffers: (N,) keys, the smallest is placed first."""
@@ -40,9 +40,9 @@ ORDERS: Mapping[str, Order] = {
     "area": lambda instance: -instance.size * (instance.last - instance.first),
     "birth": lambda instance: instance.first,
 }
-"""The orders of the portfolio. By length first: it stacks saved activations as the step nests
-them, so that the arena's tail falls free while the backward runs; the first to reach the bound is
-kept."""
+"""The orders of the portfolio; the first to reach the bound is kept. Length comes first because it
+stacks saved activations as the step nests them, so that the arena's tail falls free while the
+backward runs."""
 
 
 def greedy_offsets(

@@ -1,7 +1,7 @@
 """Greedy placement's loop in a form that numba can compile.
 
-Most buffers live for a hundredth of the step: what is placed already is kept by stretches of
-sections, so that a buffer meets those only that live near it.
+Most buffers live for a hundredth of the step. So placed buffers are listed by stretches of
+sections, and a buffer is compared only with those that live near it.
 """
 
 from typing import Any
@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 FREE = -1
-"""As ``instance.FREE``."""
+"""The same value as ``instance.FREE``."""
 
 STRETCH = 64
-"""Sections that share one list of the buffers alive in any of them."""
+"""How many neighbouring sections share one list of the buffers alive in any of them."""
 
 
 def place_each(
@@ -43,12 +43,11 @@ def place_each(
             for stretch in range(first[item], last[item] + 1):
                 entry = newest[stretch]
                 while entry >= 0:
-                    other = placed[entry]
-                    if met[other] <= count and share_a_section(item, other, spans):
-                        beside[num_beside] = other
-                        num_beside += 1
+                    other, entry = placed[entry], earlier[entry]
+                    is_beside = met[other] <= count and share_a_section(item, other, spans)
+                    beside[num_beside] = other
+                    num_beside += is_beside
                     met[other] = count + 1
-                    entry = earlier[entry]
             others = beside[:num_beside]
             others = others[np.argsort(offsets[others])]
             offsets[item] = hole(item, others, size, align, best_fit, offsets)

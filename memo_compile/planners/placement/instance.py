@@ -19,7 +19,7 @@ from memo_compile.planners.placement.placement_problem import Buffer, PlacementP
 Ints = npt.NDArray[np.int64]
 
 FREE = -1
-"""In ``Instance.fixed``: the offset is the solver's to choose."""
+"""Stands in ``Instance.fixed`` for an offset that the solver chooses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

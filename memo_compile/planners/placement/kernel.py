@@ -26,7 +26,7 @@ EXHAUSTED = 0
 LIMIT = 2
 
 BITS = 62
-"""Bits used of each word of ``State.blame``: below the sign of int64."""
+"""How many bits of each word of ``State.blame`` are used: those below the sign of int64."""
 
 # Slots of State.tally.
 CHOSEN, TRAIL, JUMPED, DIRTY_LOWER, DIRTY_UPPER, WORDS = 0, 1, 2, 3, 4, 5
@@ -342,7 +342,7 @@ def lift(tables: Tables, state: State, item: int, depth: int, capacity: int) -> 
 
 
 def blame_item(state: State, depth: int, item: int) -> None:
-    """``item``, if placed, and the placed buffers that it stands on are blamed for a failure."""
+    """Blame ``item``, if placed, and the placed buffers that it stands on for a failure."""
     row = depth * state.tally[WORDS]
     while item >= 0:
         if state.placed[item] == 1:
@@ -355,7 +355,7 @@ def blame_item(state: State, depth: int, item: int) -> None:
 
 
 def blame_section(tables: Tables, state: State, depth: int, section: int, low: int) -> None:
-    """So are those below the unplaced buffers of ``section`` at offset ``low`` or above."""
+    """Blame what lies below the unplaced buffers of ``section`` at offset ``low`` or above."""
     for position in range(state.begin[depth], state.end[depth]):
         item = state.items[position]
         if state.placed[item] == 1 or state.offset[item] < low:

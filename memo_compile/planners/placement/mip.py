@@ -25,7 +25,7 @@ from memo_compile.planners.placement.instance import FREE, Instance, Ints, Overl
 from memo_compile.planners.solver import Engine, SolveStatus, make_model, solve
 
 MOST_PAIRS = 30_000
-"""Pairs beyond which the program is not even written down: it would not beat its warm start."""
+"""With more pairs the program is not even written down: it would not beat its warm start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

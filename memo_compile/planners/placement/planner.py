@@ -27,21 +27,21 @@ from memo_compile.planners.placement.portfolio import Searcher
 from memo_compile.planners.solver import SolveStatus, available_engines
 
 _MANY_BUFFERS = 1500
-"""Above this `auto` takes a placement that is good enough, as it does for steps of any size."""
+"""With more buffers `auto` takes a placement that is good enough, as it always does for steps."""
 _GOOD_ENOUGH = 10_000
-"""`auto` stops one part in so many above the bound for training steps, and where there are many
-buffers: the rest is padding of single buffers, closing it can take as long as everything before,
-and an order that closes it may hold the arena's end longer (GPT-2, 8 layers: 5e-6 of the arena cost
-6 % of the step's physical peak)."""
+"""For training steps and many buffers `auto` stops one part in so many above the bound. The rest is
+padding of single buffers; closing it can take as long as everything before, and an order that does
+may hold the arena's end longer (GPT-2, 8 layers: 5e-6 of the arena cost 6 % of the step's physical
+peak)."""
 _HUGE = 10_000
-"""Above this each greedy order costs a second or more, and `auto` begins with the one by load: on
-GPT-2, Gemma and T5 with 80 layers the one by length misses by 0.05 to 1.6 %."""
+"""With more buffers a greedy order takes a second or more, so `auto` begins with that by load: on
+GPT-2, Gemma and T5 with 80 layers that by length misses the bound by 0.05 to 1.6 %."""
 _MIP_MOST_BUFFERS = 60
 """Up to this many buffers `auto` lets the MIP try what the search left open."""
 _PLAIN_FIRST_S = 3.0
 """Seconds of plain search before the first compilation on a machine, which takes about 5."""
 _SEARCH_SHARE = 0.7
-"""Part of the time that `auto` gives to the search where the MIP may follow."""
+"""Share of the time that `auto` gives to the search where the MIP may follow."""
 
 
 class Solver(Enum):

@@ -19,24 +19,24 @@ from memo_compile.planners.placement.instance import FREE, Instance, Ints, Overl
 
 _NODES_PER_BUFFER = 2
 _LEAST_NODES = 3000
-"""First node limit of a run: the larger of the two. On the hard public instances most successes
-need 1 to 4 nodes for each of their hundreds of buffers; in large steps a second descent is dear."""
+"""The larger of the two limits a first run's nodes. On the hard public instances most successes
+need 1 to 4 nodes per buffer, of which there are hundreds; in large steps a descent is dear."""
 _LIMIT_GROWTH = 1.1
-"""Growth of the node limit from round to round of all orders."""
+"""The node limit grows by this factor from one round of all orders to the next."""
 _NOISE = 0.1
 """Standard deviation of the logarithmic noise on an order's keys, from the second round on."""
 _PROOF_EVERY = 8
 _RARE_PROOF_EVERY = 40
-"""Every so many runs one may not jump back, and gets `_PROOF_FACTOR` times the nodes: often up to
-`_FEW` buffers, where a proof is in reach, else rarely."""
+"""One run of so many does not jump back, and gets `_PROOF_FACTOR` times the nodes, for a proof:
+often with up to `_FEW` buffers, where a proof is in reach, else rarely."""
 _FEW = 80
 _PROOF_FACTOR = 4
 _TINY = 40
 """Up to this many buffers plain Python answers sooner than numba loads."""
 _MOST_PLAIN_PAIRS = 200_000
-"""Overlapping pairs beyond which the plain search would not finish a single descent in time."""
+"""With more overlapping pairs the plain search would not end a single descent in time."""
 _MOST_PAIRS = 60_000_000
-"""Beyond this many overlapping pairs the tables would take gigabytes; greedy stands alone."""
+"""With more overlapping pairs the tables would take gigabytes, so greedy stands alone."""
 
 
 class Searcher:

@@ -12,7 +12,7 @@ from memo_compile.errors import InvalidPlan
 from memo_compile.planners.placement.placement_problem import Buffer, Placement, PlacementProblem
 
 _SHOWN = 5
-"""Violations quoted in an error; one defect usually shows up in many pairs."""
+"""Most violations that an error quotes, since one defect usually shows in many pairs."""
 
 
 class _Live(NamedTuple):

@@ -1,6 +1,6 @@
 """The plans among which a budget chooses, each with its simulated step and its bytes.
 
-The set does not depend on the budget. That is what makes the choice monotone (``frontier.py``).
+The set does not depend on the budget, which makes the choice monotone (``frontier.py``).
 """
 
 import itertools
@@ -27,30 +27,30 @@ from memo_compile.step.simulate import peak_live_bytes, simulate
 log = logging.getLogger("memo")
 
 WIDE = Schedule(offload_lag=2, reload_lead=2, widen=1.0)
-"""A copy may take two layers: layers with much to copy borrow time from those with little."""
+"""A copy may last two layers, so that layers with much to copy use others' time."""
 
 TIGHT = Schedule(offload_lag=0, reload_lead=0, widen=1.0)
-"""Every copy ends before the next layer begins: slow, and the fewest bytes in flight."""
+"""Every copy ends before the next layer begins: slow, but with the fewest bytes in flight."""
 
 NEXT = Schedule(offload_lag=1, reload_lead=1, widen=1.0)
-"""A copy may take the next layer, as with MEMO's rotating buffers."""
+"""A copy may last until the next layer ends, as with MEMO's rotating buffers."""
 
 GRIDS = {
     NEXT: (0.001, 0.05, 0.12, 0.3),
     WIDE: (0.05, 0.12, 0.22, 0.45),
     TIGHT: (0.001,),
 }
-"""Per schedule the bounds at which the program is solved, from its floor (0) to save-all (1).
-Denser near the floor, where plans are slow and a byte is worth most."""
+"""Per schedule the bounds in bytes at which the program is solved, from its floor (0) to save-all
+(1). They are denser near the floor, where plans are slow and a byte is worth most."""
 
 WIDER = (1.1, 1.3, 1.8)
-"""Of a plan's peak: where copies stall it, it is also tried with more bytes in flight."""
+"""A plan that copies stall is also tried with this many times its peak: more bytes in flight."""
 
 STALLED = 0.001
-"""Of the step: a plan that stalls less is left as it is."""
+"""A plan that stalls for at most this share of its step is left as it is."""
 
 MAX_GREEDY = 20
-"""Plans of each greedy sequence that are simulated, evenly spread."""
+"""Most plans of one greedy sequence that are simulated; they are spread evenly over it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +64,12 @@ class Candidate:
     live_bytes: int
     """A lower bound of its placed peak."""
     cost_s: float
-    """Seconds of the step, and a little for each second of copying: the order of preference."""
+    """Seconds of the step, and a little for each second of copying; cheaper plans come first."""
     notes: tuple[str, ...] = ()
 
     @property
     def host_bytes(self) -> int:
-        """Of the step's host frame."""
+        """Bytes of the step's host frame."""
         return self.problem.host_bytes
 
 
@@ -121,14 +121,14 @@ def _stalls(candidate: Candidate) -> bool:
 
 
 def _widened(candidate: Candidate) -> Moves:
-    """The same decisions, whose copies get more time within the same peak."""
+    """The same decisions with more time for the copies, within the same peak."""
     moves = candidate.moves
     return replace(moves, policy="widened", schedule=replace(moves.schedule, widen=1.0))
 
 
 @dataclass(slots=True, kw_only=True)
 class SearchedMoves:
-    """What was found for one step; a later round weighs it with better costs."""
+    """The moves that were found for one step; a later round simulates them with better costs."""
 
     greedy: tuple[Moves, ...] | None = None
     program: tuple[Moves, ...] | None = None
@@ -144,7 +144,7 @@ class CandidateSource:
     exact: bool = False
     solver: bool = True
     time_limit_s: float = 20.0
-    """For all programs together."""
+    """Seconds for the solver, all programs together."""
     searched: SearchedMoves = field(default_factory=SearchedMoves)
     _evaluations: dict[tuple[Moves, tuple[str, ...]], Candidate] = field(default_factory=dict)
 
@@ -201,7 +201,7 @@ class CandidateSource:
         return found
 
     def _valid(self, found: Iterable[Moves]) -> list[Candidate]:
-        """The candidates of ``found`` that make a program; any other is left out with a warning."""
+        """The candidates of ``found``; moves that make no program are left out, with a warning."""
         candidates: list[Candidate] = []
         for moves in found:
             try:
@@ -233,7 +233,7 @@ class CandidateSource:
         yield replace(model.moves(sequence[last], "greedy"), schedule=TIGHT)
 
     def _milp_moves(self, models: dict[Schedule, StepModel]) -> Iterator[Moves]:
-        """The program's answers, floor to save-all, schedules side by side: it frees the GIL."""
+        """The program's answers, floor to save-all; solving frees the GIL, hence threads."""
         deadline = time.monotonic() + self.time_limit_s
         top = models[NEXT].peak_bytes([0] * models[NEXT].num_layers)
         with ThreadPoolExecutor(max_workers=len(GRIDS)) as pool:

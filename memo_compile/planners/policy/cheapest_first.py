@@ -1,8 +1,8 @@
 """Plans without a solver: from save-all, one cheapest move after another, down to the floor.
 
-A move gives the first layers of a class that are still in one mode another mode. The first layers
-go first: their copies have the longest window. Its price is the seconds that it adds to the step
-for the bytes that it takes off the points above the floor.
+A move gives another mode to the first layers of a class that share one mode. The first layers go
+first because their copies have the longest window. The price of a move is the seconds that it adds
+to the step, per byte that it takes off the points above the floor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,16 +11,16 @@ from typing import Any
 from memo_compile.planners.policy.model import StepModel
 
 MAX_KEYS = 2
-"""Different recompute regions of a class in one plan: each is compiled."""
+"""Most distinct recompute regions of a class in one plan, because each one is compiled."""
 
 NUM_CHUNKS = 16
-"""A move takes this part of a class's layers, or one: deep models take no longer in proportion."""
+"""A class's layers move in at most about this many chunks, so that deep models take few moves."""
 
 
 def greedy_sequence(
     model: StepModel, *, host_budget_bytes: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Choices of a mode per layer, from save-all on, each with fewer bytes over the floor.
+    """Choices of a mode per layer, save-all first, each with fewer bytes above the floor.
 
     Deterministic. Cost: steps x modes x layers; 80 layers take half a second.
     """
@@ -49,7 +49,7 @@ def greedy_sequence(
 
 
 def _uniform_floor(model: StepModel) -> int:
-    """The lowest peak that one mode per class reaches where every layer takes it."""
+    """The peak where every layer takes its mode of fewest bytes; at most that of save-all."""
     lowest = [int(delta.sum(axis=1).argmin()) for delta in model.deltas]
     return min(model.peak_bytes(lowest), model.peak_bytes((0,) * model.num_layers))
 

@@ -4,9 +4,9 @@ A smaller budget never gives a larger peak. Proof: the candidates and their orde
 do not depend on the budget, and placing a candidate always gives the same peak. Let B1 <= B2, and
 let ci with peak pi be the first candidate in order whose placed peak is within Bi. If p2 <= B1,
 then c2 fits B1, and no earlier one does (it would have fitted B2), so that c1 = c2 and p1 = p2.
-Else p1 <= B1 < p2. Candidates whose bytes alive exceed the budget are skipped unplaced: a placed
-peak is never below the bytes alive. It may be far above, so that a plan with more bytes alive can
-have the smaller peak: after the plans that none beats come some more (``in_order``).
+Else p1 <= B1 < p2. Candidates whose bytes alive exceed the budget are skipped unplaced, because a
+placed peak is never below the bytes alive. It may be far above them, and a plan with more bytes
+alive may have the smaller peak: so some more plans follow those that none beats (``in_order``).
 """
 
 import math
@@ -31,38 +31,38 @@ from memo_compile.step.simulate import simulate
 from memo_compile.units import format_bytes
 
 MAX_FLOOR_PLACEMENTS = 6
-"""Placements made only to name the floor; a large step takes seconds for each."""
+"""Most placements that are made only to name the floor; each takes seconds for a large step."""
 
 MAX_MORE = 6
-"""Plans besides the named ones that are tried when none of the best fits: nearly never needed."""
+"""Most other plans that are tried when neither the best nor the named ones fit, which is rare."""
 
 
 GOOD_ENOUGH = 0.02
-"""Of the step that keeps everything, which no plan beats: where greedy comes this near, the program
-of the whole step is not solved, which takes most of the time and rarely finds a third of a percent.
-The proof above holds: at a smaller budget greedy's plan is the same, and just as near, or it does
-not fit."""
+"""Where greedy's plan is at most this share slower than the step that keeps everything, which no
+plan beats, the program of the whole step is not solved: that takes most of the time and rarely
+saves a third of a percent. The proof above holds: at a smaller budget greedy's plan is the same,
+and just as near, or it does not fit."""
 
 
 SAME = 0.01
-"""A choice stands if its lowered step is at most this part slower than estimated."""
+"""A choice stands if its lowered step is slower than estimated by at most this share."""
 
 
 FLOOR_MARGIN = 0.005
-"""By so much a named policy's floor is named higher where costs are measured: they differ a little
-in the next process, and with them the policy's program; what was named must be kept there too.
+"""A named policy's floor is raised by this share where costs are measured: in the next process they
+differ a little, and so does the policy's program, which must keep the named floor there too.
 Policies that search have plans that are the same in every process (``steady_moves``)."""
 
 ESTIMATED_OVER = 0.1
-"""By so much an estimated step's bytes alive may be above what its lowered regions need."""
+"""An estimated step's bytes alive may exceed those with lowered regions by this share."""
 
 
 class NothingFits(Infeasible):
     """No plan fits. ``problem`` is the step whose placed peak was named as the floor.
 
     ``candidates_within_budget`` are the steps whose bytes alive are within the budget, or near it
-    for a steady plan. Their placed peaks are not, but that of an estimated step may fall when its
-    regions are lowered.
+    for a steady plan. Their placed peaks exceed it, but may fall when estimated regions are
+    lowered.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Choice:
     plan: Plan
     """What ``place`` made of ``problem``."""
     frontier: tuple[FrontierPoint, ...] = ()
-    """Fastest first. A plan that was placed has its placed peak, another its bytes alive."""
+    """Fastest first. A plan's peak is its placed peak, or its bytes alive if it was not placed."""
     notes: tuple[str, ...] = ()
     """What a named policy could not do."""
 
@@ -114,11 +114,11 @@ def choose(
     ``auto`` and ``greedy`` choose from many plans and keep everything when there is no budget or
     when that fits. A named policy is one plan; ``memo`` without ``alpha`` and with a budget may
     take a smaller alpha than its own program's. ``recompute`` raises UnsupportedGraph for a region
-    that cannot be; ``exact`` forbids recomputing a slice of rows. The same inputs give the same
-    choice as long as the time limit of ``CandidateSource`` does not bind. What ``searched`` holds
-    is not searched a second time, and what is found is left there. Plans of ``max_step_s`` or more
-    are not placed. Where greedy has no plan that takes ``wanted_s`` and may fit, none is placed:
-    the choice can wait until it is known what other tiles reach.
+    that cannot be used; ``exact`` forbids recomputing a slice of rows. The same inputs give the
+    same choice unless the time limit of ``CandidateSource`` ends a search. What ``searched`` holds
+    is not searched again, and what is found is added to it. Plans of ``max_step_s`` or more are not
+    placed. If greedy has no plan of at most ``wanted_s`` that may fit, no plan is placed: the
+    choice waits until it is known how fast other tiles are.
 
     Raises:
         TooSlow: all plans are slower.
@@ -162,8 +162,8 @@ def confirmed(
 ) -> Choice | None:
     """``choice`` with what is known of its regions now; None where the choice must be made anew.
 
-    That is where it does not fit any more, or is slower by more than ``SAME`` of the step. The
-    module's proof is of the choice with estimates; lowered regions may shift a peak.
+    It must be where it no longer fits, or is slower by more than ``SAME`` of the step. The module's
+    proof is about choices with estimates; lowered regions may shift a peak.
     """
     recompute = with_launches(recompute)
     problem, costs = program_of(step, choice.moves, recompute)
@@ -217,7 +217,7 @@ def _preference(candidate: Candidate) -> tuple[float, int, int]:
 
 
 def unbeaten(candidates: Iterable[Candidate], host_budget_bytes: int | None) -> list[Candidate]:
-    """The candidates that fit the host and that no other beats in cost and bytes, fastest first."""
+    """The candidates that fit the host and that none beats in cost and in bytes, fastest first."""
     kept: list[Candidate] = []
     for candidate in sorted(candidates, key=_preference):
         if host_budget_bytes is not None and candidate.host_bytes > host_budget_bytes:
@@ -228,9 +228,9 @@ def unbeaten(candidates: Iterable[Candidate], host_budget_bytes: int | None) -> 
 
 
 def in_order(candidates: Sequence[Candidate], host_budget_bytes: int | None) -> list[Candidate]:
-    """The candidates to try: what no other beats, the named plans, those with fewest bytes alive.
+    """The candidates to try: unbeaten ones, then named and steady plans, then the smallest others.
 
-    With the named plans no choice needs more than full recomputation; steady ones keep a floor.
+    With named plans no choice needs more than full recomputation; steady ones keep a named floor.
     """
     best = unbeaten(candidates, host_budget_bytes)
     known = {id(candidate) for candidate in best}
@@ -244,7 +244,7 @@ def in_order(candidates: Sequence[Candidate], host_budget_bytes: int | None) -> 
 
 
 def is_steady(candidate: Candidate) -> bool:
-    """True for a plan that measured seconds do not change."""
+    """True for a plan that is the same whatever seconds are measured."""
     schedule = candidate.moves.schedule
     at_once = schedule.at_once and not schedule.widen
     return at_once or candidate.moves.policy == "full-recompute"
@@ -263,7 +263,7 @@ class _Chooser:
     _place: Callable[[Problem], Plan]
     max_step_s: float = math.inf
     least_left_s: float | None = None
-    """Of the plans that are not wanted and were left, the fastest."""
+    """Seconds of the fastest plan that was left because it takes ``max_step_s`` or more."""
     _placed: dict[tuple[tuple[Mode, ...], Schedule], Plan] = field(default_factory=dict)
 
     def pick(self, ordered: Iterable[Candidate]) -> tuple[Candidate, Plan] | None:
@@ -305,7 +305,7 @@ class _Chooser:
     def frontier(
         self, considered: Iterable[Candidate], chosen: Candidate
     ) -> tuple[FrontierPoint, ...]:
-        """The plans considered that are not beaten, and the chosen one, fastest first."""
+        """The considered plans that none beats, and the chosen one, fastest first."""
         points = unbeaten(considered, self.host_budget_bytes)
         if chosen not in points:
             points = sorted([*points, chosen], key=_preference)
@@ -346,7 +346,7 @@ class _Chooser:
         lowest = lowest or self._floor(step, beyond)
         assert lowest is not None, "there is no candidate at all"
         floor_bytes, problem = lowest
-        # A steady plan near the budget may fit once it is lowered: it fitted where it was named.
+        # A steady plan near the budget may fit once lowered: it did where its floor was named.
         near = self.budget_bytes * (1 + ESTIMATED_OVER)
         return NothingFits(
             f"budget {budget} < floor {format_bytes(floor_bytes)} ({_floor_parts(step)}); "
@@ -363,7 +363,7 @@ class _Chooser:
     def _floor(
         self, step: MovableStep, candidates: Sequence[Candidate]
     ) -> tuple[int, Problem] | None:
-        """The budget that can surely be kept, and the step that keeps it."""
+        """The smallest budget that can surely be kept, and the step that keeps it."""
         if step.costs.source != MEASURED:
             return self._lowest(candidates)
         steady = self._lowest([candidate for candidate in candidates if is_steady(candidate)])
@@ -373,10 +373,10 @@ class _Chooser:
         return None if lowest is None else (int(lowest[0] * (1 + FLOOR_MARGIN)), lowest[1])
 
     def _lowest(self, candidates: Sequence[Candidate]) -> tuple[int, Problem] | None:
-        """The smallest placed peak of what is placed already and of the next few, and its step.
+        """The smallest placed peak among ``candidates``, and its step.
 
         They are tried in the order of bytes alive, full recomputation first, until none can be
-        lower.
+        lower. At most ``MAX_FLOOR_PLACEMENTS`` that were not placed yet are.
         """
         best: tuple[int, Problem] | None = None
         left = MAX_FLOOR_PLACEMENTS

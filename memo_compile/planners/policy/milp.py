@@ -21,8 +21,8 @@ Named constraints:
     regions   a class uses few recompute regions: x[i,m] <= y[key(m)], sum y <= MAX_KEYS.
 
 Times are minimised, so they take the values that replaying the lanes would give them. Layers of one
-class in a row are bound into at most ``NUM_SEGMENTS`` segments that take one mode; the last two
-layers stay single: they are the first that one wants to keep.
+class in a row are bound into at most ``NUM_SEGMENTS`` segments that take one mode. The last two
+layers stay single, because they are the first that are worth keeping.
 """
 
 import itertools
@@ -41,27 +41,27 @@ from memo_compile.planners.policy.modes import ModeCost
 from memo_compile.planners.solver import SolveStatus, total, weighted
 
 NUM_SEGMENTS = 10
-"""Of one run of equal layers: 120 binaries. 14 took twice as long for 0.02 % of the step."""
+"""Most segments of a run of equal layers: 120 binaries. 14 took twice as long and saved 0.02 %."""
 
 SINGLE_LAYERS = 2
-"""Layers at the end of a run that are segments of their own."""
+"""Layers at the end of a run that are segments of their own, since they are kept first."""
 
 GAP = 0.03
-"""Relative distance from the optimum, of the seconds added to the save-all step, at which the
-search for one point of the frontier stops."""
+"""The search for a point of the frontier stops at a solution that is this share from the optimum,
+counted in the seconds that are added to the save-all step."""
 
 ADDED_GAP = 4e-4
-"""The same as a part of the whole step."""
+"""It also stops at this distance from the optimum, as a share of the whole step."""
 
 MAX_NODES = 50
-"""Of the search tree. Most solves end within it; where many layers are equally good, proving the
-last thousandth would take 10 s."""
+"""Most nodes of the search tree. Most solves end earlier; where many layers are equally good,
+proving the last thousandth would take 10 s."""
 
 TIE = 1e-6
-"""Of the step's seconds: among equals, the first layers move."""
+"""Moving layer i costs i / n of this share of the step, so that of equal layers the first move."""
 
 FLOOR_GAP = 1e-4
-"""``GAP`` for the smallest peak; 1 MiB of 10 GiB."""
+"""``GAP`` of the search for the smallest peak, as a share of it: 1 MiB of 10 GiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class MilpSolution:
 
     status: SolveStatus
     chosen: tuple[int, ...] = ()
-    """Per layer the number of its mode."""
+    """Per layer, the index of its mode."""
 
 
 def solve_modes(
@@ -81,7 +81,7 @@ def solve_modes(
     time_limit_s: float = math.inf,
     gap: float = GAP,
 ) -> MilpSolution:
-    """Modes of the shortest step within ``bound_bytes``; deterministic but for ``time_limit_s``."""
+    """Modes of the fastest step within ``bound_bytes``; deterministic unless the time runs out."""
     try:
         program = _Program(model, gap)
     except ConfigError:  # no engine on this machine
@@ -129,7 +129,7 @@ def make_segments(model: StepModel, num_segments: int = NUM_SEGMENTS) -> list[tu
 
 
 class _Program:
-    """The program being built; seconds are in units of the save-all step, bytes of its peak."""
+    """The program being built; its units are the save-all step's seconds and its peak's bytes."""
 
     def __init__(self, model: StepModel, gap: float) -> None:
         self.step = model
@@ -188,7 +188,7 @@ class _Program:
         self.model.objective = peak
 
     def _least(self) -> int:
-        """The most bytes of any point where each has the fewest that a choice gives it."""
+        """The highest point when each has the fewest bytes that any choice can give it."""
         fewest = sum(deltas.min(axis=0) for deltas in self.totals)
         return int((self.step.base_bytes + fewest).max())
 

@@ -1,8 +1,8 @@
 """The step as arithmetic: what a mode of each layer does to memory at every point, and to time.
 
-The same model serves the greedy search and the program (``milp.py``). It is that of
-``planners.moves`` and ``simulate`` but for one thing: copies have the whole window that the
-schedule's lag and lead give them, where the real program frees memory as soon as a copy has ended.
+The same model serves the greedy search and the program (``milp.py``). It differs from
+``planners.moves`` and ``simulate`` in one thing: a copy holds its memory for the whole window that
+the schedule's lag and lead give it, where the real program frees memory as soon as the copy ends.
 So its bytes are never too few for the schedule, and its seconds are those of the copy lanes.
 
 Points: one for every call, with the most bytes alive during it; then one for every layer, the
@@ -23,8 +23,8 @@ from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import memory_levels, most_per_call
 
 COPY_WEIGHT = 1e-4
-"""Cost of a second of copying that hides completely, in seconds of the step: of two plans that are
-equally fast the one that moves less is taken, since copies take bandwidth from the kernels."""
+"""A second of hidden copying costs this many seconds of the step, so that of two equally fast plans
+the one that moves less is taken: copies take bandwidth from the kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,14 @@ class StepModel:
     deltas: tuple[Any, ...]
     """Per layer, an array (modes, points) of what each mode adds to ``base_bytes``."""
     modes: tuple[tuple[ModeCost, ...], ...]
-    """Per layer."""
+    """Per layer, the modes that it may take."""
     facts: StepFacts
     freed_at: tuple[int, ...]
     """Per layer, the index of the call before which its copies to the host have ended."""
     reload_at: tuple[int, ...]
     """Per layer, the index of the call before which its copies back are issued."""
     class_keys: tuple[str, ...]
-    """Per layer."""
+    """Per layer, the key of its class."""
     costs: StepCosts
     schedule: Schedule
     stops: "tuple[_Stop, ...]"
@@ -69,7 +69,7 @@ class StepModel:
         return [some[mode] for some, mode in zip(self.modes, chosen, strict=True)]
 
     def host_bytes(self, chosen: Sequence[int]) -> int:
-        """What is copied to the host."""
+        """Bytes that are copied to the host."""
         return sum(mode.host_bytes for mode in self._taken(chosen))
 
     def cost_s(self, chosen: Sequence[int]) -> float:
@@ -177,7 +177,7 @@ def build_model(
             row[len(during) :] = row[list(backward_at)]
             if cost.key is not None:
                 row[len(during) + layer] += cost.recompute_peak_bytes
-                if cost.key.rows is None:  # all that save-all counts is yet to be recomputed
+                if cost.key.rows is None:  # nothing of what save-all counts is there yet
                     slots = step.class_of(step.layers[layer]).slots
                     row[len(during) + layer] -= sum(slots[at].size_bytes for at in cost.key.slots)
         deltas.append(delta)

@@ -1,8 +1,8 @@
 """What one layer of a class can do with its slots: the modes worth considering, and their costs.
 
 A mode is (which slots are recomputed) x (which of the rest are offloaded), or a token-wise mix of
-the two. Kept are those that are cheapest for some price of a byte kept on the device and some
-price of a byte copied, and the token-wise mixes whose copy just hides behind one layer's forward.
+the two. Worth considering are modes that are cheapest for some price of a byte kept on the device
+and some price of a byte copied, and mixes whose copy just hides behind one layer's forward.
 """
 
 import itertools
@@ -31,21 +31,21 @@ from memo_compile.step.movable import (
 from memo_compile.step.problem import RegionProfile, align, running_sums
 
 MAX_MODES = 12
-"""Modes of one class. The program of the whole step has a variable for each mode and layer."""
+"""Most modes of one class: the program of the whole step has a variable per mode and layer."""
 
 EIGHTHS = 8
-"""Token-wise mixes recompute a multiple of 1/8 of the rows, as MEMO's alpha does."""
+"""Token-wise mixes recompute a multiple of 1/8 of the rows, as with MEMO's alpha."""
 
 MAX_MIXES = 3
-"""Of ``MAX_MODES``: each is a recompute region of its own if it is chosen."""
+"""Most token-wise mixes among ``MAX_MODES``, since a chosen mix needs a region of its own."""
 
 PRICES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 3.0, 10.0, 100.0)
-"""Of a byte kept, in units of what recomputing the class costs per byte; and of a byte copied, in
-units of its seconds on both lanes."""
+"""Prices for which the cheapest mode is found: of a byte kept, in units of what recomputing the
+class costs per byte; of a byte copied, in units of its seconds on both lanes."""
 
 LAUNCH_S = 5e-6
-"""For each line of an estimated region: its operators' seconds count no launches, and without them
-tiny tensors would be recomputed on paper, until the region is measured."""
+"""Seconds of launching each line of an estimated region, which its operators' seconds do not count.
+Without them tiny tensors would be recomputed on paper, until the region is measured."""
 
 
 def with_launches(recompute: RecomputeOf) -> RecomputeOf:
@@ -70,9 +70,9 @@ class ModeCost:
 
     mode: Mode
     kept_bytes: int
-    """On the device between forward and backward, once all copies have ended."""
+    """Bytes on the device between forward and backward, once all copies have ended."""
     host_bytes: int
-    """Copied out and back, in ranges of their own on the host."""
+    """Bytes that are copied out and back, each tensor in a range of its own on the host."""
     num_copies: int
     recompute_s: float = 0.0
     recompute_peak_bytes: int = 0
@@ -152,8 +152,8 @@ def layer_modes(
 ) -> tuple[tuple[ModeCost, ...], ...]:
     """Per layer the modes of its class, by the same numbers for all layers of the class.
 
-    Where a layer may not copy a slot its mode saves that slot; where it may not recompute one, the
-    mode is SAVE. Layers with the same rights share one tuple.
+    A mode saves a slot that its layer may not copy, and saves every slot if the layer may not
+    recompute one. Layers with the same rights share one tuple.
     """
     by_class = {
         key: class_modes(step, key, recompute, exact=exact)
@@ -205,7 +205,7 @@ def class_modes(
 
 
 def _hidden_seconds(step: MovableStep, class_key: str) -> tuple[float, float]:
-    """Seconds of one forward and one backward of the class: what a layer's copies hide behind."""
+    """Seconds of one forward and one backward of the class, behind which its copies hide."""
     facts = facts_of(step)
     layer = next(at for at, layer in enumerate(step.layers) if layer.class_key == class_key)
     return facts.call_s[facts.forward_at[layer]], facts.call_s[facts.backward_at[layer]]
@@ -228,7 +228,7 @@ def _whole_modes(cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int)
 def _mixes(
     cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int, granule: int
 ) -> list[Mode]:
-    """Token-wise mixes, the rest offloaded: first those whose copy just hides, then a half."""
+    """Mixes that offload what they do not recompute: those whose copy just hides, then halves."""
     hidden: list[Mode] = []
     halves: list[Mode] = []
     for recomputed in filter(None, (splittable(cls, whole) for whole in reversed(sets))):
@@ -278,17 +278,17 @@ def can_split(cls: LayerClass, recomputed: Iterable[int]) -> bool:
 
 
 def splittable(cls: LayerClass, recomputed: Iterable[int]) -> frozenset[int]:
-    """The slots among these that can be recomputed for a part of their rows, all else at hand.
+    """The slots among these that can be recomputed for a part of their rows.
 
-    Empty when they have different numbers of rows. Keys and values of grouped heads, say, lie in
-    memory head by head: their rows cannot be copied as one range.
+    Empty when they have different numbers of rows. Keys and values of grouped heads are left out,
+    for example: they lie in memory head by head, so their rows cannot be copied as one range.
     """
     part = frozenset(slot for slot in recomputed if can_split(cls, (slot,)))
     return part if can_split(cls, part) else frozenset()
 
 
 def offload_order(cls: LayerClass) -> list[int]:
-    """Slots that can be offloaded, the ones that are dearest to recompute per byte first.
+    """Slots that can be offloaded, those first that cost most to recompute per byte.
 
     What cannot be recomputed comes first: only a copy takes it off the device.
     """
@@ -315,8 +315,8 @@ def _supported(
 ) -> list[ModeCost]:
     """At most ``limit`` modes: SAVE, the smallest, and the cheapest for the most pairs of prices.
 
-    Copies cost their price up to ``hidden_s``, the seconds of the layer's forward and backward
-    that they hide behind, and one second a second beyond.
+    Copies cost their price; seconds beyond ``hidden_s``, those of the layer's forward and backward
+    behind which they hide, count in full as well.
     """
     full = max((mode.recompute_s for mode in modes), default=0.0)
     freed = max((modes[0].kept_bytes - mode.kept_bytes for mode in modes if mode.key), default=0)

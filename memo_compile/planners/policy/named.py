@@ -1,4 +1,4 @@
-"""The papers' policies, by name: exactly what they do to this step, for comparison and by wish.
+"""The papers' policies by name: what each does to this step, to compare with or to choose.
 
     save            everything stays.
     full-recompute  what can be recomputed from the layer's input and its other slots is; inputs
@@ -29,21 +29,21 @@ from memo_compile.step.movable import Action, LayerClass, Mode, MovableStep, Mov
 from memo_compile.step.problem import align
 
 NAMED = ("save", "full-recompute", "full-offload", "memo")
-"""Policies that are one plan (``memo``: one for each alpha)."""
+"""Policies that are one plan, or for ``memo`` one plan for each alpha."""
 
 QUANTA = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Values that MEMO's alpha is rounded down to: row splits stay multiples of 128 tokens."""
+"""MEMO's alpha is rounded down to one of these, so that row splits stay multiples of 128 tokens."""
 
 ROTATING = Schedule(offload_lag=1, reload_lead=1)
-"""MEMO's two rotating buffers."""
+"""A copy may last one more layer, which is what MEMO's two rotating buffers allow."""
 
 AT_ONCE = Schedule(offload_lag=0, reload_lead=0, at_once=True)
 
 KEPT_LAYERS = 2
-"""Layers at the end that policy ``memo`` leaves alone: their backward comes first."""
+"""Layers at the end that policy ``memo`` leaves alone, because their backward comes first."""
 
 ModeOf = Callable[[LayerClass, Rights], Mode]
-"""What a policy does with a layer of a class that has these rights."""
+"""The mode that a policy gives a layer of a class, which has these rights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +90,10 @@ def named_moves(
 
 
 def steady_moves(step: MovableStep, recompute: RecomputeOf) -> list[Moves]:
-    """Slow plans of few bytes that are the same whatever the regions and the copies take.
+    """Slow plans of few bytes that are the same however long regions and copies take.
 
-    A floor that is named in one process is kept in the next by one of these. Everything is copied
-    to the host; or what can be is recomputed, with and without what attention returns.
+    One of these keeps in the next process a floor that is named in this one. They copy everything
+    to the host, or recompute what they can, with or without what attention returns.
     """
     modes_of: tuple[ModeOf, ...] = (
         _all_offloaded,
@@ -133,7 +133,7 @@ def _per_layer(
             continue
         mode = _with_region(cls, mode_of(cls, rights), recompute, notes)
         modes.append(mode)
-        # Slots that a token-wise mix copies although the policy would recompute some of their rows.
+        # Slots that a mix copies whole although the policy would recompute some of their rows.
         whole = _others(cls, rights).intersection(mode.slots(Action.OFFLOAD))
         for slot in sorted(whole) if mode.recompute_rows is not None else ():
             notes[f"{cls.key}: {cls.slots[slot].name} is copied whole, its rows lie apart"] = None
@@ -162,7 +162,7 @@ def _with_region(
 
 
 def repeating_layers(step: MovableStep) -> list[int]:
-    """Indices of the layers whose class has more than one; all where none repeats."""
+    """Indices of layers whose class has more than one layer; all layers where no class has."""
     count = Counter(layer.class_key for layer in step.layers)
     found = [i for i, layer in enumerate(step.layers) if count[layer.class_key] > 1]
     return found or list(range(len(step.layers)))
@@ -190,19 +190,19 @@ def _memo(cls: LayerClass, rights: Rights, alpha: float, granule: int) -> Mode:
 
 
 def _others(cls: LayerClass, rights: Rights) -> frozenset[int]:
-    """MEMO's 14 bsh: slots that are recomputed, wholly or in part."""
+    """Slots that are recomputed, wholly or in part: MEMO's 14 bsh."""
     attention = (slot for slot in rights.offload if cls.slots[slot].is_attention)
     return rights.recompute.difference(attention)
 
 
 def memo_alpha(step: MovableStep, *, host_budget_bytes: int | None) -> float:
-    """MEMO's alpha for this step: the largest of its quanta that obeys both bounds.
+    """MEMO's alpha for this step: the largest quantum within both bounds.
 
         alpha_bw   = (T B - S_always) / S_others    a layer's copy hides behind the next forward
         alpha_host = (M / (n - 2) - S_always) / S_others    all copies fit the host
 
-    T, S: of the class with the most bytes; B: device-to-host bytes/s; M: the host budget; n: its
-    layers.
+    T, S: forward seconds and slot bytes of the class with the most bytes; n: its layers; B:
+    device-to-host bytes/s; M: the host budget.
     """
     moved = repeating_layers(step)[:-KEPT_LAYERS]
     if not moved:

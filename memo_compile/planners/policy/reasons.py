@@ -1,6 +1,6 @@
-"""What each slot's decision weighs: one sentence from the numbers of its class.
+"""Why each slot moves or stays: one sentence from the numbers of its class.
 
-It is made after the choice, which compared the seconds and peaks of whole steps (``frontier.py``).
+It is written after the choice, which compares seconds and peaks of whole steps (``frontier.py``).
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ class _Weighed:
     modes: list[Mode]
     step: MovableStep
     forward_s: float
-    """Of the layer that runs next: what copies of ``layer`` hide behind."""
+    """Seconds of the next layer's forward, behind which copies of ``layer`` hide."""
     schedule: Schedule
 
     def reason(self, slot: int, mode: Mode) -> str:

@@ -1,7 +1,7 @@
 """Which sets of a layer's slots are worth recomputing: the lower hull of seconds over bytes freed.
 
-All subsets are evaluated at once with numpy, a row of the table a subset. Slots beyond
-``MAX_GROUPS`` are merged first: two of nearly the same price per byte are seldom told apart.
+All subsets are evaluated at once with numpy, one in each row of a table. Slots beyond
+``MAX_GROUPS`` are merged first: two of nearly the same price per byte seldom get other decisions.
 """
 
 from typing import Any
@@ -12,14 +12,14 @@ from memo_compile.planners.move_rules import slots_s
 from memo_compile.step.movable import LayerClass
 
 MAX_GROUPS = 12
-"""2^12 subsets of 100 operators take 10 ms."""
+"""Most groups of slots of which all subsets are evaluated: 2^12 of 100 operators take 10 ms."""
 
 MAX_SETS = 6
-"""Sets given, the empty and the largest included: each is a region to lower if it is chosen."""
+"""Most sets, the empty and the largest included, since each chosen one is a region to lower."""
 
 MIN_SHARE = 0.03
-"""A set that frees less than this share of the recomputable bytes more than the one before it does
-not deserve a region of its own."""
+"""A set gets no region of its own if it frees less than this share of the recomputable bytes more
+than the set before it."""
 
 
 def recompute_sets(cls: LayerClass) -> tuple[frozenset[int], ...]:

@@ -22,11 +22,11 @@ from memo_compile.analysis.views import (
 from memo_compile.step.problem import running_sums
 
 NUM_ANCHORS = 2
-"""Widest values of the peak that a chain is looked for around: often the first is read by the
-second, and where it is not, the second belongs to another chain."""
+"""Chains are looked for around this many of the peak's widest values: mostly the second reads the
+first, and where it does not, it belongs to another chain."""
 
 NARROW = 8
-"""A value of fewer bytes than this part of the widest costs next to nothing before the tiles."""
+"""A value of at most 1/NARROW of the widest's bytes costs next to nothing before the tiles."""
 
 
 def transient_bytes(gm: fx.GraphModule) -> int:
