@@ -278,5 +278,61 @@ def resnet(depths: tuple[int, ...] = (3, 4, 6, 3), width: int = 4) -> ModelCase:
     return nn.Sequential(*blocks).train(), inputs, _classifier_loss
 
 
+class UnetBlock(nn.Module):
+    """Two 3x3 convolutions, each behind a group norm, and a shortcut."""
+
+    def __init__(self, channels_in: int, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.GroupNorm(4, channels_in),
+            nn.SiLU(),
+            nn.Conv2d(channels_in, channels, 3, padding=1),
+            nn.GroupNorm(4, channels),
+            nn.SiLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+        )
+        self.shortcut = nn.Conv2d(channels_in, channels, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) + self.shortcut(x)
+
+
+class Unet(nn.Module):
+    """What the encoder makes at each scale is read again by the decoder at that scale."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = (
+            nn.Conv2d(*sizes, 3, padding=1) for sizes in ((3, width), (width, 3))
+        )
+        wide = 2 * width
+        self.down = nn.ModuleList([UnetBlock(width, width), UnetBlock(width, wide)])
+        self.middle = nn.Sequential(UnetBlock(wide, wide), UnetBlock(wide, wide))
+        self.up = nn.ModuleList([UnetBlock(2 * wide, width), UnetBlock(wide, width)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, kept = self.first(x), []
+        for block in self.down:
+            x = block(x)
+            kept.append(x)
+            x = functional.avg_pool2d(x, 2)
+        x = self.middle(x)
+        for block in self.up:
+            x = block(torch.cat([functional.interpolate(x, scale_factor=2.0), kept.pop()], dim=1))
+        return self.last(x)
+
+
+def unet(width: int = 8) -> ModelCase:
+    """A network for images with no two equal layers in a row, and long connections."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (BATCH, 3, 32, 32)
+    inputs = {name: torch.randn(shape, generator=generator) for name in ("noisy", "noise")}
+    return Unet(width), inputs, _noise_loss
+
+
+def _noise_loss(model: nn.Module, noisy: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(model(noisy), noise)
+
+
 def _classifier_loss(model: nn.Module, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model(pixels), labels)

@@ -15,14 +15,12 @@ from torch import fx
 
 from memo_compile.analysis.layers import LayerStructure, find_layers
 from memo_compile.analysis.purity import is_write
+from memo_compile.analysis.segments import with_segments
 from memo_compile.analysis.views import makers_of, storage_of
 from memo_compile.step.problem import Phase
 
 UNIT = "memo_unit"
 """Key of ``node.meta``: the index of the unit."""
-
-GRADIENT = "memo_gradient"
-"""Key of ``node.meta``: true for a part of a gradient that the forward makes."""
 
 SAVED = "memo_saved"
 """Key of ``node.meta``: true for what the forward keeps for the backward (``passes.equal_cut``)."""
@@ -68,10 +66,15 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
-def tag_units(joint: fx.GraphModule) -> JointUnits:
-    """Write the unit of every node into its meta where it is known. Cost: that of find_layers."""
+def tag_units(joint: fx.GraphModule, *, segments: bool = False) -> JointUnits:
+    """Write the unit of every node into its meta where it is known. Cost: that of find_layers.
+
+    With ``segments`` what is no layer and large is cut into several units.
+    """
     forward = forward_nodes(joint)
     structure = find_layers(forward)
+    if segments:
+        structure = with_segments(forward, structure)
     unit_of_seq: dict[int, int] = {}
     for index, unit in enumerate(structure.units):
         for node in forward[unit.start : unit.end]:

@@ -20,7 +20,10 @@ _MATMULS = frozenset(
 
 A convolution is left out on purpose: see ``layers.find_layers``."""
 
-_UNCUTTABLE_BYTES = 1 << 60
+GRADIENT = "memo_gradient"
+"""Key of ``node.meta``: true for a part of a gradient that the forward makes."""
+
+UNCUTTABLE_BYTES = 1 << 60
 """Price in bytes of a border between an operator and its getitem, which no tensor could cross."""
 
 
@@ -234,7 +237,7 @@ def _spec_of_node(node: fx.Node) -> str:
 def _value_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
-        return _UNCUTTABLE_BYTES
+        return UNCUTTABLE_BYTES
     if not isinstance(value, torch.Tensor):
         return 0
     size = value.numel() * value.element_size()

@@ -111,7 +111,7 @@ class StepCapture:
             KeepOverwritten(num_fwd_outputs=num_fwd_outputs),
         )
         joint = self.runner.run(joint, passes, stage="joint")
-        units = tag_units(joint)
+        units = tag_units(joint, segments=self.config.memory_budget is not None)
         cuts = (
             SaveMinCut(
                 joint_inputs=joint_inputs,

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from memo_compile import shim
-from memo_compile.analysis.joint_units import GRADIENT
+from memo_compile.analysis.structure import GRADIENT
 from memo_compile.backends.capture import StepCapture, next_graph_name
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.hardware import HardwareProfile, find_hardware

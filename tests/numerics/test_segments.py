@@ -1,0 +1,99 @@
+"""Models without repeating layers under a budget: cut into segments, they equal eager and fit."""
+
+import functools
+
+import pytest
+import torch
+
+import memo_compile
+from memo_compile.errors import Infeasible
+from tests import models
+from tests.numerics.closeness import Reference
+from tests.numerics.training import ATEN, assert_planned, sgd
+
+OPTIONS = {**ATEN, "costs": "roofline", "optimizer_state_bytes_per_parameter": 0}
+MODELS = {
+    "resnet": functools.partial(models.resnet, depths=(2, 2, 2, 2)),
+    "unet": models.unet,
+}
+MOST_OF_ACTIVATIONS = 0.7
+"""What a floor may take of the unbounded activations."""
+
+
+@functools.cache
+def build(name: str) -> models.ModelCase:
+    torch.manual_seed(0)
+    model, inputs, loss = MODELS[name]()
+    wide = {
+        key: value.double() if value.is_floating_point() else value for key, value in inputs.items()
+    }
+    return model.double(), wide, loss
+
+
+class WithLoss(torch.nn.Module):
+    """A step as one module, for planning without running."""
+
+    def __init__(self, case: models.ModelCase) -> None:
+        super().__init__()
+        self.model, _, self.loss = case
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.model, **inputs)
+
+
+@functools.cache
+def sizes(name: str) -> tuple[int, int, int]:
+    """Bytes: what is no activation, the floor, the unbounded peak."""
+    case = build(name)
+    step = WithLoss(case)
+    unbounded = memo_compile.plan(step, **case[1], options=OPTIONS)
+    fixed = unbounded.fixed
+    constant = fixed.parameters + fixed.buffers + fixed.gradients + fixed.inputs + fixed.outputs
+    with pytest.raises(Infeasible) as raised:
+        memo_compile.plan(step, **case[1], options={**OPTIONS, "memory_budget": 1})
+    assert raised.value.floor_bytes is not None
+    return constant, raised.value.floor_bytes, unbounded.peak_bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_floor_is_well_below_the_unbounded_peak(name):
+    constant, floor, unbounded = sizes(name)
+    assert floor - constant <= MOST_OF_ACTIVATIONS * (unbounded - constant)
+
+
+@pytest.mark.parametrize("schedule", ["poison", "poison,copies-early", "poison,copies-late"])
+@pytest.mark.parametrize("share", [0.0, 0.5], ids=["floor", "half"])
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_under_a_budget_equal_eager(name, share, schedule):
+    _, floor, unbounded = sizes(name)
+    budget = floor + int(share * (unbounded - floor))
+    options = {**OPTIONS, "memory_budget": budget, "debug": schedule}
+    assert_equals_eager(build(name), options)
+    (plan,) = memo_compile.report().plans
+    assert plan.peak_bytes <= budget
+    assert plan.offloaded_bytes + plan.recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["full-recompute", "full-offload"])
+def test_named_policies_equal_eager(name, policy):
+    options = {**OPTIONS, "memory_budget": 2**40, "policy": policy}
+    assert_equals_eager(build(name), options)
+    (plan,) = memo_compile.report().plans
+    assert plan.recomputed_bytes if policy == "full-recompute" else plan.offloaded_bytes
+
+
+def test_inductor_under_a_budget_equals_eager():
+    _, floor, unbounded = sizes("unet")
+    budget = (floor + unbounded) // 2
+    assert_equals_eager(build("unet"), {**OPTIONS, "lowering": "inductor", "memory_budget": budget})
+    (plan,) = memo_compile.report().plans
+    assert plan.peak_bytes <= budget
+
+
+def assert_equals_eager(case: models.ModelCase, options: dict) -> None:
+    reference = Reference(case, [sgd])
+    reference.assert_close(
+        reference.train(functools.partial(torch.compile, backend="memo", options=options))
+    )
+    assert_planned()
