@@ -32,6 +32,10 @@ HEAVY_PER_SEGMENT = 2
 whole, so that it can run in tiles."""
 
 
+REACH = 0.75
+"""Of a segment: so far from equal parts a cut may lie."""
+
+
 def with_segments(nodes: Sequence[fx.Node], structure: LayerStructure) -> LayerStructure:
     """``structure`` of ``nodes``, whose large units without a class are cut into segments.
 
@@ -66,8 +70,11 @@ def _cuts(tape: Tape, start: int, end: int) -> Iterator[int]:
         return
     last, heavy_before = start, np.concatenate(([0], np.cumsum(heavy)))
     for number in range(1, count):
-        low, high = (np.searchsorted(made, (number + at) / count * made[-1]) for at in (-0.5, 0.5))
-        cut = _narrowest(tape, range(start + int(low) + 1, min(start + int(high) + 1, end)), start)
+        low, middle, high = (
+            start + 1 + int(np.searchsorted(made, (number + at) / count * made[-1]))
+            for at in (-REACH, 0.0, REACH)
+        )
+        cut = _narrowest(tape, range(low, min(high, end)), start, middle)
         if cut is None or cut <= last:
             continue
         before, here, after = (heavy_before[at - start] for at in (last, cut, end))
@@ -76,14 +83,17 @@ def _cuts(tape: Tape, start: int, end: int) -> Iterator[int]:
             last = cut
 
 
-def _narrowest(tape: Tape, places: Sequence[int], start: int) -> int | None:
-    """Of ``places`` the one that the fewest bytes cross, and fewest chains; None: none can be."""
+def _narrowest(tape: Tape, places: Sequence[int], start: int, middle: int) -> int | None:
+    """Of ``places`` the one that the fewest bytes cross, then fewest chains, next to ``middle``.
+
+    None: at no place can be cut.
+    """
     borders = {cut: tape.border_bytes(cut, start) for cut in places}
     least = min(borders.values(), default=UNCUTTABLE_BYTES)
     if least >= UNCUTTABLE_BYTES:
         return None
     narrow = (cut for cut, border in borders.items() if border == least)
-    return min(narrow, key=lambda cut: tape.broken_chains(cut, start))
+    return min(narrow, key=lambda cut: (tape.broken_chains(cut, start), abs(cut - middle)))
 
 
 def _is_heavy(node: fx.Node) -> bool:
