@@ -39,9 +39,9 @@ MIN_KEPT_BYTES = 2**20
 
 
 LOSS_OUTSIDE = (
-    "a loss is computed outside the compiled function, from results that it returns beside its own "
-    "loss; compute both inside, which needs less, or set outside_loss=True for a plan that counts "
-    "with it from the first step on"
+    "large results that the compiled function returns beside its own loss are used outside (by "
+    "another loss, or behind a graph break); compute all inside, which needs less, or set "
+    "outside_loss=True for a plan that counts with it from the first step on"
 )
 
 
@@ -132,9 +132,9 @@ class Assembly:
         if not leases.any_live():
             state.step_begins()
         self._require_room_beside_others()
+        self._count_outside_loss()
         self._count_what_exists(args)
         self._count_kept_outputs()
-        self._count_outside_loss()
         library_buffers.require(self._products)
         with self._memory.explained(self.problem, self.reported):
             results = run_forward(self.step, args)
@@ -353,10 +353,10 @@ class Assembly:
         """Replan once a backward has shown a loss outside that no option announced."""
         if self.step.live or not self._may_hide_a_loss() or not self._losses.found():
             return
-        before, earlier = self.request, self.plan.fixed.earlier_outputs
+        before = self.request
         self.request = replace(before, outside_loss=True)
         try:
-            planned = self._replan(lasting=earlier)
+            planned = self._replan()
         except Infeasible as error:
             self.request = before
             raise Infeasible(f"{error}. {LOSS_OUTSIDE}", floor_bytes=error.floor_bytes) from None

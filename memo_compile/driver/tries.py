@@ -200,10 +200,13 @@ class _Tries:
 
 
 def _ends_planning(error: Exception) -> bool:
-    """True for an error that no other plan mends: a wrong option, or torch is out of memory."""
+    """True for an error that no other plan mends: a wrong option, or torch is out of memory.
+
+    So is what is none: torch asks for the trace to begin anew.
+    """
     if isinstance(error, REFUSED):
         return False
-    return isinstance(error, ConfigError | torch.OutOfMemoryError)
+    return isinstance(error, ConfigError | torch.OutOfMemoryError | shim.RestartAnalysis)
 
 
 def _leads_on(error: Exception, tiles: int, config: MemoConfig) -> bool:

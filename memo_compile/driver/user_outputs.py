@@ -127,14 +127,22 @@ class LossWatch:
         """A backward begins. What is seen is read later, so that nothing waits for a GPU."""
         for gradient in (args[position] for position in self.positions):
             if self._seen is None:
-                self._seen = torch.zeros((), dtype=torch.bool, pin_memory=gradient.is_cuda)
+                pins = gradient.is_cuda
+                self._seen = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=pins)
             with torch.no_grad():
                 before = self._seen.to(gradient.device, non_blocking=True)
-                self._seen.copy_(gradient.any() | before, non_blocking=True)
+                self._seen.copy_(_is_nonzero(gradient) | before, non_blocking=True)
 
     def found(self) -> bool:
         """True once such a loss was seen."""
         return self._seen is not None and bool(self._seen)
+
+
+def _is_nonzero(tensor: torch.Tensor) -> torch.Tensor:
+    """() whether any number is not 0; NaN is not. ``any`` would take a byte for each of them."""
+    if tensor.element_size() == 1:  # no norm of float8
+        return tensor.any()
+    return torch.linalg.vector_norm(tensor, ord=torch.inf) != 0
 
 
 Held = list[tuple[Any, int]]

@@ -273,7 +273,7 @@ def with_teacher() -> Training:
     return training
 
 
-def test_a_second_loss_outside_counts_once_a_backward_has_shown_it():
+def test_a_second_loss_outside_counts_once_a_backward_has_shown_it(monkeypatch):
     training = with_teacher()
     budget = floor_of("both")
     runner = compiled(training.model, budget)
@@ -283,11 +283,20 @@ def test_a_second_loss_outside_counts_once_a_backward_has_shown_it():
     floor = raised.value.floor_bytes
     assert floor is not None
     assert floor > budget
-    runner = compiled(training.model, 2 * floor)
-    for _ in range(3):
-        distilled(training, runner)
-    (plan,) = memo_compile.report().plans
-    assert floor <= plan.peak_bytes <= 2 * floor
+    budget = 2 * floor
+    runner = compiled(training.model, budget)
+    teacher_bytes = training.names["teacher"].nbytes
+    for number in range(
+        5
+    ):  # results are held, and replaced: later steps have the plan's other form
+        with measured(training, monkeypatch):
+            distilled(training, runner)
+        (plan,) = memo_compile.report().plans
+        assert plan.peak_bytes <= budget
+        if number:
+            assert plan.peak_bytes >= floor
+            peak = training.peaks[-1] - teacher_bytes - NOISE_BYTES
+            assert peak <= MOST_OVER_BUDGET * plan.peak_bytes
     assert sum("outside_loss" in note for note in memo_compile.report().notes) == 1
     assert_planned()
 
@@ -313,7 +322,7 @@ def test_a_loss_of_the_graph_alone_is_taken_for_the_only_one():
     runner = compiled(training.model, floor_of("both"))
     for _ in range(3):
         output_in_scope(training, runner)
-    assert not any("outside the compiled" in note for note in memo_compile.report().notes)
+    assert not any("outside_loss" in note for note in memo_compile.report().notes)
 
 
 def test_memory_that_the_plan_cannot_know_of_is_said():

@@ -13,7 +13,7 @@ from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import CandidateSource, simulated
 from memo_compile.planners.policy.cheapest_first import MAX_KEYS, greedy_sequence
 from memo_compile.planners.policy.frontier import is_steady
-from memo_compile.planners.policy.milp import lowest_peak, make_segments, solve_modes
+from memo_compile.planners.policy.milp import lowest_peak, make_bundles, solve_modes
 from memo_compile.planners.policy.model import StepModel, build_model
 from memo_compile.planners.policy.modes import (
     LAUNCH_S,
@@ -190,9 +190,9 @@ def test_greedy_goes_from_save_all_down():
     assert max(model.host_bytes(chosen) for chosen in limited) <= 100 * KIB
 
 
-def test_segments_are_single_layers_or_equal_parts():
-    assert make_segments(model_of(4)) == [(0,), (1,), (2,), (3,)]
-    parts = make_segments(model_of(12), num_segments=7)
+def test_bundles_are_single_layers_or_equal_parts():
+    assert make_bundles(model_of(4)) == [(0,), (1,), (2,), (3,)]
+    parts = make_bundles(model_of(12), num_bundles=7)
     assert [layer for part in parts for layer in part] == list(range(12))
     assert [len(part) for part in parts] == [2, 2, 2, 2, 2, 1, 1]
 

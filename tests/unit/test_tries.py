@@ -11,6 +11,7 @@ from memo_runtime.arena import ArenaError
 from torch import fx
 
 import memo_compile
+from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver import tries
 from memo_compile.driver.facts import GraphFacts
@@ -126,6 +127,13 @@ def test_tiles_that_fail_first_lead_to_the_whole(monkeypatch, error):
     assert (found, seen) == ("planned", [TOKEN_TILES, 1])
     notes = [note for note in memo_compile.report().notes if f"{TOKEN_TILES} tiles" in note]
     assert bool(notes) == isinstance(error, KeyError)
+
+
+@pytest.mark.parametrize("error", [ConfigError("no"), shim.RestartAnalysis("again")], ids=repr)
+def test_what_no_tiles_mend_is_raised_from_the_first_tiles(monkeypatch, error):
+    found, seen = tried(error, order=(TOKEN_TILES, 1), monkeypatch=monkeypatch)
+    assert (found, seen) == (error, [TOKEN_TILES])
+    assert memo_compile.report().notes == ()
 
 
 @pytest.mark.parametrize("error", [UnsupportedGraph("no"), KeyError("no")], ids=repr)

@@ -21,7 +21,7 @@ Named constraints:
     regions   a class uses few recompute regions: x[i,m] <= y[key(m)], sum y <= MAX_KEYS.
 
 Times are minimised, so they take the values that replaying the lanes would give them. Layers of one
-class in a row are bound into at most ``NUM_SEGMENTS`` segments that take one mode. The last two
+class in a row are bound into at most ``NUM_BUNDLES`` bundles that take one mode. The last two
 layers stay single, because they are the first that are worth keeping.
 """
 
@@ -40,11 +40,11 @@ from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel
 from memo_compile.planners.policy.modes import ModeCost
 from memo_compile.planners.solver import SolveStatus, total, weighted
 
-NUM_SEGMENTS = 10
-"""Most segments of a run of equal layers: 120 binaries. 14 took twice as long and saved 0.02 %."""
+NUM_BUNDLES = 10
+"""Most bundles of a run of equal layers: 120 binaries. 14 took twice as long and saved 0.02 %."""
 
 SINGLE_LAYERS = 2
-"""Layers at the end of a run that are segments of their own, since they are kept first."""
+"""Layers at the end of a run that are bundles of their own, since they are kept first."""
 
 GAP = 0.03
 """The search for a point of the frontier stops at a solution that is this share from the optimum,
@@ -109,23 +109,23 @@ def lowest_peak(
     return program.solve(time_limit_s)
 
 
-def make_segments(model: StepModel, num_segments: int = NUM_SEGMENTS) -> list[tuple[int, ...]]:
+def make_bundles(model: StepModel, num_bundles: int = NUM_BUNDLES) -> list[tuple[int, ...]]:
     """Layers that take the same mode: runs of one class, cut into about equal parts."""
     runs: list[list[int]] = []
     for layer in range(model.num_layers):
         same = runs and model.modes[runs[-1][0]] is model.modes[layer]
         runs[-1].append(layer) if same else runs.append([layer])
-    segments: list[tuple[int, ...]] = []
+    bundles: list[tuple[int, ...]] = []
     for run in runs:
-        if len(run) <= num_segments:
-            segments += [(layer,) for layer in run]
+        if len(run) <= num_bundles:
+            bundles += [(layer,) for layer in run]
             continue
         body, tail = run[:-SINGLE_LAYERS], run[-SINGLE_LAYERS:]
-        parts = num_segments - SINGLE_LAYERS
+        parts = num_bundles - SINGLE_LAYERS
         cuts = [len(body) * part // parts for part in range(parts + 1)]
-        segments += [tuple(body[a:b]) for a, b in itertools.pairwise(cuts)]
-        segments += [(layer,) for layer in tail]
-    return segments
+        bundles += [tuple(body[a:b]) for a, b in itertools.pairwise(cuts)]
+        bundles += [(layer,) for layer in tail]
+    return bundles
 
 
 class _Program:
@@ -133,9 +133,9 @@ class _Program:
 
     def __init__(self, model: StepModel, gap: float) -> None:
         self.step = model
-        self.segments = segments = make_segments(model)
-        self.segment_of = {layer: at for at, some in enumerate(segments) for layer in some}
-        self.totals = [sum(model.deltas[layer] for layer in some) for some in segments]
+        self.bundles = bundles = make_bundles(model)
+        self.bundle_of = {layer: at for at, some in enumerate(bundles) for layer in some}
+        self.totals = [sum(model.deltas[layer] for layer in some) for some in bundles]
         self.unit_s = sum(model.facts.call_s) or 1.0
         self.unit_bytes = float(max(model.base_bytes)) or 1.0
         self.model = solver.make_model("modes")
@@ -147,7 +147,7 @@ class _Program:
                 self.model.add_var(f"x_{at}_{m}", var_type="B")
                 for m in range(len(model.modes[some[0]]))
             ]
-            for at, some in enumerate(segments)
+            for at, some in enumerate(bundles)
         ]
         for at, variables in enumerate(self.x):
             self.model.add_constr(total(variables) == 1, f"one_{at}")
@@ -156,7 +156,7 @@ class _Program:
     def _few_regions(self) -> None:
         """Constraint ``regions``."""
         uses: dict[str, dict[Any, list[Any]]] = {}
-        for at, some in enumerate(self.segments):
+        for at, some in enumerate(self.bundles):
             keys = uses.setdefault(self.step.class_keys[some[0]], {})
             for variable, mode in zip(self.x[at], self.step.modes[some[0]], strict=True):
                 if mode.key is not None:
@@ -222,7 +222,7 @@ class _Program:
             return
         weights = (
             len(some) * mode.host_bytes / self.unit_bytes
-            for some in self.segments
+            for some in self.bundles
             for mode in self.step.modes[some[0]]
         )
         copied = weighted(weights, itertools.chain.from_iterable(self.x))
@@ -231,7 +231,7 @@ class _Program:
     def _seconds(self, layer: int, seconds_of: Callable[[ModeCost], float]) -> Any:
         """``sum_m x[i,m]`` times d, h or r, in units."""
         scaled = [seconds_of(mode) / self.unit_s for mode in self.step.modes[layer]]
-        return weighted(scaled, self.x[self.segment_of[layer]])
+        return weighted(scaled, self.x[self.bundle_of[layer]])
 
     def require_times(self) -> None:
         """Adds the times and the objective."""
@@ -259,7 +259,7 @@ class _Program:
                 model.add_constr(back[i - 1] >= back[i] + backs[i - 1], f"lane_{i}")
         ties = [
             TIE * max(some) / step.num_layers * variable
-            for at, some in enumerate(self.segments)
+            for at, some in enumerate(self.bundles)
             for variable in self.x[at][1:]
         ]
         copies = itertools.chain.from_iterable(zip(outs, backs, strict=True))
@@ -275,5 +275,5 @@ class _Program:
             next(m for m, variable in enumerate(some) if solver.integer_value(variable) == 1)
             for some in self.x
         ]
-        chosen = tuple(taken[self.segment_of[layer]] for layer in range(self.step.num_layers))
+        chosen = tuple(taken[self.bundle_of[layer]] for layer in range(self.step.num_layers))
         return MilpSolution(status=status, chosen=chosen)
