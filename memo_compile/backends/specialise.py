@@ -96,7 +96,7 @@ class Specialised:
                 return made  # by another thread meanwhile
             limit = self._config.max_plans * MAX_COMPILATIONS_PER_PLAN
             if self._num_compiled >= limit:
-                return self._plainly(limit)
+                return self._plainly(limit, any(isinstance(number, float) for number in numbers))
             self._num_compiled += 1
             if len(self._known) >= self._config.max_plans:
                 self._known.popitem(last=False)
@@ -110,11 +110,12 @@ class Specialised:
             self._known[self._key(numbers, rest)] = run
             return run
 
-    def _plainly(self, limit: int) -> Callable[..., Any]:
+    def _plainly(self, limit: int, has_floats: bool) -> Callable[..., Any]:
         """Plain Inductor with symbolic sizes, for good."""
-        reason = (
-            f"{limit} compilations for its changing shapes; raise max_plans or pad to fewer shapes"
-        )
+        mend = "raise max_plans or pad to fewer shapes"
+        if has_floats:
+            mend += ", and pass a float that changes (a weight, a temperature) as torch.tensor(x)"
+        reason = f"{limit} compilations for its changing shapes; {mend}"
         if self._config.memory_budget is not None:
             raise Infeasible(f"memory_budget cannot be kept for a graph after {reason}")
         if self._plain is None:

@@ -40,6 +40,7 @@ def write_plots(folder: Path, problem: Problem, plan: Plan) -> tuple[Path, ...]:
     """Memory curve and arena map lie in ``folder``, where matplotlib is installed; the files."""
     if importlib.util.find_spec("matplotlib") is None:
         return ()
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     view = view_step(problem, plan)
@@ -50,9 +51,10 @@ def write_plots(folder: Path, problem: Problem, plan: Plan) -> tuple[Path, ...]:
         draw(figure.add_subplot(), view, plan)
         for ending in ("svg", "png"):
             path = folder / f"{name}.{ending}"
-            # Without a date equal plans give equal files.
+            # Without a date and random names equal plans give equal files.
             metadata = {"Date": None} if ending == "svg" else None
-            figure.savefig(path, dpi=DOTS_PER_INCH, metadata=metadata)
+            with rc_context({"svg.hashsalt": "memo"}):
+                figure.savefig(path, dpi=DOTS_PER_INCH, metadata=metadata)
             written.append(path)
     return tuple(written)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import memo_compile
 from memo_compile.driver import bind
+from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
 from tests.numerics.small import (
     Pair,
@@ -305,6 +306,24 @@ def test_training_of_shapes_that_never_settle():
     assert not report.active
     assert report.unplanned_steps >= 1
     assert any("pad to fewer shapes" in note for note in report.notes)
+
+
+def test_a_float_that_never_settles_is_named():
+    """An annealed weight: each value is a plan, and the refusal says what to pass instead."""
+    model = Stack()
+    options = {**ATEN, "max_plans": 1, "memory_budget": "1GiB", "costs": "roofline"}
+    runner = torch.compile(
+        lambda x, weight: model(x).sum() * weight, backend="memo", options=options
+    )
+
+    def train(weights) -> None:
+        for weight in weights:
+            runner(rows(1, 8), weight).backward()
+
+    annealed = [0.1 + 0.1 * number for number in range(8)]
+    with pytest.raises(Infeasible, match=r"pass a float that changes .* as torch\.tensor"):
+        train(annealed)
+    train(map(torch.tensor, annealed))
 
 
 @torch._dynamo.config.patch(recompile_limit=2)

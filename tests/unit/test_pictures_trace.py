@@ -242,6 +242,8 @@ def test_plots_come_with_matplotlib(tmp_path):
     assert (tmp_path / "arena.png").read_bytes().startswith(b"\x89PNG")
     first = (tmp_path / "memory.svg").read_text()
     assert "<dc:date>" not in first
+    write_pictures(tmp_path / "again", *layered(4))
+    assert (tmp_path / "again" / "memory.svg").read_text() == first
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):

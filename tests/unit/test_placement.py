@@ -163,6 +163,12 @@ def test_public_hard_instances_in_plain_python(name):
     assert found.height_bytes <= 1048576
 
 
+def test_time_without_a_limit_is_a_limit():
+    hard = read_problem(DATA / "B.1048576.csv", capacity=1048576)
+    found = place(hard, solver="search", time_limit_s=float("inf"), use_numba=False)
+    check_placement(hard, found)
+
+
 @pytest.mark.parametrize("engine", available_engines())
 def test_mip_proves_the_optimum_with_each_engine(engine: Engine):
     twins = [Buffer(id=f"t{i}", lower=0, upper=3, size=2) for i in range(3)]

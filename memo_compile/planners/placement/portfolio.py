@@ -116,7 +116,7 @@ class Searcher:
         """A run whose nodes are also bounded by the time that is left; none if too few remain."""
         left_s = deadline_s - time.perf_counter()
         if self.nodes and self.seconds > 0:
-            nodes = min(nodes, int(max(left_s, 0.0) * self.nodes / self.seconds))
+            nodes = int(min(nodes, max(left_s, 0.0) * self.nodes / self.seconds))
         if self.nodes and nodes <= self._instance.num_buffers:
             return kernel.LIMIT, np.zeros(0, dtype=np.int64)
         return self.run(capacity, rank, nodes, jump)
