@@ -13,7 +13,7 @@ from tests.numerics.training import ATEN, assert_planned, sgd
 
 OPTIONS = {**ATEN, "costs": "roofline", "optimizer_state_bytes_per_parameter": 0}
 MODELS = {
-    "resnet": functools.partial(models.resnet, depths=(2, 2, 2, 2)),
+    "resnet": functools.partial(models.resnet, depths=(1, 1, 1, 1)),
     "unet": models.unet,
 }
 MOST_OF_ACTIVATIONS = 0.7
@@ -61,8 +61,9 @@ def test_a_floor_is_well_below_the_unbounded_peak(name):
     assert floor - constant <= MOST_OF_ACTIVATIONS * (unbounded - constant)
 
 
-@pytest.mark.parametrize("schedule", ["poison", "poison,copies-early", "poison,copies-late"])
-@pytest.mark.parametrize("share", [0.0, 0.5], ids=["floor", "half"])
+@pytest.mark.parametrize(
+    ("share", "schedule"), [(0.0, "poison,copies-early"), (0.5, "poison,copies-late")]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_under_a_budget_equal_eager(name, share, schedule):
     _, floor, unbounded = sizes(name)
@@ -74,9 +75,12 @@ def test_steps_under_a_budget_equal_eager(name, share, schedule):
     assert plan.offloaded_bytes + plan.recomputed_bytes > 0
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("policy", ["full-recompute", "full-offload"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("unet", "full-recompute"), ("unet", "full-offload"), ("resnet", "full-offload")],
+)
 def test_named_policies_equal_eager(name, policy):
+    """A segment with a batch norm, which the step overwrites, is not computed a second time."""
     options = {**OPTIONS, "memory_budget": 2**40, "policy": policy}
     assert_equals_eager(build(name), options)
     (plan,) = memo_compile.report().plans
