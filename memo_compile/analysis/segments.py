@@ -86,7 +86,7 @@ def _cuts(tape: Tape, start: int, end: int) -> Iterator[int]:
 def _narrowest(tape: Tape, places: Sequence[int], start: int, middle: int) -> int | None:
     """Of ``places`` the one that the fewest bytes cross, then fewest chains, next to ``middle``.
 
-    None: at no place can be cut.
+    None: no place can be cut.
     """
     borders = {cut: tape.border_bytes(cut, start) for cut in places}
     least = min(borders.values(), default=UNCUTTABLE_BYTES)
