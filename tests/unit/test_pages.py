@@ -7,6 +7,7 @@ import torch
 from memo_runtime.pages import MIN_OWN_MAPPING_BYTES, own_mapping
 
 from memo_compile.costs.measure import resident_bytes
+from memo_compile.step.problem import MIN_OWN_BLOCK_BYTES
 
 MIB = 2**20
 
@@ -47,3 +48,7 @@ def test_its_memory_is_gone_although_the_heap_has_a_hole_for_it():
         del view
         assert resident_bytes() <= before + 4 * MIB
     assert last.sum() == 0
+
+
+def test_blocks_that_a_plan_takes_for_gone_have_mappings_of_their_own():
+    assert MIN_OWN_BLOCK_BYTES >= MIN_OWN_MAPPING_BYTES
