@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 
 from memo_compile.check.check_contents import MAX_PROBLEMS, StepContents, misshapen_calls
 from memo_compile.errors import InvalidPlan
+from memo_compile.step.ordinary import MIN_OWN_BLOCK_BYTES
 from memo_compile.step.plans import CheckVerdict, Plan
 from memo_compile.step.problem import (
     ALIGNMENT_BYTES,
-    MIN_OWN_BLOCK_BYTES,
     Phase,
     Problem,
     RegionProfile,

@@ -5,6 +5,7 @@ from dataclasses import replace
 from memo_compile.check.check_plan import require_valid
 from memo_compile.errors import Infeasible
 from memo_compile.planners.placement import Block, Buffer, PlacementProblem, place
+from memo_compile.step.ordinary import outside_peak
 from memo_compile.step.plans import Decision, Plan
 from memo_compile.step.problem import (
     ALIGNMENT_BYTES,
@@ -12,7 +13,6 @@ from memo_compile.step.problem import (
     arena_buffers,
     call_starts,
     live_bytes,
-    outside_peak,
 )
 from memo_compile.step.residency import residency
 from memo_compile.units import format_bytes

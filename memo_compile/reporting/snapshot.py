@@ -13,8 +13,9 @@ from typing import Any
 from memo_compile.planners.placement import Buffer, PlacementProblem, place
 from memo_compile.reporting.trace import call_times
 from memo_compile.reporting.view import Box, StepView, view_step
+from memo_compile.step.ordinary import outside_events
 from memo_compile.step.plans import Plan
-from memo_compile.step.problem import ALIGNMENT_BYTES, Problem, Storage, align, outside_events
+from memo_compile.step.problem import ALIGNMENT_BYTES, Problem, Storage, align
 
 FIRST_ADDRESS = 0x7F00_0000_0000
 """Like a GPU's, but so low that sums stay exact in JavaScript, which also reads the file."""

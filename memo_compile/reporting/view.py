@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from memo_compile.errors import InputError
 from memo_compile.planners.moves import original_name
+from memo_compile.step.ordinary import ordinary_events, outside_events
 from memo_compile.step.plans import Decision, Plan
 from memo_compile.step.problem import (
     ArenaBuffer,
@@ -26,8 +27,6 @@ from memo_compile.step.problem import (
     arena_values,
     call_starts,
     live_bytes,
-    ordinary_events,
-    outside_events,
     running_sums,
 )
 from memo_compile.step.residency import step_constant_bytes

@@ -19,14 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from memo_compile.step.ordinary import ordinary_events, outside_events
 from memo_compile.step.plans import Plan
-from memo_compile.step.problem import (
-    Problem,
-    arena_buffers,
-    call_starts,
-    ordinary_events,
-    outside_events,
-)
+from memo_compile.step.problem import Problem, arena_buffers, call_starts
 
 HEAP_SLACK = 0.03
 """CPU: share of a step's own memory that is added for kernels' work space and for the C allocator's

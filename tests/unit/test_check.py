@@ -7,10 +7,10 @@ import pytest
 
 from memo_compile.check.check_plan import check, require_valid
 from memo_compile.errors import InvalidPlan
+from memo_compile.step.ordinary import MIN_OWN_BLOCK_BYTES
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import (
     COPY_REGION,
-    MIN_OWN_BLOCK_BYTES,
     CallKind,
     Copy,
     OutsideBuffer,

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from memo_compile.errors import InputError
+from memo_compile.step.ordinary import outside_peak
 from memo_compile.step.plans import Observed, Plan, ReportedPlan
 from memo_compile.step.problem import (
     OutsideBuffer,
@@ -14,7 +15,6 @@ from memo_compile.step.problem import (
     arena_buffers,
     call_starts,
     live_bytes,
-    outside_peak,
 )
 from memo_compile.step.serialise import from_json, to_json
 from tests.steps.small import HEAD, KIB, planned, two_layers

@@ -1,0 +1,91 @@
+"""What a step holds in ordinary memory, outside of its arena, as events on the axis of lines.
+
+Results for the user, gradients that come in, and what kernels allocate themselves.
+"""
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+
+from memo_compile.step.problem import Phase, Problem, Storage, call_starts, last_reads
+
+MIN_OWN_BLOCK_BYTES = 2**20
+"""Blocks of ordinary memory of at least this size leave no hole where they are freed: they have
+mappings of their own (CPU, under a budget), or are large blocks of CUDA's allocator."""
+
+
+def ordinary_events(
+    problem: Problem, last_read: Mapping[str, int] | None = None
+) -> Iterator[tuple[int, int]]:
+    """(line, bytes born or minus bytes gone) of ordinary memory: outputs, incoming gradients.
+
+    What the backward makes for the user stays, and so does an incoming gradient that no call reads.
+    What only the loss needs is gone after the backward's first line.
+    ``last_read`` is what ``last_reads`` found, where that is at hand.
+    """
+    starts = call_starts(problem)
+    backward_line = starts[problem.first_backward]
+    last_read = last_reads(problem, starts) if last_read is None else last_read
+    if problem.rebound_bytes:
+        yield from ((0, problem.rebound_bytes), (backward_line, -problem.rebound_bytes))
+    if problem.loss_bytes:
+        yield from ((backward_line, problem.loss_bytes), (backward_line + 1, -problem.loss_bytes))
+    for value, size_bytes in problem.tangents.items():
+        yield backward_line, size_bytes
+        if value in last_read:
+            end = _gone_line(starts, last_read[value], size_bytes)
+            yield max(backward_line + 1, end), -size_bytes
+    for index, call in enumerate(problem.calls):
+        for output, value in problem.made_by(call) if call.outputs else ():
+            if output.storage is not Storage.EXTERNAL or not output.size_bytes:
+                continue
+            yield starts[index] + output.start, output.size_bytes
+            if call.phase is Phase.FORWARD and not problem.keeps_outputs:
+                end = _gone_line(starts, last_read.get(value), output.size_bytes)
+                yield max(backward_line, end), -output.size_bytes
+
+
+def outside_peak(problem: Problem) -> dict[str, int]:
+    """Kind -> bytes outside the arena at the line where their sum is largest."""
+    alive: dict[str, int] = {}
+    best: dict[str, int] = {}
+    for _, size_bytes, kind in sorted(outside_events(problem)):
+        alive[kind] = alive.get(kind, 0) + size_bytes
+        if sum(alive.values()) > sum(best.values()):
+            best = {key: value for key, value in alive.items() if value}
+    return best
+
+
+def outside_events(
+    problem: Problem, last_read: Mapping[str, int] | None = None
+) -> Iterator[tuple[int, int, str]]:
+    """(line, bytes born or minus bytes dead, kind) of all memory that kernels allocate."""
+    if not any(
+        region.outside or any(output.storage is Storage.OUTSIDE for output in region.outputs)
+        for region in problem.regions.values()
+    ):
+        return
+    starts = call_starts(problem)
+    last_read = last_reads(problem, starts) if last_read is None else last_read
+    for index, call in enumerate(problem.calls):
+        region, start = problem.regions[call.region], starts[index]
+        for buffer in region.outside:
+            yield start + buffer.start, buffer.size_bytes, buffer.kind
+            yield start + buffer.end, -buffer.size_bytes, buffer.kind
+        for output, value in problem.made_by(call):
+            if output.storage is Storage.OUTSIDE:
+                yield start, output.size_bytes, "unplanned outputs"
+                end = _gone_line(starts, last_read.get(value), output.size_bytes)
+                yield max(start + region.num_lines, end), -output.size_bytes, "unplanned outputs"
+
+
+def _gone_line(starts: Sequence[int], line: int | None, size_bytes: int) -> int:
+    """The line from which on ordinary memory last read on ``line`` is gone; 0 without one.
+
+    A small block counts to the end of its last call: the heap may put what the call makes beside
+    the hole. A large one lies in a mapping of its own, which goes with it.
+    """
+    if line is None:
+        return 0
+    if size_bytes >= MIN_OWN_BLOCK_BYTES:
+        return line
+    return starts[bisect.bisect_right(starts, line)] - 1
