@@ -375,7 +375,7 @@ def _plan(question: Question, loaded: Loaded, budget_bytes: int, **more: Any) ->
             return planned(shorter.model, shorter.args, {}, more=shorter.more)
         except NotUniform as error:
             log.info("memo: all layers of %s are traced: %s", loaded.name, error)
-    return planned(loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss)
+    return planned(loaded.model, loaded.args, loaded.kwargs)
 
 
 def _parameter_bytes(loaded: Loaded, dtype: torch.dtype) -> float:

@@ -6,6 +6,7 @@ the case as JSON, which ``--replay`` runs again and tests/fuzz/corpus keeps. Exi
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -93,7 +94,8 @@ def main() -> int:
     for lowering in lowerings:
         tally = Tally(lowering, options.seed, options.out / lowering, options.shrink_seconds)
         began = time.monotonic()
-        _fuzz(tally, seconds=options.seconds / len(lowerings), models=options.models)
+        with contextlib.suppress(KeyboardInterrupt):  # what it has seen is written down
+            _fuzz(tally, seconds=options.seconds / len(lowerings), models=options.models)
         payload = tally.as_dict(time.monotonic() - began)
         rows.append(tally.row())
         save = not options.no_save

@@ -43,7 +43,6 @@ class Loaded:
     model: Callable[..., Any]
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    loss: Callable[[Any], Any] | None = None
     shorter: "Shorter | None" = None
     num_tokens: int | None = None
     """Tokens of the step on one data-parallel replica; None where that is unknown."""
