@@ -2,18 +2,21 @@
 
 Inputs are small random numbers, and zeros where the type is whole: an index of zero is valid
 everywhere. Work that depends on values (tokens per expert) is therefore not what a step sees.
+``run_once`` runs a region for what stays behind in the libraries that its kernels call.
 """
 
 import contextlib
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from memo_runtime.arena import FrameView, Slab
+from memo_runtime.arena import FrameView, Slab, arena_of
 from memo_runtime.current import current
 from memo_runtime.pages import trim_heap
+from torch import fx
 
 from memo_compile.analysis.purity import is_collective, is_known
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph, layout_elements, storage_bytes
@@ -93,38 +96,68 @@ def measure(
         UnsupportedGraph: the region talks to other ranks, or a kernel failed.
     """
     _require_runs_alone(region)
+    with _alone(lowered, region, _inputs) as run:
+        timed = _cuda_s if region.device.type == "cuda" else _cpu_s
+        run()
+        return average([timed(run) for _ in range(repeats)])
+
+
+def run_once(lowered: LoweredRegion, region: RegionGraph) -> None:
+    """The region has run on zeros, which take no memory on CPU. Traces and errors as ``measure``.
+
+    A custom operator is refused too: where costs are computed, only the step itself calls it.
+    Free frames give their pages back first, so that no more is in memory than in a step.
+    """
+    _require_runs_alone(region)
+    custom = next(filter(_is_custom, region.gm.graph.nodes), None)
+    if custom is not None:
+        raise UnsupportedGraph(
+            f"region {region.name} cannot run alone: {custom.target} is no operator of torch"
+        )
+    arena_of(region.device).release_pages()
+    with _alone(lowered, region, _zeros_of) as run:
+        run()
+    _free(region.device)
+
+
+@contextlib.contextmanager
+def _alone(
+    lowered: LoweredRegion,
+    region: RegionGraph,
+    inputs_of: Callable[[RegionGraph], Sequence[torch.Tensor]],
+) -> Iterator[Callable[[], object]]:
+    """What runs the region, its memory there while the block runs; raises as ``measure``."""
     _require_fits(lowered, region)
     try:
         with torch_as_before(region.device):
-            inputs = _inputs(region)
+            inputs = inputs_of(region)
             with _frame(lowered, region.device):
-                timed = _cuda_s if region.device.type == "cuda" else _cpu_s
-                lowered.run(list(inputs))
-                return average([timed(lambda: lowered.run(list(inputs))) for _ in range(repeats)])
+                yield lambda: lowered.run(list(inputs))
     except torch.OutOfMemoryError as error:
         reason = str(error).partition("\n")[0]
-        raise TooLarge(f"region {region.name} does not fit to be timed: {reason}") from error
+        raise TooLarge(f"region {region.name} does not fit to run alone: {reason}") from error
     except _KERNEL_FAILURES as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UnsupportedGraph(
-            f"region {region.name} cannot be timed: {reason}; set costs='roofline' or free memory"
-        ) from error
+        raise UnsupportedGraph(f"region {region.name} cannot run alone: {reason}") from error
 
 
 def _require_runs_alone(region: RegionGraph) -> None:
     """Refuse what waits for other ranks, or might: they do not measure at the same time."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     for node in region.gm.graph.nodes:
-        unknown = (
-            isinstance(node.target, torch._ops.OpOverload)
-            and not is_known(node)
-            and node.target.namespace != "memo"
-        )
-        if is_collective(node) or (distributed and unknown):
+        if is_collective(node) or (distributed and _is_custom(node)):
             raise UnsupportedGraph(
-                f"region {region.name} cannot be timed: {node.name} ({node.target}) talks to "
-                "other ranks, or may; set costs='roofline'"
+                f"region {region.name} cannot run alone: {node.name} ({node.target}) talks to "
+                "other ranks, or may"
             )
+
+
+def _is_custom(node: fx.Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and not is_known(node)
+        and node.target.namespace != "memo"
+    )
 
 
 def _require_fits(lowered: LoweredRegion, region: RegionGraph) -> None:
@@ -136,7 +169,7 @@ def _require_fits(lowered: LoweredRegion, region: RegionGraph) -> None:
     free = _free_bytes(region.device)
     if free is not None and needed > ROOM * free:
         raise TooLarge(
-            f"region {region.name} does not fit to be timed: {format_bytes(needed)} of "
+            f"region {region.name} does not fit to run alone: {format_bytes(needed)} of "
             f"{format_bytes(free)} that are free"
         )
 
@@ -165,17 +198,40 @@ def _inputs(region: RegionGraph) -> list[torch.Tensor]:
     """A tensor of its own for every placeholder, with the strides that the region expects."""
     generators: dict[torch.device, torch.Generator] = {}
     made = []
-    for node in region.gm.graph.find_nodes(op="placeholder"):
-        value = node.meta["val"]
-        if not isinstance(value, torch.Tensor):
-            raise UnsupportedGraph(
-                f"region {region.name} cannot be timed: its input {node.name} is no tensor but "
-                f"{type(value).__name__}"
-            )
+    for value in _expected(region):
         if value.device not in generators:
             generators[value.device] = torch.Generator(value.device).manual_seed(0)
         made.append(_made_up(value, generators[value.device]))
     return made
+
+
+def _zeros_of(region: RegionGraph) -> list[torch.Tensor]:
+    """The same of zeros; on CPU they take memory only where they are written."""
+    return list(map(_zeros, _expected(region)))
+
+
+def _zeros(value: torch.Tensor) -> torch.Tensor:
+    num_elements = layout_elements(value)
+    if value.device.type != "cpu" or not num_elements:
+        return torch.zeros(num_elements, dtype=value.dtype, device=value.device).as_strided(
+            value.shape, value.stride()
+        )
+    # Linux maps one page of zeros for all pages that were never written.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, num_elements * value.dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=value.dtype).as_strided(value.shape, value.stride())
+
+
+def _expected(region: RegionGraph) -> Iterator[torch.Tensor]:
+    """The placeholders' fake tensors; raises UnsupportedGraph where one is none."""
+    for node in region.gm.graph.find_nodes(op="placeholder"):
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedGraph(
+                f"region {region.name} cannot run alone: its input {node.name} is no tensor but "
+                f"{type(value).__name__}"
+            )
+        yield value
 
 
 def _made_up(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

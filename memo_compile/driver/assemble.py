@@ -1,7 +1,7 @@
 """A planned step that runs: the plan bound to the runtime, replaced by another when it must be."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,12 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.bind import bind_step
 from memo_compile.driver.facts import gradient_bytes
 from memo_compile.driver.knowledge import StepKnowledge
-from memo_compile.driver.library_buffers import Product, library_buffers, products_of
+from memo_compile.driver.library_buffers import (
+    Product,
+    keeps_kernels,
+    library_buffers,
+    products_of,
+)
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
@@ -75,6 +80,10 @@ class Assembly:
     _memory: OutOfMemory = field(init=False)
     _products: frozenset[Product] = frozenset()
     """Products that run once before a step, so that the BLAS library has its buffers (CPU)."""
+    _runs_first: tuple[str, ...] = ()
+    """Regions that run once before a step, so that libraries have their kernels (CPU)."""
+    _could_not_run: Mapping[str, str] = field(default_factory=dict)
+    """Those of them that could not, and why."""
 
     def __post_init__(self) -> None:
         self._memory = OutOfMemory(dump=self.config.dump)
@@ -98,7 +107,9 @@ class Assembly:
         if bound.heap is not None and planned.plan.budget_bytes is not None:
             called = {call.region for call in planned.problem.calls}
             graphs = self.known.graphs().items()
-            self._products = products_of(graph.gm for name, graph in graphs if name in called)
+            used = {name: graph.gm for name, graph in graphs if name in called}
+            self._products = products_of(used.values())
+            self._runs_first = tuple(name for name, gm in used.items() if keeps_kernels(gm))
 
     @property
     def problem(self) -> Problem:
@@ -136,6 +147,7 @@ class Assembly:
         self._count_what_exists(args)
         self._count_kept_outputs()
         library_buffers.require(self._products)
+        self._could_not_run = self.known.require_ran(self._runs_first)
         with self._memory.explained(self.problem, self.reported):
             results = run_forward(self.step, args)
         self._watch.returned([results[position] for position in self._made])
@@ -164,11 +176,7 @@ class Assembly:
         beyond = heap.beyond_bytes - (fixed.gradients - fixed.new_gradients) - fixed.earlier_outputs
         if self.plan.peak_bytes + max(0, beyond) > budget * (1 + TOLERANCE):
             self._said_beyond = True
-            state.warn_once(
-                f"{format_bytes(beyond)} that no plan knows of were taken while a step "
-                "ran, which may have exceeded memory_budget: by a loss, a penalty or other graphs "
-                "outside the compiled function. Compute them inside, or lower memory_budget by that"
-            )
+            state.warn_once(_beyond(beyond, self._could_not_run))
 
     def _require_room_beside_others(self) -> None:
         """Raise Infeasible if a forward beyond the planned frames does not fit beside them."""
@@ -401,6 +409,23 @@ def _kept(error: Infeasible, gradients: int, results: int) -> str:
             "keep .detach().cpu() of what is small"
         )
     return text
+
+
+def _beyond(num_bytes: int, could_not_run: Mapping[str, str]) -> str:
+    """What took memory beside the plan, as far as it is known."""
+    text = (
+        f"{format_bytes(num_bytes)} that no plan knows of were taken while a step ran, which may "
+        "have exceeded memory_budget: "
+    )
+    if could_not_run:
+        text += (
+            "in a first step by what libraries keep for the kernels of regions that could not run "
+            f"before it ({'; '.join(could_not_run.values())}), or "
+        )
+    return text + (
+        "by a loss, a penalty or other graphs outside the compiled function. Compute them inside, "
+        "or lower memory_budget by that"
+    )
 
 
 def _no_room(peak: int, budget: int, *, held: int, again: int, copied: int) -> str:

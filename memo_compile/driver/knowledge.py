@@ -6,8 +6,10 @@ Only the speed of copies depends on a request, so it is kept for each host store
 import functools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from memo_compile import shim
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
@@ -16,14 +18,14 @@ from memo_compile.config import MemoConfig
 from memo_compile.costs.bandwidth import copy_bandwidth
 from memo_compile.costs.extrapolate import extrapolated_seconds
 from memo_compile.costs.hardware import HardwareProfile, hardware_of
-from memo_compile.costs.measure_regions import measure_all
+from memo_compile.costs.measure_regions import measure_all, run_once
 from memo_compile.costs.roofline import graph_seconds
 from memo_compile.driver.decide import RecomputeLibrary
 from memo_compile.driver.facts import profile_name
 from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.movable_step import Movable, movable_step
 from memo_compile.driver.stages import LoweredStep
-from memo_compile.errors import MemoError, UnsupportedGraph
+from memo_compile.errors import MemoError, UnsupportedGraph, described
 from memo_compile.reporting import state
 from memo_compile.step.movable import MEASURED, StepCosts
 from memo_compile.step.problem import Problem
@@ -46,6 +48,10 @@ class StepKnowledge:
     """The layers of the step as it was lowered; ``movable`` adds what a request counts."""
     _library: RecomputeLibrary | None = None
     _region_s: Mapping[str, float] | None = None
+    _ran: dict[tuple[int, str], str] = field(default_factory=dict)
+    """Number of intra-op threads and region that ran by itself -> why it could not, else empty."""
+    _timed_in_part: set[str] = field(default_factory=set)
+    """Regions that were timed on some of their tokens."""
     _copy_speeds: dict[str, Mapping[str, float]] = field(default_factory=dict)
     """Host store -> the fields of ``StepCosts`` that tell how fast copies are."""
 
@@ -171,6 +177,28 @@ class StepKnowledge:
         facts = self.lowered.cut.facts
         return self.hardware.memory_bytes if self.hardware else facts.device_bytes()
 
+    def require_ran(self, names: Iterable[str]) -> Mapping[str, str]:
+        """Each of the regions has run by itself, with as many threads as now, where that can be.
+
+        Returns those that could not, and why.
+        """
+        num_threads = torch.get_num_threads()
+        keys = {name: (num_threads, name) for name in names}
+        for name in (name for name, key in keys.items() if key not in self._ran):
+            self._ran[keys[name]] = self._try_alone(name)
+        return {name: self._ran[key] for name, key in keys.items() if self._ran[key]}
+
+    def _try_alone(self, name: str) -> str:
+        """Run a region; why that failed, or nothing."""
+        try:
+            run_once(self.regions()[name], self.graphs()[name])
+        except UnsupportedGraph as error:
+            return str(error)
+        except UNEXPECTED as error:
+            say_dropped(f"region {name} does not run before the first step", error)
+            return described(error)
+        return ""
+
     def _measures(self) -> bool:
         return self.hardware is None and self.config.costs != "roofline"
 
@@ -180,15 +208,19 @@ class StepKnowledge:
         if self._measures():
             try:
                 with shim.real_tensors():
-                    return measure_all(lowered, graphs, too_large=self._extrapolated)
+                    seconds = measure_all(lowered, graphs, too_large=self._extrapolated)
+                whole = seconds.keys() - self._timed_in_part
+                self._ran |= {(torch.get_num_threads(), name): "" for name in whole}
+                return seconds
             except (UnsupportedGraph, *UNEXPECTED) as error:
                 if not isinstance(error, UnsupportedGraph) and not is_bug(error):
                     raise
-                say_dropped("costs are computed, not measured", error)
+                say_dropped("costs are computed, as with costs='roofline', not measured", error)
         return {key: graph_seconds(graphs[key].gm, self.profile()) for key in lowered}
 
     def _extrapolated(self, region: RegionGraph, reason: str) -> float:
         """Seconds of a region that does not fit whole."""
+        self._timed_in_part.add(region.name)
         seconds = extrapolated_seconds(region, self.config, self.profile(), self.lowered.cut.runner)
         note = f"{reason}: timed on an eighth and a quarter of its tokens"
         if state.add_note(note):

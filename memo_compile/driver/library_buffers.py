@@ -1,10 +1,14 @@
-"""Has the BLAS library allocate its buffers before a step under a budget begins (CPU).
+"""Has libraries allocate what they keep before a step under a budget begins (CPU).
 
 MKL packs blocks of its operands into buffers that each thread keeps for good: 1 to 5 MiB, made in
 the first product that needs them. A larger product gets a larger buffer, and the smaller ones stay
 as well: 6 MiB in the first step of a model whose layers come before its wide head. A buffer grows
 with each dimension of the product until that is as large as a block. So products of at most a
 block's size, run largest first, allocate in milliseconds all that the step would.
+
+oneDNN keeps kernels for each combination of operator, shapes, strides, dtypes and bias: 0.1 to
+0.8 MiB each, for convolutions and for products in bfloat16 and float16. They depend on the whole
+shape, and on what a lowering made of it. So regions with such operators run once as they are.
 """
 
 import threading
@@ -15,7 +19,7 @@ import torch
 from memo_runtime.pages import trim_heap
 from torch import fx
 
-from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.structure import is_matmul, op_name
 from memo_compile.analysis.views import is_tensor, shape_of
 
 MAX_ROWS, MAX_INNER, MAX_COLUMNS = 512, 512, 8192
@@ -32,6 +36,12 @@ _TYPES = frozenset(
     (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bfloat16, torch.float16)
 )
 """Dtypes that libraries multiply; torch has kernels of its own for the rest."""
+
+_MKL_TYPES = frozenset((torch.float32, torch.float64, torch.complex64, torch.complex128))
+"""Dtypes whose products are MKL's, unless the user lets float32 be rounded in them."""
+
+_OTHER_PRODUCTS = frozenset(("mv", "addmv", "dot", "vdot", "baddbmm"))
+"""Operators that multiply, are not among ``is_matmul``'s, and have no "attention" in their name."""
 
 
 class Product(NamedTuple):
@@ -69,6 +79,23 @@ _ATTENTION = Product(rows=256, inner=512, columns=512, batch=2**10, dtype=torch.
 def products_of(graphs: Iterable[fx.GraphModule]) -> frozenset[Product]:
     """The distinct matrix products on CPU in ``graphs``."""
     return frozenset(product for gm in graphs for product in _products(gm))
+
+
+def keeps_kernels(gm: fx.GraphModule) -> bool:
+    """True where oneDNN keeps kernels for the very shapes of ``gm``."""
+    return any(_keeps_kernels(node) for node in gm.graph.nodes if node.op == "call_function")
+
+
+def _keeps_kernels(node: fx.Node) -> bool:
+    name = op_name(node)
+    if "convolution" in name or "rnn" in name:
+        return True
+    if not (is_matmul(node) or "attention" in name or name in _OTHER_PRODUCTS):
+        return False
+    dtypes = {source.meta["val"].dtype for source in node.all_input_nodes if is_tensor(source)}
+    precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    rounds = precision in ("tf32", "bf16")
+    return not dtypes <= _MKL_TYPES or (rounds and torch.float32 in dtypes)
 
 
 class LibraryBuffers(threading.local):

@@ -50,7 +50,7 @@ def main() -> None:
     def step() -> dict[str, int]:
         model.zero_grad(set_to_none=True)
         with contextlib.ExitStack() as stack:
-            watches = _watches(stack)
+            watches = watches_of(stack)
             compiled(x, y).backward()
         plan = memo_compile.report().plans[-1]
         return {
@@ -62,7 +62,7 @@ def main() -> None:
     print(json.dumps([step() for _ in range(2)]))
 
 
-def _watches(stack: contextlib.ExitStack) -> list[MemoryWatch]:
+def watches_of(stack: contextlib.ExitStack) -> list[MemoryWatch]:
     """Filled when a planned forward begins, until ``stack`` closes."""
     watches: list[MemoryWatch] = []
     run_forward = assemble.run_forward

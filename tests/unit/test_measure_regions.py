@@ -10,7 +10,8 @@ from memo_runtime.current import current
 
 import memo_compile
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
-from memo_compile.costs.measure_regions import TooLarge, measure, measure_all
+from memo_compile.costs.measure import watch_memory
+from memo_compile.costs.measure_regions import TooLarge, measure, measure_all, run_once
 from memo_compile.driver import knowledge
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering import aten
@@ -128,7 +129,7 @@ def test_a_kernel_that_fails_is_reported_by_region():
         raise RuntimeError("CUDA out of memory. Tried to allocate 20 GiB\nmore")
 
     before = current.views
-    with pytest.raises(UnsupportedGraph, match=r"region region cannot be timed: CUDA out of mem"):
+    with pytest.raises(UnsupportedGraph, match=r"region region cannot run alone: CUDA out of mem"):
         measure(replace(aten.lower(region), run=run), region)
     assert current.views is before
 
@@ -176,7 +177,7 @@ def test_memory_that_is_not_there_is_reported():
     lowered = aten.lower(region)
     node = region.gm.graph.find_nodes(op="placeholder")[0]
     node.meta["val"] = torch.empty(1 << 60, device="meta").to("meta")
-    with pytest.raises(TooLarge, match="does not fit to be timed"):
+    with pytest.raises(TooLarge, match="does not fit to run alone"):
         measure(lowered, region)
 
 
@@ -217,3 +218,39 @@ def test_all_regions_by_name():
     seconds = measure_all({name: aten.lower(region) for name, region in regions.items()}, regions)
     assert list(seconds) == ["a", "b"]
     assert all(figure > 0 for figure in seconds.values())
+
+
+def test_a_region_that_runs_once_reads_zeros_that_take_no_memory():
+    region = region_of(lambda x, w: (x.sum(), w.add_(1.0).sum()), (64, 2**18), (4,))
+    lowered, seen = spied(region)
+    with watch_memory() as memory:
+        run_once(lowered, region)
+    ((x, written),) = seen
+    assert (x.shape, x.dtype) == ((64, 2**18), torch.float32)
+    assert not x.any()
+    assert torch.equal(written, torch.ones(4))
+    assert memory.growth_bytes < x.nbytes // 8
+
+
+def test_a_region_of_whole_numbers_and_empty_tensors_runs_once():
+    region = region_of(lambda x: (x.sin(),), (4,))
+    lowered, _ = spied(region)
+    for value in (torch.ones(3, dtype=torch.int64).expand(5, 3), torch.ones(0, 4)):
+        region.gm.graph.find_nodes(op="placeholder")[0].meta["val"] = value
+        seen: list[list[torch.Tensor]] = []
+        run_once(replace(lowered, run=lambda inputs, seen=seen: seen.append(inputs)), region)
+        ((made,),) = seen
+        assert (made.shape, made.stride()) == (value.shape, value.stride())
+        assert made.dtype == value.dtype
+        assert not made.any()
+
+
+def test_a_custom_operator_does_not_run_for_what_libraries_keep():
+    with torch.library._scoped_library("measure_test", "DEF") as library:
+        library.define("thrice(Tensor x) -> Tensor")
+        library.impl("thrice", lambda x: x * 3, "CompositeExplicitAutograd")
+        region = region_of(lambda x: (torch.ops.measure_test.thrice(x),), (4,))
+        lowered, seen = spied(region)
+        with pytest.raises(UnsupportedGraph, match=r"thrice.* is no operator of torch"):
+            run_once(lowered, region)
+        assert not seen
