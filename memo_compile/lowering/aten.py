@@ -28,6 +28,7 @@ from memo_compile.analysis.regions import (
 from memo_compile.analysis.structure import make_tape
 from memo_compile.analysis.views import is_tensor, is_view, results_of, storage_of
 from memo_compile.lowering.eager_ops import runnable
+from memo_compile.lowering.workspace import convolution_workspace
 from memo_compile.step.problem import (
     OutsideBuffer,
     RegionBuffer,
@@ -134,6 +135,13 @@ class _AtenRegion:
                     end=self.line[node] + 1,
                 )
 
+    def _workspaces(self) -> Iterator[OutsideBuffer]:
+        """What kernels take for themselves."""
+        for line, node in enumerate(self.nodes):
+            workspace = convolution_workspace(node, line)
+            if workspace is not None:
+                yield workspace
+
     def lowered(self) -> LoweredRegion:
         profile = RegionProfile(
             name=self.region.name,
@@ -141,7 +149,7 @@ class _AtenRegion:
             buffers=tuple(self.buffers.values()),
             input_ends=tuple(self._end(node, -1) for node in self.inputs),
             outputs=counted_once(itertools.starmap(self._region_output, enumerate(self.outputs))),
-            outside=tuple(self._copied()),
+            outside=(*self._copied(), *self._workspaces()),
         )
         views = tuple(view_spec(node.meta["val"]) for node in self.buffers)
         return LoweredRegion(profile=profile, views=views, run=self._run)

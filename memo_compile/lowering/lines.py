@@ -5,12 +5,14 @@ ExternKernelAllocLine, MultiOutputLine) have the same fields in torch 2.11 to 2.
 """
 
 import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memo_compile import shim
 from memo_compile.analysis.regions import RegionGraph, ViewSpec, counted_once
 from memo_compile.errors import UnsupportedGraph
+from memo_compile.lowering.workspace import CONVOLUTION, convolution_bytes
 from memo_compile.step.problem import (
     OutsideBuffer,
     RegionBuffer,
@@ -19,6 +21,9 @@ from memo_compile.step.problem import (
     Storage,
     align,
 )
+
+_CONVOLUTION = re.compile(r"(?:^|[._])convolution(_backward)?(?=$|[._])")
+"""The names of kernels that are convolutions."""
 
 
 class _Groups:
@@ -80,8 +85,9 @@ class LineScan:
 
     def _read_extern(self, number: int, node: Any) -> None:
         name, kind = node.get_name(), _kernel_name(node)
+        written = [self._graph.get_buffer(buffer) for buffer in shim.written_buffers(node)]
+        self._read_convolution(number, node, written)
         if shim.copies_results(node):  # they exist beside the buffers that they are copied to
-            written = map(self._graph.get_buffer, shim.written_buffers(node))
             size = sum(map(self._size_bytes, written))
             self._copied.append(
                 OutsideBuffer(kind=kind, size_bytes=size, start=number, end=number + 1)
@@ -92,6 +98,22 @@ class LineScan:
             self._groups.join(name, source)
         if not aliased and not shim.has_multi_output_layout(node):
             self._outside[name] = (number, self._size_bytes(node), kind)
+
+    def _read_convolution(self, number: int, node: Any, written: Sequence[Any]) -> None:
+        """What a convolution on a CPU allocates for itself, while its line runs."""
+        found = _CONVOLUTION.search(_kernel_name(node))
+        if found is None or self._region.device.type != "cpu":
+            return
+        operands = node.inputs[len(written) :]  # behind the buffers that are written
+        if not found[1]:
+            operands = [*written, node][:1] + operands[:2]
+        result, source, weight = (list(map(int, operand.get_size())) for operand in operands[:3])
+        size_bytes = convolution_bytes(
+            result, source, weight, operands[1].get_dtype().itemsize, is_backward=bool(found[1])
+        )
+        self._copied.append(
+            OutsideBuffer(kind=CONVOLUTION, size_bytes=size_bytes, start=number, end=number + 1)
+        )
 
     def _read_multi_output(self, number: int, line: Any) -> None:
         node = self._graph.name_to_buffer.get(line.result_name)

@@ -1,11 +1,15 @@
-"""Memory that CUDA's libraries take beside their results, which no traced graph shows.
+"""Memory that libraries take beside their results, which no traced graph shows.
 
-Read in FlashAttention-2's ``mha_bwd`` (torch 2.11 to 2.13): it sums the queries' gradient in
+CPU: oneDNN copies a convolution's operands and result into layouts of its own; measured with torch
+2.13 on AVX-512, with one and two threads (``tests/numerics/test_convolutions.py`` measures again).
+
+CUDA: read in FlashAttention-2's ``mha_bwd`` (torch 2.11 to 2.13): it sums the queries' gradient in
 float32, keeps one float32 number for each row of scores, and where keys have fewer heads than
 queries it makes their gradients for every query head first.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,6 +26,62 @@ WIDTH_GRANULE = 32
 """Head widths are rounded up to a multiple of this."""
 RING_BUFFERS = 4
 """Buffers of a key's size in which ring attention receives while it reads others."""
+
+CHANNEL_BLOCK_BYTES = 64
+"""oneDNN's own layouts round channels up to blocks of this size."""
+PARTIAL_SUMS_BYTES = 2 * 2**20
+"""Partial sums of a weight's gradient, at most; each thread has its own."""
+
+CONVOLUTION = "convolution workspace"
+"""Kind of what ``convolution_bytes`` counts."""
+
+
+def convolution_bytes(
+    result: Sequence[int],
+    source: Sequence[int],
+    weight: Sequence[int],
+    item_bytes: int,
+    *,
+    is_backward: bool,
+) -> int:
+    """What a convolution of these shapes, (B, C, ...) each, allocates for itself on a CPU.
+
+    An upper bound: with channels last, and for some sizes, oneDNN copies nothing. The backward's
+    ``result`` is the gradient that comes in; it reads the source for two gradients, and sums the
+    weight's in float32. A transposed convolution runs as the backward of another.
+    """
+    channels, outputs = source[1], result[1]
+    blocked = max(1, CHANNEL_BLOCK_BYTES // item_bytes)
+    source_bytes = math.prod(source) // channels * _rounded(channels, blocked) * item_bytes
+    result_bytes = math.prod(result) // outputs * _rounded(outputs, blocked) * item_bytes
+    weight_bytes = math.prod(weight[2:]) * item_bytes
+    weight_bytes *= _rounded(weight[0], blocked) * _rounded(weight[1], blocked)
+    if weight[0] != outputs or math.prod(result[2:]) > math.prod(source[2:]):
+        result_bytes *= 2
+    if not is_backward:
+        return align(source_bytes + result_bytes + weight_bytes)
+    sums = weight_bytes // item_bytes * max(item_bytes, FLOAT32_BYTES)
+    return align(2 * source_bytes + result_bytes + weight_bytes + sums + PARTIAL_SUMS_BYTES)
+
+
+def _rounded(channels: int, blocked: int) -> int:
+    return -(-channels // blocked) * blocked
+
+
+def convolution_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
+    """What a CPU's convolution ``node``, which runs on ``line``, allocates for itself."""
+    name = op_name(node)
+    if node.op != "call_function" or name not in ("convolution", "convolution_backward"):
+        return None
+    is_backward = name == "convolution_backward"
+    operands = [*node.args[:3]] if is_backward else [node, *node.args[:2]]
+    result, source, weight = map(_fake, operands)
+    if result is None or source is None or weight is None or source.device.type != "cpu":
+        return None
+    size_bytes = convolution_bytes(
+        result.shape, source.shape, weight.shape, source.itemsize, is_backward=is_backward
+    )
+    return OutsideBuffer(kind=CONVOLUTION, size_bytes=size_bytes, start=line, end=line + 1)
 
 
 def with_workspaces(

@@ -1,0 +1,127 @@
+"""Convolutions on a CPU: what oneDNN allocates for itself counts, and budgets hold with it."""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from memo_runtime.pages import keep_large_blocks_apart, trim_heap
+from torch import nn
+
+import memo_compile
+from memo_compile.errors import Infeasible
+from memo_compile.lowering.workspace import convolution_bytes
+from tests.numerics.first_step import watches_of
+
+MOST_OVER_BUDGET = 1.005
+ROUNDING_BYTES = 2**16
+"""Pages that the allocator begins, and the process's other small blocks."""
+SHAPES = [
+    # batch, channels, results, kernel, size, stride, groups, transposed
+    (2, 64, 64, 3, (48, 48), 1, 1, False),
+    (1, 128, 64, 3, (96, 96), 2, 1, False),
+    (2, 3, 64, 7, (96, 96), 2, 1, False),
+    (2, 96, 96, 7, (48, 48), 1, 96, False),
+    (2, 20, 36, 3, (63, 63), 1, 1, False),
+    (1, 256, 512, 3, (14, 14), 1, 1, False),
+    (2, 128, 32, 1, (48, 48), 1, 1, False),
+    (1, 96, 64, 4, (48, 48), 2, 1, True),
+    (2, 48, 16, 3, (16, 16, 16), 1, 1, False),
+    (2, 96, 128, 3, (2048,), 1, 1, False),
+]
+OPTIONS = {"strict": True, "costs": "roofline", "optimizer_state_bytes_per_parameter": 0}
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads and resets /proc")
+
+
+def _kib_of_status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(field + ":")))
+
+
+def _extra_bytes(operator: Any, *args: Any) -> int:
+    """The most memory of a call beside its results, once its kernels are there."""
+    for _ in range(2):
+        operator(*args)
+    trim_heap()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before = _kib_of_status("VmRSS")
+    results = operator(*args)
+    grown = (_kib_of_status("VmHWM") - before) * 1024
+    results = results if isinstance(results, tuple) else (results,)
+    return grown - sum(result.nbytes for result in results if result is not None)
+
+
+@needs_linux
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_convolution_allocates_is_at_most_what_is_counted(dtype):
+    keep_large_blocks_apart()
+    shares = []
+    for batch, channels, results, kernel, size, stride, groups, transposed in SHAPES:
+        x = torch.randn(batch, channels, *size, dtype=dtype)
+        ends = (channels, results) if transposed else (results, channels)
+        weight = torch.randn(ends[0], ends[1] // groups, *[kernel] * len(size), dtype=dtype)
+        lists = ([stride] * len(size), [kernel // 2] * len(size), [1] * len(size))
+        rest = (*lists, transposed, [0] * len(size), groups)
+        y = torch.ops.aten.convolution(x, weight, None, *rest)
+        shapes = (y.shape, x.shape, weight.shape, dtype.itemsize)
+        forward = _extra_bytes(torch.ops.aten.convolution, x, weight, None, *rest)
+        mask = (True, True, False)
+        backward = _extra_bytes(
+            torch.ops.aten.convolution_backward, torch.ones_like(y), x, weight, None, *rest, mask
+        )
+        for extra, is_backward in ((forward, False), (backward, True)):
+            counted = convolution_bytes(*shapes, is_backward=is_backward)
+            assert extra <= counted + ROUNDING_BYTES, (shapes, is_backward)
+            shares.append(extra / counted)
+    assert max(shares) > 0.4, "nothing was measured"
+
+
+class Stack(nn.Module):
+    """Blocks of two convolutions, wide at first, narrow at the end."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        wide = [nn.Conv2d(3, width, 3, padding=1)]
+        wide += [nn.Conv2d(width, width, 3, padding=1) for _ in range(5)]
+        self.layers = nn.ModuleList(wide)
+        self.last = nn.ConvTranspose2d(width, 4, 2, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.last(x).square().mean()
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    ("lowering", "dtype", "width"),
+    [("aten", torch.float32, 40), ("aten", torch.bfloat16, 48), ("inductor", torch.float32, 24)],
+)
+def test_a_budget_holds_in_every_step(lowering, dtype, width):
+    model, x = Stack(width).to(dtype), torch.randn(2, 3, 96, 96, dtype=dtype)
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), x))
+
+    def compiled(budget: int) -> Any:
+        torch._dynamo.reset()
+        options = {**OPTIONS, "lowering": lowering, "memory_budget": budget}
+        return torch.compile(model, backend="memo", options=options)
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+        compiled(1)(x)
+    error = raised.value.inner_exception
+    assert isinstance(error, Infeasible)
+    assert error.floor_bytes is not None
+    budget, ratios = error.floor_bytes, []
+    run = compiled(budget)
+    for _ in range(3):
+        model.zero_grad()
+        with contextlib.ExitStack() as stack:
+            watches = watches_of(stack)
+            run(x).backward()
+        ratios.append((held + watches[0].growth_bytes) / budget)
+    assert max(ratios) <= MOST_OVER_BUDGET, ratios
+    assert "convolution workspace" in memo_compile.report().plans[-1].outside_bytes_by_kind
