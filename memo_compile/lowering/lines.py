@@ -111,9 +111,10 @@ class LineScan:
         size_bytes = convolution_bytes(
             result, source, weight, operands[1].get_dtype().itemsize, is_backward=bool(found[1])
         )
-        self._copied.append(
-            OutsideBuffer(kind=CONVOLUTION, size_bytes=size_bytes, start=number, end=number + 1)
-        )
+        if size_bytes:
+            self._copied.append(
+                OutsideBuffer(kind=CONVOLUTION, size_bytes=size_bytes, start=number, end=number + 1)
+            )
 
     def _read_multi_output(self, number: int, line: Any) -> None:
         node = self._graph.name_to_buffer.get(line.result_name)

@@ -46,10 +46,13 @@ def convolution_bytes(
 ) -> int:
     """What a convolution of these shapes, (B, C, ...) each, allocates for itself on a CPU.
 
-    An upper bound: with channels last, and for some sizes, oneDNN copies nothing. The backward's
+    An upper bound: with channels last, and for some sizes, oneDNN copies nothing; float64, which
+    torch unfolds, is not its business: 0. The backward's
     ``result`` is the gradient that comes in; it reads the source for two gradients, and sums the
     weight's in float32. A transposed convolution runs as the backward of another.
     """
+    if item_bytes > FLOAT32_BYTES:
+        return 0
     channels, outputs = source[1], result[1]
     blocked = max(1, CHANNEL_BLOCK_BYTES // item_bytes)
     source_bytes = math.prod(source) // channels * _rounded(channels, blocked) * item_bytes
@@ -61,7 +64,8 @@ def convolution_bytes(
     if not is_backward:
         return align(source_bytes + result_bytes + weight_bytes)
     sums = weight_bytes // item_bytes * max(item_bytes, FLOAT32_BYTES)
-    return align(2 * source_bytes + result_bytes + weight_bytes + sums + PARTIAL_SUMS_BYTES)
+    partial = min(PARTIAL_SUMS_BYTES, 2 * (source_bytes + result_bytes))
+    return align(2 * source_bytes + result_bytes + weight_bytes + sums + partial)
 
 
 def _rounded(channels: int, blocked: int) -> int:
@@ -81,6 +85,8 @@ def convolution_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
     size_bytes = convolution_bytes(
         result.shape, source.shape, weight.shape, source.itemsize, is_backward=is_backward
     )
+    if not size_bytes:
+        return None
     return OutsideBuffer(kind=CONVOLUTION, size_bytes=size_bytes, start=line, end=line + 1)
 
 
