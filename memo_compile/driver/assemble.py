@@ -214,8 +214,8 @@ class Assembly:
         plan, problem = self.plan, self.problem
         earlier, own = self._watch.turn(args)
         planned = plan.fixed.earlier_outputs
-        if problem.keeps_outputs:
-            planned += held_bytes(problem, self.lowered.cut.forward.results)
+        if problem.keeps_outputs:  # of this step, and of those that wait for their backward
+            planned += problem.live_steps * held_bytes(problem, self.lowered.cut.forward.results)
         held = max(0, earlier + own - planned)
         again = plan.fixed.new_gradients if ran_before(self.step, args) else 0
         copied = retained_peak_bytes(problem, plan) - plan.peak_bytes if keep_graph else 0

@@ -84,6 +84,26 @@ def test_the_floor_of_a_second_loss_outside():
     assert_retiled(found.value.floor_bytes)
 
 
+def test_the_floor_of_two_forwards_whose_results_are_held():
+    """The results of the one that waits are in the plan, as its frame is."""
+    inputs = rows(1, 256, 16), torch.arange(256)
+    options = {**OPTIONS, "max_inflight": 2}
+
+    def train_both(model: nn.Module) -> None:
+        (first, logits), (second, others) = model(*inputs), model(*inputs)
+        (first + second).backward()
+        assert logits.shape == others.shape
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+        Pair(head(16, 512), **options, memory_budget=1).compiled(*inputs)
+    budget = raised.value.inner_exception.floor_bytes
+    pair = Pair(head(16, 512), **options, memory_budget=budget)
+    pair.each(train_both)
+    pair.assert_equal()
+    (plan,) = memo_compile.report().plans
+    assert plan.peak_bytes <= budget
+
+
 def retiled(plan: Callable[..., PlannedGraph]) -> Retiled:
     """A graph whose first tiles refuse a request."""
 
