@@ -1,5 +1,6 @@
 """The only parser and formatter of byte sizes and durations."""
 
+import math
 import re
 
 from memo_compile.errors import ConfigError
@@ -37,6 +38,15 @@ def parse_size(text: str | int, *, total_bytes: int | None = None, what: str = "
             f"{what}: expected bytes, or a number with KB, MB, GB, KiB, MiB, GiB or %, got {text!r}"
         )
     return round(float(match.group(1)) * factor) if factor > 1 else int(float(match.group(1)))
+
+
+def format_enough(num_bytes: int) -> str:
+    """``num_bytes`` as by ``format_bytes``, but rounded up: a bound of that text holds them."""
+    factor = 1
+    while num_bytes >= 1024 * factor and factor < _BINARY["TIB"]:
+        factor *= 1024
+    hundredth = factor / 100 if factor > 1 else 1
+    return format_bytes(math.ceil(num_bytes / hundredth) * hundredth)
 
 
 def format_bytes(num_bytes: float) -> str:

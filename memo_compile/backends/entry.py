@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import tempfile
@@ -17,7 +18,8 @@ from memo_runtime.pages import keep_large_blocks_apart
 from torch import fx
 
 from memo_compile import shim
-from memo_compile.backends.capture import StepCapture, next_graph_name
+from memo_compile.backends.capture import Finish, StepCapture, next_graph_name
+from memo_compile.backends.retile import PlannedGraph, Retiled
 from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.driver.assemble import Assembly
@@ -25,7 +27,7 @@ from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import REFUSED, REPORT, is_bug
 from memo_compile.driver.pipeline import assemble
 from memo_compile.driver.probe import TilingProbes
-from memo_compile.driver.stages import CapturedStep
+from memo_compile.driver.stages import CapturedStep, PlanRequest
 from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import ConfigError, MemoError, UnsupportedGraph, described, nearest
 from memo_compile.passes.runner import graph_text
@@ -119,35 +121,51 @@ def plan_graph(
     """``gm`` compiled by memo; every failure is raised.
 
     Where the budget, or what the device grants, is below what the step needs, its wide chains are
-    run in tiles of tokens.
+    run in tiles of tokens: other ones where it turns out while it runs that it needs more.
     """
-    facts = GraphFacts(example_inputs)
+    plan = functools.partial(_planned, config)
+    untouched = shim.copied(gm)
+    planned = plan(gm, example_inputs, PlanRequest())
+    if planned.assembly is None:
+        return planned.run
+    state.add_plan(planned.assembly.reported)
+    if config.memory_budget is None or config.exact or config.token_tiles is not None:
+        return planned.run
+    return Retiled(untouched, plan, planned)
+
+
+def _planned(
+    config: MemoConfig, gm: fx.GraphModule, inputs: Sequence[Any], request: PlanRequest
+) -> PlannedGraph:
+    """``gm``, which changes, compiled in the first tiles in which ``request`` fits."""
+    facts = GraphFacts(inputs)
     if facts.device.type == "cpu" and config.memory_budget is not None:
         keep_large_blocks_apart()  # before anything large is compiled and freed
     probes = TilingProbes()
-    return first_that_fits(
-        gm,
-        facts,
-        config,
-        lambda graph, options: _plan_once(graph, example_inputs, options, probes),
-    )
+
+    def once(graph: fx.GraphModule, options: MemoConfig) -> PlannedGraph:
+        return _planned_once(
+            graph, inputs, options, lambda step: _compiled_step(step, options, probes, request)
+        )
+
+    return first_that_fits(gm, facts, config, once)
 
 
-def _plan_once(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig, probes: TilingProbes
-) -> Callable[..., Any]:
-    name, facts = next_graph_name(), GraphFacts(example_inputs)
-    capture = StepCapture(config, facts, name, lambda step: _compiled_step(step, config, probes))
-    compiled = capture.run(gm, example_inputs)
+def _planned_once(
+    gm: fx.GraphModule, inputs: Sequence[Any], config: MemoConfig, finish: Finish
+) -> PlannedGraph:
+    capture = StepCapture(config, GraphFacts(inputs), next_graph_name(), finish)
+    run = capture.run(gm, inputs)
     if capture.assembly is not None:  # for inference there is none
         weakref.finalize(capture, capture.assembly.retire).atexit = False
-        state.add_plan(capture.assembly.reported)
-    return compiled
+    return PlannedGraph(run=run, assembly=capture.assembly)
 
 
-def _compiled_step(captured: CapturedStep, config: MemoConfig, probes: TilingProbes) -> Assembly:
+def _compiled_step(
+    captured: CapturedStep, config: MemoConfig, probes: TilingProbes, request: PlanRequest
+) -> Assembly:
     """The step through all stages; its memory is taken now."""
-    assembly = assemble(captured, config, probes)
+    assembly = assemble(captured, config, probes, request)
     step = assembly.lowered.cut
     if step.runner.dump is not None:
         step.runner.write("step-forward.txt", graph_text(step.forward.program))

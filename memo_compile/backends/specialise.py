@@ -88,7 +88,7 @@ class Specialised:
 
     def _key(self, numbers: tuple[float, ...], rest: Sequence[Any]) -> tuple[str, ...]:
         """What tells plans apart: 0.0 equals -0.0, and NaN not even itself."""
-        return (*map(repr, numbers), *_shared_memory(rest, self._written or ()))
+        return (*map(repr, numbers), *shared_memory(rest, self._written or ()))
 
     def _compile(self, numbers: tuple[float, ...], rest: Sequence[Any]) -> Callable[..., Any]:
         with shim.nothing_else_compiles(), self._lock:
@@ -127,7 +127,7 @@ class Specialised:
         return self._plain
 
 
-def _shared_memory(inputs: Sequence[Any], written: Collection[int]) -> tuple[str, ...]:
+def shared_memory(inputs: Sequence[Any], written: Collection[int]) -> tuple[str, ...]:
     """How inputs lie in memory that several of them share and into which the graph writes.
 
     AOTAutograd compiles for that, and leaves it to Dynamo's guards to see another way.

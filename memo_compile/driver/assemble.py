@@ -24,14 +24,22 @@ from memo_compile.driver.library_buffers import (
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
-from memo_compile.driver.user_outputs import LossWatch, ResultWatch, held_bytes, result_storages
+from memo_compile.driver.user_outputs import (
+    LOSS_OUTSIDE,
+    LossWatch,
+    ResultWatch,
+    held_bytes,
+    outside_loss_bytes,
+    own_gradients,
+    result_storages,
+)
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Observed, Plan, ReportedPlan
 from memo_compile.step.problem import Problem
 from memo_compile.step.residency import retained_peak_bytes, step_constant_bytes, waiting_step_bytes
-from memo_compile.units import format_bytes
+from memo_compile.units import format_bytes, format_enough
 
 MAX_REFUSALS = 6
 """How often a step is planned again after a refusal, each time for a quarter of the arena less."""
@@ -43,13 +51,6 @@ MIN_KEPT_BYTES = 2**20
 """Fewer bytes of kept results cause no new plan: losses and small statistics are always held."""
 
 
-LOSS_OUTSIDE = (
-    "large results that the compiled function returns beside its own loss are used outside (by "
-    "another loss, or behind a graph break); compute all inside, which needs less, or set "
-    "outside_loss=True for a plan that counts with it from the first step on"
-)
-
-
 @dataclass(slots=True, kw_only=True)
 class Assembly:
     """A planned step that runs, and what it takes to plan it for another request."""
@@ -59,6 +60,8 @@ class Assembly:
     known: StepKnowledge
     request: PlanRequest = field(default_factory=PlanRequest)
     """The last request: what is known by now of the device and of what the user keeps."""
+    refused: PlanRequest | None = None
+    """What the last forward asked for and got no plan for; in other tiles there may be one."""
     planned: PlannedStep
     plan: Plan = field(init=False)
     """The plan of ``planned``, which also counts what was found to exist beside it since."""
@@ -120,28 +123,36 @@ class Assembly:
         """The seconds of regions and copies, where a decision needed them."""
         return self.known.known_costs(self.request.applied_to(self.config).host_store)
 
-    def _replan(self, existing: int | None = None, lasting: int = 0) -> PlannedStep:
+    def _replan(
+        self, found: PlanRequest | None = None, *, existing: int | None = None, lasting: int = 0
+    ) -> PlannedStep:
         """The step planned for the last request, and for gradients and results that exist before.
 
-        Gradients (by default those that exist now) count in all later plans too, because they may
-        be kept again. Where no plan fits (Infeasible), the last request stays.
+        ``found`` is that request with what else was found. Gradients (by default those that exist
+        now) count in all later plans too, because they may be kept again. Where no plan fits
+        (Infeasible), the last request stays.
         """
         if existing is None:
             existing = self.lowered.cut.facts.existing_gradient_bytes()
         request = replace(
-            self.request,
+            found or self.request,
             existing_gradient_bytes=max(self.request.existing_gradient_bytes, existing),
             earlier_output_bytes=lasting,
         )
-        with shim.nothing_else_compiles():
-            planned = plan_step(self.lowered, self.config, request, self.known)
-        self.request = request
+        try:
+            with shim.nothing_else_compiles():
+                planned = plan_step(self.lowered, self.config, request, self.known)
+        except Infeasible:
+            self.refused = request
+            raise
+        self.request, self.refused = request, None
         return planned
 
     def forward(self, args: list[Any]) -> list[Any]:
         """The forward's results; empties ``args``. Raises Infeasible before it breaks a budget."""
         if not leases.any_live():
             state.step_begins()
+        self.refused = None
         self._require_room_beside_others()
         self._count_outside_loss()
         self._count_what_exists(args)
@@ -192,7 +203,7 @@ class Assembly:
             count = step.live + step.beyond + 1
             raise Infeasible(
                 f"{count} forwards of one graph wait for their backward, which needs "
-                f"{format_bytes(peak)} > memory_budget {format_bytes(budget)}; this one has not "
+                f"{format_enough(peak)} > memory_budget {format_bytes(budget)}; this one has not "
                 f"begun. Call backward after each forward, or set max_inflight={count}, so that "
                 "all are planned together, or raise memory_budget",
                 floor_bytes=peak,
@@ -203,8 +214,8 @@ class Assembly:
         plan, problem = self.plan, self.problem
         earlier, own = self._watch.turn(args)
         planned = plan.fixed.earlier_outputs
-        if problem.keeps_outputs:
-            planned += held_bytes(problem, self.lowered.cut.forward.results)
+        if problem.keeps_outputs:  # of this step, and of those that wait for their backward
+            planned += problem.live_steps * held_bytes(problem, self.lowered.cut.forward.results)
         held = max(0, earlier + own - planned)
         again = plan.fixed.new_gradients if ran_before(self.step, args) else 0
         copied = retained_peak_bytes(problem, plan) - plan.peak_bytes if keep_graph else 0
@@ -282,8 +293,16 @@ class Assembly:
 
     def retire(self) -> None:
         """Let go of what is held for a model that is gone."""
-        arena_of(self.step.device).forget(self.step.key)
+        self.release()
         state.plan_is_gone(self.reported)
+
+    def release(self) -> None:
+        """Give back the step's frames. A step that still runs makes them anew."""
+        arena_of(self.step.device).forget(self.step.key)
+
+    def follow(self, before: "Assembly") -> None:
+        """Run the steps after those of ``before``, whose results may still be held."""
+        self._watch = before._watch
 
     def _count_what_exists(self, args: Sequence[Any]) -> None:
         """Count gradients and results of earlier steps that are kept: new ones come beside them.
@@ -323,15 +342,11 @@ class Assembly:
         counted: the backward checks them before it begins.
         """
         try:
-            try:
-                planned = self._replan(existing, lasting)
-            except Infeasible:
-                if not lasting or not replaced:
-                    raise
-                planned = self._replan(existing)
-        except Infeasible as error:
-            text = _kept(error, existing, lasting)
-            raise Infeasible(text, floor_bytes=error.floor_bytes) from None
+            planned = self._replan(existing=existing, lasting=lasting)
+        except Infeasible:
+            if not lasting or not replaced:
+                raise
+            planned = self._replan(existing=existing)
         self._rebind(planned)
 
     def _rebind(self, planned: PlannedStep) -> None:
@@ -348,9 +363,8 @@ class Assembly:
         """
         if self._kept_bytes < MIN_KEPT_BYTES or self.step.live:
             return
+        self._rebind(self._replan(replace(self.request, keeps_outputs=True)))
         self._kept_bytes = 0
-        self.request = replace(self.request, keeps_outputs=True)
-        self._rebind(self._replan())
 
     def _may_hide_a_loss(self) -> bool:
         """True where a loss outside could break the budget, because no plan counts it yet."""
@@ -361,18 +375,12 @@ class Assembly:
         """Replan once a backward has shown a loss outside that no option announced."""
         if self.step.live or not self._may_hide_a_loss() or not self._losses.found():
             return
-        before = self.request
-        self.request = replace(before, outside_loss=True)
-        try:
-            planned = self._replan()
-        except Infeasible as error:
-            self.request = before
-            raise Infeasible(f"{error}. {LOSS_OUTSIDE}", floor_bytes=error.floor_bytes) from None
+        more = outside_loss_bytes(own_gradients(self.lowered.cut.backward.program.graph))
         state.warn_once(
-            f"{LOSS_OUTSIDE}: {format_bytes(planned.problem.loss_bytes)} count from this step on, "
-            "and steps before may have exceeded memory_budget"
+            f"{LOSS_OUTSIDE}: {format_bytes(more)} count from this step on, and steps before may "
+            "have exceeded memory_budget"
         )
-        self._rebind(planned)
+        self._rebind(self._replan(replace(self.request, outside_loss=True)))
 
     def _bind_again(self, planned: PlannedStep) -> None:
         old = self.step
@@ -393,22 +401,6 @@ def _say_unplanned() -> None:
             "a forward began while another of the same graph was waiting for its backward; it "
             "runs in ordinary memory. Set max_inflight to the number of live forwards"
         )
-
-
-def _kept(error: Infeasible, gradients: int, results: int) -> str:
-    """The text of ``error``, and what the user keeps that the first step did not find."""
-    text = str(error)
-    if gradients:
-        text += (
-            ". Gradients were kept from the last step, which makes them exist twice: "
-            "zero_grad(set_to_none=True) frees them, accumulation needs them"
-        )
-    if results:
-        text += (
-            f". {format_bytes(results)} of results of earlier steps are held: let go of them, or "
-            "keep .detach().cpu() of what is small"
-        )
-    return text
 
 
 def _beyond(num_bytes: int, could_not_run: Mapping[str, str]) -> str:
@@ -439,6 +431,6 @@ def _no_room(peak: int, budget: int, *, held: int, again: int, copied: int) -> s
     }
     parts = "; ".join(f"{format_bytes(size)}: {what}" for what, size in why.items() if size)
     return (
-        f"this backward would need {format_bytes(peak)} > memory_budget {format_bytes(budget)}, "
+        f"this backward would need {format_enough(peak)} > memory_budget {format_bytes(budget)}, "
         f"and has not begun. Beside its plan: {parts}; or raise memory_budget"
     )

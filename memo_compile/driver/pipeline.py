@@ -8,7 +8,8 @@
 
 ``assemble`` goes all the way. ``memo_compile.plan`` stops before the last stage.
 ``plan_step`` answers a PlanRequest. It and ``bind_step`` are repeated for another request when the
-device refuses memory, or the user keeps what the plan took to be gone (``driver.assemble``).
+device refuses memory, or the user keeps what the plan took to be gone (``driver.assemble``); where
+that fits in other tiles only, the graph is compiled anew (``backends.retile``).
 """
 
 import time
@@ -36,7 +37,10 @@ from memo_compile.step.problem import Phase
 
 
 def assemble(
-    captured: CapturedStep, config: MemoConfig, accepts: Callable[[RegionTiling], bool]
+    captured: CapturedStep,
+    config: MemoConfig,
+    accepts: Callable[[RegionTiling], bool],
+    request: PlanRequest,
 ) -> Assembly:
     """The step through all stages, its memory granted.
 
@@ -47,20 +51,21 @@ def assemble(
     """
     step = cut_step(captured, config, accepts)
     lowered = lower_step(step, config, for_cuda=step.facts.device.type == "cuda")
-    return assemble_lowered(lowered, config)
+    return assemble_lowered(lowered, config, request)
 
 
-def assemble_lowered(lowered: LoweredStep, config: MemoConfig) -> Assembly:
+def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequest) -> Assembly:
     """The last two stages of ``assemble``; raises what that raises."""
     known = StepKnowledge(lowered=lowered, config=config)
-    planned = plan_step(lowered, config, PlanRequest(), known)
+    planned = plan_step(lowered, config, request, known)
     require_fast(planned.plan, config, known.whole_compute_s(config.host_store))
     assembly = Assembly(
         lowered=lowered,
         config=config.at_any_speed(),
         known=known,
+        request=request,
         planned=planned,
-        step=bind_step(planned, lowered.cut, config),
+        step=bind_step(planned, lowered.cut, request.applied_to(config)),
     )
     assembly.reserve()
     return assembly

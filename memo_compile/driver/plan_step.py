@@ -22,7 +22,12 @@ from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.movable_step import Movable
 from memo_compile.driver.report_rows import moved_rows, saved_rows, step_notes
 from memo_compile.driver.stages import CutStep, LoweredStep, PlannedStep, PlanRequest
-from memo_compile.driver.user_outputs import held_bytes, outside_loss_bytes, own_gradients
+from memo_compile.driver.user_outputs import (
+    LOSS_OUTSIDE,
+    held_bytes,
+    outside_loss_bytes,
+    own_gradients,
+)
 from memo_compile.errors import ConfigError, Infeasible, MemoError, TooSlow
 from memo_compile.planners.place_step import placed_step, require_budget
 from memo_compile.planners.policy import Choice
@@ -32,7 +37,7 @@ from memo_compile.step.plans import Plan
 from memo_compile.step.problem import FixedBytes, Problem
 from memo_compile.step.residency import residency, step_constant_bytes
 from memo_compile.step.simulate import peak_live_bytes
-from memo_compile.units import format_bytes, format_seconds
+from memo_compile.units import format_bytes, format_enough, format_seconds
 
 
 def plan_step(
@@ -50,7 +55,7 @@ def plan_step(
     try:
         planned = planner.decide()
     except Infeasible as error:
-        raise with_both_floors(error, planner.problem.fixed) from None
+        raise _explained(error, planner.problem.fixed, request) from None
     plan = replace(
         planned.plan,
         dropping_saves_bytes=planner.saved_by_dropping(planned),
@@ -284,13 +289,26 @@ class _Planner:
         return default_host_budget_bytes(memory, local_world_size())
 
 
-def with_both_floors(error: Infeasible, fixed: FixedBytes) -> Infeasible:
-    """``error``, which also names the floor of a step that finds gradients from the one before.
+def _explained(error: Infeasible, fixed: FixedBytes, request: PlanRequest) -> Infeasible:
+    """``error``, which also says what was found since the step was compiled.
 
+    Where no gradients were found, it names the floor of a step that finds those of the one before.
     They are there from its beginning to its end, so that every plan needs that much more.
     """
-    if error.floor_bytes is None or fixed.gradients > fixed.new_gradients:
-        return error
-    accumulating = format_bytes(error.floor_bytes + fixed.new_gradients)
-    text = f"{error}; floor where .grad exists before the step (accumulation): {accumulating}"
+    text = str(error)
+    if error.floor_bytes is not None and fixed.gradients <= fixed.new_gradients:
+        accumulating = format_enough(error.floor_bytes + fixed.new_gradients)
+        text += f"; floor where .grad exists before the step (accumulation): {accumulating}"
+    if request.existing_gradient_bytes:
+        text += (
+            ". Gradients were kept from the last step, which makes them exist twice: "
+            "zero_grad(set_to_none=True) frees them, accumulation needs them"
+        )
+    if request.earlier_output_bytes:
+        text += (
+            f". {format_bytes(request.earlier_output_bytes)} of results of earlier steps are held: "
+            "let go of them, or keep .detach().cpu() of what is small"
+        )
+    if request.outside_loss:
+        text += f". {LOSS_OUTSIDE}"
     return Infeasible(text, floor_bytes=error.floor_bytes)

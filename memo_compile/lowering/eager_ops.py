@@ -4,8 +4,8 @@ Inductor replaces random operators by pure functions of a seed before memo sees 
 they draw from a generator of that seed: the same seed gives the same numbers, so that a mask can
 be recomputed. The numbers differ from those of Inductor's kernels.
 
-Eager's ``slice_scatter`` and its like copy the storage of their first input from its first byte
-on, which in a step is the arena.
+Eager's ``copy``, ``slice_scatter`` and their like copy the whole storage of their first input,
+which in a step is the arena, and their result keeps that copy alive.
 """
 
 import functools
@@ -53,6 +53,32 @@ def _scatter(view: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return run
 
 
+def _as_strided_scatter(
+    base: torch.Tensor,
+    source: torch.Tensor,
+    size: Any,
+    stride: Any,
+    storage_offset: int | None = None,
+) -> torch.Tensor:
+    """As ``_scatter``; what is overwritten may lie between and beside the elements of ``base``."""
+    own = base.storage_offset()
+    offset = own if storage_offset is None else storage_offset
+    begin = min(own, offset)
+    end = max(own + _extent(base.size(), base.stride()), offset + _extent(size, stride))
+    result = base.as_strided((end - begin,), (1,), begin).clone()
+    result.as_strided(size, stride, offset - begin).copy_(source)
+    return result.as_strided(base.size(), base.stride(), own - begin)
+
+
+def _extent(size: Any, stride: Any) -> int:
+    """Elements from the first to the last of a tensor that is not empty."""
+    return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+
+
+def _copy(base: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return torch.empty_like(base).copy_(source, non_blocking=non_blocking)
+
+
 @functools.cache
 def _table() -> dict[Any, Callable[..., Any]]:
     aten, prims = torch.ops.aten, torch.ops.prims
@@ -61,6 +87,8 @@ def _table() -> dict[Any, Callable[..., Any]]:
         prims.inductor_lookup_seed.default: _lookup_seed,
         prims.inductor_random.default: _random,
         prims.inductor_randint.default: _randint,
+        aten.copy.default: _copy,
+        aten.as_strided_scatter.default: _as_strided_scatter,
         aten.slice_scatter.default: _scatter(aten.slice.Tensor),
         aten.select_scatter.default: _scatter(aten.select.int),
         aten.diagonal_scatter.default: _scatter(aten.diagonal.default),

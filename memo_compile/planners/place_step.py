@@ -15,7 +15,7 @@ from memo_compile.step.problem import (
     live_bytes,
 )
 from memo_compile.step.residency import residency
-from memo_compile.units import format_bytes
+from memo_compile.units import format_bytes, format_enough
 
 
 def place_step(
@@ -83,7 +83,7 @@ def require_budget(plan: Plan) -> None:
         return
     fixed = plan.fixed
     raise Infeasible(
-        f"budget {format_bytes(plan.budget_bytes)} < floor {format_bytes(plan.peak_bytes)} "
+        f"budget {format_bytes(plan.budget_bytes)} < floor {format_enough(plan.peak_bytes)} "
         f"(parameters {format_bytes(fixed.parameters)}, gradients {format_bytes(fixed.gradients)}, "
         f"optimizer state {format_bytes(fixed.optimizer_state)}, arena "
         f"{format_bytes(plan.arena_bytes)}, outside {format_bytes(plan.outside_bytes)}); "

@@ -13,7 +13,7 @@ from memo_compile.config import MemoConfig, resolve
 from memo_compile.driver import pipeline
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.pipeline import assemble_lowered
-from memo_compile.driver.stages import CapturedStep, LoweredStep
+from memo_compile.driver.stages import CapturedStep, LoweredStep, PlanRequest
 from memo_compile.lowering.lower import lower_regions
 from memo_compile.passes.tile_cut import RegionTiling
 from memo_compile.reporting import state
@@ -46,8 +46,9 @@ class TracedStep:
         captured: CapturedStep,
         config: MemoConfig,
         accepts: Callable[[RegionTiling], bool],
+        request: PlanRequest,
     ) -> "TracedStep":
-        self._assembly = pipeline.assemble(captured, config, accepts)
+        self._assembly = pipeline.assemble(captured, config, accepts, request)
         return self
 
     def run(self, options: Options) -> tuple[Run, ReportedPlan]:
@@ -67,7 +68,7 @@ class TracedStep:
         step = self.assembly.lowered.cut
         regions = lower_regions(step.regions.values(), config, step.runner)
         lowered = replace(self.assembly.lowered, regions=regions)
-        return assemble_lowered(lowered, config)
+        return assemble_lowered(lowered, config, PlanRequest())
 
     def forward(self, args: list[Any]) -> list[Any]:
         return self._assembly.forward(args)

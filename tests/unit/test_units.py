@@ -1,7 +1,7 @@
 import pytest
 
 from memo_compile.errors import ConfigError, MemoError
-from memo_compile.units import format_bytes, format_seconds, parse_size
+from memo_compile.units import format_bytes, format_enough, format_seconds, parse_size
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,12 @@ def test_config_errors_are_memo_errors_and_value_errors():
 )
 def test_bytes_are_written(num_bytes, text):
     assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1023, 1025, 12345, 2**20 - 1, 3841626, 7 * 10**9, 3**30])
+def test_a_bound_that_is_written_is_enough(num_bytes):
+    bound = parse_size(format_enough(num_bytes))
+    assert num_bytes <= bound <= 1.01 * num_bytes
 
 
 @pytest.mark.parametrize("exponent", range(10, 45))

@@ -28,7 +28,7 @@ from memo_compile.step.movable import MEASURED, Mode, MovableStep, Moves, Schedu
 from memo_compile.step.plans import FrontierPoint, Plan, Timeline
 from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import simulate
-from memo_compile.units import format_bytes
+from memo_compile.units import format_bytes, format_enough
 
 MAX_FLOOR_PLACEMENTS = 6
 """Most placements that are made only to name the floor; each takes seconds for a large step."""
@@ -334,7 +334,7 @@ class _Chooser:
         if enough:
             assert self.host_budget_bytes is not None
             need = min(enough, key=lambda candidate: (candidate.host_bytes, candidate.cost_s))
-            floor = "" if lowest is None else f" (floor {format_bytes(lowest[0])} with it)"
+            floor = "" if lowest is None else f" (floor {format_enough(lowest[0])} with it)"
             return NothingFits(
                 f"budget {budget}: can be kept with {format_bytes(need.host_bytes)} of host memory "
                 f"for offloaded activations, but host_budget is "
@@ -349,7 +349,7 @@ class _Chooser:
         # A steady plan near the budget may fit once lowered: it did where its floor was named.
         near = self.budget_bytes * (1 + ESTIMATED_OVER)
         return NothingFits(
-            f"budget {budget} < floor {format_bytes(floor_bytes)} ({_floor_parts(step)}); "
+            f"budget {budget} < floor {format_enough(floor_bytes)} ({_floor_parts(step)}); "
             "raise memory_budget or shorten the sequence",
             floor_bytes=floor_bytes,
             problem=problem,

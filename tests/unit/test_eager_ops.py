@@ -1,0 +1,35 @@
+"""Operators that memo runs in its own way in eager: the same numbers, and memory of their own."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch._inductor.inductor_prims  # the table of operators names its own
+
+from memo_compile.lowering.eager_ops import runnable
+
+aten = torch.ops.aten
+
+CALLS: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor, tuple[object, ...]]] = {
+    "copy": (aten.copy.default, torch.ones(4), ()),
+    "slice_scatter": (aten.slice_scatter.default, torch.ones(2, 4), (0, 0, 2)),
+    "select_scatter": (aten.select_scatter.default, torch.ones(3), (1, 2)),
+    "diagonal_scatter": (aten.diagonal_scatter.default, torch.ones(3), ()),
+    "as_strided_scatter": (aten.as_strided_scatter.default, torch.ones(2), ((2,), (5,), 102)),
+    "as_strided_scatter_beside": (
+        aten.as_strided_scatter.default,
+        torch.ones(2),
+        ((2,), (7,), 97),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_result_of_what_lies_in_the_arena_holds_no_copy_of_the_arena(name: str):
+    operator, source, rest = CALLS[name]
+    base = torch.arange(1000.0)[100:112].view(3, 4)
+    result = runnable(operator)(base, source, *rest)
+    expected = operator(base, source, *rest)
+    assert torch.equal(result, expected)
+    assert result.stride() == expected.stride()
+    assert result.untyped_storage().nbytes() <= base.nbytes + 12  # what is beside ``base``
