@@ -56,6 +56,7 @@ from torch._inductor.fx_passes import joint_graph
 from torch._inductor.virtualized import V
 from torch._logging._internal import trace_structured as trace_structured
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -195,6 +196,14 @@ def min_cut_saved_names(
     return [node.name for node in outputs[num_fwd_outputs:] if isinstance(node, fx.Node)]
 
 
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """``graph`` with the attributes of ``root``; its code is written when it is first called.
+
+    Mostly nodes are run one by one or lowered, and the code would be written for nothing.
+    """
+    return _LazyGraphModule(root, graph)
+
+
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """``gm`` with a graph of its own, to be rewritten; names and Dynamo's notes are kept."""
     graph = fx.Graph()
@@ -205,7 +214,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
         nodes[node].meta = dict(node.meta)
         if hasattr(node, "_dynamo_source"):  # on placeholders: where Dynamo found the input
             nodes[node]._dynamo_source = node._dynamo_source
-    made = fx.GraphModule(gm, graph)
+    made = graph_module(gm, graph)
     made.meta.update(gm.meta)
     for name in ("_param_name_to_source", "_backend_id"):  # read by AOTAutograd, 2.11 and 2.13
         if hasattr(gm, name):

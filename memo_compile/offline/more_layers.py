@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import fx
 
+from memo_compile import shim
 from memo_compile.analysis.joint_units import JointUnits
 from memo_compile.analysis.layers import LayerStructure
 from memo_compile.driver.stages import CutStep
@@ -187,7 +188,7 @@ class _Longer:
             made = graph.placeholder(name)
             made.meta = dict(given[self._chains.template.get(name, name)].meta)
         graph.output(())
-        return fx.GraphModule(half.program, graph)
+        return shim.graph_module(half.program, graph)
 
     def _longer_units(self) -> JointUnits:
         structure = self._old.units.structure

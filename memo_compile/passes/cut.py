@@ -25,6 +25,7 @@ import torch
 from memo_runtime import ops
 from torch import fx
 
+from memo_compile import shim
 from memo_compile.analysis.purity import is_constant, is_write, runs_once
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.structure import spec_of
@@ -334,7 +335,7 @@ def _program(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
             for node in cutter.results
         )
     )
-    return fx.GraphModule(cutter.request.gm, graph)
+    return shim.graph_module(cutter.request.gm, graph)
 
 
 def _region_call(region: str, *inputs: Any) -> Any:

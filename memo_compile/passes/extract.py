@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from memo_compile import shim
 from memo_compile.analysis.views import makers_of
 
 
@@ -29,7 +30,7 @@ class Extract:
     @property
     def gm(self) -> fx.GraphModule:
         """The graph as a module; it must have its output."""
-        return fx.GraphModule(self.owner, self.graph)
+        return shim.graph_module(self.owner, self.graph)
 
     def finish(self, outputs: Sequence[fx.Node]) -> None:
         """The graph returns the copies of ``outputs``."""

@@ -109,11 +109,12 @@ class PassRunner:
         with self._watched(f"pass {name} on {stage}", name):
             result = graph_pass(gm)
             result.graph_module.graph.lint()
-        after = graph_text(result.graph_module)
-        if not result.modified and after != before:
-            raise PassFailed(f"pass {name} on {stage}: says unchanged, but the graph changed")
-        self.write(f"{stage}-{name}.before.txt", before)
-        self.write(f"{stage}-{name}.after.txt", after)
+        if self.dump is not None or not result.modified:
+            after = graph_text(result.graph_module)
+            if not result.modified and after != before:
+                raise PassFailed(f"pass {name} on {stage}: says unchanged, but the graph changed")
+            self.write(f"{stage}-{name}.before.txt", before)
+            self.write(f"{stage}-{name}.after.txt", after)
         result.graph_module.recompile()
         return result.graph_module
 

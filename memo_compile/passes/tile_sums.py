@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from memo_compile import shim
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.views import is_view, results_of
 from memo_compile.passes.extract import placeholder_like
@@ -53,7 +54,7 @@ def take_sums_out(
         region = replace(
             tile,
             name=f"{name}.sum{len(sums)}",
-            gm=fx.GraphModule(tile.gm, alone),
+            gm=shim.graph_module(tile.gm, alone),
             static_inputs=(),
             op_by_op=True,
         )

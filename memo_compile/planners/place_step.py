@@ -1,5 +1,6 @@
 """Problem -> Plan: lifetimes, placement, the numbers of the plan, and the checker's verdict."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from memo_compile.check.check_plan import require_valid
@@ -9,6 +10,7 @@ from memo_compile.step.ordinary import outside_peak
 from memo_compile.step.plans import Decision, Plan
 from memo_compile.step.problem import (
     ALIGNMENT_BYTES,
+    ArenaBuffer,
     Problem,
     arena_buffers,
     call_starts,
@@ -58,7 +60,9 @@ def placed_step(
     releases_pages: bool = False,
 ) -> Plan:
     """The plan of ``place_step``, unchecked, without decisions and budget."""
-    placed = place(placement_problem(problem), solver=solver, time_limit_s=time_limit_s)
+    buffers = arena_buffers(problem)
+    rectangles = _rectangles(problem, buffers)
+    placed = place(rectangles, solver=solver, time_limit_s=time_limit_s)
     arena_bytes = placed.height_bytes
     resident = residency(problem, placed.offsets, arena_bytes, releases_pages=releases_pages)
     return Plan(
@@ -68,7 +72,7 @@ def placed_step(
         peak_bytes=resident.peak_bytes,
         resident_bytes=resident.resident_bytes,
         releases_pages=releases_pages,
-        lower_bound_bytes=max(live_bytes(arena_buffers(problem)).values(), default=0),
+        lower_bound_bytes=max(live_bytes(buffers).values(), default=0),
         outside_bytes_by_kind=outside_peak(problem),
         fixed=problem.fixed,
         layer_classes=problem.layer_classes,
@@ -94,6 +98,10 @@ def require_budget(plan: Plan) -> None:
 
 def placement_problem(problem: Problem) -> PlacementProblem:
     """The step's buffers as rectangles; every call is the block of its own transients."""
+    return _rectangles(problem, arena_buffers(problem))
+
+
+def _rectangles(problem: Problem, alive: Iterable[ArenaBuffer]) -> PlacementProblem:
     starts = call_starts(problem)
     blocks = tuple(
         Block(id=call.name, class_key=call.region, lower=starts[i], upper=starts[i + 1])
@@ -108,6 +116,6 @@ def placement_problem(problem: Problem) -> PlacementProblem:
             alignment=ALIGNMENT_BYTES,
             block=problem.calls[buffer.call].name if buffer.transient else None,
         )
-        for buffer in arena_buffers(problem)
+        for buffer in alive
     )
     return PlacementProblem(buffers=buffers, blocks=blocks, alignment=ALIGNMENT_BYTES)

@@ -16,18 +16,22 @@ from typing import Any
 import pytest
 import torch
 from memo_runtime.arena import arena_of
+from memo_runtime.pages import MIN_OWN_MAPPING_BYTES
 from torch import nn
 from torch.nn import functional
 
 import memo_compile
+from memo_compile.backends import entry
+from memo_compile.costs import measure
 from memo_compile.costs.measure import watch_memory
 from memo_compile.driver import assemble
+from memo_compile.driver.probe import TilingProbes
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
 from tests.numerics.small import CPU, Block
 from tests.numerics.training import FLOOR, assert_planned, gradient_error
 
-HIDDEN, ROWS, VOCABULARY = 64, 16384, 512
+HIDDEN, ROWS, VOCABULARY = 64, 4096, 512
 LOGITS_BYTES = 4 * ROWS * VOCABULARY
 MOST_OVER_BUDGET = 1.005
 NOISE_BYTES = 0
@@ -37,6 +41,7 @@ OPTIONS = {
     "strict": True,
     "costs": "roofline",
     "token_granule": 512,
+    "token_tiles": 8,
     "optimizer_state_bytes_per_parameter": 0,
 }
 
@@ -187,6 +192,21 @@ def floor_of(returns: str, **options: Any) -> int:
     return refusal(returns, **options)[0]
 
 
+PROBES = TilingProbes()
+
+
+@pytest.fixture(autouse=True)
+def large_blocks_stay_apart(monkeypatch):
+    """After a watch glibc maps the blocks that it maps wherever memo runs."""
+    monkeypatch.setattr(measure, "_USUAL_THRESHOLD_BYTES", MIN_OWN_MAPPING_BYTES)
+
+
+@pytest.fixture(autouse=True)
+def one_probe_for_all_tests(monkeypatch):
+    """Tilings of equal content are compared on numbers once, not once for each compilation."""
+    monkeypatch.setattr(entry, "TilingProbes", lambda: PROBES)
+
+
 @contextlib.contextmanager
 def measured(training: Training, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The block's step is measured from its planned forward on."""
@@ -228,7 +248,9 @@ def assert_within(
     assert_planned()
 
 
-@pytest.mark.parametrize("options", [{}, {"lowering": "inductor", "token_tiles": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"token_tiles": None}, {"lowering": "inductor", "token_tiles": 1}], ids=str
+)
 def test_output_in_scope(options, monkeypatch):
     """``out = model(...); out.loss.backward()``; the logits are a view of a product."""
     budget = floor_of("both", **options)

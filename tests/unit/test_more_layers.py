@@ -16,14 +16,14 @@ from memo_compile.offline.shapes.transformer import Degrees, first_stage
 from memo_compile.shim import fake_mode
 from memo_compile.step.problem import CallKind
 
-LAYERS = 9
+LAYERS = 8
 HARDWARE = "h200"
 
 
 @functools.cache
-def nine_layers(gated):
+def eight_layers(gated):
     return ModelShape(
-        name="nine",
+        name="eight",
         hidden=128,
         num_layers=LAYERS,
         ffn=256,
@@ -37,7 +37,7 @@ def nine_layers(gated):
 @functools.cache
 def planned(gated, tp, policy, is_short):
     """The step of LAYERS layers, traced whole or from as few as ``memo plan`` traces."""
-    shape = nine_layers(gated)
+    shape = eight_layers(gated)
     sizes = {"seq": 512, "batch": 2, "dtype": torch.bfloat16}
     with fake_mode():
         model, args = first_stage(shape, Degrees(tp=tp), **sizes)
@@ -149,8 +149,8 @@ def test_all_layers_are_traced_where_few_do_not_tell(monkeypatch):
         raise NotUniform("for this test")
 
     monkeypatch.setattr(plan_offline, "with_layers", refuse)
-    monkeypatch.setattr(load, "find_model", lambda _: nine_layers(gated=False))
+    monkeypatch.setattr(load, "find_model", lambda _: eight_layers(gated=False))
     question = forecast.Question(
-        model="nine", hardware=find_hardware(HARDWARE), seq=256, policy="save"
+        model="eight", hardware=find_hardware(HARDWARE), seq=256, policy="save"
     )
     assert forecast.forecast(question).step.problem.layer_classes[0].num_layers == LAYERS
