@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from memo_runtime.host_store import FILE_PREFIX
-from memo_runtime.pages import keep_large_blocks_apart
 from torch import fx
 
 from memo_compile import shim
@@ -22,6 +21,7 @@ from memo_compile.backends.capture import Finish, StepCapture, next_graph_name
 from memo_compile.backends.retile import PlannedGraph, Retiled
 from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, resolve
+from memo_compile.costs.measure import keep_large_blocks_apart
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import REFUSED, REPORT, is_bug

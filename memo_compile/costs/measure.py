@@ -2,7 +2,7 @@
 
 On CPU: anonymous resident memory (``RssAnon``), sampled by a thread. So that the C allocator's
 slack does not count, freed heap goes back to the kernel before the baseline is read, and every
-large block is mapped by itself. No torch; on CUDA, ``torch.cuda.max_memory_allocated`` measures.
+large block is mapped by itself. On CUDA, ``torch.cuda.max_memory_allocated`` measures.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memo_compile.errors import RuntimeMisuse
+from memo_compile.step.ordinary import MIN_OWN_BLOCK_BYTES
 
 SAMPLE_PERIOD_S = 0.001
 """Seconds between two samples. A sample costs 20 us; a layer of any real model lasts longer."""
@@ -61,6 +62,22 @@ def _set_thresholds(num_bytes: int) -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * num_bytes)
 
 
+_thresholds = [_USUAL_THRESHOLD_BYTES]
+"""What holds outside of watches is the last."""
+
+
+def keep_large_blocks_apart() -> None:
+    """From now on glibc gives every large block a mapping of its own, which goes when it is freed.
+
+    By default a freed block raises the size from which blocks are mapped, up to 32 MiB. Gradients
+    and work space then come from the heap and leave holes of random size: 3 to 7 MiB in steps of
+    180 MiB.
+    """
+    if MIN_OWN_BLOCK_BYTES not in _thresholds:
+        _thresholds.append(MIN_OWN_BLOCK_BYTES)
+        _set_thresholds(MIN_OWN_BLOCK_BYTES)
+
+
 @contextlib.contextmanager
 def watch_memory() -> Iterator[MemoryWatch]:
     """Follow the process's anonymous resident memory while the block runs.
@@ -84,7 +101,7 @@ def watch_memory() -> Iterator[MemoryWatch]:
         stop.set()
         sampler.join()
         sys.setswitchinterval(before)
-        _set_thresholds(_USUAL_THRESHOLD_BYTES)
+        _set_thresholds(_thresholds[-1])
 
 
 def _sample(watch: MemoryWatch, stop: threading.Event) -> None:

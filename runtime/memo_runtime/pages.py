@@ -18,9 +18,6 @@ PAGE_BYTES = mmap.PAGESIZE
 _MIN_LARGE_BYTES = 32 * 2**20
 """Smaller ranges get no huge pages: one of 2 MiB may be in memory for a single byte."""
 
-_M_MMAP_THRESHOLD = -3
-"""glibc's number of the ``mallopt`` setting: blocks of at least so many bytes are mapped."""
-
 MIN_OWN_MAPPING_BYTES = 2**20
 """Blocks of at least so many bytes get a mapping, for two system calls; others do not matter."""
 
@@ -98,19 +95,6 @@ def own_mapping(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) 
     ask_for_large_pages(memory.data_ptr(), num_bytes)
     empty = torch.empty(0, dtype=dtype)
     return empty.set_(memory.untyped_storage(), 0, tuple(size), tuple(stride))
-
-
-@functools.cache
-def keep_large_blocks_apart() -> None:
-    """From now on glibc gives every large block a mapping of its own, which goes when it is freed.
-
-    By default a freed block raises the size from which blocks are mapped, up to 32 MiB. Gradients
-    and work space then come from the heap and leave holes of random size: 3 to 7 MiB in steps of
-    180 MiB.
-    """
-    libc = _libc()
-    if libc is not None:
-        libc.mallopt(_M_MMAP_THRESHOLD, MIN_OWN_MAPPING_BYTES)
 
 
 def trim_heap() -> None:

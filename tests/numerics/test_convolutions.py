@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from memo_runtime.pages import keep_large_blocks_apart, trim_heap
+from memo_runtime.pages import trim_heap
 from torch import nn
 
 import memo_compile
+from memo_compile.costs.measure import keep_large_blocks_apart
 from memo_compile.errors import Infeasible
 from memo_compile.lowering.workspace import convolution_bytes
 from tests.numerics.first_step import watches_of

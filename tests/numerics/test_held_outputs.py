@@ -16,13 +16,11 @@ from typing import Any
 import pytest
 import torch
 from memo_runtime.arena import arena_of
-from memo_runtime.pages import MIN_OWN_MAPPING_BYTES
 from torch import nn
 from torch.nn import functional
 
 import memo_compile
 from memo_compile.backends import entry
-from memo_compile.costs import measure
 from memo_compile.costs.measure import watch_memory
 from memo_compile.driver import assemble
 from memo_compile.driver.probe import TilingProbes
@@ -193,12 +191,6 @@ def floor_of(returns: str, **options: Any) -> int:
 
 
 PROBES = TilingProbes()
-
-
-@pytest.fixture(autouse=True)
-def large_blocks_stay_apart(monkeypatch):
-    """After a watch glibc maps the blocks that it maps wherever memo runs."""
-    monkeypatch.setattr(measure, "_USUAL_THRESHOLD_BYTES", MIN_OWN_MAPPING_BYTES)
 
 
 @pytest.fixture(autouse=True)
