@@ -87,7 +87,7 @@ class Stack(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         wide = [nn.Conv2d(3, width, 3, padding=1)]
-        wide += [nn.Conv2d(width, width, 3, padding=1) for _ in range(5)]
+        wide += [nn.Conv2d(width, width, 3, padding=1) for _ in range(3)]
         self.layers = nn.ModuleList(wide)
         self.last = nn.ConvTranspose2d(width, 4, 2, stride=2)
 
