@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 from memo_compile.check.check_contents import MAX_PROBLEMS, StepContents, misshapen_calls
 from memo_compile.errors import InvalidPlan
-from memo_compile.step.ordinary import MIN_OWN_BLOCK_BYTES
 from memo_compile.step.plans import CheckVerdict, Plan
 from memo_compile.step.problem import (
     ALIGNMENT_BYTES,
@@ -219,10 +218,9 @@ class _Replay:
         yield from self._last_uses(call, region)
 
     def _last_uses(self, call: StepCall, region: RegionProfile) -> Iterator[_Event]:
-        """The deaths, inside this call, of what it is the last to read.
+        """The deaths, inside this call, of what it is the last to read in the arena.
 
-        A small block of ordinary memory is gone when the call has ended: what the call makes may
-        lie beside the hole in the heap.
+        Ordinary memory is gone when the call has ended: what it makes may lie beside the hole.
         """
         ends: dict[str, int] = {}
         for position, value in enumerate(call.inputs):
@@ -236,11 +234,9 @@ class _Replay:
             if output.storage is Storage.INPUT and output.index is not None
         }
         for owner, end in ends.items():
-            storage = self.storages.get(owner)
-            if storage is None or owner in passed_on or not self._is_unread(owner):
-                continue
-            if storage.in_arena or storage.size_bytes >= MIN_OWN_BLOCK_BYTES:
-                yield end, False, owner, 0, storage.in_arena
+            in_arena = owner in self.storages and self.storages[owner].in_arena
+            if in_arena and owner not in passed_on and self._is_unread(owner):
+                yield end, False, owner, 0, True
 
     def _is_unread(self, owner: str) -> bool:
         """True when no call to come uses what ``owner`` holds, and no copy is at work on it."""

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from memo_compile.step.problem import Phase, Problem, Storage, call_starts, last_reads
 
 MIN_OWN_BLOCK_BYTES = 2**20
-"""Blocks of ordinary memory of at least this size leave no hole where they are freed: they have
-mappings of their own (CPU, under a budget), or are large blocks of CUDA's allocator."""
+"""Under a budget on CPU, ordinary blocks of at least this size get mappings where they can."""
 
 
 def ordinary_events(
@@ -19,7 +18,9 @@ def ordinary_events(
     """(line, bytes born or minus bytes gone) of ordinary memory: outputs, incoming gradients.
 
     What the backward makes for the user stays, and so does an incoming gradient that no call reads.
-    What only the loss needs is gone after the backward's first line.
+    What only the loss needs is gone after the backward's first line. What a call is the last to
+    read counts to that call's end: the heap may put what the call makes beside its hole, a large
+    block's too where it found a free place in the heap.
     ``last_read`` is what ``last_reads`` found, where that is at hand.
     """
     starts = call_starts(problem)
@@ -32,7 +33,7 @@ def ordinary_events(
     for value, size_bytes in problem.tangents.items():
         yield backward_line, size_bytes
         if value in last_read:
-            end = _gone_line(starts, last_read[value], size_bytes)
+            end = _last_line(starts, last_read[value])
             yield max(backward_line + 1, end), -size_bytes
     for index, call in enumerate(problem.calls):
         for output, value in problem.made_by(call) if call.outputs else ():
@@ -40,7 +41,7 @@ def ordinary_events(
                 continue
             yield starts[index] + output.start, output.size_bytes
             if call.phase is Phase.FORWARD and not problem.keeps_outputs:
-                end = _gone_line(starts, last_read.get(value), output.size_bytes)
+                end = _last_line(starts, last_read.get(value))
                 yield max(backward_line, end), -output.size_bytes
 
 
@@ -74,18 +75,10 @@ def outside_events(
         for output, value in problem.made_by(call):
             if output.storage is Storage.OUTSIDE:
                 yield start, output.size_bytes, "unplanned outputs"
-                end = _gone_line(starts, last_read.get(value), output.size_bytes)
+                end = _last_line(starts, last_read.get(value))
                 yield max(start + region.num_lines, end), -output.size_bytes, "unplanned outputs"
 
 
-def _gone_line(starts: Sequence[int], line: int | None, size_bytes: int) -> int:
-    """The line from which on ordinary memory last read on ``line`` is gone; 0 without one.
-
-    A small block counts to the end of its last call: the heap may put what the call makes beside
-    the hole. A large one lies in a mapping of its own, which goes with it.
-    """
-    if line is None:
-        return 0
-    if size_bytes >= MIN_OWN_BLOCK_BYTES:
-        return line
-    return starts[bisect.bisect_right(starts, line)] - 1
+def _last_line(starts: Sequence[int], line: int | None) -> int:
+    """The last line of the call that ``line`` is in; 0 without one."""
+    return 0 if line is None else starts[bisect.bisect_right(starts, line)] - 1

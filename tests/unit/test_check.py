@@ -7,7 +7,6 @@ import pytest
 
 from memo_compile.check.check_plan import check, require_valid
 from memo_compile.errors import InvalidPlan
-from memo_compile.step.ordinary import MIN_OWN_BLOCK_BYTES
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import (
     COPY_REGION,
@@ -211,7 +210,7 @@ def test_memory_outside_the_arena_is_summed_line_by_line(problem):
 
 @pytest.mark.parametrize("given_bytes", [8 * KIB, 2048 * KIB])
 def test_a_gradient_that_came_in_counts_beside_what_its_last_reader_makes(problem, given_bytes):
-    """The heap may keep a small hole of what was freed inside a call, until that call has ended."""
+    """The heap may keep the hole of what was freed inside a call, until that call has ended."""
     late = RegionOutput(storage=Storage.EXTERNAL, size_bytes=KIB, start=3)
     reader = dataclasses.replace(
         LAYER_BACKWARD, input_ends=(2, 2), outputs=(LAYER_BACKWARD.outputs[0], late)
@@ -221,8 +220,7 @@ def test_a_gradient_that_came_in_counts_beside_what_its_last_reader_makes(proble
     )
     plan = planned(problem)
     made, loss = KIB, 512
-    beside = made if given_bytes < MIN_OWN_BLOCK_BYTES else 0
-    assert ordinary_bytes(problem).most[3] == loss * problem.keeps_outputs + given_bytes + beside
+    assert ordinary_bytes(problem).most[3] == loss * problem.keeps_outputs + given_bytes + made
     assert ordinary_bytes(problem).after[3] == loss * problem.keeps_outputs + made
     assert check(problem, plan).ok
     broken = dataclasses.replace(plan, peak_bytes=plan.peak_bytes - 1)
