@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memo_compile.errors import RuntimeMisuse
-from memo_compile.step.ordinary import MIN_OWN_BLOCK_BYTES
 
 SAMPLE_PERIOD_S = 0.001
 """Seconds between two samples. A sample costs 20 us; a layer of any real model lasts longer."""
@@ -26,6 +25,8 @@ _WATCHED_THRESHOLD_BYTES = 128 * 1024
 """glibc's first value of both; it would rise to the largest freed block, and holes would stay."""
 _USUAL_THRESHOLD_BYTES = 32 * 2**20
 """The most that glibc would rise to; set after a watch, because setting a value ends the rise."""
+MIN_OWN_BLOCK_BYTES = 2**20
+"""Under a budget, blocks of at least this size get mappings of their own; others do not matter."""
 _STATUS = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")
 
@@ -67,7 +68,9 @@ _thresholds = [_USUAL_THRESHOLD_BYTES]
 
 
 def keep_large_blocks_apart() -> None:
-    """From now on glibc gives every large block a mapping of its own, which goes when it is freed.
+    """From now on glibc gives large blocks mappings of their own, which go when they are freed.
+
+    Only a block that finds a free place in the heap is still put there.
 
     By default a freed block raises the size from which blocks are mapped, up to 32 MiB. Gradients
     and work space then come from the heap and leave holes of random size: 3 to 7 MiB in steps of

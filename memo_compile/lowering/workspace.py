@@ -53,7 +53,7 @@ def convolution_bytes(
     """
     if item_bytes > FLOAT32_BYTES:
         return 0
-    channels, outputs = source[1], result[1]
+    channels, outputs = max(1, source[1]), max(1, result[1])
     blocked = max(1, CHANNEL_BLOCK_BYTES // item_bytes)
     source_bytes = math.prod(source) // channels * _rounded(channels, blocked) * item_bytes
     result_bytes = math.prod(result) // outputs * _rounded(outputs, blocked) * item_bytes

@@ -8,9 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from memo_compile.step.problem import Phase, Problem, Storage, call_starts, last_reads
 
-MIN_OWN_BLOCK_BYTES = 2**20
-"""Under a budget on CPU, ordinary blocks of at least this size get mappings where they can."""
-
 
 def ordinary_events(
     problem: Problem, last_read: Mapping[str, int] | None = None

@@ -4,9 +4,13 @@ import time
 import pytest
 
 from memo_compile.costs import measure
-from memo_compile.costs.measure import keep_large_blocks_apart, resident_bytes, watch_memory
+from memo_compile.costs.measure import (
+    MIN_OWN_BLOCK_BYTES,
+    keep_large_blocks_apart,
+    resident_bytes,
+    watch_memory,
+)
 from memo_compile.errors import RuntimeMisuse
-from memo_compile.step.ordinary import MIN_OWN_BLOCK_BYTES
 
 MIB = 2**20
 LAG_BYTES = 2 * MIB

@@ -6,8 +6,7 @@ import pytest
 import torch
 from memo_runtime.pages import MIN_OWN_MAPPING_BYTES, own_mapping
 
-from memo_compile.costs.measure import resident_bytes
-from memo_compile.step.ordinary import MIN_OWN_BLOCK_BYTES
+from memo_compile.costs.measure import MIN_OWN_BLOCK_BYTES, resident_bytes
 
 MIB = 2**20
 
