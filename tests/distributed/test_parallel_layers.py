@@ -13,9 +13,9 @@ TOLERANCE = 3e-5
 
 
 SETTINGS = [
-    {"sequence": sequence, "lowering": lowering}
-    for sequence in (False, True)
-    for lowering in ("aten", "inductor")
+    {"sequence": False, "lowering": "aten"},
+    {"sequence": True, "lowering": "aten"},
+    {"sequence": True, "lowering": "inductor"},
 ]
 """Tensor parallel layers; with ``sequence`` the tokens between them are split as well."""
 

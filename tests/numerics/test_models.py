@@ -83,7 +83,7 @@ def test_steps_equal_eager(name):
     assert_layers(name)
 
 
-@pytest.mark.parametrize("name", in_ci(CASES, "llama", "functional_transformer"))
+@pytest.mark.parametrize("name", in_ci(CASES, "llama"))
 def test_inductor_lowering_equals_eager(name):
     assert_equals_eager(build(name), INDUCTOR, [sgd])
     assert_layers(name)

@@ -68,8 +68,10 @@ VOCABULARY, TOKENS = 512, 64
 """Logits are 16 times as wide as the layers, and the MLP twice."""
 
 
-@pytest.mark.parametrize("policy", ["save", "full-recompute", "full-offload"])
-@pytest.mark.parametrize("in_all", [False, True], ids=["head", "all"])
+@pytest.mark.parametrize(
+    ("in_all", "policy"),
+    [(False, "save"), (False, "full-offload"), (True, "full-recompute"), (True, "full-offload")],
+)
 def test_only_the_loss_head_is_not_saved_where_it_alone_is_too_wide(in_all, policy, monkeypatch):
     model, inputs, _ = llama(num_layers=2, seq=TOKENS)
     model.set_output_embeddings(nn.Linear(model.config.hidden_size, VOCABULARY, bias=False))
