@@ -29,6 +29,9 @@ _LIKE_FLASH_ATTENTION = re.compile("flash_attention_for_cpu|fused_attention_over
 """Found in the names of attention kernels that torch's registry lacks; their first arguments, and
 those of their backwards, are flash attention's."""
 
+_GROUPED_PRODUCTS = ("_grouped_mm", "_scaled_grouped_mm")
+"""Products of each expert's rows with its own matrix; torch's registry lacks them (2.11, 2.13)."""
+
 _LOOK_UPS = frozenset(("embedding", "gather", "index", "index_select"))
 """Operators that read as much of their table as they return."""
 
@@ -104,12 +107,24 @@ def _flops(node: fx.Node) -> int:
 def _formula(node: fx.Node) -> Any:
     """Torch's formula for the operator of ``node``, None where it has none."""
     target = node.target
+    if op_name(node) in _GROUPED_PRODUCTS:
+        return _grouped_product_flops
     if not isinstance(target, torch._ops.OpOverload):
         return flop_registry.get(target)
     name, num_replaced = _LIKE_FLASH_ATTENTION.subn("flash_attention", op_name(node))
     if target.namespace == "aten" and num_replaced:
         return flop_registry.get(getattr(torch.ops.aten, name))
     return flop_registry.get(target.overloadpacket)
+
+
+def _grouped_product_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Each row, or column, is multiplied with the one matrix of its group.
+
+    (T, K) x (G, K, N), (G, M, K) x (K, T), (M, T) x (T, N) and (G, M, K) x (G, K, N).
+    """
+    if a.dim() == 3 and b.dim() == 2:
+        return 2 * b.numel() * a.shape[-2]
+    return 2 * a.numel() * b.shape[-1]
 
 
 def _read_bytes(node: fx.Node) -> int:

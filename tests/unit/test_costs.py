@@ -42,6 +42,22 @@ def test_a_product_counts_its_flops_and_every_operand_once():
     assert cost_of(gm, "mm") == NodeCost(flops=2 * 8 * 16 * 32, bytes=FLOAT_BYTES * words)
 
 
+def test_the_products_of_experts_count_as_one_product_of_all_rows():
+    """What each expert's rows cost, forward and backward: 2, then 4 per row and weight."""
+    experts, rows, width, wide = 4, 64, 32, 128
+
+    def step(x, weight):
+        with torch.enable_grad():
+            leaves = [tensor.detach().bfloat16().requires_grad_() for tensor in (x, weight)]
+            ends = torch.arange(1, experts + 1, dtype=torch.int32) * (rows // experts)
+            out = torch._grouped_mm(*leaves, offs=ends)
+            return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    gm = graph_of(step, (rows, width), (experts, width, wide))
+    products = [node_cost(n).flops for n in gm.graph.nodes if op_name(n) == "_grouped_mm"]
+    assert products == [2 * rows * width * wide] * 3
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_gpt_layer_needs_24_b_s_h_squared_and_its_attention(dropout):
     """With dropout attention is written out; without it is one kernel with a mask."""
