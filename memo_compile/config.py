@@ -69,12 +69,12 @@ class MemoConfig:
     drop_above_bytes: int = field(default=0, metadata={"internal": True})
     """What is no larger, with its gradient, may be saved where chains run in tiles; no option."""
     max_over_compute: float = field(default=math.inf, metadata={"internal": True})
-    """A first plan that takes more times its computation alone is not taken, since other tiles are
-    yet to be tried; no option either."""
+    """Refuse a plan slower than this many times its computation alone: other tiles are to be tried.
+    No option either."""
     max_step_s: float = field(default=math.inf, metadata={"internal": True})
-    """Nor is one that takes as long: other tiles are faster."""
+    """Refuse a plan that takes this many seconds or more: other tiles are faster."""
     enough_s: float = field(default=0.0, metadata={"internal": True})
-    """But one that takes so many seconds is taken: no other tiles are faster."""
+    """Accept a plan of at most this many seconds even so: no tiles that are left can be faster."""
     exact: bool = False
     """Forbid recomputation of a slice of tokens, and tiles of tokens: their results may differ in
     the last bits."""

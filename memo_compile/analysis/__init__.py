@@ -1,1 +1,1 @@
-"""Joint graph -> facts: lifetimes, repeating layers, token dimension, costs."""
+"""Joint graph -> facts: lifetimes, repeating layers, token dimension."""

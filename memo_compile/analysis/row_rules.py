@@ -486,6 +486,9 @@ _NAMES: tuple[tuple[Rule, str], ...] = (
     (_pad, "constant_pad_nd"),
     (_repeat, "repeat"),
 )
+"""Operators of aten and prims by their rule, without namespace and overload. To add one see
+CONTRIBUTING; tests/graph/test_row_rules.py compares each with the whole."""
+
 _BY_NAME = {name: rule for rule, names in _NAMES for name in names.split()}
 _BY_OVERLOAD: dict[Any, Rule | None] = {
     _aten.view.dtype: None,

@@ -39,7 +39,7 @@ class Retiled:
     _plan: Plan
     _planned: PlannedGraph
     _asked: dict[PlanRequest, Infeasible] = field(default_factory=dict)
-    """What other tiles were looked for, and why: no request is compiled twice."""
+    """Requests for which other tiles were tried, each with its error: none is compiled twice."""
 
     def __call__(self, *args: Any) -> Any:
         """Run in the tiles in which this step fits. Raises Infeasible: there are none."""
@@ -48,7 +48,7 @@ class Retiled:
         try:
             return planned.run(*args)
         except Infeasible as error:
-            request = planned.assembly.refused
+            request = planned.assembly.unplanned_request
             if request is None:
                 raise
             why = _without_frames(error)

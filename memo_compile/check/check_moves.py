@@ -33,9 +33,8 @@ def recomputations_of(
 ) -> dict[str, Recomputation]:
     """What each RECOMPUTE call of ``moved`` must make, by the call's name.
 
-    The layer is one of the next backward call's, of the key's class: not the names of values, but
-    the region's key and the place of the call say what is made. A call for which they say nothing
-    is left out; what it makes then equals nothing.
+    The layer is found from the region's key and the next backward call, never from the names of
+    values. A call for which there is none is left out: then its result matches nothing.
     """
     by_name = {region.key.region: region for region in regions}
     layers_of = {(layer.backward, layer.class_key): layer for layer in step.layers}

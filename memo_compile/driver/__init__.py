@@ -1,1 +1,1 @@
-"""From a captured step to a running one: lower, decide, place, check, bind."""
+"""From a captured step to a running one: cut, lower, decide, place, check, bind."""

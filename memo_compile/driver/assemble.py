@@ -42,7 +42,7 @@ from memo_compile.step.residency import retained_peak_bytes, step_constant_bytes
 from memo_compile.units import format_bytes, format_enough
 
 MAX_REFUSALS = 6
-"""How often a step is planned again after a refusal, each time for a quarter of the arena less."""
+"""How often a step is planned again after refusals; each time the arena is a quarter smaller."""
 
 TOLERANCE = 0.005
 """An excess below this share of the budget is not reported: the C allocator causes as much."""
@@ -60,7 +60,7 @@ class Assembly:
     known: StepKnowledge
     request: PlanRequest = field(default_factory=PlanRequest)
     """The last request: what is known by now of the device and of what the user keeps."""
-    refused: PlanRequest | None = None
+    unplanned_request: PlanRequest | None = None
     """What the last forward asked for and got no plan for; in other tiles there may be one."""
     planned: PlannedStep
     plan: Plan = field(init=False)
@@ -143,16 +143,16 @@ class Assembly:
             with shim.nothing_else_compiles():
                 planned = plan_step(self.lowered, self.config, request, self.known)
         except Infeasible:
-            self.refused = request
+            self.unplanned_request = request
             raise
-        self.request, self.refused = request, None
+        self.request, self.unplanned_request = request, None
         return planned
 
     def forward(self, args: list[Any]) -> list[Any]:
         """The forward's results; empties ``args``. Raises Infeasible before it breaks a budget."""
         if not leases.any_live():
             state.step_begins()
-        self.refused = None
+        self.unplanned_request = None
         self._require_room_beside_others()
         self._count_outside_loss()
         self._count_what_exists(args)

@@ -55,10 +55,10 @@ do. All tiles cost a factor of 1.005 to 1.01, recomputing what they make 1.04. P
 takes up to half a minute, which two percent of a step are not worth."""
 
 NOT_FAST = 0.0
-"""As ``max_over_compute``: no plan is as fast, but it is made, and compared with others."""
+"""Value of ``max_over_compute``: the plan is too slow, but it is made, and compared with others."""
 
 ONLY_BOUND = 0.5
-"""As ``max_over_compute``: the bound already shows that no plan is as fast, so none is made."""
+"""Value of ``max_over_compute``: no plan is fast if its bound is not, and then none is made."""
 
 COMPILING = 1.03
 """Factor on FAST where each try compiles and times its regions, which takes a minute."""
@@ -202,7 +202,7 @@ class _Tries:
 def _ends_planning(error: Exception) -> bool:
     """True for an error that no other plan mends: a wrong option, or torch is out of memory.
 
-    So is what is none: torch asks for the trace to begin anew.
+    RestartAnalysis ends it too, which is no error: Dynamo wants to trace again.
     """
     if isinstance(error, REFUSED):
         return False

@@ -145,7 +145,7 @@ class LossWatch:
 
 
 def _is_nonzero(tensor: torch.Tensor) -> torch.Tensor:
-    """() whether any number is not 0; NaN is not. ``any`` would take a byte for each of them."""
+    """(): is any number not 0 (NaN is not)? ``any`` would take a byte for each of them."""
     if tensor.element_size() == 1:  # no norm of float8
         return tensor.any()
     return torch.linalg.vector_norm(tensor, ord=torch.inf) != 0

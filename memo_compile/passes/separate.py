@@ -1,4 +1,4 @@
-"""Gives results that would lie in one memory a memory each, where the user's program does."""
+"""Gives each result a storage of its own, where it has one in the user's program."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

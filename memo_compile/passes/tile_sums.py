@@ -29,7 +29,7 @@ def take_sums_out(
     num_rows: int,
     totals: Sequence[int],
 ) -> list[tuple[RegionGraph, RunningSum]]:
-    """The sums of region ``name``, which ``tile`` loses: its last outputs are what they read.
+    """Take the sums of region ``name`` out of ``tile``; its last outputs become what they read.
 
     ``tile`` returns ``num_rows`` rows and then its sums. It reads ``tile_inputs`` and then the sums
     so far, which are ``totals`` of the part before the tiles. What a sum reads of the rows that the

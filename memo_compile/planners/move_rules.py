@@ -186,7 +186,7 @@ def require_valid_modes(step: MovableStep, moves: Moves) -> None:
 
 
 def _faults(cls: LayerClass, mode: Mode, granule: int) -> Iterator[str]:
-    """Why no layer of ``cls`` can do what ``mode`` says; each supposes that none is before it."""
+    """Why no layer of ``cls`` can do what ``mode`` says; a later one assumes the earlier mended."""
     if len(mode.actions) != len(cls.slots):
         yield f"expected an action for each of {len(cls.slots)} slots, got {len(mode.actions)}"
     for slot in mode.slots(Action.OFFLOAD):

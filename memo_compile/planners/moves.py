@@ -7,7 +7,8 @@ Rewrite, for a layer L whose saved value v is offloaded and w recomputed:
 
 An offload is issued where its value has been made, and waited for as soon as the simulated copy
 has ended. A reload is issued as late as the simulated copy allows, and waited for right before the
-first call that reads it. ``Schedule`` bounds both. In a token-wise mix the first rows of a value
+first call that reads it. ``Schedule`` bounds both; ``copy_windows.widened`` moves them afterwards,
+where the step's memory allows. In a token-wise mix the first rows of a value
 are recomputed into the buffer that its other rows are reloaded to.
 """
 

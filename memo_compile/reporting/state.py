@@ -74,7 +74,7 @@ class _State:
     left_out: Callable[[], LeftOut] = lambda: ((), False)
     begin: Callable[[], None] = lambda: None
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Held again by its holder when the collector finds a model gone meanwhile."""
+    """Reentrant: the collector may find a model gone in the thread that holds it."""
 
 
 _state = _State()

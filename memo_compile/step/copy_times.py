@@ -30,7 +30,7 @@ class CopyLane:
 
 @dataclass(frozen=True, slots=True)
 class CopyOut:
-    """A copy to the host, issued at place ``issued``, waited for at place ``deadline`` at last."""
+    """A copy to the host, issued at place ``issued``, waited for at ``deadline`` at the latest."""
 
     issued: int
     deadline: int

@@ -78,7 +78,7 @@ class Tiling:
     tile: str
     tile_inputs: tuple[Operand, ...]
     rows: tuple[Rows, ...]
-    """The tile's first outputs; what it makes behind them only its sums read."""
+    """The tile's first outputs; only its sums read the later ones."""
     sums: tuple[RunningSum, ...]
     after: str | None
     after_inputs: tuple[Ref, ...]

@@ -112,7 +112,7 @@ def retiled(plan: Callable[..., PlannedGraph]) -> Retiled:
 
     state.reset()
     assembly = SimpleNamespace(
-        refused=PlanRequest(existing_gradient_bytes=1),
+        unplanned_request=PlanRequest(existing_gradient_bytes=1),
         release=lambda: None,
         retire=lambda: None,
         follow=lambda _: None,

@@ -12,7 +12,8 @@ import pytest
 from memo_compile import config
 from memo_compile.cli import main as cli
 from memo_compile.config import MemoConfig
-from memo_compile.driver import bind, pipeline, plan_step, stages
+from memo_compile.driver import bind, pipeline, plan_step, stages, tries
+from memo_compile.planners.policy import frontier
 
 ROOT = Path(__file__).parents[2]
 DOCS = (
@@ -183,6 +184,17 @@ def test_the_rooms_are_those_of_the_layers_from_top_to_bottom():
     cells = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
     rooms = [re.findall(r"`(?:memo_compile/)?(\w+)(?:\.py)?`", cell) for cell in cells]
     assert rooms == [layer.split(" | ") for layer in layers]
+
+
+def test_the_docs_say_when_a_plan_is_fast_enough():
+    contributing, policies = (
+        " ".join((ROOT / name).read_text().split())
+        for name in ("CONTRIBUTING.md", "docs/policies.md")
+    )
+    slower = f"more than {100 * frontier.GOOD_ENOUGH:g} % slower than keeping everything"
+    assert slower in contributing
+    assert policies.count(f"within {tries.FAST:g} times") == 2
+    assert f"(the second way: {tries.FAST_IN_ALL:g}; " in policies
 
 
 def indented_block(text: str) -> str:
