@@ -350,6 +350,30 @@ real_tensors = unset_fake_temporarily
 """Inside, tensors are real, although a compilation on fakes is going on."""
 
 
+CONVOLUTION_SETTINGS = (
+    "stride",
+    "padding",
+    "dilation",
+    "transposed",
+    "output_padding",
+    "groups",
+)
+"""Arguments of a convolution beside its tensors, in their order."""
+
+
+def convolution_backend(
+    source: torch.Tensor, weight: torch.Tensor, settings: Mapping[str, Any]
+) -> str:
+    """Torch's implementation of a convolution on a CPU: ``Mkldnn``, ``Slow3d``... (2.11, 2.13).
+
+    It goes by sizes, type and number of threads. Of fakes it would say what runs on no device.
+    """
+    rest = [settings[name] for name in CONVOLUTION_SETTINGS]
+    with real_tensors(), _disable_current_modes():
+        real = (torch.empty((), dtype=like.dtype).expand(like.shape) for like in (source, weight))
+        return str(torch._C._select_conv_backend(*real, None, *rest)).rpartition(".")[2]
+
+
 def storages_of(values: Sequence[Any]) -> list[tuple[Any, int]]:
     """(weak reference, bytes) of the tensors' storages; ``expired()``: it is gone (2.11, 2.13)."""
     found = {}

@@ -21,6 +21,7 @@ from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.analysis.views import results_of
 from memo_compile.lowering import aten
 from memo_compile.lowering.lines import LineScan
+from memo_compile.lowering.workspace import Convolution, convolution_of
 
 
 @dataclasses.dataclass
@@ -29,6 +30,7 @@ class _Recorder:
 
     region: RegionGraph
     poison: bool
+    convolutions: tuple[Convolution, ...]
     scan: LineScan | None = None
 
 
@@ -61,7 +63,7 @@ class ArenaWrapper(shim.PythonWrapperCodegen):
         recorder = _recorders[-1]
         self.header.writeline("from memo_runtime.current import current as memo_current")
         self.header.writeline("from memo_runtime.pages import own_mapping as memo_own_mapping")
-        scan = LineScan(self, recorder.region)
+        scan = LineScan(self, recorder.region, recorder.convolutions)
         self.lines = list(scan.rewrite(poison=recorder.poison))
         recorder.scan = scan
 
@@ -117,7 +119,8 @@ def lower(region: RegionGraph, *, poison: bool = False) -> LoweredRegion:
     region.gm.graph.output_node().meta["user_visible_output_idxs"] = [
         index for index, value in enumerate(results) if isinstance(value, torch.fx.Node)
     ]
-    recorder = _Recorder(region=region, poison=poison)
+    found = tuple(filter(None, map(convolution_of, region.gm.graph.nodes)))
+    recorder = _Recorder(region=region, poison=poison, convolutions=found)
     with shim.own_tracing_context(examples), _arena_codegen(recorder):
         compiled = shim.compile_fx_inner(
             region.gm,

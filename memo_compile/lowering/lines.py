@@ -5,14 +5,18 @@ ExternKernelAllocLine, MultiOutputLine) have the same fields in torch 2.11 to 2.
 """
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memo_compile import shim
 from memo_compile.analysis.regions import RegionGraph, ViewSpec, counted_once
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.lowering.workspace import CONVOLUTION, convolution_bytes
+from memo_compile.lowering.workspace import (
+    CONVOLUTION,
+    Convolution,
+    convolution_bytes,
+    is_convolution,
+)
 from memo_compile.step.problem import (
     OutsideBuffer,
     RegionBuffer,
@@ -21,9 +25,6 @@ from memo_compile.step.problem import (
     Storage,
     align,
 )
-
-_CONVOLUTION = re.compile(r"(?:^|[._])convolution(_backward)?(?=$|[._])")
-"""The names of kernels that are convolutions."""
 
 
 class _Groups:
@@ -46,9 +47,13 @@ class _Groups:
 class LineScan:
     """One pass over a region's wrapper lines. A buffer never freed lives to the region's end."""
 
-    def __init__(self, wrapper: Any, region: RegionGraph) -> None:
+    def __init__(
+        self, wrapper: Any, region: RegionGraph, convolutions: Sequence[Convolution]
+    ) -> None:
+        """``convolutions`` are those of the region's graph."""
         self._wrapper = wrapper
         self._region = region
+        self._convolutions = convolutions
         self._graph = shim.current_graph()
         self._lines: list[Any] = list(wrapper.lines)
         self._groups = _Groups()
@@ -101,20 +106,27 @@ class LineScan:
 
     def _read_convolution(self, number: int, node: Any, written: Sequence[Any]) -> None:
         """What a convolution on a CPU allocates for itself, while its line runs."""
-        found = _CONVOLUTION.search(_kernel_name(node))
-        if found is None or self._region.device.type != "cpu":
+        name = _kernel_name(node)
+        if not is_convolution(name) or self._region.device.type != "cpu":
             return
         operands = node.inputs[len(written) :]  # behind the buffers that are written
-        if not found[1]:
+        is_backward = "backward" in name
+        if not is_backward:
             operands = [*written, node][:1] + operands[:2]
-        result, source, weight = (list(map(int, operand.get_size())) for operand in operands[:3])
-        size_bytes = convolution_bytes(
-            result, source, weight, operands[1].get_dtype().itemsize, is_backward=bool(found[1])
+        shapes = (tuple(map(int, operand.get_size())) for operand in operands[:3])
+        result, source, weight = shapes
+        plain = Convolution(
+            result=result,
+            source=source,
+            weight=weight,
+            item_bytes=operands[1].get_dtype().itemsize,
+            is_backward=is_backward,
         )
-        if size_bytes:
-            self._copied.append(
-                OutsideBuffer(kind=CONVOLUTION, size_bytes=size_bytes, start=number, end=number + 1)
-            )
+        alike = [found for found in self._convolutions if found.key == plain.key] or [plain]
+        size_bytes = max(map(convolution_bytes, alike))
+        self._copied.append(
+            OutsideBuffer(kind=CONVOLUTION, size_bytes=size_bytes, start=number, end=number + 1)
+        )
 
     def _read_multi_output(self, number: int, line: Any) -> None:
         node = self._graph.name_to_buffer.get(line.result_name)

@@ -1,7 +1,8 @@
 """Memory that libraries take beside their results, which no traced graph shows.
 
-CPU: oneDNN copies a convolution's operands and result into layouts of its own; measured with torch
-2.13 on AVX-512, with one and two threads (``tests/numerics/test_convolutions.py`` measures again).
+CPU: oneDNN copies a convolution's operands and result into layouts of its own, and torch's own
+implementations unfold its source; measured with torch 2.13 on AVX-512, with one and two threads
+(``tests/numerics/test_convolutions.py`` measures again).
 
 CUDA: read in FlashAttention-2's ``mha_bwd`` (torch 2.11 to 2.13): it sums the queries' gradient in
 float32, keeps one float32 number for each row of scores, and where keys have fewer heads than
@@ -9,14 +10,16 @@ queries it makes their gradients for every query head first.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from memo_compile import shim
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
-from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.structure import argument, op_name
 from memo_compile.step.problem import OutsideBuffer, align
 
 FLOAT32_BYTES = 4
@@ -29,30 +32,76 @@ RING_BUFFERS = 4
 
 CHANNEL_BLOCK_BYTES = 64
 """oneDNN's own layouts round channels up to blocks of this size."""
+GROUP_BLOCK = 16
+"""Where oneDNN has no kernel for its groups, it rounds the channels of each up to this."""
 PARTIAL_SUMS_BYTES = 2 * 2**20
 """Partial sums of a weight's gradient, at most; each thread has its own."""
 
 CONVOLUTION = "convolution workspace"
 """Kind of what ``convolution_bytes`` counts."""
 
+_CONVOLUTION = re.compile(r"(?:^|[._])convolution(_backward)?(?=$|[._])")
+"""Found in the names of operators, and of Inductor's kernels, that are convolutions."""
 
-def convolution_bytes(
-    result: Sequence[int],
-    source: Sequence[int],
-    weight: Sequence[int],
-    item_bytes: int,
-    *,
-    is_backward: bool,
-) -> int:
-    """What a convolution of these shapes, (B, C, ...) each, allocates for itself on a CPU.
 
-    An upper bound: with channels last, and for some sizes, oneDNN copies nothing; float64, which
-    torch unfolds, is not its business: 0. The backward's
-    ``result`` is the gradient that comes in; it reads the source for two gradients, and sums the
-    weight's in float32. A transposed convolution runs as the backward of another.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convolution:
+    """A convolution on a CPU, forward or backward. Shapes are (B, C, ...), the weight's too.
+
+    The backward's ``result`` is the gradient that comes in.
     """
-    if item_bytes > FLOAT32_BYTES:
-        return 0
+
+    result: tuple[int, ...]
+    source: tuple[int, ...]
+    weight: tuple[int, ...]
+    item_bytes: int
+    is_backward: bool
+    groups: int = 1
+    is_transposed: bool = False
+    is_dilated: bool = False
+    is_strided: bool = False
+    backend: str = "Mkldnn"
+    """Which of torch's implementations runs it (``shim.convolution_backend``)."""
+
+    @property
+    def key(self) -> tuple[bool, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """What Inductor's kernel tells of it."""
+        return self.is_backward, self.result, self.source, self.weight
+
+
+def convolution_bytes(of: Convolution) -> int:
+    """What a convolution allocates for itself on a CPU: an upper bound.
+
+    Torch's own implementations unfold the source. oneDNN copies into layouts of its own: with
+    channels last, and for some sizes, it copies nothing. Its backward reads the source for two
+    gradients, and sums the weight's in float32. A transposed convolution runs as the backward of
+    another, and is unfolded where it is dilated.
+    """
+    return align(_unfolded_bytes(of) if of.backend.startswith("Slow") else _copied_bytes(of))
+
+
+def _unfolded_bytes(of: Convolution) -> int:
+    """Torch's own: columns of the source, in a backward for both gradients, and copied operands.
+
+    The columns of one group are so small that the heap may not use their places for the next.
+    """
+    images = 1 if "Dilated" in of.backend else of.source[0]
+    numbers = (1 + of.is_backward) * images * of.groups * _columns(of)
+    numbers += sum(map(math.prod, (of.source, of.result, of.weight)))
+    if of.groups > 1:  # results of the groups, before they are put together
+        numbers += math.prod(of.source) + math.prod(of.weight)
+    return numbers * of.item_bytes
+
+
+def _columns(of: Convolution) -> int:
+    """Numbers in the columns of one image, of one group."""
+    ends = of.source if of.is_transposed else of.result
+    return math.prod(of.weight[1:]) * math.prod(ends[2:])
+
+
+def _copied_bytes(of: Convolution) -> int:
+    """Copies that oneDNN makes."""
+    result, source, weight, item_bytes = of.result, of.source, of.weight, of.item_bytes
     channels, outputs = max(1, source[1]), max(1, result[1])
     blocked = max(1, CHANNEL_BLOCK_BYTES // item_bytes)
     source_bytes = math.prod(source) // channels * _rounded(channels, blocked) * item_bytes
@@ -61,32 +110,81 @@ def convolution_bytes(
     weight_bytes *= _rounded(weight[0], blocked) * _rounded(weight[1], blocked)
     if weight[0] != outputs or math.prod(result[2:]) > math.prod(source[2:]):
         result_bytes *= 2
-    if not is_backward:
-        return align(source_bytes + result_bytes + weight_bytes)
-    sums = weight_bytes // item_bytes * max(item_bytes, FLOAT32_BYTES)
-    partial = min(PARTIAL_SUMS_BYTES, 2 * (source_bytes + result_bytes))
-    return align(2 * source_bytes + result_bytes + weight_bytes + sums + partial)
+    found = source_bytes + result_bytes + weight_bytes + _without_kernel_bytes(of)
+    if of.is_backward or of.is_transposed:
+        found += source_bytes
+    if of.is_backward and of.is_transposed:
+        found += result_bytes
+    if of.is_backward:
+        found += weight_bytes // item_bytes * max(item_bytes, FLOAT32_BYTES)
+        found += min(PARTIAL_SUMS_BYTES, 2 * (source_bytes + result_bytes))
+    return found
+
+
+def _without_kernel_bytes(of: Convolution) -> int:
+    """What is on top where oneDNN has no kernel of its own for the shape."""
+    found = 0
+    is_volume = len(of.source) > 4
+    unfolds = of.is_transposed or (of.is_backward and (of.is_strided or is_volume))
+    if of.is_dilated and unfolds:
+        depth = of.source[2] if is_volume else 1  # a slice of a volume at a time
+        threads = min(torch.get_num_threads(), of.source[0])
+        found = threads * _columns(of) // depth * FLOAT32_BYTES
+    usual = not (of.is_dilated or of.is_transposed) and all(n in (1, 3) for n in of.weight[2:])
+    if of.groups == 1 or usual or not of.is_backward:
+        return found
+    ends = _rounded(of.weight[0] // of.groups, GROUP_BLOCK), _rounded(of.weight[1], GROUP_BLOCK)
+    found += of.groups * math.prod((*ends, *of.weight[2:])) * FLOAT32_BYTES
+    if of.item_bytes < FLOAT32_BYTES:
+        found += of.groups * math.prod((*ends, *of.weight[2:])) * FLOAT32_BYTES
+        found += 2 * FLOAT32_BYTES * (math.prod(of.source) + math.prod(of.result))
+        if of.is_strided:
+            found += GROUP_BLOCK * of.item_bytes * math.prod(of.source)
+    return found
 
 
 def _rounded(channels: int, blocked: int) -> int:
     return -(-channels // blocked) * blocked
 
 
-def convolution_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
-    """What a CPU's convolution ``node``, which runs on ``line``, allocates for itself."""
-    name = op_name(node)
-    if node.op != "call_function" or name not in ("convolution", "convolution_backward"):
+def is_convolution(name: str) -> bool:
+    """True for the name of an operator, or of a kernel of Inductor's, that is a convolution."""
+    return _CONVOLUTION.search(name) is not None
+
+
+def convolution_of(node: fx.Node) -> Convolution | None:
+    """The convolution that ``node`` runs on a CPU, also into given buffers; None for another."""
+    found = _CONVOLUTION.search(op_name(node)) if node.op == "call_function" else None
+    if found is None or not isinstance(node.target, torch._ops.OpOverload):
         return None
-    is_backward = name == "convolution_backward"
-    operands = [*node.args[:3]] if is_backward else [node, *node.args[:2]]
-    result, source, weight = map(_fake, operands)
+    made = node if isinstance(node.meta.get("val"), torch.Tensor) else argument(node, "out0")
+    operands = argument(node, "grad_output") if found[1] else made
+    result, source, weight = map(
+        _fake, (operands, argument(node, "input"), argument(node, "weight"))
+    )
     if result is None or source is None or weight is None or source.device.type != "cpu":
         return None
-    size_bytes = convolution_bytes(
-        result.shape, source.shape, weight.shape, source.itemsize, is_backward=is_backward
+    settings = {name: argument(node, name) for name in shim.CONVOLUTION_SETTINGS}
+    return Convolution(
+        result=tuple(result.shape),
+        source=tuple(source.shape),
+        weight=tuple(weight.shape),
+        item_bytes=source.itemsize,
+        is_backward=bool(found[1]),
+        groups=settings["groups"],
+        is_transposed=settings["transposed"],
+        is_dilated=max(settings["dilation"]) > 1,
+        is_strided=max(settings["stride"]) > 1,
+        backend=shim.convolution_backend(source, weight, settings),
     )
-    if not size_bytes:
+
+
+def convolution_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
+    """What a CPU's convolution ``node``, which runs on ``line``, allocates for itself."""
+    found = convolution_of(node)
+    if found is None:
         return None
+    size_bytes = convolution_bytes(found)
     return OutsideBuffer(kind=CONVOLUTION, size_bytes=size_bytes, start=line, end=line + 1)
 
 

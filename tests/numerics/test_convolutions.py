@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,29 +10,37 @@ import pytest
 import torch
 from memo_runtime.pages import trim_heap
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import memo_compile
 from memo_compile.costs.measure import keep_large_blocks_apart
 from memo_compile.errors import Infeasible
-from memo_compile.lowering.workspace import convolution_bytes
+from memo_compile.lowering.workspace import Convolution, convolution_bytes, convolution_of
 from tests.numerics.first_step import watches_of
 
 MOST_OVER_BUDGET = 1.005
 ROUNDING_BYTES = 2**16
 """Pages that the allocator begins, and the process's other small blocks."""
 SHAPES = [
-    # batch, channels, results, kernel, size, stride, groups, transposed
-    (2, 64, 64, 3, (48, 48), 1, 1, False),
-    (1, 128, 64, 3, (96, 96), 2, 1, False),
-    (2, 3, 64, 7, (96, 96), 2, 1, False),
-    (2, 96, 96, 7, (48, 48), 1, 96, False),
-    (2, 20, 36, 3, (63, 63), 1, 1, False),
-    (1, 256, 512, 3, (14, 14), 1, 1, False),
-    (2, 128, 32, 1, (48, 48), 1, 1, False),
-    (1, 96, 64, 4, (48, 48), 2, 1, True),
-    (2, 48, 16, 3, (16, 16, 16), 1, 1, False),
-    (2, 96, 128, 3, (2048,), 1, 1, False),
+    # batch, channels, results, kernel, size, stride, dilation, groups, transposed, channels last
+    (2, 64, 64, 3, (48, 48), 1, 1, 1, False, False),
+    (1, 128, 64, 3, (96, 96), 2, 1, 1, False, False),
+    (2, 3, 64, 7, (96, 96), 2, 1, 1, False, False),
+    (2, 96, 96, 7, (48, 48), 1, 1, 96, False, False),
+    (2, 20, 36, 3, (63, 63), 1, 1, 1, False, False),
+    (1, 256, 512, 3, (14, 14), 1, 1, 1, False, False),
+    (2, 128, 32, 1, (48, 48), 1, 1, 1, False, False),
+    (1, 96, 64, 4, (48, 48), 2, 1, 1, True, False),
+    (2, 48, 16, 3, (16, 16, 16), 1, 1, 1, False, False),
+    (2, 96, 128, 3, (2048,), 1, 1, 1, False, False),
+    (1, 16, 8, 3, (32, 32, 32), 1, 1, 1, False, False),  # torch unfolds it, in float32 too
+    (4, 384, 384, 7, (8, 8), 1, 1, 384, False, True),  # ConvNeXt's
+    (2, 96, 96, 5, (32, 32), 1, 2, 96, False, True),
+    (2, 48, 48, 3, (48, 48), 2, 1, 4, False, True),
+    (1, 96, 32, 7, (24, 24), 2, 3, 1, True, False),
 ]
+MASK = (True, True, False)
 OPTIONS = {"strict": True, "costs": "roofline", "optimizer_state_bytes_per_parameter": 0}
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads and resets /proc")
@@ -55,28 +64,40 @@ def _extra_bytes(operator: Any, *args: Any) -> int:
     return grown - sum(result.nbytes for result in results if result is not None)
 
 
+def convolutions(x: torch.Tensor, weight: torch.Tensor, rest: Sequence[Any]) -> list[Convolution]:
+    """Forward and backward as they stand in a graph."""
+
+    def both(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        y = torch.ops.aten.convolution(x, weight, None, *rest)
+        return torch.ops.aten.convolution_backward(y, x, weight, None, *rest, MASK)
+
+    with FakeTensorMode() as mode:
+        fakes = map(mode.from_tensor, (x, weight))
+        return list(filter(None, map(convolution_of, make_fx(both)(*fakes).graph.nodes)))
+
+
 @needs_linux
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_what_a_convolution_allocates_is_at_most_what_is_counted(dtype):
     keep_large_blocks_apart()
     shares = []
-    for batch, channels, results, kernel, size, stride, groups, transposed in SHAPES:
+    for batch, channels, results, kernel, size, stride, dilation, groups, *kind in SHAPES:
+        transposed, channels_last = kind
         x = torch.randn(batch, channels, *size, dtype=dtype)
+        if channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
         ends = (channels, results) if transposed else (results, channels)
         weight = torch.randn(ends[0], ends[1] // groups, *[kernel] * len(size), dtype=dtype)
-        lists = ([stride] * len(size), [kernel // 2] * len(size), [1] * len(size))
-        rest = (*lists, transposed, [0] * len(size), groups)
+        lists = (stride, dilation * (kernel // 2), dilation)
+        rest = (*([each] * len(size) for each in lists), transposed, [0] * len(size), groups)
         y = torch.ops.aten.convolution(x, weight, None, *rest)
-        shapes = (y.shape, x.shape, weight.shape, dtype.itemsize)
         forward = _extra_bytes(torch.ops.aten.convolution, x, weight, None, *rest)
-        mask = (True, True, False)
         backward = _extra_bytes(
-            torch.ops.aten.convolution_backward, torch.ones_like(y), x, weight, None, *rest, mask
+            torch.ops.aten.convolution_backward, torch.ones_like(y), x, weight, None, *rest, MASK
         )
-        for extra, is_backward in ((forward, False), (backward, True)):
-            counted = convolution_bytes(*shapes, is_backward=is_backward)
-            assert extra <= counted + ROUNDING_BYTES, (shapes, is_backward)
-            shares.append(extra / counted)
+        for extra, found in zip((forward, backward), convolutions(x, weight, rest), strict=True):
+            assert extra <= convolution_bytes(found) + ROUNDING_BYTES, found
+            shares.append(extra / convolution_bytes(found))
     assert max(shares) > 0.4, "nothing was measured"
 
 
