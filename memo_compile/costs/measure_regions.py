@@ -18,7 +18,7 @@ from memo_runtime.current import current
 from memo_runtime.pages import trim_heap
 from torch import fx
 
-from memo_compile.analysis.purity import is_collective, is_known
+from memo_compile.analysis.purity import is_collective
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph, layout_elements, storage_bytes
 from memo_compile.costs.host import host_memory
 from memo_compile.errors import UnsupportedGraph
@@ -153,11 +153,10 @@ def _require_runs_alone(region: RegionGraph) -> None:
 
 
 def _is_custom(node: fx.Node) -> bool:
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and not is_known(node)
-        and node.target.namespace != "memo"
-    )
+    """True for a custom operator, or one that torch has wrapped since it writes or has effects."""
+    called = (node.target, *node.args) if node.op == "call_function" else ()
+    operators = (found for found in called if isinstance(found, torch._ops.OpOverload))
+    return any(operator.namespace not in ("aten", "prims", "memo") for operator in operators)
 
 
 def _require_fits(lowered: LoweredRegion, region: RegionGraph) -> None:

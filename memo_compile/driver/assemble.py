@@ -22,7 +22,7 @@ from memo_compile.driver.library_buffers import (
     products_of,
 )
 from memo_compile.driver.out_of_memory import OutOfMemory
-from memo_compile.driver.plan_step import plan_step
+from memo_compile.driver.plan_step import gradients_at_once, plan_step
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
 from memo_compile.driver.user_outputs import (
     LOSS_OUTSIDE,
@@ -46,6 +46,12 @@ MAX_REFUSALS = 6
 
 TOLERANCE = 0.005
 """An excess below this share of the budget is not reported: the C allocator causes as much."""
+
+NO_FLOOR = (
+    "Or raise memory_budget; to how much is not known, for under a larger one the step may have a "
+    "larger plan"
+)
+"""Said where what is needed beside a plan grows with the plan."""
 
 MIN_KEPT_BYTES = 2**20
 """Fewer bytes of kept results cause no new plan: losses and small statistics are always held."""
@@ -173,7 +179,7 @@ class Assembly:
         with self._memory.explained(self.problem, self.reported):
             results = run_backward(self.step, args, keep_graph=keep_graph)
         self._say_beyond()
-        kept = self._watch.end(keep_graph=keep_graph)
+        kept = self._watch.end()
         if not self.problem.keeps_outputs:
             self._kept_bytes = kept
         return results
@@ -205,24 +211,23 @@ class Assembly:
                 f"{count} forwards of one graph wait for their backward, which needs "
                 f"{format_enough(peak)} > memory_budget {format_bytes(budget)}; this one has not "
                 f"begun. Call backward after each forward, or set max_inflight={count}, so that "
-                "all are planned together, or raise memory_budget",
-                floor_bytes=peak,
+                f"all are planned together. {NO_FLOOR}"
             )
 
     def _require_room(self, args: list[Any], *, keep_graph: bool) -> None:
         """Raise Infeasible if results that are held, or retain_graph's copy, do not fit as well."""
         plan, problem = self.plan, self.problem
-        earlier, own = self._watch.turn(args)
-        planned = plan.fixed.earlier_outputs
+        planned, counted = plan.fixed.earlier_outputs, args
         if problem.keeps_outputs:  # of this step, and of those that wait for their backward
             planned += problem.live_steps * held_bytes(problem, self.lowered.cut.forward.results)
-        held = max(0, earlier + own - planned)
+            counted = []
+        held = max(0, self._watch.turn(counted) - planned)
         again = plan.fixed.new_gradients if ran_before(self.step, args) else 0
         copied = retained_peak_bytes(problem, plan) - plan.peak_bytes if keep_graph else 0
         peak, budget = plan.peak_bytes + held + again + copied, plan.budget_bytes
         if budget is not None and peak > budget:
             message = _no_room(peak, budget, held=held, again=again, copied=copied)
-            raise Infeasible(message, floor_bytes=peak)
+            raise Infeasible(message, floor_bytes=None if copied else peak)
         if peak > plan.peak_bytes and (copied or budget is not None):
             self.plan = replace(plan, peak_bytes=peak)
             self._report()
@@ -319,7 +324,7 @@ class Assembly:
         before, fixed = self.plan, self.plan.fixed
         fixed = replace(
             fixed,
-            gradients=max(fixed.gradients, existing + fixed.new_gradients),
+            gradients=max(fixed.gradients, gradients_at_once(self.problem, existing)),
             earlier_outputs=max(fixed.earlier_outputs, lasting),
         )
         more = fixed.gradients - before.fixed.gradients
@@ -430,7 +435,8 @@ def _no_room(peak: int, budget: int, *, held: int, again: int, copied: int) -> s
         "once, or run the forward twice": copied,
     }
     parts = "; ".join(f"{format_bytes(size)}: {what}" for what, size in why.items() if size)
+    raised = f". {NO_FLOOR}" if copied else "; or raise memory_budget"
     return (
         f"this backward would need {format_enough(peak)} > memory_budget {format_bytes(budget)}, "
-        f"and has not begun. Beside its plan: {parts}; or raise memory_budget"
+        f"and has not begun. Beside its plan: {parts}{raised}"
     )

@@ -83,14 +83,20 @@ def require_fast(plan: Plan, config: MemoConfig, whole_compute_s: float) -> None
         )
 
 
+def gradients_at_once(problem: Problem, existing: int) -> int:
+    """Bytes of gradients where ``existing`` ones are kept beside those that backwards make.
+
+    Of several live steps one makes its gradients while those of another wait in autograd.
+    """
+    waiting = problem.fixed.new_gradients if problem.live_steps > 1 else 0
+    return max(problem.fixed.gradients, existing + waiting + problem.fixed.new_gradients)
+
+
 def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
     """The step that keeps everything, with what exists beside it according to ``request``."""
     problem = lowered.problem
     fixed = problem.fixed
-    existing = request.existing_gradient_bytes
-    if problem.live_steps > 1:  # another step's backward may have made them before this one's
-        existing = max(existing, fixed.new_gradients)
-    gradients = max(fixed.gradients, existing + fixed.new_gradients)
+    gradients = gradients_at_once(problem, request.existing_gradient_bytes)
     fixed = replace(fixed, gradients=gradients, earlier_outputs=request.earlier_output_bytes)
     problem = replace(problem, fixed=fixed)
     if request.outside_loss:

@@ -160,7 +160,7 @@ class ResultWatch:
     """Follows the large results of one graph's forwards. It keeps none of them alive."""
 
     _last: Held = field(default_factory=list)
-    """Results of the forwards whose backward has not ended."""
+    """Results of the forwards since ``begin``."""
     _earlier: Held = field(default_factory=list)
     _at_entry_bytes: int = 0
     """Bytes of results of earlier steps that were alive when the last forward began."""
@@ -181,24 +181,19 @@ class ResultWatch:
         """The forward has ended."""
         self._last += _large(results)
 
-    def turn(self, args: Sequence[Any]) -> tuple[int, int]:
-        """A backward begins: bytes held of earlier results, and of this step's.
-
-        Those among ``args`` do not count: who holds them besides autograd is not known.
-        """
+    def turn(self, counted: Sequence[Any]) -> int:
+        """A backward begins: bytes of results in memory, but of those that count elsewhere."""
         self._earlier = _alive(self._earlier)
         earlier = _sum(self._earlier)
         self._replaced_bytes = self._at_entry_bytes - earlier
-        return earlier, max(0, _sum(_alive(self._last)) - _sum(_large(args)))
+        elsewhere = {storage.cdata for storage, _ in _large(counted)}
+        own = [found for found in _alive(self._last) if found[0].cdata not in elsewhere]
+        return earlier + _sum(own)
 
-    def end(self, *, keep_graph: bool) -> int:
-        """The backward has ended: bytes of this step's results that are held now."""
+    def end(self) -> int:
+        """A backward has ended: bytes of results that are held now, also of others that wait."""
         self._last = _alive(self._last)
-        kept = _sum(self._last)
-        if not keep_graph:
-            self._earlier += self._last
-            self._last = []
-        return kept
+        return _sum(self._last)
 
 
 def _large(values: Sequence[Any]) -> Held:

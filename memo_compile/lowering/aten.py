@@ -28,7 +28,7 @@ from memo_compile.analysis.regions import (
 from memo_compile.analysis.structure import make_tape
 from memo_compile.analysis.views import is_tensor, is_view, results_of, storage_of
 from memo_compile.lowering.eager_ops import runnable
-from memo_compile.lowering.workspace import convolution_workspace
+from memo_compile.lowering.workspace import convolution_workspace, pooling_workspace
 from memo_compile.step.problem import (
     OutsideBuffer,
     RegionBuffer,
@@ -138,9 +138,9 @@ class _AtenRegion:
     def _workspaces(self) -> Iterator[OutsideBuffer]:
         """What kernels take for themselves."""
         for line, node in enumerate(self.nodes):
-            workspace = convolution_workspace(node, line)
-            if workspace is not None:
-                yield workspace
+            for workspace in (convolution_workspace(node, line), pooling_workspace(node, line)):
+                if workspace is not None:
+                    yield workspace
 
     def lowered(self) -> LoweredRegion:
         profile = RegionProfile(

@@ -40,6 +40,8 @@ PARTIAL_SUMS_BYTES = 2 * 2**20
 CONVOLUTION = "convolution workspace"
 """Kind of what ``convolution_bytes`` counts."""
 
+_POOLING = ("_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices")
+
 _CONVOLUTION = re.compile(r"(?:^|[._])convolution(_backward)?(?=$|[._])")
 """Found in the names of operators, and of Inductor's kernels, that are convolutions."""
 
@@ -186,6 +188,20 @@ def convolution_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
         return None
     size_bytes = convolution_bytes(found)
     return OutsideBuffer(kind=CONVOLUTION, size_bytes=size_bytes, start=line, end=line + 1)
+
+
+def pooling_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
+    """What maximum pooling takes op by op: whole numbers, several for each of its results.
+
+    Inductor makes one kernel of it, which takes none.
+    """
+    if node.op != "call_function" or op_name(node) not in _POOLING:
+        return None
+    made = node.meta["val"]
+    result = made[0] if isinstance(made, tuple | list) else made
+    numbers = 2 * len(argument(node, "kernel_size")) + 3
+    size_bytes = align(numbers * torch.int64.itemsize * result.numel())
+    return OutsideBuffer(kind="pooling workspace", size_bytes=size_bytes, start=line, end=line + 1)
 
 
 def with_workspaces(

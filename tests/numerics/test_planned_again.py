@@ -104,7 +104,7 @@ def test_a_forward_too_many_is_refused_where_it_would_break_the_budget():
     loss = pair.compiled(rows(1, 256))
     with pytest.raises(Infeasible, match="max_inflight=2") as raised:
         pair.compiled(rows(2, 256))
-    assert raised.value.floor_bytes > budget
+    assert raised.value.floor_bytes is None  # with more, a plan is chosen that needs more
     loss.backward()
     pair.eager(rows(1, 256)).backward()
     pair.each(lambda model: model(rows(3, 256)).backward())

@@ -254,3 +254,15 @@ def test_a_custom_operator_does_not_run_for_what_libraries_keep():
         with pytest.raises(UnsupportedGraph, match=r"thrice.* is no operator of torch"):
             run_once(lowered, region)
         assert not seen
+
+
+def test_nor_does_one_that_torch_has_wrapped_because_it_writes():
+    with torch.library._scoped_library("measure_test", "DEF") as library:
+        library.define("note(Tensor x, Tensor(a!) log) -> ()")
+        library.impl("note", lambda x, log: log.add_(x.sum()), "CompositeExplicitAutograd")
+        region = region_of(lambda x: (x.sin(),), (4,))
+        (sine,) = region.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+        sine.target = torch._higher_order_ops.auto_functionalize.auto_functionalized_v2
+        sine.args = (torch.ops.measure_test.note.default, *sine.args)
+        with pytest.raises(UnsupportedGraph, match=r"auto_functionalized_v2 is no operator"):
+            run_once(aten.lower(region_of(lambda x: (x.sin(),), (4,))), region)
