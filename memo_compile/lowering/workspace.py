@@ -1,8 +1,8 @@
 """Memory that libraries take beside their results, which no traced graph shows.
 
 CPU: oneDNN copies a convolution's operands and result into layouts of its own, and torch's own
-implementations unfold its source; measured with torch 2.13 on AVX-512, with one and two threads
-(``tests/numerics/test_convolutions.py`` measures again).
+implementations unfold its source; measured with torch 2.13 on AVX-512: oneDNN's usual kernels with
+one and two threads, the rest with one (``tests/numerics/test_convolutions.py`` measures again).
 
 CUDA: read in FlashAttention-2's ``mha_bwd`` (torch 2.11 to 2.13): it sums the queries' gradient in
 float32, keeps one float32 number for each row of scores, and where keys have fewer heads than
@@ -72,7 +72,7 @@ class Convolution:
 
 
 def convolution_bytes(of: Convolution) -> int:
-    """What a convolution allocates for itself on a CPU: an upper bound.
+    """What a convolution allocates for itself on a CPU. Of random ones a hundredth took more.
 
     Torch's own implementations unfold the source. oneDNN copies into layouts of its own: with
     channels last, and for some sizes, it copies nothing. Its backward reads the source for two
