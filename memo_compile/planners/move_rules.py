@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memo_compile.errors import InvalidPlan
 from memo_compile.step.movable import (
@@ -15,7 +15,7 @@ from memo_compile.step.movable import (
     RecomputeKey,
     RecomputeRegion,
 )
-from memo_compile.step.problem import arena_values
+from memo_compile.step.problem import StepCall, arena_values
 
 RecomputeOf = Callable[[RecomputeKey], RecomputeRegion]
 """Gives the region of a key, or raises UnsupportedGraph if there is none; the mode is dropped."""
@@ -43,6 +43,9 @@ class StepFacts:
     """Per layer, the index of its forward call; ascending."""
     backward_at: tuple[int, ...]
     """Per layer, the index of its backward call."""
+    renamed: dict[tuple[int, tuple[str, ...]], StepCall] = field(default_factory=dict)
+    """Calls of the backward by index and by the names, after moves, of what they read and write
+    into. Kept because the decisions that policies try share most of them."""
 
 
 _FACTS: "weakref.WeakKeyDictionary[MovableStep, StepFacts]" = weakref.WeakKeyDictionary()

@@ -252,7 +252,7 @@ class _Builder:
         for place, item in enumerate(self.items):
             yield from added.get(place, ())
             if isinstance(item, int):
-                yield _reading(self.problem.calls[item], renamed)
+                yield self._reading(item, renamed)
             else:
                 yield self._recompute_call(item)
 
@@ -307,6 +307,21 @@ class _Builder:
             waits_for=f"{kind.value}.{move.value}",
         )
 
+    def _reading(self, index: int, renamed: Mapping[str, str]) -> StepCall:
+        """Call number ``index``, which reads, and writes into, values by their new names."""
+        call, known = self.problem.calls[index], self.facts.renamed
+        touched = (*call.inputs, *(target.value for target in call.into))
+        names = tuple([renamed.get(value, value) for value in touched])
+        if names == touched:
+            return call
+        if (index, names) not in known:
+            into = tuple(
+                replace(target, value=name)
+                for target, name in zip(call.into, names[len(call.inputs) :], strict=True)
+            )
+            known[index, names] = replace(call, inputs=names[: len(call.inputs)], into=into)
+        return known[index, names]
+
     def _recompute_call(self, recomputation: _Recomputation) -> StepCall:
         return self._added(
             recomputation.layer,
@@ -352,18 +367,6 @@ class _Builder:
             if value in self.reloaded:
                 found[index] = Into(buffer=index, value=_RELOADED + value, offset_bytes=0)
         return tuple(found.values())
-
-
-def _reading(call: StepCall, renamed: Mapping[str, str]) -> StepCall:
-    """``call`` that reads, and writes into, values by their new names."""
-    if not call.into and renamed.keys().isdisjoint(call.inputs):
-        return call
-    inputs = tuple(renamed.get(value, value) for value in call.inputs)
-    into = tuple(
-        replace(target, value=renamed[target.value]) if target.value in renamed else target
-        for target in call.into
-    )
-    return replace(call, inputs=inputs, into=into)
 
 
 def original_name(value: str) -> str:

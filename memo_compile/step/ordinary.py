@@ -32,8 +32,9 @@ def ordinary_events(
         if value in last_read:
             end = _last_line(starts, last_read[value])
             yield max(backward_line + 1, end), -size_bytes
+    returning = _regions_with(problem, Storage.EXTERNAL)
     for index, call in enumerate(problem.calls):
-        for output, value in problem.made_by(call) if call.outputs else ():
+        for output, value in problem.made_by(call) if call.region in returning else ():
             if output.storage is not Storage.EXTERNAL or not output.size_bytes:
                 continue
             yield starts[index] + output.start, output.size_bytes
@@ -57,14 +58,15 @@ def outside_events(
     problem: Problem, last_read: Mapping[str, int] | None = None
 ) -> Iterator[tuple[int, int, str]]:
     """(line, bytes born or minus bytes dead, kind) of all memory that kernels allocate."""
-    if not any(
-        region.outside or any(output.storage is Storage.OUTSIDE for output in region.outputs)
-        for region in problem.regions.values()
-    ):
+    allocating = _regions_with(problem, Storage.OUTSIDE)
+    allocating |= {name for name, region in problem.regions.items() if region.outside}
+    if not allocating:
         return
     starts = call_starts(problem)
     last_read = last_reads(problem, starts) if last_read is None else last_read
     for index, call in enumerate(problem.calls):
+        if call.region not in allocating:
+            continue
         region, start = problem.regions[call.region], starts[index]
         for buffer in region.outside:
             yield start + buffer.start, buffer.size_bytes, buffer.kind
@@ -74,6 +76,15 @@ def outside_events(
                 yield start, output.size_bytes, "unplanned outputs"
                 end = _last_line(starts, last_read.get(value))
                 yield max(start + region.num_lines, end), -output.size_bytes, "unplanned outputs"
+
+
+def _regions_with(problem: Problem, storage: Storage) -> set[str]:
+    """The regions that return something whose storage is of that kind."""
+    return {
+        name
+        for name, region in problem.regions.items()
+        if any(output.storage is storage for output in region.outputs)
+    }
 
 
 def _last_line(starts: Sequence[int], line: int | None) -> int:

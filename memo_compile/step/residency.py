@@ -109,15 +109,16 @@ def ordinary_level(problem: Problem, last_read: Mapping[str, int] | None = None)
     """Per line of the step the bytes of ordinary memory; ``last_read`` as in ``outside_events``."""
     events = [(line, change) for line, change, _ in outside_events(problem, last_read)]
     events += ordinary_events(problem, last_read)
-    return level_of(events, call_starts(problem)[-1])
+    lines, changes = zip(*events, strict=True) if events else ((), ())
+    return level_of(lines, changes, call_starts(problem)[-1])
 
 
-def level_of(events: Sequence[tuple[int, int]], num_lines: int) -> Any:
-    """Per line the sum of all changes (line, bytes) up to and at it; those at the end are left."""
-    table = np.array(events, dtype=np.int64).reshape(-1, 2)
-    changes = np.zeros(num_lines + 1, dtype=np.int64)
-    np.add.at(changes, np.minimum(table[:, 0], num_lines), table[:, 1])
-    return np.cumsum(changes)[:-1]
+def level_of(lines: Sequence[int], changes: Sequence[int], num_lines: int) -> Any:
+    """Per line the sum of all ``changes`` (bytes) up to and at it; those at the end are left."""
+    level = np.zeros(num_lines + 1, dtype=np.int64)
+    at = np.minimum(np.array(lines, dtype=np.int64), num_lines)
+    np.add.at(level, at, np.array(changes, dtype=np.int64))
+    return np.cumsum(level)[:-1]
 
 
 def _tails(problem: Problem, offsets: Mapping[str, int]) -> list[int]:

@@ -7,7 +7,7 @@ and backward are one sequence.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -100,22 +100,23 @@ def memory_levels(problem: Problem) -> tuple[Any, Any]:
 
 def _arena_level(problem: Problem, starts: Sequence[int], last_read: Mapping[str, int]) -> Any:
     """Per line the bytes alive of ``arena_buffers``, without making its objects."""
-    shared = {name: region.outputs_of_buffers() for name, region in problem.regions.items()}
-    crossing: list[tuple[int, int]] = []
+    crossing = {name: _crossing(region) for name, region in problem.regions.items()}
+    lines: list[int] = []
+    changes: list[int] = []
     inner: dict[tuple[str, frozenset[int]], list[int]] = {}
     for call, start in zip(problem.calls, starts, strict=False):
         if call.region == COPY_REGION:  # makes nothing, and holds nothing of its own
             continue
         inside = call.into_buffers()
         inner.setdefault((call.region, inside), []).append(start)
-        region = problem.regions[call.region]
-        for index, positions in shared[call.region].items():
-            if index not in inside:
-                buffer = region.buffers[index]
-                reads = (last_read.get(call.outputs[position], 0) for position in positions)
-                end = max(start + buffer.end, start + region.num_lines, *reads)
-                crossing += [(start + buffer.start, buffer.size_bytes), (end, -buffer.size_bytes)]
-    level = level_of(crossing, starts[-1])
+        for buffer in crossing[call.region]:
+            if buffer.index not in inside:
+                end = start + buffer.end
+                for position in buffer.outputs:
+                    end = max(end, last_read.get(call.outputs[position], 0))
+                lines += (start + buffer.start, end)
+                changes += (buffer.size_bytes, -buffer.size_bytes)
+    level = level_of(lines, changes, starts[-1])
     for (name, inside), begins in inner.items():
         own = _inner_level(problem.regions[name], inside)
         for begin in begins:
@@ -123,11 +124,33 @@ def _arena_level(problem: Problem, starts: Sequence[int], last_read: Mapping[str
     return level
 
 
+class _Crossing(NamedTuple):
+    """A buffer of a region that lives at least as long as the call; lines count from its first."""
+
+    index: int
+    start: int
+    end: int
+    size_bytes: int
+    outputs: list[int]
+
+
+def _crossing(region: RegionProfile) -> list[_Crossing]:
+    found = []
+    for index, outputs in region.outputs_of_buffers().items():
+        buffer = region.buffers[index]
+        end = max(buffer.end, region.num_lines)
+        found.append(_Crossing(index, buffer.start, end, buffer.size_bytes, outputs))
+    return found
+
+
 def _inner_level(region: RegionProfile, inside: frozenset[int]) -> Any:
     """Per line of a call the bytes of the buffers that die in it."""
     crossing = region.outputs_of_buffers()
-    events: list[tuple[int, int]] = []
-    for index, buffer in enumerate(region.buffers):
-        if index not in crossing and index not in inside:
-            events += [(buffer.start, buffer.size_bytes), (buffer.end, -buffer.size_bytes)]
-    return level_of(events, region.num_lines + 1)
+    own = [
+        buffer
+        for index, buffer in enumerate(region.buffers)
+        if index not in crossing and index not in inside
+    ]
+    lines = [line for buffer in own for line in (buffer.start, buffer.end)]
+    changes = [change for buffer in own for change in (buffer.size_bytes, -buffer.size_bytes)]
+    return level_of(lines, changes, region.num_lines + 1)
