@@ -110,7 +110,7 @@ def _arena_level(problem: Problem, starts: Sequence[int], last_read: Mapping[str
         inside = call.into_buffers()
         inner.setdefault((call.region, inside), []).append(start)
         for buffer in crossing[call.region]:
-            if buffer.index not in inside:
+            if buffer.number not in inside:
                 end = start + buffer.end
                 for position in buffer.outputs:
                     end = max(end, last_read.get(call.outputs[position], 0))
@@ -127,11 +127,13 @@ def _arena_level(problem: Problem, starts: Sequence[int], last_read: Mapping[str
 class _Crossing(NamedTuple):
     """A buffer of a region that lives at least as long as the call; lines count from its first."""
 
-    index: int
+    number: int
+    """Index in the region's ``buffers``."""
     start: int
     end: int
     size_bytes: int
     outputs: list[int]
+    """Its outputs, by position."""
 
 
 def _crossing(region: RegionProfile) -> list[_Crossing]:
