@@ -123,7 +123,13 @@ def gpt_step(setting: Setting) -> MovableStep:
             _call(f"layer@{i}", "layer", Phase.FORWARD, (values[0],), (f"x.{i + 1}", *values[1:]))
         )
         layers.append(
-            Layer(class_key="layer", forward=f"layer@{i}", backward=f"back@{i}", values=values)
+            Layer(
+                class_key="layer",
+                calls=(f"layer@{i}",),
+                inputs=values[:1],
+                backward=f"back@{i}",
+                values=values,
+            )
         )
     calls.append(_call("head", "head", Phase.FORWARD, (f"x.{count}",), ("loss",)))
     calls.append(

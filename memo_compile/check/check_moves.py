@@ -19,11 +19,12 @@ from memo_compile.step.problem import ALIGNMENT_BYTES, CallKind, Problem, StepCa
 class Recomputation:
     """What a RECOMPUTE call makes of what, in names of the step without moves, by position.
 
-    An output of fewer rows than the value it stands for holds the first ones. ``maker`` is the call
-    of the forward whose operators are recomputed: what other calls write into its outputs is not.
+    An output of fewer rows than the value it stands for holds the first ones. ``makers`` are the
+    calls of the forward whose operators are recomputed, several where a region ran in tiles: what
+    other calls write into their outputs is not.
     """
 
-    maker: str
+    makers: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
@@ -38,7 +39,6 @@ def recomputations_of(
     """
     by_name = {region.key.region: region for region in regions}
     layers_of = {(layer.backward, layer.class_key): layer for layer in step.layers}
-    calls = {call.name: call for call in step.problem.calls}
     found: dict[str, Recomputation] = {}
     reader = ""
     for call in reversed(moved.calls):
@@ -48,20 +48,20 @@ def recomputations_of(
         if call.kind is not CallKind.RECOMPUTE or region is None:
             continue
         if layer := layers_of.get((reader, region.key.class_key)):
-            found[call.name] = _recomputation(calls[layer.forward], layer, region)
+            found[call.name] = _recomputation(layer, region)
     return found
 
 
-def _recomputation(forward: StepCall, layer: Layer, region: RecomputeRegion) -> Recomputation:
+def _recomputation(layer: Layer, region: RecomputeRegion) -> Recomputation:
     inputs = []
     for source in region.inputs:
         if source.slot is not None:
             inputs.append(layer.values[source.slot])
         else:
             assert source.forward_input is not None, f"{region.key.region}: an input from nowhere"
-            inputs.append(forward.inputs[source.forward_input])
+            inputs.append(layer.inputs[source.forward_input])
     outputs = tuple(layer.values[slot] for slot in region.key.slots)
-    return Recomputation(maker=forward.name, inputs=tuple(inputs), outputs=outputs)
+    return Recomputation(makers=layer.calls, inputs=tuple(inputs), outputs=outputs)
 
 
 def check_moves(
@@ -155,7 +155,8 @@ class _Comparison:
         for output, value in zip(outputs, recomputation.outputs, strict=True):
             if output.storage is Storage.ARENA and output.index == buffer:
                 pieces = self.original.pieces_of(value)
-                made = all(tag.startswith(f"{recomputation.maker}/") for _, _, tag in pieces)
+                makers = tuple(f"{maker}/" for maker in recomputation.makers)
+                made = all(tag.startswith(makers) for _, _, tag in pieces)
                 return pieces if made else None
         return None
 

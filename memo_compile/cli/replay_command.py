@@ -80,13 +80,12 @@ def _replan(
     """The stages from the problem on; what was decided before them is taken from ``before``."""
     start = time.perf_counter()
     placed = place_step(
-        problem,
+        dataclasses.replace(problem, releases_pages=before.releases_pages),
         name=before.name,
         solver=solver,
         time_limit_s=time_limit_s,
         decisions=before.decisions,
         budget_bytes=before.budget_bytes,
-        releases_pages=before.releases_pages,
     )
     planning_s = time.perf_counter() - start
     timeline = before.timeline if costs is None else simulate(problem, costs)

@@ -1,8 +1,10 @@
 """A captured step as layers whose saved tensors may move: ``movable.MovableStep`` from two cuts.
 
-A forward call of every unit is a layer; calls of the same region whose saved outputs and inputs
-stand at the same positions are one class. A layer may move a tensor that lies in the arena under
-one name, that at most one forward call reads, and that a backward reads. Everything else stays.
+The forward of every unit is a layer; calls of the same region whose saved outputs and inputs stand
+at the same positions are one class. A layer in tiles is still one layer, of the region that it is
+without them, so that what its tiles leave can be recomputed. A layer may move a tensor that lies in
+the arena under one name, that no other layer's forward reads, and that a backward reads. Everything
+else stays.
 """
 
 from collections import Counter
@@ -64,7 +66,12 @@ class _Builder:
         self.backward_of = {  # the first of several at one position
             last - call.position: call.name for call in reversed(backward.calls)
         }
-        self.index = {call.name: at for at, call in enumerate(problem.calls)}
+        index = {call.name: at for at, call in enumerate(problem.calls)}
+        self.calls: dict[int, list[str]] = {}
+        """Position -> the calls of the forward there, in order; several for a region in tiles."""
+        for call in forward.calls:
+            self.calls.setdefault(call.position, []).append(call.name)
+        self.first_at = {position: index[names[0]] for position, names in self.calls.items()}
         self.sizes = _arena_sizes(problem)
         self.readers: dict[str, set[int]] = {}
         """Value -> positions of the forward calls that read it."""
@@ -76,17 +83,22 @@ class _Builder:
         self.user_values = {value for value in forward.results if value is not None}
         self.made_at = {value: call.position for call in forward.calls for value in call.outputs}
         self.written = {*_written(forward), *_written(backward)}
+        own = {index[call.name]: call.position for call in forward.calls}
         self.filled = {
-            into.value: at for at, call in enumerate(problem.calls) for into in call.into
+            into.value: at
+            for at, call in enumerate(problem.calls)
+            for into in call.into
+            if own.get(at, -1) != self.made_at.get(into.value, -2)
         }
-        """Value -> the last call that writes into it: its maker alone cannot recompute it."""
+        """Value -> the last call of another layer that writes into it: its maker alone cannot
+        recompute it."""
 
     def build(self, token_granule: int) -> Movable:
         keys: dict[tuple[str, tuple[int, ...], tuple[int, ...], bool], str] = {}
         classes: dict[str, LayerClass] = {}
         graphs: dict[str, ClassGraph] = {}
         layers = []
-        for call in self.forward.calls:
+        for call in self.forward.whole_calls:
             backward = self.backward_of.get(call.position)
             inputs, outputs = self._input_slots(call), self._output_slots(call)
             if backward is None or not (inputs or outputs):
@@ -98,7 +110,14 @@ class _Builder:
                 classes[keys[signature]] = self._class(keys[signature], call, graph)
             key = keys[signature]
             values = tuple(graphs[key].at_slots(call.inputs, call.outputs))
-            layers.append(Layer(class_key=key, forward=call.name, backward=backward, values=values))
+            layer = Layer(
+                class_key=key,
+                calls=tuple(self.calls[call.position]),
+                inputs=call.inputs,
+                backward=backward,
+                values=values,
+            )
+            layers.append(layer)
         step = MovableStep(
             problem=self.problem,
             classes=classes,
@@ -134,7 +153,7 @@ class _Builder:
     def _graph(
         self, call: CutCall, inputs: tuple[int, ...], outputs: tuple[int, ...]
     ) -> ClassGraph:
-        region = self.forward.regions[call.region]
+        region = self._region(call)
         placeholders = region.gm.graph.find_nodes(op="placeholder")
         seeds, num_rows = {}, 1
         for position in inputs if self.slices_rows else ():
@@ -150,6 +169,11 @@ class _Builder:
             num_rows=num_rows,
             row_seeds=seeds,
         )
+
+    def _region(self, call: CutCall) -> RegionGraph:
+        """What ``call`` runs, as it is without tiles."""
+        name = call.region
+        return self.forward.whole_regions.get(name) or self.forward.regions[name]
 
     def _class(self, key: str, call: CutCall, graph: ClassGraph) -> LayerClass:
         seconds = self._seconds(call, graph.region)
@@ -180,16 +204,18 @@ class _Builder:
 
     def _keeps_inputs(self, call: CutCall) -> bool:
         """True when the inputs of ``call`` hold in the backward what they held when it ran."""
-        at = self.index[call.name]
+        at = self.first_at[call.position]
         filled_later = any(self.filled.get(value, at) > at for value in call.inputs)
         return self.written.isdisjoint(call.inputs) and not filled_later
 
     def _seconds(self, call: CutCall, region: RegionGraph) -> dict[fx.Node, float]:
-        """Roofline seconds of every node, scaled so that they add up to the region's own."""
+        """Roofline seconds of every node, scaled so that they add up to those of the calls."""
         nodes = [node for node in region.gm.graph.nodes if node.op == "call_function"]
         seconds = {node: node_seconds(node, self.profile) for node in nodes}
         total = sum(seconds.values())
-        scale = self.costs.region_s[call.region] / total if total > 0 else 0.0
+        first, count = self.first_at[call.position], len(self.calls[call.position])
+        own_s = sum(map(self.costs.call_s, self.problem.calls[first : first + count]))
+        scale = own_s / total if total > 0 else 0.0
         return {node: node_s * scale for node, node_s in seconds.items()}
 
 

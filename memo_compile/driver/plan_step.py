@@ -50,7 +50,10 @@ def plan_step(
         config=request.applied_to(config),
         request=request,
         known=known,
-        problem=requested_problem(lowered, request),
+        problem=replace(
+            requested_problem(lowered, request),
+            releases_pages=known.runs_here() and gives_pages_back(lowered.cut.facts.device),
+        ),
     )
     try:
         planned = planner.decide()
@@ -232,11 +235,7 @@ class _Planner:
             name=self.cut.name,
             solver=solver or self.config.placement_solver,
             time_limit_s=self.config.placement_time_limit_s,
-            releases_pages=self._releases_pages(),
         )
-
-    def _releases_pages(self) -> bool:
-        return self.known.runs_here() and gives_pages_back(self.cut.facts.device)
 
     def _planned(self, problem: Problem, plan: Plan) -> PlannedStep:
         """``problem`` as planned, proved to be the original step plus moves."""
@@ -253,9 +252,7 @@ class _Planner:
         if not problem.keeps_outputs:
             return 0
         dropped = replace(problem, keeps_outputs=False, rebound_bytes=0, loss_bytes=0)
-        needs = residency(
-            dropped, plan.offsets, plan.arena_bytes, releases_pages=self._releases_pages()
-        )
+        needs = residency(dropped, plan.offsets, plan.arena_bytes)
         return max(0, plan.peak_bytes - needs.peak_bytes)
 
     def _declared_budget_bytes(self) -> int | None:

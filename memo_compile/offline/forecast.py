@@ -20,7 +20,7 @@ from memo_compile.offline.plan_offline import OfflineStep, plan_step_offline
 from memo_compile.offline.shapes.load import Loaded, load
 from memo_compile.offline.shapes.transformer import Degrees
 from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts
-from memo_compile.step.simulate import memory_levels
+from memo_compile.step.simulate import memory_level
 from memo_compile.units import parse_size
 
 log = logging.getLogger("memo")
@@ -415,7 +415,7 @@ def _peak_at(step: OfflineStep) -> PeakAt | None:
     problem = step.problem
     if not problem.calls:
         return None
-    line = int(sum(memory_levels(problem)).argmax())
+    line = int(memory_level(problem).argmax())
     call = problem.calls[bisect.bisect_right(call_starts(problem)[:-1], line) - 1]
     alive = [buffer for buffer in arena_buffers(problem) if buffer.start <= line < buffer.end]
     alive.sort(key=lambda buffer: (-buffer.size_bytes, buffer.id))

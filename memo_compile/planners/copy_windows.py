@@ -32,7 +32,7 @@ def widened(problem: Problem, costs: StepCosts, times: float = 1.0) -> Problem:
     """
     if not problem.host_bytes:
         return problem
-    alive = sum(most_per_call(problem))
+    alive = most_per_call(problem)
     border = problem.first_backward
     peak = int(alive.max())
     limit = peak + int((times - 1) * (peak + step_constant_bytes(problem)))

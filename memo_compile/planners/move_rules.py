@@ -1,7 +1,9 @@
 """What may be moved or recomputed in a step, and what recomputing takes."""
 
+import itertools
+import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from memo_compile.errors import InvalidPlan
@@ -42,7 +44,11 @@ class StepFacts:
     forward_at: tuple[int, ...]
     """Per layer, the index of its forward call; ascending."""
     backward_at: tuple[int, ...]
-    """Per layer, the index of its backward call."""
+    """Per layer, the index of its first backward call."""
+    forward_s: tuple[float, ...]
+    """Per layer, seconds of its forward, of all its tiles where it runs in tiles."""
+    backward_s: tuple[float, ...]
+    """Per layer, seconds of its backward likewise."""
     renamed: dict[tuple[int, tuple[str, ...]], StepCall] = field(default_factory=dict)
     """Calls of the backward by index and by the names, after moves, of what they read and write
     into. Kept because the decisions that policies try share most of them."""
@@ -76,11 +82,16 @@ def _collect(step: MovableStep) -> StepFacts:
         written_at.update(dict.fromkeys(call.outputs, at))
         last_use.update(dict.fromkeys((*call.inputs, *call.outputs), at))
     index_of = {call.name: at for at, call in enumerate(calls)}
+    call_s = tuple(map(step.costs.call_s, calls))
+    forward_at = tuple(index_of[layer.forward] for layer in step.layers)
+    backward_at = tuple(index_of[layer.backward] for layer in step.layers)
     return StepFacts(
         first_backward=first_backward,
         index_of=index_of,
-        forward_at=tuple(index_of[layer.forward] for layer in step.layers),
-        backward_at=tuple(index_of[layer.backward] for layer in step.layers),
+        forward_at=forward_at,
+        backward_at=backward_at,
+        forward_s=tuple(_pass_s(calls, call_s, at) for at in forward_at),
+        backward_s=tuple(_pass_s(calls, call_s, at) for at in backward_at),
         written_at=written_at,
         last_use=last_use,
         size_of={
@@ -89,8 +100,19 @@ def _collect(step: MovableStep) -> StepFacts:
             if made.call < first_backward
         },
         backward_readers={value: tuple(found) for value, found in readers.items()},
-        call_s=tuple(map(step.costs.call_s, calls)),
+        call_s=call_s,
     )
+
+
+def _pass_s(calls: Sequence[StepCall], call_s: Sequence[float], first: int) -> float:
+    """Seconds of one layer's pass: of call ``first`` and those of the same layer behind it."""
+    owner = calls[first].layer_class, calls[first].instance
+    if owner[0] is None:
+        return call_s[first]
+    own = itertools.takewhile(
+        lambda at: (calls[at].layer_class, calls[at].instance) == owner, range(first, len(calls))
+    )
+    return math.fsum(call_s[at] for at in own)
 
 
 def recompute_closure(

@@ -163,15 +163,14 @@ class _Builder:
     def _sources(self, recomputation: _Recomputation) -> Iterator[str]:
         """The values that a recomputation reads, by their names before any move."""
         layer = self.step.layers[recomputation.layer]
-        call = self.problem.calls[self.forward_at[recomputation.layer]]
         for source in recomputation.region.inputs:
             if source.slot is not None:
                 yield layer.values[source.slot]
             else:
                 assert source.forward_input is not None, (
-                    f"{call.name}: a region input without a source"
+                    f"{layer.forward}: a region input without a source"
                 )
-                yield call.inputs[source.forward_input]
+                yield layer.inputs[source.forward_input]
 
     def _moved(self, moves: Moves) -> list[_Moved]:
         """Every value that is copied, in the order of the lane to the host."""

@@ -28,7 +28,6 @@ def place_step(
     time_limit_s: float = 5.0,
     decisions: tuple[Decision, ...] = (),
     budget_bytes: int | None = None,
-    releases_pages: bool = False,
 ) -> Plan:
     """A checked plan of one step, as its program says.
 
@@ -39,13 +38,7 @@ def place_step(
         Infeasible: the step needs more than ``budget_bytes``.
         InvalidPlan: the checker found a fault in what the planner made.
     """
-    plan = placed_step(
-        problem,
-        name=name,
-        solver=solver,
-        time_limit_s=time_limit_s,
-        releases_pages=releases_pages,
-    )
+    plan = placed_step(problem, name=name, solver=solver, time_limit_s=time_limit_s)
     plan = replace(plan, decisions=decisions, budget_bytes=budget_bytes)
     require_budget(plan)
     return require_valid(problem, plan)
@@ -57,21 +50,20 @@ def placed_step(
     name: str = "",
     solver: str = "auto",
     time_limit_s: float = 5.0,
-    releases_pages: bool = False,
 ) -> Plan:
     """The plan of ``place_step``, unchecked, without decisions and budget."""
     buffers = arena_buffers(problem)
     rectangles = _rectangles(problem, buffers)
     placed = place(rectangles, solver=solver, time_limit_s=time_limit_s)
     arena_bytes = placed.height_bytes
-    resident = residency(problem, placed.offsets, arena_bytes, releases_pages=releases_pages)
+    resident = residency(problem, placed.offsets, arena_bytes)
     return Plan(
         name=name,
         offsets=placed.offsets,
         arena_bytes=arena_bytes,
         peak_bytes=resident.peak_bytes,
         resident_bytes=resident.resident_bytes,
-        releases_pages=releases_pages,
+        releases_pages=problem.releases_pages,
         lower_bound_bytes=max(live_bytes(buffers).values(), default=0),
         outside_bytes_by_kind=outside_peak(problem),
         fixed=problem.fixed,

@@ -82,12 +82,19 @@ class Layer:
     """One layer of the step."""
 
     class_key: str
-    forward: str
-    """The name of its forward call."""
+    calls: tuple[str, ...]
+    """The names of its forward calls, in order: one, or several where it runs in tiles."""
+    inputs: tuple[str, ...]
+    """The values that its forward region reads, in order; there is one region, tiles or not."""
     backward: str
     """The name of its backward call, the first reader of its slots."""
     values: tuple[str, ...]
     """Per slot of the class, the value's name in the step."""
+
+    @property
+    def forward(self) -> str:
+        """The name of its first forward call."""
+        return self.calls[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

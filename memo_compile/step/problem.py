@@ -371,6 +371,9 @@ class Problem:
     gradients, when the backward begins."""
     live_steps: int = 1
     """max_inflight: forwards that may wait for their backwards, each with its own frame."""
+    releases_pages: bool = False
+    """True where the device takes single pages of the arena back, so that the arena falls as
+    ordinary memory grows. Else the whole arena stays."""
 
     @property
     def first_backward(self) -> int:

@@ -40,19 +40,18 @@ class Residency:
     """Peak of the whole step: fixed memory, arena, outputs and kernels' own memory."""
 
 
-def residency(
-    problem: Problem, offsets: Mapping[str, int], arena_bytes: int, *, releases_pages: bool
-) -> Residency:
+def residency(problem: Problem, offsets: Mapping[str, int], arena_bytes: int) -> Residency:
     """The residency of a placed step. Cost: buffers x log calls."""
     fixed = step_constant_bytes(problem)
     ordinary = ordinary_bytes(problem).most
-    tails = _tails(problem, offsets) if releases_pages else [arena_bytes] * len(ordinary)
+    releases = problem.releases_pages
+    tails = _tails(problem, offsets) if releases else [arena_bytes] * len(ordinary)
     most = max((tail + more for tail, more in zip(tails, ordinary, strict=True)), default=0)
     resident, current = [], arena_bytes
     for tail, more in zip(tails, ordinary, strict=True):
         current = max(tail, min(current, most - more))
         resident.append(current)
-    slack = heap_slack(most) if releases_pages else 0
+    slack = heap_slack(most) if releases else 0
     waiting = (problem.live_steps - 1) * waiting_step_bytes(problem, arena_bytes)
     return Residency(resident_bytes=tuple(resident), peak_bytes=fixed + most + slack + waiting)
 

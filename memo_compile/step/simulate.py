@@ -76,26 +76,32 @@ def _end_of(call: StepCall, ends: Mapping[str, float]) -> float:
 def peak_live_bytes(problem: Problem) -> int:
     """The peak of a perfect placement: no placed step of this program has a smaller one.
 
-    Per call the most bytes alive in the arena and the most ordinary memory, as
-    ``step.residency`` adds them; the largest sum, and the constant.
+    The largest of ``most_per_call``, and the constant; ``step.residency`` adds them likewise.
     """
     if not problem.calls:
         return step_constant_bytes(problem)
-    return step_constant_bytes(problem) + int(sum(most_per_call(problem)).max())
+    return step_constant_bytes(problem) + int(most_per_call(problem).max())
 
 
-def most_per_call(problem: Problem) -> tuple[Any, Any]:
-    """Per call the most bytes alive in the arena, and the most of ordinary memory."""
+def most_per_call(problem: Problem) -> Any:
+    """Per call the most bytes alive in the arena, and with them the most of ordinary memory."""
     starts = np.array(call_starts(problem)[:-1])
-    arena, ordinary = (np.maximum.reduceat(level, starts) for level in memory_levels(problem))
-    return arena, ordinary
+    return sum(np.maximum.reduceat(level, starts) for level in _memory_levels(problem))
 
 
-def memory_levels(problem: Problem) -> tuple[Any, Any]:
-    """Per line of the step the bytes alive in the arena, and those of ordinary memory."""
+def memory_level(problem: Problem) -> Any:
+    """Per line of the step the bytes alive in the arena and those of ordinary memory."""
+    return sum(_memory_levels(problem))
+
+
+def _memory_levels(problem: Problem) -> tuple[Any, Any]:
+    """Both, per line; ordinary memory at its most where an arena that stays leaves it no room."""
     starts = call_starts(problem)
     last_read = last_reads(problem, starts)
-    return _arena_level(problem, starts, last_read), ordinary_level(problem, last_read)
+    ordinary = ordinary_level(problem, last_read)
+    if not problem.releases_pages:
+        ordinary = np.full_like(ordinary, ordinary.max(initial=0))
+    return _arena_level(problem, starts, last_read), ordinary
 
 
 def _arena_level(problem: Problem, starts: Sequence[int], last_read: Mapping[str, int]) -> Any:

@@ -66,7 +66,7 @@ def works(shape: Shape, moved: Problem, plan: Plan) -> bool:
 @settings(max_examples=40, deadline=None)
 @given(moved_steps())
 def test_moves_compute_what_the_step_computes(shape):
-    plan = place_step(shape.moved, solver="greedy", releases_pages=True)
+    plan = place_step(dataclasses.replace(shape.moved, releases_pages=True), solver="greedy")
     assert faults(shape, shape.moved, plan) == []
     assert works(shape, shape.moved, plan)
 

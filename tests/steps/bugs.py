@@ -24,7 +24,9 @@ def shape_of(name: str) -> Shape:
 
 @cache
 def plan_of(name: str) -> Plan:
-    return place_step(shape_of(name).moved, solver="greedy", releases_pages=True)
+    return place_step(
+        dataclasses.replace(shape_of(name).moved, releases_pages=True), solver="greedy"
+    )
 
 
 def faults(shape: Shape, moved: Problem, plan: Plan | None = None) -> list[str]:

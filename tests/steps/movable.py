@@ -86,7 +86,8 @@ def repeated(
     layers = tuple(
         Layer(
             class_key="L",
-            forward=f"L@{i}",
+            calls=(f"L@{i}",),
+            inputs=(f"{next(iter(kind.reads))}{kind.dot}{i}",),
             backward=f"Lb@{i}",
             values=tuple(f"{name}{kind.dot}{i}" for name in kind.reads),
         )

@@ -209,8 +209,8 @@ def recompute() -> Shape:
         backward(0, 3, s="again.s0", a="again.a0"),
     )
     recomputations = {
-        "again0": Recomputation(maker="F0", inputs=("y0",), outputs=("s0", "a0")),
-        "again1": Recomputation(maker="F1", inputs=("y1",), outputs=("a1",)),
+        "again0": Recomputation(makers=("F0",), inputs=("y0",), outputs=("s0", "a0")),
+        "again1": Recomputation(makers=("F1",), inputs=("y1",), outputs=("a1",)),
     }
     return Shape(original=layers(3), moved=step(calls, Y), recomputations=recomputations)
 
@@ -251,7 +251,7 @@ def token_mix(rows: int = 4) -> Shape:
         backward(0, 2, s="reloaded.s0"),
     )
     recomputations = {
-        f"again{i}": Recomputation(maker=f"F{i}", inputs=(f"y{i}", f"a{i}"), outputs=(f"s{i}",))
+        f"again{i}": Recomputation(makers=(f"F{i}",), inputs=(f"y{i}", f"a{i}"), outputs=(f"s{i}",))
         for i in range(2)
     }
     return Shape(

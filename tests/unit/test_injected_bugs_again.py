@@ -97,13 +97,13 @@ def test_what_recomputation_stands_for_must_be_known():
     expect(list(found), "B0 reads again.s0, which is again.s0, where it must read s0")
     swapped = {
         **shape.recomputations,
-        "again0": Recomputation(maker="F0", inputs=("y0",), outputs=("a0", "s0")),
+        "again0": Recomputation(makers=("F0",), inputs=("y0",), outputs=("a0", "s0")),
     }
     found = check_moves(shape.original, shape.moved, swapped).problems
     expect(list(found), "B0 reads again.s0, which is a0, where it must read s0")
     short = {
         **shape.recomputations,
-        "again0": Recomputation(maker="F0", inputs=("y0",), outputs=("s0",)),
+        "again0": Recomputation(makers=("F0",), inputs=("y0",), outputs=("s0",)),
     }
     found = check_moves(shape.original, shape.moved, short).problems
     expect(list(found), "again0: expected (inputs, outputs) (1, 1)")
@@ -228,7 +228,7 @@ def test_what_others_wrote_into_a_value_is_not_made_again():
     again = run_call("again", "before", BACKWARD, ("y0",), ("again.s", "again.acc"), kind=RECOMPUTE)
     use = dataclasses.replace(kept[-1], inputs=("g", "again.s", "again.acc"))
     moved = with_calls(shape.moved, (*kept[:-1], again, use))
-    recomputation = Recomputation(maker="before", inputs=("y0",), outputs=("s", "acc"))
+    recomputation = Recomputation(makers=("before",), inputs=("y0",), outputs=("s", "acc"))
     found = check_moves(shape.original, moved, {"again": recomputation}).problems
     expect(list(found), "use reads again.s for s: expected bytes")
 

@@ -11,7 +11,7 @@ from memo_compile.planners.place_step import place_step
 from memo_compile.step.movable import Action, Mode, Moves, Schedule
 from memo_compile.step.plans import Span
 from memo_compile.step.problem import OutsideBuffer
-from memo_compile.step.simulate import memory_levels, peak_live_bytes, simulate
+from memo_compile.step.simulate import memory_level, peak_live_bytes, simulate
 from tests.steps.movable import (
     BACKWARD_S,
     FORWARD_S,
@@ -124,10 +124,14 @@ def test_the_closed_forms_of_rotating_buffers(bytes_per_s, rows):
 
 def test_memory_by_line_of_a_small_step():
     """Constant memory 1 KiB; a loss of 512 B in the forward, 1 KiB of gradient in each backward."""
-    levels = sum(memory_levels(two_layers()))
+    falls = replace(two_layers(), releases_pages=True)
+    levels = memory_level(falls)
     assert levels[0] == 2 * KIB
-    assert KIB + max(levels) == peak_live_bytes(two_layers())
+    assert KIB + max(levels) == peak_live_bytes(falls)
     assert levels[-1] == 2 * KIB
+    stays = memory_level(two_layers())
+    assert min(stays - levels) == 0
+    assert KIB + max(stays) == peak_live_bytes(two_layers())
 
 
 def test_kernels_memory_counts():

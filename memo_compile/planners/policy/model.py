@@ -20,7 +20,7 @@ from memo_compile.planners.policy.modes import ModeCost
 from memo_compile.step.movable import Action, Mode, MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.problem import Problem, call_starts
 from memo_compile.step.residency import step_constant_bytes
-from memo_compile.step.simulate import memory_levels, most_per_call
+from memo_compile.step.simulate import memory_level, most_per_call
 
 COPY_WEIGHT = 1e-4
 """A second of hidden copying costs this many seconds of the step, so that of two equally fast plans
@@ -217,7 +217,7 @@ def _absences(
 def call_bytes(problem: Problem) -> tuple[list[int], list[int]]:
     """Per call the most device bytes during it, and the device bytes at the border before it."""
     constant = step_constant_bytes(problem)
-    held = sum(memory_levels(problem)) + constant
+    held = memory_level(problem) + constant
     before = [start - 1 for start in call_starts(problem)[1:-1]]
-    during = sum(most_per_call(problem)) + constant
+    during = most_per_call(problem) + constant
     return during.tolist(), [constant, *held[before].tolist()]

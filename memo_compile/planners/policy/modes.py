@@ -208,7 +208,7 @@ def _hidden_seconds(step: MovableStep, class_key: str) -> tuple[float, float]:
     """Seconds of one forward and one backward of the class, behind which its copies hide."""
     facts = facts_of(step)
     layer = next(at for at, layer in enumerate(step.layers) if layer.class_key == class_key)
-    return facts.call_s[facts.forward_at[layer]], facts.call_s[facts.backward_at[layer]]
+    return facts.forward_s[layer], facts.backward_s[layer]
 
 
 def _whole_modes(cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int) -> Iterable[Mode]:

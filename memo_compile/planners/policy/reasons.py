@@ -31,7 +31,7 @@ def reasons(step: MovableStep, moves: Moves) -> Mapping[tuple[str, int, Mode], s
             layer=step.layers[layers[0]],
             modes=[moves.modes[at] for at in layers],
             step=step,
-            forward_s=facts.call_s[facts.forward_at[runs_next]],
+            forward_s=facts.forward_s[runs_next],
             schedule=moves.schedule,
         )
         for mode in dict.fromkeys(weighed.modes):
