@@ -61,7 +61,13 @@ def test_op_by_op_without_a_tile_in_the_middle(name):
 
 @pytest.mark.parametrize("policy", ["full-recompute", "full-offload"])
 def test_tiles_of_a_step_that_moves(policy):
+    """What tiles leave, such as a norm's result, is recomputed too: a layer keeps its input."""
     assert_equals_eager("llama", 4, lowering="aten", debug="poison", policy=policy, token_granule=4)
+    if policy == "full-recompute":
+        rows = memo_compile.report().plans[-1].decisions
+        kept = [row for row in rows if row.decision != "RECOMPUTE"]
+        assert len(rows) > 8
+        assert {row.tensor.split()[0] for row in kept} == {"embedding", "add_16"}
 
 
 VOCABULARY, TOKENS = 512, 64
