@@ -43,7 +43,7 @@ GRIDS = {
 """Per schedule the bounds in bytes at which the program is solved, from its floor (0) to save-all
 (1). They are denser near the floor, where plans are slow and a byte is worth most."""
 
-WIDER = (1.1, 1.3, 1.8)
+WIDER = (1.02, 1.05, 1.1, 1.3, 1.8)
 """A plan that copies stall is also tried with this many times its peak: more bytes in flight."""
 
 STALLED = 0.001
