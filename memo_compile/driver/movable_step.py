@@ -9,10 +9,11 @@ else stays.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from memo_compile.analysis.purity import is_write
 from memo_compile.analysis.regions import RegionGraph
@@ -179,6 +180,11 @@ class _Builder:
         seconds = self._seconds(call, graph.region)
         ops = layer_ops(graph, lambda node: seconds[node])
         region = graph.region.gm.graph
+        if len(self.calls[call.position]) > 1:
+            chosen = {node.name for node in region.nodes if _is_choice(node)}
+            ops = tuple(
+                replace(op, can_recompute=op.can_recompute and op.name not in chosen) for op in ops
+            )
         nodes = graph.at_slots(region.find_nodes(op="placeholder"), results_of(region))
         dims = graph.row_dims()
         able = _can_recompute(ops) if self._keeps_inputs(call) else set()
@@ -249,6 +255,22 @@ def _rows_of(value: torch.Tensor) -> tuple[RowDim, int] | None:
         if size > 1:
             return RowDim(dim=dim, factor=1), int(size)
     return None
+
+
+def _is_choice(node: fx.Node) -> bool:
+    """True for what turns numbers into integers or truths: a router's experts, a mask.
+
+    In tiles a product may differ in its last bits from the whole's, and near a tie so would these:
+    they are recomputed only where the very same kernels run. The integers that attention kernels
+    return are their seeds.
+    """
+    if node.op != "call_function" or "attention" in op_name(node):
+        return False
+    made = tree_leaves(node.meta.get("val"))
+    read = [leaf for source in node.all_input_nodes for leaf in tree_leaves(source.meta.get("val"))]
+    return any(
+        isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() for leaf in made
+    ) and any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in read)
 
 
 def _is_attention(node: fx.Node) -> bool:
