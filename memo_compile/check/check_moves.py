@@ -34,21 +34,31 @@ def recomputations_of(
 ) -> dict[str, Recomputation]:
     """What each RECOMPUTE call of ``moved`` must make, by the call's name.
 
-    The layer is found from the region's key and the next backward call, never from the names of
-    values. A call for which there is none is left out: then its result matches nothing.
+    The layer is found from the region's key and the next call of the backward, which reads one of
+    its slots, never from the names of what was recomputed. A call for which there is none is left
+    out: then its result matches nothing.
     """
     by_name = {region.key.region: region for region in regions}
-    layers_of = {(layer.backward, layer.class_key): layer for layer in step.layers}
+    owners: dict[tuple[str, str], Layer] = {}
+    for layer in step.layers:
+        for value in layer.values:
+            owners.setdefault((layer.class_key, value), layer)
+    original = {call.name: call for call in step.problem.calls}
     found: dict[str, Recomputation] = {}
-    reader = ""
+    reader: StepCall | None = None
     for call in reversed(moved.calls):
         if call.kind is CallKind.RUN:
-            reader = call.name
+            reader = original.get(call.name)
         region = by_name.get(call.region)
-        if call.kind is not CallKind.RECOMPUTE or region is None:
+        if call.kind is not CallKind.RECOMPUTE or region is None or reader is None:
             continue
-        if layer := layers_of.get((reader, region.key.class_key)):
-            found[call.name] = _recomputation(layer, region)
+        touched = (*reader.inputs, *(into.value for into in reader.into))
+        layers = (owners.get((region.key.class_key, value)) for value in touched)
+        for layer in filter(None, layers):
+            made = _recomputation(layer, region)
+            if not set(touched).isdisjoint(made.outputs):
+                found[call.name] = made
+                break
     return found
 
 

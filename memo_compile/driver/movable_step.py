@@ -67,7 +67,7 @@ class _Builder:
         self.backward_of = {  # the first of several at one position
             last - call.position: call.name for call in reversed(backward.calls)
         }
-        index = {call.name: at for at, call in enumerate(problem.calls)}
+        self.index = index = {call.name: at for at, call in enumerate(problem.calls)}
         self.calls: dict[int, list[str]] = {}
         """Position -> the calls of the forward there, in order; several for a region in tiles."""
         for call in forward.calls:
@@ -80,7 +80,11 @@ class _Builder:
             for value in call.inputs:
                 self.readers.setdefault(value, set()).add(call.position)
         backward_calls = problem.calls[problem.first_backward :]
-        self.read_later = {value for call in backward_calls for value in call.inputs}
+        self.read_later: dict[str, int] = {}
+        """Value -> the first call of the backward that reads it."""
+        for at, later in enumerate(backward_calls, start=problem.first_backward):
+            for value in (*later.inputs, *(into.value for into in later.into)):
+                self.read_later.setdefault(value, at)
         self.user_values = {value for value in forward.results if value is not None}
         self.made_at = {value: call.position for call in forward.calls for value in call.outputs}
         self.written = {*_written(forward), *_written(backward)}
@@ -190,6 +194,7 @@ class _Builder:
         able = _can_recompute(ops) if self._keeps_inputs(call) else set()
         slots = []
         values = graph.at_slots(call.inputs, call.outputs)
+        first = self.index[self.backward_of[call.position]]
         for slot, (value, node) in enumerate(zip(values, nodes, strict=True)):
             dim = dims.get(node)
             row_bytes = None if dim is None else row_layout(node.meta["val"], dim, graph.num_rows)
@@ -204,6 +209,7 @@ class _Builder:
                     is_attention=_is_attention(node),
                     num_rows=graph.num_rows if row_bytes else 1,
                     row_bytes=row_bytes or 0,
+                    first_read=max(0, self.read_later.get(value, first) - first),
                 )
             )
         return LayerClass(key=key, slots=tuple(slots), ops=ops)

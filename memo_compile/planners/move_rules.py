@@ -177,10 +177,37 @@ def recompute_rows(cls: LayerClass, mode: Mode) -> int | None:
     return None if mode.recompute_rows == cls.slots[recomputed[0]].num_rows else mode.recompute_rows
 
 
-def recompute_key(cls: LayerClass, mode: Mode) -> RecomputeKey | None:
-    """Which region ``mode`` recomputes with; None when it recomputes nothing."""
+def recompute_keys(cls: LayerClass, mode: Mode) -> tuple[RecomputeKey, ...]:
+    """The regions with which ``mode`` recomputes, in the order in which the backward needs them."""
     slots, rows = mode.slots(Action.RECOMPUTE), recompute_rows(cls, mode)
-    return RecomputeKey(class_key=cls.key, slots=slots, rows=rows) if slots else None
+    if slots not in cls.parts:
+        cls.parts[slots] = tuple(_recompute_parts(cls, slots))
+    return tuple(
+        RecomputeKey(class_key=cls.key, slots=part, rows=rows) for part in cls.parts[slots]
+    )
+
+
+def _recompute_parts(cls: LayerClass, slots: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """``slots`` by the call that first reads them; together where they share an operator.
+
+    What a layer in tiles recomputes for its attention need not exist while its MLP is in the
+    backward. Parts that share nothing take no longer than the whole.
+    """
+    others = [slot for slot in range(len(cls.slots)) if slot not in slots]
+    by_read: dict[int, list[int]] = {}
+    for slot in slots:
+        by_read.setdefault(cls.slots[slot].first_read, []).append(slot)
+    parts: list[tuple[list[int], set[int]]] = []
+    for _, own in sorted(by_read.items()):
+        ops = set(recompute_closure(cls, own, others))
+        meeting = [part for part in parts if not ops.isdisjoint(part[1])]
+        for part in meeting:
+            own, ops = [*part[0], *own], ops | part[1]
+        at = parts.index(meeting[0]) if meeting else len(parts)
+        parts = [part for part in parts if part not in meeting]
+        parts.insert(at, (own, ops))
+    for own, _ in parts:
+        yield tuple(sorted(own))
 
 
 def require_valid_modes(step: MovableStep, moves: Moves) -> None:

@@ -20,7 +20,7 @@ from memo_compile.errors import InvalidPlan
 from memo_compile.planners.move_rules import (
     RecomputeOf,
     facts_of,
-    recompute_key,
+    recompute_keys,
     recompute_rows,
     require_valid_modes,
 )
@@ -68,9 +68,11 @@ class _Moved:
 
 @dataclass(slots=True, kw_only=True)
 class _Recomputation:
-    """The recomputation of one layer, right before its backward call."""
+    """What one region recomputes for a layer, right before the first call that reads it."""
 
     layer: int
+    number: int
+    """Among those of the layer."""
     region: RecomputeRegion
     values: tuple[str, ...]
     """The values of ``region.key.slots``."""
@@ -129,18 +131,22 @@ class _Builder:
         """The layers that recompute something which the backward reads."""
         found = []
         for index, (layer, mode) in enumerate(zip(self.step.layers, moves.modes, strict=True)):
-            key = recompute_key(self.step.class_of(layer), mode)
-            if key is None:
-                continue
-            values = tuple(layer.values[slot] for slot in key.slots)
-            if any(value in self.facts.backward_readers for value in values):
-                found.append(_Recomputation(layer=index, region=recompute(key), values=values))
+            for number, key in enumerate(recompute_keys(self.step.class_of(layer), mode)):
+                values = tuple(layer.values[slot] for slot in key.slots)
+                if any(value in self.facts.backward_readers for value in values):
+                    found.append(
+                        _Recomputation(
+                            layer=index, number=number, region=recompute(key), values=values
+                        )
+                    )
         return found
 
     def _items(self) -> list[_Item]:
         before: dict[int, list[_Recomputation]] = {}
+        readers = self.facts.backward_readers
         for recomputation in self.recomputations:
-            before.setdefault(self.backward_at[recomputation.layer], []).append(recomputation)
+            first = min(readers[value][0] for value in recomputation.values if value in readers)
+            before.setdefault(first, []).append(recomputation)
         items: list[_Item] = []
         for at in range(self.facts.first_backward, len(self.problem.calls)):
             for recomputation in before.get(at, ()):
@@ -324,7 +330,7 @@ class _Builder:
     def _recompute_call(self, recomputation: _Recomputation) -> StepCall:
         return self._added(
             recomputation.layer,
-            name=f"recompute.{self.step.layers[recomputation.layer].forward}",
+            name=self._name(recomputation),
             region=recomputation.region.key.region,
             phase=Phase.BACKWARD,
             inputs=tuple(
@@ -335,6 +341,10 @@ class _Builder:
             into=self._into(recomputation),
             reads=recomputation.region.profile.input_layouts,
         )
+
+    def _name(self, recomputation: _Recomputation) -> str:
+        name = f"recompute.{self.step.layers[recomputation.layer].forward}"
+        return f"{name}.part{recomputation.number}" if recomputation.number else name
 
     def _at_hand(self, recomputation: _Recomputation, value: str) -> str:
         """The name under which ``value`` exists when the recomputation runs."""

@@ -44,6 +44,9 @@ class Slot:
     """Rows (tokens) along which the buffer can be split; 1 for a tensor that moves whole."""
     row_bytes: int = 0
     """Row r is bytes ``[r * row_bytes, (r + 1) * row_bytes)`` of the storage, when num_rows > 1."""
+    first_read: int = 0
+    """The first call that reads it in the backward, counted from the layer's first; of the class's
+    first layer. A backward in tiles is several calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,10 @@ class LayerClass:
     key: str
     slots: tuple[Slot, ...]
     ops: tuple[LayerOp, ...] = ()
+    parts: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """Slots that are recomputed -> those of each region that does it, once they were found."""
 
     @property
     def saved_bytes(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from memo_compile.errors import InvalidPlan
 from memo_compile.planners.copy_windows import widened
-from memo_compile.planners.move_rules import RecomputeOf, recompute_key
+from memo_compile.planners.move_rules import RecomputeOf, recompute_keys
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.cheapest_first import greedy_sequence
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
@@ -102,8 +102,7 @@ def costs_with(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> StepC
     """The step's costs and those of the recompute regions that ``moves`` call."""
     more = {}
     for layer, mode in zip(step.layers, moves.modes, strict=True):
-        key = recompute_key(step.class_of(layer), mode)
-        if key is not None:
+        for key in recompute_keys(step.class_of(layer), mode):
             more[key.region] = recompute(key).seconds
     return replace(step.costs, region_s={**step.costs.region_s, **more})
 

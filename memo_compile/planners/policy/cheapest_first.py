@@ -11,7 +11,7 @@ from typing import Any
 from memo_compile.planners.policy.model import StepModel
 
 MAX_KEYS = 2
-"""Most distinct recompute regions of a class in one plan, because each one is compiled."""
+"""Most ways to recompute that the layers of a class take in one plan: each is compiled."""
 
 NUM_CHUNKS = 16
 """A class's layers move in at most about this many chunks, so that deep models take few moves."""
@@ -84,10 +84,10 @@ def _moves(
 
 
 def _few_keys(model: StepModel, chosen: Sequence[int], class_key: str) -> bool:
-    """True when the layers of the class use at most MAX_KEYS recompute regions."""
+    """True when the layers of the class use at most MAX_KEYS ways to recompute."""
     keys = {
-        model.modes[layer][mode].key
+        model.modes[layer][mode].keys
         for layer, mode in enumerate(chosen)
         if model.class_keys[layer] == class_key
     }
-    return len(keys - {None}) <= MAX_KEYS
+    return len(keys - {()}) <= MAX_KEYS

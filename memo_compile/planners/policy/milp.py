@@ -18,7 +18,7 @@ Named constraints:
     back      a copy back begins when it is issued: back[i] >= t[reload(i)] + sum x h.
     back_lane and after those of later layers: back[i] >= back[i+1] + sum x h.
     ready     the backward reads what came back: t[b(i)] >= back[i].
-    regions   a class uses few recompute regions: x[i,m] <= y[key(m)], sum y <= MAX_KEYS.
+    regions   a class recomputes in few ways: x[i,m] <= y[keys(m)], sum y <= MAX_KEYS.
 
 Times are minimised, so they take the values that replaying the lanes would give them. Layers of one
 class in a row are bound into at most ``NUM_BUNDLES`` bundles that take one mode. The last two
@@ -159,8 +159,8 @@ class _Program:
         for at, some in enumerate(self.bundles):
             keys = uses.setdefault(self.step.class_keys[some[0]], {})
             for variable, mode in zip(self.x[at], self.step.modes[some[0]], strict=True):
-                if mode.key is not None:
-                    keys.setdefault(mode.key, []).append(variable)
+                if mode.keys:
+                    keys.setdefault(mode.keys, []).append(variable)
         for class_key, keys in uses.items():
             if len(keys) <= MAX_KEYS:
                 continue

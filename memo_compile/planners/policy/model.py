@@ -5,11 +5,11 @@ The same model serves the greedy search and the program (``milp.py``). It differ
 the schedule's lag and lead give it, where the real program frees memory as soon as the copy ends.
 So its bytes are never too few for the schedule, and its seconds are those of the copy lanes.
 
-Points: one for every call, with the most bytes alive during it; then one for every layer, the
-recomputation right before its backward.
+Points: one for every call, with the most bytes alive during it; then those of every layer: the
+recomputations right before the calls that are the first to read one of its slots.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from memo_compile.planners.move_rules import StepFacts, facts_of
 from memo_compile.planners.policy.modes import ModeCost
-from memo_compile.step.movable import Action, Mode, MovableStep, Moves, Schedule, StepCosts
+from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.problem import Problem, call_starts
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import memory_level, most_per_call
@@ -166,20 +166,27 @@ def build_model(
     pairs = zip(backward_at, backward_at[lead + 1 :], strict=False)
     reload_at = (*(min(own, later + 1) for own, later in pairs), *rest)[:num_layers]
     during, border = call_bytes(step.problem)
-    base = np.array([*during, *(border[at] for at in backward_at)], dtype=np.int64)
+    reads = [_first_reads(facts, owner) for owner in step.layers]
+    points = [(layer, at) for layer, some in enumerate(reads) for at in sorted({*some.values()})]
+    point_calls = [at for _, at in points]
+    point_of = {point: number for number, point in enumerate(points, start=len(during))}
+    base = np.array([*during, *(border[at] for at in point_calls)], dtype=np.int64)
     deltas = []
     for layer, some in enumerate(modes):
         delta = np.zeros((len(some), len(base)), dtype=np.int64)
         for row, cost in zip(delta, some, strict=True):
+            parts = list(_parts(cost, reads[layer]))
+            made = {slot: part.at for part in parts for slot in part.slots}
             window = freed_at[layer], reload_at[layer]
-            for start, end, size_bytes in _absences(step, layer, cost.mode, window):
+            for start, end, size_bytes in _absences(step, layer, cost.mode, window, made):
                 row[start:end] -= size_bytes
-            row[len(during) :] = row[list(backward_at)]
-            if cost.key is not None:
-                row[len(during) + layer] += cost.recompute_peak_bytes
-                if cost.key.rows is None:  # nothing of what save-all counts is there yet
+            row[len(during) :] = row[point_calls]
+            for part in parts:
+                row[point_of[layer, part.at]] += part.peak_bytes
+                if cost.mode.recompute_rows is None:  # what save-all counts is not there yet
                     slots = step.class_of(step.layers[layer]).slots
-                    row[len(during) + layer] -= sum(slots[at].size_bytes for at in cost.key.slots)
+                    made_bytes = sum(slots[slot].size_bytes for slot in part.slots)
+                    row[point_of[layer, part.at]] -= made_bytes
         deltas.append(delta)
     return StepModel(
         base_bytes=base,
@@ -195,19 +202,46 @@ def build_model(
     )
 
 
+class _Part(NamedTuple):
+    """What one region recomputes for a layer."""
+
+    at: int
+    """The call right before which it runs."""
+    slots: tuple[int, ...]
+    peak_bytes: int
+
+
+def _first_reads(facts: StepFacts, layer: Layer) -> dict[int, int]:
+    """Slot -> the first call of the backward that reads it, where one does."""
+    readers = facts.backward_readers
+    return {
+        slot: readers[value][0] for slot, value in enumerate(layer.values) if value in readers
+    }
+
+
+def _parts(cost: ModeCost, reads: Mapping[int, int]) -> Iterator[_Part]:
+    """The recomputations of a mode; those that nothing reads do not run."""
+    for key, peak_bytes in zip(cost.keys, cost.recompute_peaks, strict=True):
+        calls = [reads[slot] for slot in key.slots if slot in reads]
+        if calls:
+            yield _Part(min(calls), key.slots, peak_bytes)
+
+
 def _absences(
-    step: MovableStep, layer: int, mode: Mode, window: tuple[int, int]
+    step: MovableStep, layer: int, mode: Mode, window: tuple[int, int], made: Mapping[int, int]
 ) -> Iterator[tuple[int, int, int]]:
     """(first call, end, bytes) of every slot that ``mode`` takes off the device.
 
-    A copy has ended when ``window`` begins, and the copy back is issued when it ends.
+    A copy has ended when ``window`` begins, and the copy back is issued when it ends. ``made``
+    says before which call a slot is recomputed.
     """
     facts, owner = facts_of(step), step.layers[layer]
     kinds = zip(step.class_of(owner).slots, mode.actions, owner.values, strict=True)
-    for slot, action, value in kinds:
+    for number, (slot, action, value) in enumerate(kinds):
         if action is Action.SAVE or value not in facts.backward_readers:
             continue
-        start, end = facts.last_use[value] + 1, facts.backward_readers[value][0]
+        start = facts.last_use[value] + 1
+        end = made.get(number, facts.backward_readers[value][0])
         if action is Action.OFFLOAD or mode.recompute_rows is not None:
             start, end = max(start, window[0]), min(end, window[1])
         if start < end:

@@ -15,7 +15,7 @@ from memo_compile.planners.move_rules import (
     closure_of,
     facts_of,
     recomputable,
-    recompute_key,
+    recompute_keys,
     slots_s,
 )
 from memo_compile.planners.policy.subsets import recompute_sets
@@ -75,10 +75,11 @@ class ModeCost:
     """Bytes that are copied out and back, each tensor in a range of its own on the host."""
     num_copies: int
     recompute_s: float = 0.0
-    recompute_peak_bytes: int = 0
-    """Device bytes of the recomputation at its worst, beyond what lives across it: its
-    temporaries, and its results unless they are written into a reloaded buffer."""
-    key: RecomputeKey | None = None
+    keys: tuple[RecomputeKey, ...] = ()
+    """The regions that recompute."""
+    recompute_peaks: tuple[int, ...] = ()
+    """Device bytes of each of them at its worst, beyond what lives across it: its temporaries, and
+    its results unless they are written into a reloaded buffer."""
 
     def d2h_s(self, costs: StepCosts) -> float:
         """Seconds of the copies to the host."""
@@ -91,8 +92,8 @@ class ModeCost:
 
 def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
     """What ``mode`` costs a layer. Raises UnsupportedGraph: no region recomputes its slots."""
-    key = recompute_key(cls, mode)
-    region = recompute(key) if key is not None else None
+    keys = recompute_keys(cls, mode)
+    regions = [recompute(key) for key in keys]
     moved = [cls.slots[slot].size_bytes for slot in mode.slots(Action.OFFLOAD)]
     if mode.recompute_rows is not None:
         mixed = (cls.slots[slot] for slot in mode.slots(Action.RECOMPUTE))
@@ -103,9 +104,9 @@ def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
         kept_bytes=sum(cls.slots[slot].size_bytes for slot in mode.slots(Action.SAVE)),
         host_bytes=sum(map(align, moved)),
         num_copies=len(moved),
-        recompute_s=0.0 if region is None else region.seconds,
-        recompute_peak_bytes=0 if region is None else _peak(region.profile, own_outputs),
-        key=key,
+        recompute_s=sum(region.seconds for region in regions),
+        keys=keys,
+        recompute_peaks=tuple(_peak(region.profile, own_outputs) for region in regions),
     )
 
 
@@ -319,7 +320,7 @@ def _supported(
     behind which they hide, count in full as well.
     """
     full = max((mode.recompute_s for mode in modes), default=0.0)
-    freed = max((modes[0].kept_bytes - mode.kept_bytes for mode in modes if mode.key), default=0)
+    freed = max((modes[0].kept_bytes - mode.kept_bytes for mode in modes if mode.keys), default=0)
     copy_price = 1 / costs.d2h_bytes_per_s + 1 / costs.h2d_bytes_per_s
     keep_price = full / freed if freed and full else copy_price
     fixed_s = [

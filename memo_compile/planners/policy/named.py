@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from memo_compile.errors import ConfigError, UnsupportedGraph
-from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_key
+from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_keys
 from memo_compile.planners.policy.modes import (
     Rights,
     layer_rights,
@@ -38,6 +38,9 @@ ROTATING = Schedule(offload_lag=1, reload_lead=1)
 """A copy may last one more layer, which is what MEMO's two rotating buffers allow."""
 
 AT_ONCE = Schedule(offload_lag=0, reload_lead=0, at_once=True)
+
+SMALL = 0.002
+"""Steady plans copy a tensor of less than this share of what its layer saves, if they can."""
 
 KEPT_LAYERS = 2
 """Layers at the end that policy ``memo`` leaves alone, because their backward comes first."""
@@ -97,8 +100,8 @@ def steady_moves(step: MovableStep, recompute: RecomputeOf) -> list[Moves]:
     """
     modes_of: tuple[ModeOf, ...] = (
         _all_offloaded,
-        lambda cls, may: make_mode(cls, offload=may.offload, recompute=may.recompute),
-        lambda cls, may: make_mode(cls, offload=may.offload, recompute=_others(cls, may)),
+        lambda cls, may: _recomputed_first(cls, may, may.recompute),
+        lambda cls, may: _recomputed_first(cls, may, _others(cls, may)),
     )
     made = (_per_layer(step, "steady", AT_ONCE, recompute, mode_of) for mode_of in modes_of)
     return list(dict.fromkeys(plan.moves for plan in made))
@@ -149,11 +152,9 @@ def _with_region(
     cls: LayerClass, mode: Mode, recompute: RecomputeOf, notes: dict[str, None]
 ) -> Mode:
     """``mode``, or without its recomputation where there is no region for it."""
-    key = recompute_key(cls, mode)
-    if key is None:
-        return mode
     try:
-        recompute(key)
+        for key in recompute_keys(cls, mode):
+            recompute(key)
     except UnsupportedGraph as error:
         notes[f"{cls.key}: nothing is recomputed: {error}"] = None
         actions = tuple(Action.SAVE if a is Action.RECOMPUTE else a for a in mode.actions)
@@ -170,6 +171,20 @@ def repeating_layers(step: MovableStep) -> list[int]:
 
 def _all_offloaded(cls: LayerClass, rights: Rights) -> Mode:
     return make_mode(cls, offload=rights.offload)
+
+
+def _recomputed_first(cls: LayerClass, rights: Rights, recompute: frozenset[int]) -> Mode:
+    """``recompute`` recomputed and the rest offloaded, as is what is too small to be made anew.
+
+    The scale of a norm is made from an activation a thousand times its size, which would have to be
+    there for it.
+    """
+    small = {
+        slot
+        for slot in recompute & rights.offload
+        if cls.slots[slot].size_bytes < SMALL * cls.saved_bytes
+    }
+    return make_mode(cls, offload=rights.offload, recompute=recompute - small)
 
 
 def _all_recomputed(cls: LayerClass, rights: Rights) -> Mode:
