@@ -6,16 +6,24 @@ import pytest
 import torch
 
 import memo_compile
+from memo_compile.config import resolve
+from memo_compile.driver.plan_step import plan_step
+from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import Infeasible
+from memo_compile.reporting import state
+from memo_compile.step.plans import Plan
 from tests import models
 from tests.numerics.closeness import Reference
-from tests.numerics.training import ATEN, assert_planned, sgd
+from tests.numerics.traced import Options, TracedStep
+from tests.numerics.training import ATEN, Run, assert_planned, sgd
 
 OPTIONS = {**ATEN, "costs": "roofline", "optimizer_state_bytes_per_parameter": 0}
 MODELS = {
     "resnet": functools.partial(models.resnet, depths=(1, 1, 1, 1)),
     "unet": models.unet,
 }
+PLENTY = 2**40
+"""Bytes: under any budget a step is cut into segments."""
 MOST_OF_ACTIVATIONS = 0.7
 """What a floor may take of the unbounded activations."""
 
@@ -30,72 +38,87 @@ def build(name: str) -> models.ModelCase:
     return model.double(), wide, loss
 
 
-class WithLoss(torch.nn.Module):
-    """A step as one module, for planning without running."""
-
-    def __init__(self, case: models.ModelCase) -> None:
-        super().__init__()
-        self.model, _, self.loss = case
-
-    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
-        return self.loss(self.model, **inputs)
+@functools.cache
+def reference(name: str) -> Reference:
+    return Reference(build(name), [sgd])
 
 
-def sizes(name: str) -> tuple[int, int, int]:
-    """Bytes: what is no activation, the floor, the unbounded peak.
+def traced(name: str) -> TracedStep:
+    """The model's step, traced and cut once; its first run keeps everything."""
+
+    def training(options: Options) -> Run:
+        return reference(name).train(
+            functools.partial(torch.compile, backend="memo", options=options)
+        )
+
+    return TracedStep(training, {**OPTIONS, "memory_budget": PLENTY})
+
+
+def floor_bytes(step: TracedStep) -> int:
+    """What the error of a budget of one byte names."""
+    assembly = step.assembly
+    config = resolve({**OPTIONS, "memory_budget": 1}, None)
+    with pytest.raises(Infeasible) as raised:
+        plan_step(assembly.lowered, config, PlanRequest(), assembly.known)
+    assert raised.value.floor_bytes is not None
+    return raised.value.floor_bytes
+
+
+def constant_bytes(plan: Plan) -> int:
+    """What is no activation.
 
     What a convolution takes for itself is in every plan, and large in so small a model.
     """
-    case = build(name)
-    step = WithLoss(case)
-    unbounded = memo_compile.plan(step, **case[1], options=OPTIONS)
-    fixed = unbounded.fixed
+    fixed = plan.fixed
     constant = fixed.parameters + fixed.buffers + fixed.gradients + fixed.inputs + fixed.outputs
-    constant += unbounded.outside_bytes
-    with pytest.raises(Infeasible) as raised:
-        memo_compile.plan(step, **case[1], options={**OPTIONS, "memory_budget": 1})
-    assert raised.value.floor_bytes is not None
-    return constant, raised.value.floor_bytes, unbounded.peak_bytes
+    return constant + plan.outside_bytes
 
 
-RUNS = (
-    (0.0, {"debug": "poison,copies-early"}),
-    (0.5, {"debug": "poison,copies-late"}),
-    (0.5, {"lowering": "inductor"}),
-)
-"""Share of the way from the floor to the unbounded peak, and what else a run is given."""
+SHARES = {0.0: "poison,copies-early", 0.5: "poison,copies-late"}
+"""Of the way from the floor to the unbounded peak, and the schedule of that run's copies."""
+POLICIES = {"resnet": ("full-offload",), "unet": ("full-recompute", "full-offload")}
+"""A segment with a batch norm, which the step overwrites, is not computed a second time."""
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_under_a_budget_equal_eager(name, subtests):
-    """The floor, well below the unbounded peak, is found once for all runs of a model."""
-    constant, floor, unbounded = sizes(name)
+    """The floor is well below the unbounded peak, and budgets and policies are kept to."""
+    step = traced(name)
+    reference(name).assert_close(step.first[0])
+    plan = step.first[1]
+    constant, floor, unbounded = constant_bytes(plan), floor_bytes(step), plan.peak_bytes
     assert floor - constant <= MOST_OF_ACTIVATIONS * (unbounded - constant)
-    for share, more in RUNS if name == "unet" else RUNS[:2]:
-        budget = floor + int(share * (unbounded - floor))
-        with subtests.test(f"{share} {more}"):
-            torch._dynamo.reset()
-            assert_equals_eager(build(name), {**OPTIONS, "memory_budget": budget, **more})
-            plan = memo_compile.report().plans[-1]
+    for share, schedule in SHARES.items():
+        with subtests.test(f"{share} of the way"):
+            budget = floor + int(share * (unbounded - floor))
+            ours, plan = step.run({**OPTIONS, "memory_budget": budget, "debug": schedule})
+            reference(name).assert_close(ours)
             assert plan.peak_bytes <= budget
-            assert plan.offloaded_bytes + plan.recomputed_bytes > 0 or "lowering" in more
+            assert plan.offloaded_bytes + plan.recomputed_bytes > 0
+    for policy in POLICIES[name]:
+        with subtests.test(policy):
+            ours, plan = step.run({**OPTIONS, "memory_budget": PLENTY, "policy": policy})
+            reference(name).assert_close(ours)
+            assert plan.recomputed_bytes if policy == "full-recompute" else plan.offloaded_bytes
 
 
-@pytest.mark.parametrize(
-    ("name", "policy"),
-    [("unet", "full-recompute"), ("unet", "full-offload"), ("resnet", "full-offload")],
-)
-def test_named_policies_equal_eager(name, policy):
-    """A segment with a batch norm, which the step overwrites, is not computed a second time."""
-    options = {**OPTIONS, "memory_budget": 2**40, "policy": policy}
-    assert_equals_eager(build(name), options)
-    (plan,) = memo_compile.report().plans
-    assert plan.recomputed_bytes if policy == "full-recompute" else plan.offloaded_bytes
+@pytest.mark.full
+def test_inductor_under_a_budget_equals_eager():
+    """Half-way from the floor, which torch.compile's error names, to what keeps everything."""
 
+    def peak_under(budget: int) -> int:
+        torch._dynamo.reset()
+        state.reset()
+        options = {**OPTIONS, "lowering": "inductor", "memory_budget": budget}
+        compiled = functools.partial(torch.compile, backend="memo", options=options)
+        reference("unet").assert_close(reference("unet").train(compiled))
+        assert_planned()
+        return memo_compile.report().plans[-1].peak_bytes
 
-def assert_equals_eager(case: models.ModelCase, options: dict) -> None:
-    reference = Reference(case, [sgd])
-    reference.assert_close(
-        reference.train(functools.partial(torch.compile, backend="memo", options=options))
-    )
-    assert_planned()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+        peak_under(1)
+    error = raised.value.inner_exception
+    assert isinstance(error, Infeasible)
+    assert error.floor_bytes is not None
+    budget = (error.floor_bytes + peak_under(PLENTY)) // 2
+    assert peak_under(budget) <= budget
