@@ -14,7 +14,6 @@ TOLERANCE = 3e-5
 
 SETTINGS = [
     {"sequence": False, "lowering": "aten"},
-    {"sequence": True, "lowering": "aten"},
     {"sequence": True, "lowering": "inductor"},
 ]
 """Tensor parallel layers; with ``sequence`` the tokens between them are split as well."""

@@ -26,7 +26,7 @@ from tests.numerics.budget_cases import (
     traced,
 )
 from tests.numerics.closeness import Reference
-from tests.numerics.small import leased_slabs
+from tests.numerics.small import Stack, leased_slabs, rows
 from tests.numerics.traced import Options, TracedStep
 from tests.numerics.training import (
     ATEN,
@@ -84,7 +84,7 @@ def assert_equal_eager(
 
 
 def flat(seq: int, batch: int = 1) -> ModelCase:
-    model, inputs, loss = models.functional_transformer(num_layers=4, seq=seq)
+    model, inputs, loss = models.functional_transformer(num_layers=3, seq=seq)
     return model, {key: value[:batch] for key, value in inputs.items()}, loss
 
 
@@ -142,7 +142,7 @@ def test_accumulated_gradients(policy):
 
 def test_dropout_is_that_of_policy_save(subtests):
     """Random numbers are drawn once: masks are kept or moved, and results are equal bit for bit."""
-    model, inputs, loss = models.gpt2(num_layers=4, seq=16, dropout=0.2)
+    model, inputs, loss = models.gpt2(num_layers=3, seq=16, dropout=0.2)
     trained = training((model, {key: value[:1] for key, value in inputs.items()}, loss))
 
     def seeded(options: Options) -> Run:
@@ -159,7 +159,7 @@ def test_dropout_is_that_of_policy_save(subtests):
 
 
 def test_tied_weights(subtests):
-    case = models.llama(num_layers=3, seq=32, tied=True)
+    case = models.llama(num_layers=2, seq=32, tied=True)
     assert case[0].lm_head.weight is case[0].model.embed_tokens.weight
     assert_equal_eager(case, ["out"], subtests)
 
@@ -179,7 +179,7 @@ class Adapted(nn.Module):
 
 def test_adapters_on_frozen_layers(subtests):
     """Only what the adapters' gradients need is saved, and that moves."""
-    model, inputs, loss = models.llama(num_layers=4, seq=32)
+    model, inputs, loss = models.llama(num_layers=2, seq=32)
     model.requires_grad_(False)
     for layer in model.model.layers:
         layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
@@ -208,8 +208,7 @@ def test_a_smaller_budget_never_gives_a_larger_peak(decision):
 
 def test_the_floor_with_tiles_can_be_had():
     """What the error of torch.compile names is enough, and nothing less; wide chains are tiled."""
-    model, inputs, loss = models.functional_transformer(num_layers=2, seq=32)
-    case = model, {key: value[:1] for key, value in inputs.items()}, loss
+    case = Stack(), {"x": rows(1, 64)}, lambda model, **inputs: model(**inputs)
 
     def floor_of(**options: object) -> int:
         state.reset()
@@ -262,7 +261,8 @@ def test_inductor_moves_only(name, decision):
 def test_inductor_at_the_floor(name):
     """A floor that was named is kept. The plan that keeps gpt2's was estimated to need more."""
     case = Case(model=name, decision="auto", lowering="inductor")
+    step = traced(case)
     budget = floor_bytes(case)
-    ours, plan = run(case, memory_budget=budget)
+    ours, plan = step.run({**case.options(), "memory_budget": budget})
     assert plan.peak_bytes <= budget
     assert_close(ours, case)

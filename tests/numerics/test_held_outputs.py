@@ -50,7 +50,7 @@ class Decoder(nn.Module):
     def __init__(self, returns: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block(HIDDEN) for _ in range(3))
+        self.layers = nn.ModuleList(Block(HIDDEN) for _ in range(2))
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
         self.returns = returns
 

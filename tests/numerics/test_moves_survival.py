@@ -5,6 +5,7 @@ bandwidth) in tests/unit/test_bandwidth.py.
 """
 
 import gc
+import itertools
 import logging
 
 import pytest
@@ -25,9 +26,10 @@ from memo_compile.planners.solver import SolveStatus
 from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
 from tests.numerics.small import CPU, Pair, Stack, leased_slabs, rows, watched_calls
-from tests.numerics.training import assert_planned, memo_compiled
+from tests.numerics.training import assert_planned, in_ci, memo_compiled
 
 NUM_ROWS = 32
+LAYERS = 3
 MOVING = {"costs": "roofline", "token_granule": 4, "token_tiles": 1}
 MIX = {**MOVING, "policy": "memo", "alpha": 0.5}
 OUT = {**MOVING, "policy": "full-offload"}
@@ -40,7 +42,7 @@ def x(seed: int) -> torch.Tensor:
 
 
 def moved_pair(**options: object) -> Pair:
-    return Pair(Stack(num_layers=4), **options)
+    return Pair(Stack(num_layers=LAYERS), **options)
 
 
 def assert_moved(*, offloads: bool = True, again: bool = True) -> None:
@@ -55,8 +57,14 @@ def inner_error(model: nn.Module, **options: object) -> BaseException:
     return raised.value.inner_exception
 
 
-@pytest.mark.parametrize("options", [MIX, OUT, AGAIN], ids=["mix", "out", "again"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("options", "schedule"),
+    in_ci(
+        itertools.product((MIX, OUT, AGAIN), SCHEDULES),
+        *zip((MIX, OUT, AGAIN), SCHEDULES, strict=True),
+    ),
+    ids=lambda value: value["policy"] if isinstance(value, dict) else value,
+)
 def test_retained_graph_runs_twice(options, schedule):
     """Row 5: what the first backward reloaded over is there again for the second."""
     pair = moved_pair(**options, debug=schedule)
@@ -98,7 +106,7 @@ def test_error_at_every_instruction(monkeypatch, error, schedule):
     pair.assert_step(x(0))
     assert_moved()
     num_calls = calls.count
-    assert num_calls > 2 * (2 + 4) + 8  # regions, and at least four copies with their waits
+    assert num_calls > 2 * (2 + LAYERS) + 8  # regions, and at least four copies with their waits
     calls.error = error
     for position in range(num_calls):
         calls.count, calls.fail_at = 0, position
@@ -111,7 +119,7 @@ def test_error_at_every_instruction(monkeypatch, error, schedule):
     assert_planned(1)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", in_ci(SCHEDULES, *SCHEDULES[1:]))
 def test_dropped_forward_with_copies_in_flight(schedule):
     """Row 3: the frames go back when the copies have ended; the next step may use them at once."""
     pair = moved_pair(**OUT, debug=schedule, copy_bytes_per_s=1e6)
@@ -125,7 +133,7 @@ def test_dropped_forward_with_copies_in_flight(schedule):
     assert_planned(1)
 
 
-@pytest.mark.parametrize("options", [MIX, OUT], ids=["mix", "out"])
+@pytest.mark.parametrize("options", in_ci([MIX, OUT], MIX), ids=["mix", "out"])
 def test_two_live_forwards(options):
     """Row 2: each offloads into a host frame of its own."""
     pair = moved_pair(**options, max_inflight=2)
@@ -218,7 +226,7 @@ def test_a_slice_of_an_input_is_watched_too():
 def save_plan() -> Plan:
     """The plan of the stack that keeps everything; nothing of it is left."""
     torch._dynamo.reset()
-    memo_compiled(Stack(num_layers=4), **MOVING, policy="save")(x(1)).backward()
+    memo_compiled(Stack(num_layers=LAYERS), **MOVING, policy="save")(x(1)).backward()
     plan = memo_compile.report().plans[-1]
     torch._dynamo.reset()
     state.reset()
@@ -231,7 +239,7 @@ def save_peak() -> int:
 
 def test_host_budget_that_is_too_small():
     """Row 12: the error names host memory, before anything has run."""
-    error = inner_error(Stack(num_layers=4), **OUT, memory_budget=save_peak(), host_budget=512)
+    error = inner_error(Stack(num_layers=LAYERS), **OUT, memory_budget=save_peak(), host_budget=512)
     assert isinstance(error, Infeasible)
     assert "host memory" in str(error)
     assert "host_budget is 512 B" in str(error)
@@ -239,7 +247,7 @@ def test_host_budget_that_is_too_small():
 
 def test_host_budget_that_the_machine_has_not():
     """Row 12: never a silent clamp."""
-    error = inner_error(Stack(num_layers=4), **OUT, host_budget="1000TiB")
+    error = inner_error(Stack(num_layers=LAYERS), **OUT, host_budget="1000TiB")
     assert isinstance(error, ConfigError)
     assert "host_budget" in str(error)
     assert "free host memory" in str(error)
@@ -254,7 +262,7 @@ def test_host_memory_is_refused(monkeypatch):
     # What another test has left in the pool must not serve this one.
     monkeypatch.setattr(arena_of(CPU), "host", HostPool())
     monkeypatch.setattr(host_store.mmap, "mmap", refuse)
-    error = inner_error(Stack(num_layers=4), **OUT, max_inflight=3)
+    error = inner_error(Stack(num_layers=LAYERS), **OUT, max_inflight=3)
     assert isinstance(error, HostStoreError)
     assert "host_budget" in str(error)
     assert " B as shm" in str(error)
@@ -262,7 +270,11 @@ def test_host_memory_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"strict": True}, {"strict": False}, {"memory_budget": "1GiB"}]
+    "options",
+    in_ci(
+        [{"strict": True}, {"strict": False}, {"memory_budget": "1GiB"}],
+        *({"strict": False}, {"memory_budget": "1GiB"}),
+    ),
 )
 def test_host_memory_that_is_refused_at_every_size(monkeypatch, caplog, options):
     """Row 13: an error, not plain Inductor; the graph was tried in tiles as well."""
@@ -273,7 +285,7 @@ def test_host_memory_that_is_refused_at_every_size(monkeypatch, caplog, options)
     monkeypatch.setattr(HostPool, "acquire", refuse)
     out = {name: value for name, value in OUT.items() if name != "token_tiles"}
     with caplog.at_level(logging.INFO, logger="memo"):
-        error = inner_error(Stack(num_layers=4), **out, **options)
+        error = inner_error(Stack(num_layers=LAYERS), **out, **options)
     assert isinstance(error, HostStoreError)
     assert "no plan of this step needs less" in str(error)
     for tiles in (1, TOKEN_TILES):
@@ -289,7 +301,7 @@ def test_the_arena_is_refused_at_the_start(monkeypatch):
         raise ArenaError(f"memo: cpu refused {size_bytes} B for the arena of a step")
 
     monkeypatch.setattr(DeviceArena, "acquire", refuse)
-    error = inner_error(Stack(num_layers=4), **MOVING, memory_budget="1GiB")
+    error = inner_error(Stack(num_layers=LAYERS), **MOVING, memory_budget="1GiB")
     assert isinstance(error, torch.OutOfMemoryError)
     assert "arena" in str(error)
 
@@ -306,7 +318,7 @@ def test_a_smaller_plan_for_the_arena_that_the_device_has(monkeypatch, caplog):
 
     monkeypatch.setattr(DeviceArena, "acquire", refuse)
     with caplog.at_level(logging.WARNING, logger="memo"):
-        pair = Pair(Stack(num_layers=4), **MOVING)
+        pair = Pair(Stack(num_layers=LAYERS), **MOVING)
         for seed in (1, 2):
             pair.assert_step(x(seed))
     assert_planned(1)
@@ -326,7 +338,7 @@ def test_a_smaller_plan_for_the_arena_that_the_device_has(monkeypatch, caplog):
     assert_planned(1)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", in_ci([False, True], False))
 def test_an_arena_that_is_refused_at_every_size(monkeypatch, strict):
     """Row 14: an OutOfMemoryError, not plain Inductor; the graph was tried in tiles as well."""
     asked = []
@@ -337,7 +349,7 @@ def test_an_arena_that_is_refused_at_every_size(monkeypatch, strict):
 
     monkeypatch.setattr(DeviceArena, "acquire", refuse)
     moving = {name: value for name, value in MOVING.items() if name != "token_tiles"}
-    error = inner_error(Stack(num_layers=4), **moving, strict=strict)
+    error = inner_error(Stack(num_layers=LAYERS), **moving, strict=strict)
     assert isinstance(error, ArenaError)
     assert "no plan of this step needs less" in str(error)
     assert min(asked) < max(asked)
@@ -351,7 +363,7 @@ def test_a_refusal_says_how_often_the_step_was_planned_again(monkeypatch):
 
     monkeypatch.setattr(DeviceArena, "acquire", refuse)
     monkeypatch.setattr(assemble, "MAX_REFUSALS", 1)
-    error = inner_error(Stack(num_layers=4), **MOVING)
+    error = inner_error(Stack(num_layers=LAYERS), **MOVING)
     assert "the step was planned again 1 times" in str(error)
     assert "no plan of this step needs less" not in str(error)
 
@@ -368,7 +380,7 @@ def test_a_smaller_plan_for_the_host_memory_that_there_is(monkeypatch):
         return acquire(self, kind, size_bytes, plan_key)
 
     monkeypatch.setattr(HostPool, "acquire", refuse)
-    pair = Pair(Stack(num_layers=4), **MOVING, policy="memo")
+    pair = Pair(Stack(num_layers=LAYERS), **MOVING, policy="memo")
     for seed in (1, 2):
         pair.assert_step(x(seed))
     assert asked[0] > max(asked[1:]) > 0
@@ -427,7 +439,7 @@ def test_what_the_device_refuses_is_named():
     assert slab.size_bytes == 1024
 
 
-@pytest.mark.parametrize("options", [MIX, OUT], ids=["mix", "out"])
+@pytest.mark.parametrize("options", in_ci([MIX, OUT], OUT), ids=["mix", "out"])
 def test_slow_link(options):
     """Row 16: the step stalls, and says for how long."""
     pair = moved_pair(**options, copy_bytes_per_s=2e6)
@@ -458,7 +470,7 @@ class Selective(Stack):
     """Products by the policy of the user's checkpoint, the rest preferably recomputed."""
 
     def __init__(self, decision: str) -> None:
-        super().__init__(num_layers=4)
+        super().__init__(num_layers=LAYERS)
         policy = getattr(torch_checkpoint.CheckpointPolicy, decision)
         prefer = torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
         products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -502,10 +514,10 @@ class Dropping(Stack):
         return x
 
 
-@pytest.mark.parametrize("options", [MIX, OUT, AGAIN], ids=["mix", "out", "again"])
+@pytest.mark.parametrize("options", in_ci([MIX, OUT, AGAIN], MIX), ids=["mix", "out", "again"])
 def test_random_numbers_are_drawn_once(options):
     """Row 21: masks are kept or moved; gradients are bit for bit those of policy save."""
-    model = Dropping(num_layers=4)
+    model = Dropping(num_layers=LAYERS)
 
     def gradients(**more):
         torch._dynamo.reset()
@@ -525,7 +537,7 @@ def test_random_numbers_are_drawn_once(options):
 
 def test_suppressed_errors_are_loud(caplog):
     """Row 30: an infeasible budget under suppress_errors: eager runs, log and report say so."""
-    model = Stack(num_layers=4)
+    model = Stack(num_layers=LAYERS)
     with (
         torch._dynamo.config.patch(suppress_errors=True),
         caplog.at_level(logging.ERROR, logger="memo"),
@@ -540,7 +552,9 @@ def test_suppressed_errors_are_loud(caplog):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("status", [SolveStatus.TIME_LIMIT, SolveStatus.ERROR])
+@pytest.mark.parametrize(
+    "status", in_ci([SolveStatus.TIME_LIMIT, SolveStatus.ERROR], SolveStatus.ERROR)
+)
 def test_solver_that_finds_nothing(monkeypatch, status):
     """Row 32: greedy and the named plans remain; the budget holds, and so do the gradients."""
     asked = []
@@ -552,7 +566,7 @@ def test_solver_that_finds_nothing(monkeypatch, status):
     for name in ("lowest_peak", "solve_modes"):
         monkeypatch.setattr(candidates, name, nothing)
     peak = save_peak()
-    floor = inner_error(Stack(num_layers=4), **MOVING, memory_budget=1).floor_bytes
+    floor = inner_error(Stack(num_layers=LAYERS), **MOVING, memory_budget=1).floor_bytes
     assert floor < peak
     assert asked
     torch._dynamo.reset()
@@ -568,7 +582,7 @@ def test_solver_that_finds_nothing(monkeypatch, status):
 def test_never_worse_than_full_recomputation():
     """Row 32: what full recomputation fits, every budget policy fits."""
     torch._dynamo.reset()
-    memo_compiled(Stack(num_layers=4), **AGAIN)(x(1)).backward()
+    memo_compiled(Stack(num_layers=LAYERS), **AGAIN)(x(1)).backward()
     peak = memo_compile.report().plans[-1].peak_bytes
     torch._dynamo.reset()
     pair = moved_pair(**MOVING, memory_budget=peak)

@@ -16,7 +16,7 @@ from memo_compile.analysis import row_rules
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
 from tests.numerics.closeness import assert_equals_eager
-from tests.numerics.training import assert_planned, memo_compiled
+from tests.numerics.training import assert_planned, in_ci, memo_compiled
 
 WIDTH, CLASSES = 32, 256
 
@@ -154,7 +154,10 @@ def test_tiles(name):
     assert_nothing_dropped()
 
 
-@pytest.mark.parametrize("name", CASES)
+FLOORS_IN_FULL = ("scatter_add of one row", "label smoothing", "variance of two rows")
+
+
+@pytest.mark.parametrize("name", in_ci(CASES, *(CASES.keys() - FLOORS_IN_FULL)))
 def test_the_floor(name):
     """A budget below every plan names a floor, and that floor can be kept."""
     make, given = CASES[name]
@@ -174,7 +177,7 @@ def test_policies(name, policy):
     compare(name, policy=policy)
 
 
-@pytest.mark.parametrize("name", list(CASES)[:2])
+@pytest.mark.parametrize("name", in_ci(list(CASES)[:2], "scatter of one row"))
 def test_inductor(name):
     compare(name, token_tiles=4, lowering="inductor")
 

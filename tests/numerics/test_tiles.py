@@ -48,9 +48,9 @@ def assert_equals_eager(name: str, tiles: int, **options: object) -> None:
     assert leased_slabs() == 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", in_ci(MODELS, "llama", "gpt2", "mixtral"))
 def test_op_by_op(name):
-    """A first tile, two in the middle, a last one."""
+    """A first tile, two in the middle, a last one; test_budget runs the other models so."""
     assert_equals_eager(name, 4, lowering="aten", debug="poison")
 
 
@@ -74,10 +74,15 @@ VOCABULARY, TOKENS = 512, 64
 """Logits are 16 times as wide as the layers, and the MLP twice."""
 
 
-@pytest.mark.parametrize(
-    ("in_all", "policy"),
-    [(False, "save"), (False, "full-offload"), (True, "full-recompute"), (True, "full-offload")],
+IN_ALL_UNDER = (
+    (False, "save"),
+    (False, "full-offload"),
+    (True, "full-recompute"),
+    (True, "full-offload"),
 )
+
+
+@pytest.mark.parametrize(("in_all", "policy"), in_ci(IN_ALL_UNDER, *IN_ALL_UNDER[1:3]))
 def test_only_the_loss_head_is_not_saved_where_it_alone_is_too_wide(in_all, policy, monkeypatch):
     model, inputs, _ = llama(num_layers=2, seq=TOKENS)
     model.set_output_embeddings(nn.Linear(model.config.hidden_size, VOCABULARY, bias=False))

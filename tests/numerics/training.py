@@ -35,9 +35,18 @@ class Run:
     starts: Starts
 
 
-def in_ci(names: Iterable[str], *kept: str) -> list[object]:
-    """Parameters of a slow test: ``kept`` run always, the others in `make numerics-full`."""
-    return [pytest.param(name, marks=() if name in kept else pytest.mark.full) for name in names]
+def in_ci(values: Iterable[object], *kept: object) -> list[object]:
+    """Parameters of a slow test: ``kept`` run always, the others in `make numerics-full`.
+
+    A tuple is the values of several parameters.
+    """
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if value in kept else pytest.mark.full,
+        )
+        for value in values
+    ]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

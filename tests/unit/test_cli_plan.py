@@ -140,15 +140,14 @@ def test_what_does_not_fit_has_exit_code_1_and_the_smallest_peak(capsys, tmp_pat
     sys.modules.pop("my_rows")
 
 
-@pytest.mark.usefixtures("inductor")
 def test_a_budget_between_floor_and_saving_moves_tensors(capsys):
-    """The floor is 41.7 MiB; saving everything takes 58.3 MiB."""
+    """The floor is 37.9 MiB; saving everything takes 57.8 MiB."""
     code, out, _ = plan(
-        capsys, "tiny-gpt", "--seq", "4096", "--budget", "43.4MiB", "--hardware", "a100", "--json"
+        capsys, "tiny-gpt", "--seq", "2048", "--budget", "39.9MiB", "--hardware", "a100", "--json"
     )
     body = json.loads(out)
     assert code == 0
-    assert body["peak_bytes"] <= body["budget_bytes"] == int(43.4 * 2**20)
+    assert body["peak_bytes"] <= body["budget_bytes"] == int(39.9 * 2**20)
     assert {row["decision"] for row in body["decisions"]} != {"SAVE"}
     assert "layer0_fwd" in body["tiles"]
 
@@ -255,8 +254,11 @@ def test_a_function_of_the_user_is_planned_on_fakes(capsys, tmp_path, monkeypatc
     assert body["fixed_bytes"]["optimizer_state"] == 8 * (2**34 + 2**17)
 
 
-@pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "degrees"),
+    [(GPT, {}), (LLAMA, {"tp": 2, "cp": 2})],
+    ids=lambda value: value.name if isinstance(value, ModelShape) else str(value),
+)
 def test_flops_of_the_trace_are_those_of_the_closed_form(shape, degrees):
     """However the step is cut, its FLOPs add up to 6 per weight and 6 h s for attention."""
     seq = 1024
@@ -288,12 +290,10 @@ def test_key_value_heads_are_replicated_when_tp_exceeds_them():
 
 
 def test_optimizer_state_is_sharded_over_dp_and_cp():
-    alone = forecast(question()).step.plan.fixed
     sharded = forecast(question(dp=4)).step.plan.fixed
     both = forecast(question(dp=4, cp=2, optimizer="adamw-fp32")).step.plan.fixed
-    assert alone.optimizer_state == 2 * alone.parameters
-    assert sharded.optimizer_state == alone.optimizer_state // 4
-    assert sharded.parameters == alone.parameters
+    assert sharded.optimizer_state == 2 * sharded.parameters // 4
+    assert sharded.parameters == both.parameters
     assert both.optimizer_state == both.parameters // 2 * 12 // 8
 
 
