@@ -12,6 +12,7 @@ from memo_compile.planners import move_rules
 from memo_compile.planners.move_rules import (
     recomputable,
     recompute_closure,
+    recompute_keys,
     recompute_seconds,
     require_valid_modes,
 )
@@ -478,3 +479,21 @@ def test_a_step_without_a_backward_moves_nothing():
     backward = call("Lb@0", "Pb", Phase.BACKWARD, ("tangent",), ("dw",))
     step = replace(step, problem=replace(step.problem, calls=(*forward, backward)))
     assert applied(step, mode(c=OFFLOAD, b=RECOMPUTE)).calls == (*forward, backward)
+
+
+def test_slots_that_are_read_by_different_calls_are_recomputed_apart():
+    """In the order of their readers; together where one is made from another: x -> b -> c -> d."""
+    cls = movable_step(1).classes["L"]
+    reads = {"x0": 2, "a0": 0, "b0": 2, "c0": 1, "d0": 0}
+    assert [slot.name for slot in cls.slots] == list(reads)
+    slots = tuple(replace(slot, first_read=reads[slot.name]) for slot in cls.slots)
+    later = replace(cls, slots=slots, parts={})
+
+    def parts(**actions: Action) -> list[tuple[int, ...]]:
+        return [key.slots for key in recompute_keys(later, mode(**actions))]
+
+    assert parts(b=RECOMPUTE, d=RECOMPUTE) == [(4,), (2,)]
+    assert parts(a=RECOMPUTE, b=RECOMPUTE, d=RECOMPUTE) == [(1, 4), (2,)]
+    assert parts(b=RECOMPUTE, c=RECOMPUTE) == [(2, 3)]
+    assert parts(b=RECOMPUTE, c=RECOMPUTE, d=RECOMPUTE) == [(2, 3, 4)]
+    assert parts(x=SAVE) == []

@@ -214,9 +214,7 @@ class _Part(NamedTuple):
 def _first_reads(facts: StepFacts, layer: Layer) -> dict[int, int]:
     """Slot -> the first call of the backward that reads it, where one does."""
     readers = facts.backward_readers
-    return {
-        slot: readers[value][0] for slot, value in enumerate(layer.values) if value in readers
-    }
+    return {slot: readers[value][0] for slot, value in enumerate(layer.values) if value in readers}
 
 
 def _parts(cost: ModeCost, reads: Mapping[int, int]) -> Iterator[_Part]:
