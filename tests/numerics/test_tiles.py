@@ -26,17 +26,17 @@ class LossOnly(nn.Module):
         return self.model(**inputs).loss
 
 
-def loss_only(name: str) -> ModelCase:
+def loss_only(name: str, num_layers: int = 2) -> ModelCase:
     """Of two layers; test_budget runs more of them in tiles."""
     torch.manual_seed(0)
-    model, inputs, _ = MODELS[name](num_layers=2)
+    model, inputs, _ = MODELS[name](num_layers=num_layers)
     model = without_dropout(model)
     inputs = {key: value[:1] for key, value in inputs.items()}
     return LossOnly(model), inputs, lambda model, **inputs: model(**inputs)
 
 
-def assert_equals_eager(name: str, tiles: int, **options: object) -> None:
-    case = loss_only(name)
+def assert_equals_eager(name: str, tiles: int, num_layers: int = 2, **options: object) -> None:
+    case = loss_only(name, num_layers)
     options = {"token_tiles": tiles, "costs": "roofline", "strict": True, **options}
     compiled = functools.partial(torch.compile, backend="memo", options=options)
     reference = Reference(case, [sgd])
@@ -68,6 +68,17 @@ def test_tiles_of_a_step_that_moves(policy):
         kept = [row for row in rows if row.decision != "RECOMPUTE"]
         assert len(rows) > 8
         assert {row.tensor.split()[0] for row in kept} == {"embedding", "add_16"}
+
+
+@pytest.mark.parametrize("debug", ["poison,copies-early", "poison,copies-late"])
+def test_what_the_attention_needs_is_recomputed_after_the_mlps_backward(debug):
+    """Policy memo keeps what attention returns, so that the rest is made in two parts."""
+    more = {"policy": "memo", "alpha": 0.0, "token_granule": 4, "debug": debug}
+    assert_equals_eager("llama", 4, num_layers=3, lowering="aten", **more)
+    made = [key for key in memo_compile.report().plans[-1].offsets if key.startswith("recompute.")]
+    calls = {key.split("/")[0].rpartition(".part")[0] for key in made if ".part1/" in key}
+    assert calls
+    assert calls <= {key.split("/")[0] for key in made}
 
 
 VOCABULARY, TOKENS = 512, 64
