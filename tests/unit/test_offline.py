@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, width: int = 64, num_layers: int = 2) -> None:
+    def __init__(self, width: int = 64, num_layers: int = 3) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block(width) for _ in range(num_layers))
         self.head = nn.Linear(width, 8)
