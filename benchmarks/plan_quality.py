@@ -59,8 +59,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for name in options.settings.split(","):
         arm = harness.Arm(name=name, arguments=(f"--child={name}",))
-        rows += harness.run_arm(MODULE, arm, timeout_s=4 * harness.CHILD_TIMEOUT_S)["rows"]
-    show(rows)
+        found = harness.run_arm(MODULE, arm, timeout_s=4 * harness.CHILD_TIMEOUT_S)["rows"]
+        show(found)
+        rows += found
+    summarise(rows)
     return {"rows": rows, "failures": judge(rows)}
 
 
@@ -144,7 +146,7 @@ def judge(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The ratios as a table."""
+    """The ratios of one setting as a table."""
     harness.print_table(
         "plans against their computation alone and their lower bound",
         ("setting", "memory", "link", "step", "/ computation", "/ bound", "stalls", "peak"),
@@ -164,6 +166,10 @@ def show(rows: list[dict[str, Any]]) -> None:
             for row in rows
         ],
     )
+
+
+def summarise(rows: list[dict[str, Any]]) -> None:
+    """The median and the worst of all."""
     ratios = [row["step_s"] / row["bound_s"] for row in rows if "step_s" in row]
     if ratios:
         print(
