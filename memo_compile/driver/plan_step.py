@@ -39,6 +39,9 @@ from memo_compile.step.residency import residency, step_constant_bytes
 from memo_compile.step.simulate import peak_live_bytes
 from memo_compile.units import format_bytes, format_enough, format_seconds
 
+CANDIDATE_PLACEMENT_S = 1.0
+"""Most seconds for the placement of a candidate that does not fit where it is placed greedily."""
+
 
 def plan_step(
     lowered: LoweredStep, config: MemoConfig, request: PlanRequest, known: StepKnowledge
@@ -220,21 +223,34 @@ class _Planner:
             self.config,
             budget_bytes=budget_bytes,
             host_budget_bytes=self._host_budget_bytes(),
-            place=lambda problem: self._place(problem, solver="greedy"),
+            place=lambda problem: self._place_candidate(problem, budget_bytes),
             wanted_s=self._wanted_s(),
         )
 
     def _placed(self, choice: Choice) -> Plan:
-        """The chosen step placed with all effort; candidates were placed quickly."""
+        """The chosen step placed with all effort; candidates were placed with less."""
         best = self._place(choice.problem)
         return best if best.peak_bytes <= choice.plan.peak_bytes else choice.plan
 
-    def _place(self, problem: Problem, solver: str | None = None) -> Plan:
+    def _place_candidate(self, problem: Problem, budget_bytes: int | None) -> Plan:
+        """Placed greedily if that fits, which takes no time, else with some effort.
+
+        A plan that fits only where effort is made is often the fastest one near the floor.
+        """
+        quick = self._place(problem, solver="greedy")
+        if budget_bytes is None or quick.peak_bytes <= budget_bytes:
+            return quick
+        better = self._place(problem, at_most_s=CANDIDATE_PLACEMENT_S)
+        return better if better.peak_bytes < quick.peak_bytes else quick
+
+    def _place(
+        self, problem: Problem, solver: str | None = None, at_most_s: float = math.inf
+    ) -> Plan:
         return placed_step(
             problem,
             name=self.cut.name,
             solver=solver or self.config.placement_solver,
-            time_limit_s=self.config.placement_time_limit_s,
+            time_limit_s=min(self.config.placement_time_limit_s, at_most_s),
         )
 
     def _planned(self, problem: Problem, plan: Plan) -> PlannedStep:
