@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from memo_compile.cli.main import main
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
+from memo_compile.driver import plan_step
 from memo_compile.errors import InputError, RuntimeMisuse
 from memo_compile.offline import forecast as forecasting
 from memo_compile.offline.forecast import Need, Question, forecast, longest
 from memo_compile.offline.shapes.parallel import all_gather
 from memo_compile.offline.shapes.transformer import Degrees, first_stage
+from memo_compile.planners.place_step import placed_step
 from memo_compile.reporting.emit import Settings, emit
 from memo_compile.step.plans import Decision, Plan
 from memo_compile.step.serialise import from_json
@@ -140,8 +143,21 @@ def test_what_does_not_fit_has_exit_code_1_and_the_smallest_peak(capsys, tmp_pat
     sys.modules.pop("my_rows")
 
 
-def test_a_budget_between_floor_and_saving_moves_tensors(capsys):
-    """The floor is 37.9 MiB; saving everything takes 57.8 MiB."""
+def test_a_budget_between_floor_and_saving_moves_tensors(capsys, monkeypatch):
+    """The floor is 37.9 MiB; saving everything takes 57.8 MiB.
+
+    Candidates that do not fit where greedy places them are placed with effort.
+    """
+
+    def poor(*arguments: Any, solver: str, **options: Any) -> Plan:
+        plan = placed_step(*arguments, solver=solver, **options)
+        return (
+            dataclasses.replace(plan, peak_bytes=plan.peak_bytes * 2)
+            if solver == "greedy"
+            else plan
+        )
+
+    monkeypatch.setattr(plan_step, "placed_step", poor)
     code, out, _ = plan(
         capsys, "tiny-gpt", "--seq", "2048", "--budget", "39.9MiB", "--hardware", "a100", "--json"
     )

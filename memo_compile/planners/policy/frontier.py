@@ -1,7 +1,8 @@
 """Chooses the fastest plan that fits a bound in bytes.
 
 A smaller budget never gives a larger peak. Proof: the candidates and their order (by ``cost_s``)
-do not depend on the budget, and placing a candidate always gives the same peak. Let B1 <= B2, and
+do not depend on the budget, and placing a candidate always gives the same peak (effort is spared
+only where less already fits, and the chosen plan gets it in the end). Let B1 <= B2, and
 let ci with peak pi be the first candidate in order whose placed peak is within Bi. If p2 <= B1,
 then c2 fits B1, and no earlier one does (it would have fitted B2), so that c1 = c2 and p1 = p2.
 Else p1 <= B1 < p2. Candidates whose bytes alive exceed the budget are skipped unplaced, because a
