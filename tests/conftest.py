@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from memo_compile.planners.placement.compiled import is_cold
+from memo_compile.planners.placement.instance import build_instance
+from memo_compile.planners.placement.placement_problem import Buffer, PlacementProblem
+from memo_compile.planners.placement.portfolio import Searcher
 from tests.steps.compact import compact
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -40,6 +45,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0" and is_cold():
+        _compile_the_search()
+
+
+def _compile_the_search() -> None:
+    """In a fresh clone, once for all workers: until then hard placements take 3 s in plain Python.
+
+    A test that needs no more than that leaves the next ones to it.
+    """
+    one = Buffer(id="one", lower=0, upper=1, size=1)
+    Searcher(build_instance(PlacementProblem(buffers=(one,))), use_numba=True)
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ def test_out_of_time_keeps_the_greedy_placement():
 
 
 @pytest.mark.skipif(not has_numba(), reason="numba is an optional extra")
-@pytest.mark.parametrize("name", ["B", "C", "F", "H", pytest.param("I", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["B", "C", "F", "H", "I"])
 def test_public_hard_instances_fit_their_capacity(name):
     hard = read_problem(DATA / f"{name}.1048576.csv", capacity=1048576)
     found = place(hard, time_limit_s=60)
