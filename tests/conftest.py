@@ -54,8 +54,8 @@ def _compile_the_search() -> None:
 
     A test that needs no more than that leaves the next ones to it.
     """
-    one = Buffer(id="one", lower=0, upper=1, size=1)
-    Searcher(build_instance(PlacementProblem(buffers=(one,))), use_numba=True)
+    buffer = Buffer(id="any", lower=0, upper=1, size=1)
+    Searcher(build_instance(PlacementProblem(buffers=(buffer,))), use_numba=True)
 
 
 @pytest.fixture
