@@ -37,7 +37,7 @@ test: $(STAMP)   ## run the tests
 
 numerics-full: $(STAMP) ## what CI leaves out: every model through Inductor, every budget case (hours)
 	rm -f numerics-full.xml
-	$(PYTEST) -m full tests/numerics --junitxml=numerics-full.xml $(ARGS); status=$$?; \
+	$(PYTEST) -m full tests --junitxml=numerics-full.xml $(ARGS); status=$$?; \
 	$(BIN)/python -m benchmarks.numerics_full numerics-full.xml && exit $$status
 
 fuzz: $(STAMP)   ## random models against eager for SECONDS; what fails is in fuzz-failures/
