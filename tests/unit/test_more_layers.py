@@ -77,9 +77,9 @@ def wiring(problem):
 
 
 SETTINGS = [
-    (True, 1, "full-offload"),
+    (True, 2, "full-offload"),
     (False, 1, "full-recompute"),
-    (True, 2, "save"),
+    pytest.param(True, 2, "save", marks=pytest.mark.full),
 ]
 
 
@@ -103,7 +103,9 @@ def test_the_plan_is_that_of_all_layers_traced(gated, tp, policy):
 
 
 def test_each_layer_reads_and_makes_what_it_did():
-    whole, short = (planned(True, 2, "save", is_short).problem for is_short in (False, True))
+    whole, short = (
+        planned(True, 2, "full-offload", is_short).problem for is_short in (False, True)
+    )
     assert wiring(short) == wiring(whole)
     for ours, theirs in zip(short.halves, whole.halves, strict=True):
         assert sorted(map(str, ours.layouts)) == sorted(map(str, theirs.layouts))
@@ -111,7 +113,7 @@ def test_each_layer_reads_and_makes_what_it_did():
 
 
 def test_what_is_compared_moves_and_recomputes():
-    moved, again = planned(True, 1, "full-offload", True), planned(False, 1, "full-recompute", True)
+    moved, again = planned(True, 2, "full-offload", True), planned(False, 1, "full-recompute", True)
     assert moved.problem.host_bytes > 0
     assert any(call.kind is CallKind.RECOMPUTE for call in again.problem.calls)
 
@@ -147,6 +149,7 @@ def test_all_layers_are_traced_where_few_do_not_tell(monkeypatch):
     def refuse(*_):
         raise NotUniform("for this test")
 
+    monkeypatch.setenv("MEMO_LOWERING", "aten")
     monkeypatch.setattr(plan_offline, "with_layers", refuse)
     monkeypatch.setattr(load, "TRACED_LAYERS", 2)
     three = dataclasses.replace(eight_layers(gated=False), num_layers=3)
