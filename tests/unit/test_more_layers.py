@@ -56,24 +56,30 @@ def planned(gated, tp, policy, is_short):
 
 
 def wiring(problem):
-    """The step with its values numbered as they come up: equal for steps that differ in names."""
-    numbers = {}
+    """The step with its values numbered as they come up: equal for steps that differ in names.
+
+    What is reloaded has the number of what was offloaded to that place. Copies that may begin
+    together are sorted: their order goes by name.
+    """
+    numbers, host, runs, copies = {}, {}, [], []
 
     def numbered(names):
         return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
-    return [
-        (
-            call.region,
-            call.phase,
-            call.instance,
-            numbered(call.inputs),
-            numbered(call.outputs),
-            call.reads,
-            tuple((into.buffer, *numbered([into.value]), into.offset_bytes) for into in call.into),
-        )
-        for call in problem.calls
-    ]
+    for call in problem.calls:
+        if call.kind is CallKind.OFFLOAD:
+            (host[call.copy.host_offset],) = numbered(call.inputs)
+        elif call.kind is CallKind.RELOAD:
+            numbers[call.outputs[0]] = host[call.copy.host_offset]
+        if call.copy is not None:
+            copies.append((call.kind.value, host[call.copy.host_offset], call.copy.end_bytes))
+            continue
+        if call.kind is CallKind.WAIT:
+            continue
+        into = ((into.buffer, *numbered([into.value]), into.offset_bytes) for into in call.into)
+        values = (numbered(call.inputs), numbered(call.outputs), call.reads, tuple(into))
+        runs.append((call.region, call.phase, call.instance, *values))
+    return runs, sorted(copies)
 
 
 SETTINGS = [
@@ -103,9 +109,8 @@ def test_the_plan_is_that_of_all_layers_traced(gated, tp, policy):
 
 
 def test_each_layer_reads_and_makes_what_it_did():
-    whole, short = (
-        planned(True, 2, "full-offload", is_short).problem for is_short in (False, True)
-    )
+    (gated, tp, policy), *_ = SETTINGS
+    whole, short = (planned(gated, tp, policy, is_short).problem for is_short in (False, True))
     assert wiring(short) == wiring(whole)
     for ours, theirs in zip(short.halves, whole.halves, strict=True):
         assert sorted(map(str, ours.layouts)) == sorted(map(str, theirs.layouts))
