@@ -56,30 +56,36 @@ def planned(gated, tp, policy, is_short):
 
 
 def wiring(problem):
-    """The step with its values numbered as they come up: equal for steps that differ in names."""
-    numbers = {}
+    """The step with its values numbered as they come up: equal for steps that differ in names.
+
+    What is reloaded has the number of what was offloaded to that place. Copies that may begin
+    together are sorted: their order goes by name.
+    """
+    numbers, host, runs, copies = {}, {}, [], []
 
     def numbered(names):
         return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
-    return [
-        (
-            call.region,
-            call.phase,
-            call.instance,
-            numbered(call.inputs),
-            numbered(call.outputs),
-            call.reads,
-            tuple((into.buffer, *numbered([into.value]), into.offset_bytes) for into in call.into),
-        )
-        for call in problem.calls
-    ]
+    for call in problem.calls:
+        if call.kind is CallKind.OFFLOAD:
+            (host[call.copy.host_offset],) = numbered(call.inputs)
+        elif call.kind is CallKind.RELOAD:
+            numbers[call.outputs[0]] = host[call.copy.host_offset]
+        if call.copy is not None:
+            copies.append((call.kind.value, host[call.copy.host_offset], call.copy.end_bytes))
+            continue
+        if call.kind is CallKind.WAIT:
+            continue
+        into = ((into.buffer, *numbered([into.value]), into.offset_bytes) for into in call.into)
+        values = (numbered(call.inputs), numbered(call.outputs), call.reads, tuple(into))
+        runs.append((call.region, call.phase, call.instance, *values))
+    return runs, sorted(copies)
 
 
 SETTINGS = [
-    (True, 1, "full-offload"),
+    (True, 2, "full-offload"),
     (False, 1, "full-recompute"),
-    (True, 2, "save"),
+    pytest.param(True, 2, "save", marks=pytest.mark.full),
 ]
 
 
@@ -103,7 +109,8 @@ def test_the_plan_is_that_of_all_layers_traced(gated, tp, policy):
 
 
 def test_each_layer_reads_and_makes_what_it_did():
-    whole, short = (planned(True, 2, "save", is_short).problem for is_short in (False, True))
+    (gated, tp, policy), *_ = SETTINGS
+    whole, short = (planned(gated, tp, policy, is_short).problem for is_short in (False, True))
     assert wiring(short) == wiring(whole)
     for ours, theirs in zip(short.halves, whole.halves, strict=True):
         assert sorted(map(str, ours.layouts)) == sorted(map(str, theirs.layouts))
@@ -111,7 +118,7 @@ def test_each_layer_reads_and_makes_what_it_did():
 
 
 def test_what_is_compared_moves_and_recomputes():
-    moved, again = planned(True, 1, "full-offload", True), planned(False, 1, "full-recompute", True)
+    moved, again = planned(True, 2, "full-offload", True), planned(False, 1, "full-recompute", True)
     assert moved.problem.host_bytes > 0
     assert any(call.kind is CallKind.RECOMPUTE for call in again.problem.calls)
 
@@ -147,6 +154,7 @@ def test_all_layers_are_traced_where_few_do_not_tell(monkeypatch):
     def refuse(*_):
         raise NotUniform("for this test")
 
+    monkeypatch.setenv("MEMO_LOWERING", "aten")
     monkeypatch.setattr(plan_offline, "with_layers", refuse)
     monkeypatch.setattr(load, "TRACED_LAYERS", 2)
     three = dataclasses.replace(eight_layers(gated=False), num_layers=3)
