@@ -4,10 +4,10 @@ Which tensors move is drawn at random from a seed, by class (every layer alike, 
 or for each layer anew. The last layers keep theirs. In the order of calls:
 
     forward:   ... fwd(k) | fwd(k+1) | d2h(k): the offloaded tensors of k die here ...
-    backward:  ... h2d(k): they live again | bwd(k+1) | again(k): forward of k anew | bwd(k) ...
+    backward:  ... h2d(k): they live again | bwd(k+1) | recompute(k): forward of k anew | bwd(k) ...
 
-``again(k)`` has the transients of the forward and makes only what is recomputed. Copies are calls
-of one line, so that what they hold lies on the step's one time axis.
+``recompute(k)`` has the transients of the forward and makes only what is recomputed. Copies are
+calls of one line, so that what they hold lies on the step's one time axis.
 """
 
 import random
@@ -45,21 +45,21 @@ def _recompute(problem: Problem, seed: int, by_layer: bool) -> Problem:
     regions, before = dict(problem.regions), {}
     for call in layers:
         own = _backward_of(problem, call)
-        again = []
+        recomputed = []
         for output, value in zip(problem.regions[call.region].outputs, call.outputs, strict=True):
             private = output.storage is Storage.ARENA and value not in forward_readers
             private = private and backward_readers.get(value) == [own]
             if private and _drawn("recompute", seed, call, output, by_layer) < RECOMPUTED:
-                again.append(value)
-        if again:
-            region = _part(problem.regions[call.region], call, again)
+                recomputed.append(value)
+        if recomputed:
+            region = _part(problem.regions[call.region], call, recomputed)
             regions[region.name] = region
             before[own] = replace(
                 call,
-                name=f"again.{call.name}",
+                name=f"recompute.{call.name}",
                 region=region.name,
                 phase=Phase.BACKWARD,
-                outputs=tuple(_again(v) if v in again else "" for v in call.outputs),
+                outputs=tuple(_recomputed(v) if v in recomputed else "" for v in call.outputs),
             )
     calls = []
     for index, call in enumerate(problem.calls):
@@ -67,14 +67,14 @@ def _recompute(problem: Problem, seed: int, by_layer: bool) -> Problem:
             extra = before[index]
             made = {name for name in extra.outputs if name}
             calls.append(extra)
-            inputs = (_again(v) if _again(v) in made else v for v in call.inputs)
+            inputs = (_recomputed(v) if _recomputed(v) in made else v for v in call.inputs)
             call = replace(call, inputs=tuple(inputs))
         calls.append(call)
     return replace(problem, regions=regions, calls=tuple(calls))
 
 
-def _again(value: str) -> str:
-    return f"again.{value}"
+def _recomputed(value: str) -> str:
+    return f"recomputed.{value}"
 
 
 def _part(region: RegionProfile, call: StepCall, wanted: Sequence[str]) -> RegionProfile:
@@ -93,7 +93,7 @@ def _part(region: RegionProfile, call: StepCall, wanted: Sequence[str]) -> Regio
     positions = ".".join(str(i) for i, output in enumerate(outputs) if output is not NOTHING)
     return replace(
         region,
-        name=f"{region.name}.again.{positions}",
+        name=f"{region.name}.recompute.{positions}",
         buffers=tuple(region.buffers[i] for i in kept),
         outputs=outputs,
     )
@@ -140,7 +140,7 @@ def _offload(problem: Problem, seed: int, by_layer: bool) -> Problem:
 def _one_before(calls: Sequence[StepCall], reader: int) -> int:
     """Index of the pass of the backward that runs before the pass in which ``reader`` lies."""
     at = reader - 1
-    while calls[at].name.startswith("again.") and calls[at].phase is Phase.BACKWARD:
+    while calls[at].name.startswith("recompute.") and calls[at].phase is Phase.BACKWARD:
         at -= 1
     return at if calls[at].phase is Phase.BACKWARD else reader
 

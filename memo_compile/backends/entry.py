@@ -168,8 +168,8 @@ def _compiled_step(
     assembly = assemble(captured, config, probes, request)
     step = assembly.lowered.cut
     if step.runner.dump is not None:
-        step.runner.write("step-forward.txt", graph_text(step.forward.program))
-        step.runner.write("step-backward.txt", graph_text(step.backward.program))
+        step.runner.write("step-forward.txt", graph_text(step.forward.half_graph))
+        step.runner.write("step-backward.txt", graph_text(step.backward.half_graph))
         step.runner.write("step-program.txt", program_text(assembly.problem))
         write_pictures(step.runner.dump, assembly.problem, assembly.reported, assembly.costs())
     trace_plan(step.name, lambda: to_json(assembly.reported))

@@ -117,12 +117,12 @@ class StepContents:
         self,
         problem: Problem,
         complain: Callable[[str], None],
-        made_again: Callable[[StepCall, int], Pieces | None] | None = None,
+        recomputed_of: Callable[[StepCall, int], Pieces | None] | None = None,
     ) -> None:
-        """``made_again`` tells what a RECOMPUTE call writes into a buffer, where it is known."""
+        """``recomputed_of`` tells what a RECOMPUTE call writes into a buffer, where it is known."""
         self.problem = problem
         self.complain = complain
-        self.made_again = made_again or (lambda call, buffer: None)
+        self.recomputed_of = recomputed_of or (lambda call, buffer: None)
         self.storages: dict[str, _Bytes] = {}
         """Name -> storage: ``call/buffer``, or the value itself in ordinary memory."""
         self.storage_of: dict[str, _Bytes] = {}
@@ -265,7 +265,7 @@ class StepContents:
         for other_start, _, _ in storage.written:
             if start < other_start < end and end - other_start < ALIGNMENT_BYTES:
                 end = other_start
-        known = self.made_again(call, into.buffer) if start == 0 else None
+        known = self.recomputed_of(call, into.buffer) if start == 0 else None
         if known is None:
             name = self.problem.regions[call.region].buffers[into.buffer].name
             known = [(start, end, f"{call.name}/{name}")]
@@ -386,7 +386,7 @@ class StepContents:
         buffer = region.buffers[output.index]
         name = f"{call.name}/{buffer.name}"
         if name not in self.storages:
-            pieces = [] if call.kind is CallKind.RELOAD else self.made_again(call, output.index)
+            pieces = [] if call.kind is CallKind.RELOAD else self.recomputed_of(call, output.index)
             self._fill(name, buffer.size_bytes, pieces).in_arena = True
         return self.storages[name]
 

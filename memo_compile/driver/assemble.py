@@ -42,7 +42,7 @@ from memo_compile.step.residency import retained_peak_bytes, step_constant_bytes
 from memo_compile.units import format_bytes, format_enough
 
 MAX_REFUSALS = 6
-"""How often a step is planned again after refusals; each time the arena is a quarter smaller."""
+"""How often a step is planned again after refusals; each time the bound on its bytes is lower."""
 
 TOLERANCE = 0.005
 """An excess below this share of the budget is not reported: the C allocator causes as much."""
@@ -96,7 +96,7 @@ class Assembly:
 
     def __post_init__(self) -> None:
         self._memory = OutOfMemory(dump=self.config.dump)
-        self._losses = LossWatch.of(self.lowered.cut.backward.program.graph)
+        self._losses = LossWatch.of(self.lowered.cut.backward.half_graph.graph)
         self._take(self.planned, self.step)
         self.reported = ReportedPlan.of(self.plan, self.observed)
 
@@ -222,11 +222,11 @@ class Assembly:
             planned += problem.live_steps * held_bytes(problem, self.lowered.cut.forward.results)
             counted = []
         held = max(0, self._watch.turn(counted) - planned)
-        again = plan.fixed.new_gradients if ran_before(self.step, args) else 0
+        second = plan.fixed.new_gradients if ran_before(self.step, args) else 0
         copied = retained_peak_bytes(problem, plan) - plan.peak_bytes if keep_graph else 0
-        peak, budget = plan.peak_bytes + held + again + copied, plan.budget_bytes
+        peak, budget = plan.peak_bytes + held + second + copied, plan.budget_bytes
         if budget is not None and peak > budget:
-            message = _no_room(peak, budget, held=held, again=again, copied=copied)
+            message = _no_room(peak, budget, held=held, second_gradients=second, copied=copied)
             raise Infeasible(message, floor_bytes=None if copied else peak)
         if peak > plan.peak_bytes and (copied or budget is not None):
             self.plan = replace(plan, peak_bytes=peak)
@@ -260,21 +260,21 @@ class Assembly:
     def _plan_pageable(self, refused: HostStoreError) -> None:
         """Replan with the speed of copies through pageable memory, instead of pinned."""
         self.request = replace(self.request, host_store="shm")
-        planned = self._replan()
+        planned = self._replan(lasting=self.request.earlier_output_bytes)
         if planned.problem.host_bytes:
             state.warn_once(f"copies go through pageable memory and may block: {refused}")
-        self._bind_again(planned)
+        self._bind_replanned(planned)
 
     def _plan_smaller(self, refused: ArenaError | HostStoreError) -> None:
-        """Replan for three quarters of what was refused, or for the least that a step needs.
+        """Replan for less than what was refused, or for the least that a step needs.
 
-        The bound is on the step's peak, which may fall while the arena does not: it is lowered
-        further at every refusal. Where no plan is smaller, ``refused`` is raised again.
+        The bound on the step's own bytes falls by a quarter of the refused arena, at every refusal
+        anew; host memory falls by a quarter. Where no plan is smaller, ``refused`` is raised again.
         """
         plan, host_bytes = self.plan, self.problem.host_bytes
         self.request = self._request_less(refused)
         try:
-            planned = self._replan()
+            planned = self._replan(lasting=self.request.earlier_output_bytes)
         except Infeasible as error:
             raise type(refused)(f"{refused}; no plan of this step needs less: {error}") from None
         sizes = (planned.plan.arena_bytes, planned.problem.host_bytes)
@@ -283,7 +283,7 @@ class Assembly:
             raise type(refused)(f"{refused}; no plan of this step needs less")
         arena, host = (format_bytes(size) for size in sizes)
         state.warn_once(f"{refused}. Planned again: arena {arena}, host memory {host}")
-        self._bind_again(planned)
+        self._bind_replanned(planned)
 
     def _request_less(self, refused: ArenaError | HostStoreError) -> PlanRequest:
         """The last request, with less memory granted than what was refused."""
@@ -356,7 +356,7 @@ class Assembly:
 
     def _rebind(self, planned: PlannedStep) -> None:
         """From now on ``planned`` runs and is reported."""
-        self._bind_again(planned)
+        self._bind_replanned(planned)
         self.reserve()
 
     def _count_kept_outputs(self) -> None:
@@ -380,14 +380,14 @@ class Assembly:
         """Replan once a backward has shown a loss outside that no option announced."""
         if self.step.live or not self._may_hide_a_loss() or not self._losses.found():
             return
-        more = outside_loss_bytes(own_gradients(self.lowered.cut.backward.program.graph))
+        more = outside_loss_bytes(own_gradients(self.lowered.cut.backward.half_graph.graph))
         state.warn_once(
             f"{LOSS_OUTSIDE}: {format_bytes(more)} count from this step on, and steps before may "
             "have exceeded memory_budget"
         )
         self._rebind(self._replan(replace(self.request, outside_loss=True)))
 
-    def _bind_again(self, planned: PlannedStep) -> None:
+    def _bind_replanned(self, planned: PlannedStep) -> None:
         old = self.step
         config = self.request.applied_to(self.config)
         self._take(planned, bind_step(planned, self.lowered.cut, config))
@@ -425,12 +425,13 @@ def _beyond(num_bytes: int, could_not_run: Mapping[str, str]) -> str:
     )
 
 
-def _no_room(peak: int, budget: int, *, held: int, again: int, copied: int) -> str:
+def _no_room(peak: int, budget: int, *, held: int, second_gradients: int, copied: int) -> str:
     """What a backward needs beside its plan, and what to do."""
     why = {
         "results of forwards that are held, though they were planned as gone by now; set "
         "outputs='held', or let go of them": held,
-        "gradients of this graph's first backward; add the losses up and call backward once": again,
+        "gradients of this graph's first backward; add the losses up and call backward "
+        "once": second_gradients,
         "the copy of the arena that retain_graph=True makes; add the losses up and call backward "
         "once, or run the forward twice": copied,
     }

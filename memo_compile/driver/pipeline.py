@@ -143,7 +143,7 @@ def _cut_half(
         lambda: cut(request),
         stage=phase.value,
         graphs=lambda made: {
-            "program": made.program,
+            "program": made.half_graph,
             **{name: region.gm for name, region in made.regions.items()},
         },
     )

@@ -106,7 +106,7 @@ def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
     fixed = replace(fixed, gradients=gradients, earlier_outputs=request.earlier_output_bytes)
     problem = replace(problem, fixed=fixed)
     if request.outside_loss:
-        more = outside_loss_bytes(own_gradients(lowered.cut.backward.program.graph))
+        more = outside_loss_bytes(own_gradients(lowered.cut.backward.half_graph.graph))
         problem = replace(problem, loss_bytes=more)
     if not request.keeps_outputs:
         return problem

@@ -47,12 +47,12 @@ def step_problem(
         inputs=(*forward.constants, *forward.arguments, *backward.constants, *backward.arguments),
         halves=(_half(forward), _half(backward)),
         fixed=step.facts.fixed_bytes(outputs_bytes, config.optimizer_state_bytes_per_parameter),
-        tangents=tangents(backward.program.graph.find_nodes(op="placeholder")),
+        tangents=tangents(backward.half_graph.graph.find_nodes(op="placeholder")),
         layer_classes=_layer_classes(step.units, calls),
         tensors={value: _tensor_info(forward.nodes[value]) for value in forward.leased},
         live_steps=config.max_inflight,
     )
-    return assume_held(problem, forward.results, backward.program.graph, config)
+    return assume_held(problem, forward.results, backward.half_graph.graph, config)
 
 
 def whole_step(step: CutStep) -> WholeStep:
@@ -96,7 +96,7 @@ def _step_call(
 
 def _half(cut: Cut) -> Half:
     """What autograd gives the half and what it returns."""
-    placeholders = cut.program.graph.find_nodes(op="placeholder")
+    placeholders = cut.half_graph.graph.find_nodes(op="placeholder")
     layouts = {
         **{name: layout_of(value) for name, value in cut.constants.items()},
         **{node.name: layout_of(node.meta.get("val")) for node in placeholders},

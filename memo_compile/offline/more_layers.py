@@ -182,13 +182,13 @@ class _Longer:
 
     def _inputs_alone(self, half: Cut, arguments: Sequence[str]) -> fx.GraphModule:
         """A step program that is never run, and is asked only what it is given."""
-        given = {node.name: node for node in half.program.graph.find_nodes(op="placeholder")}
+        given = {node.name: node for node in half.half_graph.graph.find_nodes(op="placeholder")}
         graph = fx.Graph()
         for name in arguments:
             made = graph.placeholder(name)
             made.meta = dict(given[self._chains.template.get(name, name)].meta)
         graph.output(())
-        return shim.graph_module(half.program, graph)
+        return shim.graph_module(half.half_graph, graph)
 
     def _longer_units(self) -> JointUnits:
         structure = self._old.units.structure

@@ -1,4 +1,4 @@
-"""Cuts one half of the step into regions and writes the step program that calls them.
+"""Cuts one half of the step into regions and writes the graph that calls them.
 
 Rewrite (positions in brackets):
     a = embedding(w, ids)   [0]        x   = prologue(w, ids)
@@ -10,7 +10,7 @@ Rewrite (positions in brackets):
 
 Only whole tensors cross a border, and they cross as their reader sees them: where a layer reads
 ``view(a, [2, 32, 64])`` and ``a`` is a matrix product of the epilogue, the region's input is that
-view, made by the step program, so that the last layer's region is the same as the others'. Views of
+view, made between the calls, so that the last layer's region is the same as the others'. Views of
 the step's own inputs, expanded tensors and constants are made inside each region that reads
 them. Two regions with the same text are one region, called twice.
 """
@@ -70,7 +70,7 @@ class CutCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """One half of the step: its regions, their calls in order, and the step program as a graph."""
+    """One half of the step: its regions, their calls in order, and the graph that calls them."""
 
     phase: Phase
     regions: Mapping[str, RegionGraph]
@@ -85,7 +85,7 @@ class Cut:
     """The handle's value: what the forward's lease makes, what arrives in the backward."""
     constants: Mapping[str, Any]
     """Tensors that the graph carries itself (get_attr)."""
-    program: fx.GraphModule
+    half_graph: fx.GraphModule
     nodes: Mapping[str, fx.Node] = field(default_factory=dict)
     """Value -> the node that makes it, for reports."""
     whole_calls: tuple[CutCall, ...] = ()
@@ -107,7 +107,7 @@ class CutRequest:
     """Names of placeholders that are parameters or buffers."""
     device: torch.device
     names: Mapping[int, str]
-    """Position -> what its region is called in dumps, e.g. ``layer_fwd``."""
+    """Position -> what its region is called in dumps, e.g. ``layer0_fwd``."""
 
 
 def cut(request: CutRequest) -> Cut:
@@ -207,7 +207,7 @@ class _Cutter:
             leased=tuple(self.value(node) for node in leased or self.fetches),
             handle=self.value(self.leases[0]) if self.leases else HANDLE,
             constants=constants,
-            program=_program(self, calls),
+            half_graph=_half_graph(self, calls),
             nodes={self.value(n): n for n in self.graph.nodes if n.op == "call_function"},
         )
 
@@ -308,8 +308,8 @@ def _alignment(placeholder: fx.Node) -> str:
     return f"+{value.storage_offset() * value.element_size() % KERNEL_ALIGNMENT_BYTES}"
 
 
-def _program(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
-    """The step program as a graph whose order is the schedule: print it and read it."""
+def _half_graph(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
+    """The half as a graph of calls in the order in which they run: print it and read it."""
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
     for node in cutter.graph.nodes:
@@ -339,8 +339,8 @@ def _program(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
 
 
 def _region_call(region: str, *inputs: Any) -> Any:
-    """Stands in the step program for a call of ``region``; the executor runs it."""
-    raise AssertionError(f"region {region} is run by the step executor only")
+    """Stands in the half's graph for a call of ``region``; the runtime runs it."""
+    raise AssertionError(f"region {region} is run by the runtime only")
 
 
 def _take(values: Any, index: int) -> Any:

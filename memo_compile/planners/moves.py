@@ -3,7 +3,8 @@
 Rewrite, for a layer L whose saved value v is offloaded and w recomputed:
 
     forward     L -> v, w;  offload v;  ...;  wait: v dies;  ...
-    backward    ...;  reload v -> reloaded.v;  ...;  wait;  recompute L -> again.w;  Lb reads both
+    backward    ...;  reload v -> reloaded.v;  ...;  wait;
+                recompute L -> recomputed.w;  Lb reads both
 
 An offload is issued where its value has been made, and waited for as soon as the simulated copy
 has ended. A reload is issued as late as the simulated copy allows, and waited for right before the
@@ -45,7 +46,7 @@ from memo_compile.step.problem import (
     reload_region,
 )
 
-_AGAIN, _RELOADED = "again.", "reloaded."
+_RECOMPUTED, _RELOADED = "recomputed.", "reloaded."
 """Prefixes to a value's name for its recomputation and for its reload."""
 
 
@@ -252,7 +253,7 @@ class _Builder:
         ]
         waits = [move.needed_item for move in order]
         added = self._copies_at(order, issues_of(item_s, copies), waits, CallKind.RELOAD)
-        renamed = {value: _AGAIN + value for value in self.recomputation_of}
+        renamed = {value: _RECOMPUTED + value for value in self.recomputation_of}
         renamed |= {value: _RELOADED + value for value in self.reloaded}
         for place, item in enumerate(self.items):
             yield from added.get(place, ())
@@ -336,7 +337,7 @@ class _Builder:
             inputs=tuple(
                 self._at_hand(recomputation, value) for value in self._sources(recomputation)
             ),
-            outputs=tuple(_AGAIN + value for value in recomputation.values),
+            outputs=tuple(_RECOMPUTED + value for value in recomputation.values),
             kind=CallKind.RECOMPUTE,
             into=self._into(recomputation),
             reads=recomputation.region.profile.input_layouts,
@@ -357,7 +358,7 @@ class _Builder:
             )
         if value in self.reloaded:
             return _RELOADED + value
-        return value if maker is None else _AGAIN + value
+        return value if maker is None else _RECOMPUTED + value
 
     def _into(self, recomputation: _Recomputation) -> tuple[Into, ...]:
         """In a token-wise mix, every result lies at the start of the buffer that was reloaded."""
@@ -380,4 +381,4 @@ class _Builder:
 
 def original_name(value: str) -> str:
     """The forward's value that ``value`` is a recomputation or a reload of; else itself."""
-    return value.removeprefix(_AGAIN).removeprefix(_RELOADED)
+    return value.removeprefix(_RECOMPUTED).removeprefix(_RELOADED)

@@ -146,7 +146,7 @@ class RecomputeKey:
     def region(self) -> str:
         """The region's name in ``Problem.regions``."""
         rows = "" if self.rows is None else f".rows{self.rows}"
-        return f"{self.class_key}.again.{'.'.join(map(str, self.slots))}{rows}"
+        return f"{self.class_key}.recompute.{'.'.join(map(str, self.slots))}{rows}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ def key(*made: int, rows: int | None = None) -> RecomputeKey:
     return RecomputeKey(class_key="layer0_fwd", slots=made, rows=rows)
 
 
-def again(region: RegionGraph, wanted: RecomputeKey, rows=None, num_rows: int = 1):
+def recomputed(region: RegionGraph, wanted: RecomputeKey, rows=None, num_rows: int = 1):
     return recompute_graph(layer(region, rows, num_rows), wanted)
 
 
@@ -74,7 +74,7 @@ def attention_slots(region: RegionGraph) -> list[int]:
 
 def check_same_numbers(region: RegionGraph, wanted: RecomputeKey, seeds=None, num_rows=1, **close):
     """Running the recompute region on what the forward had and made gives what it made."""
-    graph, sources = again(region, wanted, seeds, num_rows)
+    graph, sources = recomputed(region, wanted, seeds, num_rows)
     inputs = real_inputs(region)
     made = run_region(aten.lower(region), inputs)
     by_slot = {0: inputs[0], **{slot: made[at] for slot, at in slots(region).items()}}
@@ -162,7 +162,7 @@ def test_tokens_after_attention_start_from_its_kept_result():
     late = [slot for slot in slots(region) if slot > max(attention_slots(region))]
     check_same_numbers(region, key(*late, rows=16), seeds, 32, **CLOSE)
     with pytest.raises(UnsupportedGraph, match=r"attention.* mixes rows"):
-        again(region, key(*attention_slots(region), rows=16), seeds, 32)
+        recomputed(region, key(*attention_slots(region), rows=16), seeds, 32)
     ops = {op.name: op for op in ops_of(region, seeds, 32)}
     assert ops["mm_5"].row_wise
     assert not any(op.row_wise for name, op in ops.items() if "attention" in name)
@@ -172,7 +172,7 @@ def test_tokens_that_attention_mixes_are_refused():
     region = layer_region(models.llama, batch=1)
     seeds = {region.gm.graph.find_nodes(op="placeholder")[0]: RowDim(dim=1, factor=1)}
     with pytest.raises(UnsupportedGraph, match="mixes rows or has none: recompute all of it"):
-        again(region, key(attention_slots(region)[0], rows=16), seeds, 32)
+        recomputed(region, key(attention_slots(region)[0], rows=16), seeds, 32)
 
 
 def small_layer(x, w, v):
@@ -197,7 +197,7 @@ def small_norm(x, scale, w):
     ],
 )
 def test_text_of_the_region(golden, name, function, wanted):
-    graph, sources = again(region_of(function, (8, 8), (8, 8), (8, 8)), wanted)
+    graph, sources = recomputed(region_of(function, (8, 8), (8, 8), (8, 8)), wanted)
     lines = [f"{graph.name}"]
     for index, origin in enumerate(sources):
         source = (
@@ -211,9 +211,9 @@ def test_text_of_the_region(golden, name, function, wanted):
 
 def test_the_region_is_ready_to_be_lowered():
     region = REGIONS["llama"]()
-    graph, sources = again(region, replace(key(2), class_key="layer0_fwd#2"))
+    graph, sources = recomputed(region, replace(key(2), class_key="layer0_fwd#2"))
     assert re.fullmatch(r"\w+", graph.name)
-    assert graph.name == "layer0_fwd_2_again_2"
+    assert graph.name == "layer0_fwd_2_recompute_2"
     assert graph.is_backward
     assert not graph.external_outputs
     assert RegionInput(slot=0) in sources
@@ -223,14 +223,14 @@ def test_the_region_is_ready_to_be_lowered():
 def test_the_forward_region_is_not_changed():
     region = REGIONS["gpt2"]()
     before = graph_text(region.gm)
-    again(region, key(1, 2, 3))
+    recomputed(region, key(1, 2, 3))
     ops_of(region)
     assert graph_text(region.gm) == before
 
 
 def test_an_input_slot_cannot_be_made():
     with pytest.raises(UnsupportedGraph, match="slot 0 is no output of layer0_fwd"):
-        again(REGIONS["llama"](), key(0, 1))
+        recomputed(REGIONS["llama"](), key(0, 1))
 
 
 def dropout(x):
@@ -276,7 +276,7 @@ REFUSALS = {
 def test_what_must_not_run_twice_is_refused(function):
     region = region_of(function, (8, 8))
     with pytest.raises(UnsupportedGraph, match=REFUSALS[function]):
-        again(region, key(1))
+        recomputed(region, key(1))
     first = next(op for op in ops_of(region) if op.slot == 1)
     used = [first, *(ops_of(region)[index] for index in first.inputs)]
     assert not all(op.can_recompute for op in used)
@@ -287,14 +287,14 @@ def test_a_custom_operator_is_refused(custom):
     with pytest.raises(
         UnsupportedGraph, match=r"twice.* may not be recomputed: its effects are unkn"
     ):
-        again(region, key(1))
-    again(region, key(2))
+        recomputed(region, key(1))
+    recomputed(region, key(2))
     assert [op.can_recompute for op in ops_of(region)] == [False, False, True]
 
 
 def test_what_is_kept_cuts_off_what_may_not_run_again():
     region = region_of(dropout, (8, 8))
-    graph, sources = again(region, key(2))
+    graph, sources = recomputed(region, key(2))
     assert sources == (RegionInput(slot=1),)
     assert [node.op for node in graph.gm.graph.nodes] == ["placeholder", "call_function", "output"]
 
@@ -305,7 +305,7 @@ def test_a_buffer_that_a_kernel_fills_is_no_constant():
     OwnOutputs(external_outputs=region.external_outputs)(region.gm)
     slot = attention_slots(REGIONS["llama"]())[0]
     with pytest.raises(UnsupportedGraph, match="is overwritten in the forward"):
-        again(region, key(slot))
+        recomputed(region, key(slot))
     assert not next(op for op in ops_of(region) if op.slot == slot).can_recompute
 
 
@@ -363,7 +363,7 @@ def test_row_wise_operators_of_tokens_and_of_sequences():
 @pytest.mark.parametrize("name", REGIONS)
 def test_estimates_hold_all_that_is_computed(name):
     region = REGIONS[name]()
-    graph, sources = again(region, key(*slots(region)))
+    graph, sources = recomputed(region, key(*slots(region)))
     profile = estimate(graph)
     assert len(profile.input_ends) == len(sources)
     assert [output.storage for output in profile.outputs] == [Storage.ARENA] * len(slots(region))

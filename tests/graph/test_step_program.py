@@ -98,7 +98,7 @@ def text_of(programs: Programs) -> str:
     """Both programs, then every region; numbering of anonymous nodes is torch's."""
     parts = []
     for half in (programs.forward, programs.backward):
-        parts.append(f"== {half.phase.value}\n{graph_text(half.program)}")
+        parts.append(f"== {half.phase.value}\n{graph_text(half.half_graph)}")
         for name, region in half.regions.items():
             parts.append(f"-- {name} external {sorted(region.external_outputs)}")
             parts.append(graph_text(region.gm))

@@ -63,12 +63,12 @@ REGIONS = {
             (arena(1), external(KIB)),
         ),
         region(
-            "again.s.a",
+            "recompute.s.a",
             (buffer("s", S, 0, 4), buffer("a", A, 1, 4), buffer("t", KIB, 0, 3)),
             (2,),
             (arena(0), arena(1)),
         ),
-        region("again.a", (buffer("a", A, 1, 4), buffer("t", KIB, 0, 3)), (2,), (arena(0),)),
+        region("recompute.a", (buffer("a", A, 1, 4), buffer("t", KIB, 0, 3)), (2,), (arena(0),)),
     )
 }
 
@@ -77,7 +77,7 @@ def rows_region(rows: int) -> RegionProfile:
     """Makes the first rows of ``s``, from ``y`` and ``a``."""
     size = -(-rows * ROW_BYTES // 512) * 512
     return region(
-        f"again.s.rows{rows}",
+        f"recompute.s.rows{rows}",
         (buffer("t", KIB, 0, 2), buffer("s", size, 1, 4)),
         (2, 3),
         (arena(1),),
@@ -191,8 +191,17 @@ def recompute() -> Shape:
     y = offload("y1", 0)
     back = reload("y1", 0)
     kind = CallKind.RECOMPUTE
-    both = call("again0", "again.s.a", BACKWARD, ("y0",), ("again.s0", "again.a0"), kind=kind)
-    broken = call("again1", "again.a", BACKWARD, ("reloaded.y1",), ("again.a1",), kind=kind)
+    both = call(
+        "recompute0",
+        "recompute.s.a",
+        BACKWARD,
+        ("y0",),
+        ("recomputed.s0", "recomputed.a0"),
+        kind=kind,
+    )
+    broken = call(
+        "recompute1", "recompute.a", BACKWARD, ("reloaded.y1",), ("recomputed.a1",), kind=kind
+    )
     calls = (
         forward(0),
         y,
@@ -204,13 +213,13 @@ def recompute() -> Shape:
         backward(2, 3),
         wait(back, BACKWARD),
         broken,
-        backward(1, 3, y="reloaded.y1", a="again.a1"),
+        backward(1, 3, y="reloaded.y1", a="recomputed.a1"),
         both,
-        backward(0, 3, s="again.s0", a="again.a0"),
+        backward(0, 3, s="recomputed.s0", a="recomputed.a0"),
     )
     recomputations = {
-        "again0": Recomputation(makers=("F0",), inputs=("y0",), outputs=("s0", "a0")),
-        "again1": Recomputation(makers=("F1",), inputs=("y1",), outputs=("a1",)),
+        "recompute0": Recomputation(makers=("F0",), inputs=("y0",), outputs=("s0", "a0")),
+        "recompute1": Recomputation(makers=("F1",), inputs=("y1",), outputs=("a1",)),
     }
     return Shape(original=layers(3), moved=step(calls, Y), recomputations=recomputations)
 
@@ -223,11 +232,11 @@ def token_mix(rows: int = 4) -> Shape:
     back = [reload(f"s{i}", i * S, start=split) for i in range(2)]
     again = [
         call(
-            f"again{i}",
+            f"recompute{i}",
             profile.name,
             BACKWARD,
             (f"y{i}", f"a{i}"),
-            (f"again.s{i}",),
+            (f"recomputed.s{i}",),
             kind=CallKind.RECOMPUTE,
             into=(Into(buffer=1, value=f"reloaded.s{i}", offset_bytes=0),),
         )
@@ -251,7 +260,9 @@ def token_mix(rows: int = 4) -> Shape:
         backward(0, 2, s="reloaded.s0"),
     )
     recomputations = {
-        f"again{i}": Recomputation(makers=(f"F{i}",), inputs=(f"y{i}", f"a{i}"), outputs=(f"s{i}",))
+        f"recompute{i}": Recomputation(
+            makers=(f"F{i}",), inputs=(f"y{i}", f"a{i}"), outputs=(f"s{i}",)
+        )
         for i in range(2)
     }
     return Shape(

@@ -30,7 +30,14 @@ from tests.steps.parts import MIB, arena, buffer, call, external, region
 
 ATTN, MLP, UP, X = 24 * MIB, 48 * MIB, 32 * MIB, 16 * MIB
 LINES = 60
-SECONDS = {"fwd": 0.010, "bwd": 0.021, "again": 0.004, "head": 0.002, "d2h": 0.012, "h2d": 0.0235}
+SECONDS = {
+    "fwd": 0.010,
+    "bwd": 0.021,
+    "recompute": 0.004,
+    "head": 0.002,
+    "d2h": 0.012,
+    "h2d": 0.0235,
+}
 
 
 def _scratch(count: int, size: int) -> tuple[RegionBuffer, ...]:
@@ -55,11 +62,11 @@ def _region(name: str, kept: dict[str, tuple[int, int]], ends: tuple[int, ...]) 
 def _regions() -> dict[str, RegionProfile]:
     made = {"attn": (ATTN, 10), "mlp": (MLP, 30), "up": (UP, 28), "x": (X, 50)}
     forward = _region("fwd", made, (40,))
-    again = _region("again", {"mlp": (MLP, 30)}, (40, 20))
+    recompute = _region("recompute", {"mlp": (MLP, 30)}, (40, 20))
     backward = _region("bwd", {"g": (X, 40)}, (50, 45, 30, 55, 20))
     head = region("head", [buffer("logits", 64 * MIB, 1, 6)], [2], [external(512)], 6)
     tail = region("tail", [buffer("g", X, 3, 6)], [2, 1], [arena(0)], 6)
-    regions = {made.name: made for made in (forward, again, backward, head, tail)}
+    regions = {made.name: made for made in (forward, recompute, backward, head, tail)}
     return {**regions, **copy_regions([ATTN])}
 
 
@@ -106,10 +113,12 @@ def _backward(num_layers: int, moving: int) -> Iterator[StepCall]:
         if 0 <= k - 1 < moving:
             yield _reload(k - 1)
         if k < moving:
-            attn, mlp = f"reloaded.{attn}", f"again.{mlp}"
+            attn, mlp = f"reloaded.{attn}", f"recomputed.{mlp}"
             yield _copy_call(f"w.h2d@{k}", CallKind.WAIT, k, inputs=(attn,), waits_for=f"h2d@{k}")
             reads, kind = [f"x.{k}", attn], CallKind.RECOMPUTE
-            yield call(f"again@{k}", "again", Phase.BACKWARD, reads, [mlp], kind=kind, **place)
+            yield call(
+                f"recompute@{k}", "recompute", Phase.BACKWARD, reads, [mlp], kind=kind, **place
+            )
         reads = [attn, mlp, f"up.{k}", f"x.{k}", f"g.{k + 1}"]
         yield call(f"bwd@{k}", "bwd", Phase.BACKWARD, reads, [f"g.{k}", f"w.{k}"], **place)
 
@@ -184,7 +193,7 @@ def timeline_of(problem: Problem) -> Timeline:
 def _decisions() -> tuple[Decision, ...]:
     rows = (
         ("attn.0 [1, 16384, 768]", ATTN, "OFFLOAD", "12 ms of copy hide behind 31 ms of compute"),
-        ("mlp.0 [16384, 1536]", MLP, "RECOMPUTE", "4.0 ms again free 48 MiB"),
+        ("mlp.0 [16384, 1536]", MLP, "RECOMPUTE", "recompute costs 4.0 ms, frees 48 MiB"),
         ("up.0 [16384, 1024]", UP, "SAVE", "neither a copy nor time would pay"),
         ("x.1 [16384, 512]", X, "SAVE", "every recomputation reads it"),
     )

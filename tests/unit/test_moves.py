@@ -204,8 +204,8 @@ def test_a_mix_recomputes_the_first_rows_into_the_reloaded_buffer():
     assert copy is not None
     assert (copy.start_bytes, copy.end_bytes) == (2 * 4 * KIB, NUM_ROWS * 4 * KIB)
     again = calls["recompute.L@0"]
-    assert again.region == "L.again.2.3.rows2"
-    assert again.outputs == ("again.b0", "again.c0")
+    assert again.region == "L.recompute.2.3.rows2"
+    assert again.outputs == ("recomputed.b0", "recomputed.c0")
     assert again.into == (
         Into(buffer=1, value="reloaded.b0", offset_bytes=0),
         Into(buffer=2, value="reloaded.c0", offset_bytes=0),

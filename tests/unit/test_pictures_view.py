@@ -29,11 +29,11 @@ def test_roles_names_reasons_and_sources_of_moved_tensors():
         "fwd@0/mlp": Role.SCRATCH,
         "fwd@5/attn": Role.SAVED,
     }
-    back, again = boxes["h2d@2/data"], boxes["again@2/mlp"]
+    back, recomputed = boxes["h2d@2/data"], boxes["recompute@2/mlp"]
     assert (back.role, back.name) == (Role.RELOADED, "attn.2")
     assert back.reason == "12 ms of copy hide behind 31 ms of compute"
-    assert (again.role, again.name) == (Role.RECOMPUTED, "mlp.2")
-    assert again.reason == "4.0 ms again free 48 MiB"
+    assert (recomputed.role, recomputed.name) == (Role.RECOMPUTED, "mlp.2")
+    assert recomputed.reason == "recompute costs 4.0 ms, frees 48 MiB"
     assert boxes["fwd@0/attn"].source == "train/model.py:76"
     assert "aten.scaled_dot_product_attention" in boxes["fwd@0/attn"].about
 

@@ -71,9 +71,9 @@ def test_a_region_without_seconds():
     step = movable_step(1)
     mode = Mode(actions=(SAVE, SAVE, RECOMPUTE, SAVE, SAVE))
     problem = apply_moves(step, Moves(modes=(mode,)), recomputer(step))
-    with pytest.raises(InputError, match=r"region L.again.2 of recompute.L@0 has no seconds"):
+    with pytest.raises(InputError, match=r"region L.recompute.2 of recompute.L@0 has no seconds"):
         simulate(problem, step.costs)
-    timeline = simulate(problem, with_regions(step.costs, {"L.again.2": 3.0}))
+    timeline = simulate(problem, with_regions(step.costs, {"L.recompute.2": 3.0}))
     assert timeline.step_s == simulate(step.problem, step.costs).step_s + 3.0
 
 
@@ -115,7 +115,7 @@ def test_the_closed_forms_of_rotating_buffers(bytes_per_s, rows):
     copy_s = (always_bytes + (1 - one_minus_alpha) * others_bytes) / bytes_per_s
     forward_s = max(FORWARD_S, copy_s)
     backward_s = max(BACKWARD_S + one_minus_alpha * recompute_s, copy_s)
-    again = [name for name in problem.regions if ".again." in name]
+    again = [name for name in problem.regions if ".recompute." in name]
     more = dict.fromkeys(again, one_minus_alpha * recompute_s)
     timeline = simulate(problem, with_regions(step.costs, more))
     assert timeline.step_s == pytest.approx(num_layers * (forward_s + backward_s), rel=0.01)

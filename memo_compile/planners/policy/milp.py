@@ -134,8 +134,8 @@ class _Program:
     def __init__(self, model: StepModel, gap: float) -> None:
         self.step = model
         self.bundles = bundles = make_bundles(model)
-        self.bundle_of = {layer: at for at, some in enumerate(bundles) for layer in some}
-        self.totals = [sum(model.deltas[layer] for layer in some) for some in bundles]
+        self.bundle_of = {layer: at for at, bundle in enumerate(bundles) for layer in bundle}
+        self.totals = [sum(model.deltas[layer] for layer in bundle) for bundle in bundles]
         self.unit_s = sum(model.facts.call_s) or 1.0
         self.unit_bytes = float(max(model.base_bytes)) or 1.0
         self.model = solver.make_model("modes")
@@ -145,9 +145,9 @@ class _Program:
         self.x = [
             [
                 self.model.add_var(f"x_{at}_{m}", var_type="B")
-                for m in range(len(model.modes[some[0]]))
+                for m in range(len(model.modes[bundle[0]]))
             ]
-            for at, some in enumerate(bundles)
+            for at, bundle in enumerate(bundles)
         ]
         for at, variables in enumerate(self.x):
             self.model.add_constr(total(variables) == 1, f"one_{at}")
@@ -156,9 +156,9 @@ class _Program:
     def _few_regions(self) -> None:
         """Constraint ``regions``."""
         uses: dict[str, dict[Any, list[Any]]] = {}
-        for at, some in enumerate(self.bundles):
-            keys = uses.setdefault(self.step.class_keys[some[0]], {})
-            for variable, mode in zip(self.x[at], self.step.modes[some[0]], strict=True):
+        for at, bundle in enumerate(self.bundles):
+            keys = uses.setdefault(self.step.class_keys[bundle[0]], {})
+            for variable, mode in zip(self.x[at], self.step.modes[bundle[0]], strict=True):
                 if mode.keys:
                     keys.setdefault(mode.keys, []).append(variable)
         for class_key, keys in uses.items():
@@ -221,9 +221,9 @@ class _Program:
         if host_budget_bytes is None:
             return
         weights = (
-            len(some) * mode.host_bytes / self.unit_bytes
-            for some in self.bundles
-            for mode in self.step.modes[some[0]]
+            len(bundle) * mode.host_bytes / self.unit_bytes
+            for bundle in self.bundles
+            for mode in self.step.modes[bundle[0]]
         )
         copied = weighted(weights, itertools.chain.from_iterable(self.x))
         self.model.add_constr(copied <= host_budget_bytes / self.unit_bytes, "host")
@@ -256,10 +256,10 @@ class _Program:
             model.add_constr(start[step.facts.backward_at[i]] >= back[i], f"ready_{i}")
             if i:
                 model.add_constr(out[i] >= out[i - 1] + outs[i], f"out_lane_{i}")
-                model.add_constr(back[i - 1] >= back[i] + backs[i - 1], f"lane_{i}")
+                model.add_constr(back[i - 1] >= back[i] + backs[i - 1], f"back_lane_{i}")
         ties = [
-            TIE * max(some) / step.num_layers * variable
-            for at, some in enumerate(self.bundles)
+            TIE * max(bundle) / step.num_layers * variable
+            for at, bundle in enumerate(self.bundles)
             for variable in self.x[at][1:]
         ]
         copies = itertools.chain.from_iterable(zip(outs, backs, strict=True))

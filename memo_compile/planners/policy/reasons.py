@@ -97,7 +97,7 @@ class _Weighed:
         costs = " and ".join(options)
         if moves_elsewhere:
             return f"kept here, so that less moves: {costs}"
-        return f"kept: {costs}, more than freeing its {format_bytes(kept.size_bytes)} is worth"
+        return f"kept: the plan fits without freeing its {format_bytes(kept.size_bytes)}; {costs}"
 
     def _offloaded(self, slot: int, mode: Mode) -> str:
         copies, window = self._layer_copy_s(mode), self.forward_s

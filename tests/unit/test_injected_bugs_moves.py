@@ -63,12 +63,12 @@ def test_a_recomputation_reads_another_value(name, index):
 
 def test_recomputed_outputs_change_places():
     shape = shape_of("recompute")
-    index = named(shape.moved, "again0")
-    moved = replaced(shape.moved, index, outputs=("again.a0", "again.s0"))
-    expect(faults(shape, moved), "B0 reads again.a0, which is s0, where it must read a0")
+    index = named(shape.moved, "recompute0")
+    moved = replaced(shape.moved, index, outputs=("recomputed.a0", "recomputed.s0"))
+    expect(faults(shape, moved), "B0 reads recomputed.a0, which is s0, where it must read a0")
     index = named(shape.moved, "B0")
-    moved = replaced(shape.moved, index, inputs=("gy1", "y0", "again.a0", "again.s0"))
-    expect(faults(shape, moved), "B0 reads again.s0, which is s0, where it must read a0")
+    moved = replaced(shape.moved, index, inputs=("gy1", "y0", "recomputed.a0", "recomputed.s0"))
+    expect(faults(shape, moved), "B0 reads recomputed.s0, which is s0, where it must read a0")
     assert not works(shape, moved)
 
 
@@ -85,28 +85,28 @@ def test_recomputed_outputs_of_two_layers_change_places():
 
 def test_recomputed_rows_of_two_layers_change_places():
     shape = shape_of("token mix")
-    into = [shape.moved.calls[named(shape.moved, f"again{i}")].into for i in range(2)]
-    moved = replaced(shape.moved, named(shape.moved, "again0"), into=into[1])
-    moved = replaced(moved, named(shape.moved, "again1"), into=into[0])
-    expect(faults(shape, moved), "again1 writes into reloaded.s0 before it is made")
+    into = [shape.moved.calls[named(shape.moved, f"recompute{i}")].into for i in range(2)]
+    moved = replaced(shape.moved, named(shape.moved, "recompute0"), into=into[1])
+    moved = replaced(moved, named(shape.moved, "recompute1"), into=into[0])
+    expect(faults(shape, moved), "recompute1 writes into reloaded.s0 before it is made")
 
 
 def test_what_recomputation_stands_for_must_be_known():
     shape = shape_of("recompute")
     found = check_moves(shape.original, shape.moved).problems
-    expect(list(found), "B0 reads again.s0, which is again.s0, where it must read s0")
+    expect(list(found), "B0 reads recomputed.s0, which is recomputed.s0, where it must read s0")
     swapped = {
         **shape.recomputations,
-        "again0": Recomputation(makers=("F0",), inputs=("y0",), outputs=("a0", "s0")),
+        "recompute0": Recomputation(makers=("F0",), inputs=("y0",), outputs=("a0", "s0")),
     }
     found = check_moves(shape.original, shape.moved, swapped).problems
-    expect(list(found), "B0 reads again.s0, which is a0, where it must read s0")
+    expect(list(found), "B0 reads recomputed.s0, which is a0, where it must read s0")
     short = {
         **shape.recomputations,
-        "again0": Recomputation(makers=("F0",), inputs=("y0",), outputs=("s0",)),
+        "recompute0": Recomputation(makers=("F0",), inputs=("y0",), outputs=("s0",)),
     }
     found = check_moves(shape.original, shape.moved, short).problems
-    expect(list(found), "again0: expected (inputs, outputs) (1, 1)")
+    expect(list(found), "recompute0: expected (inputs, outputs) (1, 1)")
 
 
 @pytest.mark.parametrize(("name", "index"), calls_of(*CallKind))
@@ -225,12 +225,14 @@ def test_what_others_wrote_into_a_value_is_not_made_again():
     kept = [
         call for call in shape.moved.calls if call.copy is None and call.kind is not CallKind.WAIT
     ]
-    again = run_call("again", "before", BACKWARD, ("y0",), ("again.s", "again.acc"), kind=RECOMPUTE)
-    use = dataclasses.replace(kept[-1], inputs=("g", "again.s", "again.acc"))
+    again = run_call(
+        "again", "before", BACKWARD, ("y0",), ("recomputed.s", "recomputed.acc"), kind=RECOMPUTE
+    )
+    use = dataclasses.replace(kept[-1], inputs=("g", "recomputed.s", "recomputed.acc"))
     moved = with_calls(shape.moved, (*kept[:-1], again, use))
     recomputation = Recomputation(makers=("before",), inputs=("y0",), outputs=("s", "acc"))
     found = check_moves(shape.original, moved, {"again": recomputation}).problems
-    expect(list(found), "use reads again.s for s: expected bytes")
+    expect(list(found), "use reads recomputed.s for s: expected bytes")
 
 
 @pytest.mark.parametrize(("name", "index"), calls_of(*CallKind))
@@ -330,17 +332,17 @@ def test_a_reload_over_the_bytes_of_two_values():
 def test_a_recomputation_makes_too_few_rows():
     """The reader would find the rest of the value in what lies behind its bytes."""
     shape = shape_of("recompute")
-    region = shape.moved.regions["again.a"]
+    region = shape.moved.regions["recompute.a"]
     short = dataclasses.replace(region.buffers[0], size_bytes=region.buffers[0].size_bytes - 512)
     regions = {
         **shape.moved.regions,
-        "again.a": dataclasses.replace(region, buffers=(short, *region.buffers[1:])),
+        "recompute.a": dataclasses.replace(region, buffers=(short, *region.buffers[1:])),
     }
     original = dataclasses.replace(shape.original, regions=regions)
     moved = dataclasses.replace(shape.moved, regions=regions)
     found = check_moves(original, moved, shape.recomputations).problems
     assert found == (
-        "B1 reads again.a1 for a1: expected bytes [0, 2048) of F1/a, got [0, 1536) of F1/a",
+        "B1 reads recomputed.a1 for a1: expected bytes [0, 2048) of F1/a, got [0, 1536) of F1/a",
     )
 
 
