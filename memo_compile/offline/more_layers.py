@@ -110,7 +110,7 @@ class _Longer:
             results=self._expanded(half.results),
             leased=self._expanded(half.leased),
             nodes={**half.nodes, **nodes},
-            program=self._inputs_alone(half, arguments),
+            half_graph=self._inputs_alone(half, arguments),
         )
 
     def _longer_calls(self, calls: Sequence[CutCall], phase: Phase) -> tuple[CutCall, ...]:
