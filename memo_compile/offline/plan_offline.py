@@ -202,7 +202,6 @@ def _planned_step(
         for node in step.regions[call.region].gm.graph.nodes
         if GRADIENT not in node.meta
     )
-    whole_compute_s = known.whole_compute_s(config.host_store)
     found = OfflineStep(
         problem=planned.problem,
         plan=ReportedPlan.of(made, observed),
@@ -211,7 +210,7 @@ def _planned_step(
         exact=known.runs_here(),
         notes=tuple(_not_compared(step, planned.plan)),
     )
-    return found, lambda options: require_fast(planned.plan, options, whole_compute_s)
+    return found, lambda options: require_fast(planned.plan, options, known)
 
 
 def _not_compared(step: CutStep, plan: Plan) -> Iterator[str]:
