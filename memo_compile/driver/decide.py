@@ -11,8 +11,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import fx
+
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.config import MemoConfig
+from memo_compile.costs.roofline import is_in_memory
 from memo_compile.driver.left_whole import UNEXPECTED, say_dropped
 from memo_compile.driver.movable_step import Movable
 from memo_compile.driver.probe import believed, probe_rows
@@ -93,10 +96,11 @@ class RecomputeLibrary:
     def _estimated(self, key: RecomputeKey) -> RecomputeRegion:
         region, inputs = self._graph(key)
         self.region_graphs[key] = region
+        fuses = self.config.lowering != "aten"
         return RecomputeRegion(
             key=key,
             profile=replace(
-                estimate(region),
+                estimate(region, in_registers) if fuses else estimate(region),
                 name=key.region,
                 input_layouts=region.input_layouts(),
                 output_layouts=region.output_layouts(),
@@ -171,6 +175,11 @@ class RecomputeLibrary:
         """The graphs of the regions that were lowered."""
         graphs = self.region_graphs.items()
         return {key.region: graph for key, graph in graphs if key.region in self.lowered}
+
+
+def in_registers(node: fx.Node) -> bool:
+    """True for a value that Inductor makes in the kernel that reads it."""
+    return node.op == "call_function" and not is_in_memory(node)
 
 
 def decide(

@@ -93,7 +93,7 @@ class _Point:
     """What may be off the device during one call, and the time around it."""
 
     num_off: Mapping[str, Mapping[int, int]]
-    """Class -> slot -> layers that hold it and do not use it during the call."""
+    """Class -> slot -> layers that hold it and do not need it all through the call."""
     before_s: float
     after_s: float
     in_backward: bool
@@ -111,6 +111,14 @@ class _Life(NamedTuple):
     read: int
     """The backward's first that reads it."""
 
+    def may_be_off(self, at: int) -> bool:
+        """True where some of call ``at`` can run without it.
+
+        A value that an earlier call made may be gone before the end of the call that reads it last.
+        """
+        done = self.last_use < at or self.made < self.last_use == at
+        return done and at < self.read
+
 
 def _lives(step: MovableStep, facts: StepFacts) -> Iterator[_Life]:
     for layer in step.layers:
@@ -122,7 +130,7 @@ def _lives(step: MovableStep, facts: StepFacts) -> Iterator[_Life]:
 
 
 def _point(facts: StepFacts, lives: Sequence[_Life], at: int) -> _Point:
-    off = [life for life in lives if life.last_use < at < life.read]
+    off = [life for life in lives if life.may_be_off(at)]
     num_off: dict[str, Counter[int]] = {}
     for life in off:
         num_off.setdefault(life.class_key, Counter())[life.slot] += 1
