@@ -29,7 +29,7 @@ import numpy as np
 
 from memo_compile.errors import ConfigError
 from memo_compile.planners import solver
-from memo_compile.planners.move_rules import StepFacts, facts_of, slots_s
+from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of, recompute_seconds
 from memo_compile.planners.policy.model import call_bytes
 from memo_compile.planners.solver import weighted
 from memo_compile.step.movable import LayerClass, MovableStep, RecomputeRegion
@@ -48,18 +48,18 @@ def step_lower_bound_s(
     """Seconds that every plan of ``step`` within the budgets takes at least.
 
     ``regions`` are recomputations whose seconds are known: where one is faster than its operators
-    together, all are taken to be. Without a solver, or a budget, it is the computation alone.
-    Infinite where no plan can be.
+    together, each of these is taken to be as much faster. Without a solver, or a budget, it is the
+    computation alone. Infinite where no plan can be.
     """
     facts = facts_of(step)
     compute_s = sum(facts.call_s)
     if budget_bytes is None:
         return compute_s
     excess = np.array(call_bytes(step.problem)[0]) - budget_bytes
-    lives, discount = list(_lives(step, facts)), _discount(step, regions)
+    lives, discounts = list(_lives(step, facts)), _discounts(step, regions)
     try:
         more = [
-            _added_s(step, _point(facts, lives, at), int(excess[at]), host_budget_bytes, discount)
+            _added_s(step, _point(facts, lives, at), int(excess[at]), host_budget_bytes, discounts)
             for at in _points(excess, facts.first_backward)
         ]
     except ConfigError:  # no engine on this machine
@@ -78,13 +78,21 @@ def _points(excess: Any, first_backward: int) -> list[int]:
     return sorted({*above[spread].tolist(), *worst.tolist(), *near.tolist()})
 
 
-def _discount(step: MovableStep, regions: Collection[RecomputeRegion]) -> float:
-    """The least seconds of a region over those of its operators, at most 1."""
-    found = 1.0
+def _discounts(
+    step: MovableStep, regions: Collection[RecomputeRegion]
+) -> dict[tuple[str, int], float]:
+    """(class, operator) -> the least share of its seconds that it takes in a known region.
+
+    A region takes its share of its operators' seconds, which is at least the sum of theirs by the
+    least share of each.
+    """
+    found: dict[tuple[str, int], float] = {}
     for region in regions:
-        seconds = slots_s(step.classes[region.key.class_key], region.key.slots)
-        if region.key.rows is None and seconds > 0:
-            found = min(found, region.seconds / seconds)
+        key = region.key
+        seconds = recompute_seconds(step, key)
+        share = min(1.0, region.seconds / seconds) if seconds > 0 else 1.0
+        for op in closure_of(step.classes[key.class_key], key.slots):
+            found[key.class_key, op] = min(share, found.get((key.class_key, op), 1.0))
     return found
 
 
@@ -148,7 +156,7 @@ def _added_s(
     point: _Point,
     excess_bytes: int,
     host_budget_bytes: int | None,
-    discount: float,
+    discounts: Mapping[tuple[str, int], float],
 ) -> float:
     """The seconds beyond computation that the point's linear program finds."""
     model = solver.make_model("bound of a step")
@@ -158,9 +166,12 @@ def _added_s(
     for class_key, num_off in point.num_off.items():
         cls = step.classes[class_key]
         x, y = _slot_variables(model, cls, num_off)
-        runs += _require_operators(model, cls, max(num_off.values()), x)
+        runs += [
+            (seconds * discounts.get((class_key, op), 1.0), run)
+            for op, seconds, run in _require_operators(model, cls, max(num_off.values()), x)
+        ]
         moved += [(cls.slots[slot].size_bytes, x.get(slot, 0), y.get(slot, 0)) for slot in x | y]
-    again = weighted([seconds * discount for seconds, _ in runs], [run for _, run in runs])
+    again = weighted([seconds for seconds, _ in runs], [run for _, run in runs])
     sizes = [size_bytes for size_bytes, _, _ in moved]
     offloaded = [y for _, _, y in moved]
     off = weighted(sizes, offloaded) + weighted(sizes, [x for _, x, _ in moved])
@@ -199,8 +210,8 @@ def _slot_variables(
 
 def _require_operators(
     model: Any, cls: LayerClass, num_layers: int, x: Mapping[int, Any]
-) -> list[tuple[float, Any]]:
-    """(seconds, layers that run it a second time) of each operator that a recomputed slot needs."""
+) -> list[tuple[int, float, Any]]:
+    """Each operator that a recomputed slot needs: its seconds, and how many layers run it again."""
     makers = {op.slot: at for at, op in enumerate(cls.ops) if op.slot is not None}
     users: dict[int, list[int]] = {}
     for at, op in enumerate(cls.ops):
@@ -217,4 +228,4 @@ def _require_operators(
             runs[at] = model.add_var(ub=num_layers)
             for need in needs:
                 model.add_constr(runs[at] >= need)
-    return [(cls.ops[at].seconds, run) for at, run in runs.items()]
+    return [(at, cls.ops[at].seconds, run) for at, run in runs.items()]

@@ -76,7 +76,7 @@ def test_a_faster_recomputation_lowers_it():
 
 
 def _with_room_for_forwards(step, size_bytes):
-    """``step`` whose layers take ``size_bytes`` for themselves in the forward, where its peak is."""
+    """``step`` whose forwards take ``size_bytes`` for themselves, so that its peak is there."""
     forward = step.problem.regions["L"]
     transient = replace(forward.buffers[0], size_bytes=size_bytes)
     forward = replace(forward, buffers=(transient, *forward.buffers[1:]))
