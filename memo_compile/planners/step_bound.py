@@ -3,8 +3,13 @@
 At one point p of the step the bytes above the budget must be somewhere else, whatever the plan:
 copied to the host before p and back after it, or not made yet. One linear program for each point,
 over fractions of tensors, and the largest answer counts. It knows nothing of schedules, modes,
-placement or layers as wholes, so it is never above the time of a plan. Symbols, for each class of
-layers with n layers whose slot s is not in use at p:
+placement or layers as wholes, so it is never above the time of a plan.
+
+What is not on the device at p and read before a later point q of the backward must come back
+between the two, so that for points p, q, r, ... of the backward the seconds of such windows add up.
+Where few bytes are free they are more than those of a single point, and count.
+
+Symbols, for each class of layers with n layers whose slot s is not in use at p:
 
     y[s], x[s]    layers whose slot s is offloaded, recomputed: x + y <= n
     z[o]          layers that run operator o a second time: z[maker of s] >= x[s], and for each
@@ -17,11 +22,14 @@ layers with n layers whose slot s is not in use at p:
     out, back     sum d2h[s] y[s] <= before + u,    sum h2d[s] y[s] <= after + v
     host          sum size[s] y[s] <= host budget
 
-``before`` and ``after`` hold R as well where p lies in the backward.
+``before`` and ``after`` hold R as well where p lies in the backward. For a window only the slots
+count that are first read in it, ``after`` is its computation, and ``out`` is left out.
 """
 
+import itertools
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,9 +70,13 @@ def step_lower_bound_s(
             _added_s(step, _point(facts, lives, at), int(excess[at]), host_budget_bytes, discounts)
             for at in _points(excess, facts.first_backward)
         ]
+        windows = sum(
+            _added_s(step, window, excess_bytes, None, discounts) * count
+            for (window, excess_bytes), count in _windows(step, facts, lives, excess).items()
+        )
     except ConfigError:  # no engine on this machine
         return compute_s
-    return compute_s + max(more, default=0.0)
+    return compute_s + max(windows, *more, 0.0)
 
 
 def _points(excess: Any, first_backward: int) -> list[int]:
@@ -100,8 +112,8 @@ def _discounts(
 class _Point:
     """What may be off the device during one call, and the time around it."""
 
-    num_off: Mapping[str, Mapping[int, int]]
-    """Class -> slot -> layers that hold it and do not need it all through the call."""
+    num_off: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
+    """(class, (slot, layers that hold it and do not need it all through the call))."""
     before_s: float
     after_s: float
     in_backward: bool
@@ -110,6 +122,7 @@ class _Point:
 class _Life(NamedTuple):
     """A saved value of one layer."""
 
+    value: str
     class_key: str
     slot: int
     made: int
@@ -134,21 +147,74 @@ def _lives(step: MovableStep, facts: StepFacts) -> Iterator[_Life]:
             readers = facts.backward_readers.get(value, ())
             if readers and value in facts.last_use:
                 made = facts.written_at.get(value, 0)
-                yield _Life(layer.class_key, slot, made, facts.last_use[value], readers[0])
+                last_use = facts.last_use[value]
+                yield _Life(value, layer.class_key, slot, made, last_use, readers[0])
 
 
 def _point(facts: StepFacts, lives: Sequence[_Life], at: int) -> _Point:
     off = [life for life in lives if life.may_be_off(at)]
-    num_off: dict[str, Counter[int]] = {}
-    for life in off:
-        num_off.setdefault(life.class_key, Counter())[life.slot] += 1
     seconds = facts.call_s
     return _Point(
-        num_off=num_off,
+        num_off=_counted(off),
         before_s=sum(seconds[min(life.made for life in off) + 1 : at]) if off else 0.0,
         after_s=sum(seconds[at + 1 : max(life.read for life in off)]) if off else 0.0,
         in_backward=at >= facts.first_backward,
     )
+
+
+def _counted(lives: Iterable["_Life"]) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
+    found: dict[str, Counter[int]] = {}
+    for life in lives:
+        found.setdefault(life.class_key, Counter())[life.slot] += 1
+    return tuple((key, tuple(sorted(slots.items()))) for key, slots in found.items())
+
+
+def _windows(
+    step: MovableStep, facts: StepFacts, lives: Sequence["_Life"], excess: Any
+) -> dict[tuple[_Point, int], int]:
+    """(window, bytes that must come back in it) -> how many there are; each begins in a layer.
+
+    It begins at the call of the layer's backward at which the fewest bytes are free for what is
+    read later, and ends where the next one begins.
+    """
+    once = {life.value: life for life in reversed(lives)}  # the first layer moves what two share
+    moved = [life for life in once.values() if _size(step, life)]
+    free = np.maximum(0, _off_bytes(step, moved, len(facts.call_s)) - excess)
+    begins = sorted(set(facts.backward_at))
+    starts = [
+        first + int(free[first:end].argmin())
+        for first, end in itertools.pairwise([*begins, len(facts.call_s)])
+    ]
+    found: Counter[tuple[_Point, int]] = Counter()
+    for at, end in itertools.pairwise(starts):
+        read = [life for life in moved if at < life.read <= end]
+        missing = sum(_size(step, life) for life in read) - int(free[at])
+        if missing > 0:
+            window = _Point(
+                num_off=_counted(read),
+                before_s=math.inf,
+                after_s=sum(facts.call_s[at + 1 : max(life.read for life in read)]),
+                in_backward=True,
+            )
+            found[window, missing] += 1
+    return found
+
+
+def _size(step: MovableStep, life: "_Life") -> int:
+    """Bytes of a slot that may be off the device; 0 for one that must stay."""
+    slot = step.classes[life.class_key].slots[life.slot]
+    return slot.size_bytes if slot.can_offload or slot.can_recompute else 0
+
+
+def _off_bytes(step: MovableStep, moved: Iterable["_Life"], num_calls: int) -> Any:
+    """Per call (int64) the bytes of ``moved`` that may be off the device during it."""
+    changes = np.zeros(num_calls + 1, dtype=np.int64)
+    for life in moved:
+        start = life.last_use + (life.made == life.last_use)
+        if start < life.read:
+            changes[start] += _size(step, life)
+            changes[life.read] -= _size(step, life)
+    return changes.cumsum()[:-1]
 
 
 def _added_s(
@@ -163,8 +229,8 @@ def _added_s(
     stalls = [model.add_var(name=name) for name in ("u", "v")]
     moved: list[tuple[int, Any, Any]] = []
     runs: list[tuple[float, Any]] = []
-    for class_key, num_off in point.num_off.items():
-        cls = step.classes[class_key]
+    for class_key, slots in point.num_off:
+        cls, num_off = step.classes[class_key], dict(slots)
         x, y = _slot_variables(model, cls, num_off)
         runs += [
             (seconds * discounts.get((class_key, op), 1.0), run)
@@ -180,6 +246,8 @@ def _added_s(
     for stall, seconds, rate, may_recompute in zip(
         stalls, (point.before_s, point.after_s), rates, (point.in_backward, True), strict=True
     ):
+        if seconds == math.inf:
+            continue
         room = seconds + stall + (again if may_recompute else 0.0)
         model.add_constr(weighted([size / rate for size in sizes], offloaded) <= room)
     if host_budget_bytes is not None:

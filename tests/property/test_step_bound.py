@@ -58,6 +58,18 @@ def test_what_a_call_has_read_may_be_gone_before_it_ends():
     assert bound_s <= simulate(problem, step.costs).step_s
 
 
+def test_where_nothing_is_free_each_layer_waits_for_its_copies():
+    """x and a of a layer cannot be made anew, and have no place before the layer above is done."""
+    step = movable_step(5, bytes_per_s=64 * KIB)
+    modes = (Mode(actions=(Action.OFFLOAD,) * 5),) * 5
+    once = Schedule(offload_lag=0, reload_lead=0, at_once=True)
+    problem = apply_moves(step, Moves(modes=modes, schedule=once), recomputer(step))
+    added_s = step_lower_bound_s(step, budget_bytes=peak_live_bytes(problem)) - sum(
+        map(step.costs.call_s, step.problem.calls)
+    )
+    assert added_s >= 4 * step.costs.h2d_s(16 * KIB)
+
+
 def test_copies_need_room_on_the_host():
     step = movable_step(4, bytes_per_s=1e9)
     budget = peak_live_bytes(step.problem) - 150 * KIB
