@@ -126,8 +126,7 @@ def commands() -> Iterator[tuple[str, Any]]:
     root = typer.main.get_command(cli.app)
     for name in cli._COMMANDS:
         command = root.commands[name]
-        for path, one in _flattened(name, command):
-            yield path, one
+        yield from _flattened(name, command)
 
 
 def _flattened(path: str, command: Any) -> Iterator[tuple[str, Any]]:
@@ -212,7 +211,11 @@ def errors_page() -> str:
     for name, kind in vars(errors).items():
         if isinstance(kind, type) and issubclass(kind, errors.MemoError):
             bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
-            parts += [f"## `memo_compile.errors.{name}`", f"Bases: {bases}.", markdown(kind.__doc__)]
+            parts += [
+                f"## `memo_compile.errors.{name}`",
+                f"Bases: {bases}.",
+                markdown(kind.__doc__),
+            ]
     for module in RUNTIME_ERRORS:
         for node in ast.parse((ROOT / f"runtime/memo_runtime/{module}.py").read_text()).body:
             if isinstance(node, ast.ClassDef) and node.name.endswith("Error"):

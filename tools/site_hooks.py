@@ -1,7 +1,7 @@
 """Hooks of the documentation site (mkdocs.yml): pages from elsewhere, links that lead to them.
 
-The reference is made from the code (``tools/reference.py``); CHANGELOG.md and CONTRIBUTING.md lie in
-the repository's root, where people look for them. Documents link to files as the repository has
+The reference is made from the code (``tools/reference.py``); CHANGELOG.md and CONTRIBUTING.md lie
+in the repository's root, where people look for them. Documents link to files as the repository has
 them; here such links become those of the site.
 """
 
@@ -25,7 +25,7 @@ FROM_ROOT = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
 ELSEWHERE = FROM_ROOT | {"README.md": "index.md"}
 """As ``FROM_ROOT``, with what another page stands for."""
 
-LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[\w-]*)?\)")
+LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[\w-]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -48,18 +48,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def _for_site(text: str, folder: str) -> str:
     """Links of a document in ``folder`` of the repository, as links between pages.
 
-    A link to what is no page (LICENSE, a result) becomes its text in code: the site has no such file.
+    A link to what is no page (LICENSE, a result) becomes its text: the site has no such file.
     """
 
     def replaced(match: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(folder, match[1]))
+        target = posixpath.normpath(posixpath.join(folder, match[2]))
         if target.startswith("docs/"):
             target = target.removeprefix("docs/")
         elif target in ELSEWHERE:
             target = ELSEWHERE[target]
         elif (ROOT / target).exists():
-            return f"] (`{target}`)"
+            return match[1]
         page_folder = posixpath.relpath(folder, "docs") if folder != "." else "."
-        return f"]({posixpath.relpath(target, page_folder)}{match[2] or ''})"
+        return f"[{match[1]}]({posixpath.relpath(target, page_folder)}{match[3] or ''})"
 
     return LINK.sub(replaced, text)
