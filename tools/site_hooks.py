@@ -5,6 +5,7 @@ in the repository's root, where people look for them. Documents link to files as
 them; here such links become those of the site.
 """
 
+import html
 import posixpath
 import re
 import sys
@@ -28,10 +29,14 @@ ELSEWHERE = FROM_ROOT | {"README.md": "index.md"}
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[\w-]*)?\)")
 
 
+BARS = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The site also has the pages of the reference and those of the repository's root."""
     for name, text in reference.pages().items():
-        files.append(File.generated(config, f"reference/{name}", content=text))
+        shown = BARS.sub(_shown_bars, text)
+        files.append(File.generated(config, f"reference/{name}", content=shown))
     for name, page in FROM_ROOT.items():
         text = (ROOT / name).read_text()
         files.append(File.generated(config, page, content=_for_site(text, ".")))
@@ -62,4 +67,9 @@ def _for_site(text: str, folder: str) -> str:
         page_folder = posixpath.relpath(folder, "docs") if folder != "." else "."
         return f"[{match[1]}]({posixpath.relpath(target, page_folder)}{match[3] or ''})"
 
-    return LINK.sub(replaced, text)
+    return BARS.sub(_shown_bars, LINK.sub(replaced, text))
+
+
+def _shown_bars(code: re.Match[str]) -> str:
+    """A table's code with bars as HTML: Markdown here shows the backslash that GitHub needs."""
+    return f"<code>{html.escape(code[1]).replace(chr(92) + '|', '&#124;')}</code>"

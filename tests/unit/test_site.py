@@ -16,7 +16,7 @@ from tools import reference
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = (ROOT / "mkdocs.yml").read_text()
-NAV = re.findall(r"^ +- ([\w/-]+\.md)$", SETTINGS.split("\nnav:\n")[1], re.MULTILINE)
+NAV = re.findall(r"^ +- (?:Home: )?([\w/-]+\.md)$", SETTINGS.split("\nnav:\n")[1], re.MULTILINE)
 PAGES = {path.relative_to(ROOT / "docs").as_posix(): path for path in (ROOT / "docs").rglob("*.md")}
 FROM_ROOT = {"contributing.md": "CONTRIBUTING.md", "changes.md": "CHANGELOG.md"}
 
