@@ -34,7 +34,7 @@ PAGES = (
     *(ROOT / name for name in ("README.md", "docs/index.md", "docs/start.md", "docs/planning.md")),
     *sorted((ROOT / "docs" / "how-to").glob("*.md")),
 )
-DEAR_PAGES = ("does-not-fit", "budgets", "report", "host-files", "lengths")
+DEAR_PAGES = ("does-not-fit", "budgets", "report", "host-files", "lengths", "trainer")
 """Of several compilations, mostly under budgets: run with the marker ``full``."""
 
 BLOCK = re.compile(
@@ -130,6 +130,10 @@ def given(block: Block, names: dict[str, Any]) -> None:
             names |= READERS[name]()
 
 
+OLD_NAMES = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+"""peft asks transformers by a name that goes."""
+
+
 def is_missing(block: Block) -> bool:
     return any(importlib.util.find_spec(name) is None for name in block.names("needs"))
 
@@ -203,6 +207,7 @@ def run_memo(arguments: list[str], *, parse_only: bool) -> None:
     assert left.value.code in (0, 1), arguments
 
 
+@OLD_NAMES
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=[pytest.mark.full] * (page.stem in DEAR_PAGES)) for page in PAGES],
