@@ -34,7 +34,9 @@ PAGES = (
     *(ROOT / name for name in ("README.md", "docs/index.md", "docs/start.md", "docs/planning.md")),
     *sorted((ROOT / "docs" / "how-to").glob("*.md")),
 )
-DEAR_PAGES = ("does-not-fit", "budgets", "report", "host-files", "lengths", "trainer")
+DEAR_PAGES = (
+    *("accumulation", "budgets", "does-not-fit", "host-files", "lengths", "report", "trainer"),
+)
 """Of several compilations, mostly under budgets: run with the marker ``full``."""
 
 BLOCK = re.compile(
