@@ -30,7 +30,9 @@ def plan_lines(answer: "Forecast", max_seq: int | None) -> Iterator[str]:
     for name, text in numbers(answer, max_seq):
         yield from _wrapped(f"  {name:<18}{text}", " " * 20)
     plan = answer.step.plan
-    lines = list(decision_lines(plan.decisions, plan.layer_classes, copies=_copies(answer)))
+    lines = list(
+        decision_lines(plan.decisions, plan.layer_classes, copies=_copies(answer), width=WIDTH)
+    )
     yield from _shown(lines, MOST_DECISIONS, "decisions")
     if not answer.fits:
         yield "what to change:"

@@ -21,11 +21,16 @@ Way = frozenset[tuple[str, str, float]]
 
 
 def decision_lines(
-    decisions: Sequence[Decision], classes: Sequence[LayerClassInfo], *, copies: str = ""
+    decisions: Sequence[Decision],
+    classes: Sequence[LayerClassInfo],
+    *,
+    copies: str = "",
+    width: int = 100,
 ) -> Iterator[str]:
     """One line for each kind of layers and each way that their tensors go.
 
-    ``copies`` is said of what goes to the host: ``copies hide``.
+    ``copies`` is said of what goes to the host: ``copies hide``. As many tensors are named as
+    ``width`` characters hold, at most three, and at least one.
     """
     sizes = {cls.module_path: cls.num_layers for cls in classes}
     for label, ways in _ways(decisions).items():
@@ -36,7 +41,8 @@ def decision_lines(
                 same = [row for row in rows if row.decision == decision]
                 if same:
                     tail = f"; {copies}" if copies and decision == "OFFLOAD" else ""
-                    yield f"{where}: {_names(same)} {verb}, {_a_layer(same)}{tail}"
+                    rest = f" {verb}, {_a_layer(same)}{tail}"
+                    yield f"{where}: {_names(same, width - len(where) - 2 - len(rest))}{rest}"
 
 
 Span = tuple[int, int] | None
@@ -71,11 +77,14 @@ def _where(label: str, spans: Sequence[Span], num_layers: int | None) -> str:
     return f"{label} {', '.join(ranges)}"
 
 
-def _names(rows: Sequence[Decision]) -> str:
+def _names(rows: Sequence[Decision], width: int) -> str:
     largest = sorted(rows, key=lambda row: -row.bytes * row.token_fraction)
-    names = [_name(row) for row in largest[:_MOST_NAMES]]
-    more = len(rows) - len(names)
-    return ", ".join(names) + (f" and {more} more" if more else "")
+    for count in range(_MOST_NAMES, 0, -1):
+        more = len(rows) - count
+        names = ", ".join(map(_name, largest[:count])) + (f" and {more} more" if more > 0 else "")
+        if len(names) <= width:
+            break
+    return names
 
 
 def _name(row: Decision) -> str:
