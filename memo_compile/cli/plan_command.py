@@ -104,17 +104,22 @@ def plan_command(
         write_text(out, to_json(answer.step.plan))
     if emit is not None:
         print(_settings_text(emit, answer), end="")
-    elif as_json:
-        more = {} if longest_seq is None else {"max_seq": longest_seq}
-        print(json.dumps(_as_dict(answer) | more))
-    elif verbose:
-        _print(answer, longest_seq)
     else:
-        print("\n".join(plan_lines(answer, longest_seq)))
+        _show(answer, longest_seq, as_json=as_json, verbose=verbose)
     if not answer.fits:
         over = format_bytes(answer.peak_bytes - answer.budget_bytes)
         print(f"memo: does not fit: {over} over the budget", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _show(answer: "Forecast", max_seq: int | None, *, as_json: bool, verbose: bool) -> None:
+    if as_json:
+        more = {} if max_seq is None else {"max_seq": max_seq}
+        print(json.dumps(_as_dict(answer) | more))
+    elif verbose:
+        _print(answer, max_seq)
+    else:
+        print("\n".join(plan_lines(answer, max_seq)))
 
 
 def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[Forecast, int | None]":
