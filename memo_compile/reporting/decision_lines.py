@@ -1,6 +1,7 @@
 """Decisions in lines for people: all tensors of a layer that go the same way in one line."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from memo_compile.step.plans import Decision
@@ -78,17 +79,20 @@ def _where(label: str, spans: Sequence[Span], num_layers: int | None) -> str:
 
 
 def _names(rows: Sequence[Decision], width: int) -> str:
-    largest = sorted(rows, key=lambda row: -row.bytes * row.token_fraction)
-    for count in range(_MOST_NAMES, 0, -1):
-        more = len(rows) - count
-        names = ", ".join(map(_name, largest[:count])) + (f" and {more} more" if more > 0 else "")
-        if len(names) <= width:
+    """The largest tensors' names; those of one name are one."""
+    counts = Counter(map(_name, sorted(rows, key=lambda row: -row.bytes * row.token_fraction)))
+    names = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
+    text = ""
+    for shown in range(min(_MOST_NAMES, len(names)), 0, -1):
+        more = len(rows) - sum(list(counts.values())[:shown])
+        text = ", ".join(names[:shown]) + (f" and {more} more" if more else "")
+        if len(text) <= width:
             break
-    return names
+    return text
 
 
 def _name(row: Decision) -> str:
-    name = row.tensor.partition(" ")[0]
+    name = row.role or row.tensor.partition(" ")[0]
     return name if row.token_fraction == 1.0 else f"{name} ({row.token_fraction:.0%} of tokens)"
 
 

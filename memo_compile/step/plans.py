@@ -48,6 +48,8 @@ class Decision:
     token_fraction: float
     reason: str
     source: str | None
+    role: str = ""
+    """The tensor's name for people: ``layer input``, ``mlp.up_proj``; empty where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

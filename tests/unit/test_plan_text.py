@@ -60,6 +60,22 @@ def test_layers_that_go_the_same_way_are_together_wherever_they_lie():
     ]
 
 
+def test_people_read_what_a_tensor_is():
+    rows = [
+        dataclasses.replace(row("mm_4", "SAVE", size=3), role="mlp.up"),
+        dataclasses.replace(row("mm_5", "SAVE", size=3), role="mlp.up"),
+        dataclasses.replace(row("embedding", "SAVE", size=2), role="layer input"),
+        row("mul_9", "SAVE", size=1),
+        row("mul_10", "SAVE", size=1),
+    ]
+    assert list(decision_lines(rows, [LAYERS])) == [
+        "layers 0-31: 2 x mlp.up, layer input, mul_9 and 1 more kept, 10 B a layer"
+    ]
+    assert list(decision_lines(rows, [LAYERS], width=60)) == [
+        "layers 0-31: 2 x mlp.up and 3 more kept, 10 B a layer"
+    ]
+
+
 def test_a_whole_class_names_its_layers():
     rows = [row("a", "SAVE"), row("b", "SAVE", "epilogue_fwd")]
     assert list(decision_lines(rows, [LAYERS])) == [
