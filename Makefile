@@ -16,13 +16,14 @@ STAMP := $(VENV)/.memo-stamp
 DOCS := .venv-docs
 PACKAGE := .venv-package
 PIP_INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
+EXAMPLES := .venv-examples
 
 # One thread per test process: several workers share the cores, and losses do not depend on them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quick test numerics-full fuzz mutate check lint types layers sizes format \
-	docs package torch-versions clean
+.PHONY: help setup demo examples quick test numerics-full fuzz mutate check lint types layers sizes \
+	format docs package torch-versions clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -34,6 +35,12 @@ setup: $(STAMP)  ## create .venv with the pinned development versions
 
 demo: $(STAMP)   ## train a small model, memo beside eager, and print the report
 	$(BIN)/python examples/train_stdlib.py $(ARGS)
+
+$(EXAMPLES)/.memo-stamp: requirements-dev.txt requirements-examples.txt pyproject.toml tools/bootstrap.py
+	@$(PYTHON) tools/bootstrap.py --examples && touch $@
+
+examples: $(EXAMPLES)/.memo-stamp ## Trainer, SFT, accelerate, PEFT, diffusers, Lightning, DPO: memo beside eager
+	OMP_NUM_THREADS=1 $(EXAMPLES)/bin/python -m pytest -q -rs tests/examples $(ARGS)
 
 quick: $(STAMP)  ## run the tests of single modules and of graphs: what to run while you work
 	$(PYTEST) -m "not full" tests/unit tests/graph $(ARGS)
@@ -94,4 +101,4 @@ format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 clean:           ## remove .venv and caches
-	rm -rf $(VENV) $(DOCS) $(PACKAGE) .venv-torch site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) $(PACKAGE) $(EXAMPLES) .venv-torch site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

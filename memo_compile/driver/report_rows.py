@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from memo_compile.analysis.joint_units import JointUnits
 from memo_compile.config import MemoConfig
@@ -30,6 +31,7 @@ def saved_rows(problem: Problem, forward: Cut, units: JointUnits) -> tuple[Decis
             token_fraction=1.0,
             reason="read by the layer's backward; min-cut keeps it",
             source=problem.tensors[value].source,
+            role=problem.tensors[value].role,
         )
         for call in problem.calls
         if call.phase is Phase.FORWARD and not call.instance and call.layer_class is not None
@@ -65,7 +67,10 @@ def moved_rows(step: MovableStep, choice: Choice, units: JointUnits) -> tuple[De
             for index, slot in enumerate(cls.slots):
                 if any(of_layer[index] in read for of_layer in values):
                     info = step.problem.tensors.get(slot.name)
-                    rows.extend(_rows_of(slot, info, mode, index, where, why[key, index, mode]))
+                    made = _rows_of(slot, info, mode, index, where, why[key, index, mode])
+                    if len(members) > 1 and slot.name in members[0][0].inputs:
+                        made = (replace(row, role="layer input") for row in made)
+                    rows.extend(made)
     return tuple(rows)
 
 
@@ -128,4 +133,5 @@ def _rows_of(
             token_fraction=fraction,
             reason=reason,
             source=None if info is None else info.source,
+            role="" if info is None else info.role,
         )

@@ -56,6 +56,8 @@ class Decision:
     """A sentence for people."""
     source: str | None
     """Where in the user's code it is made: ``file:line``."""
+    role: str = ""
+    """The tensor's name for people: ``layer input``, ``mlp.up_proj``; empty where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

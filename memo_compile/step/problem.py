@@ -311,6 +311,8 @@ class TensorInfo:
     op: str
     source: str | None = None
     """``file:line`` of the user's code that made it."""
+    role: str = ""
+    """Its name for people, by the module that made it: ``mlp.up_proj``, ``attention output``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
