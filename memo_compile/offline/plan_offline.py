@@ -21,9 +21,10 @@ from memo_compile.costs.roofline import node_cost
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.pipeline import cut_step, lower_step
-from memo_compile.driver.plan_step import plan_step, require_fast
+from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.report_rows import recomputes_slices
 from memo_compile.driver.stages import CapturedStep, CutStep, PlanRequest
+from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import MemoError, UnsupportedGraph
 from memo_compile.offline.more_layers import MoreLayers, with_layers

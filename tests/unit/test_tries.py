@@ -15,7 +15,7 @@ from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver import tries
 from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.plan_step import require_fast
+from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.tries import TOKEN_TILES, Tiles, first_that_fits
 from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, TooSlow, UnsupportedGraph
 from memo_compile.step.plans import Timeline
