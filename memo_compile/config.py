@@ -285,6 +285,12 @@ def local_world_size() -> int:
     return int(text)
 
 
+def torch_settings() -> dict[str, str]:
+    """The variables that torch and its compilers may read, by name."""
+    prefixes = ("TORCH", "PYTORCH", "INDUCTOR", "TRITON", "ATEN_")
+    return {key: os.environ[key] for key in sorted(os.environ) if key.startswith(prefixes)}
+
+
 def cache_folder() -> Path | None:
     """``$XDG_CACHE_HOME/memo``, else ``~/.cache/memo``; None where the user has no home."""
     base = os.environ.get("XDG_CACHE_HOME")

@@ -72,8 +72,7 @@ def plan_command(
 ) -> None:
     """Plan one training step on any machine: does it fit, how fast is it, what sets the peak."""
     from memo_compile.offline.forecast import Question
-    from memo_compile.offline.shapes.load import parse_dtype
-    from memo_compile.offline.shapes.transformer import Degrees
+    from memo_compile.offline.shapes.degrees import Degrees, parse_dtype
 
     if emit is not None and emit not in TOOLS:
         raise InputError(f"emit: expected one of {', '.join(TOOLS)}, got {emit!r}")
