@@ -63,6 +63,10 @@ def plan_command(
         typer.Option(metavar="budget", help="Plans for budgets from the smallest one to none."),
     ] = None,
     budgets: Annotated[int, typer.Option(help="How many of them.")] = 8,
+    fresh: Annotated[
+        bool,
+        typer.Option(help="Trace and lower anew; remember nothing and use nothing remembered."),
+    ] = False,
     emit: Annotated[
         str | None, typer.Option(help="Settings of hf, torchtitan or megatron on stdout.")
     ] = None,
@@ -74,10 +78,7 @@ def plan_command(
     from memo_compile.offline.forecast import Question
     from memo_compile.offline.shapes.degrees import Degrees, parse_dtype
 
-    if emit is not None and emit not in TOOLS:
-        raise InputError(f"emit: expected one of {', '.join(TOOLS)}, got {emit!r}")
-    if emit is not None and as_json:
-        raise InputError("emit: prints settings, --json prints JSON; give one of the two")
+    _require_one_form(emit, as_json=as_json)
     question = Question(
         model=model,
         hardware=find_hardware(hardware),
@@ -89,6 +90,7 @@ def plan_command(
         host_budget=host_budget,
         optimizer=optimizer,
         policy=policy,
+        remembers=not fresh,
     )
     if sweep is not None:
         _sweep(question, sweep, budgets, as_json=as_json)
@@ -109,6 +111,14 @@ def plan_command(
         over = format_bytes(answer.peak_bytes - answer.budget_bytes)
         print(f"memo: does not fit: {over} over the budget", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _require_one_form(emit: str | None, *, as_json: bool) -> None:
+    """Raise InputError where stdout would hold two forms, or settings of an unknown tool."""
+    if emit is not None and emit not in TOOLS:
+        raise InputError(f"emit: expected one of {', '.join(TOOLS)}, got {emit!r}")
+    if emit is not None and as_json:
+        raise InputError("emit: prints settings, --json prints JSON; give one of the two")
 
 
 def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[Forecast, int | None]":

@@ -72,13 +72,6 @@ class StepStore:
         except OSError as error:
             log.info("memo: a step is not remembered: %s", error)
 
-    def clear(self) -> int:
-        """Forget everything; how many files there were."""
-        paths = list(self.folder.glob("*.json"))
-        for path in paths:
-            path.unlink(missing_ok=True)
-        return len(paths)
-
     def _drop_oldest(self) -> None:
         found = [(path, path.stat()) for path in self.folder.glob("*.json")]
         left = sum(known.st_size for _, known in found)
