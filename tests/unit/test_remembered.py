@@ -28,8 +28,8 @@ SHAPE = ModelShape(
 ASKED = Question(model=SHAPE.name, hardware=find_hardware("h200"), seq=1024)
 RECOMPUTES = {"policy": "full-recompute"}
 KEEPS = {"policy": "save"}
-TIGHT = {"policy": "greedy", "budget": "46MiB"}
-"""Less than the 45.4 MiB and a hundredth that keeping everything takes, with room to copy."""
+OFFLOADS = {"policy": "full-offload"}
+BUDGETED = {"policy": "greedy", "budget": "46MiB"}
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def records(store):
 
 
 def test_answers_are_the_same_with_and_without_memory(store, traces):
-    questions = (RECOMPUTES, TIGHT, KEEPS)
+    questions = (RECOMPUTES, OFFLOADS, BUDGETED)
     without = [answer(**question, remembers=False) for question in questions]
     assert not records(store)
     assert ['"recompute"' in problem for problem, *_ in without] == [True, False, False]
