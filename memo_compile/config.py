@@ -7,14 +7,17 @@ the file named by ``MEMO_CONFIG`` (JSON) > defaults. This is the only file that 
 import dataclasses
 import difflib
 import functools
+import importlib
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, NamedTuple
 
 from memo_compile.errors import ConfigError, nearest
 from memo_compile.units import parse_size
@@ -28,6 +31,8 @@ _CHOICES = {
     "policy": POLICIES,
     "costs": ("auto", "measured", "roofline"),
     "outputs": ("auto", "held", "dropped"),
+    "gradients": ("auto", "fresh", "accumulated"),
+    "placement_solver": ("auto", "greedy", "mip", "search"),
 }
 DEBUG_FLAGS = ("poison", "copies-early", "copies-late", "copies-serial", "stalls")
 ALPHAS = (0.0, 0.125, 0.25, 0.5, 1.0)
@@ -38,9 +43,9 @@ ALPHAS = (0.0, 0.125, 0.25, 0.5, 1.0)
 class MemoConfig:
     """The options of ``torch.compile(..., backend="memo", options={...})``."""
 
-    memory_budget: int | str | None = None
+    memory_budget: float | str | None = None
     """Bound on the device memory of the step: bytes, ``"60GiB"`` or ``"80%"``."""
-    host_budget: int | str | None = None
+    host_budget: float | str | None = None
     """Bound on the host memory for offloaded activations; by default what the control group and
     the ranks of this host leave."""
     policy: str = "auto"
@@ -53,6 +58,10 @@ class MemoConfig:
     outside_loss: bool = False
     """Another loss is computed outside, from large results (distillation, z-loss), though the graph
     returns one: its memory counts from the first step on, instead of once a backward shows it."""
+    gradients: str = "auto"
+    """Whether ``.grad`` exists when a step begins: ``accumulated`` counts each gradient twice from
+    the first step on, ``fresh`` none that happens to exist while the step is compiled; ``auto``
+    counts those that exist then. What is found when a step runs counts with all three."""
     alpha: float | None = None
     """Policy ``memo``: the part of the tokens that is offloaded; by default MEMO's program's."""
     optimizer_state_bytes_per_parameter: float | None = None
@@ -110,17 +119,21 @@ class MemoConfig:
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             _one_of(name, getattr(self, name), allowed)
+        for option in dataclasses.fields(self):
+            kinds = [_KINDS[kind] for kind in _kinds_of(option)]
+            expected = " or ".join(kind.words for kind in kinds if kind is not _KINDS[NoneType])
+            holds = any(kind.holds(getattr(self, option.name)) for kind in kinds)
+            self._require(option.name, expected, holds)
+        for name in ("memory_budget", "host_budget"):
+            if getattr(self, name) is not None:
+                parse_size(getattr(self, name), total_bytes=0, what=name)
         known = self.host_store in ("auto", "shm") or self.host_store.startswith("file:")
         self._require("host_store", "auto, shm or file:DIR", known)
         if self.host_store == "file:":
             raise ConfigError("host_store: file:DIR needs a folder, got 'file:'")
-        for name in ("exact", "strict"):
-            self._require(name, "True or False", isinstance(getattr(self, name), bool))
         for name in ("max_inflight", "max_plans", "token_granule", "token_tiles"):
             value = getattr(self, name)
-            counts = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            missing = value is None and name == "token_tiles"
-            self._require(name, "an integer of at least 1", counts or missing)
+            self._require(name, "an integer of at least 1", value is None or value >= 1)
         self._require("alpha", f"one of {ALPHAS}", self.alpha is None or self.alpha in ALPHAS)
         for flag in self.debug:
             _one_of("debug", flag, DEBUG_FLAGS)
@@ -150,13 +163,11 @@ class MemoConfig:
         return parse_size(self.host_budget, total_bytes=total_bytes, what="host_budget")
 
     def copy_speeds(self) -> tuple[float | None, float | None]:
-        """The speed to the host, and back. Raises ConfigError: neither one nor two are given."""
+        """The speed to the host, and back."""
         speeds = self.copy_bytes_per_s
         if speeds is None or isinstance(speeds, int | float):
             return speeds, speeds
-        is_pair = isinstance(speeds, tuple | list) and len(speeds) == 2
-        self._require("copy_bytes_per_s", "one speed, or (to the host, back)", is_pair)
-        return speeds[0], speeds[1]
+        return speeds
 
     def at_any_speed(self) -> "MemoConfig":
         """The same options once tiles are chosen: no others are compared any more."""
@@ -178,6 +189,45 @@ class MemoConfig:
         """When copies happen: ``normal``, or one of the debugging schedules."""
         flags = (flag for flag in self.debug if flag.startswith("copies-"))
         return next(flags, "copies-normal").removeprefix("copies-")
+
+
+class _Kind(NamedTuple):
+    """A type of options: its words in a message, and whether a value is of it."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_list(value: object, kind: type) -> bool:
+    return isinstance(value, tuple) and all(isinstance(part, kind) for part in value)
+
+
+_KINDS: Mapping[Any, _Kind] = {
+    NoneType: _Kind("None", lambda value: value is None),
+    bool: _Kind("True or False", lambda value: isinstance(value, bool)),
+    int: _Kind("an integer", lambda value: _is_number(value) and isinstance(value, int)),
+    float: _Kind("a number", _is_number),
+    str: _Kind("a text", lambda value: isinstance(value, str)),
+    tuple[str, ...]: _Kind("texts", lambda value: _is_list(value, str)),
+    tuple[float, float]: _Kind(
+        "two: (to the host, back)",
+        lambda value: isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value)),
+    ),
+    Mapping[str, Any]: _Kind(
+        "a mapping of names", lambda value: isinstance(value, Mapping) and _is_list((*value,), str)
+    ),
+}
+"""Type in an option's annotation -> what is accepted for it, from whatever source."""
+
+
+def _kinds_of(option: dataclasses.Field[Any]) -> tuple[Any, ...]:
+    """The types that an option may have."""
+    is_union = isinstance(option.type, UnionType)
+    return typing.get_args(option.type) if is_union else (option.type,)
 
 
 _FIELDS = {
@@ -214,63 +264,72 @@ def resolve(options: Mapping[str, Any] | None, mode: str | None) -> MemoConfig:
 
 def _config_of(options: Mapping[str, Any]) -> MemoConfig:
     values = dict(options)
-    for name in _LISTS:
-        if isinstance(values.get(name), str):
-            values[name] = _flags(values[name])
-    try:
-        return MemoConfig(**values)
-    except TypeError as error:
-        raise ConfigError(str(error)) from error
+    for name, value in options.items():
+        if name in _LISTS and isinstance(value, str):
+            values[name] = _flags(value)
+        elif isinstance(value, list):  # as JSON gives them
+            values[name] = tuple(value)
+        elif isinstance(value, os.PathLike):
+            values[name] = os.fspath(value)
+    return MemoConfig(**values)
 
 
 def _checked(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key in options:
         if key not in _FIELDS:
-            known = f"; known options: {', '.join(sorted(_FIELDS))}"
-            hint = nearest(str(key), _FIELDS, otherwise=known)
-            raise ConfigError(f"{where}: unknown option {key!r}{hint}")
+            raise ConfigError(f"{where}: unknown option {key!r}{_hint(str(key), options[key])}")
     return dict(options)
+
+
+def _hint(name: str, value: object) -> str:
+    """What may have been meant by an option ``name`` that memo lacks."""
+    # Imported where the program is wrong anyway: options are read without torch.
+    if name in importlib.import_module("memo_compile.shim").inductor_settings():
+        return f"; it is a setting of Inductor: inductor_options={{{name!r}: {value!r}}}"
+    return nearest(name, _FIELDS, otherwise=f"; known options: {', '.join(sorted(_FIELDS))}")
 
 
 def _from_environment() -> dict[str, Any]:
     for variable in os.environ:
         if variable.startswith("MEMO_") and variable not in _VARIABLES:
-            _warn_misspelt(variable)
+            _warn_unknown(variable)
     found = {}
     for name, option in _FIELDS.items():
         text = os.environ.get(f"MEMO_{name.upper()}")
         if text:
-            found[name] = _parsed(name, option.type, text)
+            found[name] = _parsed(name, _kinds_of(option), text)
     return found
 
 
 @functools.cache
-def _warn_misspelt(variable: str) -> None:
-    """Name the variable that ``variable`` may have been meant for; others are not memo's."""
+def _warn_unknown(variable: str) -> None:
+    """Say that ``variable`` sets nothing, and for which one it may have been meant."""
     near = difflib.get_close_matches(variable, _VARIABLES, n=1, cutoff=0.75)
-    if near:
-        log.warning("memo: %s sets no option; did you mean %s?", variable, near[0])
+    hint = f"; did you mean {near[0]}?" if near else ""
+    log.warning("memo: %s sets no option%s", variable, hint)
 
 
-def _parsed(name: str, kind: Any, text: str) -> Any:
-    """``text`` of an environment variable as the type of option ``name``."""
+_TRUTHS = {"1": True, "true": True, "0": False, "false": False}
+
+
+def _parsed(name: str, kinds: Sequence[Any], text: str) -> Any:
+    """``text`` of an environment variable as a value of one of ``kinds``."""
     if name in _LISTS:
         return _flags(text)
-    if name == "copy_bytes_per_s" and "," in text:
-        return tuple(_parsed(name, "float", part) for part in text.split(","))
-    kind = str(kind)
+    if str in kinds:
+        return text
+    if bool in kinds:
+        if text.lower() not in _TRUTHS:
+            raise ConfigError(f"MEMO_{name.upper()}: expected 1, 0, true or false, got {text!r}")
+        return _TRUTHS[text.lower()]
     try:
-        if "bool" in kind:
-            return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
-        if kind in ("<class 'int'>", "int | None"):
+        if int in kinds:
             return int(text)
-        if "float" in kind:
-            return float(text)
-        if "Mapping" in kind:
-            return json.loads(text)
-    except (KeyError, ValueError) as error:
+        if float in kinds:
+            return tuple(map(float, text.split(","))) if "," in text else float(text)
+        return json.loads(text)
+    except ValueError as error:
         raise ConfigError(f"MEMO_{name.upper()}: cannot use {text!r}: {error}") from error
-    return text
 
 
 def _flags(text: str) -> tuple[str, ...]:

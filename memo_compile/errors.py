@@ -43,8 +43,8 @@ class Infeasible(MemoError):
     """No plan satisfies the bound; the message states the floor and what makes it.
 
     ``floor_bytes`` is the smallest bound that could be kept, where it is known. While torch
-    compiles, Dynamo wraps what a backend raises: this error is then the ``inner_exception`` of a
-    ``torch._dynamo.exc.BackendCompilerFailed``. A step that is planned anew raises it as it is.
+    compiles, this error (as every MemoError) is a ``torch._dynamo.exc.BackendCompilerFailed`` as
+    well, whose ``inner_exception`` is not. A step that is planned anew raises the bare error.
     """
 
     def __init__(self, message: str, *, floor_bytes: int | None = None) -> None:

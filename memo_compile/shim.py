@@ -9,7 +9,8 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, cast
+from types import FrameType
+from typing import Any, NamedTuple, cast
 
 import sympy
 import torch
@@ -18,6 +19,7 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import innermost_fn, set_enable_dynamic
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # tensorify's too (2.11, 2.13)
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.utils import counters, dynamo_timed, get_metrics_context
@@ -251,6 +253,23 @@ def errors_are_suppressed() -> bool:
     return bool(torch._dynamo.config.suppress_errors)
 
 
+def as_backend_failure(
+    error: Exception, backend: Callable[..., Any], frame: FrameType | None
+) -> Exception:
+    """``error`` as an exception of its own type that is a BackendCompilerFailed as well.
+
+    Dynamo wraps what a backend raises, unless it is such a one already (2.11, 2.13): this one
+    arrives as it is, so that both types catch it. Tracebacks begin at ``frame``.
+    """
+    kind = type(error)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    both: Any = type(kind.__name__, (kind, BackendCompilerFailed), names)
+    failed: Exception = both.__new__(both)
+    BackendCompilerFailed.__init__(failed, backend, error, frame)  # type: ignore[arg-type]
+    failed.__dict__.update(error.__dict__)
+    return failed
+
+
 def keep_graph() -> bool:
     """True inside a backward that was called with retain_graph or create_graph."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
@@ -446,11 +465,32 @@ def has_fsdp_modules() -> bool:
     return any(issubclass(cls, torch.nn.Module) for cls in FSDPModule.__subclasses__())
 
 
-def dynamo_counts() -> tuple[dict[str, int], int]:
-    """Graph breaks by reason, and functions Dynamo gave up, since its last reset (2.11, 2.13)."""
-    breaks = {reason.splitlines()[0]: n for reason, n in counters["graph_break"].items() if reason}
-    given_up = counters["unimplemented"].items()
-    return breaks, sum(n for reason, n in given_up if "recompile limit exceeded" in reason)
+class DynamoCounts(NamedTuple):
+    """What Dynamo left out since its last reset."""
+
+    breaks: dict[str, int]
+    """Graph breaks by reason."""
+    skipped: dict[str, int]
+    """Functions that run eagerly, by the reason why Dynamo cannot trace them."""
+    given_up: int
+    """Functions that run eagerly after too many compilations."""
+
+
+def dynamo_counts() -> DynamoCounts:
+    """What Dynamo left out, by its own counters (2.11, 2.13).
+
+    A break that Dynamo got over is counted as one; what else is unimplemented ended a function.
+    """
+    breaks, ended = (
+        {reason.splitlines()[0]: n for reason, n in counters[name].items() if reason}
+        for name in ("graph_break", "unimplemented")
+    )
+    given_up = {reason for reason in ended if "recompile limit exceeded" in reason}
+    return DynamoCounts(
+        breaks=breaks,
+        skipped={reason: n for reason, n in ended.items() if reason not in given_up},
+        given_up=sum(ended[reason] for reason in given_up),
+    )
 
 
 @contextlib.contextmanager

@@ -6,24 +6,28 @@ import re
 from memo_compile.errors import ConfigError
 
 _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_LETTERS = {unit[0]: factor for unit, factor in _DECIMAL.items()}
+"""A letter alone counts as decimal: as a bound that is the smaller of what it may mean."""
 _BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_FACTORS = {"": 1, "B": 1, **_DECIMAL, **_BINARY}
+_FACTORS = {"": 1, "B": 1, **_LETTERS, **_DECIMAL, **_BINARY}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*$")
 _PERCENT = re.compile(r"^\s*(\d+(?:\.\d*)?)\s*%\s*$")
 
 
-def parse_size(text: str | int, *, total_bytes: int | None = None, what: str = "size") -> int:
-    """Bytes of ``text``: an int of bytes, or KB/MB/GB/TB (10^n), or KiB/MiB/GiB/TiB (2^n).
+def parse_size(text: str | float, *, total_bytes: int | None = None, what: str = "size") -> int:
+    """Bytes of ``text``: whole bytes, or KB/MB/GB/TB (10^n; 12M too), or KiB/MiB/GiB/TiB (2^n).
 
     ``80%`` is of ``total_bytes``, the device's memory. Raises ConfigError: not a size, negative, or
     a percentage where the total is unknown.
     """
-    if isinstance(text, bool) or not isinstance(text, int | str):
+    if isinstance(text, bool) or not isinstance(text, int | float | str):
         raise ConfigError(f"{what}: expected bytes or a text like '60GiB', got {text!r}")
-    if isinstance(text, int):
+    if not isinstance(text, str):
         if text < 0:
             raise ConfigError(f"{what}: expected at least 0 bytes, got {text}")
-        return text
+        if not math.isfinite(text) or text != int(text):
+            raise ConfigError(f"{what}: expected whole bytes, got {text}")
+        return int(text)
     if percent := _PERCENT.match(text):
         part = float(percent.group(1))
         if total_bytes is None:

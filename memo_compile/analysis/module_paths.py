@@ -10,6 +10,9 @@ from torch import fx
 _STEP = re.compile(r"[A-Za-z_]\w*|\d+")
 """One attribute or index of a path, as in ``L['self']._modules['layers']['0']`` or ``layers.0``."""
 
+_HIDDEN = ("_modules", "__dict__")
+"""Steps by which Dynamo reaches a module's children, and that a user does not write."""
+
 _MIN_NODES_SHARE = 0.1
 """A layer owns at least this share of a unit's named nodes; fewer show a border a few nodes off."""
 
@@ -127,7 +130,7 @@ def _places(node: fx.Node, cache: dict[str, tuple[Place, ...]]) -> tuple[Place, 
 
 
 def _parse(path: str) -> tuple[Place, ...]:
-    steps = [step for step in _STEP.findall(path) if step != "_modules"]
+    steps = [step for step in _STEP.findall(path) if step not in _HIDDEN]
     if steps[:1] in (["L"], ["G"]):  # Dynamo's dictionaries of locals and globals
         steps = steps[1:]
     places: list[Place] = []

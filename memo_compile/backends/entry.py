@@ -4,8 +4,8 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
-import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memo_runtime.host_store import FILE_PREFIX
 from torch import fx
 
 from memo_compile import shim
@@ -21,6 +20,7 @@ from memo_compile.backends.capture import Finish, StepCapture, next_graph_name
 from memo_compile.backends.retile import PlannedGraph, Retiled
 from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, resolve
+from memo_compile.costs.host import missing_store
 from memo_compile.costs.measure import keep_large_blocks_apart
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
@@ -51,11 +51,28 @@ def memo(
 
     A graph that memo cannot plan runs through plain Inductor; the report says why.
 
+    Each error is a ``torch._dynamo.exc.BackendCompilerFailed`` as well, as Dynamo wants them.
+
     Raises:
         ConfigError: an option is unknown or cannot be used.
         MemoError: planning failed, and ``strict`` or a ``memory_budget`` is set.
         ArenaError, HostStoreError: the device or the host refused the memory of every plan tried.
     """
+    try:
+        return _compiled(gm, example_inputs, mode, options)
+    except (MemoError, *REFUSED) as error:
+        # No name for the new error: this frame, which it knows, would keep it alive.
+        raise shim.as_backend_failure(error, memo, inspect.currentframe()).with_traceback(
+            error.__traceback__
+        ) from None
+
+
+def _compiled(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+) -> Callable[..., Any]:
     with _failure_reported():
         config = _with_own_dump(resolve(options, mode))
         _require_usable(config)
@@ -70,6 +87,7 @@ def memo(
         if not symbols:
             return compile_static(gm, example_inputs, config)
         if not _trains(example_inputs):
+            _note_inference(config)
             return shim.compile_fx(gm, example_inputs)
         # Sizes that come up while the program runs fail where nobody else reports it.
         return Specialised(gm, symbols, config, _failure_reported()(compile_static))
@@ -100,6 +118,15 @@ def _trains(example_inputs: Sequence[Any]) -> bool:
     """False for inference, which has nothing to plan: it keeps its symbolic sizes."""
     tensors = (value for value in example_inputs if isinstance(value, torch.Tensor))
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _note_inference(config: MemoConfig) -> None:
+    """Say why a graph gets no plan that has no backward."""
+    bound = "" if config.memory_budget is None else ", and memory_budget does not bound it"
+    state.add_note(
+        "a graph without a backward runs through plain Inductor: it is not planned (inference, "
+        f"frozen parameters, or torch.func, which makes gradients inside the graph){bound}"
+    )
 
 
 def compile_static(
@@ -156,7 +183,9 @@ def _planned_once(
 ) -> PlannedGraph:
     capture = StepCapture(config, GraphFacts(inputs), next_graph_name(), finish)
     run = capture.run(gm, inputs)
-    if capture.assembly is not None:  # for inference there is none
+    if capture.assembly is None:
+        _note_inference(config)
+    else:
         weakref.finalize(capture, capture.assembly.retire).atexit = False
     return PlannedGraph(run=run, assembly=capture.assembly)
 
@@ -247,18 +276,16 @@ def _note_distributed() -> None:
 def _require_usable(config: MemoConfig) -> None:
     """What only this machine and this torch can tell of the options.
 
-    Raises ConfigError: Inductor has no such setting, or the folder to offload to is not there.
+    A folder to offload to is needed only where something is offloaded, so one that is not there is
+    a note. Raises ConfigError: Inductor has no such setting.
     """
     settings = shim.inductor_settings()
     for name in config.inductor_options:
         if name not in settings:
             hint = nearest(name, settings)
             raise ConfigError(f"inductor_options: unknown setting {name!r}{hint}")
-    store = config.host_store
-    if store.startswith(FILE_PREFIX):
-        folder = store.removeprefix(FILE_PREFIX)
-        if not os.access(folder, os.W_OK | os.X_OK) or not Path(folder).is_dir():
-            raise ConfigError(f"host_store: expected a folder that can be written, got {folder!r}")
+    if wrong := missing_store(config.host_store):
+        state.warn_once(f"{wrong}; only steps that move nothing can run")
 
 
 def _with_own_dump(config: MemoConfig) -> MemoConfig:
@@ -281,30 +308,37 @@ def _with_own_dump(config: MemoConfig) -> MemoConfig:
 
 @dataclasses.dataclass(slots=True)
 class DynamoWatch:
-    """What Dynamo never handed to memo: code around graph breaks, functions that it gave up.
+    """What Dynamo never handed to memo: code around graph breaks, functions that it runs eagerly.
 
     Since ``begin``; torch's own counters are of the whole process.
     """
 
-    breaks: dict[str, int] = dataclasses.field(default_factory=dict)
-    given_up: int = 0
+    before: shim.DynamoCounts = dataclasses.field(default_factory=lambda: shim.dynamo_counts())
 
     def begin(self) -> None:
         """Count from here."""
-        self.breaks, self.given_up = shim.dynamo_counts()
+        self.before = shim.dynamo_counts()
 
     def left_out(self) -> state.LeftOut:
         """Notes for the report, and whether Dynamo runs a function eagerly for good."""
-        breaks, given_up = shim.dynamo_counts()
-        new = collections.Counter(breaks) - collections.Counter(self.breaks)
+        now = shim.dynamo_counts()
+        skipped = collections.Counter(now.skipped) - collections.Counter(self.before.skipped)
+        breaks = collections.Counter(now.breaks) - collections.Counter(self.before.breaks)
+        breaks = collections.Counter({why: n for why, n in breaks.items() if why not in skipped})
         notes = []
-        if new:
+        if breaks:
             notes.append(
-                f"{new.total()} graph break(s): what lies between runs eagerly, each graph "
+                f"{breaks.total()} graph break(s): what lies between runs eagerly, each graph "
                 f"is planned by itself, and memory_budget bounds each, not their sum. First: "
-                f"{next(iter(new))} (torch.compile(fullgraph=True) shows where)"
+                f"{next(iter(breaks))} (torch.compile(fullgraph=True) shows where)"
             )
-        gave_up = given_up > self.given_up
+        if skipped:
+            notes.append(
+                f"{skipped.total()} function(s) run eagerly, without a plan and without regard to "
+                f"memory_budget, because Dynamo cannot trace them. First: {next(iter(skipped))} "
+                "(TORCH_LOGS=graph_breaks says more)"
+            )
+        gave_up = now.given_up > self.before.given_up
         if gave_up:
             notes.append(
                 "memo is OFF for a function: Dynamo gave it up after too many compilations and "
@@ -314,5 +348,4 @@ class DynamoWatch:
 
 
 _dynamo = DynamoWatch()
-_dynamo.begin()
 state.watch(_dynamo.left_out, _dynamo.begin)

@@ -4,13 +4,14 @@ Reads Linux's /proc and /sys/fs/cgroup, versions 1 and 2. What a system does not
 sizes in bytes. No torch here.
 """
 
+import os
 import platform
 import resource
 import shutil
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from memo_compile.errors import InputError
+from memo_compile.errors import ConfigError, InputError
 
 _ROOT = Path("/")
 UNLIMITED_BYTES = 2**60
@@ -132,6 +133,22 @@ def processor_name(root: Path = _ROOT) -> str:
 
 RESERVE_FRACTION = 0.1
 """Share of free host memory or disk that is not used: data loaders and checkpoints need some."""
+
+
+def missing_store(host_store: str) -> str:
+    """What is wrong with the folder that activations would be offloaded to; empty: nothing."""
+    kind, _, folder = host_store.partition(":")
+    if kind != "file":
+        return ""
+    if Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK):
+        return ""
+    return f"host_store: expected a folder that can be written, got {folder!r}"
+
+
+def require_store(host_store: str) -> None:
+    """Raise ConfigError where nothing can be offloaded, because the folder to do it is missing."""
+    if wrong := missing_store(host_store):
+        raise ConfigError(f"{wrong}; the step does not fit without moving activations")
 
 
 def default_file_budget_bytes(folder: str, local_ranks: int) -> int:

@@ -398,6 +398,7 @@ class Assembly:
         """Keep what the step that just ended moved, for the report."""
         self.observed = replace(self.observed, **asdict(counted))
         self._report()
+        state.step_ran(self.reported)
 
 
 def _say_unplanned() -> None:

@@ -82,21 +82,28 @@ class GraphFacts:
         return fixed.parameters + fixed.new_gradients + fixed.optimizer_state
 
     def fixed_bytes(
-        self, outputs_bytes: int, state_bytes_per_parameter: float | None = None
+        self,
+        outputs_bytes: int,
+        state_bytes_per_parameter: float | None = None,
+        gradients: str = "auto",
     ) -> FixedBytes:
         """Device memory of the step outside the arena.
 
-        A gradient counts twice where a ``.grad`` exists already (it is accumulated into).
+        A gradient counts twice where a ``.grad`` exists already (it is accumulated into), or is
+        said to (the option ``gradients``).
         Optimizer state is ``state_bytes_per_parameter`` for each trainable number, by default
         OPTIMIZER_TENSORS tensors of its dtype.
         """
         state = OPTIMIZER_TENSORS * self._trained_bytes
         if state_bytes_per_parameter is not None:
             state = int(self._num_trained * state_bytes_per_parameter)
+        existing = {"fresh": 0, "accumulated": self._trained_bytes}
+        if gradients not in existing:
+            existing[gradients] = self.existing_gradient_bytes()
         return FixedBytes(
             parameters=self._parameter_bytes,
             buffers=max(0, self._static_bytes - self._parameter_bytes),
-            gradients=self._trained_bytes + self.existing_gradient_bytes(),
+            gradients=self._trained_bytes + existing[gradients],
             optimizer_state=state,
             new_gradients=self._trained_bytes,
             inputs=self._input_bytes,

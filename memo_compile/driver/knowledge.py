@@ -171,28 +171,32 @@ class StepKnowledge:
 
     def costs(self, host_store: str) -> StepCosts:
         """Seconds of the regions and speed of the copies, measured or by roofline."""
-        if self._region_s is None:
-            self._region_s = dict(self._seconds(self.lowered.regions, self.lowered.cut.regions))
         if host_store not in self._copy_speeds:
             self._copy_speeds[host_store] = self._speeds(host_store)
         return StepCosts(
-            region_s=self._region_s,
+            region_s=self._seconds_of_regions(),
             **self._copy_speeds[host_store],
             source=MEASURED if self._measures() else f"roofline: {self.profile().name}",
         )
 
-    def compute_s(self, host_store: str) -> float:
-        """Seconds of the step that keeps everything."""
-        costs = self.costs(host_store)
-        return math.fsum(costs.call_s(call) for call in self.lowered.problem.calls)
+    def _seconds_of_regions(self) -> Mapping[str, float]:
+        """Seconds of the regions that were lowered at first; found when first asked for."""
+        if self._region_s is None:
+            self._region_s = dict(self._seconds(self.lowered.regions, self.lowered.cut.regions))
+        return self._region_s
 
-    def whole_compute_s(self, host_store: str) -> float:
+    def compute_s(self) -> float:
+        """Seconds of the step that keeps everything."""
+        seconds = self._seconds_of_regions()
+        return math.fsum(seconds[call.region] for call in self.lowered.problem.calls)
+
+    def whole_compute_s(self) -> float:
         """The same before any region ran in tiles; ``compute_s`` if that is less, or measured."""
-        compute_s = self.compute_s(host_store)
+        compute_s = self.compute_s()
         if self._measures():
             return compute_s
         halves = self.lowered.cut.forward, self.lowered.cut.backward
-        region_s = dict(self.costs(host_store).region_s)
+        region_s = dict(self._seconds_of_regions())
         for half in halves:
             for name, region in half.whole_regions.items():
                 region_s[name] = graph_seconds(region.gm, self.profile())

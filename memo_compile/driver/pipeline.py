@@ -59,7 +59,7 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
     """The last two stages of ``assemble``; raises what that raises."""
     known = StepKnowledge(lowered=lowered, config=config)
     planned = plan_step(lowered, config, request, known)
-    require_fast(planned.plan, config, known.whole_compute_s(config.host_store))
+    require_fast(planned.plan, config, known)
     assembly = Assembly(
         lowered=lowered,
         config=config.at_any_speed(),

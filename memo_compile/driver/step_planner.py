@@ -21,6 +21,7 @@ from memo_compile.costs.host import (
     default_file_budget_bytes,
     default_host_budget_bytes,
     host_memory,
+    require_store,
 )
 from memo_compile.driver.decide import decide
 from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
@@ -34,7 +35,7 @@ from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.reporting import state
 from memo_compile.step.movable import MovableStep
 from memo_compile.step.plans import Plan
-from memo_compile.step.problem import FixedBytes, Problem
+from memo_compile.step.problem import Problem
 from memo_compile.step.residency import residency, step_constant_bytes
 from memo_compile.step.simulate import peak_live_bytes
 from memo_compile.step.tilings import WholeStep
@@ -88,11 +89,11 @@ class KnownStep(Protocol):
         """The step's recompute regions."""
         ...
 
-    def compute_s(self, host_store: str) -> float:
+    def compute_s(self) -> float:
         """Seconds of the step that keeps everything."""
         ...
 
-    def whole_compute_s(self, host_store: str) -> float:
+    def whole_compute_s(self) -> float:
         """The same before any region ran in tiles, where that is known."""
         ...
 
@@ -133,7 +134,7 @@ def plan_known(known: KnownStep, config: MemoConfig, request: PlanRequest) -> Pl
     try:
         planned = planner.decide()
     except Infeasible as error:
-        raise _explained(error, planner.problem.fixed, request) from None
+        raise _explained(error, planner.problem, request) from None
     plan = replace(
         planned.plan,
         dropping_saves_bytes=planner.saved_by_dropping(planned),
@@ -142,12 +143,14 @@ def plan_known(known: KnownStep, config: MemoConfig, request: PlanRequest) -> Pl
     return replace(planned, plan=plan, planning_s=time.perf_counter() - start)
 
 
-def require_fast(plan: Plan, config: MemoConfig, whole_compute_s: float) -> None:
+def require_fast(plan: Plan, config: MemoConfig, known: KnownStep) -> None:
     """Raise TooSlow where ``plan`` is slower than what ``config`` takes at once.
 
-    ``whole_compute_s`` are the step's seconds before any tiles, because tiles cost time themselves.
+    What counts are the step's seconds before any tiles, because tiles cost time themselves. They
+    are asked for only where the plan's own are known: regions are not timed for nothing.
     """
     step_s = plan.compute_s if plan.step_s is None else plan.step_s  # None: no stalls, all is kept
+    whole_compute_s = known.whole_compute_s() if step_s else 0.0
     if not step_s or not whole_compute_s:
         return
     if step_s > max(config.enough_s, config.max_over_compute * whole_compute_s):
@@ -186,6 +189,8 @@ class StepPlanner:
                 fits = budget_bytes is None or saved.peak_bytes <= budget_bytes
                 if fits or self._can_only_save():
                     return self._all_saved(saved, self._declared_budget_bytes())
+        if self.known.hardware is None:
+            require_store(self.config.host_store)
         self._require_possible(budget_bytes)
         try:
             choice = self._choose(budget_bytes)
@@ -205,7 +210,7 @@ class StepPlanner:
             policy=choice.moves.policy,
             timeline=choice.timeline,
             step_lower_bound_s=self._lower_bound_s(budget_bytes),
-            compute_s=self.known.compute_s(self.config.host_store),
+            compute_s=self.known.compute_s(),
             frontier=tuple(
                 replace(point, peak_bytes=placed.peak_bytes) if point.chosen else point
                 for point in choice.frontier
@@ -232,7 +237,7 @@ class StepPlanner:
         factor = self.config.max_over_compute
         if not 0 < factor < math.inf:  # 0: the plan is made at once, and compared
             return math.inf
-        return factor * self.known.whole_compute_s(self.config.host_store)
+        return factor * self.known.whole_compute_s()
 
     def _lower_bound_s(self, budget_bytes: int | None) -> float:
         library = self.known.library(self.config.host_store)
@@ -249,7 +254,7 @@ class StepPlanner:
         rows = saved_rows(self.problem, self.known.leased_bytes(), self.known.labels())
         saved, config = replace(saved, decisions=rows), self.config
         if config.max_step_s < math.inf or config.max_over_compute < 1:  # its seconds are compared
-            saved = replace(saved, compute_s=self.known.compute_s(config.host_store))
+            saved = replace(saved, compute_s=self.known.compute_s())
         return self._planned(self.problem, saved)
 
     def _choose(self, budget_bytes: int | None) -> Choice:
@@ -352,16 +357,21 @@ class StepPlanner:
         return default_host_budget_bytes(memory, local_world_size())
 
 
-def _explained(error: Infeasible, fixed: FixedBytes, request: PlanRequest) -> Infeasible:
+def _explained(error: Infeasible, problem: Problem, request: PlanRequest) -> Infeasible:
     """``error``, which also says what was found since the step was compiled.
 
-    Where no gradients were found, it names the floor of a step that finds those of the one before.
+    It names two floors: of a step that finds gradients of the one before, and of one that does not.
     They are there from its beginning to its end, so that every plan needs that much more.
     """
-    text = str(error)
-    if error.floor_bytes is not None and fixed.gradients <= fixed.new_gradients:
+    text, fixed = str(error), problem.fixed
+    waiting = fixed.new_gradients if problem.live_steps > 1 else 0
+    kept = fixed.gradients - fixed.new_gradients - waiting
+    if error.floor_bytes is not None and kept <= 0:
         accumulating = format_enough(error.floor_bytes + fixed.new_gradients)
         text += f"; floor where .grad exists before the step (accumulation): {accumulating}"
+    elif error.floor_bytes is not None:
+        fresh = format_enough(error.floor_bytes - kept)
+        text += f"; floor where no .grad exists before the step: {fresh}"
     if request.existing_gradient_bytes:
         text += (
             ". Gradients were kept from the last step, which makes them exist twice: "

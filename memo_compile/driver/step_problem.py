@@ -46,7 +46,9 @@ def step_problem(
         calls=calls,
         inputs=(*forward.constants, *forward.arguments, *backward.constants, *backward.arguments),
         halves=(_half(forward), _half(backward)),
-        fixed=step.facts.fixed_bytes(outputs_bytes, config.optimizer_state_bytes_per_parameter),
+        fixed=step.facts.fixed_bytes(
+            outputs_bytes, config.optimizer_state_bytes_per_parameter, config.gradients
+        ),
         tangents=tangents(backward.half_graph.graph.find_nodes(op="placeholder")),
         layer_classes=_layer_classes(step.units, calls),
         tensors={value: _tensor_info(forward.nodes[value]) for value in forward.leased},

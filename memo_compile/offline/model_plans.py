@@ -23,6 +23,7 @@ import torch
 import memo_compile
 from memo_compile.config import MemoConfig, torch_settings
 from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.tile_order import Sizes, first_of, order_of
 from memo_compile.errors import ConfigError, InputError
 from memo_compile.offline.offline_step import (
@@ -30,7 +31,6 @@ from memo_compile.offline.offline_step import (
     OfflineStep,
     offline_config,
     planned_offline,
-    require_fast_enough,
 )
 from memo_compile.offline.remembered_step import (
     NotRemembered,
@@ -108,7 +108,7 @@ class ModelPlans:
             if tiles not in planned:
                 planned[tiles] = self._planned(options, names[drops])
             known, made, step = planned[tiles]
-            require_fast_enough(known, made, options)
+            require_fast(made.plan, options, known)
             return step
 
         config = offline_config(config, self.hardware)

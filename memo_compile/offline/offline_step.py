@@ -7,7 +7,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.report_rows import recomputes_slices
 from memo_compile.driver.stages import PlannedStep, PlanRequest
-from memo_compile.driver.step_planner import KnownStep, plan_known, require_fast
+from memo_compile.driver.step_planner import KnownStep, plan_known
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Observed, Plan, ReportedPlan
 from memo_compile.step.problem import Problem
@@ -88,11 +88,6 @@ def planned_offline(
         notes=tuple(_not_compared(facts.tiled, planned.plan)),
     )
     return planned, found
-
-
-def require_fast_enough(known: KnownStep, planned: PlannedStep, config: MemoConfig) -> None:
-    """Raise TooSlow where ``planned`` is slower than ``config`` takes at once."""
-    require_fast(planned.plan, config, known.whole_compute_s(config.host_store))
 
 
 def _not_compared(tiled: Sequence[str], plan: Plan) -> Iterator[str]:

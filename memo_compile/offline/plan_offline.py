@@ -24,6 +24,7 @@ from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.pipeline import cut_step, lower_step
 from memo_compile.driver.stages import CapturedStep, PlannedStep
+from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.tile_order import Sizes
 from memo_compile.driver.tries import first_that_fits, sizes_of
 from memo_compile.errors import MemoError, UnsupportedGraph
@@ -33,7 +34,6 @@ from memo_compile.offline.offline_step import (
     OfflineStep,
     offline_config,
     planned_offline,
-    require_fast_enough,
 )
 from memo_compile.reporting import state
 from memo_compile.step.plans import ReportedPlan
@@ -159,7 +159,7 @@ class TracedModel:
             known = self.lowered(options, graph)
             self._planned[tiles] = known, *planned_offline(known, options, offline_facts(known))
         known, planned, made = self._planned[tiles]
-        require_fast_enough(known, planned, options)
+        require_fast(planned.plan, options, known)
         return made
 
     def lowered(self, options: MemoConfig, graph: fx.GraphModule | None = None) -> StepKnowledge:

@@ -39,7 +39,7 @@ def record_of(
         layers=movable.layers,
         token_granule=movable.token_granule,
         costs=facts.costs,
-        whole_compute_s=known.whole_compute_s(host_store),
+        whole_compute_s=known.whole_compute_s(),
         labels=known.labels(),
         leased_bytes=known.leased_bytes(),
         device_type=known.device_type,

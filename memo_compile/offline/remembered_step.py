@@ -211,11 +211,11 @@ class RememberedStep:
             self._library = RecomputeLibrary(step=step, maker=self.maker)
         return self._library
 
-    def compute_s(self, host_store: str) -> float:
+    def compute_s(self) -> float:
         """Seconds of the step that keeps everything."""
         return math.fsum(map(self.record.costs.call_s, self.record.problem.calls))
 
-    def whole_compute_s(self, host_store: str) -> float:
+    def whole_compute_s(self) -> float:
         """The same before any region ran in tiles."""
         return self.record.whole_compute_s
 

@@ -66,6 +66,10 @@ class _State:
     gone: list[ReportedPlan] = field(default_factory=list)
     """Those of ``plans`` whose models are gone."""
     notes: list[str] = field(default_factory=list)
+    ran: list[ReportedPlan] = field(default_factory=list)
+    """The plans by which the last step ran, with what it has moved."""
+    begins: bool = False
+    """A step has begun, and none of its backwards has ended."""
     unplanned_steps: int = 0
     unplanned_now: bool = False
     """A forward of the last step ran without its plan."""
@@ -104,6 +108,7 @@ def reset() -> None:
         _state.plans.clear()
         _state.gone.clear()
         _state.notes.clear()
+        _state.ran.clear()
         _state.unplanned_steps = 0
         _state.failed = _state.refused = _state.unplanned_now = False
     _state.begin()
@@ -168,3 +173,19 @@ def step_begins() -> None:
     """A forward begins while no other step has its backward to come."""
     with _state.lock:
         _state.unplanned_now = False
+        _state.begins = True
+
+
+def step_ran(plan: ReportedPlan) -> None:
+    """A backward by ``plan`` has ended; of several graphs in one step each has its own."""
+    with _state.lock:
+        if _state.begins:
+            _state.ran.clear()
+        _state.begins = False
+        _state.ran.append(plan)
+
+
+def last_step() -> tuple[ReportedPlan, ...]:
+    """The plans by which the last step ran that has ended, with what it has moved."""
+    with _state.lock:
+        return tuple(_state.ran)

@@ -108,15 +108,34 @@ def test_environment_that_cannot_be_used(monkeypatch, name, text):
         ({"mode": "fast"}, "mode: expected one of"),
         ({"debug": "poisson"}, "debug: expected one of poison, .*, got 'poisson'"),
         ({"max_inflight": 0}, "max_inflight: expected an integer of at least 1, got 0"),
-        ({"token_tiles": 2.0}, "token_tiles: expected an integer of at least 1, got 2.0"),
+        ({"token_tiles": 2.0}, "token_tiles: expected an integer, got 2.0"),
         ({"exact": "false"}, "exact: expected True or False, got 'false'"),
         ({"strict": 1}, "strict: expected True or False, got 1"),
         ({"host_store": "file:"}, "host_store: file:DIR needs a folder"),
         ({"max_plans": True}, "max_plans: expected an integer"),
         ({"copy_bytes_per_s": 0}, "copy_bytes_per_s: expected speeds above 0, got 0"),
         ({"copy_bytes_per_s": (1e9, -1)}, r"copy_bytes_per_s: expected speeds above 0, got \(1"),
-        ({"copy_bytes_per_s": (1e9,)}, r"expected one speed, or \(to the host, back\), got"),
+        ({"copy_bytes_per_s": (1e9,)}, r"expected a number or two: \(to the host, back\), got"),
+        ({"copy_bytes_per_s": "fast"}, "copy_bytes_per_s: expected a number"),
         ({"placement_time_limit_s": 0}, "placement_time_limit_s: expected seconds above 0"),
+        ({"placement_time_limit_s": "5"}, "placement_time_limit_s: expected a number, got '5'"),
+        ({"placement_solver": "lp"}, "placement_solver: expected one of auto, greedy"),
+        ({"gradients": "kept"}, "gradients: expected one of auto, fresh, accumulated, got 'kept'"),
+        ({"memory_budget": "12Q"}, "memory_budget: expected bytes, or a number with KB"),
+        ({"memory_budget": 12.5}, "memory_budget: expected whole bytes, got 12.5"),
+        ({"memory_budget": True}, "memory_budget: expected a number or a text, got True"),
+        ({"memory_budget": "120%"}, "memory_budget: expected at most 100%"),
+        ({"host_budget": [1]}, r"host_budget: expected a number or a text, got \(1,\)"),
+        ({"host_store": 5}, "host_store: expected a text, got 5"),
+        ({"dump": 5}, "dump: expected a text, got 5"),
+        ({"outside_loss": "no"}, "outside_loss: expected True or False, got 'no'"),
+        ({"alpha": "0.5"}, "alpha: expected a number, got '0.5'"),
+        ({"token_granule": "128"}, "token_granule: expected an integer, got '128'"),
+        ({"optimizer_state_bytes_per_parameter": "8"}, "expected a number, got '8'"),
+        ({"passes": 5}, "passes: expected texts, got 5"),
+        ({"debug": [1]}, r"debug: expected texts, got \(1,\)"),
+        ({"policy": None}, "policy: expected one of"),
+        ({"inductor_options": "max_autotune"}, "inductor_options: expected a mapping of names"),
     ],
 )
 def test_values_that_cannot_be_used(options, message):
@@ -124,14 +143,41 @@ def test_values_that_cannot_be_used(options, message):
         resolve(options, None)
 
 
-def test_misspelt_variables_are_named_once_with_the_nearest(monkeypatch, caplog):
-    config._warn_misspelt.cache_clear()
-    for variable in ("MEMO_MEMORY_BUGDET", "MEMO_TILES", "MEMO_BENCHMARK_RESULT", "MEMOIR"):
+def test_a_setting_of_inductor_is_told_where_it_belongs():
+    hint = r"'max_autotune'; it is a setting of Inductor: inductor_options=\{'max_autotune': True\}"
+    with pytest.raises(ConfigError, match=hint):
+        resolve({"max_autotune": True}, None)
+
+
+def test_every_source_is_held_to_the_types(config_file, monkeypatch):
+    for value in ("false", 1, None):
+        config_file(json.dumps({"exact": value}))
+        with pytest.raises(ConfigError, match="exact: expected True or False"):
+            resolve(None, None)
+        if value is not None:
+            with pytest.raises(ConfigError, match="exact: expected True or False"):
+                configure(exact=value)
+    config_file(json.dumps({"debug": ["poison"], "copy_bytes_per_s": [2e9, 1]}))
+    assert resolve(None, None).debug == ("poison",)
+    assert resolve(None, None).copy_speeds() == (2e9, 1)
+    monkeypatch.setenv("MEMO_MEMORY_BUDGET", "12e6")
+    with pytest.raises(ConfigError, match="memory_budget: expected bytes"):
+        resolve(None, None)
+
+
+def test_a_path_is_as_good_as_its_text(tmp_path):
+    assert resolve({"dump": tmp_path}, None).dump == str(tmp_path)
+
+
+def test_unknown_variables_are_named_once_with_the_nearest(monkeypatch, caplog):
+    config._warn_unknown.cache_clear()
+    for variable in ("MEMO_MEMORY_BUGDET", "MEMO_TILES", "MEMO_QQQQ", "MEMOIR"):
         monkeypatch.setenv(variable, "1")
     resolve(None, None)
     resolve(None, None)
     assert sorted(record.getMessage() for record in caplog.records) == [
         "memo: MEMO_MEMORY_BUGDET sets no option; did you mean MEMO_MEMORY_BUDGET?",
+        "memo: MEMO_QQQQ sets no option",
         "memo: MEMO_TILES sets no option; did you mean MEMO_TOKEN_TILES?",
     ]
 
@@ -158,6 +204,8 @@ def test_budget_in_bytes():
     assert MemoConfig().budget_bytes(None) is None
     assert MemoConfig(memory_budget="2KiB").budget_bytes(None) == 2048
     assert MemoConfig(memory_budget="80%").budget_bytes(1000) == 800
+    assert MemoConfig(memory_budget=12e6).budget_bytes(None) == 12_000_000
+    assert MemoConfig(memory_budget="12M").budget_bytes(None) == 12_000_000
 
 
 def test_what_configure_refuses_is_not_kept():

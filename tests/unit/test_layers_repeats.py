@@ -136,6 +136,7 @@ def test_strides_are_part_of_a_spec():
     [
         ("L['self'].model.layers.{}.mlp", "model.layers"),
         ("L['self']._modules['model']._modules['layers']._modules['{}']", "model.layers"),
+        ("L['self'].__dict__['_modules']['model'].__dict__['layers'].{}", "model.layers"),
         ("L['model'].layers.{}", "layers"),
         ("L['self'].stages.1.blocks.{}", "stages.1.blocks"),
         ("L['self'].head", None),

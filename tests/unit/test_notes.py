@@ -106,12 +106,21 @@ def test_large_results_are_named_under_a_budget():
 
 
 def test_counts_begin_anew_and_survive_torch_clearing_its_own(monkeypatch):
-    counts = [({"print": 2}, 1), ({"print": 3, "data": 1}, 1), ({}, 0), ({"print": 1}, 5)]
+    counts = [
+        shim.DynamoCounts({"print": 2}, {}, 1),
+        shim.DynamoCounts({"print": 3, "data": 1}, {}, 1),
+        shim.DynamoCounts({"print": 2, "LSTM": 1}, {"LSTM": 3}, 1),
+        shim.DynamoCounts({}, {}, 0),
+        shim.DynamoCounts({"print": 1}, {}, 5),
+    ]
     monkeypatch.setattr(shim, "dynamo_counts", lambda: counts.pop(0))
     watch = DynamoWatch()
-    watch.begin()
     (note,), gave_up = watch.left_out()
     assert note.startswith("2 graph break(s)")
+    assert not gave_up
+    (note,), gave_up = watch.left_out()
+    assert note.startswith("3 function(s) run eagerly")
+    assert "First: LSTM" in note
     assert not gave_up
     assert watch.left_out() == ((), False)
     (note,), gave_up = watch.left_out()

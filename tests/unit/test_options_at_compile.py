@@ -2,9 +2,15 @@
 
 import pytest
 import torch
+from memo_runtime.arena import ArenaError
+from memo_runtime.host_store import HostStoreError
 from torch import nn
 
-from memo_compile.errors import ConfigError, Infeasible, MemoError
+import memo_compile
+from memo_compile import shim
+from memo_compile.backends import entry
+from memo_compile.driver import knowledge
+from memo_compile.errors import ConfigError, Infeasible, MemoError, TooSlow
 
 pytestmark = pytest.mark.usefixtures("fresh_report")
 
@@ -19,15 +25,65 @@ def refused(**options: object) -> MemoError:
         model(torch.ones(512, 64))
     error = raised.value.inner_exception
     assert isinstance(error, MemoError)
+    assert isinstance(raised.value, type(error))
     return error
 
 
-def test_a_host_folder_that_is_not_there_is_named():
-    error = refused(host_store="file:/nowhere/at/all")
+def test_a_host_folder_is_named_where_it_is_needed():
+    error = refused(host_store="file:/nowhere/at/all", policy="full-offload")
     assert isinstance(error, ConfigError)
     assert str(error) == (
-        "host_store: expected a folder that can be written, got '/nowhere/at/all'"
+        "host_store: expected a folder that can be written, got '/nowhere/at/all'; the step does "
+        "not fit without moving activations"
     )
+
+
+def test_a_host_folder_costs_no_plan_where_nothing_is_offloaded(monkeypatch):
+    def probed(*_: object) -> None:
+        raise AssertionError("nobody needs to know how fast copies are")
+
+    monkeypatch.setattr(knowledge, "copy_bandwidth", probed)
+    torch._dynamo.reset()
+    options = {"host_store": "file:/nowhere", "memory_budget": "1GiB", "lowering": "aten"}
+    model = torch.compile(nn.Linear(64, 64), backend="memo", options=options)
+    model(torch.ones(512, 64)).sum().backward()
+    report = memo_compile.report()
+    assert report.active
+    assert [note.startswith("host_store: ") for note in report.notes] == [True]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"memory_budget": "64KiB"}, memo_compile.errors.Infeasible),
+        ({"memory_bugdet": 1}, memo_compile.errors.ConfigError),
+    ],
+)
+def test_an_error_is_caught_by_its_public_type_at_the_first_call(options, kind):
+    torch._dynamo.reset()
+    model = torch.compile(
+        nn.Linear(64, 64), backend="memo", options={"lowering": "aten", **options}
+    )
+    try:
+        model(torch.ones(512, 64))
+    except kind as error:
+        caught = error
+    assert isinstance(caught, torch._dynamo.exc.BackendCompilerFailed)
+    assert type(caught.inner_exception) is kind
+    assert str(caught.inner_exception) in str(caught)
+    if kind is Infeasible:
+        assert caught.floor_bytes == caught.inner_exception.floor_bytes > 64 * 1024
+
+
+def test_every_error_of_memo_may_be_one_of_dynamos():
+    for kind in (ArenaError, HostStoreError, *MemoError.__subclasses__()):
+        error = kind("no", step_s=1.0) if kind is TooSlow else kind("no")
+        both = shim.as_backend_failure(error, entry.memo, None)
+        assert isinstance(both, kind)
+        assert isinstance(both, torch._dynamo.exc.BackendCompilerFailed)
+        assert both.inner_exception is error
+        assert type(both).__name__ == kind.__name__
+        assert "no" in str(both)
 
 
 def test_settings_that_inductor_lacks_are_refused():

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from memo_compile.errors import ConfigError, MemoError
@@ -24,6 +26,9 @@ from memo_compile.units import format_bytes, format_enough, format_seconds, pars
         ("1TiB", 2**40),
         ("  8 MB ", 8_000_000),
         ("0.1KB", 100),
+        ("12M", 12_000_000),
+        ("1.5 g", 1_500_000_000),
+        (12e6, 12_000_000),
     ],
 )
 def test_sizes_are_read(text, num_bytes):
@@ -46,9 +51,15 @@ def test_nonsense_is_refused_with_the_field_and_the_text(text):
     assert repr(text) in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [True, 1.5, None, b"1GiB", [1]])
+@pytest.mark.parametrize("value", [True, None, b"1GiB", [1]])
 def test_other_types_are_refused(value):
     with pytest.raises(ConfigError, match="expected bytes or a text"):
+        parse_size(value)
+
+
+@pytest.mark.parametrize("value", [1.5, math.inf, math.nan])
+def test_parts_of_a_byte_are_refused(value):
+    with pytest.raises(ConfigError, match="expected whole bytes, got"):
         parse_size(value)
 
 
