@@ -12,7 +12,7 @@ import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from memo_compile.offline.remembered_step import (
     RememberedRegions,
     RememberedStep,
     StepRecord,
+    Threshold,
 )
 from memo_compile.offline.step_store import StepStore, digest_of
 from memo_compile.step.serialise import plain, restore
@@ -198,22 +199,19 @@ class ModelPlans:
 
     def _record(self, options: MemoConfig) -> StepRecord | None:
         """What is remembered of the step in the tiles of ``options``."""
-        key = self._key(options)
-        found: Iterable[StepRecord] = self._records.get(key, [])
-        for record in (*found, *self._stored(options)):
-            drops, above = options.drops_above(), options.tile_above_bytes
-            if record.tile_above.tells_like(above) and record.drop_above.tells_like(drops or 0):
-                if record not in self._records.setdefault(key, []):
-                    self._records[key].append(record)
+        mine = self._records.setdefault(self._key(options), [])
+        for record in mine:
+            if _suits(record.tile_above, record.drop_above, options):
                 return record
-        return None
-
-    def _stored(self, options: MemoConfig) -> Iterable[StepRecord]:
-        if self.memory is None:
-            return
-        for body in self.memory.store.read(self._step_key(options)):
+        for body in () if self.memory is None else self.memory.store.read(self._step_key(options)):
             with _ignored_if_wrong():
-                yield restore(body, StepRecord, "step")
+                above, drops = (
+                    restore(body[name], Threshold, name) for name in ("tile_above", "drop_above")
+                )
+                if _suits(above, drops, options):
+                    mine.append(restore(body, StepRecord, "step"))
+                    return mine[-1]
+        return None
 
     def _remember(self, options: MemoConfig, record: StepRecord) -> None:
         mine = self._records.setdefault(self._key(options), [])
@@ -248,6 +246,13 @@ class ModelPlans:
         if self.memory is not None:
             self.memory.store.write(key, plain(found))
         return found
+
+
+def _suits(above: Threshold, drops: Threshold, options: MemoConfig) -> bool:
+    """True where the bounds of ``options`` make the same tiles, and save the same."""
+    return above.tells_like(options.tile_above_bytes) and drops.tells_like(
+        options.drops_above() or 0
+    )
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ from typing import Any
 log = logging.getLogger("memo")
 
 MAX_BYTES = 256 * 2**20
-"""Most bytes of all files together; those that were not used for longest go. A step of 80 layers
-takes about 1 MiB."""
+"""Most bytes of all files together; those that were not used for longest go. A step in many tiles
+takes 3 MiB."""
 
 FORMAT = 1
 """Version of the files' own form."""

@@ -152,7 +152,7 @@ def test_a_region_that_is_not_remembered_is_made(store, traces):
 def test_what_a_record_depends_on_is_in_its_name(store, traces, monkeypatch):
     answer(**KEEPS)
     for change in (
-        {"seq": 1024},
+        {"seq": 512},
         {"hardware": find_hardware("a100")},
     ):
         traces.clear()
