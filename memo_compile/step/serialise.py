@@ -121,7 +121,7 @@ def _restorer(kind: Any) -> Callable[[Any], Any]:
     if origin is tuple:
         items_of = [_restorer(argument) for argument in arguments]
         return lambda value: tuple(
-            [one(item) for one, item in zip(items_of, _exactly(list, value), strict=True)]
+            [make(item) for make, item in zip(items_of, _exactly(list, value), strict=True)]
         )
     if origin is not None and issubclass(origin, Mapping):
         value_of = _restorer(arguments[1])
