@@ -132,7 +132,7 @@ def _read_bytes(node: fx.Node) -> int:
     written = _bytes(node.meta.get("val"))
     total = 0
     for position, source in enumerate(node.all_input_nodes):
-        if not _is_in_memory(storage_of(source)):
+        if not is_in_memory(storage_of(source)):
             continue
         size = _bytes(source.meta.get("val"))
         is_table = position == 0 and op_name(node) in _LOOK_UPS
@@ -143,11 +143,11 @@ def _read_bytes(node: fx.Node) -> int:
 def _written_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     if isinstance(value, tuple | list) and _is_fusible(node):
-        return sum(_bytes(item.meta.get("val")) for item in node.users if _is_in_memory(item))
-    return _bytes(value) if _is_in_memory(node) else 0
+        return sum(_bytes(item.meta.get("val")) for item in node.users if is_in_memory(item))
+    return _bytes(value) if is_in_memory(node) else 0
 
 
-def _is_in_memory(node: fx.Node) -> bool:
+def is_in_memory(node: fx.Node) -> bool:
     """False for a value that Inductor keeps in registers: fusible operators make and read it."""
     is_item = op_name(node) == "" and node.all_input_nodes
     if node.op != "call_function" or not _is_fusible(node.all_input_nodes[0] if is_item else node):

@@ -3,8 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import fx
+
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.config import MemoConfig
+from memo_compile.costs.roofline import is_in_memory
 from memo_compile.driver.left_whole import UNEXPECTED, say_dropped
 from memo_compile.driver.probe import believed, probe_rows
 from memo_compile.driver.recompute_library import Estimated, Lowered
@@ -38,8 +41,9 @@ class RecomputeGraphs:
         """The region of ``key`` before it is lowered. Raises UnsupportedGraph: there is none."""
         region, inputs = self._graph(key)
         self.region_graphs[key] = region
+        fuses = self.config.lowering != "aten"
         profile = replace(
-            estimate(region),
+            estimate(region, in_registers) if fuses else estimate(region),
             name=key.region,
             input_layouts=region.input_layouts(),
             output_layouts=region.output_layouts(),
@@ -109,3 +113,8 @@ class RecomputeGraphs:
         if not agrees:
             refused[key] = f"its rows differ from the whole's: {probe.reason}"
         return agrees
+
+
+def in_registers(node: fx.Node) -> bool:
+    """True for a value that Inductor makes in the kernel that reads it."""
+    return node.op == "call_function" and not is_in_memory(node)

@@ -42,6 +42,10 @@ _WRITES_OUT: dict[str, bool] = {}
 """An operator and the layouts of its arguments, as text -> whether its ``out=`` takes them."""
 
 
+def _never(_: fx.Node) -> bool:
+    return False
+
+
 def lower(region: RegionGraph, *, poison: bool = False) -> LoweredRegion:
     """``region`` as a list of operator calls on planned buffers."""
     return _AtenRegion(region, poison=poison).lowered()
@@ -70,9 +74,12 @@ def interpret(gm: fx.GraphModule, change: Callable[[Any], Any] | None = None) ->
 
 
 class _AtenRegion:
-    def __init__(self, region: RegionGraph, *, poison: bool) -> None:
+    def __init__(
+        self, region: RegionGraph, *, poison: bool, in_registers: Callable[[fx.Node], bool] = _never
+    ) -> None:
         self.region = region
         self.poison = poison
+        self.in_registers = in_registers
         self.nodes = list(region.gm.graph.nodes)
         self.inputs = region.gm.graph.find_nodes(op="placeholder")
         self.outputs = results_of(region.gm.graph)
@@ -87,12 +94,16 @@ class _AtenRegion:
         self.mapped = {node for node in self.external if self._is_mapped(node)}
 
     def _last_uses(self) -> dict[fx.Node, int]:
-        """Storage -> the last line that reads it, through views and tuples."""
-        return {
-            storage_of(source): line
-            for node, line in self.line.items()
-            for source in _read_by(node)
-        }
+        """Storage -> the last line that reads it, through views, tuples and registers."""
+        found: dict[fx.Node, int] = {}
+        for node in reversed(self.nodes):
+            line = self.line[node]
+            if self.in_registers(node):  # made where it is read
+                line = max(line, found.get(storage_of(node), line))
+            for source in _read_by(node):
+                root = storage_of(source)
+                found[root] = max(line, found.get(root, line))
+        return found
 
     def _dropped(self) -> dict[int, list[fx.Node]]:
         """Line -> values that no later line takes as an argument; what they show may live on."""
@@ -106,6 +117,8 @@ class _AtenRegion:
 
     def _is_placed(self, node: fx.Node) -> bool:
         if not _is_new(node) or node in self.external:
+            return False
+        if self.in_registers(node) and node not in self.kept:
             return False
         if in_flight(node) and node not in self.kept:
             return False  # its wait's result is placed
@@ -334,10 +347,14 @@ def _write_out(node: fx.Node, args: Any, kwargs: Mapping[str, Any], target: torc
     return out(*args, **{key: kwargs[key] for key in kwargs if key in known}, **{name: target})
 
 
-def estimate(region: RegionGraph) -> RegionProfile:
-    """What lowering ``region`` op by op would tell, found without running anything.
+def estimate(
+    region: RegionGraph, in_registers: Callable[[fx.Node], bool] = _never
+) -> RegionProfile:
+    """What lowering ``region`` would tell, found without running anything.
 
-    For choosing what to lower. Inductor mostly needs less, since it fuses; it needs more where a
-    kernel is given room for results that nobody reads. Cost: 1 to 20 ms, for the fakes.
+    For choosing what to lower. ``in_registers`` says of a value that it is never in memory, because
+    what makes it is fused with what reads it; without it the region runs op by op. Inductor needs
+    more where a kernel is given room for results that nobody reads. Cost: 1 to 20 ms, for the
+    fakes.
     """
-    return lower(region).profile
+    return _AtenRegion(region, poison=False, in_registers=in_registers).lowered().profile

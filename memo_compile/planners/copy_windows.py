@@ -24,15 +24,18 @@ from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import most_per_call
 
 
-def widened(problem: Problem, costs: StepCosts, times: float = 1.0) -> Problem:
+def widened(
+    problem: Problem, costs: StepCosts, times: float = 1.0, *, alive: Any = None
+) -> Problem:
     """``problem`` with later waits and earlier reloads; the peak is ``times`` as large at most.
 
-    Cost: linear in the number of calls, and for each reload in those that it moves across. Raises
-    InputError: a region has no seconds.
+    ``alive`` are its ``most_per_call``, where they are known. Cost: linear in the number of calls,
+    and for each reload in those that it moves across. Raises InputError: a region has no seconds.
     """
     if not problem.host_bytes:
         return problem
-    alive = most_per_call(problem)
+    if alive is None:
+        alive = most_per_call(problem)
     border = problem.first_backward
     peak = int(alive.max())
     limit = peak + int((times - 1) * (peak + step_constant_bytes(problem)))

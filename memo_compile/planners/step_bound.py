@@ -3,8 +3,13 @@
 At one point p of the step the bytes above the budget must be somewhere else, whatever the plan:
 copied to the host before p and back after it, or not made yet. One linear program for each point,
 over fractions of tensors, and the largest answer counts. It knows nothing of schedules, modes,
-placement or layers as wholes, so it is never above the time of a plan. Symbols, for each class of
-layers with n layers whose slot s is not in use at p:
+placement or layers as wholes, so it is never above the time of a plan.
+
+What is not on the device at p and read before a later point q of the backward must come back
+between the two, so that for points p, q, r, ... of the backward the seconds of such windows add up.
+Where few bytes are free they are more than those of a single point, and count.
+
+Symbols, for each class of layers with n layers whose slot s is not in use at p:
 
     y[s], x[s]    layers whose slot s is offloaded, recomputed: x + y <= n
     z[o]          layers that run operator o a second time: z[maker of s] >= x[s], and for each
@@ -17,11 +22,14 @@ layers with n layers whose slot s is not in use at p:
     out, back     sum d2h[s] y[s] <= before + u,    sum h2d[s] y[s] <= after + v
     host          sum size[s] y[s] <= host budget
 
-``before`` and ``after`` hold R as well where p lies in the backward.
+``before`` and ``after`` hold R as well where p lies in the backward. For a window only the slots
+count that are first read in it, ``after`` is its computation, and ``out`` is left out.
 """
 
+import itertools
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +37,7 @@ import numpy as np
 
 from memo_compile.errors import ConfigError
 from memo_compile.planners import solver
-from memo_compile.planners.move_rules import StepFacts, facts_of, slots_s
+from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of, recompute_seconds
 from memo_compile.planners.policy.model import call_bytes
 from memo_compile.planners.solver import weighted
 from memo_compile.step.movable import LayerClass, MovableStep, RecomputeRegion
@@ -48,23 +56,27 @@ def step_lower_bound_s(
     """Seconds that every plan of ``step`` within the budgets takes at least.
 
     ``regions`` are recomputations whose seconds are known: where one is faster than its operators
-    together, all are taken to be. Without a solver, or a budget, it is the computation alone.
-    Infinite where no plan can be.
+    together, each of these is taken to be as much faster. Without a solver, or a budget, it is the
+    computation alone. Infinite where no plan can be.
     """
     facts = facts_of(step)
     compute_s = sum(facts.call_s)
     if budget_bytes is None:
         return compute_s
     excess = np.array(call_bytes(step.problem)[0]) - budget_bytes
-    lives, discount = list(_lives(step, facts)), _discount(step, regions)
+    lives, discounts = list(_lives(step, facts)), _discounts(step, regions)
     try:
         more = [
-            _added_s(step, _point(facts, lives, at), int(excess[at]), host_budget_bytes, discount)
+            _added_s(step, _point(facts, lives, at), int(excess[at]), host_budget_bytes, discounts)
             for at in _points(excess, facts.first_backward)
         ]
+        windows = sum(
+            _added_s(step, window, excess_bytes, None, discounts) * count
+            for (window, excess_bytes), count in _windows(step, facts, lives, excess).items()
+        )
     except ConfigError:  # no engine on this machine
         return compute_s
-    return compute_s + max(more, default=0.0)
+    return compute_s + max(windows, *more, 0.0)
 
 
 def _points(excess: Any, first_backward: int) -> list[int]:
@@ -78,13 +90,21 @@ def _points(excess: Any, first_backward: int) -> list[int]:
     return sorted({*above[spread].tolist(), *worst.tolist(), *near.tolist()})
 
 
-def _discount(step: MovableStep, regions: Collection[RecomputeRegion]) -> float:
-    """The least seconds of a region over those of its operators, at most 1."""
-    found = 1.0
+def _discounts(
+    step: MovableStep, regions: Collection[RecomputeRegion]
+) -> dict[tuple[str, int], float]:
+    """(class, operator) -> the least share of its seconds that it takes in a known region.
+
+    A region takes its share of its operators' seconds, which is at least the sum of theirs by the
+    least share of each.
+    """
+    found: dict[tuple[str, int], float] = {}
     for region in regions:
-        seconds = slots_s(step.classes[region.key.class_key], region.key.slots)
-        if region.key.rows is None and seconds > 0:
-            found = min(found, region.seconds / seconds)
+        key = region.key
+        seconds = recompute_seconds(step, key)
+        share = min(1.0, region.seconds / seconds) if seconds > 0 else 1.0
+        for op in closure_of(step.classes[key.class_key], key.slots):
+            found[key.class_key, op] = min(share, found.get((key.class_key, op), 1.0))
     return found
 
 
@@ -92,8 +112,8 @@ def _discount(step: MovableStep, regions: Collection[RecomputeRegion]) -> float:
 class _Point:
     """What may be off the device during one call, and the time around it."""
 
-    num_off: Mapping[str, Mapping[int, int]]
-    """Class -> slot -> layers that hold it and do not use it during the call."""
+    num_off: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
+    """(class, (slot, layers that hold it and do not need it all through the call))."""
     before_s: float
     after_s: float
     in_backward: bool
@@ -102,6 +122,7 @@ class _Point:
 class _Life(NamedTuple):
     """A saved value of one layer."""
 
+    value: str
     class_key: str
     slot: int
     made: int
@@ -111,6 +132,14 @@ class _Life(NamedTuple):
     read: int
     """The backward's first that reads it."""
 
+    def may_be_off(self, at: int) -> bool:
+        """True where some of call ``at`` can run without it.
+
+        A value that an earlier call made may be gone before the end of the call that reads it last.
+        """
+        done = self.last_use < at or self.made < self.last_use == at
+        return done and at < self.read
+
 
 def _lives(step: MovableStep, facts: StepFacts) -> Iterator[_Life]:
     for layer in step.layers:
@@ -118,21 +147,74 @@ def _lives(step: MovableStep, facts: StepFacts) -> Iterator[_Life]:
             readers = facts.backward_readers.get(value, ())
             if readers and value in facts.last_use:
                 made = facts.written_at.get(value, 0)
-                yield _Life(layer.class_key, slot, made, facts.last_use[value], readers[0])
+                last_use = facts.last_use[value]
+                yield _Life(value, layer.class_key, slot, made, last_use, readers[0])
 
 
 def _point(facts: StepFacts, lives: Sequence[_Life], at: int) -> _Point:
-    off = [life for life in lives if life.last_use < at < life.read]
-    num_off: dict[str, Counter[int]] = {}
-    for life in off:
-        num_off.setdefault(life.class_key, Counter())[life.slot] += 1
+    off = [life for life in lives if life.may_be_off(at)]
     seconds = facts.call_s
     return _Point(
-        num_off=num_off,
+        num_off=_counted(off),
         before_s=sum(seconds[min(life.made for life in off) + 1 : at]) if off else 0.0,
         after_s=sum(seconds[at + 1 : max(life.read for life in off)]) if off else 0.0,
         in_backward=at >= facts.first_backward,
     )
+
+
+def _counted(lives: Iterable["_Life"]) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
+    found: dict[str, Counter[int]] = {}
+    for life in lives:
+        found.setdefault(life.class_key, Counter())[life.slot] += 1
+    return tuple((key, tuple(sorted(slots.items()))) for key, slots in found.items())
+
+
+def _windows(
+    step: MovableStep, facts: StepFacts, lives: Sequence["_Life"], excess: Any
+) -> dict[tuple[_Point, int], int]:
+    """(window, bytes that must come back in it) -> how many there are; each begins in a layer.
+
+    It begins at the call of the layer's backward at which the fewest bytes are free for what is
+    read later, and ends where the next one begins.
+    """
+    once = {life.value: life for life in reversed(lives)}  # the first layer moves what two share
+    moved = [life for life in once.values() if _size(step, life)]
+    free = np.maximum(0, _off_bytes(step, moved, len(facts.call_s)) - excess)
+    begins = sorted(set(facts.backward_at))
+    starts = [
+        first + int(free[first:end].argmin())
+        for first, end in itertools.pairwise([*begins, len(facts.call_s)])
+    ]
+    found: Counter[tuple[_Point, int]] = Counter()
+    for at, end in itertools.pairwise(starts):
+        read = [life for life in moved if at < life.read <= end]
+        missing = sum(_size(step, life) for life in read) - int(free[at])
+        if missing > 0:
+            window = _Point(
+                num_off=_counted(read),
+                before_s=math.inf,
+                after_s=sum(facts.call_s[at + 1 : max(life.read for life in read)]),
+                in_backward=True,
+            )
+            found[window, missing] += 1
+    return found
+
+
+def _size(step: MovableStep, life: "_Life") -> int:
+    """Bytes of a slot that may be off the device; 0 for one that must stay."""
+    slot = step.classes[life.class_key].slots[life.slot]
+    return slot.size_bytes if slot.can_offload or slot.can_recompute else 0
+
+
+def _off_bytes(step: MovableStep, moved: Iterable["_Life"], num_calls: int) -> Any:
+    """Per call (int64) the bytes of ``moved`` that may be off the device during it."""
+    changes = np.zeros(num_calls + 1, dtype=np.int64)
+    for life in moved:
+        start = life.last_use + (life.made == life.last_use)
+        if start < life.read:
+            changes[start] += _size(step, life)
+            changes[life.read] -= _size(step, life)
+    return changes.cumsum()[:-1]
 
 
 def _added_s(
@@ -140,19 +222,22 @@ def _added_s(
     point: _Point,
     excess_bytes: int,
     host_budget_bytes: int | None,
-    discount: float,
+    discounts: Mapping[tuple[str, int], float],
 ) -> float:
     """The seconds beyond computation that the point's linear program finds."""
     model = solver.make_model("bound of a step")
     stalls = [model.add_var(name=name) for name in ("u", "v")]
     moved: list[tuple[int, Any, Any]] = []
     runs: list[tuple[float, Any]] = []
-    for class_key, num_off in point.num_off.items():
-        cls = step.classes[class_key]
+    for class_key, slots in point.num_off:
+        cls, num_off = step.classes[class_key], dict(slots)
         x, y = _slot_variables(model, cls, num_off)
-        runs += _require_operators(model, cls, max(num_off.values()), x)
+        runs += [
+            (seconds * discounts.get((class_key, op), 1.0), run)
+            for op, seconds, run in _require_operators(model, cls, max(num_off.values()), x)
+        ]
         moved += [(cls.slots[slot].size_bytes, x.get(slot, 0), y.get(slot, 0)) for slot in x | y]
-    again = weighted([seconds * discount for seconds, _ in runs], [run for _, run in runs])
+    again = weighted([seconds for seconds, _ in runs], [run for _, run in runs])
     sizes = [size_bytes for size_bytes, _, _ in moved]
     offloaded = [y for _, _, y in moved]
     off = weighted(sizes, offloaded) + weighted(sizes, [x for _, x, _ in moved])
@@ -161,6 +246,8 @@ def _added_s(
     for stall, seconds, rate, may_recompute in zip(
         stalls, (point.before_s, point.after_s), rates, (point.in_backward, True), strict=True
     ):
+        if seconds == math.inf:
+            continue
         room = seconds + stall + (again if may_recompute else 0.0)
         model.add_constr(weighted([size / rate for size in sizes], offloaded) <= room)
     if host_budget_bytes is not None:
@@ -191,8 +278,8 @@ def _slot_variables(
 
 def _require_operators(
     model: Any, cls: LayerClass, num_layers: int, x: Mapping[int, Any]
-) -> list[tuple[float, Any]]:
-    """(seconds, layers that run it a second time) of each operator that a recomputed slot needs."""
+) -> list[tuple[int, float, Any]]:
+    """Each operator that a recomputed slot needs: its seconds, and how many layers run it again."""
     makers = {op.slot: at for at, op in enumerate(cls.ops) if op.slot is not None}
     users: dict[int, list[int]] = {}
     for at, op in enumerate(cls.ops):
@@ -209,4 +296,4 @@ def _require_operators(
             runs[at] = model.add_var(ub=num_layers)
             for need in needs:
                 model.add_constr(runs[at] >= need)
-    return [(cls.ops[at].seconds, run) for at, run in runs.items()]
+    return [(at, cls.ops[at].seconds, run) for at, run in runs.items()]

@@ -193,7 +193,7 @@ def planned_for(step: Ready, request: PlanRequest) -> Plan:
 def test_the_floor_is_that_of_lowered_regions(monkeypatch):
     """What an error names can be kept, also where regions turn out larger than was estimated."""
 
-    def too_small(region):
+    def too_small(region, *_):
         profile = estimate(region)
         kept = profile.outputs_of_buffers()
         buffers = (

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 
 from memo_compile.planners.copy_windows import widened
+from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.step_bound import step_lower_bound_s
-from memo_compile.step.movable import Action, Mode, Moves
+from memo_compile.step.movable import Action, Mode, Moves, Schedule
 from memo_compile.step.simulate import peak_live_bytes, simulate
 from tests.steps.drawn_moves import moved_steps, regions_of
-from tests.steps.movable import KIB, costs_of, movable_step
+from tests.steps.movable import KIB, costs_of, movable_step, recomputer
 
 
 @settings(max_examples=150, deadline=None)
@@ -46,6 +47,29 @@ def test_a_budget_that_no_plan_keeps_has_no_end():
     assert step_lower_bound_s(movable_step(3), budget_bytes=KIB) == float("inf")
 
 
+def test_what_a_call_has_read_may_be_gone_before_it_ends():
+    step = _with_room_for_forwards(movable_step(1, reads_early=True), 256 * KIB)
+    moved = Moves(
+        modes=(Mode(actions=(Action.OFFLOAD,) * 5),),
+        schedule=Schedule(offload_lag=0, reload_lead=0, at_once=True),
+    )
+    problem = apply_moves(step, moved, recomputer(step))
+    bound_s = step_lower_bound_s(step, budget_bytes=peak_live_bytes(problem))
+    assert bound_s <= simulate(problem, step.costs).step_s
+
+
+def test_where_nothing_is_free_each_layer_waits_for_its_copies():
+    """x and a of a layer cannot be made anew, and have no place before the layer above is done."""
+    step = movable_step(5, bytes_per_s=64 * KIB)
+    modes = (Mode(actions=(Action.OFFLOAD,) * 5),) * 5
+    once = Schedule(offload_lag=0, reload_lead=0, at_once=True)
+    problem = apply_moves(step, Moves(modes=modes, schedule=once), recomputer(step))
+    added_s = step_lower_bound_s(step, budget_bytes=peak_live_bytes(problem)) - sum(
+        map(step.costs.call_s, step.problem.calls)
+    )
+    assert added_s >= 4 * step.costs.h2d_s(16 * KIB)
+
+
 def test_copies_need_room_on_the_host():
     step = movable_step(4, bytes_per_s=1e9)
     budget = peak_live_bytes(step.problem) - 150 * KIB
@@ -61,6 +85,15 @@ def test_a_faster_recomputation_lowers_it():
     fast = [_in_half_the_time(region) for region in regions]
     assert step_lower_bound_s(step, budget_bytes=budget, regions=regions) == pytest.approx(slow)
     assert step_lower_bound_s(step, budget_bytes=budget, regions=fast) < slow
+
+
+def _with_room_for_forwards(step, size_bytes):
+    """``step`` whose forwards take ``size_bytes`` for themselves, so that its peak is there."""
+    forward = step.problem.regions["L"]
+    transient = replace(forward.buffers[0], size_bytes=size_bytes)
+    forward = replace(forward, buffers=(transient, *forward.buffers[1:]))
+    problem = replace(step.problem, regions={**step.problem.regions, "L": forward})
+    return replace(step, problem=problem)
 
 
 def _recompute_everything(step):

@@ -34,6 +34,7 @@ def moved_steps(draw):
         num_layers,
         bytes_per_s=KIB * draw(st.sampled_from([1, 7, 16, 40, 64, 100, 1000])),
         copy_latency_s=draw(st.sampled_from([0.0, 0.1])),
+        reads_early=draw(st.booleans()),
     )
     waiting = st.none() | st.integers(0, 3)
     moves = Moves(

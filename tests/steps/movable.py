@@ -41,8 +41,12 @@ def movable_step(
     copy_latency_s: float = 0.0,
     token_granule: int = 1,
     transient_bytes: int = 2 * KIB,
+    reads_early: bool = False,
 ) -> MovableStep:
-    """A step of ``num_layers`` equal layers; sizes are ``scale`` times those of ROW_BYTES."""
+    """A step of ``num_layers`` equal layers; sizes are ``scale`` times those of ROW_BYTES.
+
+    With ``reads_early`` a forward reads its input in its first line only.
+    """
     kind = LayerKind(
         reads=READS,
         sizes={name: scale * NUM_ROWS * size for name, size in ROW_BYTES.items()},
@@ -60,6 +64,9 @@ def movable_step(
     step = repeated(kind, num_layers, costs, transient_bytes)
     fixed = FixedBytes(parameters=64 * KIB, gradients=64 * KIB, new_gradients=64 * KIB)
     problem = replace(step.problem, fixed=fixed)
+    if reads_early:
+        early = {name: replace(problem.regions[name], input_ends=(1,)) for name in ("L", "H")}
+        problem = replace(problem, regions={**problem.regions, **early})
     return replace(step, problem=problem, token_granule=token_granule)
 
 

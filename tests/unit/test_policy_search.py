@@ -9,6 +9,7 @@ from benchmarks.layer_steps import Setting, gpt_step, recompute_of
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.planners import solver
+from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import CandidateSource, simulated
 from memo_compile.planners.policy.cheapest_first import MAX_KEYS, greedy_sequence
@@ -17,7 +18,9 @@ from memo_compile.planners.policy.milp import lowest_peak, make_bundles, solve_m
 from memo_compile.planners.policy.model import StepModel, build_model
 from memo_compile.planners.policy.modes import (
     LAUNCH_S,
+    MAX_APART,
     MAX_MODES,
+    apart,
     can_split,
     class_modes,
     layer_modes,
@@ -84,11 +87,53 @@ def test_modes_start_with_save_and_hold_the_extremes():
     step = movable_step(4)
     modes = class_modes(step, "L", recomputer(step))
     assert modes[0].mode.actions == (Action.SAVE,) * 5
-    assert len(modes) <= MAX_MODES
+    assert len(modes) <= MAX_MODES + MAX_APART + 1  # one copies half, to fill the host with
     assert min(priced.kept_bytes for priced in modes) == 0
+    bare = [priced for priced in modes if not priced.host_bytes]
+    assert min(priced.kept_bytes for priced in bare) == 16 * KIB  # x and a
     assert any(priced.mode.recompute_rows for priced in modes)
     exact = class_modes(step, "L", recomputer(step), exact=True)
     assert not any(priced.mode.recompute_rows for priced in exact)
+
+
+def test_regions_are_kept_apart_by_a_copy_of_what_joins_them():
+    """d is read first, and is made from c, and that from b, which the backward reads later."""
+    cls = movable_step(2).classes["L"]
+    cls = replace(cls, parts={}, slots=tuple(replace(slot, first_read=3) for slot in cls.slots))
+    everything = frozenset((2, 3, 4))
+    assert apart(cls, everything) == everything  # all are read at once
+    sizes = (64 * KIB, 64 * KIB, 64 * KIB, 8 * KIB, 64 * KIB)
+    reads = (3, 3, 3, 3, 0)
+    slots = tuple(
+        replace(slot, size_bytes=size, first_read=first)
+        for slot, size, first in zip(cls.slots, sizes, reads, strict=True)
+    )
+    cls = replace(cls, parts={}, slots=slots)
+    assert apart(cls, everything) == {2, 4}  # c is copied, so that b is made when it is read
+    keys = recompute_keys(cls, make_mode(cls, recompute=(2, 4), offload=(3,)))
+    assert [key.slots for key in keys] == [(4,), (2,)]
+
+
+def test_without_copies_in_flight_the_model_has_the_programs_bytes():
+    step = movable_step(4)
+    recompute = recomputer(step)
+    at_once = Schedule(offload_lag=0, reload_lead=0, at_once=True)
+    model = build_model(step, layer_modes(step, recompute), at_once, copy_price=0.5)
+    for number, mode in enumerate(model.modes[0]):
+        chosen = (number,) * 4
+        real = simulated(step, model.moves(chosen, "greedy"), recompute)
+        if not mode.keys:  # a recomputation may need a copy back before anything else reads it
+            assert model.peak_bytes(chosen) == real.live_bytes
+        added = model.cost_s(chosen) - sum(model.facts.call_s) - 4 * mode.recompute_s
+        copied_s = 4 * (mode.d2h_s(step.costs) + mode.h2d_s(step.costs))
+        assert 0.5 * copied_s <= added + 1e-9 <= 1.5 * copied_s + 1e-6
+
+
+def test_what_is_left_of_the_host_is_filled_by_one_layer():
+    model = model_of(32, bytes_per_s=1024 * KIB)
+    largest = max(mode.host_bytes for mode in model.modes[0])
+    limited = greedy_sequence(model, host_budget_bytes=7 * largest)
+    assert max(map(model.host_bytes, limited)) > 6.5 * largest  # layers go two by two
 
 
 def test_a_chain_through_attention_is_not_split():

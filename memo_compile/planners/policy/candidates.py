@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from memo_compile.errors import InvalidPlan
 from memo_compile.planners.copy_windows import widened
@@ -22,28 +23,39 @@ from memo_compile.planners.policy.named import NAMED, QUANTA, named_moves, stead
 from memo_compile.step.movable import MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.plans import Timeline
 from memo_compile.step.problem import CallKind, Problem
-from memo_compile.step.simulate import peak_live_bytes, simulate
+from memo_compile.step.simulate import most_per_call, peak_live_bytes, simulate
 
 log = logging.getLogger("memo")
 
 WIDE = Schedule(offload_lag=2, reload_lead=2, widen=1.0)
 """A copy may last two layers, so that layers with much to copy use others' time."""
 
-TIGHT = Schedule(offload_lag=0, reload_lead=0, widen=1.0)
-"""Every copy ends before the next layer begins: slow, but with the fewest bytes in flight."""
-
 NEXT = Schedule(offload_lag=1, reload_lead=1, widen=1.0)
 """A copy may last until the next layer ends, as with MEMO's rotating buffers."""
+
+ONCE = Schedule(offload_lag=0, reload_lead=0, at_once=True, widen=1.0)
+"""Nothing is in flight beside a call, until waits and reloads are moved to where bytes allow it."""
+
+COPY_PRICES = (0.2, 1.0)
+"""Near the floor some of each copy stalls, the more the fewer bytes are free: greedy's plans for
+``ONCE`` are made for several prices of a second of copying, and simulated."""
+
+NEAR_FLOOR = 3
+"""The last plans of each such sequence are simulated; with more bytes others are faster."""
+
+FULL, NEAR_FULL = 0.9, 16
+"""Where they fill this share of the host, so many are: from there on they only recompute more, and
+each takes much longer than the one before."""
 
 GRIDS = {
     NEXT: (0.001, 0.05, 0.12, 0.3),
     WIDE: (0.05, 0.12, 0.22, 0.45),
-    TIGHT: (0.001,),
+    ONCE: (0.001, 0.02),
 }
 """Per schedule the bounds in bytes at which the program is solved, from its floor (0) to save-all
 (1). They are denser near the floor, where plans are slow and a byte is worth most."""
 
-WIDER = (1.02, 1.05, 1.1, 1.3, 1.8)
+WIDER = (1.02, 1.04, 1.06, 1.08, 1.12, 1.2, 1.4, 1.8)
 """A plan that copies stall is also tried with this many times its peak: more bytes in flight."""
 
 STALLED = 0.001
@@ -73,12 +85,33 @@ class Candidate:
         return self.problem.host_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The step program of some decisions before its copies get more time."""
+
+    problem: Problem
+    costs: StepCosts
+    alive: Any
+    """Per call the most bytes alive during it; None where the copies' times stay as they are."""
+
+    def widened(self, times: float) -> Problem:
+        """The program whose copies get more time within ``times`` its peak; 0: no more."""
+        if not times:
+            return self.problem
+        return widened(self.problem, self.costs, times, alive=self.alive)
+
+
 def simulated(
-    step: MovableStep, moves: Moves, recompute: RecomputeOf, notes: tuple[str, ...] = ()
+    step: MovableStep,
+    moves: Moves,
+    recompute: RecomputeOf,
+    notes: tuple[str, ...] = (),
+    program: Program | None = None,
 ) -> Candidate:
-    """The step program of ``moves``, simulated."""
-    problem, costs = program_of(step, moves, recompute)
-    timeline = simulate(problem, costs, spans=False)
+    """The step program of ``moves``, simulated; ``program`` is what ``program_before`` returns."""
+    program = program or program_before(step, moves, recompute)
+    problem = program.widened(moves.schedule.widen)
+    timeline = simulate(problem, program.costs, spans=False)
     return Candidate(
         moves=moves,
         problem=problem,
@@ -89,13 +122,19 @@ def simulated(
     )
 
 
+def program_before(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> Program:
+    """The program of ``moves`` before copies get more time."""
+    problem = apply_moves(step, moves, recompute)
+    alive = most_per_call(problem) if moves.schedule.widen else None
+    return Program(problem=problem, costs=costs_with(step, moves, recompute), alive=alive)
+
+
 def program_of(
     step: MovableStep, moves: Moves, recompute: RecomputeOf
 ) -> tuple[Problem, StepCosts]:
     """The step program of ``moves``, and its costs."""
-    problem, costs = apply_moves(step, moves, recompute), costs_with(step, moves, recompute)
-    times = moves.schedule.widen
-    return (widened(problem, costs, times) if times else problem), costs
+    program = program_before(step, moves, recompute)
+    return program.widened(moves.schedule.widen), program.costs
 
 
 def costs_with(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> StepCosts:
@@ -170,8 +209,12 @@ class CandidateSource:
 
     def _greedy(self) -> tuple[Moves, ...]:
         if self.searched.greedy is None:
-            models = self._models((NEXT, WIDE))
-            found = (self._greedy_moves(model) for model in models.values())
+            modes = layer_modes(self.step, self.recompute, exact=self.exact)
+            models = [build_model(self.step, modes, schedule) for schedule in (NEXT, WIDE)]
+            found = [self._greedy_moves(model) for model in models]
+            for price in COPY_PRICES:
+                model = build_model(self.step, modes, ONCE, price)
+                found.append(self._moves_near_floor(model))
             self.searched.greedy = tuple(itertools.chain.from_iterable(found))
         return self.searched.greedy
 
@@ -212,14 +255,21 @@ class CandidateSource:
     def _with_wider(self, candidate: Candidate) -> Iterator[Candidate]:
         yield candidate
         moves = candidate.moves
-        if moves.schedule.widen and _stalls(candidate):
-            for times in WIDER:
-                schedule = replace(moves.schedule, widen=times)
-                yield self._evaluated(replace(moves, schedule=schedule))
+        if not moves.schedule.widen or not _stalls(candidate):
+            return
+        program = program_before(self.step, moves, self.recompute)
+        for times in WIDER:
+            schedule = replace(moves.schedule, widen=times)
+            wider = self._evaluated(replace(moves, schedule=schedule), program=program)
+            yield wider
+            if not _stalls(wider):  # more bytes gain nothing
+                return
 
-    def _evaluated(self, moves: Moves, notes: tuple[str, ...] = ()) -> Candidate:
+    def _evaluated(
+        self, moves: Moves, notes: tuple[str, ...] = (), program: Program | None = None
+    ) -> Candidate:
         if (moves, notes) not in self._evaluations:
-            candidate = simulated(self.step, moves, self.recompute, notes)
+            candidate = simulated(self.step, moves, self.recompute, notes, program)
             self._evaluations[moves, notes] = candidate
         return self._evaluations[moves, notes]
 
@@ -229,7 +279,14 @@ class CandidateSource:
         count = min(MAX_GREEDY, len(sequence))
         for number in sorted({last * at // max(1, count - 1) for at in range(count)}):
             yield model.moves(sequence[number], "greedy")
-        yield replace(model.moves(sequence[last], "greedy"), schedule=TIGHT)
+
+    def _moves_near_floor(self, model: StepModel) -> Iterator[Moves]:
+        """The last plans of greedy's sequence."""
+        sequence = greedy_sequence(model, host_budget_bytes=self.host_budget_bytes)
+        most = self.host_budget_bytes
+        is_full = most is not None and model.host_bytes(sequence[-1]) > FULL * most
+        for chosen in sequence[-NEAR_FULL if is_full else -NEAR_FLOOR :]:
+            yield model.moves(chosen, "greedy")
 
     def _milp_moves(self, models: dict[Schedule, StepModel]) -> Iterator[Moves]:
         """The program's answers, floor to save-all; solving frees the GIL, hence threads."""

@@ -1,7 +1,8 @@
 """Plans without a solver: from save-all, one cheapest move after another, down to the floor.
 
 A move gives another mode to the first layers of a class that share one mode. The first layers go
-first because their copies have the longest window. The price of a move is the seconds that it adds
+first because their copies have the longest window. Where the host has no room for all of them, it
+gives the mode to the first one alone. The price of a move is the seconds that it adds
 to the step, per byte that it takes off the points above the floor.
 """
 
@@ -32,8 +33,10 @@ def greedy_sequence(
         best: tuple[float, float, tuple[int, ...]] | None = None
         now = model.bytes_at(chosen)
         for layers, mode, candidate in _moves(model, chosen):
-            if host_budget_bytes is not None and model.host_bytes(candidate) > host_budget_bytes:
-                continue
+            if _exceeds(model, candidate, host_budget_bytes):
+                layers, candidate = layers[:1], _moved(chosen, layers[:1], mode)
+                if _exceeds(model, candidate, host_budget_bytes):
+                    continue
             changes = (model.deltas[at][mode] - model.deltas[at][chosen[at]] for at in layers)
             less = over - _bytes_over(sum(changes, start=now), floor)
             if less <= 0:
@@ -46,6 +49,10 @@ def greedy_sequence(
         chosen = best[2]
         over, cost = over + best[1], model.cost_s(chosen)
         sequence.append(chosen)
+
+
+def _exceeds(model: StepModel, chosen: Sequence[int], host_budget_bytes: int | None) -> bool:
+    return host_budget_bytes is not None and model.host_bytes(chosen) > host_budget_bytes
 
 
 def _uniform_floor(model: StepModel) -> int:

@@ -47,6 +47,9 @@ class StepModel:
     costs: StepCosts
     schedule: Schedule
     stops: "tuple[_Stop, ...]"
+    copy_price: float = 0.0
+    """Where copies are made at once: seconds of the step for each second of a copy that fits beside
+    the computation. Some of them hide once waits and reloads are moved to where bytes allow it."""
 
     @property
     def num_layers(self) -> int:
@@ -75,8 +78,19 @@ class StepModel:
     def cost_s(self, chosen: Sequence[int]) -> float:
         """Seconds of the step, and COPY_WEIGHT of the seconds of its copies."""
         modes, costs = self._taken(chosen), self.costs
-        copy_s = sum(mode.d2h_s(costs) + mode.h2d_s(costs) for mode in modes)
-        return self.step_s(chosen) + COPY_WEIGHT * copy_s
+        out_s = sum(mode.d2h_s(costs) for mode in modes)
+        back_s = sum(mode.h2d_s(costs) for mode in modes)
+        if self.schedule.at_once:
+            return self._priced_s(modes, out_s, back_s)
+        return self.step_s(chosen) + COPY_WEIGHT * (out_s + back_s)
+
+    def _priced_s(self, modes: Sequence[ModeCost], out_s: float, back_s: float) -> float:
+        """Computation, what the lanes take beyond it, and ``copy_price`` of all copies."""
+        call_s, border = self.facts.call_s, self.facts.first_backward
+        again_s = sum(mode.recompute_s for mode in modes)
+        forward_s, backward_s = sum(call_s[:border]), sum(call_s[border:]) + again_s
+        beyond_s = max(0.0, out_s - forward_s) + max(0.0, back_s - backward_s)
+        return forward_s + backward_s + beyond_s + self.copy_price * (out_s + back_s)
 
     def step_s(self, chosen: Sequence[int]) -> float:
         """Seconds of the step: every call in order, stalled where a copy has not ended.
@@ -154,7 +168,10 @@ def _layers_at(calls: Sequence[int], layers: Iterable[int]) -> dict[int, list[in
 
 
 def build_model(
-    step: MovableStep, modes: Sequence[Sequence[ModeCost]], schedule: Schedule
+    step: MovableStep,
+    modes: Sequence[Sequence[ModeCost]],
+    schedule: Schedule,
+    copy_price: float = 0.0,
 ) -> StepModel:
     """The model of ``step`` whose layer i may take ``modes[i]``; mode 0 saves everything."""
     lag, lead = schedule.offload_lag, schedule.reload_lead
@@ -162,6 +179,7 @@ def build_model(
     assert lead is not None, "the model needs a lead"
     facts, num_layers = facts_of(step), len(step.layers)
     backward_at, rest = facts.backward_at, (facts.first_backward,) * num_layers
+    num_calls = len(facts.call_s)
     freed_at = (*facts.forward_at[lag + 1 :], *rest)[:num_layers]
     pairs = zip(backward_at, backward_at[lead + 1 :], strict=False)
     reload_at = (*(min(own, later + 1) for own, later in pairs), *rest)[:num_layers]
@@ -178,6 +196,8 @@ def build_model(
             parts = list(_parts(cost, reads[layer]))
             made = {slot: part.at for part in parts for slot in part.slots}
             window = freed_at[layer], reload_at[layer]
+            if schedule.at_once:
+                window = 0, num_calls
             for start, end, size_bytes in _absences(step, layer, cost.mode, window, made):
                 row[start:end] -= size_bytes
             row[len(during) :] = row[point_calls]
@@ -199,6 +219,7 @@ def build_model(
         costs=step.costs,
         schedule=schedule,
         stops=tuple(_stops(facts, freed_at, reload_at)),
+        copy_price=copy_price,
     )
 
 

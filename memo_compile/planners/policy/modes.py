@@ -36,6 +36,16 @@ MAX_MODES = 12
 EIGHTHS = 8
 """Token-wise mixes recompute a multiple of 1/8 of the rows, as with MEMO's alpha."""
 
+MAX_APART = 2
+"""Most modes, beside ``MAX_MODES``, whose regions make nothing before it is read."""
+
+SMALL = 0.002
+"""Share of a layer's saved bytes. Copying a tensor of less takes no time, and to make it anew needs
+what may be a thousand times its size: the scale of a norm is made from an activation."""
+
+COPIED = 2
+"""A byte that is offloaded, out and back, counts as many that exist too early."""
+
 MAX_MIXES = 3
 """Most token-wise mixes among ``MAX_MODES``, since a chosen mix needs a region of its own."""
 
@@ -200,6 +210,11 @@ def class_modes(
     limit = MAX_MODES - (MAX_MIXES if mixes else 0)
     picked = _supported(step.costs, costs, hidden_s, limit)
     picked += list(_costs(cls, mixes, recompute))[:MAX_MIXES]
+    known = {cost.mode for cost in picked}
+    apart_modes = _costs(cls, _apart_modes(cls, sets), recompute)
+    picked += [cost for cost in apart_modes if cost.mode not in known][:MAX_APART]
+    half = _half_copied(cls, picked, step.costs)
+    picked += [cost for cost in _costs(cls, [half], recompute) if cost.mode not in known]
     first, *others = picked
     others.sort(key=lambda cost: (-cost.kept_bytes, cost.host_bytes, cost.recompute_s))
     return (first, *others)
@@ -224,6 +239,70 @@ def _whole_modes(cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int)
         yield make_mode(cls, recompute=recomputed)
         yield make_mode(cls, recompute=recomputed, offload=prefix)
         yield make_mode(cls, recompute=recomputed, offload=order)
+
+
+def _half_copied(cls: LayerClass, modes: Sequence[ModeCost], costs: StepCosts) -> Mode:
+    """Of the modes that keep least, the quickest, and half of its copies: to fill the host with."""
+    least = min(mode.kept_bytes for mode in modes)
+    fastest = min(
+        (mode for mode in modes if mode.kept_bytes == least and mode.mode.recompute_rows is None),
+        key=lambda mode: mode.recompute_s + mode.d2h_s(costs) + mode.h2d_s(costs),
+        default=modes[0],
+    ).mode
+    copied, taken = [], 0
+    moved = fastest.slots(Action.OFFLOAD)
+    most = _bytes_of(cls, moved) // 2
+    for slot in filter(moved.__contains__, offload_order(cls)):
+        if taken + cls.slots[slot].size_bytes <= most:
+            copied.append(slot)
+            taken += cls.slots[slot].size_bytes
+    return make_mode(cls, recompute=fastest.slots(Action.RECOMPUTE), offload=copied)
+
+
+def _apart_modes(cls: LayerClass, sets: Sequence[frozenset[int]]) -> Iterable[Mode]:
+    """Larger sets first, everything else offloaded."""
+    for recomputed in reversed(sets):
+        parts = apart(cls, recomputed)
+        if parts != recomputed:
+            yield make_mode(cls, recompute=parts, offload=set(offload_order(cls)) - parts)
+
+
+def apart(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int]:
+    """``recomputed`` without slots that make it exist too early; those are to be offloaded.
+
+    Slots that share an operator are made by one region, when the first of them is read, though the
+    backward may read the others much later. Offloading what is made between lets each be made in
+    time. The set itself is returned where that gains nothing.
+    """
+    small = {at for at in recomputed if cls.slots[at].size_bytes < SMALL * cls.saved_bytes}
+    kept = recomputed - {at for at in small if cls.slots[at].can_offload}
+    early = _early_bytes(cls, kept)
+    while early:
+        fewer = [kept - {slot} for slot in sorted(kept) if cls.slots[slot].can_offload]
+        gains = [
+            (early - _early_bytes(cls, some) - COPIED * _bytes_of(cls, kept - some), some)
+            for some in fewer
+        ]
+        gain, best = max(gains, key=lambda found: found[0], default=(0, kept))
+        if gain <= 0:
+            break
+        kept, early = best, _early_bytes(cls, best)
+    return kept if early < _early_bytes(cls, recomputed) else recomputed
+
+
+def _early_bytes(cls: LayerClass, recomputed: frozenset[int]) -> int:
+    """Bytes of slots that regions make for another slot that is read earlier."""
+    mode = make_mode(cls, recompute=recomputed)
+    found = 0
+    for key in recompute_keys(cls, mode):
+        first = min(cls.slots[slot].first_read for slot in key.slots)
+        later = (cls.slots[slot] for slot in key.slots if cls.slots[slot].first_read > first)
+        found += sum(slot.size_bytes for slot in later)
+    return found
+
+
+def _bytes_of(cls: LayerClass, slots: Iterable[int]) -> int:
+    return sum(cls.slots[slot].size_bytes for slot in slots)
 
 
 def _mixes(
@@ -316,8 +395,8 @@ def _supported(
 ) -> list[ModeCost]:
     """At most ``limit`` modes: SAVE, the smallest, and the cheapest for the most pairs of prices.
 
-    Copies cost their price; seconds beyond ``hidden_s``, those of the layer's forward and backward
-    behind which they hide, count in full as well.
+    There are two smallest, one of which copies nothing. Copies cost their price; seconds beyond
+    ``hidden_s``, those of the layer's forward and backward behind which they hide, count in full.
     """
     full = max((mode.recompute_s for mode in modes), default=0.0)
     freed = max((modes[0].kept_bytes - mode.kept_bytes for mode in modes if mode.keys), default=0)
@@ -336,6 +415,8 @@ def _supported(
         ]
         wins[min(numbers, key=score.__getitem__)] += 1
     smallest = min(numbers, key=lambda at: modes[at].kept_bytes)
-    ranked = sorted(numbers, key=lambda at: (at != 0, at != smallest, -wins[at]))
-    picked = [at for at in ranked if at in (0, smallest) or wins[at]]
+    bare = (at for at in numbers if not modes[at].host_bytes)  # for a host that is full
+    always = 0, smallest, min(bare, key=lambda at: modes[at].kept_bytes)
+    ranked = sorted(numbers, key=lambda at: (at not in always, -wins[at]))
+    picked = [at for at in ranked if at in always or wins[at]]
     return [modes[at] for at in sorted(picked[:limit])]

@@ -20,7 +20,9 @@ from dataclasses import dataclass, replace
 from memo_compile.errors import ConfigError, UnsupportedGraph
 from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_keys
 from memo_compile.planners.policy.modes import (
+    SMALL,
     Rights,
+    apart,
     layer_rights,
     make_mode,
     splittable,
@@ -38,9 +40,6 @@ ROTATING = Schedule(offload_lag=1, reload_lead=1)
 """A copy may last one more layer, which is what MEMO's two rotating buffers allow."""
 
 AT_ONCE = Schedule(offload_lag=0, reload_lead=0, at_once=True)
-
-SMALL = 0.002
-"""Steady plans copy a tensor of less than this share of what its layer saves, if they can."""
 
 KEPT_LAYERS = 2
 """Layers at the end that policy ``memo`` leaves alone, because their backward comes first."""
@@ -96,12 +95,15 @@ def steady_moves(step: MovableStep, recompute: RecomputeOf) -> list[Moves]:
     """Slow plans of few bytes that are the same however long regions and copies take.
 
     One of these keeps in the next process a floor that is named in this one. They copy everything
-    to the host, or recompute what they can, with or without what attention returns.
+    to the host, or recompute what they can, with or without what attention returns, and with or
+    without what has to be copied so that nothing is made long before it is read.
     """
     modes_of: tuple[ModeOf, ...] = (
         _all_offloaded,
         lambda cls, may: _recomputed_first(cls, may, may.recompute),
         lambda cls, may: _recomputed_first(cls, may, _others(cls, may)),
+        lambda cls, may: _recomputed_first(cls, may, _apart(cls, may, may.recompute)),
+        lambda cls, may: _recomputed_first(cls, may, _apart(cls, may, _others(cls, may))),
     )
     made = (_per_layer(step, "steady", AT_ONCE, recompute, mode_of) for mode_of in modes_of)
     return list(dict.fromkeys(plan.moves for plan in made))
@@ -174,17 +176,19 @@ def _all_offloaded(cls: LayerClass, rights: Rights) -> Mode:
 
 
 def _recomputed_first(cls: LayerClass, rights: Rights, recompute: frozenset[int]) -> Mode:
-    """``recompute`` recomputed and the rest offloaded, as is what is too small to be made anew.
-
-    The scale of a norm is made from an activation a thousand times its size, which would have to be
-    there for it.
-    """
+    """``recompute`` recomputed and the rest offloaded, as is what is too small to be made anew."""
     small = {
         slot
         for slot in recompute & rights.offload
         if cls.slots[slot].size_bytes < SMALL * cls.saved_bytes
     }
     return make_mode(cls, offload=rights.offload, recompute=recompute - small)
+
+
+def _apart(cls: LayerClass, rights: Rights, recompute: frozenset[int]) -> frozenset[int]:
+    """``recompute`` without what makes it exist too early, where the layer may copy that."""
+    fewer = apart(cls, recompute)
+    return fewer if recompute - fewer <= rights.offload else recompute
 
 
 def _all_recomputed(cls: LayerClass, rights: Rights) -> Mode:
