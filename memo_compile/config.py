@@ -72,9 +72,9 @@ class MemoConfig:
     """Splits along the tokens are multiples of this."""
     token_tiles: int | None = None
     """Run wide chains (loss head, MLP) in this many tiles of tokens; 1: never; by default where the
-    budget asks for it, and for logits that are large and stand out (``driver/tries.py``)."""
+    budget asks for it, and for logits that are large and stand out (``driver/tile_order.py``)."""
     tile_above_bytes: int = field(default=0, metadata={"internal": True})
-    """Regions whose transients are no larger run whole; no option, ``driver/tries.py`` sets it."""
+    """Regions whose transients are no larger run whole; ``driver/tile_order.py`` sets it."""
     drop_above_bytes: int = field(default=0, metadata={"internal": True})
     """What is no larger, with its gradient, may be saved where chains run in tiles; no option."""
     max_over_compute: float = field(default=math.inf, metadata={"internal": True})
@@ -344,6 +344,12 @@ def local_world_size() -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ConfigError(f"LOCAL_WORLD_SIZE: expected an integer of at least 1, got {text!r}")
     return int(text)
+
+
+def torch_settings() -> dict[str, str]:
+    """The variables that torch and its compilers may read, by name."""
+    prefixes = ("TORCH", "PYTORCH", "INDUCTOR", "TRITON", "ATEN_")
+    return {key: os.environ[key] for key in sorted(os.environ) if key.startswith(prefixes)}
 
 
 def cache_folder() -> Path | None:

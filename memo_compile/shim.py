@@ -34,7 +34,7 @@ from torch._functorch.partitioners import (
 )
 from torch._guards import TracingContext, tracing
 from torch._guards import detect_fake_mode as detect_fake_mode
-from torch._inductor import ir, lowering
+from torch._inductor import cpu_vec_isa, ir, lowering
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen import common as _codegen_common
 from torch._inductor.codegen.wrapper import AllocateLine as AllocateLine
@@ -131,11 +131,21 @@ _COMPILERS = ("cpp", "cpp_pybinding", "halide", "triton", "multi_kernel", "palla
 
 
 @contextlib.contextmanager
-def without_kernels() -> Iterator[None]:
-    """Graphs become wrapper code inside, without compiled kernels: what is lowered cannot run."""
+def without_kernels(*, without_vectors: bool = False) -> Iterator[None]:
+    """Graphs become wrapper code inside, without compiled kernels: what is lowered cannot run.
+
+    Inductor finds out which vector instructions there are by compiling for each and by starting
+    Python to load that; ``without_vectors`` says that there are none.
+    """
     names = (name for name in (*_COMPILERS, "wait") if name in vars(AsyncCompile))
-    with _compiles_with(dict.fromkeys(names, lambda *_, **__: None)):
-        yield
+    known = cpu_vec_isa.valid_vec_isa_list
+    if without_vectors:
+        cpu_vec_isa.valid_vec_isa_list = lambda: []  # type: ignore[assignment]
+    try:
+        with _compiles_with(dict.fromkeys(names, lambda *_, **__: None)):
+            yield
+    finally:
+        cpu_vec_isa.valid_vec_isa_list = known
 
 
 @contextlib.contextmanager

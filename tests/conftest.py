@@ -58,6 +58,12 @@ def _compile_the_search() -> None:
     Searcher(build_instance(PlacementProblem(buffers=(buffer,))), use_numba=True)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans do not depend on what the user's cache holds; a test that wants a store sets one."""
+    monkeypatch.setattr("memo_compile.offline.forecast.step_store", lambda: None)
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Compare, made compact, with tests/golden/NAME.txt; a missing file fails.

@@ -63,6 +63,10 @@ def plan_command(
         typer.Option(metavar="budget", help="Plans for budgets from the smallest one to none."),
     ] = None,
     budgets: Annotated[int, typer.Option(help="How many of them.")] = 8,
+    fresh: Annotated[
+        bool,
+        typer.Option(help="Trace and lower anew; remember nothing and use nothing remembered."),
+    ] = False,
     emit: Annotated[
         str | None, typer.Option(help="Settings of hf, torchtitan or megatron on stdout.")
     ] = None,
@@ -75,13 +79,9 @@ def plan_command(
 ) -> None:
     """Plan one training step on any machine: does it fit, how fast is it, what sets the peak."""
     from memo_compile.offline.forecast import Question
-    from memo_compile.offline.shapes.load import parse_dtype
-    from memo_compile.offline.shapes.transformer import Degrees
+    from memo_compile.offline.shapes.degrees import Degrees, parse_dtype
 
-    if emit is not None and emit not in TOOLS:
-        raise InputError(f"emit: expected one of {', '.join(TOOLS)}, got {emit!r}")
-    if emit is not None and as_json:
-        raise InputError("emit: prints settings, --json prints JSON; give one of the two")
+    _require_one_form(emit, as_json=as_json)
     question = Question(
         model=model,
         hardware=find_hardware(hardware),
@@ -93,6 +93,7 @@ def plan_command(
         host_budget=host_budget,
         optimizer=optimizer,
         policy=policy,
+        remembers=not fresh,
     )
     if sweep is not None:
         _sweep(question, sweep, budgets, as_json=as_json)
@@ -120,6 +121,14 @@ def _show(answer: "Forecast", max_seq: int | None, *, as_json: bool, verbose: bo
         _print(answer, max_seq)
     else:
         print("\n".join(plan_lines(answer, max_seq)))
+
+
+def _require_one_form(emit: str | None, *, as_json: bool) -> None:
+    """Raise InputError where stdout would hold two forms, or settings of an unknown tool."""
+    if emit is not None and emit not in TOOLS:
+        raise InputError(f"emit: expected one of {', '.join(TOOLS)}, got {emit!r}")
+    if emit is not None and as_json:
+        raise InputError("emit: prints settings, --json prints JSON; give one of the two")
 
 
 def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[Forecast, int | None]":

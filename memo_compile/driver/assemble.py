@@ -14,7 +14,7 @@ from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver.bind import bind_step
 from memo_compile.driver.facts import gradient_bytes
-from memo_compile.driver.knowledge import StepKnowledge
+from memo_compile.driver.knowledge import StepKnowledge, gradients_at_once
 from memo_compile.driver.library_buffers import (
     Product,
     keeps_kernels,
@@ -22,10 +22,10 @@ from memo_compile.driver.library_buffers import (
     products_of,
 )
 from memo_compile.driver.out_of_memory import OutOfMemory
-from memo_compile.driver.plan_step import gradients_at_once, plan_step
+from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
+from memo_compile.driver.step_planner import LOSS_OUTSIDE
 from memo_compile.driver.user_outputs import (
-    LOSS_OUTSIDE,
     LossWatch,
     ResultWatch,
     held_bytes,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from memo_runtime.pages import gives_pages_back
 
 from memo_compile import shim
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
@@ -20,17 +21,45 @@ from memo_compile.costs.extrapolate import extrapolated_seconds
 from memo_compile.costs.hardware import HardwareProfile, hardware_of
 from memo_compile.costs.measure_regions import measure_all, run_once
 from memo_compile.costs.roofline import graph_seconds
-from memo_compile.driver.decide import RecomputeLibrary
 from memo_compile.driver.facts import profile_name
 from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.movable_step import Movable, movable_step
-from memo_compile.driver.stages import LoweredStep
+from memo_compile.driver.recompute_library import RecomputeLibrary
+from memo_compile.driver.recompute_regions import RecomputeGraphs
+from memo_compile.driver.stages import LoweredStep, PlanRequest
+from memo_compile.driver.user_outputs import held_bytes, outside_loss_bytes, own_gradients
 from memo_compile.errors import MemoError, UnsupportedGraph, described
 from memo_compile.reporting import state
-from memo_compile.step.movable import MEASURED, StepCosts
+from memo_compile.step.movable import MEASURED, MovableStep, StepCosts
 from memo_compile.step.problem import Problem
+from memo_compile.step.tilings import WholeStep
 
 log = logging.getLogger("memo")
+
+
+def gradients_at_once(problem: Problem, existing: int) -> int:
+    """Bytes of gradients where ``existing`` ones are kept beside those that backwards make.
+
+    Of several live steps one makes its gradients while those of another wait in autograd.
+    """
+    waiting = problem.fixed.new_gradients if problem.live_steps > 1 else 0
+    return max(problem.fixed.gradients, existing + waiting + problem.fixed.new_gradients)
+
+
+def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
+    """The step that keeps everything, with what exists beside it according to ``request``."""
+    problem = lowered.problem
+    fixed = problem.fixed
+    gradients = gradients_at_once(problem, request.existing_gradient_bytes)
+    fixed = replace(fixed, gradients=gradients, earlier_outputs=request.earlier_output_bytes)
+    problem = replace(problem, fixed=fixed)
+    if request.outside_loss:
+        more = outside_loss_bytes(own_gradients(lowered.cut.backward.half_graph.graph))
+        problem = replace(problem, loss_bytes=more)
+    if not request.keeps_outputs:
+        return problem
+    held = held_bytes(problem, lowered.cut.forward.results)
+    return replace(problem, keeps_outputs=True, rebound_bytes=held)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +76,7 @@ class StepKnowledge:
     _movable: Movable | None = None
     """The layers of the step as it was lowered; ``movable`` adds what a request counts."""
     _library: RecomputeLibrary | None = None
+    _maker: RecomputeGraphs | None = None
     _region_s: Mapping[str, float] | None = None
     _ran: dict[tuple[int, str], str] = field(default_factory=dict)
     """Number of intra-op threads and region that ran by itself -> why it could not, else empty."""
@@ -55,11 +85,41 @@ class StepKnowledge:
     _copy_speeds: dict[str, Mapping[str, float]] = field(default_factory=dict)
     """Host store -> the fields of ``StepCosts`` that tell how fast copies are."""
 
-    def movable(self, problem: Problem, host_store: str) -> Movable:
+    @property
+    def name(self) -> str:
+        """What reports and dumps call the step."""
+        return self.lowered.cut.name
+
+    @property
+    def whole(self) -> WholeStep:
+        """The step before tiles and moves, for the checker."""
+        return self.lowered.whole
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device that the tensors lie on."""
+        return self.lowered.cut.facts.device.type
+
+    def requested(self, request: PlanRequest) -> Problem:
+        """The step that keeps everything, with what exists beside it according to ``request``."""
+        device = self.lowered.cut.facts.device
+        releases_pages = self.runs_here() and gives_pages_back(device)
+        return replace(requested_problem(self.lowered, request), releases_pages=releases_pages)
+
+    def labels(self) -> Mapping[str, str | None]:
+        """Layer class -> the path of its modules, where it has one."""
+        classes = self.lowered.cut.units.structure.classes
+        return {found.class_key: found.module_path for found in classes}
+
+    def leased_bytes(self) -> Mapping[str, int]:
+        """Saved activation -> its own bytes."""
+        forward = self.lowered.cut.forward
+        return {value: forward.nodes[value].meta["val"].nbytes for value in forward.leased}
+
+    def movable(self, problem: Problem, host_store: str) -> MovableStep:
         """``problem`` as layers with slots: the lowered step, with what a request adds to it."""
-        known = self._layers_of_step(host_store)
-        step = replace(known.step, problem=problem, costs=self.costs(host_store))
-        return replace(known, step=step)
+        step = self._layers_of_step(host_store).step
+        return replace(step, problem=problem, costs=self.costs(host_store))
 
     def _layers_of_step(self, host_store: str) -> Movable:
         if self._movable is None:
@@ -83,22 +143,24 @@ class StepKnowledge:
     def library(self, host_store: str) -> RecomputeLibrary:
         """The step's recompute regions."""
         if self._library is None:
-            self._library = RecomputeLibrary(
-                movable=self._layers_of_step(host_store),
+            layers = self._layers_of_step(host_store)
+            self._maker = RecomputeGraphs(
+                graphs=layers.graphs,
                 config=self.config,
                 measure=self._seconds,
                 runner=self.lowered.cut.runner,
                 may_run=self.may_run,
             )
+            self._library = RecomputeLibrary(step=layers.step, maker=self._maker)
         return self._library
 
     def regions(self) -> Mapping[str, LoweredRegion]:
         """The step's regions as code, and those that recompute, as far as they are lowered."""
-        return {**self.lowered.regions, **(self._library.lowered if self._library else {})}
+        return {**self.lowered.regions, **(self._maker.code if self._maker else {})}
 
     def graphs(self) -> Mapping[str, RegionGraph]:
         """The graphs of ``regions``."""
-        more = self._library.lowered_graphs() if self._library else {}
+        more = self._maker.lowered_graphs() if self._maker else {}
         return {**self.lowered.cut.regions, **more}
 
     def recomputations(self, moved: Problem) -> Mapping[str, Recomputation]:
@@ -175,6 +237,10 @@ class StepKnowledge:
     def profile(self) -> HardwareProfile:
         """The declared figures of the device that the step is planned for."""
         return self.hardware or hardware_of(profile_name(self.lowered.cut.facts.device))
+
+    def bytes_left(self) -> int | None:
+        """Device memory that this process holds or may still take; None where it is unknown."""
+        return self.lowered.cut.facts.bytes_left()
 
     def device_bytes(self) -> int | None:
         """All memory of that device; None where it is unknown."""

@@ -23,8 +23,9 @@ from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_step
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.left_whole import say_dropped
-from memo_compile.driver.plan_step import plan_step, require_fast
+from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import CapturedStep, CutStep, LoweredStep, PlanRequest
+from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.step_problem import step_problem, whole_step
 from memo_compile.lowering.lower import lower_regions
 from memo_compile.lowering.workspace import with_workspaces

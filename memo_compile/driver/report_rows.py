@@ -1,12 +1,10 @@
 """One row of the report for each saved tensor of a layer class: what happens to it, and why."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from memo_compile.analysis.joint_units import JointUnits
 from memo_compile.config import MemoConfig
-from memo_compile.passes.cut import Cut
 from memo_compile.planners.moves import original_name
 from memo_compile.planners.policy import Choice, reasons
 from memo_compile.planners.solver import HOW_TO_GET_ONE, available_engines
@@ -19,14 +17,19 @@ MIN_NAMED_BYTES = 2**20
 """Results of fewer bytes (losses, statistics) get no note, because they do not matter to a plan."""
 
 
-def saved_rows(problem: Problem, forward: Cut, units: JointUnits) -> tuple[Decision, ...]:
-    """The rows of policy SAVE, read off each class's first layer."""
-    leased, labels = set(forward.leased), _module_paths(units)
+def saved_rows(
+    problem: Problem, leased_bytes: Mapping[str, int], labels: Mapping[str, str | None]
+) -> tuple[Decision, ...]:
+    """The rows of policy SAVE, read off each class's first layer.
+
+    ``leased_bytes`` has the bytes of every saved activation, ``labels`` the path of the modules of
+    every layer class.
+    """
     return tuple(
         Decision(
             tensor=f"{value} {list(problem.tensors[value].shape)}",
-            layer_class=labels.get(call.layer_class) or call.region,
-            bytes=forward.nodes[value].meta["val"].nbytes,
+            layer_class=labels.get(call.layer_class or "") or call.region,
+            bytes=leased_bytes[value],
             decision="SAVE",
             token_fraction=1.0,
             reason="read by the layer's backward; min-cut keeps it",
@@ -36,18 +39,19 @@ def saved_rows(problem: Problem, forward: Cut, units: JointUnits) -> tuple[Decis
         for call in problem.calls
         if call.phase is Phase.FORWARD and not call.instance and call.layer_class is not None
         for value in call.outputs
-        if value in leased
+        if value in leased_bytes
     )
 
 
-def moved_rows(step: MovableStep, choice: Choice, units: JointUnits) -> tuple[Decision, ...]:
+def moved_rows(
+    step: MovableStep, choice: Choice, labels: Mapping[str, str | None]
+) -> tuple[Decision, ...]:
     """The rows of a step whose tensors move; layers of a class with other modes have other rows.
 
     What the backward does not read in these layers is neither kept nor moved, and has no row.
     """
     why = reasons(step, choice.moves)
     read = _read_in_backward(choice.problem)
-    paths = _module_paths(units)
     calls = {call.name: call for call in step.problem.calls}
     rows: list[Decision] = []
     for key, cls in step.classes.items():
@@ -57,7 +61,7 @@ def moved_rows(step: MovableStep, choice: Choice, units: JointUnits) -> tuple[De
             if layer.class_key == key
         ]
         call = calls[members[0][0].forward]
-        label = paths.get(call.layer_class or "") or key
+        label = labels.get(call.layer_class or "") or key
         first = 0
         for mode, group in itertools.groupby(members, key=lambda member: member[1]):
             values = [layer.values for layer, _ in group]
@@ -65,17 +69,13 @@ def moved_rows(step: MovableStep, choice: Choice, units: JointUnits) -> tuple[De
             where = label if len(values) == len(members) else f"{label} [{first}:{end}]"
             first = end
             for index, slot in enumerate(cls.slots):
-                if any(of_layer[index] in read for of_layer in values):
-                    info = step.problem.tensors.get(slot.name)
-                    made = _rows_of(slot, info, mode, index, where, why[key, index, mode])
-                    if len(members) > 1 and slot.name in members[0][0].inputs:
-                        made = (replace(row, role="layer input") for row in made)
-                    rows.extend(made)
+                if not any(of_layer[index] in read for of_layer in values):
+                    continue
+                info = step.problem.tensors.get(slot.name)
+                made = _rows_of(slot, info, mode, index, where, why[key, index, mode])
+                is_input = len(members) > 1 and slot.name in members[0][0].inputs
+                rows += (replace(row, role="layer input") if is_input else row for row in made)
     return tuple(rows)
-
-
-def _module_paths(units: JointUnits) -> dict[str, str | None]:
-    return {found.class_key: found.module_path for found in units.structure.classes}
 
 
 def _read_in_backward(problem: Problem) -> set[str]:

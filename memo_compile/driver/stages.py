@@ -2,18 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from torch import fx
-
-from memo_compile.analysis.joint_units import JointUnits
-from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.config import MemoConfig
-from memo_compile.driver.facts import GraphFacts
-from memo_compile.passes.cut import Cut
-from memo_compile.passes.runner import PassRunner
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.step.tilings import WholeStep
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from memo_compile.analysis.joint_units import JointUnits
+    from memo_compile.analysis.regions import LoweredRegion, RegionGraph
+    from memo_compile.driver.facts import GraphFacts
+    from memo_compile.passes.cut import Cut
+    from memo_compile.passes.runner import PassRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,15 +24,15 @@ class CapturedStep:
     """Forward and backward as AOTAutograd hands them to memo, and what the joint graph told."""
 
     name: str
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    units: JointUnits
-    facts: GraphFacts
+    forward: "fx.GraphModule"
+    backward: "fx.GraphModule"
+    units: "JointUnits"
+    facts: "GraphFacts"
     num_results: int
     """How many results the forward has; behind them it returns what autograd keeps."""
     own_results: tuple[int, ...]
     """Positions of the forward's results that alias nothing in the user's program."""
-    runner: PassRunner
+    runner: "PassRunner"
     """Runs what is still to be done to graphs of this step."""
 
 
@@ -38,15 +41,15 @@ class CutStep:
     """Both halves as regions, and the calls of them in order."""
 
     name: str
-    forward: Cut
-    backward: Cut
-    units: JointUnits
-    facts: GraphFacts
-    runner: PassRunner
+    forward: "Cut"
+    backward: "Cut"
+    units: "JointUnits"
+    facts: "GraphFacts"
+    runner: "PassRunner"
     """The runner of the captured step."""
 
     @property
-    def regions(self) -> Mapping[str, RegionGraph]:
+    def regions(self) -> "Mapping[str, RegionGraph]":
         """The distinct regions of both halves, by name."""
         return {**self.forward.regions, **self.backward.regions}
 
@@ -56,7 +59,7 @@ class LoweredStep:
     """Every region as code, and the step that keeps everything (policy SAVE)."""
 
     cut: CutStep
-    regions: Mapping[str, LoweredRegion]
+    regions: "Mapping[str, LoweredRegion]"
     problem: Problem
     whole: WholeStep
     """The step as its graphs say it, for the checker."""
@@ -98,6 +101,6 @@ class PlannedStep:
 
     problem: Problem
     plan: Plan
-    lowered: Mapping[str, LoweredRegion]
+    lowered: "Mapping[str, LoweredRegion]"
     planning_s: float = 0.0
     """Seconds that ``plan_step`` took."""

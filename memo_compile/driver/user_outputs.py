@@ -25,12 +25,6 @@ LOSS_TENSORS = 4
 the gradient: cross_entropy of shifted logits holds a copy of them, the log-probabilities, their
 gradient, and that gradient with zeros for the last token."""
 
-LOSS_OUTSIDE = (
-    "large results that the compiled function returns beside its own loss are used outside (by "
-    "another loss, or behind a graph break); compute all inside, which needs less, or set "
-    "outside_loss=True for a plan that counts with it from the first step on"
-)
-
 
 def result_storages(problem: Problem, results: Sequence[str | None]) -> dict[int, str]:
     """Position of a result -> the value whose ordinary memory it keeps alive.

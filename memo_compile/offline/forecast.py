@@ -1,8 +1,6 @@
 """Will it fit? A model, a device and a budget answered by a plan that never runs."""
 
 import bisect
-import functools
-import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,18 +10,14 @@ import torch
 
 from memo_compile.config import resolve
 from memo_compile.costs.hardware import HardwareProfile
-from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.tries import TOKEN_TILES
+from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.errors import Infeasible, InputError
-from memo_compile.offline.more_layers import NotUniform
-from memo_compile.offline.plan_offline import OfflineStep, plan_step_offline
-from memo_compile.offline.shapes.load import Loaded, load
-from memo_compile.offline.shapes.transformer import Degrees
+from memo_compile.offline.offline_step import OfflineStep
+from memo_compile.offline.shapes.degrees import Degrees
+from memo_compile.offline.subject import Subject, step_store
 from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts
 from memo_compile.step.simulate import memory_level
 from memo_compile.units import parse_size
-
-log = logging.getLogger("memo")
 
 CONTEXT_BYTES = 2**30
 """A GPU's memory that no step can have: CUDA's context and loaded kernels take 0.5 to 0.8 GiB."""
@@ -78,6 +72,8 @@ class Question:
     host_budget: str | int | None = None
     optimizer: str = "adamw"
     policy: str = "auto"
+    remembers: bool = True
+    """What is traced and lowered is remembered in the user's cache, and taken from there."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -183,13 +179,17 @@ def forecast(question: Question) -> Forecast:
         InputError: the model or a degree cannot be used.
         MemoError: the model cannot be planned.
     """
-    loaded = _load(question)
+    with _subject(question) as subject:
+        return _forecast(question, subject)
+
+
+def _forecast(question: Question, subject: Subject) -> Forecast:
     try:
-        return _within_budget(question, loaded)
+        return _within_budget(question, subject)
     except Infeasible as error:
         if error.floor_bytes is None or error.floor_bytes <= question.available_bytes:
             raise
-        return _answer(question, loaded, _plan(question, loaded, error.floor_bytes))
+        return _answer(question, subject, _plan(question, subject, error.floor_bytes))
 
 
 def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
@@ -200,13 +200,16 @@ def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
     """
     if num_budgets < 2:
         raise InputError(f"budgets: expected at least 2, got {num_budgets}")
-    least, most = (forecast(replace(question, budget=budget)) for budget in (1, UNBOUNDED_BYTES))
-    span = most.peak_bytes - least.peak_bytes
-    yield replace(least, budget_bytes=least.peak_bytes)
-    for number in range(1, num_budgets - 1 if span else 0):
-        budget = least.peak_bytes + span * number // (num_budgets - 1)
-        yield forecast(replace(question, budget=budget))
-    yield replace(most, budget_bytes=most.peak_bytes)
+    with _subject(question) as subject:
+        least, most = (
+            _forecast(replace(question, budget=budget), subject) for budget in (1, UNBOUNDED_BYTES)
+        )
+        span = most.peak_bytes - least.peak_bytes
+        yield replace(least, budget_bytes=least.peak_bytes)
+        for number in range(1, num_budgets - 1 if span else 0):
+            budget = least.peak_bytes + span * number // (num_budgets - 1)
+            yield _forecast(replace(question, budget=budget), subject)
+        yield replace(most, budget_bytes=most.peak_bytes)
 
 
 class Need(NamedTuple):
@@ -221,20 +224,23 @@ def least_needed(question: Question) -> Need:
     if question.degrees.pp > 1:
         return needed(question)
     policy = "greedy" if question.policy == "auto" else question.policy
-    smallest, loaded = replace(question, policy=policy), _load(question)
-    try:
-        num_bytes: float = _plan(smallest, loaded, 1, token_tiles=TOKEN_TILES).plan.peak_bytes
-    except Infeasible as error:
-        num_bytes = error.floor_bytes or math.inf
+    smallest = replace(question, policy=policy)
+    with _subject(question) as subject:
+        try:
+            made = _plan(smallest, subject, 1, token_tiles=TOKEN_TILES)
+            num_bytes: float = made.plan.peak_bytes
+        except Infeasible as error:
+            num_bytes = error.floor_bytes or math.inf
     return Need(num_bytes, num_bytes <= question.available_bytes)
 
 
 def needed(question: Question) -> Need:
     """Whether any plan fits, by the whole choice."""
-    try:
-        answer = _within_budget(question, _load(question))
-    except Infeasible as error:
-        return Need(error.floor_bytes or math.inf, False)
+    with _subject(question) as subject:
+        try:
+            answer = _within_budget(question, subject)
+        except Infeasible as error:
+            return Need(error.floor_bytes or math.inf, False)
     return Need(math.inf if answer.fits else answer.peak_bytes, answer.fits)
 
 
@@ -321,83 +327,71 @@ class _LengthSearch:
 
 def _constant_bytes(question: Question) -> int:
     """Parameters, their gradients and optimizer state; 0 where the model is a function."""
-    loaded = _load(question)
-    if not isinstance(loaded.model, torch.nn.Module):
-        return 0
-    state = question.state_bytes_per_parameter(_parameter_bytes(loaded, question.dtype))
-    return GraphFacts(list(loaded.model.parameters())).constant_bytes(state)
+    from memo_compile.driver.facts import GraphFacts  # loads Dynamo, which most answers do without
+
+    with _subject(question) as subject:
+        model = subject.loaded.model
+        if not isinstance(model, torch.nn.Module):
+            return 0
+        state = question.state_bytes_per_parameter(subject.facts.parameter_bytes)
+        return GraphFacts(list(model.parameters())).constant_bytes(state)
 
 
-def _load(question: Question) -> Loaded:
-    return load(
-        question.model,
+def _subject(question: Question) -> Subject:
+    return Subject(
+        model=question.model,
         seq=question.seq,
         batch=question.batch,
         dtype=question.dtype,
         degrees=question.degrees,
+        hardware=question.hardware,
+        store=step_store() if question.remembers else None,
     )
 
 
-def _within_budget(question: Question, loaded: Loaded) -> Forecast:
+def _within_budget(question: Question, subject: Subject) -> Forecast:
     """The answer; the budget is of all micro-batches in flight together.
 
     Each of n holds a frame of its own: with F = peak - arena, a plan for F + (budget - F) / n has
     an arena of (budget - F) / n at most, and n of them with F are within the budget. A plan in
     other tiles may have a smaller F and a larger arena: then its F counts.
     """
-    answer = _answer(question, loaded, _plan(question, loaded, question.available_bytes))
+    answer = _answer(question, subject, _plan(question, subject, question.available_bytes))
     for _ in range(MAX_FRAME_PLANS):
         if answer.fits or answer.in_flight == 1:
             break
         plan = answer.step.plan
         beside = plan.peak_bytes - plan.arena_bytes
         per_frame = beside + max(0, question.available_bytes - beside) // answer.in_flight
-        answer = _answer(question, loaded, _plan(question, loaded, per_frame))
+        answer = _answer(question, subject, _plan(question, subject, per_frame))
     return answer
 
 
-def _plan(question: Question, loaded: Loaded, budget_bytes: int, **more: Any) -> OfflineStep:
+def _plan(question: Question, subject: Subject, budget_bytes: int, **more: Any) -> OfflineStep:
     options: dict[str, Any] = {
         **more,
         "memory_budget": budget_bytes,
         "policy": question.policy,
         "optimizer_state_bytes_per_parameter": question.state_bytes_per_parameter(
-            _parameter_bytes(loaded, question.dtype)
+            subject.facts.parameter_bytes
         ),
     }
     if question.host_budget is not None:
         options["host_budget"] = question.host_budget
-    planned = functools.partial(
-        plan_step_offline, config=resolve(options, None), hardware=question.hardware
-    )
-    if (shorter := loaded.shorter) is not None:
-        try:
-            return planned(shorter.model, shorter.args, {}, more=shorter.more)
-        except NotUniform as error:
-            log.info("memo: all layers of %s are traced: %s", loaded.name, error)
-    return planned(loaded.model, loaded.args, loaded.kwargs)
+    return subject.plan(resolve(options, None))
 
 
-def _parameter_bytes(loaded: Loaded, dtype: torch.dtype) -> float:
-    """Mean bytes of a trainable number of the model; those of ``dtype`` if there is no module."""
-    if not isinstance(loaded.model, torch.nn.Module):
-        return dtype.itemsize
-    trainable = [parameter for parameter in loaded.model.parameters() if parameter.requires_grad]
-    numbers = sum(parameter.numel() for parameter in trainable)
-    return sum(parameter.nbytes for parameter in trainable) / numbers if numbers else dtype.itemsize
-
-
-def _answer(question: Question, loaded: Loaded, step: OfflineStep) -> Forecast:
+def _answer(question: Question, subject: Subject, step: OfflineStep) -> Forecast:
     plan, in_flight = step.plan, question.degrees.pp
     assert plan.timeline is not None, "an offline plan is simulated"
     frames = in_flight * plan.arena_bytes
     missed = 0 if step.exact else CUBLAS_BYTES + int(ESTIMATE_MARGIN * frames)
     tokens_per_s = None
-    if loaded.num_tokens is not None and plan.timeline.step_s:
-        tokens_per_s = loaded.num_tokens * question.degrees.dp / plan.timeline.step_s
+    if subject.facts.num_tokens is not None and plan.timeline.step_s:
+        tokens_per_s = subject.facts.num_tokens * question.degrees.dp / plan.timeline.step_s
     return Forecast(
         question=question,
-        name=loaded.name,
+        name=subject.facts.name,
         step=step,
         peak_bytes=plan.peak_bytes + (in_flight - 1) * plan.arena_bytes + missed,
         budget_bytes=question.budget_bytes,
@@ -406,7 +400,7 @@ def _answer(question: Question, loaded: Loaded, step: OfflineStep) -> Forecast:
         in_flight=in_flight,
         tokens_per_s=tokens_per_s,
         peak_at=_peak_at(step),
-        notes=(*loaded.notes, *step.notes),
+        notes=(*subject.facts.notes, *step.notes),
     )
 
 

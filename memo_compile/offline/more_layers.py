@@ -21,6 +21,7 @@ from memo_compile import shim
 from memo_compile.analysis.joint_units import JointUnits
 from memo_compile.analysis.layers import LayerStructure
 from memo_compile.driver.stages import CutStep
+from memo_compile.offline.offline_step import NotUniform as NotUniform
 from memo_compile.passes.cut import Cut, CutCall
 from memo_compile.step.problem import Phase
 
@@ -39,10 +40,6 @@ class MoreLayers:
     """Layers of the model that is meant."""
     untraced: Sequence[torch.Tensor]
     """Parameters and buffers of its layers that are not traced."""
-
-
-class NotUniform(Exception):
-    """The step is not one class of layers, each wired to its neighbours like the next."""
 
 
 def with_layers(step: CutStep, num_layers: int) -> CutStep:

@@ -5,8 +5,10 @@ stages of the backend but the last. No kernel is compiled and nothing is compute
 be fakes.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any, Never
 
 import torch
@@ -21,50 +23,28 @@ from memo_compile.costs.roofline import node_cost
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.pipeline import cut_step, lower_step
-from memo_compile.driver.plan_step import plan_step, require_fast
-from memo_compile.driver.report_rows import recomputes_slices
-from memo_compile.driver.stages import CapturedStep, CutStep, PlanRequest
-from memo_compile.driver.tries import first_that_fits
+from memo_compile.driver.stages import CapturedStep, PlannedStep
+from memo_compile.driver.step_planner import require_fast
+from memo_compile.driver.tile_order import Sizes
+from memo_compile.driver.tries import first_that_fits, sizes_of
 from memo_compile.errors import MemoError, UnsupportedGraph
 from memo_compile.offline.more_layers import MoreLayers, with_layers
+from memo_compile.offline.offline_step import (
+    OfflineFacts,
+    OfflineStep,
+    offline_config,
+    planned_offline,
+)
 from memo_compile.reporting import state
-from memo_compile.step.movable import StepCosts
-from memo_compile.step.plans import Observed, Plan, ReportedPlan
-from memo_compile.step.problem import Problem
-from memo_compile.step.simulate import simulate
-
-_PLAIN_LOOPS = {"cpp.simdlen": 1}
-"""Inductor's settings for another device than the CPU, whose kernels nobody runs: plain loops have
-the same buffers, take a fifth less time to make, and need no C++ compiler to ask."""
+from memo_compile.step.plans import ReportedPlan
 
 NOTHING_TRAINS = (
     "nothing in this step needs a gradient: give trainable parameters, or return a loss that "
     "depends on them"
 )
 
-NOT_COMPARED = (
-    "{}: not compared with the whole. That is done before a step runs; nothing is computed for a "
-    "plan, which believes the rules about operators"
-)
-
 FORWARD_AND_BACKWARD = 3
 """A training step's useful FLOPs over those of its forward: two products for each of one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfflineStep:
-    """A step that was planned and never ran."""
-
-    problem: Problem
-    plan: ReportedPlan
-    """The plan, with its ``timeline``."""
-    costs: StepCosts
-    model_flops: int
-    """FLOPs of forward and backward on one device, without those of recomputation."""
-    exact: bool
-    """True when the backend makes the same plan; False for another device than the tensors'."""
-    notes: tuple[str, ...] = ()
-    """What is not known of the plan because nothing ran."""
 
 
 def plan(
@@ -114,48 +94,113 @@ def plan_step_offline(
         MemoError: as ``plan``.
         NotUniform: ``more`` is given, and the layers differ in how they are wired.
     """
-    config = replace(config, costs="roofline")
-    if hardware is not None and hardware.name != "cpu":
-        config = replace(config, inductor_options={**config.inductor_options, **_PLAIN_LOOPS})
-    step = _with_loss(model, loss)
-    with torch.enable_grad(), shim.without_kernels():
+    config = offline_config(config, hardware)
+    with tracing(model, args, kwargs, hardware=hardware, loss=loss, more=more) as traced:
         try:
-            with shim.traced_whole(step, args, kwargs) as traced:
-                if traced is None:
-                    raise UnsupportedGraph(NOTHING_TRAINS)
-                return _planned_graph(*traced, config, hardware, more)
+            device_bytes = hardware.memory_bytes if hardware else None
+            facts = traced.facts()
+            return first_that_fits(traced.gm, facts, config, traced.attempt, device_bytes)
         except Exception as error:
-            _raise_bare(error)
+            raise_bare(error)
 
 
-def _planned_graph(
-    gm: fx.GraphModule,
-    examples: Sequence[Any],
-    config: MemoConfig,
+@contextlib.contextmanager
+def tracing(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
     hardware: HardwareProfile | None,
-    more: MoreLayers | None,
-) -> OfflineStep:
-    """The plan of a Dynamo graph, in tiles of tokens where it does not fit whole."""
-    untraced = more.untraced if more else ()
-    captured: dict[int | None, CapturedStep] = {}
-    planned: dict[tuple[int | None, ...], tuple[OfflineStep, Callable[[MemoConfig], None]]] = {}
+    loss: Callable[[Any], Any] | None = None,
+    more: MoreLayers | None = None,
+) -> "Iterator[TracedModel]":
+    """The Dynamo graph of ``model``; inside it can be captured and lowered, without kernels."""
+    step = _with_loss(model, loss)
+    plain = hardware is not None and hardware.name != "cpu"
+    with torch.enable_grad(), shim.without_kernels(without_vectors=plain), ExitStack() as stack:
+        try:
+            traced = stack.enter_context(shim.traced_whole(step, args, kwargs))
+            if traced is None:
+                raise UnsupportedGraph(NOTHING_TRAINS)
+        except Exception as error:
+            raise_bare(error)
+        yield TracedModel(*traced, hardware=hardware, more=more)
 
-    def attempt(graph: fx.GraphModule, options: MemoConfig) -> OfflineStep:
-        drops = options.drops_above()
-        if drops not in captured:
-            captured[drops] = _captured(graph, GraphFacts(examples, untraced), examples, options)
-        tiles = options.token_tiles, options.tile_above_bytes, drops
-        if tiles not in planned:
-            step = captured[drops]
-            forward, backward = shim.copied(step.forward), shim.copied(step.backward)
-            step = replace(step, forward=forward, backward=backward)
-            planned[tiles] = _planned_step(step, options, hardware, more)
-        made, require = planned[tiles]
-        require(options)
+
+Tiling = tuple[int | None, ...]
+"""How a graph is tried: tiles, above which bytes, and what may be saved."""
+
+
+@dataclass
+class TracedModel:
+    """A Dynamo graph that is lowered in one tiling after another, each once."""
+
+    gm: fx.GraphModule
+    examples: Sequence[Any]
+    hardware: HardwareProfile | None = None
+    more: MoreLayers | None = None
+    _captured: dict[int | None, CapturedStep] = field(default_factory=dict)
+    _planned: dict[Tiling, tuple[StepKnowledge, PlannedStep, OfflineStep]] = field(
+        default_factory=dict
+    )
+
+    def facts(self) -> GraphFacts:
+        """What is known of the graph's inputs."""
+        return GraphFacts(self.examples, self.more.untraced if self.more else ())
+
+    def sizes(self, config: MemoConfig) -> Sizes:
+        """What the order of tiles is made of."""
+        return sizes_of(self.gm, self.facts(), config)
+
+    def attempt(self, graph: fx.GraphModule, options: MemoConfig) -> OfflineStep:
+        """The plan in the tiles that ``options`` name. Raises TooSlow, Infeasible."""
+        tiles = options.token_tiles, options.tile_above_bytes, options.drops_above()
+        if tiles not in self._planned:
+            known = self.lowered(options, graph)
+            self._planned[tiles] = known, *planned_offline(known, options, offline_facts(known))
+        known, planned, made = self._planned[tiles]
+        require_fast(planned.plan, options, known)
         return made
 
-    device_bytes = hardware.memory_bytes if hardware else None
-    return first_that_fits(gm, GraphFacts(examples, untraced), config, attempt, device_bytes)
+    def lowered(self, options: MemoConfig, graph: fx.GraphModule | None = None) -> StepKnowledge:
+        """The step in the tiles that ``options`` name, lowered."""
+        captured = self.captured(options, graph)
+        forward, backward = shim.copied(captured.forward), shim.copied(captured.backward)
+        captured = replace(captured, forward=forward, backward=backward)
+        step = cut_step(captured, options, lambda _: True)  # nothing may be computed to judge tiles
+        if self.more is not None:
+            step = with_layers(step, self.more.num_layers)
+        device = step.facts.device.type
+        hardware = self.hardware
+        for_cuda = device == "cuda" or (hardware is not None and hardware.name != device)
+        lowered = lower_step(step, options, for_cuda=for_cuda)
+        return StepKnowledge(lowered=lowered, config=options, hardware=hardware, may_run=False)
+
+    def captured(self, options: MemoConfig, graph: fx.GraphModule | None = None) -> CapturedStep:
+        """The step before it is cut."""
+        drops = options.drops_above()
+        if drops not in self._captured:
+            graph = shim.copied(self.gm) if graph is None else graph
+            self._captured[drops] = _captured(graph, self.facts(), self.examples, options)
+        return self._captured[drops]
+
+
+def offline_facts(known: StepKnowledge) -> OfflineFacts:
+    """What an answer says beside the plan."""
+    step, host_store = known.lowered.cut, known.config.host_store
+    forward_flops = sum(
+        node_cost(node).flops
+        for call in step.forward.calls
+        for node in step.regions[call.region].gm.graph.nodes
+        if GRADIENT not in node.meta
+    )
+    return OfflineFacts(
+        costs=known.costs(host_store),
+        model_flops=FORWARD_AND_BACKWARD * forward_flops,
+        exact=known.runs_here(),
+        tiled=[*step.forward.tilings, *step.backward.tilings],
+        lowering_s=known.lowered.lowering_s,
+    )
 
 
 def _captured(
@@ -169,59 +214,6 @@ def _captured(
     return found[0]
 
 
-def _planned_step(
-    captured: CapturedStep,
-    config: MemoConfig,
-    hardware: HardwareProfile | None,
-    more: MoreLayers | None,
-) -> tuple[OfflineStep, Callable[[MemoConfig], None]]:
-    """A captured step through all stages but the last, and what refuses a slow one."""
-    step = cut_step(captured, config, lambda _: True)  # nothing may be computed to judge tiles
-    if more is not None:
-        step = with_layers(step, more.num_layers)
-    device = step.facts.device.type
-    for_cuda = device == "cuda" or (hardware is not None and hardware.name != device)
-    lowered = lower_step(step, config, for_cuda=for_cuda)
-    known = StepKnowledge(lowered=lowered, config=config, hardware=hardware, may_run=False)
-    planned = plan_step(lowered, config, PlanRequest(), known)
-    costs = known.costs(config.host_store)
-    made = planned.plan
-    timeline = made.timeline
-    if timeline is None:  # everything is kept: no step is faster
-        timeline = simulate(planned.problem, costs)
-        step_s = timeline.step_s
-        made = replace(made, timeline=timeline, step_lower_bound_s=step_s, compute_s=step_s)
-    observed = Observed(
-        planning_s=planned.planning_s,
-        lowering_s=lowered.lowering_s,
-        stall_s=timeline.stall_s,
-    )
-    forward_flops = sum(
-        node_cost(node).flops
-        for call in step.forward.calls
-        for node in step.regions[call.region].gm.graph.nodes
-        if GRADIENT not in node.meta
-    )
-    found = OfflineStep(
-        problem=planned.problem,
-        plan=ReportedPlan.of(made, observed),
-        costs=costs,
-        model_flops=FORWARD_AND_BACKWARD * forward_flops,
-        exact=known.runs_here(),
-        notes=tuple(_not_compared(step, planned.plan)),
-    )
-    return found, lambda options: require_fast(planned.plan, options, known)
-
-
-def _not_compared(step: CutStep, plan: Plan) -> Iterator[str]:
-    """What runs in slices of rows because rules say so."""
-    tiled = [*step.forward.tilings, *step.backward.tilings]
-    if tiled:
-        yield NOT_COMPARED.format(f"tiles of {', '.join(tiled)}")
-    if recomputes_slices(plan.decisions):
-        yield NOT_COMPARED.format("recomputations of a part of the tokens")
-
-
 def _with_loss(model: Callable[..., Any], loss: Callable[[Any], Any] | None) -> Callable[..., Any]:
     if loss is None:
         return model
@@ -232,7 +224,7 @@ def _with_loss(model: Callable[..., Any], loss: Callable[[Any], Any] | None) -> 
     return step
 
 
-def _raise_bare(error: Exception) -> Never:
+def raise_bare(error: Exception) -> Never:
     """Raise the MemoError inside ``error``; a graph break becomes one; anything else as it is."""
     inner: BaseException | None = error
     while inner is not None:

@@ -172,6 +172,11 @@ def _made_in_forward(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
     return sources if sum(map(bytes_of, sources)) <= bytes_of(node) else [node]
 
 
+def dropped_sizes(units: JointUnits) -> tuple[int, ...]:
+    """What is compared with ``EqualCut.drops_above``, each size once."""
+    return tuple(sorted({2 * bytes_of(node) for node in _wide(units)}))
+
+
 def _wide(units: JointUnits) -> set[fx.Node]:
     """Tensors at least TILE_FACTOR times as large as what their unit gets from the one before.
 

@@ -413,10 +413,8 @@ class ArenaBuffer:
 
 def call_starts(problem: Problem) -> tuple[int, ...]:
     """The first line of every call on the step's time axis, and the end of the step as last."""
-    starts = [0]
-    for call in problem.calls:
-        starts.append(starts[-1] + problem.regions[call.region].num_lines + 1)
-    return tuple(starts)
+    lines = {name: region.num_lines + 1 for name, region in problem.regions.items()}
+    return tuple(itertools.accumulate((lines[call.region] for call in problem.calls), initial=0))
 
 
 def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:

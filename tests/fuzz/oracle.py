@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import memo_compile
-from memo_compile.driver import tries
+from memo_compile.driver import tile_order
 from memo_compile.errors import Infeasible
 from memo_compile.passes import loss_gradient
 from memo_compile.reporting import state
@@ -124,8 +124,8 @@ def has_no_size_limits(case: Case) -> bool:
 def _no_size_limits() -> Iterator[None]:
     with (
         mock.patch.object(loss_gradient, "MIN_BYTES", 0),
-        mock.patch.object(tries, "HEAD_BYTES", 0),
-        mock.patch.object(tries, "HEAD_FACTOR", 0),
+        mock.patch.object(tile_order, "HEAD_BYTES", 0),
+        mock.patch.object(tile_order, "HEAD_FACTOR", 0),
     ):
         yield
 

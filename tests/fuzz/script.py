@@ -49,10 +49,10 @@ if __name__ == "__main__":
 
 
 _NO_SIZE_LIMITS = """
-from memo_compile.driver import tries
+from memo_compile.driver import tile_order
 from memo_compile.passes import loss_gradient
 
-loss_gradient.MIN_BYTES = tries.HEAD_BYTES = tries.HEAD_FACTOR = 0  # as if all were large
+loss_gradient.MIN_BYTES = tile_order.HEAD_BYTES = tile_order.HEAD_FACTOR = 0  # as if all were large
 """
 
 

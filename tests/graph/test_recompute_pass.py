@@ -13,7 +13,7 @@ from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import attention_rows
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import storage_of
-from memo_compile.driver import decide
+from memo_compile.driver import recompute_regions
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering import aten
 from memo_compile.lowering.aten import estimate
@@ -385,7 +385,7 @@ def test_what_stays_in_registers_takes_no_memory():
 
     region = region_of(gated, (64, 32), (32, 128))
     wide, *_, product = estimate(region).buffers
-    alone = estimate(region, decide.in_registers)
+    alone = estimate(region, recompute_regions.in_registers)
     assert [buffer.name for buffer in alone.buffers] == [wide.name, product.name]
     # The product's kernel makes the sigmoid anew from the wide value, which lives until then.
     assert alone.buffers[0].end == product.start + 1 > wide.start + 1

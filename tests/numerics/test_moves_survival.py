@@ -19,7 +19,7 @@ from torch.utils import checkpoint as torch_checkpoint
 import memo_compile
 from memo_compile.config import MemoConfig
 from memo_compile.driver import assemble
-from memo_compile.driver.tries import TOKEN_TILES
+from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.planners.policy import candidates
 from memo_compile.planners.solver import SolveStatus

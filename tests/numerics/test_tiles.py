@@ -8,6 +8,7 @@ from torch import nn
 
 import memo_compile
 from memo_compile.driver import tries
+from memo_compile.driver.tile_order import Tiles
 from tests.models import ModelCase, llama
 from tests.numerics.budget_cases import MODELS
 from tests.numerics.closeness import Reference
@@ -99,7 +100,7 @@ def test_only_the_loss_head_is_not_saved_where_it_alone_is_too_wide(in_all, poli
     model.set_output_embeddings(nn.Linear(model.config.hidden_size, VOCABULARY, bias=False))
     model.config.vocab_size = VOCABULARY
     logits = inputs["input_ids"].numel() * VOCABULARY * 4
-    tiles = tries.Tiles(4, 0 if in_all else logits, logits)
+    tiles = Tiles(4, 0 if in_all else logits, logits)
     monkeypatch.setattr(tries, "tile_order", lambda *_: (tiles,))
     case = LossOnly(model), inputs, lambda model, **inputs: model(**inputs)
     options = {"lowering": "aten", "debug": "poison", "costs": "roofline", "strict": True}

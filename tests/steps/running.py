@@ -18,7 +18,7 @@ from memo_compile.check.check_plan import check
 from memo_compile.check.prove import prove
 from memo_compile.driver import assemble
 from memo_compile.driver.bind import Binder
-from memo_compile.driver.plan_step import requested_problem
+from memo_compile.driver.knowledge import requested_problem
 from memo_compile.driver.stages import LoweredStep, PlannedStep
 from memo_compile.reporting import state
 from memo_compile.step.plans import Plan

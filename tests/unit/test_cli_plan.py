@@ -15,7 +15,7 @@ from memo_compile.cli.main import main
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
-from memo_compile.driver import plan_step
+from memo_compile.driver import step_planner
 from memo_compile.errors import InputError, RuntimeMisuse
 from memo_compile.offline import forecast as forecasting
 from memo_compile.offline.forecast import Need, Question, forecast, longest
@@ -157,7 +157,7 @@ def test_a_budget_between_floor_and_saving_moves_tensors(capsys, monkeypatch):
             else plan
         )
 
-    monkeypatch.setattr(plan_step, "placed_step", poor)
+    monkeypatch.setattr(step_planner, "placed_step", poor)
     code, out, _ = plan(
         capsys, "tiny-gpt", "--seq", "2048", "--budget", "39.9MiB", "--hardware", "a100", "--json"
     )

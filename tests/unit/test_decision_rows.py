@@ -12,8 +12,6 @@ from memo_compile.step.problem import Phase, Problem
 from memo_compile.step.simulate import peak_live_bytes
 from tests.steps.movable import KIB, movable_step, recomputer
 
-UNITS: Any = SimpleNamespace(structure=SimpleNamespace(classes=()))
-
 
 def place(problem: Problem) -> Any:
     return SimpleNamespace(peak_bytes=peak_live_bytes(problem))
@@ -29,7 +27,7 @@ def rows(step: MovableStep, policy: str, **options: Any) -> tuple[Decision, ...]
         recompute=recomputer(step),
         **options,
     )
-    return moved_rows(step, choice, UNITS)
+    return moved_rows(step, choice, {})
 
 
 def without_reads_of(step: MovableStep, name: str) -> MovableStep:

@@ -12,7 +12,7 @@ import pytest
 from memo_compile import config
 from memo_compile.cli import main as cli
 from memo_compile.config import MemoConfig
-from memo_compile.driver import bind, pipeline, plan_step, stages, tries
+from memo_compile.driver import bind, pipeline, plan_step, stages, tile_order
 from memo_compile.planners.policy import frontier
 
 ROOT = Path(__file__).parents[2]
@@ -193,8 +193,8 @@ def test_the_docs_say_when_a_plan_is_fast_enough():
     )
     slower = f"more than {100 * frontier.GOOD_ENOUGH:g} % slower than keeping everything"
     assert slower in contributing
-    assert policies.count(f"within {tries.FAST:g} times") == 2
-    assert f"(the second way: {tries.FAST_IN_ALL:g}; " in policies
+    assert policies.count(f"within {tile_order.FAST:g} times") == 2
+    assert f"(the second way: {tile_order.FAST_IN_ALL:g}; " in policies
 
 
 def indented_block(text: str) -> str:

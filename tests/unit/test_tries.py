@@ -4,6 +4,8 @@ import gc
 import math
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ from torch import fx
 import memo_compile
 from memo_compile import shim
 from memo_compile.config import MemoConfig
-from memo_compile.driver import tries
+from memo_compile.driver import tile_order, tries
 from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.plan_step import require_fast
-from memo_compile.driver.tries import TOKEN_TILES, Tiles, first_that_fits
+from memo_compile.driver.step_planner import require_fast
+from memo_compile.driver.tile_order import TOKEN_TILES, Tiles
+from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, TooSlow, UnsupportedGraph
 from memo_compile.step.plans import Timeline
 from tests.steps.running import SETUPS
@@ -181,15 +184,17 @@ def test_where_logits_alone_break_the_budget_only_what_does_so_runs_in_tiles():
     gm, facts = with_logits(tokens=4096, hidden=16, vocabulary=1024)
     logits, least = 4096 * 1024 * 4, facts.constant_bytes(0)
     room = int(1.5 * logits)
-    budget = int((least + room) / (1 - tries.REST)) + 1
+    budget = int((least + room) / (1 - tile_order.REST)) + 1
     config = MemoConfig(memory_budget=budget, optimizer_state_bytes_per_parameter=0)
     first, *others = tries.tile_order(gm, facts, config, None)
-    assert first.number == tries.HEAD_TILES
+    assert first.number == tile_order.HEAD_TILES
     assert 0 <= first.above_bytes - room <= 2
-    assert first.max_over_compute == tries.FAST * tries.COMPILING
+    assert first.max_over_compute == tile_order.FAST * tile_order.COMPILING
     assert first.drop_above_bytes == first.above_bytes
     in_all = first._replace(
-        number=TOKEN_TILES, above_bytes=0, max_over_compute=tries.FAST_IN_ALL * tries.COMPILING
+        number=TOKEN_TILES,
+        above_bytes=0,
+        max_over_compute=tile_order.FAST_IN_ALL * tile_order.COMPILING,
     )
     assert others == [in_all, Tiles(TOKEN_TILES), Tiles(1)]
     assert str(first).startswith("16 tiles of tokens, where more than 24.00 MiB")
@@ -268,17 +273,18 @@ def test_tiles_that_are_only_bounded_are_planned_where_they_may_be_fastest(
 
 def test_a_plan_is_fast_near_its_computation_and_where_no_other_was_faster():
     step = SETUPS["slices"].ready()
+    known: Any = SimpleNamespace(whole_compute_s=lambda: 2.0)
     timeline = Timeline(step_s=3.0, stall_s=0.0)
     plan = replace(step.planned.plan, timeline=timeline, compute_s=2.0)
-    require_fast(plan, MemoConfig(max_over_compute=1.5, max_step_s=3.1), 2.0)
+    require_fast(plan, MemoConfig(max_over_compute=1.5, max_step_s=3.1), known)
     kept = replace(plan, timeline=None)
-    require_fast(kept, MemoConfig(max_over_compute=1.06, max_step_s=2.1), 2.0)
+    require_fast(kept, MemoConfig(max_over_compute=1.06, max_step_s=2.1), known)
     with pytest.raises(TooSlow, match="others are faster"):  # though it keeps everything
-        require_fast(kept, MemoConfig(max_step_s=1.9), 2.0)
+        require_fast(kept, MemoConfig(max_step_s=1.9), known)
     with pytest.raises(TooSlow, match=r"1\.500 x the computation"):
-        require_fast(plan, MemoConfig(max_over_compute=1.06), 2.0)
+        require_fast(plan, MemoConfig(max_over_compute=1.06), known)
     with pytest.raises(TooSlow, match="others are faster") as caught:
-        require_fast(plan, MemoConfig(max_step_s=3.0), 2.0)
+        require_fast(plan, MemoConfig(max_step_s=3.0), known)
     assert caught.value.step_s == 3.0
 
 
@@ -297,14 +303,14 @@ def test_wide_logits_run_in_tiles_without_a_budget_and_are_saved_if_the_backward
 def test_where_logits_just_fit_the_whole_is_taken_only_if_it_is_fast(costs):
     gm, facts = with_logits(tokens=4096, hidden=16, vocabulary=1024)
     room = int(2.5 * 4096 * 1024 * 4)
-    budget = int((facts.constant_bytes(0) + room) / (1 - tries.REST)) + 1
+    budget = int((facts.constant_bytes(0) + room) / (1 - tile_order.REST)) + 1
     config = MemoConfig(memory_budget=budget, costs=costs, optimizer_state_bytes_per_parameter=0)
     first, *others = tries.tile_order(gm, facts, config, None)
     if costs == "measured":
         assert (first, *others) == (Tiles(1), Tiles(TOKEN_TILES))
         return
-    assert first == Tiles(1, max_over_compute=tries.FAST)
-    assert [tiles.number for tiles in others] == [tries.HEAD_TILES, TOKEN_TILES, TOKEN_TILES]
+    assert first == Tiles(1, max_over_compute=tile_order.FAST)
+    assert [tiles.number for tiles in others] == [tile_order.HEAD_TILES, TOKEN_TILES, TOKEN_TILES]
     assert others[-1] == Tiles(TOKEN_TILES)
 
 

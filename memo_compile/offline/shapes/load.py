@@ -13,18 +13,10 @@ import torch
 from memo_compile.costs.models import ModelShape, find_model
 from memo_compile.errors import InputError, require_at_least
 from memo_compile.offline.more_layers import MoreLayers
-from memo_compile.offline.shapes.transformer import Degrees, default_dtype, first_stage
+from memo_compile.offline.shapes.degrees import Degrees
+from memo_compile.offline.shapes.transformer import default_dtype, first_stage
 from memo_compile.shim import fake_mode
 from memo_compile.text_files import read_json
-
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "float32": torch.float32,
-    "fp32": torch.float32,
-}
 
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Fields of a config.json without which transformers would silently take a default shape."""
@@ -56,13 +48,6 @@ class Shorter:
     model: torch.nn.Module
     args: Sequence[Any]
     more: MoreLayers
-
-
-def parse_dtype(name: str) -> torch.dtype:
-    """The dtype called ``name``; an InputError where there is none."""
-    if name not in DTYPES:
-        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
-    return DTYPES[name]
 
 
 def load(

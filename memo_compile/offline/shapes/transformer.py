@@ -8,14 +8,14 @@ as many bytes as Megatron's logits of all tokens and a part of the vocabulary.
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from memo_compile.costs.models import ModelShape
-from memo_compile.errors import InputError, require_at_least
+from memo_compile.offline.shapes.degrees import Degrees as Degrees
 from memo_compile.offline.shapes.parallel import (
     ColumnParallel,
     GatherWeight,
@@ -28,42 +28,6 @@ VOCAB_MULTIPLE = 128
 
 ROPE_BASE = 10000.0
 NORM_EPSILON = 1e-5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Degrees:
-    """Over how many devices tokens, heads, layers and batches are spread."""
-
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    dp: int = 1
-
-    def __post_init__(self) -> None:
-        require_at_least(1, asdict(self))
-
-    def require_divides(self, shape: ModelShape, seq: int) -> None:
-        """``shape`` and ``seq`` can be cut so.
-
-        Raises:
-            InputError: a degree does not divide what it cuts; it is named with the number.
-        """
-        kv = shape.num_kv_heads
-        checks = (
-            ("tp", self.tp, "the attention heads", shape.num_heads),
-            ("tp", self.tp, "the ffn width", shape.ffn),
-            ("cp", self.cp, "the sequence", seq),
-            ("tp * cp", self.tp * self.cp, "the sequence", seq),
-            ("pp", self.pp, "the layers", shape.num_layers),
-        )
-        for name, degree, what, number in checks:
-            if number % degree:
-                raise InputError(f"{name}: {degree} does not divide {what} ({number})")
-        if kv % self.tp and self.tp % kv:
-            raise InputError(
-                f"tp: {self.tp} neither divides the key/value heads ({kv}) nor is "
-                "a multiple of them"
-            )
 
 
 def one_device(shape: ModelShape, degrees: Degrees) -> ModelShape:

@@ -1,0 +1,120 @@
+"""Recompute regions made of the graphs of a step's layers: estimated, compared, lowered."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from memo_compile.analysis.regions import LoweredRegion, RegionGraph
+from memo_compile.config import MemoConfig
+from memo_compile.costs.roofline import is_in_memory
+from memo_compile.driver.left_whole import UNEXPECTED, say_dropped
+from memo_compile.driver.probe import believed, probe_rows
+from memo_compile.driver.recompute_library import Estimated, Lowered
+from memo_compile.errors import MemoError, described
+from memo_compile.lowering.aten import estimate
+from memo_compile.lowering.lower import lower_regions
+from memo_compile.passes.recompute import ClassGraph, recompute_graph
+from memo_compile.passes.runner import PassRunner
+from memo_compile.step.movable import RecomputeKey, RegionInput
+
+Measure = Callable[[Mapping[str, LoweredRegion], Mapping[str, RegionGraph]], Mapping[str, float]]
+"""Seconds of every region by name."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RecomputeGraphs:
+    """Makes recompute regions; a ``recompute_library.RegionMaker``."""
+
+    graphs: Mapping[str, ClassGraph]
+    """The forward of each layer class."""
+    config: MemoConfig
+    measure: Measure
+    runner: PassRunner
+    may_run: bool = True
+    """False where nothing may be computed while planning: slices of rows are believed then."""
+    region_graphs: dict[RecomputeKey, RegionGraph] = field(default_factory=dict)
+    code: dict[str, LoweredRegion] = field(default_factory=dict)
+    """The regions that are lowered, by name."""
+
+    def estimated(self, key: RecomputeKey) -> Estimated:
+        """The region of ``key`` before it is lowered. Raises UnsupportedGraph: there is none."""
+        region, inputs = self._graph(key)
+        self.region_graphs[key] = region
+        fuses = self.config.lowering != "aten"
+        profile = replace(
+            estimate(region, in_registers) if fuses else estimate(region),
+            name=key.region,
+            input_layouts=region.input_layouts(),
+            output_layouts=region.output_layouts(),
+        )
+        return Estimated(profile, inputs)
+
+    def lowered(self, keys: Sequence[RecomputeKey]) -> Mapping[RecomputeKey, Lowered | str]:
+        """Each of ``keys`` lowered, or why it cannot be used. All were estimated before."""
+        refused: dict[RecomputeKey, str] = {}
+        kept = [key for key in keys if self._agrees(key, refused)]
+        graphs = {key.region: self.region_graphs[key] for key in kept}
+        found = self._lowered(kept, refused)
+        seconds = self.measure(found, {name: graphs[name] for name in found})
+        made: dict[RecomputeKey, Lowered | str] = dict(refused)
+        for key in kept:
+            if key.region in found:
+                self.code[key.region] = found[key.region]
+                profile = replace(found[key.region].profile, name=key.region)
+                made[key] = Lowered(profile, seconds[key.region])
+        return made
+
+    def lowered_graphs(self) -> dict[str, RegionGraph]:
+        """The graphs of the regions that were lowered."""
+        graphs = self.region_graphs.items()
+        return {key.region: graph for key, graph in graphs if key.region in self.code}
+
+    def _graph(self, key: RecomputeKey) -> tuple[RegionGraph, tuple[RegionInput, ...]]:
+        graph = self.graphs[key.class_key]
+        return self.runner.derive(
+            "recompute",
+            graph.region.gm,
+            lambda: recompute_graph(graph, key),
+            stage=key.region,
+            graphs=lambda made: {made[0].name: made[0].gm},
+        )
+
+    def _lowered(
+        self, keys: Sequence[RecomputeKey], refused: dict[RecomputeKey, str]
+    ) -> dict[str, LoweredRegion]:
+        """The regions of ``keys``; those whose lowering fails are ``refused``."""
+        graphs = [replace(self.region_graphs[key], name=key.region) for key in keys]
+        try:
+            return lower_regions(graphs, self.config, self.runner)
+        except (MemoError, *UNEXPECTED) as together:
+            found: dict[str, LoweredRegion] = {}
+            for key, graph in zip(keys, graphs, strict=True):
+                try:
+                    found.update(lower_regions([graph], self.config, self.runner))
+                except (MemoError, *UNEXPECTED) as error:
+                    refused[key] = described(error)
+                    say_dropped(f"{key.region} is not lowered", error)
+            if len(found) == len(keys):
+                say_dropped("recompute regions are lowered one by one", together)
+            return found
+
+    def _agrees(self, key: RecomputeKey, refused: dict[RecomputeKey, str]) -> bool:
+        """False for a slice of rows that computes something else than the whole's first rows."""
+        if key.rows is None or not self.may_run:
+            return True
+        whole, _ = self._graph(replace(key, rows=None))
+        probe = probe_rows(whole, self.region_graphs[key])
+        agrees = believed(
+            probe,
+            differs=f"{key.region} is not used: its rows differ from the whole's",
+            not_run=f"{key.region}: was not compared with the whole",
+        )
+        if not agrees:
+            refused[key] = f"its rows differ from the whole's: {probe.reason}"
+        return agrees
+
+
+def in_registers(node: fx.Node) -> bool:
+    """True for a value that Inductor makes in the kernel that reads it."""
+    return node.op == "call_function" and not is_in_memory(node)

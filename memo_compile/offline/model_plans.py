@@ -1,0 +1,274 @@
+"""The plans of one model on one device, for any budget: what is remembered is not traced again.
+
+A plan needs a step in certain tiles as plain data (``remembered_step.StepRecord``). It is looked
+for in this object, then in the user's cache, and made from the traced model if it is in neither.
+Either way the plan is made of the record, so that it is the same. Neither Dynamo nor Inductor is
+loaded before something must be traced.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+import memo_compile
+from memo_compile.config import MemoConfig, torch_settings
+from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.driver.step_planner import require_fast
+from memo_compile.driver.tile_order import Sizes, first_of, order_of
+from memo_compile.errors import ConfigError, InputError
+from memo_compile.offline.offline_step import (
+    OfflineFacts,
+    OfflineStep,
+    offline_config,
+    planned_offline,
+)
+from memo_compile.offline.remembered_step import (
+    NotRemembered,
+    RememberedRegions,
+    RememberedStep,
+    StepRecord,
+    Threshold,
+)
+from memo_compile.offline.step_store import StepStore, digest_of
+from memo_compile.step.serialise import plain, restore
+
+if TYPE_CHECKING:
+    from memo_compile.driver.knowledge import StepKnowledge
+    from memo_compile.offline.plan_offline import TracedModel
+
+log = logging.getLogger("memo")
+
+CHOSEN_LATER = frozenset(
+    (
+        "memory_budget host_budget policy alpha placement_solver placement_time_limit_s strict "
+        "max_plans tile_above_bytes drop_above_bytes max_over_compute max_step_s enough_s"
+    ).split()
+)
+"""Options that no record depends on. Of the budget only counts whether there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Where steps are remembered, and what stands for the model and its inputs."""
+
+    store: StepStore
+    content: Mapping[str, Any]
+
+
+@dataclass(kw_only=True)
+class ModelPlans:
+    """Plans of one model; a context, at whose end what was traced is gone."""
+
+    trace: Callable[[], AbstractContextManager["TracedModel"]]
+    """Traces the model. Inside, it can be lowered."""
+    hardware: HardwareProfile
+    """Another device than the one that the fake tensors lie on."""
+    memory: Memory | None = None
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _records: dict[str, list[StepRecord]] = field(default_factory=dict)
+    _known: dict[str, "StepKnowledge"] = field(default_factory=dict)
+    _sizes: dict[str, Sizes] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(None, None, None)
+
+    @functools.cached_property
+    def traced(self) -> "TracedModel":
+        """The model's graph."""
+        return self._stack.enter_context(self.trace())
+
+    def plan(self, config: MemoConfig) -> OfflineStep:
+        """The plan under ``config``, in the tiles that suit its budget.
+
+        Raises:
+            Infeasible: no plan fits.
+            UnsupportedGraph: the model does not trace into one graph.
+            NotUniform: as ``plan_offline.plan_step_offline``.
+        """
+        planned: dict[tuple[int | None, ...], Any] = {}
+        names: dict[int | None, str] = {}
+
+        def attempt(options: MemoConfig) -> OfflineStep:
+            drops = options.drops_above()
+            if drops not in names:
+                names[drops] = f"graph{len(names)}"
+            tiles = options.token_tiles, options.tile_above_bytes, drops
+            if tiles not in planned:
+                planned[tiles] = self._planned(options, names[drops])
+            known, made, step = planned[tiles]
+            require_fast(made.plan, options, known)
+            return step
+
+        config = offline_config(config, self.hardware)
+        if config.exact or config.token_tiles is not None:
+            return attempt(replace(config, token_tiles=1) if config.exact else config)
+        order = order_of(self._sizes_for(config), config, self._budget_bytes(config))
+        return first_of(order, config, attempt, self._ends_planning)
+
+    def _budget_bytes(self, config: MemoConfig) -> int | None:
+        return config.budget_bytes(self.hardware.memory_bytes)
+
+    def _ends_planning(self, error: Exception) -> bool:
+        if "traced" not in vars(self):
+            return isinstance(error, ConfigError)
+        from memo_compile.driver.tries import ends_planning  # loads Inductor, as tracing has
+
+        return ends_planning(error)
+
+    def _planned(self, options: MemoConfig, name: str) -> tuple[Any, Any, OfflineStep]:
+        """The step in the tiles of ``options``: what is known of it, its plan, the answer."""
+        record = self._record(options)
+        if record is not None:
+            maker = RememberedRegions({region.key: region for region in record.regions})
+            try:
+                return self._plan_of(record, options, name, maker)
+            except NotRemembered as error:
+                log.info("memo: the model is traced: %s", error)
+        return self._traced_plan(record, options, name)
+
+    def _plan_of(
+        self, record: StepRecord, options: MemoConfig, name: str, maker: RememberedRegions
+    ) -> tuple[RememberedStep, Any, OfflineStep]:
+        known = RememberedStep(record=record, name=name, hardware=self.hardware, maker=maker)
+        facts = OfflineFacts(
+            costs=record.costs,
+            model_flops=record.model_flops,
+            exact=record.exact,
+            tiled=record.tiled,
+        )
+        return (known, *planned_offline(known, options, facts))
+
+    def _traced_plan(
+        self, record: StepRecord | None, options: MemoConfig, name: str
+    ) -> tuple[RememberedStep, Any, OfflineStep]:
+        from memo_compile.offline import plan_offline, record_step
+
+        tiles = repr((options.token_tiles, options.tile_above_bytes, options.drops_above()))
+        try:
+            if tiles not in self._known:
+                self._known[tiles] = self.traced.lowered(options)
+            traced = self._known[tiles]
+            if record is None:
+                facts = plan_offline.offline_facts(traced)
+                captured = self.traced.captured(options)
+                record = record_step.record_of(traced, captured, facts, options)
+            maker = RememberedRegions(
+                {region.key: region for region in record.regions},
+                record_step.region_maker(traced),
+            )
+            try:
+                return self._plan_of(record, options, name, maker)
+            finally:
+                if maker.num_made or record not in self._records.get(self._key(options), []):
+                    whole = replace(record, regions=tuple(maker.known.values()))
+                    self._remember(options, whole)
+        except Exception as error:
+            plan_offline.raise_bare(error)
+
+    def _key(self, options: MemoConfig) -> str:
+        return digest_of(self._step_key(options))
+
+    def _step_key(self, options: MemoConfig) -> dict[str, Any]:
+        """What a record depends on, but for the two bounds that its thresholds are about."""
+        chosen = {
+            option.name: plain(getattr(options, option.name))
+            for option in dataclasses.fields(options)
+            if option.name not in CHOSEN_LATER
+        }
+        return {
+            "kind": "step",
+            "content": {} if self.memory is None else dict(self.memory.content),
+            "has_budget": options.memory_budget is not None,
+            "drops": options.drops_above() is not None,
+            "options": chosen,
+            "hardware": plain(self.hardware),
+        }
+
+    def _record(self, options: MemoConfig) -> StepRecord | None:
+        """What is remembered of the step in the tiles of ``options``."""
+        mine = self._records.setdefault(self._key(options), [])
+        for record in mine:
+            if _suits(record.tile_above, record.drop_above, options):
+                return record
+        for body in () if self.memory is None else self.memory.store.read(self._step_key(options)):
+            with _ignored_if_wrong():
+                above, drops = (
+                    restore(body[name], Threshold, name) for name in ("tile_above", "drop_above")
+                )
+                if _suits(above, drops, options):
+                    mine.append(restore(body, StepRecord, "step"))
+                    return mine[-1]
+        return None
+
+    def _remember(self, options: MemoConfig, record: StepRecord) -> None:
+        mine = self._records.setdefault(self._key(options), [])
+        same = (record.tile_above.sizes, record.drop_above.sizes, record.tile_above.bound_bytes)
+        mine[:] = [
+            known
+            for known in mine
+            if (known.tile_above.sizes, known.drop_above.sizes, known.tile_above.bound_bytes)
+            != same
+        ]
+        mine.append(record)
+        if self.memory is not None:
+            variant = digest_of(plain((record.tile_above, record.drop_above)))[:16]
+            self.memory.store.write(self._step_key(options), plain(record), variant)
+
+    def _sizes_for(self, config: MemoConfig) -> Sizes:
+        state = repr(config.optimizer_state_bytes_per_parameter)
+        if state not in self._sizes:
+            self._sizes[state] = self._remembered_sizes(config, state)
+        return self._sizes[state]
+
+    def _remembered_sizes(self, config: MemoConfig, state: str) -> Sizes:
+        key = {"kind": "sizes", "state": state}
+        if self.memory is not None:
+            key["content"] = dict(self.memory.content)  # type: ignore[assignment]
+            for body in self.memory.store.read(key):
+                with _ignored_if_wrong():
+                    products, constant = body
+                    first, second = map(int, products)
+                    return Sizes((first, second), int(constant))
+        found = self.traced.sizes(config)
+        if self.memory is not None:
+            self.memory.store.write(key, plain(found))
+        return found
+
+
+def _suits(above: Threshold, drops: Threshold, options: MemoConfig) -> bool:
+    """True where the bounds of ``options`` make the same tiles, and save the same."""
+    return above.tells_like(options.tile_above_bytes) and drops.tells_like(
+        options.drops_above() or 0
+    )
+
+
+@contextlib.contextmanager
+def _ignored_if_wrong() -> Any:
+    """What is remembered and is no such data is as good as not remembered."""
+    try:
+        yield
+    except (InputError, ValueError, TypeError, KeyError) as error:
+        log.warning("memo: what was remembered of a step is not used: %s", error)
+
+
+@functools.cache
+def code_version() -> str:
+    """What stands for all that a record depends on beside the question: memo, torch, Python."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(memo_compile.__file__).parent.rglob("*.py")):
+        digest.update(str(path.name).encode() + path.read_bytes())
+    said = digest.hexdigest(), torch.__version__, sys.version, torch_settings()
+    return digest_of(plain(said))

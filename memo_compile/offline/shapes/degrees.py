@@ -1,0 +1,60 @@
+"""What a question says of a model beside its name: its dtype, and how many devices share it."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from memo_compile.costs.models import ModelShape
+from memo_compile.errors import InputError, require_at_least
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The dtype called ``name``; an InputError where there is none."""
+    if name not in DTYPES:
+        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degrees:
+    """Over how many devices tokens, heads, layers and batches are spread."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        require_at_least(1, asdict(self))
+
+    def require_divides(self, shape: ModelShape, seq: int) -> None:
+        """``shape`` and ``seq`` can be cut so.
+
+        Raises:
+            InputError: a degree does not divide what it cuts; it is named with the number.
+        """
+        kv = shape.num_kv_heads
+        checks = (
+            ("tp", self.tp, "the attention heads", shape.num_heads),
+            ("tp", self.tp, "the ffn width", shape.ffn),
+            ("cp", self.cp, "the sequence", seq),
+            ("tp * cp", self.tp * self.cp, "the sequence", seq),
+            ("pp", self.pp, "the layers", shape.num_layers),
+        )
+        for name, degree, what, number in checks:
+            if number % degree:
+                raise InputError(f"{name}: {degree} does not divide {what} ({number})")
+        if kv % self.tp and self.tp % kv:
+            raise InputError(
+                f"tp: {self.tp} neither divides the key/value heads ({kv}) nor is "
+                "a multiple of them"
+            )

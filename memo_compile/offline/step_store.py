@@ -1,0 +1,91 @@
+"""Files in which ``memo plan`` remembers what it traced and lowered, found again by content.
+
+A file is JSON: a line that says what it is, with a digest of the rest, and the data. What does not
+fit its digest, or says something else than its name, is ignored, and made anew. No torch here.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("memo")
+
+MAX_BYTES = 256 * 2**20
+"""Most bytes of all files together; those that were not used for longest go. A step in many tiles
+takes 3 MiB."""
+
+FORMAT = 1
+"""Version of the files' own form."""
+
+
+def digest_of(content: Any) -> str:
+    """A text of 64 characters that stands for ``content``, which JSON can hold."""
+    return _digest(json.dumps(content, sort_keys=True).encode())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStore:
+    """A folder of remembered data. What cannot be read or written is no error: work is repeated."""
+
+    folder: Path
+    max_bytes: int = MAX_BYTES
+
+    def read(self, key: Mapping[str, Any]) -> Iterator[Any]:
+        """What is remembered under ``key``, in no order that means something."""
+        name = digest_of(key)
+        for path in sorted(self.folder.glob(f"{name}.*.json")):
+            try:
+                body = _checked(path.read_bytes(), name)
+                os.utime(path)
+            except FileNotFoundError:
+                continue  # another process has just dropped it
+            except (OSError, ValueError, RecursionError) as error:
+                log.warning("memo: %s is not used, its content is made anew: %s", path, error)
+                continue
+            yield body
+
+    def write(self, key: Mapping[str, Any], body: Any, variant: str = "0") -> None:
+        """Remember ``body`` under ``key``; several bodies of one key have different variants.
+
+        Another process sees the whole file or none.
+        """
+        name = digest_of(key)
+        data = json.dumps(body, separators=(",", ":")).encode()
+        head = json.dumps({"memo": FORMAT, "key": name, "sha256": _digest(data)}).encode()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+                whole = Path(folder) / "whole"
+                whole.write_bytes(head + b"\n" + data)
+                os.replace(whole, self.folder / f"{name}.{variant}.json")
+            self._drop_oldest()
+        except OSError as error:
+            log.info("memo: a step is not remembered: %s", error)
+
+    def _drop_oldest(self) -> None:
+        found = [(path, path.stat()) for path in self.folder.glob("*.json")]
+        left = sum(known.st_size for _, known in found)
+        for path, known in sorted(found, key=lambda item: item[1].st_mtime_ns):
+            if left <= self.max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            left -= known.st_size
+
+
+def _checked(data: bytes, name: str) -> Any:
+    """The body of a file. Raises ValueError: it is damaged, or holds something else."""
+    head, _, body = data.partition(b"\n")
+    said = json.loads(head)
+    if said != {"memo": FORMAT, "key": name, "sha256": _digest(body)}:
+        raise ValueError("it is damaged, or was written for something else")
+    return json.loads(body)

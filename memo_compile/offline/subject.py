@@ -1,0 +1,203 @@
+"""The model that a question is about: loaded when it must be, else known from an earlier answer."""
+
+import functools
+import hashlib
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from memo_compile.config import MemoConfig, cache_folder
+from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.costs.models import find_model
+from memo_compile.errors import InputError
+from memo_compile.offline.model_plans import Memory, ModelPlans, code_version, log
+from memo_compile.offline.offline_step import NotUniform, OfflineStep
+from memo_compile.offline.shapes.degrees import Degrees
+from memo_compile.offline.step_store import StepStore
+from memo_compile.step.serialise import plain, restore
+
+if TYPE_CHECKING:
+    from memo_compile.offline.plan_offline import TracedModel
+    from memo_compile.offline.shapes.load import Loaded
+
+
+def step_store() -> StepStore | None:
+    """The files of steps in the user's cache; None where the user has no home."""
+    folder = cache_folder()
+    return None if folder is None else StepStore(folder=folder / "steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What an answer says of the model."""
+
+    name: str
+    num_tokens: int | None
+    """Tokens of the step on one data-parallel replica; None where that is unknown."""
+    parameter_bytes: float
+    """Mean bytes of a trainable number; those of the dtype if there is no module."""
+    is_shortened: bool
+    """True where a model of fewer equal layers is traced in its place."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Subject:
+    """One model with its inputs on one device; a context, at whose end what was traced is gone."""
+
+    model: str
+    seq: int | None
+    batch: int
+    dtype: torch.dtype
+    degrees: Degrees
+    hardware: HardwareProfile
+    store: StepStore | None = None
+    """Where steps are remembered; None: nowhere."""
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _plans: dict[bool, ModelPlans] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(None, None, None)
+
+    @functools.cached_property
+    def loaded(self) -> "Loaded":
+        """The model as fakes. Raises InputError."""
+        from memo_compile.offline.shapes.load import load
+
+        return load(
+            self.model,
+            seq=self.seq,
+            batch=self.batch,
+            dtype=self.dtype,
+            degrees=self.degrees,
+        )
+
+    @functools.cached_property
+    def facts(self) -> ModelFacts:
+        """What an answer says of the model. Raises InputError: it cannot be used."""
+        memory = self._memory
+        if memory is None:
+            return self._facts()
+        key = {"kind": "facts", "content": dict(memory.content)}
+        for body in memory.store.read(key):
+            try:
+                known: ModelFacts = restore(body, ModelFacts, "facts")
+                return known
+            except InputError as error:
+                log.warning("memo: what was remembered of a model is not used: %s", error)
+        found = self._facts()
+        memory.store.write(key, plain(found))
+        return found
+
+    def _facts(self) -> ModelFacts:
+        loaded = self.loaded
+        return ModelFacts(
+            name=loaded.name,
+            num_tokens=loaded.num_tokens,
+            parameter_bytes=_parameter_bytes(loaded, self.dtype),
+            is_shortened=loaded.shorter is not None,
+            notes=tuple(loaded.notes),
+        )
+
+    @functools.cached_property
+    def _memory(self) -> Memory | None:
+        content = None if self.store is None else self._content()
+        if self.store is None or content is None:
+            return None
+        return Memory(store=self.store, content=content)
+
+    def _content(self) -> Mapping[str, Any] | None:
+        """What stands for the model and its inputs; None where its code may change unseen."""
+        is_file = self.model.endswith(".json") or Path(self.model).exists()
+        if ":" in self.model and not is_file:
+            return None
+        try:
+            model = _file_content(Path(self.model)) if is_file else plain(find_model(self.model))
+        except (OSError, ImportError):
+            return None
+        return {
+            "code": code_version(),
+            "model": model,
+            "seq": self.seq,
+            "batch": self.batch,
+            "dtype": str(self.dtype),
+            "degrees": plain(self.degrees),
+        }
+
+    def plan(self, config: MemoConfig) -> OfflineStep:
+        """The plan under ``config``. Raises as ``plan_offline.plan_step_offline``."""
+        if self.hardware.name == "cpu" or config.dump is not None or config.passes:
+            return self._plan_traced(config)
+        if self.facts.is_shortened:
+            try:
+                return self._plans_of(shortened=True).plan(config)
+            except NotUniform as error:
+                log.info("memo: all layers of %s are traced: %s", self.facts.name, error)
+        return self._plans_of(shortened=False).plan(config)
+
+    def _plan_traced(self, config: MemoConfig) -> OfflineStep:
+        """The plan for the device of the tensors, or with a dump; nothing is remembered."""
+        from memo_compile.offline.plan_offline import plan_step_offline
+
+        planned = functools.partial(plan_step_offline, config=config, hardware=self.hardware)
+        loaded = self.loaded
+        if (shorter := loaded.shorter) is not None:
+            try:
+                return planned(shorter.model, shorter.args, {}, more=shorter.more)
+            except NotUniform as error:
+                log.info("memo: all layers of %s are traced: %s", loaded.name, error)
+        return planned(loaded.model, loaded.args, loaded.kwargs)
+
+    def _plans_of(self, *, shortened: bool) -> ModelPlans:
+        if shortened not in self._plans:
+            memory = self._memory
+            if memory is not None:
+                content = {**memory.content, "shortened": shortened}
+                memory = replace(memory, content=content)
+            self._plans[shortened] = self._stack.enter_context(
+                ModelPlans(
+                    trace=self._trace_of(shortened=shortened),
+                    hardware=self.hardware,
+                    memory=memory,
+                )
+            )
+        return self._plans[shortened]
+
+    def _trace_of(self, *, shortened: bool) -> "Callable[[], AbstractContextManager[TracedModel]]":
+        def trace() -> "AbstractContextManager[TracedModel]":
+            from memo_compile.offline.plan_offline import tracing
+
+            loaded = self.loaded
+            if shortened:
+                assert loaded.shorter is not None, "a shortened model has fewer layers"
+                few = loaded.shorter
+                return tracing(few.model, few.args, {}, hardware=self.hardware, more=few.more)
+            return tracing(loaded.model, loaded.args, loaded.kwargs, hardware=self.hardware)
+
+        return trace
+
+
+def _file_content(path: Path) -> dict[str, Any]:
+    """What stands for a config.json. Raises OSError, PackageNotFoundError (an ImportError)."""
+    return {
+        "name": path.name,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "transformers": importlib.metadata.version("transformers"),
+    }
+
+
+def _parameter_bytes(loaded: "Loaded", dtype: torch.dtype) -> float:
+    """Mean bytes of a trainable number of the model; those of ``dtype`` if there is no module."""
+    if not isinstance(loaded.model, torch.nn.Module):
+        return dtype.itemsize
+    trainable = [parameter for parameter in loaded.model.parameters() if parameter.requires_grad]
+    numbers = sum(parameter.numel() for parameter in trainable)
+    return sum(parameter.nbytes for parameter in trainable) / numbers if numbers else dtype.itemsize

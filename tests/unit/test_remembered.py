@@ -1,0 +1,189 @@
+"""What ``memo plan`` remembers: the same plans as without, and nothing damaged or foreign."""
+
+import dataclasses
+import json
+
+import pytest
+
+from memo_compile.costs import models
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.costs.models import ModelShape
+from memo_compile.offline import forecast as forecasting
+from memo_compile.offline import model_plans, plan_offline
+from memo_compile.offline.forecast import Question, forecast
+from memo_compile.offline.remembered_step import StepRecord, Threshold
+from memo_compile.offline.step_store import StepStore
+from memo_compile.step.serialise import plain, restore, to_json
+
+SHAPE = ModelShape(
+    name="tiny-remembered",
+    hidden=64,
+    num_layers=2,
+    ffn=256,
+    num_heads=4,
+    num_kv_heads=4,
+    vocab=512,
+    gated=False,
+)
+ASKED = Question(model=SHAPE.name, hardware=find_hardware("h200"), seq=1024)
+RECOMPUTES = {"policy": "full-recompute"}
+KEEPS = {"policy": "save"}
+OFFLOADS = {"policy": "full-offload"}
+BUDGETED = {"policy": "greedy", "budget": "46MiB"}
+
+
+@pytest.fixture(autouse=True)
+def tiny_model(monkeypatch):
+    monkeypatch.setitem(models.MODELS, SHAPE.name, SHAPE)
+    monkeypatch.setenv("MEMO_LOWERING", "aten")
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    made = StepStore(folder=tmp_path / "steps")
+    monkeypatch.setattr(forecasting, "step_store", lambda: made)
+    return made
+
+
+def answer(**changes):
+    """All that is answered, as text, but for how long it took."""
+    found = forecast(dataclasses.replace(ASKED, **changes))
+    plan = dataclasses.replace(found.step.plan, planning_s=0.0, lowering_s=0.0)
+    step = found.step
+    facts = (found.name, found.peak_bytes, found.tokens_per_s, found.mfu, found.notes, step.exact)
+    return to_json(step.problem), to_json(plan), to_json(step.costs), facts
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """How often a model was traced."""
+    seen, traced = [], plan_offline.tracing
+
+    def counted(*args, **kwargs):
+        seen.append(1)
+        return traced(*args, **kwargs)
+
+    monkeypatch.setattr(plan_offline, "tracing", counted)
+    return seen
+
+
+def records(store):
+    return sorted(store.folder.glob("*.json"), key=lambda path: path.stat().st_size)
+
+
+def test_answers_are_the_same_with_and_without_memory(store, traces):
+    questions = (RECOMPUTES, OFFLOADS, BUDGETED)
+    without = [answer(**question, remembers=False) for question in questions]
+    assert not records(store)
+    assert ['"recompute"' in problem for problem, *_ in without] == [True, False, False]
+    assert '"offload"' in without[1][0]
+    assert [answer(**question) for question in questions] == without
+    traces.clear()
+    assert [answer(**question) for question in questions] == without
+    assert not traces
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace('"offload', '"upload', 1).replace("1", "2", 1),
+        lambda text: "",
+        lambda text: "[]\n[]",
+        lambda text: "[" * 100_000,
+    ],
+)
+def test_a_damaged_file_is_ignored_and_said(store, caplog, damaged):
+    whole = answer(**KEEPS)
+    for path in records(store):
+        path.write_text(damaged(path.read_text()))
+    assert answer(**KEEPS) == whole
+    assert "is not used, its content is made anew" in caplog.text
+    caplog.clear()
+    assert answer(**KEEPS) == whole  # it was written again
+    assert not caplog.text
+
+
+def test_a_file_of_another_question_under_this_name_is_ignored(store, caplog):
+    answer(**KEEPS, batch=2)
+    foreign = records(store)[-1].read_text()
+    whole = answer(**KEEPS)
+    for path in records(store):
+        path.write_text(foreign)
+    assert answer(**KEEPS) == whole
+    assert "was written for something else" in caplog.text
+
+
+def test_what_is_no_step_is_ignored_though_its_digest_is_right(store, caplog, monkeypatch):
+    whole = answer(**KEEPS)
+    read = StepStore.read
+
+    def other(self, key):
+        for body in read(self, key):
+            yield {**body, "layers": 7} if "layers" in body else body
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StepStore, "read", other)
+        assert answer(**KEEPS) == whole
+    assert "what was remembered of a step is not used" in caplog.text
+
+
+def test_a_region_that_is_not_remembered_is_made(store, traces):
+    whole = answer(**RECOMPUTES)
+    path = records(store)[-1]
+    head, body = path.read_text().split("\n")
+    record = json.loads(body)
+    assert record["regions"]
+    assert plain(restore(record, StepRecord, "step")) == record
+
+    def forgetful(self, key):
+        for found in read(self, key):
+            yield {**found, "regions": []} if "regions" in found else found
+
+    read = StepStore.read
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StepStore, "read", forgetful)
+        traces.clear()
+        assert answer(**RECOMPUTES) == whole
+    assert traces
+    assert head in path.read_text()
+
+
+def test_what_a_record_depends_on_is_in_its_name(store, traces, monkeypatch):
+    answer(**KEEPS)
+    for change in (
+        {"seq": 512},
+        {"hardware": find_hardware("a100")},
+    ):
+        traces.clear()
+        answer(**KEEPS, **change)
+        assert traces, change
+    traces.clear()
+    monkeypatch.setattr(model_plans, "code_version", lambda: "another memo")
+    monkeypatch.setattr("memo_compile.offline.subject.code_version", lambda: "another memo")
+    answer(**KEEPS)
+    assert traces
+
+
+def test_a_bound_tells_like_another_where_it_divides_the_sizes_alike():
+    bound = Threshold(bound_bytes=5, sizes=(0, 3, 8))
+    assert [other for other in range(10) if bound.tells_like(other)] == [3, 4, 5, 6, 7]
+    everything = Threshold(bound_bytes=0, sizes=(0, 3, 8))  # no bound: all sizes count
+    assert [other for other in range(10) if everything.tells_like(other)] == [0]
+
+
+def test_the_store_drops_what_was_not_used_for_longest(tmp_path):
+    small = StepStore(folder=tmp_path, max_bytes=700)
+    for number in range(3):
+        small.write({"number": number}, "x" * 100)
+        assert list(small.read({"number": 0})) == ["x" * 100]
+    small.write({"number": 3}, "y" * 100)
+    kept = [number for number in range(4) if list(small.read({"number": number}))]
+    assert kept == [0, 3]
+
+
+def test_a_store_that_cannot_be_written_is_no_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = StepStore(folder=tmp_path / "file" / "steps")
+    store.write({"a": 1}, 2)
+    assert list(store.read({"a": 1})) == []
