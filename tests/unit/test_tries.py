@@ -4,6 +4,7 @@ import gc
 import math
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -267,18 +268,19 @@ def test_tiles_that_are_only_bounded_are_planned_where_they_may_be_fastest(
 
 
 def test_a_plan_is_fast_near_its_computation_and_where_no_other_was_faster():
+    known = SimpleNamespace(whole_compute_s=lambda: 2.0)
     step = SETUPS["slices"].ready()
     timeline = Timeline(step_s=3.0, stall_s=0.0)
     plan = replace(step.planned.plan, timeline=timeline, compute_s=2.0)
-    require_fast(plan, MemoConfig(max_over_compute=1.5, max_step_s=3.1), 2.0)
+    require_fast(plan, MemoConfig(max_over_compute=1.5, max_step_s=3.1), known)
     kept = replace(plan, timeline=None)
-    require_fast(kept, MemoConfig(max_over_compute=1.06, max_step_s=2.1), 2.0)
+    require_fast(kept, MemoConfig(max_over_compute=1.06, max_step_s=2.1), known)
     with pytest.raises(TooSlow, match="others are faster"):  # though it keeps everything
-        require_fast(kept, MemoConfig(max_step_s=1.9), 2.0)
+        require_fast(kept, MemoConfig(max_step_s=1.9), known)
     with pytest.raises(TooSlow, match=r"1\.500 x the computation"):
-        require_fast(plan, MemoConfig(max_over_compute=1.06), 2.0)
+        require_fast(plan, MemoConfig(max_over_compute=1.06), known)
     with pytest.raises(TooSlow, match="others are faster") as caught:
-        require_fast(plan, MemoConfig(max_step_s=3.0), 2.0)
+        require_fast(plan, MemoConfig(max_step_s=3.0), known)
     assert caught.value.step_s == 3.0
 
 
