@@ -412,11 +412,11 @@ def test_a_sweep_goes_from_the_floor_to_no_budget(capsys, monkeypatch):
     answer = forecast(question())
     least, most = 1000, 5000
 
-    def planned(setting):
+    def planned(setting, _subject):
         peak = min(max(setting.budget, least), most)
         return dataclasses.replace(answer, peak_bytes=peak, budget_bytes=setting.budget)
 
-    monkeypatch.setattr(forecasting, "forecast", planned)
+    monkeypatch.setattr(forecasting, "_forecast", planned)
     arguments = ("tiny-gpt", "--seq", "1024", "--sweep", "budget", "--budgets", "5")
     code, out, _ = plan(capsys, *arguments, "--json")
     rows = json.loads(out)["sweep"]
