@@ -65,12 +65,13 @@ def moved_rows(step: MovableStep, choice: Choice, units: JointUnits) -> tuple[De
             where = label if len(values) == len(members) else f"{label} [{first}:{end}]"
             first = end
             for index, slot in enumerate(cls.slots):
-                if any(of_layer[index] in read for of_layer in values):
-                    info = step.problem.tensors.get(slot.name)
-                    made = _rows_of(slot, info, mode, index, where, why[key, index, mode])
-                    if len(members) > 1 and slot.name in members[0][0].inputs:
-                        made = (replace(row, role="layer input") for row in made)
-                    rows.extend(made)
+                if all(of_layer[index] not in read for of_layer in values):
+                    continue
+                info = step.problem.tensors.get(slot.name)
+                made = _rows_of(slot, info, mode, index, where, why[key, index, mode])
+                if len(members) > 1 and slot.name in members[0][0].inputs:
+                    made = (replace(row, role="layer input") for row in made)
+                rows.extend(made)
     return tuple(rows)
 
 
