@@ -56,7 +56,9 @@ def moved_rows(step: MovableStep, choice: Choice, units: JointUnits) -> tuple[De
             for layer, mode in zip(step.layers, choice.moves.modes, strict=True)
             if layer.class_key == key
         ]
-        call = calls[members[0][0].forward]
+        own = members[0][0]
+        call = calls[own.forward]
+        inputs = own.inputs if len(members) > 1 else ()
         label = paths.get(call.layer_class or "") or key
         first = 0
         for mode, group in itertools.groupby(members, key=lambda member: member[1]):
@@ -67,10 +69,9 @@ def moved_rows(step: MovableStep, choice: Choice, units: JointUnits) -> tuple[De
             for index, slot in enumerate(cls.slots):
                 if any(of_layer[index] in read for of_layer in values):
                     info = step.problem.tensors.get(slot.name)
-                    made = _rows_of(slot, info, mode, index, where, why[key, index, mode])
-                    if len(members) > 1 and slot.name in members[0][0].inputs:
-                        made = (replace(row, role="layer input") for row in made)
-                    rows.extend(made)
+                    if info is not None and slot.name in inputs:
+                        info = replace(info, role="layer input")
+                    rows.extend(_rows_of(slot, info, mode, index, where, why[key, index, mode]))
     return tuple(rows)
 
 
