@@ -1,7 +1,7 @@
 """One row of the report for each saved tensor of a layer class: what happens to it, and why."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from memo_compile.analysis.joint_units import JointUnits
@@ -68,11 +68,15 @@ def moved_rows(step: MovableStep, choice: Choice, units: JointUnits) -> tuple[De
             first = end
             for index, slot in enumerate(cls.slots):
                 if any(of_layer[index] in read for of_layer in values):
-                    info = step.problem.tensors.get(slot.name)
-                    if info is not None and slot.name in inputs:
-                        info = replace(info, role="layer input")
+                    info = _info(step.problem, slot.name, inputs)
                     rows.extend(_rows_of(slot, info, mode, index, where, why[key, index, mode]))
     return tuple(rows)
+
+
+def _info(problem: Problem, value: str, inputs: Collection[str]) -> TensorInfo | None:
+    """What ``value`` is; ``inputs`` are those of the layers that it is told for."""
+    info = problem.tensors.get(value)
+    return replace(info, role="layer input") if info is not None and value in inputs else info
 
 
 def _module_paths(units: JointUnits) -> dict[str, str | None]:
