@@ -124,8 +124,8 @@ def _note_inference(config: MemoConfig) -> None:
     """Say why a graph gets no plan that has no backward."""
     bound = "" if config.memory_budget is None else ", and memory_budget does not bound it"
     state.add_note(
-        "a graph without a backward runs through plain Inductor: it is not planned (inference, "
-        f"frozen parameters, or torch.func, which makes gradients inside the graph){bound}"
+        "a graph without a backward is not planned, plain Inductor runs it (inference, frozen "
+        f"parameters, or torch.func, which makes gradients inside the graph){bound}"
     )
 
 
