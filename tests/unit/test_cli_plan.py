@@ -406,7 +406,7 @@ def test_a_sweep_goes_from_the_floor_to_no_budget(capsys, monkeypatch):
         peak = min(max(setting.budget, least), most)
         return dataclasses.replace(answer, peak_bytes=peak, budget_bytes=setting.budget)
 
-    monkeypatch.setattr(forecasting, "forecast", planned)
+    monkeypatch.setattr(forecasting, "_forecast", lambda asked, _: planned(asked))
     arguments = ("tiny-gpt", "--seq", "1024", "--sweep", "budget", "--budgets", "5")
     code, out, _ = plan(capsys, *arguments, "--json")
     rows = json.loads(out)["sweep"]
