@@ -149,8 +149,8 @@ def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[For
             if found == 0:
                 raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget")
             question = dataclasses.replace(question, seq=found)
-        with console.status("planning"):
-            return forecast(question), found
+        with console.status("planning") as status:
+            return forecast(question, status.update), found
     except Infeasible as error:
         if as_json:
             more = {} if found is None else {"max_seq": found}

@@ -172,14 +172,20 @@ class Forecast:
         return self.step.model_flops / (self.step_s * rate) if self.step_s else 0.0
 
 
-def forecast(question: Question) -> Forecast:
+def _silent(_: str) -> None:
+    """Nobody watches."""
+
+
+def forecast(question: Question, say: Callable[[str], None] = _silent) -> Forecast:
     """The plan of the step that is asked for; where nothing fits, that of the smallest peak.
+
+    ``say`` is told what is done next, where that may take seconds.
 
     Raises:
         InputError: the model or a degree cannot be used.
         MemoError: the model cannot be planned.
     """
-    with _subject(question) as subject:
+    with _subject(question, say) as subject:
         return _forecast(question, subject)
 
 
@@ -337,7 +343,7 @@ def _constant_bytes(question: Question) -> int:
         return GraphFacts(list(model.parameters())).constant_bytes(state)
 
 
-def _subject(question: Question) -> Subject:
+def _subject(question: Question, say: Callable[[str], None] = _silent) -> Subject:
     return Subject(
         model=question.model,
         seq=question.seq,
@@ -346,6 +352,7 @@ def _subject(question: Question) -> Subject:
         degrees=question.degrees,
         hardware=question.hardware,
         store=step_store() if question.remembers else None,
+        say=say,
     )
 
 

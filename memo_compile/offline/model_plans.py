@@ -74,6 +74,8 @@ class ModelPlans:
     hardware: HardwareProfile
     """Another device than the one that the fake tensors lie on."""
     memory: Memory | None = None
+    say: Callable[[str], None] = lambda _: None
+    """Told what is done next, where that may take seconds."""
     _stack: ExitStack = field(default_factory=ExitStack)
     _records: dict[str, list[StepRecord]] = field(default_factory=dict)
     _known: dict[str, "StepKnowledge"] = field(default_factory=dict)
@@ -88,6 +90,7 @@ class ModelPlans:
     @functools.cached_property
     def traced(self) -> "TracedModel":
         """The model's graph."""
+        self.say("tracing the model")
         return self._stack.enter_context(self.trace())
 
     def plan(self, config: MemoConfig) -> OfflineStep:
@@ -142,6 +145,7 @@ class ModelPlans:
     def _plan_of(
         self, record: StepRecord, options: MemoConfig, name: str, maker: RememberedRegions
     ) -> tuple[RememberedStep, Any, OfflineStep]:
+        self.say(f"planning, {_in_tiles(options)}")
         known = RememberedStep(record=record, name=name, hardware=self.hardware, maker=maker)
         facts = OfflineFacts(
             costs=record.costs,
@@ -159,6 +163,8 @@ class ModelPlans:
         tiles = repr((options.token_tiles, options.tile_above_bytes, options.drops_above()))
         try:
             if tiles not in self._known:
+                _ = self.traced
+                self.say(f"lowering, {_in_tiles(options)}")
                 self._known[tiles] = self.traced.lowered(options)
             traced = self._known[tiles]
             if record is None:
@@ -246,6 +252,11 @@ class ModelPlans:
         if self.memory is not None:
             self.memory.store.write(key, plain(found))
         return found
+
+
+def _in_tiles(options: MemoConfig) -> str:
+    number = options.token_tiles or 1
+    return "whole" if number == 1 else f"in {number} tiles"
 
 
 def _suits(above: Threshold, drops: Threshold, options: MemoConfig) -> bool:

@@ -58,6 +58,8 @@ class Subject:
     hardware: HardwareProfile
     store: StepStore | None = None
     """Where steps are remembered; None: nowhere."""
+    say: Callable[[str], None] = lambda _: None
+    """Told what is done next, where that may take seconds."""
     _stack: ExitStack = field(default_factory=ExitStack)
     _plans: dict[bool, ModelPlans] = field(default_factory=dict)
 
@@ -167,6 +169,7 @@ class Subject:
                     trace=self._trace_of(shortened=shortened),
                     hardware=self.hardware,
                     memory=memory,
+                    say=self.say,
                 )
             )
         return self._plans[shortened]

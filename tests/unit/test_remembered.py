@@ -83,6 +83,15 @@ def test_answers_are_the_same_with_and_without_memory(store, traces):
     assert not traces
 
 
+def test_what_takes_seconds_is_said(store):
+    asked = dataclasses.replace(ASKED, **KEEPS)
+    first, second = [], []
+    forecast(asked, first.append)
+    forecast(asked, second.append)
+    assert first == ["tracing the model", "lowering, whole", "planning, whole"]
+    assert second == ["planning, whole"]
+
+
 @pytest.mark.parametrize(
     "damaged",
     [
