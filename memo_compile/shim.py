@@ -60,7 +60,10 @@ from torch._logging._internal import trace_structured as trace_structured
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 
 
 def device_codegens() -> dict[str, Any]:
@@ -263,6 +266,29 @@ def as_backend_failure(
 def keep_graph() -> bool:
     """True inside a backward that was called with retain_graph or create_graph."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def current_node() -> Any:
+    """The node that autograd executes in this thread; None outside of a backward."""
+    return torch._C._current_autograd_node()
+
+
+def engine_will_run(node: Any) -> bool:
+    """True when the backward in progress executes ``node``, which is no leaf."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def keep_while_backward_runs(callback: Callable[[], None]) -> None:
+    """Autograd's engine holds ``callback`` while the backward in progress runs, and calls it then.
+
+    It lets go of it without a call where the backward ends by an exception.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_wrapper_subclass(value: Any) -> bool:
+    """True for a tensor that is made of others, such as a DTensor."""
+    return is_traceable_wrapper_subclass(value)
 
 
 def saved_tensors_hooks_active() -> bool:

@@ -8,11 +8,12 @@ from typing import Any
 from memo_runtime.arena import ArenaError, arena_of
 from memo_runtime.host_store import HostStoreError
 from memo_runtime.leases import StepCounters, leases
-from memo_runtime.run_step import StepPlan, ran_before, run_backward, run_forward
+from memo_runtime.run_step import StepPlan, begin_backward, ran_before, run_backward, run_forward
 
 from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver.bind import bind_step
+from memo_compile.driver.early_gradients import Gates, gates_here, own_leaves, prove
 from memo_compile.driver.facts import gradient_bytes
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.library_buffers import (
@@ -159,6 +160,7 @@ class Assembly:
         if not leases.any_live():
             state.step_begins()
         self.unplanned_request = None
+        prove(args)
         self._require_room_beside_others()
         self._count_outside_loss()
         self._count_what_exists(args)
@@ -175,14 +177,42 @@ class Assembly:
         keep_graph = shim.keep_graph()
         if self._may_hide_a_loss():
             self._losses.look(args)
+        gates = None if keep_graph else gates_here()
         self._require_room(args, keep_graph=keep_graph)
+        if gates is not None:
+            return self._first_part(gates, args)
         with self._memory.explained(self.problem, self.reported):
             results = run_backward(self.step, args, keep_graph=keep_graph)
+        self._backward_ended()
+        return results
+
+    def _first_part(self, gates: Gates, args: list[Any]) -> list[Any]:
+        """The backward's results that leave first; ``gates`` run the other parts."""
+        with self._memory.explained(self.problem, self.reported):
+            run = begin_backward(self.step, args, keep_graph=False)
+
+        def take(number: int) -> list[Any]:
+            part = gates.parts[number]
+            with self._memory.explained(self.problem, self.reported):
+                if number < len(gates.parts) - 1:
+                    return run.part(part.inputs, part.beside)
+                found = run.rest(part.inputs)
+            gates.take = None
+            self._backward_ended()
+            return found
+
+        results: list[Any] = [None] * len(run.plan.backward.results)
+        for position, value in zip(gates.parts[0].inputs, take(0), strict=True):
+            results[position] = value
+        gates.begin(run, take)
+        return results
+
+    def _backward_ended(self) -> None:
+        """See what is held in memory now."""
         self._say_beyond()
         kept = self._watch.end()
         if not self.problem.keeps_outputs:
             self._kept_bytes = kept
-        return results
 
     def _say_beyond(self) -> None:
         """Say once that memory which the graph does not know of broke the budget (CPU)."""
@@ -315,7 +345,7 @@ class Assembly:
         At compile time there are none yet, and nobody knows whether the user will keep them. A step
         that no longer fits its budget is planned again; Infeasible is raised if no plan fits.
         """
-        existing, alone = gradient_bytes(args), self.step.live == 0
+        existing, alone = gradient_bytes(own_leaves(args)), self.step.live == 0
         earlier = lasting = 0
         if alone and self.plan.budget_bytes is not None:
             earlier, lasting = self._watch.begin()
