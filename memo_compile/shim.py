@@ -278,6 +278,23 @@ def engine_will_run(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def captures(node: Any) -> bool:
+    """True where the backward in progress returns what reaches the leaf ``node`` (autograd.grad).
+
+    Torch tells by an error (2.11, 2.13).
+    """
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+    return False
+
+
+def has_gradient_hook(leaf: torch.Tensor) -> bool:
+    """True where a hook runs after the gradient of ``leaf`` was accumulated."""
+    return bool(leaf._post_accumulate_grad_hooks)
+
+
 def keep_while_backward_runs(callback: Callable[[], None]) -> None:
     """Autograd's engine holds ``callback`` while the backward in progress runs, and calls it then.
 

@@ -26,6 +26,7 @@ from memo_runtime.backward_run import BackwardRun
 from memo_runtime.run_step import RunHalf
 
 from memo_compile import shim
+from memo_compile.driver.gradient_watch import LeavingGradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,8 @@ class Gates:
     """The graph was given what the gates returned, each at the position of its input."""
     take: Take | None = None
     """While a backward runs in parts."""
+    watch: LeavingGradients | None = None
+    """Follows its gradients."""
 
     def begin(self, run: BackwardRun, take: Take) -> None:
         """A backward runs in parts; if the engine gives it up between two, ``run`` is ended."""
@@ -189,6 +192,15 @@ def gates_here() -> Gates | None:
     if len(numbers) != len(gates.parts) - 1 or any(gate.gates is not gates for gate in behind):
         return None
     return gates if all(map(shim.engine_will_run, behind)) else None
+
+
+def is_captured() -> bool:
+    """True where ``torch.autograd.grad`` keeps gradients instead of adding them."""
+    node = shim.current_node()
+    edges = [edge for edge, _ in node.next_functions if edge is not None]
+    for gate in [edge for edge in edges if hasattr(edge, "gates")]:
+        edges += (edge for edge, _ in gate.next_functions if edge is not None)
+    return any(shim.captures(edge) for edge in edges if hasattr(edge, "variable"))
 
 
 def own_leaves(args: Sequence[Any]) -> list[Any]:

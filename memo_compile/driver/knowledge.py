@@ -27,6 +27,7 @@ from memo_compile.driver.movable_step import Movable, movable_step
 from memo_compile.driver.stages import LoweredStep
 from memo_compile.errors import MemoError, UnsupportedGraph, described
 from memo_compile.reporting import state
+from memo_compile.step.hand_over import ready_after
 from memo_compile.step.movable import MEASURED, StepCosts
 from memo_compile.step.problem import Problem
 
@@ -54,6 +55,19 @@ class StepKnowledge:
     """Regions that were timed on some of their tokens."""
     _copy_speeds: dict[str, Mapping[str, float]] = field(default_factory=dict)
     """Host store -> the fields of ``StepCosts`` that tell how fast copies are."""
+
+    def trained(self) -> frozenset[int]:
+        """Inputs of the graph, by position, whose gradients leave while the backward runs.
+
+        None where several steps are live: gradients of one may wait for those of another.
+        """
+        ready = ready_after(self.lowered.problem)
+        if ready is None or not self.config.early_gradients or self.config.max_inflight > 1:
+            return frozenset()
+        last = max(ready, default=0)
+        results = self.lowered.cut.backward.results
+        made = (at for at, value in enumerate(results) if value is not None)
+        return frozenset(at for at in made if ready[at] < last)
 
     def movable(self, problem: Problem, host_store: str) -> Movable:
         """``problem`` as layers with slots: the lowered step, with what a request adds to it."""

@@ -3,6 +3,7 @@
 import functools
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from memo_runtime.pages import gives_pages_back
@@ -101,13 +102,19 @@ def gradients_at_once(problem: Problem, existing: int) -> int:
     return max(problem.fixed.gradients, existing + waiting + problem.fixed.new_gradients)
 
 
+def leaving_values(lowered: LoweredStep, positions: Iterable[int]) -> tuple[str, ...]:
+    """The results of the backward at ``positions``, by name."""
+    results = lowered.cut.backward.results
+    return tuple(value for at in positions if (value := results[at]) is not None)
+
+
 def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
     """The step that keeps everything, with what exists beside it according to ``request``."""
     problem = lowered.problem
     fixed = problem.fixed
     gradients = gradients_at_once(problem, request.existing_gradient_bytes)
     fixed = replace(fixed, gradients=gradients, earlier_outputs=request.earlier_output_bytes)
-    problem = replace(problem, fixed=fixed)
+    problem = replace(problem, fixed=fixed, leaving=leaving_values(lowered, request.leaving))
     if request.outside_loss:
         more = outside_loss_bytes(own_gradients(lowered.cut.backward.half_graph.graph))
         problem = replace(problem, loss_bytes=more)
