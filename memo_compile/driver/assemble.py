@@ -1,5 +1,6 @@
 """A planned step that runs: the plan bound to the runtime, replaced by another when it must be."""
 
+import contextlib
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -8,7 +9,7 @@ from typing import Any
 from memo_runtime.arena import ArenaError, arena_of
 from memo_runtime.host_store import HostStoreError
 from memo_runtime.leases import StepCounters, leases
-from memo_runtime.run_step import StepPlan, begin_backward, ran_before, run_backward, run_forward
+from memo_runtime.run_step import StepPlan, begin_backward, ran_before, run_forward
 
 from memo_compile import shim
 from memo_compile.config import MemoConfig
@@ -100,7 +101,8 @@ class Assembly:
     """Regions that run once before a step, so that libraries have their kernels (CPU)."""
     _could_not_run: Mapping[str, str] = field(default_factory=dict)
     """Those of them that could not, and why."""
-    _gradients: GradientWatch = field(default_factory=GradientWatch)
+    gradients: GradientWatch = field(default_factory=GradientWatch)
+    """What is known of how its gradients leave."""
     _peaks: dict[Any, int] = field(default_factory=dict)
     """By bytes of gradients that exist and those that leave: the peak of the step that runs."""
     _leaving: tuple[int, ...] = ()
@@ -112,7 +114,6 @@ class Assembly:
         self._memory = OutOfMemory(dump=self.config.dump)
         self._losses = LossWatch.of(self.lowered.cut.backward.half_graph.graph)
         self._take(self.planned, self.step)
-        self._gradients = GradientWatch(self.known.trained())
         self.reported = ReportedPlan.of(self.plan, self.observed)
 
     def _report(self) -> None:
@@ -188,7 +189,7 @@ class Assembly:
         library_buffers.require(self._products)
         self._could_not_run = self.known.require_ran(self._runs_first)
         if gates is not None:
-            gates.watch = self._gradients.follow(leaves)
+            gates.watch = self.gradients.follow(leaves)
         del leaves
         with self._memory.explained(self.problem, self.reported):
             results = run_forward(self.step, args)
@@ -205,7 +206,8 @@ class Assembly:
         if gates is not None:
             return self._first_part(gates, args)
         with self._memory.explained(self.problem, self.reported):
-            results = run_backward(self.step, args, keep_graph=keep_graph)
+            run = begin_backward(self.step, args, keep_graph=keep_graph)
+            results = run.rest(range(len(run.plan.backward.results)))
         self._backward_ended()
         return results
 
@@ -239,7 +241,7 @@ class Assembly:
     def _see_gone(self, watch: LeavingGradients) -> None:
         """Learn which gradients are gone. Raises Infeasible: one is not, and does not fit."""
         waiting = dict(watch.still_there())
-        self._gradients.learn(watch.used_up(), waiting)
+        self.gradients.learn(watch.used_up(), waiting)
         peak, budget = self.plan.peak_bytes + sum(waiting.values()), self.plan.budget_bytes
         if budget is not None and waiting.keys() & set(self._leaving) and peak > budget:
             raise Infeasible(_not_gone(peak, budget, sum(waiting.values())), floor_bytes=peak)
@@ -394,7 +396,9 @@ class Assembly:
         that no longer fits its budget is planned again; Infeasible is raised if no plan fits.
         """
         existing, alone = gradient_bytes(leaves), self.step.live == 0
-        leaving = self._gradients.leaving(leaves) if is_early else ()
+        leaving = self.gradients.leaving(leaves) if is_early else ()
+        if alone and not existing and set(leaving) - set(self.request.leaving):
+            self._use_what_leaves(leaving)
         earlier = lasting = 0
         if alone and self.plan.budget_bytes is not None:
             earlier, lasting = self._watch.begin()
@@ -420,6 +424,13 @@ class Assembly:
         if self.step.heap is not None and alone:
             replaced = max(0, earlier - self.plan.fixed.earlier_outputs)
             self.step.heap.replaced_bytes = min(replaced, self.problem.rebound_bytes)
+
+    def _use_what_leaves(self, leaving: tuple[int, ...]) -> None:
+        """Replan a step that moves something, once hooks were seen to use gradients up."""
+        if self.plan.budget_bytes is None or self.plan.timeline is None:
+            return
+        with contextlib.suppress(Infeasible):  # where it was planned for kept gradients too
+            self._rebind(self._replan(leaving=leaving))
 
     def _problem_with(self, existing: int, leaving: tuple[int, ...]) -> Problem:
         """The step that runs, where gradients exist before it and others leave early."""

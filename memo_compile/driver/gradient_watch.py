@@ -28,12 +28,16 @@ class GradientWatch:
     _waited: frozenset[int] = frozenset()
     """Those that were not gone when they should have been: no plan counts on them again."""
 
-    def leaving(self, leaves: Sequence[Any]) -> Positions:
-        """Those that will be gone in a step whose inputs are ``leaves`` now."""
+    def leaving(self, leaves: Sequence[Any], expected: str = "auto") -> Positions:
+        """Those that will be gone in a step whose inputs are ``leaves`` now.
+
+        ``expected`` is the option ``gradients``, where no step runs yet.
+        """
+        counts = {"auto": _is_added, "fresh": lambda leaf: False, "accumulated": _is_leaf}[expected]
         return tuple(
             at
             for at in sorted(self.trained - self._waited)
-            if at in self.used_up or _is_added(leaves[at])
+            if at in self.used_up or counts(leaves[at])
         )
 
     def may_be_used_up(self, leaves: Sequence[Any]) -> Positions:
