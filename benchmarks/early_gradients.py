@@ -10,8 +10,8 @@ memo names, and the physical peak of a step under it as budget.
 Then DistributedDataParallel on two gloo ranks over a link that is slowed down by a sleep, with
 ``optimize_ddp=False``; steps with and without early gradients take turns.
 
-It passes when floor and measured peak fall by all gradients but the largest part's, within 2 % of
-the gradients; when no measured peak exceeds its budget by more than 1 %; and when a step over the
+It passes when floor and measured peak fall by all gradients but the largest part's, less 2 % of the
+gradients (a floor falls by more, since the slack for the heap is a share of it); when no measured peak exceeds its budget by more than 1 %; and when a step over the
 slowed link is shorter by 0.6 of the communication.
 """
 
@@ -72,7 +72,7 @@ def judge(results: dict[str, dict[str, Any]]) -> list[str]:
         expected = on["gradient_bytes"] - on["largest_part_bytes"]
         for what in ("floor_bytes", "peak_bytes"):
             gained = off[what] - on[what]
-            if abs(gained - expected) > MAX_OFF * on["gradient_bytes"]:
+            if not expected - MAX_OFF * on["gradient_bytes"] <= gained <= on["gradient_bytes"]:
                 failures.append(f"{way}: {what} falls by {gained}, expected {expected}")
         for name, arm in ((f"{way}-on", on), (f"{way}-off", off)):
             if arm["peak_bytes"] > MAX_OVER_BUDGET * arm["floor_bytes"]:
