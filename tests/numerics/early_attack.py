@@ -319,8 +319,10 @@ def _compare(ours: Run, eager: Run, where: str, *, ordered: bool) -> None:
             _assert_equal(got, expected, f"{kind} of {name} in {where}")
     assert len(ours.extra) == len(eager.extra), where
     for got, expected in zip(ours.extra, eager.extra, strict=True):
-        got, expected = (v.grad if v is not None and v.is_leaf and v.requires_grad else v
-                         for v in (got, expected))
+        got, expected = (
+            v.grad if v is not None and v.is_leaf and v.requires_grad else v
+            for v in (got, expected)
+        )
         _assert_equal(got, expected, f"extra in {where}")
     if ordered:
         assert list(_layers(ours)) == list(_layers(eager)), f"order in {where}"
