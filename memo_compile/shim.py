@@ -60,10 +60,7 @@ from torch._logging._internal import trace_structured as trace_structured
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def device_codegens() -> dict[str, Any]:
@@ -279,10 +276,7 @@ def engine_will_run(node: Any) -> bool:
 
 
 def captures(node: Any) -> bool:
-    """True where the backward in progress returns what reaches the leaf ``node`` (autograd.grad).
-
-    Torch tells by an error (2.11, 2.13).
-    """
+    """True where the backward returns what reaches this leaf: torch then raises (2.11, 2.13)."""
     try:
         torch._C._will_engine_execute_node(node)
     except RuntimeError:
@@ -296,16 +290,8 @@ def has_gradient_hook(leaf: torch.Tensor) -> bool:
 
 
 def keep_while_backward_runs(callback: Callable[[], None]) -> None:
-    """Autograd's engine holds ``callback`` while the backward in progress runs, and calls it then.
-
-    It lets go of it without a call where the backward ends by an exception.
-    """
+    """Autograd calls ``callback`` when this backward has ended, and drops it after an exception."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def is_wrapper_subclass(value: Any) -> bool:
-    """True for a tensor that is made of others, such as a DTensor."""
-    return is_traceable_wrapper_subclass(value)
 
 
 def saved_tensors_hooks_active() -> bool:

@@ -241,7 +241,7 @@ class Assembly:
     def _see_gone(self, watch: LeavingGradients) -> None:
         """Learn which gradients are gone. Raises Infeasible: one is not, and does not fit."""
         waiting = dict(watch.still_there())
-        self.gradients.learn(watch.used_up(), waiting)
+        self.gradients.learn(tuple(watch.used_up()), waiting)
         peak, budget = self.plan.peak_bytes + sum(waiting.values()), self.plan.budget_bytes
         if budget is not None and waiting.keys() & set(self._leaving) and peak > budget:
             raise Infeasible(_not_gone(peak, budget, sum(waiting.values())), floor_bytes=peak)

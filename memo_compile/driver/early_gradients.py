@@ -82,7 +82,7 @@ class Gate(torch.autograd.Function):
         return (inputs[0].new_empty(0), *(value.detach() for value in inputs))
 
     @staticmethod
-    def backward(ctx: Any, token: Any, *given: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, token: Any, *given: Any) -> Any:
         """The gradients of the part, and what was returned to this gate already."""
         take = ctx.gates.take
         if take is None:
