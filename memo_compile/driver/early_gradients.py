@@ -112,7 +112,7 @@ class Gating:
         if half is not self._half:
             self._half, self._known = half, {}
         needs = tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in args)
-        if any(needs) and any(shim.is_wrapper_subclass(value) for value in args):
+        if any(needs) and any(shim.is_traceable_wrapper_subclass(value) for value in args):
             return args
         sharing = _sharing(args)
         key = (needs, tuple(sharing))
