@@ -434,10 +434,11 @@ class Assembly:
 
     def _problem_with(self, existing: int, leaving: tuple[int, ...]) -> Problem:
         """The step that runs, where gradients exist before it and others leave early."""
-        gradients = gradients_at_once(self.planned.problem, existing)
+        fixed = replace(self.plan.fixed, gradients=0)  # those of a plan may be more than exist now
+        gradients = gradients_at_once(replace(self.problem, fixed=fixed), existing)
         return replace(
             self.problem,
-            fixed=replace(self.plan.fixed, gradients=gradients),
+            fixed=replace(fixed, gradients=gradients),
             leaving=leaving_values(self.lowered, leaving),
         )
 

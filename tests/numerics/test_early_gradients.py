@@ -13,23 +13,26 @@ from tests.numerics.early_attack import attack
 from tests.numerics.small import Pair, Stack, leased_slabs, rows, watched_calls
 from tests.numerics.training import ATEN, memo_compiled
 
-WIDE, NUM_LAYERS = 256, 6
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"  # Dynamo looks at any input's
+)
+WIDE, NUM_LAYERS = 128, 4
 NO_STATE = {"optimizer_state_bytes_per_parameter": 0, "costs": "roofline", **ATEN}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_models_in_random_modes(seed):
     attack(seed)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(4, 60))
+@pytest.mark.parametrize("seed", range(3, 40))
 def test_more_random_models_in_random_modes(seed):
     attack(seed)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(60, 70))
+@pytest.mark.parametrize("seed", range(60, 64))
 def test_random_models_through_inductor(seed):
     attack(seed, lowering="inductor")
 
