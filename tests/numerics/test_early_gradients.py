@@ -17,7 +17,12 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"  # Dynamo looks at any input's
 )
 WIDE, NUM_LAYERS = 128, 4
-NO_STATE = {"optimizer_state_bytes_per_parameter": 0, "costs": "roofline", **ATEN}
+NO_STATE = {
+    "optimizer_state_bytes_per_parameter": 0,
+    "costs": "roofline",
+    "token_tiles": 1,
+    **ATEN,
+}
 
 
 @pytest.mark.parametrize("seed", range(3))
