@@ -61,9 +61,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._python_dispatch import (
-    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
-)
 
 
 def device_codegens() -> dict[str, Any]:

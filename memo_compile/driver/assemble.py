@@ -16,7 +16,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.bind import bind_step
 from memo_compile.driver.early_gradients import Gates, gates_here, is_captured, own_leaves, prove
 from memo_compile.driver.facts import gradient_bytes
-from memo_compile.driver.gradient_watch import GradientWatch, LeavingGradients
+from memo_compile.driver.gradient_watch import GradientWatch, HandedGradients
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.library_buffers import (
     Product,
@@ -238,7 +238,7 @@ class Assembly:
         gates.begin(run, take)
         return results
 
-    def _see_gone(self, watch: LeavingGradients) -> None:
+    def _see_gone(self, watch: HandedGradients) -> None:
         """Learn which gradients are gone. Raises Infeasible: one is not, and does not fit."""
         waiting = dict(watch.still_there())
         self.gradients.learn(tuple(watch.used_up()), waiting)

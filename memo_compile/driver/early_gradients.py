@@ -26,11 +26,11 @@ from memo_runtime.backward_run import BackwardRun
 from memo_runtime.run_step import RunHalf
 
 from memo_compile import shim
-from memo_compile.driver.gradient_watch import LeavingGradients
+from memo_compile.driver.gradient_watch import HandedGradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BackwardPart:
     """A part of the backward, by positions of the graph's inputs."""
 
     inputs: tuple[int, ...]
@@ -38,6 +38,9 @@ class Part:
     beside: tuple[int, ...] = ()
     """Other inputs in the same memory, which are read for the last time in this part or before."""
 
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""AOTAutograd takes others (DTensor) apart, so that inputs and gradients are no pairs."""
 
 Take = Callable[[int], Sequence[Any]]
 """Runs part N of a backward; its gradients."""
@@ -47,13 +50,13 @@ Take = Callable[[int], Sequence[Any]]
 class Gates:
     """The gates of one forward, and its backward while that runs in parts."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[BackwardPart, ...]
     """The first is run by the graph's own node, the others by gates."""
     is_proved: bool = False
     """The graph was given what the gates returned, each at the position of its input."""
     take: Take | None = None
     """While a backward runs in parts."""
-    watch: LeavingGradients | None = None
+    watch: HandedGradients | None = None
     """Follows its gradients."""
 
     def begin(self, run: BackwardRun, take: Take) -> None:
@@ -102,7 +105,7 @@ class Gating:
     """Puts the inputs of one graph behind gates."""
 
     _half: RunHalf | None = None
-    _known: dict[Any, tuple[Part, ...]] = field(default_factory=dict)
+    _known: dict[Any, tuple[BackwardPart, ...]] = field(default_factory=dict)
     """By which inputs need a gradient, and which share memory."""
 
     def gated(self, half: RunHalf, args: Sequence[Any]) -> Sequence[Any]:
@@ -112,7 +115,7 @@ class Gating:
         if half is not self._half:
             self._half, self._known = half, {}
         needs = tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in args)
-        if any(needs) and any(shim.is_traceable_wrapper_subclass(value) for value in args):
+        if any(need and type(value) not in _PLAIN for need, value in zip(needs, args, strict=True)):
             return args
         sharing = _sharing(args)
         key = (needs, tuple(sharing))
@@ -141,7 +144,7 @@ def _sharing(args: Sequence[Any]) -> list[tuple[int, ...]]:
 
 def _parts(
     half: RunHalf, needs: Sequence[bool], sharing: Sequence[tuple[int, ...]]
-) -> tuple[Part, ...]:
+) -> tuple[BackwardPart, ...]:
     """The inputs that need a gradient, by how many calls have run when it may leave."""
     beside = {at: same for same in sharing for at in same}
     found: dict[int, list[int]] = {}
@@ -150,7 +153,7 @@ def _parts(
             read = max(half.read_until[other] for other in beside.get(at, (at,)))
             found.setdefault(max(half.ready[at], read), []).append(at)
     return tuple(
-        Part(
+        BackwardPart(
             inputs=tuple(inputs),
             beside=tuple(other for at in inputs for other in beside.get(at, ()) if other != at),
         )

@@ -45,10 +45,10 @@ class GradientWatch:
         own = [at for at in sorted(self.trained - self._waited) if _is_leaf(leaves[at])]
         return tuple(own) if all(shim.has_gradient_hook(leaves[at]) for at in own) else ()
 
-    def follow(self, leaves: Sequence[Any]) -> "LeavingGradients":
+    def follow(self, leaves: Sequence[Any]) -> "HandedGradients":
         """Watches a step whose inputs are ``leaves``. Keeps none of them alive."""
         own = {at: weakref.ref(leaves[at]) for at in self.trained if _is_leaf(leaves[at])}
-        return LeavingGradients(own, self.used_up - self._waited)
+        return HandedGradients(own, self.used_up - self._waited)
 
     def learn(self, used_up: Collection[int], waited: Collection[int]) -> None:
         """A step has shown this."""
@@ -57,7 +57,7 @@ class GradientWatch:
 
 
 @dataclass(slots=True)
-class LeavingGradients:
+class HandedGradients:
     """One backward's gradients between the call that made them and the end of their memory."""
 
     leaves: dict[int, weakref.ref[Any]]
