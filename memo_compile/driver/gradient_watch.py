@@ -51,9 +51,10 @@ class GradientWatch:
         return HandedGradients(own, self.used_up - self._waited)
 
     def learn(self, used_up: Collection[int], waited: Collection[int]) -> None:
-        """A step has shown this."""
+        """A step has shown this. Where one hook uses nothing up, none is counted on."""
+        broken = not self.used_up.isdisjoint(waited)
         self._waited |= frozenset(waited)
-        self.used_up = (self.used_up | frozenset(used_up)) - self._waited
+        self.used_up = frozenset() if broken else (self.used_up | frozenset(used_up)) - self._waited
 
 
 @dataclass(slots=True)
