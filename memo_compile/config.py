@@ -59,9 +59,12 @@ class MemoConfig:
     """Another loss is computed outside, from large results (distillation, z-loss), though the graph
     returns one: its memory counts from the first step on, instead of once a backward shows it."""
     gradients: str = "auto"
-    """Whether ``.grad`` exists when a step begins: ``accumulated`` counts each gradient twice from
+    """Whether ``.grad`` exists when a step begins: ``accumulated`` counts those that do from
     the first step on, ``fresh`` none that happens to exist while the step is compiled; ``auto``
     counts those that exist then. What is found when a step runs counts with all three."""
+    early_gradients: bool = True
+    """A gradient goes to autograd as soon as the step has no more use for it, instead of at the end
+    of the backward, so that it is added, reduced among ranks or used up while the rest runs."""
     alpha: float | None = None
     """Policy ``memo``: the part of the tokens that is offloaded; by default MEMO's program's."""
     optimizer_state_bytes_per_parameter: float | None = None

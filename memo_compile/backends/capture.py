@@ -5,6 +5,7 @@ and with the backward. Only when both halves are known is there a step: it goes 
 stages of whoever captures.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from memo_compile import shim
 from memo_compile.analysis.joint_units import JointUnits, saved_nodes, tag_saved, tag_units
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
+from memo_compile.driver.early_gradients import Gating
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.stages import CapturedStep
 from memo_compile.errors import RuntimeMisuse, UnsupportedGraph
@@ -86,7 +88,16 @@ class StepCapture:
             compiled = shim.compile_fx(gm, examples, inner_compile=self.inner)
         if self._units is not None and not self._finished:
             raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
-        return compiled
+        if self._units is None or not self.config.early_gradients:
+            return compiled
+        gating = Gating()
+
+        @functools.wraps(compiled)
+        def gated(*args: Any) -> Any:
+            assert self.assembly is not None, "the step was assembled"
+            return compiled(*gating.gated(self.assembly.step.backward, args))
+
+        return gated
 
     def partition(
         self,

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from memo_compile.check.check_contents import MAX_PROBLEMS, StepContents, misshapen_calls
+from memo_compile.check.leaving import LeavingGradients
 from memo_compile.errors import InvalidPlan
 from memo_compile.step.plans import CheckVerdict, Plan
 from memo_compile.step.problem import (
@@ -104,6 +105,7 @@ class _Replay:
         self.most_outside_bytes = 0
         """The most of it during the call being replayed."""
         self.in_backward = False
+        self.leaving = LeavingGradients(problem)
         fixed = problem.fixed
         self.constant_bytes = (
             fixed.parameters
@@ -161,6 +163,8 @@ class _Replay:
             owner_of_value = self.place_of.get(value)
             if owner_of_value is not None and self._is_unread(owner_of_value):
                 self._die(owner_of_value)
+        for owner in self.leaving.gone(self.reads_left):
+            self._die(f"{owner}{_FOR_USER}")
 
     def _begin_backward(self) -> None:
         """The forward has ended: gradients come in, results that nothing reads may be dropped."""
@@ -305,6 +309,7 @@ class _Replay:
 
     def _bind(self, call: StepCall, region: RegionProfile, position: int, value: str) -> None:
         output = region.outputs[position]
+        self.leaving.bind(call, output, value)
         holder = value if output.same_as is None else call.outputs[output.same_as]
         owner: str | None = None
         if output.storage is Storage.ARENA:

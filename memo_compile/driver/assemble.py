@@ -1,5 +1,6 @@
 """A planned step that runs: the plan bound to the runtime, replaced by another when it must be."""
 
+import contextlib
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -8,13 +9,15 @@ from typing import Any
 from memo_runtime.arena import ArenaError, arena_of
 from memo_runtime.host_store import HostStoreError
 from memo_runtime.leases import StepCounters, leases
-from memo_runtime.run_step import StepPlan, ran_before, run_backward, run_forward
+from memo_runtime.run_step import StepPlan, begin_backward, ran_before, run_forward
 
 from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver.bind import bind_step
+from memo_compile.driver.early_gradients import Gates, gates_here, is_captured, own_leaves, prove
 from memo_compile.driver.facts import gradient_bytes
-from memo_compile.driver.knowledge import StepKnowledge, gradients_at_once
+from memo_compile.driver.gradient_watch import GradientWatch, HandedGradients
+from memo_compile.driver.knowledge import StepKnowledge, gradients_at_once, leaving_values
 from memo_compile.driver.library_buffers import (
     Product,
     keeps_kernels,
@@ -38,7 +41,12 @@ from memo_compile.reporting import state
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Observed, Plan, ReportedPlan
 from memo_compile.step.problem import Problem
-from memo_compile.step.residency import retained_peak_bytes, step_constant_bytes, waiting_step_bytes
+from memo_compile.step.residency import (
+    retained_peak_bytes,
+    running_peak_bytes,
+    step_constant_bytes,
+    waiting_step_bytes,
+)
 from memo_compile.units import format_bytes, format_enough
 
 MAX_REFUSALS = 6
@@ -93,6 +101,14 @@ class Assembly:
     """Regions that run once before a step, so that libraries have their kernels (CPU)."""
     _could_not_run: Mapping[str, str] = field(default_factory=dict)
     """Those of them that could not, and why."""
+    gradients: GradientWatch = field(default_factory=GradientWatch)
+    """What is known of how its gradients leave."""
+    _peaks: dict[Any, int] = field(default_factory=dict)
+    """By bytes of gradients that exist and those that leave: the peak of the step that runs."""
+    _leaving: tuple[int, ...] = ()
+    """Gradients that the last forward took for gone once autograd has them."""
+    _existing: int = 0
+    """Bytes of gradients that existed when the last forward began."""
 
     def __post_init__(self) -> None:
         self._memory = OutOfMemory(dump=self.config.dump)
@@ -109,7 +125,7 @@ class Assembly:
         """From now on ``bound`` runs."""
         if not planned.problem.fixed.earlier_outputs:
             self._unburdened = planned
-        self.planned, self.plan, self.step = planned, planned.plan, bound
+        self.planned, self.plan, self.step, self._peaks = planned, planned.plan, bound, {}
         self.observed = Observed(planning_s=planned.planning_s, lowering_s=self.lowered.lowering_s)
         self._made = tuple(result_storages(planned.problem, self.lowered.cut.forward.results))
         bound.on_step_end, bound.on_unplanned = self._count, _say_unplanned
@@ -130,7 +146,12 @@ class Assembly:
         return self.known.known_costs(self.request.applied_to(self.config).host_store)
 
     def _replan(
-        self, found: PlanRequest | None = None, *, existing: int | None = None, lasting: int = 0
+        self,
+        found: PlanRequest | None = None,
+        *,
+        existing: int | None = None,
+        leaving: tuple[int, ...] | None = None,
+        lasting: int = 0,
     ) -> PlannedStep:
         """The step planned for the last request, and for gradients and results that exist before.
 
@@ -143,6 +164,7 @@ class Assembly:
         request = replace(
             found or self.request,
             existing_gradient_bytes=max(self.request.existing_gradient_bytes, existing),
+            leaving=self.request.leaving if leaving is None else leaving,
             earlier_output_bytes=lasting,
         )
         try:
@@ -159,12 +181,16 @@ class Assembly:
         if not leases.any_live():
             state.step_begins()
         self.unplanned_request = None
+        gates, leaves = prove(args), own_leaves(args)
         self._require_room_beside_others()
         self._count_outside_loss()
-        self._count_what_exists(args)
+        self._count_what_exists(leaves, is_early=gates is not None and gates.is_proved)
         self._count_kept_outputs()
         library_buffers.require(self._products)
         self._could_not_run = self.known.require_ran(self._runs_first)
+        if gates is not None:
+            gates.watch = self.gradients.follow(leaves)
+        del leaves
         with self._memory.explained(self.problem, self.reported):
             results = run_forward(self.step, args)
         self._watch.returned([results[position] for position in self._made])
@@ -175,14 +201,57 @@ class Assembly:
         keep_graph = shim.keep_graph()
         if self._may_hide_a_loss():
             self._losses.look(args)
-        self._require_room(args, keep_graph=keep_graph)
+        gates = None if keep_graph else gates_here()
+        self._require_room(args, keep_graph=keep_graph, stays=gates is None)
+        if gates is not None:
+            return self._first_part(gates, args)
         with self._memory.explained(self.problem, self.reported):
-            results = run_backward(self.step, args, keep_graph=keep_graph)
+            run = begin_backward(self.step, args, keep_graph=keep_graph)
+            results = run.rest(range(len(run.plan.backward.results)))
+        self._backward_ended()
+        return results
+
+    def _first_part(self, gates: Gates, args: list[Any]) -> list[Any]:
+        """The backward's results that leave first; ``gates`` run the other parts."""
+        with self._memory.explained(self.problem, self.reported):
+            run = begin_backward(self.step, args, keep_graph=False)
+
+        watch = gates.watch
+        assert watch is not None, "its forward ran"
+        watch.begin()
+
+        def take(number: int) -> list[Any]:
+            part, last = gates.parts[number], number == len(gates.parts) - 1
+            self._see_gone(watch)
+            with self._memory.explained(self.problem, self.reported):
+                found = run.rest(part.inputs) if last else run.part(part.inputs, part.beside)
+            if last:
+                gates.take = None
+                self._backward_ended()
+            else:
+                watch.handed(part.inputs, found)
+            return found
+
+        results: list[Any] = [None] * len(run.plan.backward.results)
+        for position, value in zip(gates.parts[0].inputs, take(0), strict=True):
+            results[position] = value
+        gates.begin(run, take)
+        return results
+
+    def _see_gone(self, watch: HandedGradients) -> None:
+        """Learn which gradients are gone. Raises Infeasible: one is not, and does not fit."""
+        waiting = dict(watch.still_there())
+        self.gradients.learn(tuple(watch.used_up()), waiting)
+        peak, budget = self.plan.peak_bytes + sum(waiting.values()), self.plan.budget_bytes
+        if budget is not None and waiting.keys() & set(self._leaving) and peak > budget:
+            raise Infeasible(_not_gone(peak, budget, sum(waiting.values())), floor_bytes=peak)
+
+    def _backward_ended(self) -> None:
+        """See what is held in memory now."""
         self._say_beyond()
         kept = self._watch.end()
         if not self.problem.keeps_outputs:
             self._kept_bytes = kept
-        return results
 
     def _say_beyond(self) -> None:
         """Say once that memory which the graph does not know of broke the budget (CPU)."""
@@ -214,8 +283,12 @@ class Assembly:
                 f"all are planned together. {NO_FLOOR}"
             )
 
-    def _require_room(self, args: list[Any], *, keep_graph: bool) -> None:
-        """Raise Infeasible if results that are held, or retain_graph's copy, do not fit as well."""
+    def _require_room(self, args: list[Any], *, keep_graph: bool, stays: bool) -> None:
+        """Raise Infeasible if what stays, though it was planned as gone, does not fit as well.
+
+        Results that are held; retain_graph's copy; gradients that do not leave early (``stays``),
+        or not into ``.grad``.
+        """
         plan, problem = self.plan, self.problem
         planned, counted = plan.fixed.earlier_outputs, args
         if problem.keeps_outputs:  # of this step, and of those that wait for their backward
@@ -223,10 +296,17 @@ class Assembly:
             counted = []
         held = max(0, self._watch.turn(counted) - planned)
         second = plan.fixed.new_gradients if ran_before(self.step, args) else 0
+        if self._leaving and (stays or is_captured()):
+            problem = self._problem_with(self._existing, ())
+            staying = max(0, self._peak_with(self._existing, ()) - plan.peak_bytes)
+        else:
+            staying = 0
         copied = retained_peak_bytes(problem, plan) - plan.peak_bytes if keep_graph else 0
-        peak, budget = plan.peak_bytes + held + second + copied, plan.budget_bytes
+        peak, budget = plan.peak_bytes + held + second + staying + copied, plan.budget_bytes
         if budget is not None and peak > budget:
-            message = _no_room(peak, budget, held=held, second_gradients=second, copied=copied)
+            message = _no_room(
+                peak, budget, held=held, second_gradients=second, staying=staying, copied=copied
+            )
             raise Infeasible(message, floor_bytes=None if copied else peak)
         if peak > plan.peak_bytes and (copied or budget is not None):
             self.plan = replace(plan, peak_bytes=peak)
@@ -309,13 +389,16 @@ class Assembly:
         """Run the steps after those of ``before``, whose results may still be held."""
         self._watch = before._watch
 
-    def _count_what_exists(self, args: Sequence[Any]) -> None:
+    def _count_what_exists(self, leaves: Sequence[Any], *, is_early: bool) -> None:
         """Count gradients and results of earlier steps that are kept: new ones come beside them.
 
         At compile time there are none yet, and nobody knows whether the user will keep them. A step
         that no longer fits its budget is planned again; Infeasible is raised if no plan fits.
         """
-        existing, alone = gradient_bytes(args), self.step.live == 0
+        existing, alone = gradient_bytes(leaves), self.step.live == 0
+        leaving = self.gradients.leaving(leaves) if is_early else ()
+        if alone and not existing and set(leaving) - set(self.request.leaving):
+            self._use_what_leaves(leaving)
         earlier = lasting = 0
         if alone and self.plan.budget_bytes is not None:
             earlier, lasting = self._watch.begin()
@@ -327,31 +410,59 @@ class Assembly:
             gradients=max(fixed.gradients, gradients_at_once(self.problem, existing)),
             earlier_outputs=max(fixed.earlier_outputs, lasting),
         )
-        more = fixed.gradients - before.fixed.gradients
-        more += fixed.earlier_outputs - before.fixed.earlier_outputs
+        later = fixed.earlier_outputs - before.fixed.earlier_outputs
+        more = max(0, self._peak_with(existing, leaving) + later - before.peak_bytes)
         budget = before.budget_bytes
         if budget is None or before.peak_bytes + more <= budget or not alone:
-            if more:
+            if more or fixed != before.fixed:
                 self.plan = replace(before, fixed=fixed, peak_bytes=before.peak_bytes + more)
                 self._report()
         else:
-            self._plan_with(existing, lasting, replaced=earlier <= self.problem.rebound_bytes)
+            kept = earlier <= self.problem.rebound_bytes
+            self._plan_with(existing, leaving, lasting, replaced=kept)
+        self._existing, self._leaving = existing, leaving
         if self.step.heap is not None and alone:
             replaced = max(0, earlier - self.plan.fixed.earlier_outputs)
             self.step.heap.replaced_bytes = min(replaced, self.problem.rebound_bytes)
 
-    def _plan_with(self, existing: int, lasting: int, *, replaced: bool) -> None:
+    def _use_what_leaves(self, leaving: tuple[int, ...]) -> None:
+        """Replan a step that moves something, once hooks were seen to use gradients up."""
+        if self.plan.budget_bytes is None or self.plan.timeline is None:
+            return
+        with contextlib.suppress(Infeasible):  # where it was planned for kept gradients too
+            self._rebind(self._replan(leaving=leaving))
+
+    def _problem_with(self, existing: int, leaving: tuple[int, ...]) -> Problem:
+        """The step that runs, where gradients exist before it and others leave early."""
+        fixed = replace(self.plan.fixed, gradients=0)  # those of a plan may be more than exist now
+        gradients = gradients_at_once(replace(self.problem, fixed=fixed), existing)
+        return replace(
+            self.problem,
+            fixed=replace(fixed, gradients=gradients),
+            leaving=leaving_values(self.lowered, leaving),
+        )
+
+    def _peak_with(self, existing: int, leaving: tuple[int, ...]) -> int:
+        """The peak of ``_problem_with``; computed once, and at once where no gradient leaves."""
+        key = (existing, leaving, self.plan.fixed.earlier_outputs)
+        if key not in self._peaks:
+            self._peaks[key] = running_peak_bytes(self._problem_with(existing, leaving), self.plan)
+        return self._peaks[key]
+
+    def _plan_with(
+        self, existing: int, leaving: tuple[int, ...], lasting: int, *, replaced: bool
+    ) -> None:
         """Replan with kept gradients and results.
 
         If that does not fit, results that this forward's may still replace (``replaced``) are not
         counted: the backward checks them before it begins.
         """
         try:
-            planned = self._replan(existing=existing, lasting=lasting)
+            planned = self._replan(existing=existing, leaving=leaving, lasting=lasting)
         except Infeasible:
             if not lasting or not replaced:
                 raise
-            planned = self._replan(existing=existing)
+            planned = self._replan(existing=existing, leaving=leaving)
         self._rebind(planned)
 
     def _rebind(self, planned: PlannedStep) -> None:
@@ -426,11 +537,25 @@ def _beyond(num_bytes: int, could_not_run: Mapping[str, str]) -> str:
     )
 
 
-def _no_room(peak: int, budget: int, *, held: int, second_gradients: int, copied: int) -> str:
+def _not_gone(peak: int, budget: int, waiting: int) -> str:
+    """Why a backward stops in the middle."""
+    return (
+        f"this backward would need {format_enough(peak)} > memory_budget {format_bytes(budget)}, "
+        f"and has been stopped. {format_bytes(waiting)} of gradients are still there after they "
+        "were given to autograd: their parameters are used outside of this graph too, or a hook "
+        "keeps them. Steps from now on are planned for that; or raise memory_budget"
+    )
+
+
+def _no_room(
+    peak: int, budget: int, *, held: int, second_gradients: int, staying: int, copied: int
+) -> str:
     """What a backward needs beside its plan, and what to do."""
     why = {
         "results of forwards that are held, though they were planned as gone by now; set "
         "outputs='held', or let go of them": held,
+        "gradients that stay to the end of the backward, because retain_graph=True, create_graph="
+        "True, torch.autograd.grad or inputs= are used": staying,
         "gradients of this graph's first backward; add the losses up and call backward "
         "once": second_gradients,
         "the copy of the arena that retain_graph=True makes; add the losses up and call backward "

@@ -28,6 +28,7 @@ from memo_runtime.run_step import RunHalf, StepPlan
 from memo_compile.analysis.regions import ViewSpec
 from memo_compile.config import MemoConfig
 from memo_compile.driver.stages import CutStep, PlannedStep
+from memo_compile.step.hand_over import last_uses, ready_after
 from memo_compile.step.problem import (
     CallKind,
     Half,
@@ -101,6 +102,10 @@ class Binder:
         self.views = dict(_views(problem, self.offload_of))
         """Call -> the inputs that it reads as something else than what their maker left."""
         self.ordinary = ordinary_bytes(problem)
+        self.ready = ready_after(problem)
+        """Per result of the backward the call after which it may leave."""
+        self.last_uses = last_uses(problem)
+        """First value in a storage -> the last call that uses what lies there."""
         self.dying = _dying_inputs(self) if poison else {}
 
     def table(self) -> list[list[FrameView]]:
@@ -173,7 +178,36 @@ class _Half:
             planned_bytes=0 if begin is None else resident[begin] + before[begin],
             resident_bytes=after,
             handle=self.registers[half.handle],
+            **({} if is_forward else self._between()),
         )
+
+    def _between(self) -> dict[str, Any]:
+        """What a backward must know that stops between its calls."""
+        binder, half = self.binder, self.half
+        ready = binder.ready
+        if ready is None:
+            return {}
+        forward = binder.halves[Phase.FORWARD]
+        checked = dict.fromkeys(binder.sources.get(value, value) for value in binder.leased)
+        given = (value for value in half.arguments if value != half.handle)
+        return {
+            "ready": tuple(self._num_calls_to(index) for index in ready),
+            "read_until": self._until(forward.arguments),
+            "guarded": tuple(
+                (self.registers[value], until)
+                for value in given
+                if (until := self._num_calls_to(binder.last_uses.get(value, -1)))
+            ),
+            "checked_until": self._until(v for v in checked if v in forward.arguments),
+        }
+
+    def _until(self, values: Iterable[str]) -> tuple[int, ...]:
+        last = self.binder.last_uses
+        return tuple(self._num_calls_to(last.get(value, -1)) for value in values)
+
+    def _num_calls_to(self, index: int) -> int:
+        """How many calls of this half have run when call ``index`` of the step has."""
+        return sum(at <= index for at, _ in self.calls)
 
     def _at(self, values: Iterable[str]) -> tuple[int, ...]:
         return tuple(self.registers[value] for value in values)

@@ -36,6 +36,10 @@ class GraphFacts:
             if isinstance(tensor, torch.nn.Parameter)
         }.values()
         trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._inputs = [
+            weakref.ref(value) if isinstance(value, torch.Tensor) else None
+            for value in example_inputs
+        ]
         self._trainable = [weakref.ref(parameter) for parameter in parameters]
         self._parameter_bytes = sum(map(_bytes, parameters))
         self._trained_bytes = sum(map(_bytes, trained))
@@ -75,6 +79,10 @@ class GraphFacts:
     def existing_gradient_bytes(self) -> int:
         """Bytes of the gradients that exist now; a backward makes new ones while these stay."""
         return gradient_bytes([ref() for ref in self._trainable])
+
+    def inputs(self) -> list[torch.Tensor | None]:
+        """The graph's own inputs that are tensors and still there, by position."""
+        return [None if ref is None else ref() for ref in self._inputs]
 
     def constant_bytes(self, state_bytes_per_parameter: float | None = None) -> int:
         """Parameters, a gradient for each that is trained, and optimizer state."""

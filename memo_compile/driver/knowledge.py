@@ -30,6 +30,7 @@ from memo_compile.driver.stages import LoweredStep, PlanRequest
 from memo_compile.driver.user_outputs import held_bytes, outside_loss_bytes, own_gradients
 from memo_compile.errors import MemoError, UnsupportedGraph, described
 from memo_compile.reporting import state
+from memo_compile.step.hand_over import ready_after
 from memo_compile.step.movable import MEASURED, MovableStep, StepCosts
 from memo_compile.step.problem import Problem
 from memo_compile.step.tilings import WholeStep
@@ -46,13 +47,19 @@ def gradients_at_once(problem: Problem, existing: int) -> int:
     return max(problem.fixed.gradients, existing + waiting + problem.fixed.new_gradients)
 
 
+def leaving_values(lowered: LoweredStep, positions: Iterable[int]) -> tuple[str, ...]:
+    """The results of the backward at ``positions``, by name."""
+    results = lowered.cut.backward.results
+    return tuple(value for at in positions if (value := results[at]) is not None)
+
+
 def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
     """The step that keeps everything, with what exists beside it according to ``request``."""
     problem = lowered.problem
     fixed = problem.fixed
     gradients = gradients_at_once(problem, request.existing_gradient_bytes)
     fixed = replace(fixed, gradients=gradients, earlier_outputs=request.earlier_output_bytes)
-    problem = replace(problem, fixed=fixed)
+    problem = replace(problem, fixed=fixed, leaving=leaving_values(lowered, request.leaving))
     if request.outside_loss:
         more = outside_loss_bytes(own_gradients(lowered.cut.backward.half_graph.graph))
         problem = replace(problem, loss_bytes=more)
@@ -115,6 +122,19 @@ class StepKnowledge:
         """Saved activation -> its own bytes."""
         forward = self.lowered.cut.forward
         return {value: forward.nodes[value].meta["val"].nbytes for value in forward.leased}
+
+    def trained(self) -> frozenset[int]:
+        """Inputs of the graph, by position, whose gradients leave while the backward runs.
+
+        None where several steps are live: gradients of one may wait for those of another.
+        """
+        ready = ready_after(self.lowered.problem)
+        if ready is None or not self.config.early_gradients or self.config.max_inflight > 1:
+            return frozenset()
+        last = max(ready, default=0)
+        results = self.lowered.cut.backward.results
+        made = (at for at, value in enumerate(results) if value is not None)
+        return frozenset(at for at in made if ready[at] < last)
 
     def movable(self, problem: Problem, host_store: str) -> MovableStep:
         """``problem`` as layers with slots: the lowered step, with what a request adds to it."""

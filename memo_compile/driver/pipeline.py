@@ -14,6 +14,7 @@ that fits in other tiles only, the graph is compiled anew (``backends.retile``).
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import fx
 
@@ -21,12 +22,14 @@ from memo_compile.analysis.joint_units import backward_positions, forward_positi
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_step
+from memo_compile.driver.gradient_watch import GradientWatch
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.left_whole import say_dropped
 from memo_compile.driver.plan_step import plan_step
-from memo_compile.driver.stages import CapturedStep, CutStep, LoweredStep, PlanRequest
+from memo_compile.driver.stages import CapturedStep, CutStep, LoweredStep, PlannedStep, PlanRequest
 from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.step_problem import step_problem, whole_step
+from memo_compile.errors import Infeasible
 from memo_compile.lowering.lower import lower_regions
 from memo_compile.lowering.workspace import with_workspaces
 from memo_compile.passes.accumulate import AccumulateInPlace
@@ -34,6 +37,7 @@ from memo_compile.passes.cut import Cut, CutRequest, cut
 from memo_compile.passes.runner import GraphPass
 from memo_compile.passes.separate import SeparateResults
 from memo_compile.passes.tile_cut import RegionTiling, tile_cut
+from memo_compile.reporting import state
 from memo_compile.step.problem import Phase
 
 
@@ -58,7 +62,8 @@ def assemble(
 def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequest) -> Assembly:
     """The last two stages of ``assemble``; raises what that raises."""
     known = StepKnowledge(lowered=lowered, config=config)
-    planned = plan_step(lowered, config, request, known)
+    gradients = GradientWatch(known.trained())
+    planned, request = _planned_at_first(lowered, config, request, known, gradients)
     require_fast(planned.plan, config, known)
     assembly = Assembly(
         lowered=lowered,
@@ -67,9 +72,43 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
         request=request,
         planned=planned,
         step=bind_step(planned, lowered.cut, request.applied_to(config)),
+        gradients=gradients,
     )
     assembly.reserve()
     return assembly
+
+
+def _planned_at_first(
+    lowered: LoweredStep,
+    config: MemoConfig,
+    request: PlanRequest,
+    known: StepKnowledge,
+    gradients: GradientWatch,
+) -> tuple[PlannedStep, PlanRequest]:
+    """The plan, and the request with what is to be expected of gradients.
+
+    Hooks are taken to use gradients up where each parameter has one and nothing else fits: that
+    they do not shows in the first step, before it breaks the budget.
+    """
+    inputs = lowered.cut.facts.inputs()
+    if len(inputs) != len(lowered.cut.backward.results):
+        return plan_step(lowered, config, request, known), request
+    added = gradients.leaving(inputs, expected=config.gradients)
+    request = replace(request, leaving=request.leaving or added)
+    try:
+        return plan_step(lowered, config, request, known), request
+    except Infeasible:
+        used_up = gradients.may_be_used_up(inputs)
+        if set(used_up) <= set(request.leaving):
+            raise
+    request = replace(request, leaving=used_up)
+    planned = plan_step(lowered, config, request, known)
+    gradients.used_up = frozenset(used_up)
+    state.add_note(
+        "the plan counts on hooks that use gradients up while the backward runs "
+        "(register_post_accumulate_grad_hook), and is made anew where they do not"
+    )
+    return planned, request
 
 
 def cut_step(

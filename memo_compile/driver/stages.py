@@ -76,6 +76,8 @@ class PlanRequest:
 
     existing_gradient_bytes: int = 0
     """Gradients kept from steps before, beside those that this step's backward makes."""
+    leaving: tuple[int, ...] = ()
+    """Results of the backward, by position, that are gone once autograd has them."""
     earlier_output_bytes: int = 0
     """Results of earlier steps that the user holds during this one."""
     keeps_outputs: bool = False

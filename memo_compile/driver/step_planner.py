@@ -361,7 +361,8 @@ def _explained(error: Infeasible, problem: Problem, request: PlanRequest) -> Inf
     """``error``, which also says what was found since the step was compiled.
 
     It names two floors: of a step that finds gradients of the one before, and of one that does not.
-    They are there from its beginning to its end, so that every plan needs that much more.
+    They are there from its beginning to its end, so that every plan needs that much more; but where
+    new ones leave early the named one is only known to be enough.
     """
     text, fixed = str(error), problem.fixed
     waiting = fixed.new_gradients if problem.live_steps > 1 else 0
@@ -370,11 +371,12 @@ def _explained(error: Infeasible, problem: Problem, request: PlanRequest) -> Inf
         accumulating = format_enough(error.floor_bytes + fixed.new_gradients)
         text += f"; floor where .grad exists before the step (accumulation): {accumulating}"
     elif error.floor_bytes is not None:
-        fresh = format_enough(error.floor_bytes - kept)
+        fresh = format_enough(error.floor_bytes - (0 if problem.leaving else kept))
         text += f"; floor where no .grad exists before the step: {fresh}"
     if request.existing_gradient_bytes:
+        twice = "" if problem.leaving else ", which makes them exist twice"
         text += (
-            ". Gradients were kept from the last step, which makes them exist twice: "
+            f". Gradients were kept from the last step{twice}: "
             "zero_grad(set_to_none=True) frees them, accumulation needs them"
         )
     if request.earlier_output_bytes:

@@ -6,6 +6,7 @@ Results for the user, gradients that come in, and what kernels allocate themselv
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 
+from memo_compile.step.hand_over import leaving_after
 from memo_compile.step.problem import Phase, Problem, Storage, call_starts, last_reads
 
 
@@ -14,7 +15,8 @@ def ordinary_events(
 ) -> Iterator[tuple[int, int]]:
     """(line, bytes born or minus bytes gone) of ordinary memory: outputs, incoming gradients.
 
-    What the backward makes for the user stays, and so does an incoming gradient that no call reads.
+    What the backward makes for the user stays, but for what leaves the step, which is gone before
+    the next call. An incoming gradient that no call reads stays too.
     What only the loss needs is gone after the backward's first line. What a call is the last to
     read counts to that call's end: the heap may put what the call makes beside its hole, a large
     block's too where it found a free place in the heap.
@@ -33,6 +35,7 @@ def ordinary_events(
             end = _last_line(starts, last_read[value])
             yield max(backward_line + 1, end), -size_bytes
     returning = _regions_with(problem, Storage.EXTERNAL)
+    gone = leaving_after(problem)
     for index, call in enumerate(problem.calls):
         for output, value in problem.made_by(call) if call.region in returning else ():
             if output.storage is not Storage.EXTERNAL or not output.size_bytes:
@@ -41,6 +44,8 @@ def ordinary_events(
             if call.phase is Phase.FORWARD and not problem.keeps_outputs:
                 end = _last_line(starts, last_read.get(value))
                 yield max(backward_line, end), -output.size_bytes
+            elif value in gone and call.phase is Phase.BACKWARD:
+                yield starts[max(gone[value], index) + 1], -output.size_bytes
 
 
 def outside_peak(problem: Problem) -> dict[str, int]:

@@ -378,6 +378,9 @@ class Problem:
     loss_bytes: int = 0
     """What a loss that is computed outside the graph is taken to hold, besides results and their
     gradients, when the backward begins."""
+    leaving: tuple[str, ...] = ()
+    """Results of the backward that are gone once autograd has them, because they are added to
+    gradients that exist, or hooks use them up."""
     live_steps: int = 1
     """max_inflight: forwards that may wait for their backwards, each with its own frame."""
     releases_pages: bool = False

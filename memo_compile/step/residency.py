@@ -56,6 +56,17 @@ def residency(problem: Problem, offsets: Mapping[str, int], arena_bytes: int) ->
     return Residency(resident_bytes=tuple(resident), peak_bytes=fixed + most + slack + waiting)
 
 
+def running_peak_bytes(problem: Problem, plan: Plan) -> int:
+    """The peak of a step that runs by ``plan``, where ``problem`` tells of ordinary memory."""
+    ordinary = ordinary_bytes(problem).most
+    most = max(
+        (stay + more for stay, more in zip(plan.resident_bytes, ordinary, strict=True)), default=0
+    )
+    slack = heap_slack(most) if problem.releases_pages else 0
+    waiting = (problem.live_steps - 1) * waiting_step_bytes(problem, plan.arena_bytes)
+    return step_constant_bytes(problem) + most + slack + waiting
+
+
 def waiting_step_bytes(problem: Problem, arena_bytes: int) -> int:
     """What a step holds until its backward begins: its frame, and results that are kept."""
     return arena_bytes + (problem.fixed.outputs if problem.keeps_outputs else 0)

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 
 from memo_runtime.arena import FrameTable, Slab, arena_of
+from memo_runtime.backward_run import BackwardRun
+from memo_runtime.backward_run import StepError as StepError
 from memo_runtime.copies import CopySchedule, Throttle, engine_of
 from memo_runtime.current import current
 from memo_runtime.heap import HeapWatch
 from memo_runtime.instructions import Instruction, Running
 from memo_runtime.leases import Lease, StepCounters, lease_frame, lease_ordinary, leases
-
-
-class StepError(RuntimeError):
-    """A backward was called that its forward's plan does not cover."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +39,15 @@ class RunHalf:
     resident_bytes: int | None = None
     """FORWARD: bytes of the frame, from its start, that the backward uses. The rest goes back at
     once: autograd makes gradients of the results in ordinary memory before the backward begins."""
+    ready: tuple[int, ...] = ()
+    """BACKWARD: per result after how many calls it is made and nobody reads it any more. Empty
+    where results and the forward's arguments do not belong together one by one."""
+    read_until: tuple[int, ...] = ()
+    """BACKWARD: per argument of the forward after how many calls nobody reads it any more."""
+    guarded: tuple[tuple[int, int], ...] = ()
+    """BACKWARD: (register, until) of what the user may write into between two calls."""
+    checked_until: tuple[int, ...] = ()
+    """BACKWARD: ``read_until`` of the forward's ``checked``."""
     handle: int
     """FORWARD: the register to return the handle in; BACKWARD: the register it arrives in."""
 
@@ -211,7 +218,13 @@ def ran_before(plan: StepPlan, args: list[Any]) -> bool:
 
 
 def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[Any]:
-    """The gradients of the step whose handle is among ``args``.
+    """All gradients of the step whose handle is among ``args``; raises as ``begin_backward``."""
+    run = begin_backward(plan, args, keep_graph=keep_graph)
+    return run.rest(range(len(run.plan.backward.results)))
+
+
+def begin_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> BackwardRun:
+    """The backward of the step whose handle is among ``args``, before its first call.
 
     The step is finished by the plan that its forward ran with, which may be an older one than
     ``plan``; both take the same ``args``. With ``keep_graph`` the frame is as before afterwards, so
@@ -240,21 +253,14 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
         )
     if plan.heap is not None:
         plan.heap.begin_backward(half.planned_bytes)
-    snapshot = lease.snapshot() if keep_graph else None
     for register, value in zip(half.leased, lease.saved, strict=True):
         env[register] = value
-    try:
-        counted = lease.counted + _execute(plan, half, lease, env)
-        results = [None if register is None else env[register] for register in half.results]
-    finally:
-        if snapshot is None:
-            lease.release()
-        else:
-            lease.settle()  # before a reload in flight can overwrite what is restored
-            lease.restore(snapshot)
-    lease.ran = True
-    plan.on_step_end(counted)
-    return results
+    return BackwardRun(
+        plan=plan,
+        lease=lease,
+        running=_running(plan, lease, env),
+        snapshot=lease.snapshot() if keep_graph else None,
+    )
 
 
 def _environment(half: RunHalf, args: list[Any]) -> list[Any]:
@@ -267,8 +273,8 @@ def _environment(half: RunHalf, args: list[Any]) -> list[Any]:
     return env
 
 
-def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> StepCounters:
-    running = Running(
+def _running(plan: StepPlan, lease: Lease, env: list[Any]) -> Running:
+    return Running(
         lease=lease,
         env=env,
         tables=lease.slab.tables(plan.key, plan.table),
@@ -277,6 +283,10 @@ def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> Ste
         counted=StepCounters(),
         heap=plan.heap,
     )
+
+
+def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> StepCounters:
+    running = _running(plan, lease, env)
     try:
         for call in half.calls:
             call.execute(running)

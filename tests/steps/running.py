@@ -9,7 +9,8 @@ from unittest import mock
 
 import torch
 from memo_runtime.arena import arena_of
-from memo_runtime.run_step import StepPlan, run_backward, run_forward
+from memo_runtime.backward_run import BackwardRun
+from memo_runtime.run_step import StepPlan, begin_backward, run_backward, run_forward
 from torch import nn
 from torch.nn import functional
 
@@ -152,16 +153,16 @@ def _recorded(call: Callable[[], torch.Tensor]) -> "Ready":
         results.append(run_forward(plan, args))
         return results[-1]
 
-    def backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[Any]:
+    def backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> BackwardRun:
         given.append(_copied(args))
-        return run_backward(plan, args, keep_graph=keep_graph)
+        return begin_backward(plan, args, keep_graph=keep_graph)
 
     torch._dynamo.reset()
     state.reset()
     with (
         assemblies() as made,
         mock.patch.object(assemble, "run_forward", forward),
-        mock.patch.object(assemble, "run_backward", backward),
+        mock.patch.object(assemble, "begin_backward", backward),
     ):
         call().backward()
     (assembly,) = made

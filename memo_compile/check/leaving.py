@@ -1,0 +1,85 @@
+"""When the checker takes gradients that leave the step for gone; shares nothing with the planners.
+
+A gradient is handed over when no call to come uses its memory, nor that of the input it is the
+gradient of. Before the next call begins it is gone, if the problem says that such ones leave.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from memo_compile.step.problem import Phase, Problem, RegionOutput, StepCall, Storage
+
+
+@dataclass(slots=True)
+class _Gradient:
+    """Ordinary memory that a call of the backward made, and what lies in it."""
+
+    values: set[str]
+    is_gone: bool = False
+
+
+@dataclass(slots=True)
+class LeavingGradients:
+    """Follows the results of the backward from the call that makes them until they leave."""
+
+    problem: Problem
+    _inputs_of: dict[str, set[str]] = field(default_factory=dict)
+    """Result of the backward -> the inputs that it is the gradient of."""
+    _shown: dict[str, set[str]] = field(default_factory=dict)
+    """Input of the step -> the values that lie in its memory."""
+    _owner: dict[str, str] = field(default_factory=dict)
+    """Value -> the first value in its memory: a gradient, or an input of the step."""
+    _made: dict[str, _Gradient] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        halves = {half.phase: half for half in self.problem.halves}
+        if not self.problem.leaving or len(halves) < 2:
+            return
+        inputs = halves[Phase.FORWARD].arguments
+        results = halves[Phase.BACKWARD].results
+        if len(inputs) != len(results):
+            return
+        for name, value in zip(inputs, results, strict=True):
+            if value is not None:
+                self._inputs_of.setdefault(value, set()).add(name)
+        for name in self.problem.inputs:
+            self._owner[name] = name
+            self._shown[name] = {name}
+
+    def bind(self, call: StepCall, output: RegionOutput, value: str) -> None:
+        """``call`` has made ``value``."""
+        if not self._inputs_of:
+            return
+        if output.storage is Storage.INPUT and output.index is not None:
+            owner = self._owner.get(call.inputs[output.index])
+        elif output.storage is Storage.EXTERNAL and call.phase is Phase.BACKWARD:
+            first = value if output.same_as is None else call.outputs[output.same_as]
+            owner = self._owner.setdefault(first, first)
+            self._made.setdefault(owner, _Gradient(set()))
+        else:
+            around = call.value_around(output.index) if output.storage is Storage.ARENA else None
+            owner = None if around is None else self._owner.get(around)
+        if owner is None:
+            return
+        self._owner[value] = owner
+        if owner in self._made:
+            self._made[owner].values.add(value)
+        else:
+            self._shown[owner].add(value)
+
+    def gone(self, reads_left: Mapping[str, int]) -> Iterator[str]:
+        """What has left by the end of a call, by the first value in its memory; each once."""
+        for owner, made in self._made.items():
+            if not made.is_gone and self._leaves(made, reads_left):
+                made.is_gone = True
+                yield owner
+
+    def _leaves(self, made: _Gradient, reads_left: Mapping[str, int]) -> bool:
+        results = made.values & self._inputs_of.keys()
+        if not results or not results <= set(self.problem.leaving):
+            return False
+        used = set(made.values)
+        for result in results:
+            for name in self._inputs_of[result]:
+                used |= self._shown[name]
+        return not any(reads_left.get(value, 0) for value in used)

@@ -1,0 +1,220 @@
+"""Gradients reach autograd while the backward of their graph still runs.
+
+AOTAutograd makes one node of a whole graph, so that all its gradients reach autograd at its end.
+Before the forward, parameters therefore pass through *gates*: nodes that do nothing in the forward.
+In the backward the graph's own node runs the step until its first gradients may leave, and returns
+those alone. Each gate runs the next part of the step and returns that part's gradients::
+
+    parameters of the first layer  --- gate 2 ---.
+    parameters of the layer behind --- gate 1 --- the graph's node --- loss
+    parameters of the last layer ----------------'
+    gate 1 hangs on gate 2 by a token: no gate runs before the one of the part before.
+
+So autograd's engine does what it does for a model without memo: it adds up what several users of
+one parameter contribute, calls each hook once, and runs what follows from a gradient before the
+next gate, since a leaf comes before all other nodes. Where gradients cannot leave early, the
+graph's node runs the whole step, and gates pass on what it returns.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from memo_runtime.backward_run import BackwardRun
+from memo_runtime.run_step import RunHalf
+
+from memo_compile import shim
+from memo_compile.driver.gradient_watch import HandedGradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardPart:
+    """A part of the backward, by positions of the graph's inputs."""
+
+    inputs: tuple[int, ...]
+    """Their gradients leave when the part ends."""
+    beside: tuple[int, ...] = ()
+    """Other inputs in the same memory, which are read for the last time in this part or before."""
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""AOTAutograd takes others (DTensor) apart, so that inputs and gradients are no pairs."""
+
+Take = Callable[[int], Sequence[Any]]
+"""Runs part N of a backward; its gradients."""
+
+
+@dataclass(slots=True, eq=False)
+class Gates:
+    """The gates of one forward, and its backward while that runs in parts."""
+
+    parts: tuple[BackwardPart, ...]
+    """The first is run by the graph's own node, the others by gates."""
+    is_proved: bool = False
+    """The graph was given what the gates returned, each at the position of its input."""
+    take: Take | None = None
+    """While a backward runs in parts."""
+    watch: HandedGradients | None = None
+    """Follows its gradients."""
+
+    def begin(self, run: BackwardRun, take: Take) -> None:
+        """A backward runs in parts; if the engine gives it up between two, ``run`` is ended."""
+        self.take = take
+
+        def end() -> None:
+            self.take = None
+            run.abandon()
+
+        def at_end() -> None:
+            """The engine keeps this until the backward has ended, also by an exception."""
+
+        weakref.finalize(at_end, end).atexit = False
+        shim.keep_while_backward_runs(at_end)
+
+
+class Gate(torch.autograd.Function):
+    """Passes tensors through the forward; its backward runs a part of the step."""
+
+    @staticmethod
+    def forward(ctx: Any, gates: Gates, number: int, token: Any, *inputs: Any) -> Any:
+        """``inputs``, and in front of them a token for the next gate."""
+        ctx.gates, ctx.number = gates, number
+        ctx.set_materialize_grads(False)
+        return (inputs[0].new_empty(0), *(value.detach() for value in inputs))
+
+    @staticmethod
+    def backward(ctx: Any, token: Any, *given: Any) -> Any:
+        """The gradients of the part, and what was returned to this gate already."""
+        take = ctx.gates.take
+        if take is None:
+            return (None, None, None, *given)
+        own = take(ctx.number)
+        return (None, None, None, *map(_sum, own, given))
+
+
+def _sum(own: Any, given: Any) -> Any:
+    if own is None or given is None:
+        return given if own is None else own
+    return own + given
+
+
+@dataclass(slots=True)
+class Gating:
+    """Puts the inputs of one graph behind gates."""
+
+    _half: RunHalf | None = None
+    _known: dict[Any, tuple[BackwardPart, ...]] = field(default_factory=dict)
+    """By which inputs need a gradient, and which share memory."""
+
+    def gated(self, half: RunHalf, args: Sequence[Any]) -> Sequence[Any]:
+        """What the graph is given in place of ``args``, whose backward is ``half``."""
+        if not torch.is_grad_enabled() or len(half.ready) != len(args):
+            return args
+        if half is not self._half:
+            self._half, self._known = half, {}
+        needs = tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in args)
+        if any(need and type(value) not in _PLAIN for need, value in zip(needs, args, strict=True)):
+            return args
+        sharing = _sharing(args)
+        key = (needs, tuple(sharing))
+        parts = self._known.get(key)
+        if parts is None:
+            parts = self._known[key] = _parts(half, needs, sharing)
+        if len(parts) < 2:
+            return args
+        gates, token, passed = Gates(parts), None, list(args)
+        for number in reversed(range(1, len(parts))):
+            inputs = parts[number].inputs
+            token, *values = Gate.apply(gates, number, token, *(args[at] for at in inputs))
+            for at, value in zip(inputs, values, strict=True):
+                passed[at] = value
+        return passed
+
+
+def _sharing(args: Sequence[Any]) -> list[tuple[int, ...]]:
+    """The inputs that lie in one memory, where there are several."""
+    found: dict[int, list[int]] = {}
+    for at, value in enumerate(args):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            found.setdefault(value.untyped_storage()._cdata, []).append(at)
+    return [tuple(same) for same in found.values() if len(same) > 1]
+
+
+def _parts(
+    half: RunHalf, needs: Sequence[bool], sharing: Sequence[tuple[int, ...]]
+) -> tuple[BackwardPart, ...]:
+    """The inputs that need a gradient, by how many calls have run when it may leave."""
+    beside = {at: same for same in sharing for at in same}
+    found: dict[int, list[int]] = {}
+    for at, needed in enumerate(needs):
+        if needed and half.results[at] is not None:
+            read = max(half.read_until[other] for other in beside.get(at, (at,)))
+            found.setdefault(max(half.ready[at], read), []).append(at)
+    return tuple(
+        BackwardPart(
+            inputs=tuple(inputs),
+            beside=tuple(other for at in inputs for other in beside.get(at, ()) if other != at),
+        )
+        for _, inputs in sorted(found.items())
+    )
+
+
+def prove(args: Sequence[Any]) -> Gates | None:
+    """The gates in front of the forward that is given ``args``; they may be used if all is there.
+
+    The positions of a graph's inputs are those that AOTAutograd gives them, unless it drops or
+    joins some.
+    """
+    gates, right = None, 0
+    for at, value in enumerate(args):
+        node = value.grad_fn if isinstance(value, torch.Tensor) else None
+        of = getattr(node, "gates", None)
+        if isinstance(of, Gates):
+            gates = of
+            right += of.parts[node.number].inputs[value.output_nr - 1] == at  # type: ignore[union-attr]
+    if gates is not None:
+        gates.is_proved = right == sum(len(part.inputs) for part in gates.parts[1:])
+    return gates
+
+
+def gates_here() -> Gates | None:
+    """The gates behind the node that autograd executes now, where each of them will run after it.
+
+    None where a gate will not, or where the graph of the gradients is recorded too.
+    """
+    node = None if torch.is_grad_enabled() else shim.current_node()
+    if node is None:
+        return None
+    behind = [gate for gate, _ in node.next_functions if hasattr(gate, "gates")]
+    gates = behind[0].gates if behind else None
+    if not isinstance(gates, Gates) or not gates.is_proved or gates.take is not None:
+        return None
+    numbers = {gate.number for gate in behind if gate.gates is gates}
+    if len(numbers) != len(gates.parts) - 1 or any(gate.gates is not gates for gate in behind):
+        return None
+    return gates if all(map(shim.engine_will_run, behind)) else None
+
+
+def is_captured() -> bool:
+    """True where ``torch.autograd.grad`` keeps gradients instead of adding them."""
+    node = shim.current_node()
+    edges = [edge for edge, _ in node.next_functions if edge is not None]
+    for gate in [edge for edge in edges if hasattr(edge, "gates")]:
+        edges += (edge for edge, _ in gate.next_functions if edge is not None)
+    return any(shim.captures(edge) for edge in edges if hasattr(edge, "variable"))
+
+
+def own_leaves(args: Sequence[Any]) -> list[Any]:
+    """``args`` without gates: what each of them is, where that is a leaf."""
+    return [_leaf(value) for value in args]
+
+
+def _leaf(value: Any) -> Any:
+    node = value.grad_fn if isinstance(value, torch.Tensor) else None
+    if not isinstance(getattr(node, "gates", None), Gates):
+        return value
+    edges = node.next_functions  # type: ignore[union-attr]
+    behind = edges[value.output_nr - 1 - len(node.gates.parts[node.number].inputs)][0]  # type: ignore[union-attr]
+    return getattr(behind, "variable", value)
