@@ -202,7 +202,7 @@ def test_the_floor_is_that_of_lowered_regions(monkeypatch):
         )
         return replace(profile, buffers=tuple(buffers))
 
-    monkeypatch.setattr(decide, "estimate", too_small)
+    monkeypatch.setattr(recompute_regions, "estimate", too_small)
     options = {**MOVING, "host_budget": 1}
     error = refusal(Stack(num_layers=4), **options, memory_budget=1)
     pair = moved_pair(**options, memory_budget=error.floor_bytes)
