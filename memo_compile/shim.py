@@ -275,33 +275,25 @@ def keep_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def current_node() -> Any:
-    """The node that autograd executes in this thread; None outside of a backward."""
-    return torch._C._current_autograd_node()
-
-
-def engine_will_run(node: Any) -> bool:
-    """True when the backward in progress executes ``node``, which is no leaf."""
-    return bool(torch._C._will_engine_execute_node(node))
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node that autograd executes in this thread; None outside of a backward."""
+engine_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""True when the backward in progress executes a node, which is no leaf."""
+keep_while_backward_runs: Any = torch.autograd.Variable._execution_engine.queue_callback
+"""Autograd calls what it is given when this backward has ended, and drops it after an exception."""
 
 
 def captures(node: Any) -> bool:
     """True where the backward returns what reaches this leaf: torch then raises (2.11, 2.13)."""
-    try:
-        torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return True
-    return False
+    with contextlib.suppress(RuntimeError):
+        engine_will_run(node)
+        return False
+    return True
 
 
 def has_gradient_hook(leaf: torch.Tensor) -> bool:
     """True where a hook runs after the gradient of ``leaf`` was accumulated."""
     return bool(leaf._post_accumulate_grad_hooks)
-
-
-def keep_while_backward_runs(callback: Callable[[], None]) -> None:
-    """Autograd calls ``callback`` when this backward has ended, and drops it after an exception."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def saved_tensors_hooks_active() -> bool:
