@@ -12,7 +12,7 @@ from torch._dynamo import convert_frame
 import memo_compile
 from memo_compile.backends.specialise import Specialised
 from memo_compile.config import MemoConfig
-from memo_compile.driver import assemble, decide
+from memo_compile.driver import assemble, recompute_regions
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import Infeasible
