@@ -1,5 +1,6 @@
 # Every target creates what it needs: `make demo` and `make test` work in a fresh clone.
 # PYTHON: the interpreter to build .venv from.  WORKERS: parallel test processes.  ARGS: for pytest.
+# TORCHES: versions for `make torch-versions`; gigabytes each where they are CUDA builds.
 # SECONDS, LOWERING (aten, inductor, both), SEED: for `make fuzz`.  MUTATIONS: for `make mutate`.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -8,15 +9,21 @@ SECONDS ?= 600
 LOWERING ?= both
 SEED ?= 0
 MUTATIONS ?= 2000
+TORCHES ?= 2.11.0 2.12.0 2.13.0 newest
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.memo-stamp
+DOCS := .venv-docs
+PACKAGE := .venv-package
+PIP_INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
+EXAMPLES := .venv-examples
 
 # One thread per test process: several workers share the cores, and losses do not depend on them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quick test numerics-full fuzz mutate check lint types layers sizes format clean
+.PHONY: help setup demo examples quick test numerics-full fuzz mutate check lint types layers sizes \
+	format docs package torch-versions clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -28,6 +35,12 @@ setup: $(STAMP)  ## create .venv with the pinned development versions
 
 demo: $(STAMP)   ## train a small model, memo beside eager, and print the report
 	$(BIN)/python examples/train_stdlib.py $(ARGS)
+
+$(EXAMPLES)/.memo-stamp: requirements-dev.txt requirements-examples.txt pyproject.toml tools/bootstrap.py
+	@$(PYTHON) tools/bootstrap.py --examples && touch $@
+
+examples: $(EXAMPLES)/.memo-stamp ## Trainer, SFT, accelerate, PEFT, diffusers, Lightning, DPO: memo beside eager
+	OMP_NUM_THREADS=1 $(EXAMPLES)/bin/python -m pytest -q -rs tests/examples $(ARGS)
 
 quick: $(STAMP)  ## run the tests of single modules and of graphs: what to run while you work
 	$(PYTEST) -m "not full" tests/unit tests/graph $(ARGS)
@@ -48,7 +61,7 @@ mutate: $(STAMP) ## MUTATIONS random mutations of plans: none that changes a num
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.steps.mutations --mutations $(MUTATIONS) \
 		--seed $(SEED) $(ARGS)
 
-check: lint types layers sizes test  ## everything that CI runs
+check: lint types layers sizes docs test  ## everything that CI runs
 
 lint: $(STAMP)   ## ruff: rules and formatting
 	$(BIN)/ruff check .
@@ -63,9 +76,29 @@ layers: $(STAMP) ## import-linter: who may import whom
 sizes: $(STAMP)  ## limits on the size of files and functions
 	$(BIN)/python tools/check_sizes.py
 
+$(DOCS)/.memo-stamp: requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/$(PIP_INSTALL) -r requirements-docs.txt && touch $@
+
+docs: $(DOCS)/.memo-stamp ## build the documentation into site/; open site/index.html
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=runtime $(DOCS)/bin/python -m mkdocs build --strict --quiet
+
+$(PACKAGE)/.memo-stamp: requirements-package.txt
+	$(PYTHON) -m venv $(PACKAGE)
+	$(PACKAGE)/$(PIP_INSTALL) -r requirements-package.txt && touch $@
+
+package: $(PACKAGE)/.memo-stamp ## wheel and sdist into dist/, checked, installed and measured
+	rm -rf dist
+	$(PACKAGE)/bin/python -m build --no-isolation
+	$(PACKAGE)/bin/python -m twine check --strict dist/*
+	$(PACKAGE)/bin/python tools/measure_install.py dist
+
+torch-versions:  ## quick tests and core numerics with each of TORCHES, in an environment each
+	$(PYTHON) tools/torch_versions.py $(TORCHES)
+
 format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:           ## remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) $(PACKAGE) $(EXAMPLES) .venv-torch site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -112,7 +112,9 @@ class MemoConfig:
     max_plans: int = 8
     """Plans kept for one graph whose shapes vary; the least recently used goes."""
     placement_solver: str = "auto"
+    """How offsets are found: ``auto``, ``greedy``, ``mip`` or ``search``."""
     placement_time_limit_s: float = 5.0
+    """Seconds that the search for offsets may take, where greed alone is not good enough."""
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
     """Settings for Inductor itself, passed through."""
 

@@ -1,6 +1,8 @@
 """Create the development environment in ``.venv``: pinned versions, torch first.
 
-Run with any Python 3.11 or newer, nothing installed: ``python3.11 tools/bootstrap.py``. A stamp
+Run with any Python 3.11 or newer, nothing installed: ``python3.11 tools/bootstrap.py``. With
+``--examples`` the environment is ``.venv-examples``, which also holds what the examples of
+``examples/tools`` need. A stamp
 holds the hash of what was asked for, so a second call returns at once and an edited pin installs
 again. torch comes first because a plain ``pip install torch`` on Linux pulls gigabytes of CUDA
 libraries: where no NVIDIA driver is found, the CPU build is taken from PyTorch's own index.
@@ -16,12 +18,16 @@ import subprocess
 import sys
 import urllib.parse
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / ".memo-stamp"
 REQUIREMENTS = ROOT / "requirements-dev.txt"
+EXAMPLES = ROOT / "requirements-examples.txt"
+MORE: list[Path] = []
+"""Requirements beside those."""
 TORCH = "torch==2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CONNECT_TIMEOUT_S = 5.0
@@ -29,8 +35,10 @@ CONNECT_TIMEOUT_S = 5.0
 OLDEST_PYTHON = (3, 11)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     """Install what is missing; 0 when the environment is ready, 2 with a message when not."""
+    if "--examples" in arguments:
+        use_examples()
     if sys.version_info < OLDEST_PYTHON:
         have = ".".join(map(str, sys.version_info[:3]))
         print(
@@ -49,10 +57,19 @@ def main() -> int:
     return 0
 
 
+def use_examples() -> None:
+    """From here on the environment is that of the examples."""
+    global VENV, STAMP
+    VENV = ROOT / ".venv-examples"
+    STAMP = VENV / ".memo-stamp"
+    MORE.append(EXAMPLES)
+
+
 def fingerprint() -> str:
     """A hash of everything that decides what the environment holds."""
     parts = [TORCH, sys.version, str(ROOT), REQUIREMENTS.read_text()]
     parts.append((ROOT / "pyproject.toml").read_text())
+    parts.extend(path.read_text() for path in MORE)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -70,7 +87,9 @@ def install() -> None:
     print(f"bootstrap: installing {TORCH}", flush=True)
     subprocess.run([*pip, TORCH, *torch_index()], check=True)
     print(f"bootstrap: installing {REQUIREMENTS.name}", flush=True)
-    subprocess.run([*pip, "-r", str(REQUIREMENTS), TORCH], check=True)
+    for path in (REQUIREMENTS, *MORE):
+        constraint = ["-c", str(REQUIREMENTS)]
+        subprocess.run([*pip, "-r", str(path), TORCH, *constraint, *torch_index()], check=True)
     # The build backend is among the pins, so no second, unpinned environment is made for it.
     subprocess.run([*pip, "--no-build-isolation", "--no-deps", "-e", str(ROOT)], check=True)
     subprocess.run([str(python), "-m", "pip", "check"], check=True, stdout=subprocess.DEVNULL)
@@ -99,4 +118,4 @@ def reachable(url: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

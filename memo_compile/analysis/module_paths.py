@@ -1,5 +1,6 @@
 """Where in the module tree a node came from, as far as Dynamo says."""
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -101,6 +102,43 @@ class LayerPaths:
         counts = Counter(place for places in self._places[start:end] for place in places)
         named = sum(bool(places) for places in self._places[start:end])
         return {place for place, count in counts.items() if count >= _MIN_NODES_SHARE * named}
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "linear", "convolution")
+"""Operators whose result is named like the module that made it."""
+
+_RESULTS = {
+    "attention": ("output", "log-sum-exp"),
+    "layer_norm": ("output", "mean", "rstd"),
+}
+"""A part of an operator's name -> its results in words."""
+
+
+def role_of(node: fx.Node) -> str:
+    """What ``node`` is for people: ``attention output``, ``mlp.up_proj``, ``norm_1 rsqrt``.
+
+    The names are those of the modules inside the layer that made it, as far as Dynamo says.
+    """
+    path = ".".join(_inside_layer(node))
+    source, index = node, 0
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        source, index = node.args[0], int(node.args[1])  # type: ignore[arg-type]
+    name = getattr(source.target, "__name__", str(source.target)).partition(".")[0]
+    for part, words in _RESULTS.items():
+        if part in name and index < len(words):
+            return f"{part if part == 'attention' else path or part} {words[index]}"
+    if name in _PRODUCTS and path:
+        return path
+    return f"{path} {name}".strip()
+
+
+def _inside_layer(node: fx.Node) -> list[str]:
+    """The modules around ``node`` behind the last numbered one, outermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(next((value[0] for value in reversed(stack.values())), ""))
+    steps = [step for step in _STEP.findall(path) if step not in _HIDDEN]
+    numbered = [at for at, step in enumerate(steps) if step.isdigit()]
+    return steps[numbered[-1] + 1 :] if numbered else []
 
 
 def _owner(places: Sequence[set[Place]]) -> Owner:

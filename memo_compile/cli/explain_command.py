@@ -15,6 +15,9 @@ from memo_compile.offline.script import run_script
 def explain(
     context: typer.Context,
     script: Script,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Every tensor with its reason, before SCRIPT.py.")
+    ] = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="The report as JSON; the script's output goes to stderr."),
@@ -29,11 +32,12 @@ def explain(
     # Registered before the script runs, so it comes last: after Python has waited for the script's
     # threads (joining them here would wait for idle workers of thread pools, for ever) and after
     # the script's own exit handlers.
-    atexit.register(_print_report, os.getpid(), _stdout_to_stderr() if as_json else None)
+    descriptor = _stdout_to_stderr() if as_json else None
+    atexit.register(_print_report, os.getpid(), descriptor, verbose=verbose)
     raise typer.Exit(code=run_script(script, context.args))
 
 
-def _print_report(process: int, json_descriptor: int | None) -> None:
+def _print_report(process: int, json_descriptor: int | None, *, verbose: bool) -> None:
     """Print the report in ``process`` itself, and not in children that it forked."""
     if os.getpid() != process:
         return
@@ -42,7 +46,7 @@ def _print_report(process: int, json_descriptor: int | None) -> None:
 
     report = memo_compile.report()
     if json_descriptor is None:
-        print(report, flush=True)
+        print(report.text(verbose=verbose), flush=True)
         return
     with os.fdopen(json_descriptor, "w") as stream:
         json.dump(report.as_dict(), stream, indent=2)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from memo_compile.cli.options import AsJson, Hardware, parse_count
+from memo_compile.cli.plan_text import numbers, plan_lines, verdict
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.errors import Infeasible, InputError
 from memo_compile.reporting.emit import TOOLS, Settings, emit
@@ -72,6 +72,9 @@ def plan_command(
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Every tensor with its reason, and whole notes.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan one training step on any machine: does it fit, how fast is it, what sets the peak."""
@@ -102,11 +105,8 @@ def plan_command(
         write_text(out, to_json(answer.step.plan))
     if emit is not None:
         print(_settings_text(emit, answer), end="")
-    elif as_json:
-        more = {} if longest_seq is None else {"max_seq": longest_seq}
-        print(json.dumps(_as_dict(answer) | more))
     else:
-        _print(answer, longest_seq)
+        _show(answer, longest_seq, as_json=as_json, verbose=verbose)
     if not answer.fits:
         over = format_bytes(answer.peak_bytes - answer.budget_bytes)
         print(f"memo: does not fit: {over} over the budget", file=sys.stderr)
@@ -119,6 +119,16 @@ def _require_one_form(emit: str | None, *, as_json: bool) -> None:
         raise InputError(f"emit: expected one of {', '.join(TOOLS)}, got {emit!r}")
     if emit is not None and as_json:
         raise InputError("emit: prints settings, --json prints JSON; give one of the two")
+
+
+def _show(answer: "Forecast", max_seq: int | None, *, as_json: bool, verbose: bool) -> None:
+    if as_json:
+        more = {} if max_seq is None else {"max_seq": max_seq}
+        print(json.dumps(_as_dict(answer) | more))
+    elif verbose:
+        _print(answer, max_seq)
+    else:
+        print("\n".join(plan_lines(answer, max_seq)))
 
 
 def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[Forecast, int | None]":
@@ -258,16 +268,13 @@ def _as_dict(answer: "Forecast") -> dict[str, Any]:
 
 
 def _print(answer: "Forecast", max_seq: int | None) -> None:
-    """The answer as tables."""
-    console, question, plan = _stdout(), answer.question, answer.step.plan
-    room = format_bytes(abs(answer.budget_bytes - answer.peak_bytes))
-    verdict = f"fits, {room} to spare" if answer.fits else f"does not fit: {room} too much"
-    seq = "" if question.seq is None else f", {question.batch} x {question.seq} tokens"
-    console.print(f"[bold]{escape(answer.name)}{seq} on {question.hardware.name}: {verdict}[/bold]")
-    numbers = Table(show_header=False, box=None)
-    for name, text in _numbers(answer, max_seq):
-        numbers.add_row(name, text)
-    console.print(numbers)
+    """The answer as tables, with every tensor."""
+    console, plan = _stdout(), answer.step.plan
+    console.print(f"[bold]{escape(verdict(answer))}[/bold]")
+    shown = Table(show_header=False, box=None)
+    for name, text in numbers(answer, max_seq):
+        shown.add_row(name, text)
+    console.print(shown)
     table = Table("tensor", "layers", "size", "decision", "tokens", "reason", "source")
     for row in plan.decisions:
         table.add_row(
@@ -283,35 +290,3 @@ def _print(answer: "Forecast", max_seq: int | None) -> None:
         console.print(table)
     for note in answer.notes:
         console.print(f"note: {escape(note)}")
-
-
-def _numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str]]:
-    plan, fixed, peak = answer.step.plan, answer.step.plan.fixed, answer.peak_at
-    kind = "exact" if answer.step.exact else "estimated, an upper bound"
-    if max_seq is not None:
-        yield "longest sequence", str(max_seq)
-    yield "peak", f"{format_bytes(answer.peak_bytes)} of {format_bytes(answer.budget_bytes)}"
-    yield "activations", f"{format_bytes(plan.arena_bytes)} arena ({kind}), policy {plan.policy}"
-    yield (
-        "model",
-        f"{format_bytes(fixed.parameters)} parameters, {format_bytes(fixed.gradients)} gradients, "
-        f"{format_bytes(fixed.optimizer_state)} optimizer state ({answer.question.optimizer})",
-    )
-    yield "outside", f"{format_bytes(answer.outside_bytes)} of libraries"
-    bound = ""
-    if answer.host_bytes and answer.question.host_budget is None:
-        bound = " on each device's host (no --host-budget was given)"
-    yield "host", f"{format_bytes(answer.host_bytes)} of pinned memory{bound}"
-    if peak is not None:
-        largest = ", ".join(f"{t.name} {format_bytes(t.size_bytes)}" for t in peak.tensors)
-        yield "set by", f"{peak.call} ({peak.phase}): {largest}"
-    speed = "" if answer.tokens_per_s is None else f", {answer.tokens_per_s:.0f} tokens/s"
-    yield "step", f"{format_seconds(answer.step_s)}, MFU {answer.mfu:.1%}{speed} (roofline)"
-    if plan.timeline is not None:
-        yield "stalls", format_seconds(plan.timeline.stall_s)
-    if plan.step_lower_bound_s:
-        above = answer.step_s / plan.step_lower_bound_s - 1
-        yield (
-            "at best",
-            f"{format_seconds(plan.step_lower_bound_s)}: this plan is {above:.1%} above",
-        )

@@ -2,10 +2,12 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from memo_compile.config import MemoConfig
 from memo_compile.planners.moves import original_name
 from memo_compile.planners.policy import Choice, reasons
+from memo_compile.planners.solver import HOW_TO_GET_ONE, available_engines
 from memo_compile.step.movable import Action, Mode, MovableStep, Slot
 from memo_compile.step.plans import Decision
 from memo_compile.step.problem import CallKind, Phase, Problem, TensorInfo
@@ -32,6 +34,7 @@ def saved_rows(
             token_fraction=1.0,
             reason="read by the layer's backward; min-cut keeps it",
             source=problem.tensors[value].source,
+            role=problem.tensors[value].role,
         )
         for call in problem.calls
         if call.phase is Phase.FORWARD and not call.instance and call.layer_class is not None
@@ -68,7 +71,10 @@ def moved_rows(
             for index, slot in enumerate(cls.slots):
                 if any(of_layer[index] in read for of_layer in values):
                     info = step.problem.tensors.get(slot.name)
-                    rows.extend(_rows_of(slot, info, mode, index, where, why[key, index, mode]))
+                    made = _rows_of(slot, info, mode, index, where, why[key, index, mode])
+                    if len(members) > 1 and slot.name in members[0][0].inputs:
+                        made = (replace(row, role="layer input") for row in made)
+                    rows.extend(made)
     return tuple(rows)
 
 
@@ -95,6 +101,11 @@ def step_notes(problem: Problem, rows: Iterable[Decision], config: MemoConfig) -
     ):
         if happens:
             yield f"{what}: products of fewer rows may round differently; exact=True forbids it"
+    if config.policy == "auto" and not available_engines():
+        yield (
+            "planned by greed and by the named policies alone, since no integer program can be "
+            f"solved here: {HOW_TO_GET_ONE}"
+        )
     if config.memory_budget is not None and problem.fixed.outputs >= MIN_NAMED_BYTES:
         size = format_bytes(problem.fixed.outputs)
         yield (
@@ -122,4 +133,5 @@ def _rows_of(
             token_fraction=fraction,
             reason=reason,
             source=None if info is None else info.source,
+            role="" if info is None else info.role,
         )

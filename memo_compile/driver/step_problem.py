@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from memo_compile.analysis.joint_units import JointUnits, source_line
+from memo_compile.analysis.module_paths import role_of
 from memo_compile.analysis.regions import LoweredRegion, layout_of
 from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import tangents
@@ -146,4 +147,5 @@ def _tensor_info(node: fx.Node) -> TensorInfo:
         dtype=str(value.dtype).removeprefix("torch."),
         op=str(node.target),
         source=source_line(node),
+        role=role_of(node),
     )

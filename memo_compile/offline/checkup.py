@@ -202,6 +202,9 @@ def _solvers() -> Iterator[Finding]:
     mip = _version("mip")
     problems = {engine: try_engine(engine) for engine in solver.Engine}
     for engine, problem in problems.items():
+        if engine is solver.Engine.CBC and problem and not problems[solver.Engine.HIGHS]:
+            yield finding(name=engine.value, value=None, text="not needed beside HiGHS")
+            continue
         yield finding(
             name=engine.value,
             value=None if problem else f"mip {mip}",
@@ -215,13 +218,13 @@ def _solvers() -> Iterator[Finding]:
             value="greedy",
             text="greedy planners only",
             health=Health.LIMITED,
-            remedy="plans are valid but not optimal until a solver works: pip install mip highspy",
+            remedy=f"plans are valid but not optimal until a solver works: {solver.HOW_TO_GET_ONE}",
         )
 
 
 _ENGINE_REMEDIES = {
-    solver.Engine.HIGHS: "the preferred engine: pip install highspy",
-    solver.Engine.CBC: "comes with python-mip: pip install mip",
+    solver.Engine.HIGHS: f"the preferred engine: {solver.HOW_TO_GET_ONE}",
+    solver.Engine.CBC: "not needed once HiGHS solves",
 }
 
 

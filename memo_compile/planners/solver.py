@@ -1,10 +1,12 @@
 """The thin wrapper over python-mip: one way to make a model, to solve it, and to read integers.
 
 The engine is HiGHS where its library is installed, else CBC. python-mip is imported by the first
-call, not with this module: it costs 0.2 s, which most commands never need.
+call, not with this module: it costs 0.2 s, which most commands never need. It is an extra, since
+its own dependency cbcbox weighs 598 MB; without that, with HiGHS, it does all that memo asks.
 """
 
 import functools
+import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
@@ -18,6 +20,9 @@ INTEGRALITY_TOLERANCE = 1e-5
 EXACT_TOLERANCE = 1e-9
 """Feasibility, integrality and relative gap of an exact model: with the engines' defaults (1e-6,
 1e-4) a plan could miss its budget by kilobytes, or the optimum by 0.01 %."""
+
+HOW_TO_GET_ONE = "pip install --no-deps mip && pip install cffi"
+"""Without cbcbox: HiGHS comes with memo."""
 
 _EXACT_HIGHS = {
     "mip_rel_gap": 0.0,
@@ -58,6 +63,8 @@ def available_engines() -> tuple[Engine, ...]:
         return ()
     found = []
     for engine in Engine:
+        if engine is Engine.CBC and importlib.util.find_spec("cbcbox") is None:
+            continue  # python-mip would print an error
         try:
             mip.Model(name="probe", solver_name=engine.value)
         # python-mip raises whatever the loading of its shared library raised: FileNotFoundError,
@@ -75,7 +82,7 @@ def make_model(name: str, engine: Engine | None = None) -> Any:
         have = ", ".join(e.value for e in engines) or "none"
         raise ConfigError(f"solver engine {engine.value} is not installed (found: {have})")
     if not engines:
-        raise ConfigError("no MIP engine found; install `mip` and `highspy`")
+        raise ConfigError(f"no MIP engine found; {HOW_TO_GET_ONE}")
     import mip
 
     chosen = engine or engines[0]

@@ -13,7 +13,7 @@ log = logging.getLogger("memo")
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A picture of one moment; ``print`` it for a table."""
+    """A picture of one moment; ``print`` it for a few lines."""
 
     active: bool
     """True when a plan stands, no training graph runs without one, and every forward of the last
@@ -26,9 +26,13 @@ class Report:
     """What was left out, replaced or ignored, in order."""
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """The report for people; ``verbose``: as tables, with the reason for every tensor."""
         from memo_compile.reporting.table import render
 
-        return render(self)
+        return render(self, verbose=verbose)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain data for JSON."""

@@ -1,10 +1,13 @@
-"""The report as text: a table a plan, then what was left out."""
+"""The report as text: lines or tables for each plan, then what was left out."""
 
 import io
+import textwrap
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.table import Table
 
+from memo_compile.reporting.decision_lines import decision_lines
 from memo_compile.reporting.state import Report
 from memo_compile.reporting.view import short_source
 from memo_compile.step.plans import ReportedPlan
@@ -13,22 +16,77 @@ from memo_compile.units import format_bytes, format_seconds
 _WIDTH = 110
 
 
-def render(report: Report) -> str:
-    """``report`` as text of at most 110 columns."""
-    text = io.StringIO()
-    console = Console(file=text, width=_WIDTH, highlight=False, no_color=True)
+def render(report: Report, *, verbose: bool) -> str:
+    """``report`` as text of at most 110 columns; verbose: tables with every tensor's reason."""
     state = "active" if report.active else "NOT active"
-    console.print(
+    head = (
         f"memo is {state}: {len(report.plans)} plan(s), "
         f"{report.unplanned_steps} step(s) ran without one"
     )
+    if verbose:
+        return f"{head}\n{_tables(report)}".rstrip()
+    lines = [line for plan in report.plans for line in _lines(plan)]
+    notes = [f"note: {note}" for note in report.notes]
+    wrapped = (
+        part
+        for line in (*lines, *notes)
+        for part in textwrap.wrap(line, _WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    )
+    return "\n".join([head, *wrapped])
+
+
+def _lines(plan: ReportedPlan) -> Iterator[str]:
+    """What a person wants to know of a plan, a line each."""
+    fixed = plan.fixed
+    budget = (
+        "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
+    )
+    yield f"plan {plan.name}: peak {format_bytes(plan.peak_bytes)}, {budget}, policy {plan.policy}"
+    ratio = plan.arena_bytes / plan.lower_bound_bytes if plan.lower_bound_bytes else 1.0
+    yield (
+        f"  arena {format_bytes(plan.arena_bytes)} ({ratio:.4f} x the live bytes), outside it "
+        f"{format_bytes(plan.outside_bytes)}, on the host {format_bytes(plan.host_bytes)}"
+    )
+    yield (
+        f"  parameters {format_bytes(fixed.parameters)}, gradients {format_bytes(fixed.gradients)},"
+        f" optimizer state {format_bytes(fixed.optimizer_state)}"
+    )
+    if plan.dropping_saves_bytes:
+        yield (
+            f"  results count as held, {format_bytes(fixed.outputs)}: dropped before the backward "
+            f"{format_bytes(plan.dropping_saves_bytes)} less (outputs='dropped')"
+        )
+    if fixed.earlier_outputs:
+        yield f"  results of earlier steps are held: {format_bytes(fixed.earlier_outputs)}"
+    if plan.step_s:
+        yield (
+            f"  step {format_seconds(plan.step_s)} simulated; the last one moved "
+            f"{format_bytes(plan.offloaded_bytes)} to the host and recomputed "
+            f"{format_bytes(plan.recomputed_bytes)}"
+        )
+    yield (
+        f"  {plan.num_regions} regions lowered in {format_seconds(plan.lowering_s)}, planned in "
+        f"{format_seconds(plan.planning_s)}; checker: {plan.check}"
+    )
+    if plan.layer_classes:
+        layers = (
+            f"{cls.num_layers} x {cls.module_path or 'no module'}" for cls in plan.layer_classes
+        )
+        yield f"  layers: {', '.join(layers)}"
+    for line in decision_lines(plan.decisions, plan.layer_classes, width=_WIDTH - 2):
+        yield f"  {line}"
+
+
+def _tables(report: Report) -> str:
+    text = io.StringIO()
+    console = Console(file=text, width=_WIDTH, highlight=False, no_color=True)
     for plan in report.plans:
         console.print(_numbers(plan))
         if plan.decisions:
             console.print(_decisions(plan))
     for note in report.notes:
         console.print(f"note: {note}")
-    return text.getvalue().rstrip()
+    return text.getvalue()
 
 
 def _numbers(plan: ReportedPlan) -> Table:

@@ -21,8 +21,11 @@ class CheckVerdict:
     """What the independent checker found. ``problems`` is empty for a valid plan."""
 
     problems: tuple[str, ...] = ()
+    """One sentence for each fault."""
     num_buffers: int = 0
+    """How many were compared."""
     num_reads: int = 0
+    """How many reads of a buffer were followed."""
 
     @property
     def ok(self) -> bool:
@@ -40,14 +43,21 @@ class Decision:
     """What happens to one saved tensor of a layer class between forward and backward."""
 
     tensor: str
+    """Its name in the first layer that the row stands for, and its shape."""
     layer_class: str
+    """Of which layers; it ends in ``[first:last]`` where the row holds for some of them only."""
     bytes: int
     """Bytes in one layer."""
     decision: str
     """``SAVE``, ``OFFLOAD`` or ``RECOMPUTE``."""
     token_fraction: float
+    """The part of the tokens that it is about."""
     reason: str
+    """A sentence for people."""
     source: str | None
+    """Where in the user's code it is made: ``file:line``."""
+    role: str = ""
+    """The tensor's name for people: ``layer input``, ``mlp.up_proj``; empty where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +69,9 @@ class Span:
     name: str
     """The call's name."""
     start_s: float
+    """When it begins, counted from the step's start."""
     end_s: float
+    """When it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +79,11 @@ class Timeline:
     """A simulated step."""
 
     step_s: float
+    """From the forward's start to the backward's end."""
     stall_s: float
+    """Of these, computation waits for copies."""
     spans: tuple[Span, ...] = ()
+    """What each lane does, in order of time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +91,15 @@ class FrontierPoint:
     """One plan that was considered: what it costs and what it needs."""
 
     policy: str
+    """Who proposed it."""
     step_s: float
+    """Seconds of its simulated step."""
     peak_bytes: int
+    """What it needs on the device, placed."""
     host_bytes: int
+    """What it needs on the host."""
     chosen: bool = False
+    """True for the plan that was taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,24 +109,35 @@ class Plan:
     offsets: Mapping[str, int]
     """Buffer id (``call/buffer``) -> byte offset in the arena."""
     arena_bytes: int
+    """Size of the arena's frame of one step."""
     lower_bound_bytes: int
     """The largest sum of bytes alive in the arena at one time."""
     outside_bytes_by_kind: Mapping[str, int]
+    """Memory that kernels allocate themselves, at its largest, by operator."""
     peak_bytes: int
     """Upper bound of the device memory of the step, from forward entry to backward exit."""
     fixed: FixedBytes
+    """Device memory outside the arena."""
     layer_classes: tuple[LayerClassInfo, ...]
+    """The layers that were found."""
     decisions: tuple[Decision, ...] = ()
+    """What becomes of each kind of saved tensor, and why."""
     resident_bytes: tuple[int, ...] = ()
     """Per call the bytes of the arena, from its start, that stay in memory."""
     releases_pages: bool = False
     """CPU: the arena's pages can be given back; ``peak_bytes`` counts what the heap adds."""
     budget_bytes: int | None = None
+    """What it had to fit."""
     solver: str = "greedy"
+    """How the offsets were found."""
     num_regions: int = 0
+    """How many regions were lowered."""
     name: str = ""
+    """Of the captured graph, such as ``graph0``."""
     check: CheckVerdict = field(default_factory=CheckVerdict)
+    """What the independent checker found."""
     policy: str = "save"
+    """Of the options; ``save`` where everything is kept because it fits."""
     host_bytes: int = 0
     """Bytes of the host frame that offloaded activations are copied to."""
     timeline: Timeline | None = None
@@ -142,7 +173,9 @@ class Observed:
     """How long it took to plan a step, and what the last one that ran has moved."""
 
     planning_s: float = 0.0
+    """Seconds that it took to plan the step."""
     lowering_s: float = 0.0
+    """Seconds that it took to make its regions code."""
     offloaded_bytes: int = 0
     """Copied to the host in the last step, counted while it ran."""
     recomputed_bytes: int = 0

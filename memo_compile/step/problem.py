@@ -311,6 +311,8 @@ class TensorInfo:
     op: str
     source: str | None = None
     """``file:line`` of the user's code that made it."""
+    role: str = ""
+    """Its name for people, by the module that made it: ``mlp.up_proj``, ``attention output``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,9 +320,13 @@ class LayerClassInfo:
     """One class of repeating layers, as the report shows it."""
 
     num_layers: int
+    """How many layers are alike."""
     module_path: str | None
+    """Where the model holds them, where that is known."""
     period: int
+    """How many modules make a layer."""
     num_regions: int
+    """How many regions a layer is, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,10 +334,13 @@ class FixedBytes:
     """Device memory of the step that lies outside the arena, in bytes."""
 
     parameters: int = 0
+    """Those that the step reads, each storage once."""
     buffers: int = 0
+    """The model's, not the arena's."""
     gradients: int = 0
     """Those of this backward, and those that exist already where gradients are accumulated."""
     optimizer_state: int = 0
+    """What the optimizer keeps, or will keep."""
     inputs: int = 0
     """Graph inputs and incoming gradients."""
     outputs: int = 0

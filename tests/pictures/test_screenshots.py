@@ -51,7 +51,22 @@ def _crowded():
     )
 
 
-STEPS = {"bare": _bare, "layers-12": layered, "layers-80": _crowded}
+def _at_the_edge():
+    """A frontier whose last tick, 140 GiB, lies at the right end of its axis."""
+    problem, plan = layered()
+    points = (
+        dataclasses.replace(plan.frontier[0], step_s=3.0 - i / 9, peak_bytes=(65 + 5 * i) * 2**30)
+        for i in range(14)
+    )
+    return problem, dataclasses.replace(plan, frontier=tuple(points), budget_bytes=99 * 2**30)
+
+
+STEPS = {
+    "bare": _bare,
+    "layers-12": layered,
+    "layers-80": _crowded,
+    "last-tick-at-the-edge": _at_the_edge,
+}
 
 
 @pytest.fixture(scope="module")

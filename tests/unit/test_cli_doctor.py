@@ -116,8 +116,16 @@ def test_an_absent_engine_is_named(monkeypatch):
     monkeypatch.setattr(checkup.solver, "available_engines", lambda: ())
     findings = {finding.name: finding for finding in checkup._solvers()}
     assert findings["HIGHS"].text == "does not start"
-    assert "pip install highspy" in findings["HIGHS"].remedy
+    assert "pip install --no-deps mip" in findings["HIGHS"].remedy
     assert findings["fallback"].health is Health.LIMITED
+
+
+def test_cbc_is_not_missed_where_highs_solves(monkeypatch):
+    monkeypatch.setattr(checkup.solver, "available_engines", lambda: (Engine.HIGHS,))
+    findings = {finding.name: finding for finding in checkup._solvers()}
+    assert findings["CBC"].health is Health.OK
+    assert (findings["CBC"].value, findings["CBC"].remedy) == (None, "")
+    assert "fallback" not in findings
 
 
 def test_a_compiler_that_works_is_found_to():

@@ -168,12 +168,22 @@ def test_a_budget_between_floor_and_saving_moves_tensors(capsys, monkeypatch):
     assert "layer0_fwd" in body["tiles"]
 
 
-def test_tables_say_what_fits_and_what_sets_the_peak(capsys, tmp_path):
+def test_the_answer_is_one_screen_and_tables_are_verbose(capsys, tmp_path, monkeypatch):
+    answer = forecast(question("tiny-gpt", 1024))
+    monkeypatch.setattr(forecasting, "forecast", lambda _: answer)
     report, saved = tmp_path / "out.html", tmp_path / "plan.json"
     arguments = ("--seq", "1024", "--report", str(report), "--out", str(saved))
     code, out, _ = plan(capsys, "tiny-gpt", *arguments)
     assert code == 0
-    assert "tiny-gpt, 1 x 1024 tokens on h200: fits" in out
+    assert len(out.splitlines()) <= 40
+    assert max(map(len, out.splitlines())) <= 100
+    assert "layers 0-1: " in out
+    assert " and " in out
+    assert "kept, " in out
+    code, verbose, _ = plan(capsys, "tiny-gpt", "--seq", "1024", "--verbose")
+    assert code == 0
+    assert "read by the layer's backward" in verbose
+    assert "tiny-gpt, 1 x 1024 tokens on a100: fits" in out
     assert "set by" in out
     assert "epilogue_fwd@" in out
     assert "MFU" in out

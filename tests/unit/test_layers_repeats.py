@@ -1,12 +1,14 @@
 """Token runs, module paths and the forms of small hand-made graphs."""
 
+import operator
+
 import numpy as np
 import pytest
 import torch
 from torch import fx
 
 from memo_compile.analysis.layers import find_layers
-from memo_compile.analysis.module_paths import LayerPaths
+from memo_compile.analysis.module_paths import LayerPaths, role_of
 from memo_compile.analysis.repeats import TokenRun, token_runs
 from memo_compile.analysis.structure import make_tape, spec_of
 
@@ -146,6 +148,25 @@ def test_module_path(form, expected):
     nodes = chain(16, 16, 16)
     named(nodes, [form.format(index // 4) for index in range(12)])
     assert [c.module_path for c in find_layers(nodes).classes] == [expected]
+
+
+def test_a_tensor_is_named_by_the_module_that_made_it():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    attention = graph.call_function(
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, (x, x, x)
+    )
+    norm = graph.call_function(torch.ops.aten.native_layer_norm.default, (x, [8], None, None, 1e-5))
+    results = [graph.call_function(operator.getitem, (attention, at)) for at in (0, 1)]
+    rstd = graph.call_function(operator.getitem, (norm, 2))
+    total = graph.call_function(torch.ops.aten.add.Tensor, (x, x))
+    layer = "L['self']._modules['layers']._modules['3']"
+    named([product, *results, rstd], [f"{layer}.mlp._modules['up']"] * 3 + [f"{layer}.norm_1"])
+    named([total], [layer])
+    found = [role_of(node) for node in (product, *results, rstd, total)]
+    assert found == ["mlp.up", "attention output", "attention log-sum-exp", "norm_1 rstd", "add"]
+    assert role_of(graph.call_function(torch.ops.aten.mm.default, (x, x))) == "mm"
 
 
 def test_period_counts_module_layers_per_unit():

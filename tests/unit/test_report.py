@@ -88,10 +88,23 @@ def test_a_report_is_a_picture_of_one_moment(plan):
     assert memo_compile.report().unplanned_steps == 1
 
 
+def test_the_text_says_what_goes_where_in_a_few_lines(plan):
+    state.add_plan(plan)
+    state.add_note("left out: " + "nothing at all " * 20)
+    lines = str(memo_compile.report()).splitlines()
+    assert lines[:2] == [
+        "memo is active: 1 plan(s), 0 step(s) ran without one",
+        "plan graph3: peak 18.00 KiB, no budget, policy save",
+    ]
+    assert "  model.layers 0-1: mm_3 kept, 4.00 KiB a layer" in lines
+    assert max(map(len, lines)) <= 110
+    assert len(lines) <= 12
+
+
 def test_the_table_names_what_a_user_asks_for(plan):
     state.add_plan(plan)
     state.add_note("left out: nothing")
-    text = str(memo_compile.report())
+    text = memo_compile.report().text(verbose=True)
     assert max(len(line) for line in text.splitlines()) <= 110
     for part in ("plan graph3", "15.00 KiB", "1.0000 x", "model.layers, period 1", "mm_3", "SAVE"):
         assert part in text

@@ -1,0 +1,104 @@
+"""What an install holds: a light core, extras for the rest, and nothing imported before its use."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CORE = PROJECT["project"]["dependencies"]
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+HEAVY = ("torch", "numba", "matplotlib", "transformers", "mip", "highspy", "networkx", "scipy")
+CARRIED = {"sympy", "torch_dynamo_backends", "cbcbox"}
+"""What is imported and comes with something else: torch's sympy."""
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return done.stdout
+
+
+def test_the_import_loads_nothing_heavy():
+    loaded = run("import sys, memo_compile\nprint(*sys.modules)").split()
+    assert "memo_compile.reporting.state" in loaded
+    assert set(loaded).isdisjoint(HEAVY)
+
+
+def test_the_help_loads_no_torch():
+    code = "import sys\nfrom memo_compile.cli import main\n[main._register(name) for name in "
+    loaded = run(f"{code}main._COMMANDS]\nprint(*sys.modules)").split()
+    assert "memo_compile.cli.plan_command" in loaded
+    assert set(loaded).isdisjoint({"torch", "numba", "matplotlib", "transformers", "mip"})
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in requirements}
+
+
+def imported() -> set[str]:
+    """Top-level packages that memo's own code imports anywhere."""
+    found = set()
+    for folder in ("memo_compile", "runtime/memo_runtime"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                    found.add(str(node.module).split(".")[0])
+    return found - set(sys.stdlib_module_names) - {"memo_compile", "memo_runtime"}
+
+
+def test_every_package_that_is_imported_is_asked_for():
+    asked = names(CORE).union(*(names(lines) for name, lines in EXTRAS.items() if name != "dev"))
+    assert imported() - asked <= CARRIED
+
+
+def test_the_core_is_light_and_moves_no_torch():
+    assert names(CORE).isdisjoint({"mip", "numba", "matplotlib", "transformers", "triton"})
+    (torch,) = (line for line in CORE if line.startswith("torch"))
+    assert re.fullmatch(r"torch>=[\d.]+", torch), "an upper bound would replace a newer torch"
+
+
+@pytest.mark.parametrize("extra", ["mip", "fast", "plot", "hf", "gpu", "flash", "docs", "dev"])
+def test_every_extra_is_explained(extra):
+    assert EXTRAS[extra]
+    page = (ROOT / "docs" / "how-to" / "install.md").read_text()
+    assert re.search(rf"^\| `{extra}` \|", page, re.MULTILINE)
+
+
+def test_the_source_distribution_has_what_a_reader_looks_for():
+    included = PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert {"/*.md", "/tests", "/docs", "/Makefile"} <= set(included)
+    assert (ROOT / "CHANGELOG.md").exists()
+    assert PROJECT["project"]["license-files"] == ["LICENSE"]
+
+
+def test_without_cbcbox_python_mip_solves_quietly():
+    code = """
+import importlib.util, sys
+found = importlib.util.find_spec
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name == "cbcbox":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+importlib.util.find_spec = lambda name, *rest: None if name == "cbcbox" else found(name, *rest)
+from memo_compile.planners import solver
+model = solver.exact_model("small")
+x = model.add_var(var_type="I", lb=0, ub=5)
+model.add_constr(2 * x <= 7)
+model.objective = -x
+print(solver.available_engines(), solver.solve(model), solver.integer_value(x))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.split("\n")[0].endswith("SolveStatus.OPTIMAL 3")
+    assert done.stderr == ""
