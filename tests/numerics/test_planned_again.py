@@ -12,7 +12,7 @@ from torch._dynamo import convert_frame
 import memo_compile
 from memo_compile.backends.specialise import Specialised
 from memo_compile.config import MemoConfig
-from memo_compile.driver import assemble, decide
+from memo_compile.driver import assemble, recompute_regions
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import Infeasible
@@ -202,7 +202,7 @@ def test_the_floor_is_that_of_lowered_regions(monkeypatch):
         )
         return replace(profile, buffers=tuple(buffers))
 
-    monkeypatch.setattr(decide, "estimate", too_small)
+    monkeypatch.setattr(recompute_regions, "estimate", too_small)
     options = {**MOVING, "host_budget": 1}
     error = refusal(Stack(num_layers=4), **options, memory_budget=1)
     pair = moved_pair(**options, memory_budget=error.floor_bytes)
