@@ -41,6 +41,8 @@ class RunHalf:
     resident_bytes: int | None = None
     """FORWARD: bytes of the frame, from its start, that the backward uses. The rest goes back at
     once: autograd makes gradients of the results in ordinary memory before the backward begins."""
+    owners: tuple[int, ...] = ()
+    """Per instruction the member of the group that it belongs to; empty for a step by itself."""
     handle: int
     """FORWARD: the register to return the handle in; BACKWARD: the register it arrives in."""
 
