@@ -24,6 +24,7 @@ from memo_compile.step.halves import half_keys, halves_of_calls
 from memo_compile.step.plans import CheckVerdict, Plan
 from memo_compile.step.problem import (
     ALIGNMENT_BYTES,
+    Interlude,
     Phase,
     Problem,
     RegionProfile,
@@ -33,7 +34,6 @@ from memo_compile.step.problem import (
 
 _FOR_USER = " for the user"
 _LOSS = "a loss outside the graph"
-_INTERLUDE = "the user's code between two halves"
 NEVER = 1 << 30
 """Behind every half: what the user keeps to the end of the step."""
 
@@ -136,7 +136,7 @@ class _Replay:
         self.place_of.update(dict.fromkeys(self.problem.inputs))
         for index, call in enumerate(self.problem.calls):
             while self.half < self.half_of_calls[index]:
-                self._enter_half(self.half + 1)
+                self._enter_half(index, self.half + 1)
             self._replay(call, self.problem.regions[call.region])
             self._check_memory(index, call)
             if len(self.problems) >= MAX_PROBLEMS:
@@ -154,7 +154,6 @@ class _Replay:
         self.highest = max((storage.offset + storage.size_bytes for storage in placed), default=0)
         self.most_outside_bytes = self.outside_bytes
         self._die(_LOSS)
-        self._die(_INTERLUDE)
         self.contents.replay(call)
         for value in call.inputs:
             self._use(call, value)
@@ -177,16 +176,24 @@ class _Replay:
             if owner_of_value is not None and self._is_unread(owner_of_value):
                 self._die(owner_of_value)
 
-    def _enter_half(self, half: int) -> None:
-        """The half before has ended: gradients come in, results that nothing reads may go."""
+    def _check_interlude(self, index: int, interlude: Interlude) -> None:
+        """What ran before call ``index`` is in the peak."""
+        resident = self.plan.resident_bytes[index] if self.plan.resident_bytes else 0
+        need = self.constant_bytes + resident + self.outside_bytes + interlude.most_bytes
+        if need > self.plan.peak_bytes:
+            before = self.problem.calls[index].name
+            self._complain(f"before {before}: {need} B, the peak says {self.plan.peak_bytes}")
+
+    def _enter_half(self, index: int, half: int) -> None:
+        """The half before call ``index`` has ended: gradients come in, results may go."""
         self.half, problem = half, self.problem
         if half == self.turn:
             self.outside_bytes -= problem.rebound_bytes
             self._bear_outside(_LOSS, problem.loss_bytes)
         for interlude in problem.interludes:
             if interlude.half == half:
+                self._check_interlude(index, interlude)
                 self.outside_bytes += interlude.left_bytes
-                self._bear_outside(_INTERLUDE, interlude.most_bytes - interlude.left_bytes)
         halves = problem.halves
         given = halves[half].arguments if halves else problem.tangents if half == self.turn else ()
         for value in given:

@@ -14,6 +14,7 @@ from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver.bind import bind_step
 from memo_compile.driver.facts import gradient_bytes
+from memo_compile.driver.group_members import GroupMembers
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.library_buffers import (
     Product,
@@ -74,6 +75,10 @@ class Assembly:
     observed: Observed = field(init=False)
     step: StepPlan
     """``planned``, as the runtime runs it."""
+    group: PlannedStep | None = None
+    """The plan of the group that the request names; it was made with the tiles of this step."""
+    members: GroupMembers | None = None
+    """The members of that group."""
     reported: ReportedPlan = field(init=False)
     """What the report shows of this step, where it shows it."""
 
@@ -154,12 +159,16 @@ class Assembly:
         self.request, self.unplanned_request = request, None
         return planned
 
-    def forward(self, args: list[Any]) -> list[Any]:
-        """The forward's results; empties ``args``. Raises Infeasible before it breaks a budget."""
+    def forward(self, args: list[Any], *, watched: bool = False) -> list[Any]:
+        """The forward's results; empties ``args``. Raises Infeasible before it breaks a budget.
+
+        A step that is ``watched`` is the first of a group and runs beside others all the same.
+        """
         if not leases.any_live():
             state.step_begins()
         self.unplanned_request = None
-        self._require_room_beside_others()
+        if not watched:
+            self._require_room_beside_others()
         self._count_outside_loss()
         self._count_what_exists(args)
         self._count_kept_outputs()
@@ -307,7 +316,7 @@ class Assembly:
 
     def follow(self, before: "Assembly") -> None:
         """Run the steps after those of ``before``, whose results may still be held."""
-        self._watch = before._watch
+        self._watch, self.members = before._watch, before.members
 
     def _count_what_exists(self, args: Sequence[Any]) -> None:
         """Count gradients and results of earlier steps that are kept: new ones come beside them.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from memo_runtime.arena import FrameView
+from memo_runtime.group_steps import GroupPlan
 from memo_runtime.heap import HeapWatch
 from memo_runtime.instructions import (
     CopyRange,
@@ -29,6 +30,7 @@ from memo_runtime.run_step import RunHalf, StepPlan
 from memo_compile.analysis.regions import ViewSpec
 from memo_compile.config import MemoConfig
 from memo_compile.driver.stages import CutStep, PlannedStep
+from memo_compile.step.group import own_name
 from memo_compile.step.halves import RUNS, half_keys, half_starts, halves_of_calls
 from memo_compile.step.problem import (
     CallKind,
@@ -49,18 +51,40 @@ _keys = itertools.count(1)
 
 def bind_step(planned: PlannedStep, step: CutStep, config: MemoConfig) -> StepPlan:
     """What the runtime runs."""
+    (plan,) = _bound(planned, step, config, (0,))
+    return plan
+
+
+def bind_group(planned: PlannedStep, step: CutStep, config: MemoConfig) -> GroupPlan:
+    """What the runtime runs of a group: a plan for each member, all in one frame."""
+    order = tuple((half.member, half.phase is Phase.BACKWARD) for half in planned.problem.halves)
+    members = tuple(member for member, is_backward in order if not is_backward)
+    return GroupPlan(members=_bound(planned, step, config, members), order=order)
+
+
+def _bound(
+    planned: PlannedStep, step: CutStep, config: MemoConfig, members: tuple[int, ...]
+) -> tuple[StepPlan, ...]:
+    """A plan for each of ``members``, which share views and memory."""
     device = step.facts.device
     poison = "poison" in config.debug
-    constants = {half.phase: half.constants for half in (step.forward, step.backward)}
+    constants = {
+        half.phase: {
+            own_name(name, member): value
+            for member in members
+            for name, value in half.constants.items()
+        }
+        for half in (step.forward, step.backward)
+    }
     binder = Binder(planned, constants, poison)
-    return StepPlan(
+    shared = StepPlan(
         key=next(_keys),
         device=device,
         arena_bytes=planned.plan.arena_bytes,
         table=binder.table(),
         forward=binder.half(Phase.FORWARD),
         backward=binder.half(Phase.BACKWARD),
-        max_inflight=config.max_inflight,
+        max_inflight=planned.problem.live_steps,
         poison=poison,
         host_bytes=planned.problem.host_bytes,
         host_store=config.host_kind(device.type),
@@ -69,6 +93,15 @@ def bind_step(planned: PlannedStep, step: CutStep, config: MemoConfig) -> StepPl
         throttle_bytes_per_s=config.copy_speeds(),
         heap=_heap_watch(planned) if gives_pages_back(device) and not poison else None,
     )
+    others = (
+        replace(
+            shared,
+            forward=binder.half(Phase.FORWARD, member),
+            backward=binder.half(Phase.BACKWARD, member),
+        )
+        for member in members[1:]
+    )
+    return (shared, *others)
 
 
 def _heap_watch(planned: PlannedStep) -> HeapWatch:

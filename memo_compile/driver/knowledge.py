@@ -27,6 +27,7 @@ from memo_compile.driver.movable_step import Movable, movable_step
 from memo_compile.driver.stages import LoweredStep
 from memo_compile.errors import MemoError, UnsupportedGraph, described
 from memo_compile.reporting import state
+from memo_compile.step.group import grouped_layers
 from memo_compile.step.movable import MEASURED, StepCosts
 from memo_compile.step.problem import Problem
 
@@ -55,10 +56,11 @@ class StepKnowledge:
     _copy_speeds: dict[str, Mapping[str, float]] = field(default_factory=dict)
     """Host store -> the fields of ``StepCosts`` that tell how fast copies are."""
 
-    def movable(self, problem: Problem, host_store: str) -> Movable:
+    def movable(self, problem: Problem, host_store: str, num_members: int = 1) -> Movable:
         """``problem`` as layers with slots: the lowered step, with what a request adds to it."""
         known = self._layers_of_step(host_store)
-        step = replace(known.step, problem=problem, costs=self.costs(host_store))
+        layers = grouped_layers(known.step, num_members)
+        step = replace(known.step, problem=problem, layers=layers, costs=self.costs(host_store))
         return replace(known, step=step)
 
     def _layers_of_step(self, host_store: str) -> Movable:
@@ -101,11 +103,19 @@ class StepKnowledge:
         more = self._library.lowered_graphs() if self._library else {}
         return {**self.lowered.cut.regions, **more}
 
-    def recomputations(self, moved: Problem) -> Mapping[str, Recomputation]:
-        """What each RECOMPUTE call of ``moved`` makes, and from what."""
+    def recomputations(
+        self, moved: Problem, unmoved: Problem | None = None, num_members: int = 1
+    ) -> Mapping[str, Recomputation]:
+        """What each RECOMPUTE call of ``moved`` makes, and from what.
+
+        ``unmoved`` is the group's step that keeps everything, where it is of several members.
+        """
         if self._movable is None or self._library is None:
             return {}
-        return recomputations_of(self._movable.step, moved, self._library.regions.values())
+        step = self._movable.step
+        if unmoved is not None:
+            step = replace(step, problem=unmoved, layers=grouped_layers(step, num_members))
+        return recomputations_of(step, moved, self._library.regions.values())
 
     def costs(self, host_store: str) -> StepCosts:
         """Seconds of the regions and speed of the copies, measured or by roofline."""

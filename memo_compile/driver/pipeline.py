@@ -14,6 +14,7 @@ that fits in other tiles only, the graph is compiled anew (``backends.retile``).
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import fx
 
@@ -57,8 +58,11 @@ def assemble(
 def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequest) -> Assembly:
     """The last two stages of ``assemble``; raises what that raises."""
     known = StepKnowledge(lowered=lowered, config=config)
-    planned = plan_step(lowered, config, request, known)
-    require_fast(planned.plan, config, known)
+    alone = replace(request, group=None)
+    planned = plan_step(lowered, config, alone, known)
+    group = None if request.group is None else plan_step(lowered, config, request, known)
+    if group is None:
+        require_fast(planned.plan, config, known)
     assembly = Assembly(
         lowered=lowered,
         config=config.at_any_speed(),
@@ -66,6 +70,7 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
         request=request,
         planned=planned,
         step=bind_step(planned, lowered.cut, request.applied_to(config)),
+        group=group,
     )
     assembly.reserve()
     return assembly

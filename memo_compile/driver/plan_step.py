@@ -34,6 +34,7 @@ from memo_compile.planners.place_step import placed_step, require_budget
 from memo_compile.planners.policy import Choice
 from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.reporting import state
+from memo_compile.step.group import grouped, grouped_whole
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.step.residency import residency, step_constant_bytes
@@ -104,10 +105,14 @@ def gradients_at_once(problem: Problem, existing: int) -> int:
 def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
     """The step that keeps everything, with what exists beside it according to ``request``."""
     problem = lowered.problem
+    if request.group is not None:
+        problem = grouped(problem, request.group)
     fixed = problem.fixed
     gradients = gradients_at_once(problem, request.existing_gradient_bytes)
     fixed = replace(fixed, gradients=gradients, earlier_outputs=request.earlier_output_bytes)
     problem = replace(problem, fixed=fixed)
+    if request.group is not None:  # what the user does with results was seen
+        return problem
     if request.outside_loss:
         more = outside_loss_bytes(own_gradients(lowered.cut.backward.half_graph.graph))
         problem = replace(problem, loss_bytes=more)
@@ -131,7 +136,13 @@ class _Planner:
     @functools.cached_property
     def movable(self) -> Movable:
         """The step as layers with slots."""
-        return self.known.movable(self.problem, self.config.host_store)
+        num_members = self.request.num_members
+        return self.known.movable(self.problem, self.config.host_store, num_members)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the step that keeps everything."""
+        return self.request.num_members * self.known.compute_s()
 
     def decide(self) -> PlannedStep:
         """The step that keeps everything if that fits and is allowed, else the fastest one."""
@@ -164,7 +175,7 @@ class _Planner:
             policy=choice.moves.policy,
             timeline=choice.timeline,
             step_lower_bound_s=self._lower_bound_s(budget_bytes),
-            compute_s=self.known.compute_s(),
+            compute_s=self.compute_s,
             frontier=tuple(
                 replace(point, peak_bytes=placed.peak_bytes) if point.chosen else point
                 for point in choice.frontier
@@ -191,7 +202,7 @@ class _Planner:
         factor = self.config.max_over_compute
         if not 0 < factor < math.inf:  # 0: the plan is made at once, and compared
             return math.inf
-        return factor * self.known.whole_compute_s()
+        return factor * self.request.num_members * self.known.whole_compute_s()
 
     def _lower_bound_s(self, budget_bytes: int | None) -> float:
         library = self.known.library(self.config.host_store)
@@ -208,7 +219,7 @@ class _Planner:
         rows = saved_rows(self.problem, self.cut.forward, self.cut.units)
         saved, config = replace(saved, decisions=rows), self.config
         if config.max_step_s < math.inf or config.max_over_compute < 1:  # its seconds are compared
-            saved = replace(saved, compute_s=self.known.compute_s())
+            saved = replace(saved, compute_s=self.compute_s)
         return self._planned(self.problem, saved)
 
     def _choose(self, budget_bytes: int | None) -> Choice:
@@ -262,8 +273,12 @@ class _Planner:
         """``problem`` as planned, proved to be the original step plus moves."""
         plan = replace(plan, budget_bytes=self._declared_budget_bytes())
         plan = require_within_budget(require_valid(problem, plan))
+        whole, count = self.known.lowered.whole, self.request.num_members
         require_proved(
-            self.known.lowered.whole, self.problem, problem, self.known.recomputations(problem)
+            grouped_whole(whole, count) if count > 1 else whole,
+            self.problem,
+            problem,
+            self.known.recomputations(problem, self.problem, count),
         )
         return PlannedStep(problem=problem, plan=plan, lowered=self.known.regions())
 

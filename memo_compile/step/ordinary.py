@@ -55,12 +55,11 @@ def ordinary_events(
 
 
 def _interlude_events(problem: Problem, half_lines: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """What runs between the halves counts on the first line of the half that follows."""
+    """What runs between the halves counts on the last line of the half before."""
     for interlude in problem.interludes:
-        line = half_lines[interlude.half]
-        line -= interlude.half == len(half_lines) - 1  # behind the last half there is no line
-        yield line, interlude.most_bytes
-        yield line + 1, interlude.left_bytes - interlude.most_bytes
+        line = max(1, half_lines[interlude.half])
+        yield line - 1, interlude.most_bytes
+        yield line, interlude.left_bytes - interlude.most_bytes
 
 
 def outside_peak(problem: Problem) -> dict[str, int]:

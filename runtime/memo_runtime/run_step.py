@@ -150,15 +150,16 @@ class StepPlan:
             self.beyond += beyond
 
 
-def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:
+def run_forward(plan: StepPlan, args: list[Any], member: Lease | None = None) -> list[Any]:
     """The forward's results; saved activations stay in the frame under the returned handle.
 
-    ``args`` is emptied, so that inputs can be freed while the step runs.
+    ``args`` is emptied, so that inputs can be freed while the step runs. ``member`` is the hold of
+    a group's member on the group's frame; without it the step takes a frame of its own.
     """
-    lease = plan.lease()
+    lease = plan.lease() if member is None else member
     lease.plan = plan
     try:
-        if plan.heap is not None:
+        if plan.heap is not None and member is None:
             plan.heap.begin(lease.slab.occupy(plan.arena_bytes))
         env = _environment(plan.forward, args)
         checked = [env[register] for register in plan.forward.checked]
@@ -240,22 +241,27 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
             "memo: an input or a result of the step was written in place between its forward and "
             "its backward, which reads it again. Write into it after the backward, or into a clone."
         )
+    if lease.group is not None:
+        lease.group.begin_backward(lease, keep_graph=keep_graph)
     if plan.heap is not None:
         plan.heap.begin_backward(half.planned_bytes)
-    snapshot = lease.snapshot() if keep_graph else None
+    snapshot = lease.snapshot() if keep_graph and lease.group is None else None
     for register, value in zip(half.leased, lease.saved, strict=True):
         env[register] = value
     try:
         counted = lease.counted + _execute(plan, half, lease, env)
         results = [None if register is None else env[register] for register in half.results]
-    finally:
-        if snapshot is None:
-            lease.release()
+        lease.ran = True
+        if lease.group is None:
+            plan.on_step_end(counted)
         else:
+            lease.group.count(counted)
+    finally:
+        if snapshot is not None:
             lease.settle()  # before a reload in flight can overwrite what is restored
             lease.restore(snapshot)
-    lease.ran = True
-    plan.on_step_end(counted)
+        elif not keep_graph:
+            lease.release()
     return results
 
 
@@ -270,6 +276,9 @@ def _environment(half: RunHalf, args: list[Any]) -> list[Any]:
 
 
 def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> StepCounters:
+    group = lease.group
+    if group is not None:
+        lease = group.frame
     running = Running(
         lease=lease,
         env=env,
@@ -280,7 +289,7 @@ def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> Ste
         heap=plan.heap,
     )
     try:
-        for call in half.calls:
+        for call in half.calls if group is None else group.instructions(half):
             call.execute(running)
         if half.resident_bytes is not None:
             running.keep(half.resident_bytes)
