@@ -36,7 +36,7 @@ from memo_compile.step.problem import FixedBytes
 from memo_compile.units import format_bytes, format_enough
 
 PERSISTS = 2
-"""So many steps that differ from the group's plan in the same way are planned for."""
+"""So many steps in a row with the same number of further members are planned for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +66,7 @@ class GroupedSteps:
     _members: dict[int, int] = field(default_factory=dict)
     """Number of a lease -> which forward of the step that is watched."""
     _deviating: tuple[int, int] = (0, 0)
-    """How many members were seen in the last steps that were not as planned, in how many steps."""
-    _refused: Group | None = None
-    """The last group for which no plan was found."""
+    """How many members the last steps had that had more than are planned, and how many steps."""
     _memory: OutOfMemory = field(init=False)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -164,7 +162,7 @@ class GroupedSteps:
                 self._plan(seen)
             return
         count = seen.num_members
-        if count == planned.num_members or not seen.is_group():
+        if count <= planned.num_members or not seen.is_group():  # its frame serves fewer as well
             self._deviating = (0, 0)
             return
         times = self._deviating[1] + 1 if self._deviating[0] == count else 1
