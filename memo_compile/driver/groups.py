@@ -129,7 +129,7 @@ class GroupedSteps:
             seen.stop()
             self._learn(seen)
         problem, facts = self.assembly.problem, self.assembly.lowered.cut.facts
-        budget = self.assembly.plan.budget_bytes
+        budget = self.assembly.config.memory_budget
         if self.planned is None and self.assembly.group and self.assembly.members:
             self._take(self.assembly.group, self.assembly.members)
         if self.planned is None and seen is None:

@@ -58,8 +58,10 @@ def assemble(
 def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequest) -> Assembly:
     """The last two stages of ``assemble``; raises what that raises."""
     known = StepKnowledge(lowered=lowered, config=config)
-    alone = replace(request, group=None)
-    planned = plan_step(lowered, config, alone, known)
+    alone, own = replace(request, group=None), config
+    if request.group is not None:  # the group obeys the budget; by itself runs what is beyond it
+        own = replace(config.at_any_speed(), memory_budget=None)
+    planned = plan_step(lowered, own, alone, known)
     group = None if request.group is None else plan_step(lowered, config, request, known)
     if group is None:
         require_fast(planned.plan, config, known)

@@ -93,8 +93,10 @@ def nothing_is_left() -> Iterator[None]:
     assert not leases.any_live()
 
 
-@pytest.mark.parametrize("schedule", ["copies-early", "copies-late"])
-@pytest.mark.parametrize("policy", ["save", "full-offload", "full-recompute"])
+@pytest.mark.parametrize(
+    ("policy", "schedule"),
+    [("save", "copies-late"), ("full-offload", "copies-early"), ("full-offload", "copies-late")],
+)
 def test_all_forwards_are_planned_from_the_second_step_on(policy: str, schedule: str) -> None:
     blocks = Regional(policy=policy, debug=(schedule,))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in blocks.both]
@@ -243,7 +245,11 @@ INSIDE: dict[str, Run] = {
 
 @pytest.mark.parametrize(
     ("policy", "schedule"),
-    [("full-offload", "copies-late"), ("full-recompute", "copies-early"), ("memo", "copies-early")],
+    [
+        ("full-offload", "copies-late"),
+        ("full-recompute", "copies-early"),
+        pytest.param("memo", "copies-early", marks=pytest.mark.full),
+    ],
 )
 def test_whatever_comes_the_numbers_are_right(policy: str, schedule: str) -> None:
     blocks = Regional(policy=policy, debug=(schedule,))
@@ -354,6 +360,19 @@ def test_a_declared_group_is_planned_in_its_first_step() -> None:
         assert blocks.group().num_instances == LAYERS
 
 
+def test_without_the_copy_of_the_input_the_numbers_are_the_same() -> None:
+    blocks = Regional(policy="full-offload", passes=("-own-inputs",))
+    for _ in range(3):
+        blocks.zero()
+        blocks.step()
+    held = blocks.group().host_bytes
+    copied = Regional(policy="full-offload")
+    for _ in range(2):
+        copied.zero()
+        copied.step()
+    assert copied.group().host_bytes > held
+
+
 def test_what_cannot_be_a_group_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 2 modules, got 1"):
         memo_compile.group([nn.Linear(2, 2)])
@@ -372,6 +391,7 @@ def test_one_module_that_is_called_twice_is_no_group() -> None:
     assert not memo_compile.report().groups
 
 
+@pytest.mark.full
 def test_inductor_lowers_the_blocks() -> None:
     blocks = Regional(2, policy="full-offload", lowering="inductor", debug=("copies-late",))
     for _ in range(3):
