@@ -144,7 +144,7 @@ def judge(rows: list[dict[str, Any]]) -> list[str]:
     ] + [
         f"{row['name']}: planned / measured {row['planned_s'] / row['measured_s']:.3f}"
         for row in rows
-        if row["planned_s"] is not None
+        if row.get("planned_s") is not None
         and abs(row["planned_s"] / row["measured_s"] - 1) > MAX_DIFFERENCE
     ]
 

@@ -16,14 +16,26 @@ from memo_compile.config import MemoConfig, configure
 from memo_compile.reporting.state import Report, report
 
 if TYPE_CHECKING:
+    from memo_compile.backends.declare_group import group
     from memo_compile.backends.entry import memo as backend
     from memo_compile.backends.metrics import metrics
     from memo_compile.offline.plan_offline import plan
 
-__all__ = ["MemoConfig", "Report", "backend", "configure", "errors", "metrics", "plan", "report"]
+__all__ = [
+    "MemoConfig",
+    "Report",
+    "backend",
+    "configure",
+    "errors",
+    "group",
+    "metrics",
+    "plan",
+    "report",
+]
 
 _LAZY = {
     "backend": ("memo_compile.backends.entry", "memo"),
+    "group": ("memo_compile.backends.declare_group", "group"),
     "metrics": ("memo_compile.backends.metrics", "metrics"),
     "plan": ("memo_compile.offline.plan_offline", "plan"),
 }

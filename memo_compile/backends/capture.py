@@ -21,6 +21,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.early_gradients import Gating
 from memo_compile.driver.facts import GraphFacts
+from memo_compile.driver.groups import GroupedSteps
 from memo_compile.driver.stages import CapturedStep
 from memo_compile.errors import RuntimeMisuse, UnsupportedGraph
 from memo_compile.lowering.lower import plain_inner
@@ -31,6 +32,7 @@ from memo_compile.passes.lease import FetchLeased, LeaseSaved, leased_names
 from memo_compile.passes.loss_gradient import GradientOfLoss
 from memo_compile.passes.order import selection
 from memo_compile.passes.overwritten import KeepOverwritten
+from memo_compile.passes.own_inputs import OwnInputs, with_history
 from memo_compile.passes.runner import PassRunner
 from memo_compile.reporting import state
 
@@ -58,6 +60,8 @@ class StepCapture:
     """False where nothing that is captured will run, and so nothing is compiled for it."""
     assembly: Assembly | None = None
     """What runs the step, once ``finish`` has made it."""
+    steps: GroupedSteps | None = None
+    """The steps of ``assembly``, by themselves or in a group."""
     _finished: bool = False
     """True once both halves were captured and ``finish`` has returned."""
     _units: JointUnits | None = None
@@ -65,6 +69,9 @@ class StepCapture:
     _num_results: int = 0
     """How many results the forward has; behind them it returns what autograd keeps."""
     _own_results: tuple[int, ...] = ()
+    _made_outside: tuple[int, ...] = ()
+    """Positions of inputs that other differentiable code made."""
+    _num_examples: int = 0
     _forward: fx.GraphModule | None = None
 
     def __post_init__(self) -> None:
@@ -76,6 +83,7 @@ class StepCapture:
 
         Raises UnsupportedGraph: a step that trains was not captured whole.
         """
+        self._made_outside, self._num_examples = with_history(examples), len(examples)
         partitioner = shim.partitioner(self.partition)
         with (
             shim.functorch_patch(
@@ -94,8 +102,10 @@ class StepCapture:
 
         @functools.wraps(compiled)
         def gated(*args: Any) -> Any:
-            assert self.assembly is not None, "the step was assembled"
-            return compiled(*gating.gated(self.assembly.step.backward, args))
+            assert self.steps is not None, "the step was assembled"
+            if self.steps.runs_as_group:
+                return compiled(*args)
+            return compiled(*gating.gated(self.steps.assembly.step.backward, args))
 
         return gated
 
@@ -120,6 +130,7 @@ class StepCapture:
             HoistInvariants(),
             *(() if self.config.exact else (GradientOfLoss(),)),
             KeepOverwritten(num_fwd_outputs=num_fwd_outputs),
+            *self._own_inputs(joint_inputs),
         )
         joint = self.runner.run(joint, passes, stage="joint")
         units = tag_units(joint, segments=self.config.memory_budget is not None)
@@ -151,6 +162,16 @@ class StepCapture:
         )
         self._units, self._num_results = units, num_fwd_outputs
         return self._leased(forward, backward)
+
+    def _own_inputs(self, joint_inputs: Any) -> tuple[OwnInputs, ...]:
+        """Under a budget, and where a policy moves: an input that was made is a value to be moved.
+
+        Where AOTAutograd has other inputs than Dynamo (several that share memory), none is copied.
+        """
+        moves = self.config.memory_budget is not None or self.config.policy not in ("auto", "save")
+        if not moves or len(joint_inputs[0]) != self._num_examples:
+            return ()
+        return (OwnInputs(positions=self._made_outside),) if self._made_outside else ()
 
     def _leased(
         self, forward: fx.GraphModule, backward: fx.GraphModule
@@ -184,14 +205,14 @@ class StepCapture:
         self._forward = shim.copied(gm)
 
         def forward(args: list[Any]) -> Any:
-            if self.assembly is None:
+            if self.steps is None:
                 raise UnsupportedGraph("the backward of this graph was never compiled")
             if shim.saved_tensors_hooks_active():
                 state.warn_once(
                     "two offloaders: saved_tensors_hooks are active around a forward that memo "
                     "planned; they move only memo's handle. Switch the other offloader off"
                 )
-            return self.assembly.forward(args)
+            return self.steps.forward(args)
 
         forward._boxed_call = True  # type: ignore[attr-defined]
         return forward
@@ -215,10 +236,12 @@ class StepCapture:
         finally:
             self.runner.write_times()
         self._finished = True
+        if self.assembly is not None:
+            self.steps = GroupedSteps(self.assembly)
 
         def backward(args: list[Any]) -> Any:
-            assert self.assembly is not None, "its forward ran"
-            return self.assembly.backward(args)
+            assert self.steps is not None, "its forward ran"
+            return self.steps.backward(args)
 
         backward._boxed_call = True  # type: ignore[attr-defined]
         return backward

@@ -183,10 +183,10 @@ def _planned_once(
 ) -> PlannedGraph:
     capture = StepCapture(config, GraphFacts(inputs), next_graph_name(), finish)
     run = capture.run(gm, inputs)
-    if capture.assembly is None:
+    if capture.steps is None:
         _note_inference(config)
     else:
-        weakref.finalize(capture, capture.assembly.retire).atexit = False
+        weakref.finalize(capture, capture.steps.retire).atexit = False
     return PlannedGraph(run=run, assembly=capture.assembly)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memo_compile.check.byte_map import ByteMap
+from memo_compile.step.halves import HalfKey, half_keys
 from memo_compile.step.problem import (
     ALIGNMENT_BYTES,
     CallKind,
@@ -86,7 +87,11 @@ class Stored:
 def misshapen_calls(problem: Problem) -> tuple[str, ...]:
     """What is wrong with the calls' own form, so that they cannot even be replayed."""
     found = []
+    halves = half_keys(problem)
     for call in problem.calls:
+        half = (call.phase, call.member)
+        if half not in halves:
+            found.append(f"{call.name} is of the {_half_text(half)}, which the step has not got")
         region = problem.regions.get(call.region)
         if region is None:
             found.append(f"{call.name} runs {call.region}, which is no region")
@@ -134,6 +139,9 @@ class StepContents:
         self._waited: set[str] = set()
         self._host: ByteMap[Stored] = ByteMap()
         self._inputs = frozenset(problem.inputs)
+        self._halves = [(half.phase, half.member) for half in problem.halves]
+        self._half = 0
+        """Index of the half of the last call that ran a region."""
         self._in_backward = False
         made = {value for call in problem.calls for value in call.outputs}
         for value in problem.inputs:
@@ -178,6 +186,14 @@ class StepContents:
         if self._in_backward and call.phase is Phase.FORWARD:
             self.complain(f"{call.name} of the forward comes after the backward has begun")
         self._in_backward |= call.phase is Phase.BACKWARD
+        if not self._halves or call.kind in (*COPIES, CallKind.WAIT):
+            return
+        half = (call.phase, call.member)
+        number = self._halves.index(half)
+        if number < self._half:
+            last = _half_text(self._halves[self._half])
+            self.complain(f"{call.name} of the {_half_text(half)} comes after the {last} has begun")
+        self._half = max(self._half, number)
 
     def _wait(self, call: StepCall) -> None:
         name = call.waits_for
@@ -397,6 +413,10 @@ class StepContents:
             if start < min(end, size_bytes):
                 storage.held.paint(start, min(end, size_bytes), tag)
         return storage
+
+
+def _half_text(half: HalfKey) -> str:
+    return f"{half[0].value} of member {half[1]}"
 
 
 def _clash(start: int, end: int, other_start: int, other_end: int) -> bool:

@@ -191,7 +191,8 @@ def _code(call: StepCall) -> tuple[object, ...]:
     """What must be equal in both steps: all but the names of the values that are used."""
     into = tuple((target.buffer, target.offset_bytes) for target in call.into)
     counts = (call.kind, len(call.inputs))
-    return call.name, call.region, call.phase, call.outputs, counts, into, call.reads
+    half = (call.phase, call.member)
+    return call.name, call.region, half, call.outputs, counts, into, call.reads
 
 
 def _with_tail(got: Pieces, expected: Pieces) -> Pieces:

@@ -21,9 +21,11 @@ from dataclasses import dataclass, field
 from memo_compile.check.check_contents import MAX_PROBLEMS, StepContents, misshapen_calls
 from memo_compile.check.leaving import LeavingGradients
 from memo_compile.errors import InvalidPlan
+from memo_compile.step.halves import half_keys, halves_of_calls
 from memo_compile.step.plans import CheckVerdict, Plan
 from memo_compile.step.problem import (
     ALIGNMENT_BYTES,
+    Interlude,
     Phase,
     Problem,
     RegionProfile,
@@ -33,6 +35,8 @@ from memo_compile.step.problem import (
 
 _FOR_USER = " for the user"
 _LOSS = "a loss outside the graph"
+NEVER = 1 << 30
+"""Behind every half: what the user keeps to the end of the step."""
 
 _Event = tuple[int, bool, str, int, bool]
 """(line, is birth, owner, bytes, in the arena): on a line deaths come before births."""
@@ -75,8 +79,8 @@ class _Storage:
     offset: int
     size_bytes: int
     in_arena: bool = True
-    is_result: bool = False
-    """The forward made it for the user."""
+    until: int = -1
+    """Results for the user: the half at whose end they may go; -1: for nobody but the step."""
     values: set[str] = field(default_factory=set)
 
 
@@ -104,8 +108,15 @@ class _Replay:
         """What kernels hold now in memory of their own, and what the step before left."""
         self.most_outside_bytes = 0
         """The most of it during the call being replayed."""
-        self.in_backward = False
         self.leaving = LeavingGradients(problem)
+        self.keys = half_keys(problem)
+        self.half_of_calls = halves_of_calls(problem)
+        self.half = 0
+        """Index of the half that the call being replayed is of."""
+        self.turn = next(
+            (at for at, key in enumerate(self.keys) if key[0] is Phase.BACKWARD), len(self.keys)
+        )
+        """The first backward."""
         fixed = problem.fixed
         self.constant_bytes = (
             fixed.parameters
@@ -126,6 +137,8 @@ class _Replay:
             self._complain(over)
         self.place_of.update(dict.fromkeys(self.problem.inputs))
         for index, call in enumerate(self.problem.calls):
+            while self.half < self.half_of_calls[index]:
+                self._enter_half(index, self.half + 1)
             self._replay(call, self.problem.regions[call.region])
             self._check_memory(index, call)
             if len(self.problems) >= MAX_PROBLEMS:
@@ -141,8 +154,6 @@ class _Replay:
     def _replay(self, call: StepCall, region: RegionProfile) -> None:
         placed = [storage for storage in self.storages.values() if storage.in_arena]
         self.highest = max((storage.offset + storage.size_bytes for storage in placed), default=0)
-        if call.phase is Phase.BACKWARD and not self.in_backward:
-            self._begin_backward()
         self.most_outside_bytes = self.outside_bytes
         self._die(_LOSS)
         self.contents.replay(call)
@@ -155,6 +166,9 @@ class _Replay:
                 self._bear(owner, size_bytes)
             else:
                 self._bear_outside(owner, size_bytes)
+                if owner.endswith(_FOR_USER):
+                    until = self._until(call, owner.removesuffix(_FOR_USER))
+                    self.storages[owner].until = NEVER if until is None else until
         for position, value in enumerate(call.outputs):
             self._bind(call, region, position, value)
         for into in call.into:
@@ -166,20 +180,43 @@ class _Replay:
         for owner in self.leaving.gone(self.reads_left):
             self._die(f"{owner}{_FOR_USER}")
 
-    def _begin_backward(self) -> None:
-        """The forward has ended: gradients come in, results that nothing reads may be dropped."""
-        self.in_backward = True
-        self.outside_bytes -= self.problem.rebound_bytes
-        self._bear_outside(_LOSS, self.problem.loss_bytes)
-        for value, size_bytes in self.problem.tangents.items():
+    def _check_interlude(self, index: int, interlude: Interlude) -> None:
+        """What ran before call ``index`` is in the peak."""
+        resident = self.plan.resident_bytes[index] if self.plan.resident_bytes else 0
+        need = self.constant_bytes + resident + self.outside_bytes + interlude.most_bytes
+        if need > self.plan.peak_bytes:
+            before = self.problem.calls[index].name
+            self._complain(f"before {before}: {need} B, the peak says {self.plan.peak_bytes}")
+
+    def _enter_half(self, index: int, half: int) -> None:
+        """The half before call ``index`` has ended: gradients come in, results may go."""
+        self.half, problem = half, self.problem
+        if half == self.turn:
+            self.outside_bytes -= problem.rebound_bytes
+            self._bear_outside(_LOSS, problem.loss_bytes)
+        for interlude in problem.interludes:
+            if interlude.half == half:
+                self._check_interlude(index, interlude)
+                self.outside_bytes += interlude.left_bytes
+        halves = problem.halves
+        given = halves[half].arguments if halves else problem.tangents if half == self.turn else ()
+        for value in given:
+            if value not in problem.tangents:
+                continue
             owner = f"{value} given"
-            self._bear_outside(owner, size_bytes)
+            self._bear_outside(owner, problem.tangents[value])
             self.storages[owner].values.add(value)
             self.place_of[value] = owner
-        if not self.problem.keeps_outputs:
-            for owner, storage in list(self.storages.items()):
-                if storage.is_result and self._is_unread(owner):
-                    self._die(owner)
+        for owner, storage in list(self.storages.items()):
+            if 0 <= storage.until < half and self._is_unread(owner):
+                self._die(owner)
+
+    def _until(self, call: StepCall, value: str) -> int | None:
+        """The half at whose end the user lets go of the result ``value``; None: he does not."""
+        known = self.problem.held_until.get(value)
+        if known is not None or call.phase is Phase.BACKWARD or self.problem.keeps_outputs:
+            return known
+        return self.turn - 1
 
     def _check_memory(self, index: int, call: StepCall) -> None:
         """What is alive in the call lies in the pages that stay, and the sum is in the peak."""
@@ -247,7 +284,7 @@ class _Replay:
         storage = self.storages.get(owner)
         if storage is None or self.contents.is_busy(owner):
             return False
-        if storage.is_result and not self.in_backward:
+        if self.half <= storage.until:
             return False
         return not any(self.reads_left[value] for value in storage.values)
 
@@ -281,8 +318,7 @@ class _Replay:
             bisect.insort(self.live, (offset, owner))
 
     def _bear_outside(self, owner: str, size_bytes: int) -> None:
-        is_result = owner.endswith(_FOR_USER) and not self.in_backward
-        self.storages[owner] = _Storage(0, size_bytes, in_arena=False, is_result=is_result)
+        self.storages[owner] = _Storage(0, size_bytes, in_arena=False)
         self.outside_bytes += size_bytes
         self.most_outside_bytes = max(self.most_outside_bytes, self.outside_bytes)
 
@@ -322,8 +358,8 @@ class _Replay:
             owner = self.place_of.get(call.inputs[output.index])
         elif output.storage is Storage.OUTSIDE:
             owner = _outside_owner(holder)
-        elif output.storage is Storage.EXTERNAL and call.phase is Phase.FORWARD:
-            if not self.problem.keeps_outputs and self.reads_left[value]:
+        elif output.storage is Storage.EXTERNAL and self._until(call, holder) is not None:
+            if self.reads_left[value]:
                 owner = f"{holder}{_FOR_USER}"
         self.place_of[value] = owner
         if owner is not None and owner in self.storages:

@@ -51,6 +51,8 @@ def _differences(call: StepCall, expected: StepCall) -> Iterator[str]:
             f"{call.name} is a {call.kind.value} of {call.region} in the {call.phase.value}, where "
             f"{expected.name} must run {expected.region} in the {expected.phase.value}"
         )
+    elif call.member != expected.member:
+        yield f"{call.name} is of member {call.member}, expected {expected.member}"
     elif len(call.outputs) != len(expected.outputs):
         yield f"{call.name} makes {len(call.outputs)} values, expected {len(expected.outputs)}"
     if call.inputs != expected.inputs:
@@ -153,6 +155,7 @@ class _Tiles:
             name=f"tile {number} of {self.call.name}",
             region=region,
             phase=self.call.phase,
+            member=self.call.member,
             inputs=tuple(self.values[operand.value] for operand in operands),
             outputs=("",) * len(self.problem.regions[region].outputs),
             into=into,

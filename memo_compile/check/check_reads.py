@@ -12,11 +12,11 @@ no part of that: it reads from the first element.
 from collections.abc import Iterator
 from dataclasses import replace
 
+from memo_compile.step.halves import HalfKey
 from memo_compile.step.problem import (
     CallKind,
     Layout,
     Layouts,
-    Phase,
     Problem,
     RegionProfile,
     StepCall,
@@ -33,23 +33,23 @@ def misread_calls(problem: Problem) -> tuple[str, ...]:
 class _Reads:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.given = {half.phase: half.given() for half in problem.halves}
+        self.given = {(half.phase, half.member): half.given() for half in problem.halves}
         self.held: dict[str, Layout | None] = {}
         """Value -> how its maker left it; None for what is no tensor."""
         self.copied: dict[int, str] = {}
         """Host offset -> the value that was copied there last."""
         self.reloaded_from: dict[str, int] = {}
         """RELOADed value -> the first byte of it that the copy brings."""
-        self.phase: Phase | None = None
+        self.half: HalfKey | None = None
 
     def run(self) -> Iterator[str]:
         for call in self.problem.calls:
-            if call.phase is not self.phase:
-                self.phase = call.phase
-                self.held.update(self.given.get(call.phase, {}))
             if call.kind in COPIES:
                 yield from self._copy(call)
             else:
+                if (call.phase, call.member) != self.half:
+                    self.half = (call.phase, call.member)
+                    self.held.update(self.given.get(self.half, {}))
                 yield from self._run(call, self.problem.regions[call.region])
 
     def _copy(self, call: StepCall) -> Iterator[str]:

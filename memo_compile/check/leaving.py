@@ -33,7 +33,7 @@ class LeavingGradients:
 
     def __post_init__(self) -> None:
         halves = {half.phase: half for half in self.problem.halves}
-        if not self.problem.leaving or len(halves) < 2:
+        if not self.problem.leaving or len(self.problem.halves) != 2:
             return
         inputs = halves[Phase.FORWARD].arguments
         results = halves[Phase.BACKWARD].results

@@ -17,6 +17,7 @@ from memo_compile.driver.bind import bind_step
 from memo_compile.driver.early_gradients import Gates, gates_here, is_captured, own_leaves, prove
 from memo_compile.driver.facts import gradient_bytes
 from memo_compile.driver.gradient_watch import GradientWatch, HandedGradients
+from memo_compile.driver.group_members import GroupMembers
 from memo_compile.driver.knowledge import StepKnowledge, gradients_at_once, leaving_values
 from memo_compile.driver.library_buffers import (
     Product,
@@ -82,6 +83,10 @@ class Assembly:
     observed: Observed = field(init=False)
     step: StepPlan
     """``planned``, as the runtime runs it."""
+    group: PlannedStep | None = None
+    """The plan of the group that the request names; it was made with the tiles of this step."""
+    members: GroupMembers | None = None
+    """The members of that group."""
     reported: ReportedPlan = field(init=False)
     """What the report shows of this step, where it shows it."""
 
@@ -176,13 +181,17 @@ class Assembly:
         self.request, self.unplanned_request = request, None
         return planned
 
-    def forward(self, args: list[Any]) -> list[Any]:
-        """The forward's results; empties ``args``. Raises Infeasible before it breaks a budget."""
+    def forward(self, args: list[Any], *, watched: bool = False) -> list[Any]:
+        """The forward's results; empties ``args``. Raises Infeasible before it breaks a budget.
+
+        A step that is ``watched`` is the first of a group and runs beside others all the same.
+        """
         if not leases.any_live():
             state.step_begins()
         self.unplanned_request = None
         gates, leaves = prove(args), own_leaves(args)
-        self._require_room_beside_others()
+        if not watched:
+            self._require_room_beside_others()
         self._count_outside_loss()
         self._count_what_exists(leaves, is_early=gates is not None and gates.is_proved)
         self._count_kept_outputs()
@@ -196,12 +205,15 @@ class Assembly:
         self._watch.returned([results[position] for position in self._made])
         return results
 
-    def backward(self, args: list[Any]) -> list[Any]:
-        """The backward's results; empties ``args``. Raises as ``forward``."""
+    def backward(self, args: list[Any], *, leaves_early: bool = True) -> list[Any]:
+        """The backward's results; empties ``args``. Raises as ``forward``.
+
+        Unless it ``leaves_early``, no gradient leaves before all are made.
+        """
         keep_graph = shim.keep_graph()
         if self._may_hide_a_loss():
             self._losses.look(args)
-        gates = None if keep_graph else gates_here()
+        gates = gates_here() if leaves_early and not keep_graph else None
         self._require_room(args, keep_graph=keep_graph, stays=gates is None)
         if gates is not None:
             return self._first_part(gates, args)
@@ -387,7 +399,7 @@ class Assembly:
 
     def follow(self, before: "Assembly") -> None:
         """Run the steps after those of ``before``, whose results may still be held."""
-        self._watch = before._watch
+        self._watch, self.members = before._watch, before.members
 
     def _count_what_exists(self, leaves: Sequence[Any], *, is_early: bool) -> None:
         """Count gradients and results of earlier steps that are kept: new ones come beside them.

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from memo_runtime.arena import FrameView
+from memo_runtime.group_steps import GroupPlan
 from memo_runtime.heap import HeapWatch
 from memo_runtime.instructions import (
     CopyRange,
     InputView,
     Instruction,
     RunCall,
+    ShowReloaded,
     StartOffload,
     StartReload,
 )
@@ -28,10 +30,11 @@ from memo_runtime.run_step import RunHalf, StepPlan
 from memo_compile.analysis.regions import ViewSpec
 from memo_compile.config import MemoConfig
 from memo_compile.driver.stages import CutStep, PlannedStep
+from memo_compile.step.group import own_name
+from memo_compile.step.halves import RUNS, half_keys, half_starts, halves_of_calls
 from memo_compile.step.hand_over import last_uses, ready_after
 from memo_compile.step.problem import (
     CallKind,
-    Half,
     Layout,
     Phase,
     Problem,
@@ -49,18 +52,40 @@ _keys = itertools.count(1)
 
 def bind_step(planned: PlannedStep, step: CutStep, config: MemoConfig) -> StepPlan:
     """What the runtime runs."""
+    (plan,) = _bound(planned, step, config, (0,))
+    return plan
+
+
+def bind_group(planned: PlannedStep, step: CutStep, config: MemoConfig) -> GroupPlan:
+    """What the runtime runs of a group: a plan for each member, all in one frame."""
+    order = tuple((half.member, half.phase is Phase.BACKWARD) for half in planned.problem.halves)
+    members = tuple(member for member, is_backward in order if not is_backward)
+    return GroupPlan(members=_bound(planned, step, config, members), order=order)
+
+
+def _bound(
+    planned: PlannedStep, step: CutStep, config: MemoConfig, members: tuple[int, ...]
+) -> tuple[StepPlan, ...]:
+    """A plan for each of ``members``, which share views and memory."""
     device = step.facts.device
     poison = "poison" in config.debug
-    constants = {half.phase: half.constants for half in (step.forward, step.backward)}
+    constants = {
+        half.phase: {
+            own_name(name, member): value
+            for member in members
+            for name, value in half.constants.items()
+        }
+        for half in (step.forward, step.backward)
+    }
     binder = Binder(planned, constants, poison)
-    return StepPlan(
+    shared = StepPlan(
         key=next(_keys),
         device=device,
         arena_bytes=planned.plan.arena_bytes,
         table=binder.table(),
         forward=binder.half(Phase.FORWARD),
         backward=binder.half(Phase.BACKWARD),
-        max_inflight=config.max_inflight,
+        max_inflight=planned.problem.live_steps,
         poison=poison,
         host_bytes=planned.problem.host_bytes,
         host_store=config.host_kind(device.type),
@@ -69,6 +94,15 @@ def bind_step(planned: PlannedStep, step: CutStep, config: MemoConfig) -> StepPl
         throttle_bytes_per_s=config.copy_speeds(),
         heap=_heap_watch(planned) if gives_pages_back(device) and not poison else None,
     )
+    others = (
+        replace(
+            shared,
+            forward=binder.half(Phase.FORWARD, member),
+            backward=binder.half(Phase.BACKWARD, member),
+        )
+        for member in members[1:]
+    )
+    return (shared, *others)
 
 
 def _heap_watch(planned: PlannedStep) -> HeapWatch:
@@ -87,7 +121,8 @@ class Binder:
         problem = planned.problem
         self.planned, self.problem, self.plan = planned, problem, planned.plan
         self.constants = constants
-        self.halves = {half.phase: half for half in problem.halves}
+        self.half_of_calls = halves_of_calls(problem)
+        self.half_starts = half_starts(problem)
         copies = (call.name for call in problem.calls if call.copy is not None)
         self.numbers = {name: number for number, name in enumerate(copies)}
         """Name of a call that copies -> the number of its copy."""
@@ -97,8 +132,18 @@ class Binder:
         """Value in the arena -> offset of its buffer, and how it is read."""
         self.offload_of = dict(_offloads_of(problem))
         """Name of a reload -> name of the offload that wrote its bytes."""
-        self.leased = _leased(problem, self.halves[Phase.BACKWARD])
-        """What the forward leaves for the backward beside what autograd hands over."""
+        self.reloaded_in = {
+            call.outputs[0]: half
+            for call, half in zip(problem.calls, self.half_of_calls, strict=True)
+            if call.kind is CallKind.RELOAD
+        }
+        """Reloaded value -> index of the half that issues the reload."""
+        self.leased = {
+            half.member: self._leased(number)
+            for number, half in enumerate(problem.halves)
+            if half.phase is Phase.BACKWARD
+        }
+        """Per member what its forward leaves for its backward beside what autograd hands over."""
         self.views = dict(_views(problem, self.offload_of))
         """Call -> the inputs that it reads as something else than what their maker left."""
         self.ordinary = ordinary_bytes(problem)
@@ -132,25 +177,40 @@ class Binder:
                 row.append(replace(_view(0, spec), in_frame=False))
         return row
 
-    def half(self, phase: Phase) -> RunHalf:
+    def half(self, phase: Phase, member: int = 0) -> RunHalf:
         """The half with values replaced by registers of its environment."""
-        return _Half(self, self.halves[phase]).bound()
+        return _Half(self, half_keys(self.problem).index((phase, member))).bound()
+
+    def calls_of(self, number: int) -> list[tuple[int, StepCall]]:
+        """The calls that half ``number`` runs, with their indices."""
+        first, end = self.half_starts[number : number + 2]
+        return list(enumerate(self.problem.calls[first:end], start=first))
+
+    def _leased(self, number: int) -> tuple[str, ...]:
+        """Values that a backward reads and that neither it, nor autograd, nor a copy provides."""
+        half = self.problem.halves[number]
+        known = {*half.constants, *half.arguments, *self.reloaded_in}
+        wanted: list[str] = []
+        for _, call in self.calls_of(number):
+            if call.kind not in (CallKind.RELOAD, CallKind.WAIT):
+                wanted += [*call.inputs, *(target.value for target in call.into)]
+            known.update(call.outputs)
+        wanted += [value for value in half.results if value is not None]
+        return tuple(value for value in dict.fromkeys(wanted) if value not in known)
 
 
 class _Half:
     """One half while its calls are bound."""
 
-    def __init__(self, binder: Binder, half: Half) -> None:
+    def __init__(self, binder: Binder, number: int) -> None:
         self.binder, self.problem, self.plan = binder, binder.problem, binder.plan
-        self.half = half
-        self.calls = [
-            (index, call)
-            for index, call in enumerate(self.problem.calls)
-            if call.phase is half.phase
-        ]
+        self.number = number
+        self.half = half = self.problem.halves[number]
+        self.calls = binder.calls_of(number)
+        self.leased = binder.leased.get(half.member, ())
         self.results = dict.fromkeys(value for value in half.results if value is not None)
-        self.kept = {*self.results, *(binder.leased if half.phase is Phase.FORWARD else ())}
-        names = [*half.constants, *half.arguments, *binder.leased]
+        self.kept = {*self.results, *(self.leased if half.phase is Phase.FORWARD else ())}
+        names = [*half.constants, *half.arguments, *self.leased]
         self.last: dict[str, int] = {}
         """Value -> the last call that reads it or writes into it."""
         for index, call in self.calls:
@@ -164,15 +224,22 @@ class _Half:
         """What the runtime executes."""
         half, resident, before = self.half, self.plan.resident_bytes, self.binder.ordinary.before
         is_forward, constants = half.phase is Phase.FORWARD, self.binder.constants[half.phase]
-        begin, turn = self.calls[0][0] if self.calls else None, self.problem.first_backward
-        after = resident[turn] if is_forward and turn < len(self.problem.calls) else None
+        begin, next_half = self.calls[0][0] if self.calls else None, self.number + 1
+        end = self.binder.half_starts[next_half]
+        is_last = next_half == len(self.problem.halves)
+        after = None if is_last or end == len(self.problem.calls) else resident[end]
+        is_group = len(self.problem.halves) > 2
+        shown = self._shown()
         return RunHalf(
             num_registers=len(self.registers),
             constants=tuple((self.registers[key], constants[key]) for key in half.constants),
             arguments=self._at(half.arguments),
-            calls=tuple(self._instruction(index, call) for index, call in self.calls),
+            calls=(*shown, *(self._instruction(index, call) for index, call in self.calls)),
+            owners=(*(half.member for _ in shown), *(call.member for _, call in self.calls))
+            if is_group
+            else (),
             results=tuple(None if v is None else self.registers[v] for v in half.results),
-            leased=self._at(self.binder.leased),
+            leased=self._at(self.leased),
             checked=self._checked() if is_forward else (),
             visible=self._visible() if is_forward else (),
             planned_bytes=0 if begin is None else resident[begin] + before[begin],
@@ -187,8 +254,8 @@ class _Half:
         ready = binder.ready
         if ready is None:
             return {}
-        forward = binder.halves[Phase.FORWARD]
-        checked = dict.fromkeys(binder.sources.get(value, value) for value in binder.leased)
+        forward, _ = self.problem.halves
+        checked = dict.fromkeys(binder.sources.get(value, value) for value in self.leased)
         given = (value for value in half.arguments if value != half.handle)
         return {
             "ready": tuple(self._num_calls_to(index) for index in ready),
@@ -209,13 +276,34 @@ class _Half:
         """How many calls of this half have run when call ``index`` of the step has."""
         return sum(at <= index for at, _ in self.calls)
 
+    def _shown(self) -> tuple[ShowReloaded, ...]:
+        """What appears in this half and was reloaded by an earlier one."""
+        read = dict.fromkeys(
+            value
+            for _, call in self.calls
+            if call.kind in RUNS
+            for value in (*call.inputs, *(target.value for target in call.into))
+            if self.binder.reloaded_in.get(value, self.number) != self.number
+        )
+        calls = enumerate(self.problem.calls)
+        reloads = {call.outputs[0]: at for at, call in calls if call.kind is CallKind.RELOAD}
+        return tuple(self._show(reloads[value], value) for value in read)
+
+    def _show(self, index: int, value: str) -> ShowReloaded:
+        return ShowReloaded(
+            table=index,
+            output=self.registers[value],
+            of=self.binder.numbers[self.binder.offload_of[self.problem.calls[index].name]],
+            frame_offset_bytes=self.binder.places[value][0],
+        )
+
     def _at(self, values: Iterable[str]) -> tuple[int, ...]:
         return tuple(self.registers[value] for value in values)
 
     def _checked(self) -> tuple[int, ...]:
         """Registers of the step's own inputs that the lease keeps, whole or as a view."""
         sources = self.binder.sources
-        kept = dict.fromkeys(sources.get(value, value) for value in self.binder.leased)
+        kept = dict.fromkeys(sources.get(value, value) for value in self.leased)
         return self._at(value for value in kept if value in self.half.arguments)
 
     def _visible(self) -> tuple[int, ...]:
@@ -227,7 +315,7 @@ class _Half:
             if output.storage is Storage.EXTERNAL
         }
         sources = self.binder.sources
-        return self._at(v for v in self.binder.leased if sources.get(v, v) in made)
+        return self._at(v for v in self.leased if sources.get(v, v) in made)
 
     def _instruction(self, index: int, call: StepCall) -> Instruction:
         """What the runtime executes for ``call``."""
@@ -237,10 +325,11 @@ class _Half:
             return StartOffload(copy=self._range(call, value), input=self.registers[value])
         if call.kind is CallKind.RELOAD:
             value = call.outputs[0]
+            is_own = call.member == self.half.member
             return StartReload(
                 copy=self._range(call, value),
                 table=index,
-                output=self.registers[value],
+                output=self.registers[value] if is_own else None,
                 of=numbers[self.binder.offload_of[call.name]],
             )
         if call.kind is CallKind.WAIT:
@@ -260,6 +349,8 @@ class _Half:
         calls, runs = self.problem.calls, (CallKind.RUN, CallKind.RECOMPUTE)
         following = next((i for i in range(index + 1, len(calls)) if calls[i].kind in runs), None)
         if following is None or calls[following].region != calls[index].region:
+            return 0
+        if following >= self.binder.half_starts[self.number + 1]:
             return 0
         before, most, after = (held[following] for held in self.binder.ordinary)
         return max(0, most - max(before, after))
@@ -348,14 +439,15 @@ def _views(
     problem: Problem, offload_of: Mapping[str, str]
 ) -> Iterator[tuple[int, tuple[InputView, ...]]]:
     """(call, its inputs that are read as something else than what their maker left)."""
-    halves = {half.phase: half for half in problem.halves}
+    halves = {(half.phase, half.member): half for half in problem.halves}
     calls = {call.name: call for call in problem.calls}
     held: dict[str, Layout | None] = {}
-    phase = None
+    entered = None
     for index, call in enumerate(problem.calls):
-        if call.phase is not phase:
-            phase = call.phase
-            held.update(halves[phase].given())
+        key = (call.phase, call.member)
+        if call.kind in RUNS and key != entered:
+            entered = key
+            held.update(halves[key].given())
         if call.kind is CallKind.RELOAD:  # in the layout of what was offloaded
             held[call.outputs[0]] = held.get(calls[offload_of[call.name]].inputs[0])
             continue
@@ -367,18 +459,6 @@ def _views(
         if found:
             yield index, found
         held.update(zip(call.outputs, problem.regions[call.region].output_layouts, strict=False))
-
-
-def _leased(problem: Problem, backward: Half) -> tuple[str, ...]:
-    """Values that the backward reads and that neither it nor autograd provides."""
-    known = {*backward.constants, *backward.arguments}
-    wanted: list[str] = []
-    for call in problem.calls:
-        if call.phase is Phase.BACKWARD:
-            wanted += [*call.inputs, *(target.value for target in call.into)]
-            known.update(call.outputs)
-    wanted += [value for value in backward.results if value is not None]
-    return tuple(value for value in dict.fromkeys(wanted) if value not in known)
 
 
 def _dying_inputs(binder: Binder) -> dict[int, list[tuple[int, int, int]]]:

@@ -30,6 +30,7 @@ from memo_compile.driver.stages import LoweredStep, PlanRequest
 from memo_compile.driver.user_outputs import held_bytes, outside_loss_bytes, own_gradients
 from memo_compile.errors import MemoError, UnsupportedGraph, described
 from memo_compile.reporting import state
+from memo_compile.step.group import grouped, grouped_layers
 from memo_compile.step.hand_over import ready_after
 from memo_compile.step.movable import MEASURED, MovableStep, StepCosts
 from memo_compile.step.problem import Problem
@@ -56,10 +57,15 @@ def leaving_values(lowered: LoweredStep, positions: Iterable[int]) -> tuple[str,
 def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
     """The step that keeps everything, with what exists beside it according to ``request``."""
     problem = lowered.problem
+    if request.group is not None:
+        problem = grouped(problem, request.group)
     fixed = problem.fixed
     gradients = gradients_at_once(problem, request.existing_gradient_bytes)
     fixed = replace(fixed, gradients=gradients, earlier_outputs=request.earlier_output_bytes)
-    problem = replace(problem, fixed=fixed, leaving=leaving_values(lowered, request.leaving))
+    problem = replace(problem, fixed=fixed)
+    if request.group is not None:  # what the user does with results was seen
+        return problem
+    problem = replace(problem, leaving=leaving_values(lowered, request.leaving))
     if request.outside_loss:
         more = outside_loss_bytes(own_gradients(lowered.cut.backward.half_graph.graph))
         problem = replace(problem, loss_bytes=more)
@@ -136,10 +142,11 @@ class StepKnowledge:
         made = (at for at, value in enumerate(results) if value is not None)
         return frozenset(at for at in made if ready[at] < last)
 
-    def movable(self, problem: Problem, host_store: str) -> MovableStep:
+    def movable(self, problem: Problem, host_store: str, num_members: int = 1) -> MovableStep:
         """``problem`` as layers with slots: the lowered step, with what a request adds to it."""
         step = self._layers_of_step(host_store).step
-        return replace(step, problem=problem, costs=self.costs(host_store))
+        layers = grouped_layers(step, num_members)
+        return replace(step, problem=problem, layers=layers, costs=self.costs(host_store))
 
     def _layers_of_step(self, host_store: str) -> Movable:
         if self._movable is None:
@@ -183,11 +190,19 @@ class StepKnowledge:
         more = self._maker.lowered_graphs() if self._maker else {}
         return {**self.lowered.cut.regions, **more}
 
-    def recomputations(self, moved: Problem) -> Mapping[str, Recomputation]:
-        """What each RECOMPUTE call of ``moved`` makes, and from what."""
+    def recomputations(
+        self, moved: Problem, unmoved: Problem | None = None, num_members: int = 1
+    ) -> Mapping[str, Recomputation]:
+        """What each RECOMPUTE call of ``moved`` makes, and from what.
+
+        ``unmoved`` is the group's step that keeps everything, where it is of several members.
+        """
         if self._movable is None or self._library is None:
             return {}
-        return recomputations_of(self._movable.step, moved, self._library.regions.values())
+        step = self._movable.step
+        if unmoved is not None:
+            step = replace(step, problem=unmoved, layers=grouped_layers(step, num_members))
+        return recomputations_of(step, moved, self._library.regions.values())
 
     def costs(self, host_store: str) -> StepCosts:
         """Seconds of the regions and speed of the copies, measured or by roofline."""

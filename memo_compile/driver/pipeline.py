@@ -63,16 +63,22 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
     """The last two stages of ``assemble``; raises what that raises."""
     known = StepKnowledge(lowered=lowered, config=config)
     gradients = GradientWatch(known.trained())
-    planned, request = _planned_at_first(lowered, config, request, known, gradients)
-    require_fast(planned.plan, config, known)
+    alone, own = replace(request, group=None), config
+    if request.group is not None:  # the group obeys the budget; by itself runs what is beyond it
+        own = replace(config.at_any_speed(), memory_budget=None)
+    planned, alone = _planned_at_first(lowered, own, alone, known, gradients)
+    group = None if request.group is None else plan_step(lowered, config, request, known)
+    if group is None:
+        require_fast(planned.plan, config, known)
     assembly = Assembly(
         lowered=lowered,
         config=config.at_any_speed(),
         known=known,
-        request=request,
+        request=alone,
         planned=planned,
         step=bind_step(planned, lowered.cut, request.applied_to(config)),
         gradients=gradients,
+        group=group,
     )
     assembly.reserve()
     return assembly

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from memo_compile.config import MemoConfig
+from memo_compile.step.group import Group
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.step.tilings import WholeStep
@@ -89,8 +90,15 @@ class PlanRequest:
     granted_step_bytes: int | None = None
     """Bytes that a step may take beside its parameters and other constants, after the device has
     refused more; None: nothing was refused."""
+    group: Group | None = None
+    """The live steps of this graph that are planned as one; None: it is planned by itself."""
     granted_host_bytes: int | None = None
     """Bytes of host memory that a step may take, after more was refused; None: none was."""
+
+    @property
+    def num_members(self) -> int:
+        """How many live steps of the graph the plan is of."""
+        return 1 if self.group is None else self.group.num_members
 
     def applied_to(self, config: MemoConfig) -> MemoConfig:
         """``config`` with the host memory that this request names."""

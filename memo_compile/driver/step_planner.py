@@ -33,6 +33,7 @@ from memo_compile.planners.place_step import placed_step, require_budget
 from memo_compile.planners.policy import Choice
 from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.reporting import state
+from memo_compile.step.group import grouped_whole
 from memo_compile.step.movable import MovableStep
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
@@ -81,8 +82,8 @@ class KnownStep(Protocol):
         """The step that keeps everything, with what exists beside it according to ``request``."""
         ...
 
-    def movable(self, problem: Problem, host_store: str) -> MovableStep:
-        """``problem`` as layers with slots."""
+    def movable(self, problem: Problem, host_store: str, num_members: int = 1) -> MovableStep:
+        """``problem``, which is of so many live steps of a graph, as layers with slots."""
         ...
 
     def library(self, host_store: str) -> RecomputeLibrary:
@@ -97,8 +98,13 @@ class KnownStep(Protocol):
         """The same before any region ran in tiles, where that is known."""
         ...
 
-    def recomputations(self, moved: Problem) -> Mapping[str, Recomputation]:
-        """What each RECOMPUTE call of ``moved`` makes, and from what."""
+    def recomputations(
+        self, moved: Problem, unmoved: Problem | None = None, num_members: int = 1
+    ) -> Mapping[str, Recomputation]:
+        """What each RECOMPUTE call of ``moved`` makes, and from what.
+
+        ``unmoved`` is the group's step that keeps everything, where it is of several members.
+        """
         ...
 
     def regions(self) -> "Mapping[str, LoweredRegion]":
@@ -177,7 +183,13 @@ class StepPlanner:
     @functools.cached_property
     def step(self) -> MovableStep:
         """The step as layers with slots."""
-        return self.known.movable(self.problem, self.config.host_store)
+        num_members = self.request.num_members
+        return self.known.movable(self.problem, self.config.host_store, num_members)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the step that keeps everything."""
+        return self.request.num_members * self.known.compute_s()
 
     def decide(self) -> PlannedStep:
         """The step that keeps everything if that fits and is allowed, else the fastest one."""
@@ -210,7 +222,7 @@ class StepPlanner:
             policy=choice.moves.policy,
             timeline=choice.timeline,
             step_lower_bound_s=self._lower_bound_s(budget_bytes),
-            compute_s=self.known.compute_s(),
+            compute_s=self.compute_s,
             frontier=tuple(
                 replace(point, peak_bytes=placed.peak_bytes) if point.chosen else point
                 for point in choice.frontier
@@ -237,7 +249,7 @@ class StepPlanner:
         factor = self.config.max_over_compute
         if not 0 < factor < math.inf:  # 0: the plan is made at once, and compared
             return math.inf
-        return factor * self.known.whole_compute_s()
+        return factor * self.request.num_members * self.known.whole_compute_s()
 
     def _lower_bound_s(self, budget_bytes: int | None) -> float:
         library = self.known.library(self.config.host_store)
@@ -254,7 +266,7 @@ class StepPlanner:
         rows = saved_rows(self.problem, self.known.leased_bytes(), self.known.labels())
         saved, config = replace(saved, decisions=rows), self.config
         if config.max_step_s < math.inf or config.max_over_compute < 1:  # its seconds are compared
-            saved = replace(saved, compute_s=self.known.compute_s())
+            saved = replace(saved, compute_s=self.compute_s)
         return self._planned(self.problem, saved)
 
     def _choose(self, budget_bytes: int | None) -> Choice:
@@ -308,7 +320,13 @@ class StepPlanner:
         """``problem`` as planned, proved to be the original step plus moves."""
         plan = replace(plan, budget_bytes=self._declared_budget_bytes())
         plan = require_within_budget(require_valid(problem, plan))
-        require_proved(self.known.whole, self.problem, problem, self.known.recomputations(problem))
+        whole, count = self.known.whole, self.request.num_members
+        require_proved(
+            grouped_whole(whole, count) if count > 1 else whole,
+            self.problem,
+            problem,
+            self.known.recomputations(problem, self.problem, count),
+        )
         return PlannedStep(problem=problem, plan=plan, lowered=self.known.regions())
 
     def saved_by_dropping(self, planned: PlannedStep) -> int:

@@ -194,8 +194,9 @@ class RememberedStep:
         assert request == PlanRequest(), f"a plan that never runs has no {request}"
         return self.record.problem
 
-    def movable(self, problem: Problem, host_store: str) -> MovableStep:
+    def movable(self, problem: Problem, host_store: str, num_members: int = 1) -> MovableStep:
         """``problem`` as layers with slots."""
+        assert num_members == 1, "groups are planned where they run"
         return MovableStep(
             problem=problem,
             classes=self._classes,
@@ -219,7 +220,9 @@ class RememberedStep:
         """The same before any region ran in tiles."""
         return self.record.whole_compute_s
 
-    def recomputations(self, moved: Problem) -> Mapping[str, Recomputation]:
+    def recomputations(
+        self, moved: Problem, unmoved: Problem | None = None, num_members: int = 1
+    ) -> Mapping[str, Recomputation]:
         """What each RECOMPUTE call of ``moved`` makes, and from what."""
         if self._library is None:
             return {}

@@ -37,6 +37,7 @@ from memo_compile.analysis.purity import (
 )
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import base_of, bytes_of, is_movable_view, is_tensor, storage_of
+from memo_compile.passes.own_inputs import is_copied
 
 TILE_FACTOR = 2
 """A saved tensor this many times larger than its unit's input is cheaper to recompute, in tiles,
@@ -142,7 +143,11 @@ class SufficientCut:
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Tag in place."""
         written = overwritten(gm.graph)
-        saved = {node for node in saved_nodes(gm) if storage_of(node) not in written}
+        saved = {
+            node
+            for node in saved_nodes(gm)
+            if storage_of(node) not in written and not is_copied(storage_of(node))
+        }
         unit_of = _unit_of_every_node(gm, self.units)
         backward = tangent_dependents(gm.graph)
         seen: set[fx.Node] = set()

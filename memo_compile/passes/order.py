@@ -11,6 +11,7 @@ from memo_compile.passes.lease import FetchLeased, LeaseSaved
 from memo_compile.passes.loss_gradient import GradientOfLoss
 from memo_compile.passes.numbers import PutNumbers
 from memo_compile.passes.overwritten import KeepOverwritten
+from memo_compile.passes.own_inputs import OwnInputs
 from memo_compile.passes.own_outputs import OwnOutputs
 from memo_compile.passes.runner import GraphPass, PassSelection, required
 from memo_compile.passes.separate import SeparateResults
@@ -22,6 +23,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     HoistInvariants,  # joint graph
     GradientOfLoss,  # joint graph
     KeepOverwritten,  # joint graph
+    OwnInputs,  # joint graph
     SaveMinCut,  # joint graph
     EqualCut,  # joint graph
     SufficientCut,  # joint graph

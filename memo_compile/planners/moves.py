@@ -285,7 +285,9 @@ class _Builder:
     def _added(self, layer: int, **fields: Any) -> StepCall:
         """A call of the layer that the step without moves has not."""
         owner = self.problem.calls[self.forward_at[layer]]
-        return StepCall(layer_class=owner.layer_class, instance=owner.instance, **fields)
+        return StepCall(
+            layer_class=owner.layer_class, instance=owner.instance, member=owner.member, **fields
+        )
 
     def _copy_call(self, move: _Moved, kind: CallKind) -> StepCall:
         offload = kind is CallKind.OFFLOAD

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from memo_compile.step.plans import ReportedPlan
+from memo_compile.step.plans import ReportedGroup, ReportedPlan
 
 log = logging.getLogger("memo")
 
@@ -24,6 +24,8 @@ class Report:
     """Training steps that ran in ordinary memory although a plan exists."""
     notes: tuple[str, ...]
     """What was left out, replaced or ignored, in order."""
+    groups: tuple[ReportedGroup, ...] = ()
+    """Blocks that are compiled one by one and planned as one step."""
 
     def __str__(self) -> str:
         return self.text()
@@ -41,6 +43,9 @@ class Report:
             "unplanned_steps": self.unplanned_steps,
             "notes": list(self.notes),
             "plans": [_plan_dict(plan) for plan in self.plans],
+            "groups": [
+                {"num_instances": group.num_instances, **_plan_dict(group)} for group in self.groups
+            ],
         }
 
 
@@ -69,6 +74,7 @@ class _State:
     plans: list[ReportedPlan] = field(default_factory=list)
     gone: list[ReportedPlan] = field(default_factory=list)
     """Those of ``plans`` whose models are gone."""
+    groups: list[ReportedGroup] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     ran: list[ReportedPlan] = field(default_factory=list)
     """The plans by which the last step ran, with what it has moved."""
@@ -98,6 +104,7 @@ def report() -> Report:
             plans=tuple(_state.plans),
             unplanned_steps=_state.unplanned_steps,
             notes=(*_state.notes, *notes),
+            groups=tuple(_state.groups),
         )
 
 
@@ -111,6 +118,7 @@ def reset() -> None:
     with _state.lock:
         _state.plans.clear()
         _state.gone.clear()
+        _state.groups.clear()
         _state.notes.clear()
         _state.ran.clear()
         _state.unplanned_steps = 0
@@ -137,6 +145,18 @@ def plan_is_gone(plan: ReportedPlan) -> None:
     """No step of ``plan`` will run any more: its model is gone."""
     with _state.lock:
         _state.gone.append(plan)
+
+
+def replace_group(old: ReportedGroup | None, new: ReportedGroup) -> None:
+    """``new`` stands in place of ``old``, or is the first plan of its group."""
+    with _state.lock:
+        _state.groups = [*(group for group in _state.groups if group is not old), new]
+
+
+def group_is_gone(group: ReportedGroup) -> None:
+    """No step of ``group`` will run any more."""
+    with _state.lock:
+        _state.groups = [known for known in _state.groups if known is not group]
 
 
 def add_note(note: str) -> bool:

@@ -10,7 +10,7 @@ from rich.table import Table
 from memo_compile.reporting.decision_lines import decision_lines
 from memo_compile.reporting.state import Report
 from memo_compile.reporting.view import short_source
-from memo_compile.step.plans import ReportedPlan
+from memo_compile.step.plans import ReportedGroup, ReportedPlan
 from memo_compile.units import format_bytes, format_seconds
 
 _WIDTH = 110
@@ -84,13 +84,20 @@ def _tables(report: Report) -> str:
         console.print(_numbers(plan))
         if plan.decisions:
             console.print(_decisions(plan))
+    for group in report.groups:
+        console.print(_numbers(group))
+        if group.decisions:
+            console.print(_decisions(group))
     for note in report.notes:
         console.print(f"note: {note}")
     return text.getvalue()
 
 
 def _numbers(plan: ReportedPlan) -> Table:
-    table = Table(title=f"plan {plan.name}", show_header=False, title_justify="left")
+    title = f"plan {plan.name}"
+    if isinstance(plan, ReportedGroup):
+        title = f"group of {plan.num_instances}, each {plan.name}"
+    table = Table(title=title, show_header=False, title_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right")
     table.add_column("remark")

@@ -39,11 +39,13 @@ def storage_roots(problem: Problem) -> dict[str, str]:
 def ready_after(problem: Problem) -> tuple[int, ...] | None:
     """Per result of the backward the index of the call after which it may leave; -1: before all.
 
-    None where results and the forward's arguments do not belong together one by one.
+    None where results and the forward's arguments do not belong together one by one, and in a
+    group, whose gradients leave at the end of each half.
     """
-    halves = {half.phase: half for half in problem.halves}
-    forward, backward = halves.get(Phase.FORWARD), halves.get(Phase.BACKWARD)
-    if forward is None or backward is None or not _are_gradients(forward, backward):
+    if len(problem.halves) != 2:
+        return None
+    forward, backward = problem.halves
+    if not _are_gradients(forward, backward):
         return None
     roots, last = storage_roots(problem), last_uses(problem)
     made: dict[str, int] = {}

@@ -6,6 +6,7 @@ Results for the user, gradients that come in, and what kernels allocate themselv
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 
+from memo_compile.step.halves import half_starts
 from memo_compile.step.hand_over import leaving_after
 from memo_compile.step.problem import Phase, Problem, Storage, call_starts, last_reads
 
@@ -16,10 +17,10 @@ def ordinary_events(
     """(line, bytes born or minus bytes gone) of ordinary memory: outputs, incoming gradients.
 
     What the backward makes for the user stays, but for what leaves the step, which is gone before
-    the next call. An incoming gradient that no call reads stays too.
-    What only the loss needs is gone after the backward's first line. What a call is the last to
-    read counts to that call's end: the heap may put what the call makes beside its hole, a large
-    block's too where it found a free place in the heap.
+    the next call. An incoming gradient that no call reads stays too. A group's results go where
+    ``held_until`` says. What only the loss needs is gone after the backward's first line. What a
+    call is the last to read counts to that call's end: the heap may put what the call makes beside
+    its hole, a large block's too where it found a free place in the heap.
     ``last_read`` is what ``last_reads`` found, where that is at hand.
     """
     starts = call_starts(problem)
@@ -29,11 +30,17 @@ def ordinary_events(
         yield from ((0, problem.rebound_bytes), (backward_line, -problem.rebound_bytes))
     if problem.loss_bytes:
         yield from ((backward_line, problem.loss_bytes), (backward_line + 1, -problem.loss_bytes))
+    half_lines = [starts[at] for at in half_starts(problem)]
+    yield from _interlude_events(problem, half_lines)
+    given_at = {
+        value: half_lines[at] for at, half in enumerate(problem.halves) for value in half.arguments
+    }
     for value, size_bytes in problem.tangents.items():
-        yield backward_line, size_bytes
+        begin = given_at.get(value, backward_line)
+        yield begin, size_bytes
         if value in last_read:
             end = _last_line(starts, last_read[value])
-            yield max(backward_line + 1, end), -size_bytes
+            yield max(begin + 1, end), -size_bytes
     returning = _regions_with(problem, Storage.EXTERNAL)
     gone = leaving_after(problem)
     for index, call in enumerate(problem.calls):
@@ -41,11 +48,22 @@ def ordinary_events(
             if output.storage is not Storage.EXTERNAL or not output.size_bytes:
                 continue
             yield starts[index] + output.start, output.size_bytes
-            if call.phase is Phase.FORWARD and not problem.keeps_outputs:
+            if value in problem.held_until:
+                end = _last_line(starts, last_read.get(value))
+                yield max(half_lines[problem.held_until[value] + 1], end), -output.size_bytes
+            elif call.phase is Phase.FORWARD and not problem.keeps_outputs:
                 end = _last_line(starts, last_read.get(value))
                 yield max(backward_line, end), -output.size_bytes
             elif value in gone and call.phase is Phase.BACKWARD:
                 yield starts[max(gone[value], index) + 1], -output.size_bytes
+
+
+def _interlude_events(problem: Problem, half_lines: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """What runs between the halves counts on the last line of the half before."""
+    for interlude in problem.interludes:
+        line = max(1, half_lines[interlude.half])
+        yield line - 1, interlude.most_bytes
+        yield line, interlude.left_bytes - interlude.most_bytes
 
 
 def outside_peak(problem: Problem) -> dict[str, int]:

@@ -194,5 +194,22 @@ class ReportedPlan(Plan, Observed):
         return cls(**_fields(plan, Plan), **_fields(observed, Observed))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReportedGroup(ReportedPlan):
+    """The plan of a group: one step for several live steps of one graph."""
+
+    num_instances: int
+    """How many modules are called, by one graph, in one step."""
+    module_path: str | None = None
+
+    @classmethod
+    def of_group(cls, plan: Plan, observed: Observed, num_instances: int) -> "ReportedGroup":
+        """``plan`` and ``observed`` in one value."""
+        paths = (layer_class.module_path for layer_class in plan.layer_classes)
+        fields = {**_fields(plan, Plan), **_fields(observed, Observed)}
+        path = next(filter(None, paths), None)
+        return cls(**fields, num_instances=num_instances, module_path=path)
+
+
 def _fields(data: Plan | Observed, kind: type) -> dict[str, Any]:
     return {field.name: getattr(data, field.name) for field in dataclasses.fields(kind)}

@@ -234,6 +234,8 @@ class StepCall:
     """The class of the layer whose pass this is; None for prologue, middle and epilogue."""
     instance: int = 0
     """Which layer of its class."""
+    member: int = 0
+    """Which live step of a group this belongs to; 0 where there is one."""
     kind: CallKind = CallKind.RUN
     copy: Copy | None = None
     """OFFLOAD and RELOAD."""
@@ -284,7 +286,10 @@ def reload_region(size_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Half:
-    """What autograd gives one half of the step, and what the half returns, by names of values."""
+    """What autograd gives one half of the step, and what the half returns, by names of values.
+
+    A group has two for each of its members: it plans several live steps of one graph as one.
+    """
 
     phase: Phase
     constants: tuple[str, ...]
@@ -296,10 +301,23 @@ class Half:
     """What the forward's lease makes and what arrives in the backward."""
     layouts: Layouts
     """How the constants lie, and behind them the arguments."""
+    member: int = 0
 
     def given(self) -> dict[str, Layout | None]:
         """How what the half is given lies, by value."""
         return dict(zip((*self.constants, *self.arguments), self.layouts, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interlude:
+    """Ordinary memory that the user's own code took before a half of a group, as measured."""
+
+    half: int
+    """Index in ``Problem.halves`` of the half that follows; their number stands for the end."""
+    most_bytes: int
+    """The most at one time, above what was there when the half before had ended."""
+    left_bytes: int
+    """What of it stays to the end of the step (gradients of other modules)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,7 +378,8 @@ class Problem:
     inputs: tuple[str, ...] = ()
     """Values that the step is given: parameters, graph inputs, tangents, constants."""
     halves: tuple[Half, ...] = ()
-    """The forward and the backward; empty for a step that only stands on paper."""
+    """The forward and the backward, of a group those of all members, in the order in which they
+    run; empty for a step that only stands on paper."""
     fixed: FixedBytes = field(default_factory=FixedBytes)
     layer_classes: tuple[LayerClassInfo, ...] = ()
     tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
@@ -368,7 +387,12 @@ class Problem:
     host_bytes: int = 0
     """Size of the step's host frame, into which OFFLOADs copy."""
     tangents: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of incoming gradients by value: there from the backward's start to their last read."""
+    """Bytes of incoming gradients by value: there from the start of the backward that is given
+    them to their last read."""
+    held_until: Mapping[str, int] = field(default_factory=dict)
+    """Groups: result -> index of the half at whose end it is gone; others stay to the step's."""
+    interludes: tuple[Interlude, ...] = ()
+    """Groups: what runs between the halves."""
     keeps_outputs: bool = False
     """True when the user holds what the forward returned until the step has ended. Else it goes
     when the forward ends, or where the backward last reads it."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memo_runtime.current import current
-from memo_runtime.instructions import Running
+from memo_runtime.instructions import Instruction, Running
 from memo_runtime.leases import Lease
 
 
@@ -27,8 +27,12 @@ class BackwardRun:
     """The StepPlan of its forward."""
     lease: Lease
     running: Running
+    calls: tuple[Instruction, ...]
+    """Those of the plan's backward, and in a group the copies that stand among them."""
+    keeps_graph: bool
+    """The backward may run again: the frame is not given back."""
     snapshot: torch.Tensor | None
-    """The frame as it was, where the backward may run again."""
+    """The frame as it was, where ``keeps_graph``; a group has its own."""
     _done: int = 0
     """How many of the half's calls have run."""
     _left: set[int] = field(default_factory=set)
@@ -57,11 +61,17 @@ class BackwardRun:
 
     def rest(self, results: Sequence[int]) -> list[Any]:
         """These results, when all calls have run; the step has ended."""
-        self._run_to(len(self.plan.backward.calls))
+        self._run_to(len(self.calls))
         found = [self._take(position) for position in results]
+        lease, group, counted = self.lease, self.lease.group, self.running.counted
+        if group is not None and self.plan.backward.resident_bytes is not None:
+            self.running.keep(self.plan.backward.resident_bytes)
         self._end()
-        self.lease.ran = True
-        self.plan.on_step_end(self.lease.counted + self.running.counted)
+        lease.ran = True
+        if group is None:
+            self.plan.on_step_end(lease.counted + counted)
+        else:
+            group.count(lease.counted + counted)
         return found
 
     def abandon(self) -> None:
@@ -80,7 +90,7 @@ class BackwardRun:
                 "Write into a parameter in its own hook only, or set early_gradients=False."
             )
         try:
-            for call in self.plan.backward.calls[self._done : end]:
+            for call in self.calls[self._done : end]:
                 call.execute(self.running)
         except BaseException:
             self._end()
@@ -119,8 +129,8 @@ class BackwardRun:
         """Give the frame back, or put it as it was."""
         lease, self._done, self._seen = self.lease, -1, []
         self.running.env.clear()
-        if self.snapshot is None:
-            lease.release()
-        else:
+        if self.snapshot is not None:
             lease.settle()  # before a reload in flight can overwrite what is restored
             lease.restore(self.snapshot)
+        elif not self.keeps_graph:
+            lease.release()

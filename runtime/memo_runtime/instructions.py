@@ -44,6 +44,12 @@ class Running:
             self.lease.slab.drop_tail(resident_bytes)
         self.resident_bytes = resident_bytes
 
+    def reloaded(self, table: int, offload: int, frame_offset_bytes: int) -> torch.Tensor:
+        """The buffer of a reload, which starts there, viewed as the value that was offloaded."""
+        (buffer,) = self.tables[table]
+        like, start_bytes = self.lease.shown[offload]
+        return view_inside(buffer, like, frame_offset_bytes + start_bytes)
+
 
 InputView = tuple[int, tuple[int, ...], tuple[int, ...], int]
 """(position, size, stride, offset); the offset is in elements, from where the value starts."""
@@ -161,24 +167,41 @@ class StartOffload:
 
 
 @dataclass(slots=True, kw_only=True)
+class ShowReloaded:
+    """A value that is reloaded is put into the environment of the half that reads it."""
+
+    table: int
+    """Index of the reload in the frame's tables; the table's one view is the value's buffer."""
+    output: int
+    of: int
+    """The offload of this value, which may be a slice of its buffer, or transposed in it."""
+    frame_offset_bytes: int
+    """Where the value's buffer starts."""
+
+    def execute(self, running: Running) -> None:
+        """Put the value there; its bytes are there after the copy's wait."""
+        running.env[self.output] = running.reloaded(self.table, self.of, self.frame_offset_bytes)
+
+
+@dataclass(slots=True, kw_only=True)
 class StartReload:
     """A value is born in the frame and a copy of its bytes, or of a part, begins."""
 
     copy: CopyRange
     table: int
-    """Index of the call in the frame's tables; the table's one view is the value's buffer."""
-    output: int
+    """Index of the call in the frame's tables."""
+    output: int | None
+    """None where a later half reads the value: ``ShowReloaded`` puts it there."""
     of: int
-    """The offload of this value, which may be a slice of its buffer, or transposed in it."""
+    """The offload of this value."""
 
     def execute(self, running: Running) -> None:
         """Put the value into the environment; its bytes are there after the copy's wait."""
-        (buffer,) = running.tables[self.table]
         if running.poison:
-            poison(buffer)
-        like, start_bytes = running.lease.shown[self.of]
-        offset_bytes = self.copy.frame_offset_bytes + start_bytes
-        running.env[self.output] = view_inside(buffer, like, offset_bytes)
+            poison(running.tables[self.table][0])
+        if self.output is not None:
+            start = self.copy.frame_offset_bytes
+            running.env[self.output] = running.reloaded(self.table, self.of, start)
         self.copy.issue(Lane.H2D, running.lease)
 
 
@@ -200,7 +223,7 @@ class WaitCopy:
                 running.lease.slab.bytes(size_bytes, offset).fill_(255)
 
 
-Instruction = RunCall | StartOffload | StartReload | WaitCopy
+Instruction = RunCall | StartOffload | StartReload | ShowReloaded | WaitCopy
 
 
 def view_inside(value: torch.Tensor, like: torch.Tensor, offset_bytes: int) -> torch.Tensor:

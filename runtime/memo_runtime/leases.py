@@ -60,6 +60,8 @@ class Lease:
     results, which lie in ordinary memory."""
     checked: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """The step's inputs and results behind ``saved``, and their versions when its forward ended."""
+    group: Any = None
+    """The GroupStep whose frame this is a member's hold on; None for a step by itself."""
     active: bool = True
     ran: bool = False
     """Its backward has run, and may run again (retain_graph)."""
@@ -125,7 +127,7 @@ class Lease:
         A result that the user holds keeps the handle alive, and through it this lease. The memory
         of a plan that is no longer run must go all the same.
         """
-        self.plan = self.host = self.engine = None
+        self.plan = self.host = self.engine = self.group = None
         del self.slab
 
     def snapshot(self) -> torch.Tensor:

@@ -48,6 +48,8 @@ class RunHalf:
     """BACKWARD: (register, until) of what the user may write into between two calls."""
     checked_until: tuple[int, ...] = ()
     """BACKWARD: ``read_until`` of the forward's ``checked``."""
+    owners: tuple[int, ...] = ()
+    """Per instruction the member of the group that it belongs to; empty for a step by itself."""
     handle: int
     """FORWARD: the register to return the handle in; BACKWARD: the register it arrives in."""
 
@@ -155,15 +157,16 @@ class StepPlan:
             self.beyond += beyond
 
 
-def run_forward(plan: StepPlan, args: list[Any]) -> list[Any]:
+def run_forward(plan: StepPlan, args: list[Any], member: Lease | None = None) -> list[Any]:
     """The forward's results; saved activations stay in the frame under the returned handle.
 
-    ``args`` is emptied, so that inputs can be freed while the step runs.
+    ``args`` is emptied, so that inputs can be freed while the step runs. ``member`` is the hold of
+    a group's member on the group's frame; without it the step takes a frame of its own.
     """
-    lease = plan.lease()
+    lease = plan.lease() if member is None else member
     lease.plan = plan
     try:
-        if plan.heap is not None:
+        if plan.heap is not None and member is None:
             plan.heap.begin(lease.slab.occupy(plan.arena_bytes))
         env = _environment(plan.forward, args)
         checked = [env[register] for register in plan.forward.checked]
@@ -251,6 +254,8 @@ def begin_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> Back
             "memo: an input or a result of the step was written in place between its forward and "
             "its backward, which reads it again. Write into it after the backward, or into a clone."
         )
+    if lease.group is not None:
+        lease.group.begin_backward(lease, keep_graph=keep_graph)
     if plan.heap is not None:
         plan.heap.begin_backward(half.planned_bytes)
     for register, value in zip(half.leased, lease.saved, strict=True):
@@ -259,7 +264,9 @@ def begin_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> Back
         plan=plan,
         lease=lease,
         running=_running(plan, lease, env),
-        snapshot=lease.snapshot() if keep_graph else None,
+        calls=_calls(half, lease),
+        keeps_graph=keep_graph,
+        snapshot=lease.snapshot() if keep_graph and lease.group is None else None,
     )
 
 
@@ -273,7 +280,14 @@ def _environment(half: RunHalf, args: list[Any]) -> list[Any]:
     return env
 
 
+def _calls(half: RunHalf, lease: Lease) -> tuple[Instruction, ...]:
+    """What the half does; of a group all but the copies of members that never began."""
+    return half.calls if lease.group is None else tuple(lease.group.instructions(half))
+
+
 def _running(plan: StepPlan, lease: Lease, env: list[Any]) -> Running:
+    if lease.group is not None:
+        lease = lease.group.frame
     return Running(
         lease=lease,
         env=env,
@@ -288,7 +302,7 @@ def _running(plan: StepPlan, lease: Lease, env: list[Any]) -> Running:
 def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> StepCounters:
     running = _running(plan, lease, env)
     try:
-        for call in half.calls:
+        for call in _calls(half, lease):
             call.execute(running)
         if half.resident_bytes is not None:
             running.keep(half.resident_bytes)

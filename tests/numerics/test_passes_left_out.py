@@ -6,10 +6,11 @@ from torch import nn
 
 from memo_compile.passes.loss_gradient import GradientOfLoss
 from memo_compile.passes.order import PASSES
+from memo_compile.passes.own_inputs import OwnInputs
 from tests.numerics.small import Pair, rows
 
-ELSEWHERE = {GradientOfLoss.name}
-"""Has no work in these steps: see ``test_loss_gradient``."""
+ELSEWHERE = {GradientOfLoss.name, OwnInputs.name}
+"""Have no work in these steps: see ``test_loss_gradient`` and ``test_groups``."""
 
 OPTIONAL = [
     graph_pass.name

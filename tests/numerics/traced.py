@@ -13,7 +13,7 @@ from memo_compile.config import MemoConfig, resolve
 from memo_compile.driver import pipeline
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.pipeline import assemble_lowered
-from memo_compile.driver.stages import CapturedStep, LoweredStep, PlanRequest
+from memo_compile.driver.stages import CapturedStep, PlanRequest
 from memo_compile.lowering.lower import lower_regions
 from memo_compile.passes.tile_cut import RegionTiling
 from memo_compile.reporting import state
@@ -70,19 +70,6 @@ class TracedStep:
         lowered = replace(self.assembly.lowered, regions=regions)
         return assemble_lowered(lowered, config, PlanRequest())
 
-    def forward(self, args: list[Any]) -> list[Any]:
-        return self._assembly.forward(args)
-
-    def backward(self, args: list[Any]) -> list[Any]:
-        return self._assembly.backward(args)
-
-    @property
-    def lowered(self) -> LoweredStep:
-        return self._assembly.lowered
-
-    @property
-    def reported(self) -> ReportedPlan:
-        return self._assembly.reported
-
-    def retire(self) -> None:
-        self._assembly.retire()
+    def __getattr__(self, name: str) -> Any:
+        """All else is the assembly's that runs now."""
+        return getattr(self.__dict__["_assembly"], name)

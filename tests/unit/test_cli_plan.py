@@ -170,7 +170,7 @@ def test_a_budget_between_floor_and_saving_moves_tensors(capsys, monkeypatch):
 
 def test_the_answer_is_one_screen_and_tables_are_verbose(capsys, tmp_path, monkeypatch):
     answer = forecast(question("tiny-gpt", 1024))
-    monkeypatch.setattr(forecasting, "forecast", lambda _: answer)
+    monkeypatch.setattr(forecasting, "forecast", lambda *_, **__: answer)
     report, saved = tmp_path / "out.html", tmp_path / "plan.json"
     arguments = ("--seq", "1024", "--report", str(report), "--out", str(saved))
     code, out, _ = plan(capsys, "tiny-gpt", *arguments)

@@ -1,0 +1,168 @@
+"""Blocks compiled one by one under one budget, kept: ``python -m benchmarks.regional``.
+
+A Llama of transformers whose decoder layers are compiled in place (``layer.compile``), beside the
+same model compiled whole. At budgets from the group's floor to none, each in a process of its own:
+the physical peak of every step from the second on must be at most 1.01 times the budget, and no
+forward runs without a plan from then on. The group's floor must be at most 1.15 times the whole
+model's. The first step is watched; its peak is printed.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import harness
+from memo_compile.units import format_bytes
+
+MODULE = "benchmarks.regional"
+SIZES = {"layers": 6, "hidden": 256, "tokens": 512, "batch": 8, "vocab": 1024, "budgets": 5}
+NUM_STEPS = 5
+MAX_PEAK_OVER_BUDGET = 1.01
+MAX_FLOOR_RATIO = 1.15
+SMALL = 1
+
+
+def main() -> int:
+    """Measure, print the table, write the result; 1 when a promise breaks."""
+    parser = harness.parser(__doc__, sizes=SIZES)
+    parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
+    return harness.run_benchmark("regional", parser.parse_args(), measure, child)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All arms, and what they did not keep."""
+    shared = harness.passed_on(options, *SIZES)
+
+    def arm(name: str, budget: int) -> dict[str, Any]:
+        print(f"{name} {budget}", file=sys.stderr, flush=True)
+        arguments = (f"--child={name}", *shared, f"--budget={budget}")
+        return harness.run_arm(MODULE, harness.Arm(name=name, arguments=arguments))
+
+    whole = arm("whole-floor", SMALL)["floor_bytes"]
+    block = arm("regional-floor", SMALL)["floor_bytes"]
+    floor = arm("regional-floor", block)["floor_bytes"]
+    unbounded = arm("regional", 0)
+    span, count = unbounded["planned_bytes"] - floor, options.budgets - 1
+    budgets = [floor + span * at // count for at in range(count)]
+    rows = [*(arm("regional", budget) for budget in budgets), unbounded]
+    harness.print_table(
+        f"{options.layers} blocks; floor {format_bytes(floor)}, of the model compiled whole "
+        f"{format_bytes(whole)}: {floor / whole:.3f} x",
+        ("budget", "planned", "peak from step 2", "peak / budget", "first step", "policy"),
+        [table_row(row) for row in rows],
+    )
+    settings = {name: getattr(options, name) for name in SIZES}
+    found = {"settings": settings, "whole_floor_bytes": whole, "floor_bytes": floor, "rows": rows}
+    return {**found, "failures": list(judge(found))}
+
+
+def table_row(row: dict[str, Any]) -> tuple[str, ...]:
+    """One budget as the table shows it."""
+    budget, peak = row["budget_bytes"], max(row["peaks_bytes"][1:])
+    return (
+        format_bytes(budget) if budget else "none",
+        format_bytes(row["planned_bytes"]),
+        format_bytes(peak),
+        f"{peak / budget:.4f}" if budget else "",
+        format_bytes(row["peaks_bytes"][0]),
+        row["policy"],
+    )
+
+
+def judge(found: dict[str, Any]) -> list[str]:
+    """The promises that do not hold, as sentences."""
+    failures = []
+    for row in found["rows"]:
+        budget, peak = row["budget_bytes"], max(row["peaks_bytes"][1:])
+        if budget and peak > MAX_PEAK_OVER_BUDGET * budget:
+            failures.append(f"budget {budget}: measured {row['peaks_bytes']}")
+        if row["unplanned"][-1] != row["unplanned"][0]:
+            failures.append(f"budget {budget}: forwards without a plan: {row['unplanned']}")
+    if found["floor_bytes"] > MAX_FLOOR_RATIO * found["whole_floor_bytes"]:
+        failures.append(f"floor {found['floor_bytes']}, whole {found['whole_floor_bytes']}")
+    return failures
+
+
+def child(options: argparse.Namespace) -> dict[str, Any]:
+    """One arm in its process."""
+    arms: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+        "whole-floor": run_floor,
+        "regional-floor": run_floor,
+        "regional": run_regional,
+    }
+    return arms[options.child](options)
+
+
+def make_step(options: argparse.Namespace) -> tuple[Any, Any, Callable[[], None]]:
+    """The model, its words, and a step with new gradients, compiled for ``options.budget``."""
+    import torch
+
+    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "tokens", "vocab")}
+    model = harness.llama(**sizes)
+    ids = torch.randint(options.vocab, (options.batch, options.tokens))
+    compiled = {"optimizer_state_bytes_per_parameter": 0, "strict": True}
+    if options.budget:
+        compiled["memory_budget"] = options.budget
+    step = model
+    if options.child == "whole-floor":
+        step = torch.compile(model, backend="memo", options={**compiled, "outputs": "dropped"})
+    else:
+        for layer in model.model.layers:
+            layer.compile(backend="memo", options=compiled)
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        step(input_ids=ids, labels=ids).loss.backward()
+
+    return model, ids, run
+
+
+def run_floor(options: argparse.Namespace) -> dict[str, Any]:
+    """The floor that a budget's refusal names: of the block where that is refused, of the group."""
+    from memo_compile.errors import Infeasible
+
+    _, _, run = make_step(options)
+    try:
+        for _ in range(2):
+            run()
+    except Exception as error:
+        inner = getattr(error, "inner_exception", error)
+        if isinstance(inner, Infeasible) and inner.floor_bytes is not None:
+            return {"floor_bytes": inner.floor_bytes}
+        raise
+    raise RuntimeError(f"a budget of {options.budget} bytes was accepted")
+
+
+def run_regional(options: argparse.Namespace) -> dict[str, Any]:
+    """Steps under one budget (0: none): physical peaks, what was planned, what ran without."""
+    import gc
+
+    import memo_compile
+
+    model, ids, run = make_step(options)
+    peaks, unplanned = [], []
+    for _ in range(NUM_STEPS):
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        with harness.physical_peak("cpu", harness.held_bytes(model, None, [ids])) as peak:
+            run()
+        peaks.append(peak.peak_bytes)
+        unplanned.append(memo_compile.report().unplanned_steps)
+    (group,) = memo_compile.report().groups
+    return {
+        "budget_bytes": options.budget,
+        "planned_bytes": group.peak_bytes,
+        "arena_bytes": group.arena_bytes,
+        "host_bytes": group.host_bytes,
+        "offloaded_bytes": group.offloaded_bytes,
+        "recomputed_bytes": group.recomputed_bytes,
+        "policy": group.policy,
+        "peaks_bytes": peaks,
+        "unplanned": unplanned,
+        "active": memo_compile.report().active,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

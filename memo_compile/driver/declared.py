@@ -1,0 +1,89 @@
+"""Groups that the user named: which modules, in which order, before any of them has run."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memo_compile.step.group import Group
+from memo_compile.step.problem import FixedBytes, Half
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredGroup:
+    """Modules that one step calls one after the other. It keeps none of them alive."""
+
+    modules: tuple[weakref.ref[Any], ...]
+
+    def parameters(self) -> list[list[torch.nn.Parameter]]:
+        """Of each module; empty where one of them is gone."""
+        modules = [reference() for reference in self.modules]
+        alive = [module for module in modules if module is not None]
+        return [list(module.parameters()) for module in alive] if len(alive) == len(modules) else []
+
+
+@dataclass(slots=True)
+class _Declared:
+    groups: list[DeclaredGroup] = field(default_factory=list)
+
+
+_declared = _Declared()
+
+
+def declare(modules: Sequence[torch.nn.Module]) -> None:
+    """From now on the modules are a group."""
+    alive = [known for known in _declared.groups if known.parameters()]
+    group = DeclaredGroup(modules=tuple(weakref.ref(module) for module in modules))
+    _declared.groups = [*alive, group]
+
+
+def declared_around(args: Sequence[Any]) -> list[list[torch.nn.Parameter]]:
+    """The parameters of each module of the group whose first module is called with ``args``.
+
+    They are in the order of the graph's arguments, and start with the same one. Empty: the call is
+    of no such group, or of a module that has other parameters than the rest.
+    """
+    given = [value for value in args if isinstance(value, torch.nn.Parameter)]
+    for group in _declared.groups:
+        found = group.parameters()
+        if not given or not found:
+            continue
+        places = {id(parameter): at for at, parameter in enumerate(found[0])}
+        counts = {len(own) for own in found}
+        if all(id(parameter) in places for parameter in given) and len(counts) == 1:
+            order = [places[id(parameter)] for parameter in given]
+            return [[own[at] for at in order] for own in found]
+    return []
+
+
+def assumed_group(
+    forward: Half, backward: Half, args: Sequence[Any], fixed: FixedBytes, num_members: int
+) -> Group:
+    """What is assumed of a chain of blocks before it has run: each reads what the last one made.
+
+    A result is gone when the block behind has run, so is the gradient of an input. The first step
+    is watched, and where it was otherwise the group is planned again.
+    """
+    last = 2 * num_members - 1
+    gone = [
+        (half, position, half + 1)
+        for half in range(num_members)
+        for position, _ in enumerate(forward.results)
+    ]
+    gone += [
+        (half, position, half + 1)
+        for half in range(num_members, last)
+        for position in _gradients_of_inputs(args, backward)
+    ]
+    tangents = [at for at, name in enumerate(backward.arguments) if name not in forward.results]
+    passed = [(half, at) for half in range(num_members + 1, last + 1) for at in tangents]
+    return Group(num_members=num_members, fixed=fixed, gone=tuple(gone), passed=tuple(passed))
+
+
+def _gradients_of_inputs(args: Sequence[Any], backward: Half) -> Iterator[int]:
+    """Positions of the backward's results that are gradients of no parameter."""
+    for position, (value, result) in enumerate(zip(args, backward.results, strict=False)):
+        if result is not None and not isinstance(value, torch.nn.Parameter):
+            yield position

@@ -1,0 +1,363 @@
+"""Runs the steps of one graph: by themselves, or several that are live together as one group.
+
+A block that is compiled once and called for each layer has as many live steps as there are layers.
+The first step is watched; before the second one's first forward the group is planned. Members are
+told apart by the order of their calls, confirmed by where their first parameter lies. What is not
+as planned runs by the graph's own plan, in ordinary memory, if the budget allows, and is counted.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from memo_runtime.arena import arena_of
+from memo_runtime.group_steps import GroupPlan, GroupStep
+from memo_runtime.leases import StepCounters, leases
+from memo_runtime.run_step import run_backward
+
+from memo_compile import shim
+from memo_compile.driver.around import parameters_around
+from memo_compile.driver.assemble import Assembly
+from memo_compile.driver.bind import bind_group
+from memo_compile.driver.declared import assumed_group, declared_around
+from memo_compile.driver.early_gradients import own_leaves
+from memo_compile.driver.facts import OPTIMIZER_TENSORS
+from memo_compile.driver.group_members import GroupMembers
+from memo_compile.driver.out_of_memory import OutOfMemory
+from memo_compile.driver.plan_step import plan_step
+from memo_compile.driver.stages import PlannedStep, PlanRequest
+from memo_compile.driver.step_watch import StepWatch
+from memo_compile.errors import Infeasible
+from memo_compile.reporting import state
+from memo_compile.step.group import Group
+from memo_compile.step.plans import Observed, ReportedGroup
+from memo_compile.step.problem import FixedBytes
+from memo_compile.units import format_bytes, format_enough
+
+PERSISTS = 2
+"""So many steps in a row with the same number of further members are planned for."""
+
+
+@dataclass(slots=True, eq=False)
+class PlannedGroup:
+    """A group that runs, and what the report says of it."""
+
+    members: GroupMembers
+    planned: PlannedStep
+    bound: GroupPlan
+    reported: ReportedGroup
+    step: GroupStep | None = None
+    """The live step; the last one where none is."""
+
+    @property
+    def num_members(self) -> int:
+        """How many live steps of the graph are planned as one."""
+        return self.members.group.num_members
+
+
+@dataclass(slots=True, eq=False)
+class GroupedSteps:
+    """The forwards and backwards of one graph."""
+
+    assembly: Assembly
+    planned: PlannedGroup | None = None
+    _watch: StepWatch | None = None
+    _members: dict[int, int] = field(default_factory=dict)
+    """Number of a lease -> which forward of the step that is watched."""
+    _deviating: tuple[int, int] = (0, 0)
+    """How many members the last steps had that had more than are planned, and how many steps."""
+    _memory: OutOfMemory = field(init=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        self._memory = OutOfMemory(dump=self.assembly.config.dump)
+
+    def forward(self, args: list[Any]) -> list[Any]:
+        """The forward's results; empties ``args``. Raises as ``Assembly.forward``."""
+        with self._lock:
+            leaves = own_leaves(args)
+            if not self._any_live():
+                self._begin_step(leaves)
+            watch = self._watch
+            assert watch is not None, "a step has begun"
+            number = len(watch.members)
+            watch.begin((False, number), leaves)
+            del leaves
+            member = self._member(watch, number)
+        if member is None:
+            results = self._by_itself(args, number)
+        else:
+            results = self._as_member(member, args)
+        with self._lock:
+            lease = leases.find(results[self._handle_result])
+            if lease is not None:
+                self._members[lease.number] = number
+            watch.end((False, number), results)
+        return results
+
+    def backward(self, args: list[Any]) -> list[Any]:
+        """The backward's results; empties ``args``. Raises as ``Assembly.backward``."""
+        backward = self.assembly.step.backward
+        lease = leases.find(args[backward.arguments.index(backward.handle)])
+        watch = self._watch
+        number = None if lease is None else self._members.get(lease.number)
+        is_member = lease is not None and lease.group is not None
+        del lease
+        if watch is not None and number is not None:
+            watch.begin((True, number), args)
+        if not is_member:
+            is_alone = watch is None or len(watch.members) < 2
+            results = self.assembly.backward(args, leaves_early=is_alone)
+        else:
+            results = run_backward(self.assembly.step, args, keep_graph=shim.keep_graph())
+        if watch is not None and number is not None:
+            watch.end((True, number), results)
+        return results
+
+    @property
+    def runs_as_group(self) -> bool:
+        """True where the forward that begins now is one of several that are live together.
+
+        Their gradients leave when all of a member are made.
+        """
+        return self.planned is not None or self._any_live()
+
+    @property
+    def _handle_result(self) -> int:
+        half = self.assembly.problem.halves[0]
+        return half.results.index(half.handle)
+
+    def _any_live(self) -> bool:
+        step, planned = self.assembly.step, self.planned
+        in_group = planned is not None and planned.step is not None and not planned.step.is_over
+        return bool(step.live or step.beyond or in_group)
+
+    def _begin_step(self, args: Sequence[Any]) -> None:
+        """No step of the graph is live: what was seen of the last one is planned for."""
+        seen, self._watch = self._watch, None
+        if seen is not None:
+            seen.stop()
+            self._learn(seen)
+        problem, facts = self.assembly.problem, self.assembly.lowered.cut.facts
+        budget = self.assembly.config.memory_budget
+        if self.planned is None and self.assembly.group and self.assembly.members:
+            self._take(self.assembly.group, self.assembly.members)
+        if self.planned is None and seen is None:
+            self._plan_declared(args)
+        is_new = self.planned is None or self.planned.members.is_assumed
+        is_first = is_new and budget is not None and facts.device.type == "cpu"
+        self._watch = StepWatch(problem.halves[1], dict(problem.tangents), is_first)
+        self._members.clear()
+        if self.planned is not None:
+            self._count_existing(self.planned)
+
+    def _plan_declared(self, args: Sequence[Any]) -> None:
+        """Plan the group that the user named, where the call is of its first module."""
+        parameters = declared_around(args)
+        if len(parameters) < 2:
+            return
+        count, (forward, backward) = len(parameters), self.assembly.problem.halves
+        found = [own for member in parameters for own in member]
+        fixed = self._fixed(found, count)
+        facts = self.assembly.lowered.cut.facts
+        fixed = replace(fixed, inputs=facts.fixed_bytes(0).inputs)
+        group = assumed_group(forward, backward, args, fixed, count)
+        keys = tuple(own[0].data_ptr() for own in parameters)
+        self._plan_group(group, GroupMembers.of(keys, found, group, is_assumed=True))
+
+    def _learn(self, seen: StepWatch) -> None:
+        planned = self.planned
+        if planned is None or planned.members.is_assumed:
+            if seen.is_group():
+                self._plan(seen)
+            return
+        count = seen.num_members
+        if count <= planned.num_members or not seen.is_group():  # its frame serves fewer as well
+            self._deviating = (0, 0)
+            return
+        times = self._deviating[1] + 1 if self._deviating[0] == count else 1
+        self._deviating = (count, times)
+        if times >= PERSISTS:
+            self._deviating = (0, 0)
+            self._plan(seen)
+
+    def _plan(self, seen: StepWatch) -> None:
+        """Plan the group that was seen. Raises Infeasible: no plan fits the budget."""
+        references = [reference() for reference in seen.parameters()]
+        found = [own for own in references if own is not None]
+        group = seen.group(self._fixed(found, seen.num_members))
+        self._plan_group(group, GroupMembers.of(seen.keys, found, group))
+
+    def _fixed(self, found: Sequence[torch.nn.Parameter], num_members: int) -> FixedBytes:
+        """What all members hold beside the frame, and the model around them.
+
+        ``found`` are the members' parameters. Gradients of others count from the beginning on,
+        since a group does not see when they are made.
+        """
+        single = self.assembly.lowered.cut.facts.fixed_bytes(0)
+        around = parameters_around(found)
+        own_bytes = sum(own.nbytes for own in _apart(found) if own.requires_grad)
+        parameters = _apart([*found, *around])
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained_bytes = sum(parameter.nbytes for parameter in trained)
+        optimizer = OPTIMIZER_TENSORS * trained_bytes
+        per_parameter = self.assembly.config.optimizer_state_bytes_per_parameter
+        if per_parameter is not None:
+            optimizer = int(per_parameter * sum(parameter.numel() for parameter in trained))
+        return FixedBytes(
+            parameters=sum(parameter.nbytes for parameter in parameters),
+            buffers=num_members * single.buffers,
+            gradients=trained_bytes,
+            optimizer_state=optimizer,
+            new_gradients=own_bytes,
+        )
+
+    def _plan_group(self, group: Group, members: GroupMembers) -> None:
+        """Plan ``group``, and what gradients exist. Raises Infeasible: no plan fits the budget."""
+        assembly, existing = self.assembly, members.existing_gradient_bytes()
+        fixed = replace(group.fixed, gradients=group.fixed.gradients + existing)
+        counted = replace(group, fixed=fixed)
+        request = PlanRequest(group=counted, host_store=assembly.request.host_store)
+        config = request.applied_to(assembly.config)
+        assembly.members = replace(members, group=group, existing_bytes=existing)
+        try:
+            with shim.nothing_else_compiles():
+                planned = plan_step(assembly.lowered, config, request, assembly.known)
+        except Infeasible:
+            assembly.unplanned_request = request  # in other tiles there may be a plan
+            raise
+        self._take(planned, assembly.members)
+
+    def _take(self, planned: PlannedStep, members: GroupMembers) -> None:
+        """From now on steps of the group run by ``planned``."""
+        assembly, before = self.assembly, self.planned
+        bound = bind_group(
+            planned, assembly.lowered.cut, assembly.request.applied_to(assembly.config)
+        )
+        bound.on_step_end, bound.before_copy = self._count, self._require_room_for_copy
+        assembly.release()
+        if before is not None:
+            arena_of(assembly.step.device).forget(before.bound.members[0].key)
+        with shim.real_tensors():
+            bound.reserve()
+        observed = Observed(planning_s=planned.planning_s, lowering_s=assembly.lowered.lowering_s)
+        reported = ReportedGroup.of_group(planned.plan, observed, len(bound.members))
+        self.planned = PlannedGroup(members, planned, bound, reported)
+        state.replace_group(None if before is None else before.reported, reported)
+
+    def retire(self) -> None:
+        """Let go of what is held for a model that is gone."""
+        self.assembly.retire()
+        if self.planned is not None:
+            arena_of(self.assembly.step.device).forget(self.planned.bound.members[0].key)
+            state.group_is_gone(self.planned.reported)
+
+    def _member(self, watch: StepWatch, number: int) -> int | None:
+        """Which member of the group the forward that begins is; None: it runs by itself."""
+        planned = self.planned
+        if planned is None or watch.is_mixed:
+            return None
+        live = planned.step is not None and not planned.step.is_over
+        step = planned.step if live else None
+        position = 0 if step is None else step.position
+        if position >= planned.num_members:
+            return None
+        key = watch.members[number].key
+        if key in planned.members.keys:
+            places = [
+                at
+                for at, known in enumerate(planned.members.keys)
+                if known == key and at >= position
+            ]
+            return places[0] if places else None
+        return position if key is None or number < planned.num_members else None
+
+    def _as_member(self, member: int, args: list[Any]) -> list[Any]:
+        planned = self.planned
+        assert planned is not None, "it is planned"
+        with self._lock:
+            if planned.step is None or planned.step.is_over:
+                if not leases.any_live():
+                    state.step_begins()
+                planned.step = planned.bound.begin()
+            step = planned.step
+        with self._memory.explained(planned.planned.problem, planned.reported):
+            return step.forward(member, args)
+
+    def _by_itself(self, args: list[Any], number: int) -> list[Any]:
+        """A forward that is no member of a planned group."""
+        if self.planned is not None:
+            self._require_room_beside_group(number)
+            if self.assembly.step.live < self.assembly.step.max_inflight:
+                state.count_unplanned()  # beyond that it is counted where it takes its memory
+            return self.assembly.forward(args, watched=True)
+        watch = self._watch
+        keys = () if watch is None else watch.keys
+        may_be_group = number > 0 and len({*keys}) == len(keys) and None not in keys
+        if may_be_group and self.assembly.plan.budget_bytes is not None:
+            state.warn_once(
+                "a graph is called by several modules whose steps are live together (regional "
+                "compilation): its first step is watched, runs in ordinary memory and may exceed "
+                "memory_budget; from the second on they are planned as one group. "
+                "memo_compile.group(modules) plans them from the first step on"
+            )
+        return self.assembly.forward(args, watched=may_be_group)
+
+    def _require_room_beside_group(self, number: int) -> None:
+        """Raise Infeasible if a forward that the group has no place for does not fit beside it."""
+        planned = self.planned
+        assert planned is not None, "it is planned"
+        plan, budget = planned.planned.plan, planned.planned.plan.budget_bytes
+        state.add_note(
+            f"a forward is no member of its graph's group of {planned.num_members}: it runs "
+            "in ordinary memory"
+        )
+        if budget is None:
+            return
+        own = self.assembly.plan
+        more = (self.assembly.step.beyond + 1) * (own.arena_bytes + own.fixed.outputs)
+        if plan.peak_bytes + more > budget:
+            raise Infeasible(
+                f"forward {number + 1} of a graph whose group has {planned.num_members} "
+                f"members needs {format_enough(plan.peak_bytes + more)} > memory_budget "
+                f"{format_bytes(budget)}, and has not begun. Raise memory_budget, or name the "
+                "modules with memo_compile.group"
+            )
+
+    def _require_room_for_copy(self) -> None:
+        """Raise Infeasible if a copy of the frame does not fit."""
+        planned = self.planned
+        if planned is None or planned.planned.plan.budget_bytes is None:
+            return
+        plan, budget = planned.planned.plan, planned.planned.plan.budget_bytes
+        if plan.peak_bytes + plan.arena_bytes > budget:
+            raise Infeasible(
+                "backwards of a group that run twice (retain_graph=True) or in another order copy "
+                f"its frame: {format_enough(plan.peak_bytes + plan.arena_bytes)} > memory_budget "
+                f"{format_bytes(budget)}. Call backward once for all, or raise memory_budget"
+            )
+
+    def _count_existing(self, planned: PlannedGroup) -> None:
+        """Plan again where gradients of steps before exist that the plan does not count."""
+        members = planned.members
+        if members.existing_gradient_bytes() > members.existing_bytes:
+            self._plan_group(members.group, members)
+
+    def _count(self, counted: StepCounters) -> None:
+        planned = self.planned
+        if planned is None:
+            return
+        before = planned.reported
+        planned.reported = replace(
+            before,
+            offloaded_bytes=counted.offloaded_bytes,
+            recomputed_bytes=counted.recomputed_bytes,
+        )
+        state.replace_group(before, planned.reported)
+
+
+def _apart(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """One for each storage: tied weights count once."""
+    return list({own.untyped_storage()._cdata: own for own in parameters}.values())

@@ -1,0 +1,234 @@
+"""Watches how autograd calls one graph: which live steps belong together, what lies between them.
+
+In the step that is watched nothing is assumed. What a half returns is followed until it is gone;
+what it is given is looked up among the results of earlier halves; on a CPU memory is read between
+the halves, while the user's own code runs.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from memo_runtime.heap import anonymous_bytes
+
+from memo_compile import shim
+from memo_compile.driver.facts import gradient_bytes
+from memo_compile.step.group import Group
+from memo_compile.step.problem import FixedBytes, Half, Interlude
+
+SAMPLE_S = 0.0005
+"""Between two looks at the process's memory; a block's work takes some milliseconds."""
+
+MAX_CALLS = 4096
+"""A step of more halves is no group: something keeps it from ever ending."""
+
+MIN_INTERLUDE_BYTES = 2**20
+"""Code between the halves that takes less is not counted: the slack of a plan covers as much."""
+
+HalfCall = tuple[bool, int]
+"""(is a backward, member)."""
+
+
+class MemorySampler:
+    """The most anonymous memory of the process since ``begin``, as far as it was looked at."""
+
+    def __init__(self) -> None:
+        self.most_bytes = 0
+        self._stop: threading.Event | None = None
+
+    def begin(self) -> int:
+        """Look from now on; returns the bytes that are there now."""
+        self.end()
+        self.most_bytes = now = anonymous_bytes()
+        stop = self._stop = threading.Event()
+        threading.Thread(target=self._look, args=(stop,), daemon=True).start()
+        return now
+
+    def _look(self, stop: threading.Event) -> None:
+        while not stop.wait(SAMPLE_S):
+            self.most_bytes = max(self.most_bytes, anonymous_bytes())
+
+    def end(self) -> int:
+        """The most bytes that were seen; nobody looks any more."""
+        if self._stop is not None:
+            self._stop.set()
+            self._stop = None
+            self.most_bytes = max(self.most_bytes, anonymous_bytes())
+        return self.most_bytes
+
+
+@dataclass(slots=True)
+class _Result:
+    """A result of a half in memory, and the last half at whose begin it was still there."""
+
+    half: HalfCall
+    position: int
+    storage: Any
+    num_bytes: int
+    alive_at: int
+    is_gone: bool = False
+
+
+@dataclass(slots=True)
+class Member:
+    """One forward that was seen."""
+
+    key: int | None
+    """Where its first parameter lies."""
+    parameters: list[weakref.ref[Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class StepWatch:
+    """What was seen of a graph since no step of it was live."""
+
+    backward: Half
+    tangent_bytes: dict[str, int]
+    samples: bool
+    """Memory is read between the halves."""
+    thread: int = field(default_factory=threading.get_ident)
+    members: list[Member] = field(default_factory=list)
+    calls: list[HalfCall] = field(default_factory=list)
+    """The halves that began, in order."""
+    passed: set[tuple[HalfCall, int]] = field(default_factory=set)
+    results: list[_Result] = field(default_factory=list)
+    inputs: dict[int, int] = field(default_factory=dict)
+    """Storage -> bytes of what forwards were given and no half had made; parameters excepted."""
+    interludes: list[tuple[HalfCall, int, int]] = field(default_factory=list)
+    """(the half that followed, most bytes, bytes that stayed)."""
+    existing_gradient_bytes: int = 0
+    """Gradients of members' parameters that were there before their forwards."""
+    is_mixed: bool = False
+    """Several threads ran it."""
+    _after: int | None = None
+    _sampler: MemorySampler = field(default_factory=MemorySampler)
+
+    def begin(self, half: HalfCall, args: Sequence[Any]) -> None:
+        """A half is about to run on ``args``."""
+        is_backward, _ = half
+        self._end_interlude(half)
+        if len(self.calls) >= MAX_CALLS:
+            self.is_mixed, self.samples = True, False
+            return
+        self.is_mixed |= not is_backward and self.thread != threading.get_ident()
+        index = len(self.calls)
+        self.calls.append(half)
+        alive: dict[int, _Result] = {}
+        for result in self.results:
+            if not result.is_gone and result.storage.expired():
+                result.is_gone = True
+            if not result.is_gone:
+                result.alive_at = index
+                alive[result.storage.cdata] = result
+        if not is_backward:
+            self.members.append(_member(args))
+            self.existing_gradient_bytes += gradient_bytes(args)
+        for position, value in enumerate(args):
+            if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+                continue
+            storage = value.untyped_storage()
+            if storage._cdata in alive:
+                self.passed.add((half, position))
+            elif not is_backward:
+                self.inputs[storage._cdata] = storage.nbytes()
+
+    def end(self, half: HalfCall, results: Sequence[Any]) -> None:
+        """The half has returned ``results``."""
+        if len(self.calls) >= MAX_CALLS:
+            return
+        index = len(self.calls) - 1
+        for position, value in enumerate(results):
+            for storage, num_bytes in shim.storages_of([value]):
+                self.results.append(_Result(half, position, storage, num_bytes, index))
+        if self.samples:
+            self._after = self._sampler.begin()
+
+    def stop(self) -> None:
+        """Nothing more is looked at."""
+        self._sampler.end()
+        self._after = None
+
+    def _end_interlude(self, half: HalfCall) -> None:
+        if self._after is None:
+            return
+        most, now = self._sampler.end(), anonymous_bytes()
+        gone = sum(
+            result.num_bytes
+            for result in self.results
+            if not result.is_gone and result.storage.expired()
+        )
+        most -= self._after
+        left = now - self._after + gone
+        self.interludes.append((half, max(0, most), max(0, left)))
+        self._after = None
+
+    @property
+    def num_members(self) -> int:
+        """How many forwards began before the first backward."""
+        backwards = (at for at, (is_backward, _) in enumerate(self.calls) if is_backward)
+        return next(backwards, len(self.calls))
+
+    @property
+    def keys(self) -> tuple[int | None, ...]:
+        """Where the first parameter of each member lies."""
+        return tuple(member.key for member in self.members)
+
+    def parameters(self) -> tuple[weakref.ref[Any], ...]:
+        """Of all members; what two of them share is there twice."""
+        return tuple(own for member in self.members for own in member.parameters)
+
+    def is_group(self) -> bool:
+        """True for forwards of several modules, and their backwards in the opposite order."""
+        count = self.num_members
+        order = [(False, at) for at in range(count)] + [(True, at) for at in range(count)][::-1]
+        apart = len({*self.keys}) == len(self.members) and None not in self.keys
+        return count > 1 and self.calls == order and apart and not self.is_mixed
+
+    def group(self, fixed: FixedBytes) -> Group:
+        """What was seen, for a plan; ``fixed`` is of all members, without their inputs.
+
+        Gradients of other modules are in ``fixed`` from the step's beginning on. While it was
+        watched they were made between the halves, unless they were there already.
+        """
+        made = 0 if self.existing_gradient_bytes else fixed.gradients - fixed.new_gradients
+        count = self.num_members
+
+        def number(half: HalfCall) -> int:
+            return 2 * count - 1 - half[1] if half[0] else half[1]
+
+        last = 2 * count - 1
+        gone = tuple(
+            (number(result.half), result.position, result.alive_at)
+            for result in self.results
+            if result.is_gone and result.alive_at < last
+        )
+        passed = {(number(half), position) for half, position in self.passed}
+        return Group(
+            num_members=count,
+            fixed=replace(fixed, inputs=sum(self.inputs.values())),
+            gone=gone,
+            passed=tuple(sorted(passed)),
+            interludes=tuple(self._interludes(number, made)),
+        )
+
+    def _interludes(self, number: Callable[[HalfCall], int], made: int) -> Iterator[Interlude]:
+        for half, most, left in self.interludes:
+            is_backward, _ = half
+            new = sum(
+                self.tangent_bytes.get(name, 0)
+                for position, name in enumerate(self.backward.arguments if is_backward else ())
+                if (half, position) not in self.passed
+            )
+            left = max(0, left - new - made)
+            most = max(left, most - made)
+            if most >= MIN_INTERLUDE_BYTES:
+                yield Interlude(half=number(half), most_bytes=most, left_bytes=left)
+
+
+def _member(args: Sequence[Any]) -> Member:
+    parameters = [value for value in args if isinstance(value, torch.nn.Parameter)]
+    key = parameters[0].data_ptr() if parameters else None
+    return Member(key=key, parameters=[weakref.ref(parameter) for parameter in parameters])

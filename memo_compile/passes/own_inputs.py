@@ -1,0 +1,90 @@
+"""A graph that is a piece of a larger one keeps a copy of its input in the frame, not the input.
+
+What autograd hands to a block was made by the block before, in ordinary memory. If the backward
+reads it, autograd keeps it there, one for each block, where no plan can move it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from memo_compile.analysis.joint_units import is_tangent, tangent_dependents
+from memo_compile.analysis.purity import READS_OVERWRITTEN, overwritten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnInputs:
+    """Inputs that other code made are copied first, and nothing reads them but the copy.
+
+    Rewrite, for an input ``x`` with a history (tagged nodes are marked with !):
+        norm = rms_norm(x)                       own  = clone(x)                 !
+        y    = add(x, mlp(norm))          ->     norm = rms_norm(own)
+        grad = mul(tangent, x)                   y    = add(own, mlp(norm))
+                                                 grad = mul(tangent, own)
+
+    The copy is saved like any other value of the step: it is kept, or moved to the host and back.
+    It is tagged to run once, so that no backward asks for ``x``.
+    """
+
+    positions: tuple[int, ...]
+    """Which inputs, among those that are no incoming gradients."""
+    name: ClassVar[str] = "own-inputs"
+    is_required: ClassVar[bool] = False
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        """Rewrite in place."""
+        inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+        written, backward = overwritten(gm.graph), tangent_dependents(gm.graph)
+        modified = False
+        first = next(node for node in gm.graph.nodes if node.op != "placeholder")
+        for position in self.positions:
+            source = inputs[position]
+            readers = [user for user in source.users if user.op != "output"]
+            if source in written or not _reaches(readers, backward):
+                continue
+            with gm.graph.inserting_before(first):
+                own = gm.graph.call_function(torch.ops.aten.clone.default, (source,))
+            own.meta = {
+                "val": source.meta["val"].clone(),
+                "partitioner_tag": "is_forward",
+                READS_OVERWRITTEN: True,
+            }
+            for reader in readers:
+                reader.replace_input_with(source, own)
+            modified = True
+        return PassResult(gm, modified)
+
+
+def with_history(examples: Any) -> tuple[int, ...]:
+    """Positions of the inputs that other differentiable code made."""
+    return tuple(
+        position
+        for position, value in enumerate(examples)
+        if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
+    )
+
+
+def is_copied(node: fx.Node) -> bool:
+    """True for an input that only its copy reads."""
+    return bool(node.users) and all(
+        user.op == "output"
+        or (READS_OVERWRITTEN in user.meta and user.target is torch.ops.aten.clone.default)
+        for user in node.users
+    )
+
+
+def _reaches(readers: list[fx.Node], backward: set[fx.Node]) -> bool:
+    """True where the input, or what is made of it, is read by the backward."""
+    seen: set[fx.Node] = set()
+    stack = list(readers)
+    while stack:
+        node = stack.pop()
+        if node in backward:
+            return True
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.users)
+    return False

@@ -1,0 +1,179 @@
+"""Several live steps of one graph as one step: a group.
+
+    F B  of member 0 .. n-1    ->    F0 F1 .. Fn-1 Bn-1 .. B0
+
+Blocks that are compiled one by one share a graph, and autograd calls it once for each of them
+before the first backward begins. Members differ in the names of their calls and values and in
+nothing else: regions are lowered once, and a layer of each member is a layer of the group. What
+members hand to each other goes through the user's code, in ordinary memory.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from memo_compile.errors import InputError
+from memo_compile.step.movable import Layer, MovableStep
+from memo_compile.step.problem import (
+    FixedBytes,
+    Half,
+    Interlude,
+    Phase,
+    Problem,
+    StepCall,
+    Storage,
+)
+from memo_compile.step.tilings import WholeStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """How many members there are, and what is known of the memory around them.
+
+    A half is named by its index in ``F0 F1 .. Fn-1 Bn-1 .. B0``.
+    """
+
+    num_members: int
+    fixed: FixedBytes
+    """Parameters, gradients, optimizer state and inputs of all members; its outputs are ignored."""
+    gone: tuple[tuple[int, int, int], ...] = ()
+    """(half, position of a result, half at whose end it is gone): all others are kept."""
+    passed: tuple[tuple[int, int], ...] = ()
+    """(half, position of an argument) that is a result of another half: it counts there."""
+    interludes: tuple[Interlude, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_members < 2:
+            raise InputError(f"a group has at least 2 members, got {self.num_members}")
+
+
+def own_name(name: str, member: int) -> str:
+    """The name of a call or value in a member; those of the first are as in the graph."""
+    return f"{member}:{name}" if member else name
+
+
+def in_order(forwards: Iterator[Half] | tuple[Half, ...], num_members: int) -> tuple[Half, ...]:
+    """The halves of a graph's members in the order in which autograd calls them."""
+    forward, backward = forwards
+    members = range(num_members)
+    return (
+        *(_own_half(forward, member) for member in members),
+        *(_own_half(backward, member) for member in reversed(members)),
+    )
+
+
+def grouped(problem: Problem, group: Group) -> Problem:
+    """The group's step, in which everything is kept, from that of one member."""
+    count = group.num_members
+    halves = in_order(problem.halves, count)
+    tangents = {
+        own_name(value, member): size
+        for member in range(count)
+        for value, size in problem.tangents.items()
+    }
+    for half, position in group.passed:
+        tangents.pop(halves[half].arguments[position], None)
+    inputs = (own_name(value, member) for member in range(count) for value in problem.inputs)
+    return replace(
+        problem,
+        calls=_calls(problem.calls, count),
+        inputs=tuple(inputs),
+        halves=halves,
+        fixed=replace(group.fixed, outputs=count * problem.fixed.outputs),
+        layer_classes=tuple(
+            replace(cls, num_layers=count * cls.num_layers) for cls in problem.layer_classes
+        ),
+        tensors={
+            own_name(value, member): info
+            for member in range(count)
+            for value, info in problem.tensors.items()
+        },
+        tangents=tangents,
+        held_until=_held_until(problem, group, halves),
+        interludes=group.interludes,
+        keeps_outputs=True,
+        rebound_bytes=0,
+        loss_bytes=0,
+        live_steps=1,
+    )
+
+
+def grouped_whole(whole: WholeStep, num_members: int) -> WholeStep:
+    """What the graphs say that the members compute together, for the checker."""
+    return replace(
+        whole, calls=_calls(whole.calls, num_members), halves=in_order(whole.halves, num_members)
+    )
+
+
+def grouped_layers(step: MovableStep, num_members: int) -> tuple[Layer, ...]:
+    """The layers of all members, those of the first member first; the classes are the graph's."""
+    return tuple(
+        _own_layer(layer, member) for member in range(num_members) for layer in step.layers
+    )
+
+
+def _own_layer(layer: Layer, member: int) -> Layer:
+    return Layer(
+        class_key=layer.class_key,
+        calls=tuple(own_name(call, member) for call in layer.calls),
+        inputs=tuple(own_name(value, member) for value in layer.inputs),
+        backward=own_name(layer.backward, member),
+        values=tuple(own_name(value, member) for value in layer.values),
+    )
+
+
+def _calls(calls: tuple[StepCall, ...], num_members: int) -> tuple[StepCall, ...]:
+    instances: dict[str | None, int] = {}
+    for call in calls:
+        instances[call.layer_class] = max(instances.get(call.layer_class, 0), call.instance + 1)
+    found = []
+    for phase in Phase:
+        members = range(num_members)
+        for member in members if phase is Phase.FORWARD else reversed(members):
+            found += [
+                _own_call(call, member, instances[call.layer_class])
+                for call in calls
+                if call.phase is phase
+            ]
+    return tuple(found)
+
+
+def _own_call(call: StepCall, member: int, num_instances: int) -> StepCall:
+    return replace(
+        call,
+        name=own_name(call.name, member),
+        inputs=tuple(own_name(value, member) for value in call.inputs),
+        outputs=tuple(own_name(value, member) for value in call.outputs),
+        instance=member * num_instances + call.instance,
+        member=member,
+        into=tuple(replace(into, value=own_name(into.value, member)) for into in call.into),
+    )
+
+
+def _own_half(half: Half, member: int) -> Half:
+    return replace(
+        half,
+        constants=tuple(own_name(value, member) for value in half.constants),
+        arguments=tuple(own_name(value, member) for value in half.arguments),
+        results=tuple(
+            value if value is None else own_name(value, member) for value in half.results
+        ),
+        handle=own_name(half.handle, member),
+        member=member,
+    )
+
+
+def _held_until(problem: Problem, group: Group, halves: tuple[Half, ...]) -> Mapping[str, int]:
+    """Result that is made in ordinary memory -> the half at whose end it is gone."""
+    external = {
+        value
+        for call in problem.calls
+        for output, value in problem.made_by(call)
+        if output.storage is Storage.EXTERNAL and output.same_as is None
+    }
+    names = {own_name(value, member) for value in external for member in range(group.num_members)}
+    found: dict[str, int] = {}
+    for half, position, until in group.gone:
+        value = halves[half].results[position]
+        if value in names and value is not None:
+            found[value] = until
+    return found

@@ -1,0 +1,64 @@
+"""Which half of a step runs which call.
+
+A whole graph has two halves, ``F B``. A group of n live steps has ``F0 F1 .. Fn-1 Bn-1 .. B0``:
+each runs when autograd calls it, and all of them are one step program. The order is that of
+``Problem.halves`` and nothing else, so that another order needs only another list here.
+"""
+
+import bisect
+from collections.abc import Iterator, Sequence
+
+from memo_compile.step.problem import CallKind, Phase, Problem, StepCall
+
+HalfKey = tuple[Phase, int]
+"""Phase and member."""
+
+RUNS = (CallKind.RUN, CallKind.RECOMPUTE)
+"""Calls that run a region: in the half of their member, which alone has its inputs."""
+
+
+def half_keys(problem: Problem) -> tuple[HalfKey, ...]:
+    """The halves in the order in which they run; a step on paper has two."""
+    if not problem.halves:
+        return ((Phase.FORWARD, 0), (Phase.BACKWARD, 0))
+    return tuple((half.phase, half.member) for half in problem.halves)
+
+
+def halves_of_calls(problem: Problem) -> tuple[int, ...]:
+    """Per call the index of the half that runs it.
+
+    Copies and waits stand between regions. Where these are of two halves, the earlier one begins
+    the copies, so that they run beside what the user's code does in between; what stands behind
+    the last of them is left to the later one.
+    """
+    keys = half_keys(problem)
+    index_of = {key: at for at, key in enumerate(keys)}
+    found: list[int] = []
+    gap: list[StepCall] = []
+    before = 0
+    for call in problem.calls:
+        if call.kind not in RUNS:
+            gap.append(call)
+            continue
+        own = index_of[call.phase, call.member]
+        found += (*_of_gap(gap, keys, before, own), own)
+        before, gap = own, []
+    last = len(keys) - 1
+    return (*found, *(_of_gap(gap, keys, before, last)))
+
+
+def _of_gap(
+    gap: Sequence[StepCall], keys: Sequence[HalfKey], before: int, own: int
+) -> Iterator[int]:
+    """The half of each copy and wait between regions of half ``before`` and of half ``own``."""
+    turns = keys[before][0] is not keys[own][0]
+    issued = max((at for at, call in enumerate(gap) if call.copy is not None), default=-1)
+    for at, call in enumerate(gap):
+        is_earlier = call.phase is keys[before][0] if turns else at <= issued
+        yield before if is_earlier else own
+
+
+def half_starts(problem: Problem) -> tuple[int, ...]:
+    """Per half the index of its first call, and the number of calls as last."""
+    of_calls = halves_of_calls(problem)
+    return tuple(bisect.bisect_left(of_calls, half) for half in range(len(half_keys(problem)) + 1))
