@@ -208,13 +208,14 @@ class Assembly:
     def backward(self, args: list[Any], *, leaves_early: bool = True) -> list[Any]:
         """The backward's results; empties ``args``. Raises as ``forward``.
 
-        Unless it ``leaves_early``, no gradient leaves before all are made.
+        Unless it ``leaves_early``, no gradient leaves before all are made: that is so while the
+        first step of a group is watched, and nothing is refused for it.
         """
         keep_graph = shim.keep_graph()
         if self._may_hide_a_loss():
             self._losses.look(args)
         gates = gates_here() if leaves_early and not keep_graph else None
-        self._require_room(args, keep_graph=keep_graph, stays=gates is None)
+        self._require_room(args, keep_graph=keep_graph, stays=leaves_early and gates is None)
         if gates is not None:
             return self._first_part(gates, args)
         with self._memory.explained(self.problem, self.reported):

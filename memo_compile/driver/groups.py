@@ -108,8 +108,7 @@ class GroupedSteps:
         if watch is not None and number is not None:
             watch.begin((True, number), args)
         if not is_member:
-            is_alone = watch is None or len(watch.members) < 2
-            results = self.assembly.backward(args, leaves_early=is_alone)
+            results = self.assembly.backward(args, leaves_early=not self._may_be_group())
         else:
             results = run_backward(self.assembly.step, args, keep_graph=shim.keep_graph())
         if watch is not None and number is not None:
@@ -118,11 +117,13 @@ class GroupedSteps:
 
     @property
     def runs_as_group(self) -> bool:
-        """True where the forward that begins now is one of several that are live together.
+        """True where steps are members of a group: gradients leave when all of one are made."""
+        return self.planned is not None
 
-        Their gradients leave when all of a member are made.
-        """
-        return self.planned is not None or self._any_live()
+    def _may_be_group(self) -> bool:
+        """True where several modules' steps are live together, as far as was seen."""
+        keys = () if self._watch is None else self._watch.keys
+        return len(keys) > 1 and len({*keys}) == len(keys) and None not in keys
 
     @property
     def _handle_result(self) -> int:
@@ -293,9 +294,7 @@ class GroupedSteps:
             if self.assembly.step.live < self.assembly.step.max_inflight:
                 state.count_unplanned()  # beyond that it is counted where it takes its memory
             return self.assembly.forward(args, watched=True)
-        watch = self._watch
-        keys = () if watch is None else watch.keys
-        may_be_group = number > 0 and len({*keys}) == len(keys) and None not in keys
+        may_be_group = self._may_be_group()
         if may_be_group and self.assembly.plan.budget_bytes is not None:
             state.warn_once(
                 "a graph is called by several modules whose steps are live together (regional "

@@ -7,7 +7,8 @@ import pytest
 
 from memo_compile.check.check_plan import check
 from memo_compile.check.prove import prove
-from memo_compile.driver.plan_step import plan_step, requested_problem
+from memo_compile.driver.knowledge import requested_problem
+from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.errors import InputError
 from memo_compile.step.group import Group, grouped_whole
