@@ -97,9 +97,11 @@ def test_what_takes_seconds_is_said(store):
     [
         lambda text: text[: len(text) // 2],
         lambda text: text.replace('"offload', '"upload', 1).replace("1", "2", 1),
-        lambda text: "",
-        lambda text: "[]\n[]",
         lambda text: "[" * 100_000,
+        *(
+            pytest.param(other, marks=pytest.mark.full)
+            for other in (lambda text: "", lambda text: "[]\n[]")
+        ),
     ],
 )
 def test_a_damaged_file_is_ignored_and_said(store, caplog, damaged):
