@@ -116,6 +116,7 @@ class StepWatch:
         self.is_mixed |= not is_backward and self.thread != threading.get_ident()
         index = len(self.calls)
         self.calls.append(half)
+        self.samples &= not is_backward or len(self.members) > 1  # one alone is no group
         alive: dict[int, _Result] = {}
         for result in self.results:
             if not result.is_gone and result.storage.expired():
