@@ -84,6 +84,20 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
     return assembly
 
 
+def first_request(known: StepKnowledge) -> PlanRequest:
+    """What is to be expected of a step that has not run."""
+    return PlanRequest(leaving=_leaving_at_first(known, GradientWatch(known.trained())))
+
+
+def _leaving_at_first(known: StepKnowledge, gradients: GradientWatch) -> tuple[int, ...]:
+    """Inputs, by position, whose gradients will be gone once autograd has them."""
+    cut = known.lowered.cut
+    inputs = cut.facts.inputs()
+    if len(inputs) != len(cut.backward.results):
+        return ()
+    return gradients.leaving(inputs, expected=known.config.gradients)
+
+
 def _planned_at_first(
     lowered: LoweredStep,
     config: MemoConfig,
@@ -96,15 +110,14 @@ def _planned_at_first(
     Hooks are taken to use gradients up where each parameter has one and nothing else fits: that
     they do not shows in the first step, before it breaks the budget.
     """
-    inputs = lowered.cut.facts.inputs()
-    if len(inputs) != len(lowered.cut.backward.results):
-        return plan_step(lowered, config, request, known), request
-    added = gradients.leaving(inputs, expected=config.gradients)
+    added = _leaving_at_first(known, gradients)
     request = replace(request, leaving=request.leaving or added)
     try:
         return plan_step(lowered, config, request, known), request
     except Infeasible:
-        used_up = gradients.may_be_used_up(inputs)
+        inputs = lowered.cut.facts.inputs()
+        is_known = len(inputs) == len(lowered.cut.backward.results)
+        used_up = gradients.may_be_used_up(inputs) if is_known else ()
         if set(used_up) <= set(request.leaving):
             raise
     request = replace(request, leaving=used_up)

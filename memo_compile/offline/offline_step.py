@@ -64,10 +64,10 @@ def offline_config(config: MemoConfig, hardware: HardwareProfile | None) -> Memo
 
 
 def planned_offline(
-    known: KnownStep, config: MemoConfig, facts: OfflineFacts
+    known: KnownStep, config: MemoConfig, facts: OfflineFacts, request: PlanRequest | None = None
 ) -> tuple[PlannedStep, OfflineStep]:
     """The step planned for ``config``, at any speed but one that ends the plan (TooSlow)."""
-    planned = plan_known(known, config, PlanRequest())
+    planned = plan_known(known, config, request or PlanRequest())
     made = planned.plan
     timeline = made.timeline
     if timeline is None:  # everything is kept: no step is faster

@@ -6,8 +6,9 @@ from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.tile_chains import transient_bytes
 from memo_compile.config import MemoConfig
 from memo_compile.driver.knowledge import StepKnowledge
+from memo_compile.driver.pipeline import first_request
 from memo_compile.driver.recompute_library import RegionMaker
-from memo_compile.driver.stages import CapturedStep, PlanRequest
+from memo_compile.driver.stages import CapturedStep
 from memo_compile.offline.offline_step import OfflineFacts
 from memo_compile.offline.remembered_step import ClassRecord, StepRecord, Threshold
 from memo_compile.passes.cut import Cut
@@ -19,7 +20,7 @@ def record_of(
 ) -> StepRecord:
     """All that a plan asks of ``known``, which was lowered from ``captured`` for ``options``."""
     step, host_store = known.lowered.cut, options.host_store
-    problem = known.requested(PlanRequest())
+    problem = known.requested(first_request(known))
     movable = known.movable(problem, host_store)
     in_tiles = (options.token_tiles or 1) > 1
     drops = options.drops_above()
