@@ -6,6 +6,7 @@ the halves, while the user's own code runs.
 """
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,11 @@ from memo_compile.step.problem import FixedBytes, Half, Interlude
 
 SAMPLE_S = 0.0005
 """Between two looks at the process's memory; a block's work takes some milliseconds."""
+
+SAMPLES_OF_ALL = 200
+"""What has taken longer is looked at so many times in all, so that looking costs it nothing."""
+
+MAX_SAMPLE_S = 0.05
 
 MAX_CALLS = 4096
 """A step of more halves is no group: something keeps it from ever ending."""
@@ -44,12 +50,8 @@ class MemorySampler:
         self.end()
         self.most_bytes = now = anonymous_bytes()
         stop = self._stop = threading.Event()
-        threading.Thread(target=self._look, args=(stop,), daemon=True).start()
+        threading.Thread(target=_look, args=(weakref.ref(self), stop), daemon=True).start()
         return now
-
-    def _look(self, stop: threading.Event) -> None:
-        while not stop.wait(SAMPLE_S):
-            self.most_bytes = max(self.most_bytes, anonymous_bytes())
 
     def end(self) -> int:
         """The most bytes that were seen; nobody looks any more."""
@@ -58,6 +60,19 @@ class MemorySampler:
             self._stop = None
             self.most_bytes = max(self.most_bytes, anonymous_bytes())
         return self.most_bytes
+
+
+def _look(sampler: "weakref.ref[MemorySampler]", stop: threading.Event) -> None:
+    """Look at memory until someone stops it, or nobody is there who wants to know."""
+    began = time.monotonic()
+    pause = SAMPLE_S
+    while not stop.wait(pause):
+        target = sampler()
+        if target is None:
+            return
+        target.most_bytes = max(target.most_bytes, anonymous_bytes())
+        del target
+        pause = min(max(SAMPLE_S, (time.monotonic() - began) / SAMPLES_OF_ALL), MAX_SAMPLE_S)
 
 
 @dataclass(slots=True)
@@ -144,7 +159,7 @@ class StepWatch:
         for position, value in enumerate(results):
             for storage, num_bytes in shim.storages_of([value]):
                 self.results.append(_Result(half, position, storage, num_bytes, index))
-        if self.samples:
+        if self.samples and not self.is_group():  # all halves of a group have run: it is over
             self._after = self._sampler.begin()
 
     def stop(self) -> None:

@@ -1,0 +1,46 @@
+"""What looks at the memory of a first step."""
+
+import gc
+import threading
+import time
+
+import pytest
+
+from memo_compile.driver import step_watch
+from memo_compile.driver.step_watch import MemorySampler
+
+
+def _wait_until(happened) -> None:
+    for _ in range(400):
+        if happened():
+            return
+        time.sleep(0.005)
+    pytest.fail("it did not happen in two seconds")
+
+
+def test_nobody_looks_once_nobody_wants_to_know():
+    """A forward without a backward, in an evaluation, leaves no thread that runs for ever."""
+    before = threading.active_count()
+    sampler = MemorySampler()
+    sampler.begin()
+    assert threading.active_count() == before + 1
+    del sampler
+    gc.collect()
+    _wait_until(lambda: threading.active_count() == before)
+
+
+def test_what_takes_long_is_looked_at_less_often(monkeypatch):
+    """Every look takes the interpreter from the user's code."""
+    looks = []
+
+    def look() -> int:
+        looks.append(time.monotonic())
+        return len(looks)
+
+    monkeypatch.setattr(step_watch, "anonymous_bytes", look)
+    monkeypatch.setattr(step_watch, "SAMPLES_OF_ALL", 1)
+    sampler = MemorySampler()
+    sampler.begin()
+    _wait_until(lambda: len(looks) >= 8)
+    assert sampler.end() >= 8
+    assert looks[7] - looks[6] > 2 * step_watch.SAMPLE_S
