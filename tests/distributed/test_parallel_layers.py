@@ -6,7 +6,10 @@ gradients that were wrong by 0.8 of the largest, and NaN.
 
 import math
 
+import pytest
+
 from tests.distributed.ranks import run_ranks
+from tests.numerics.training import in_ci
 
 TOLERANCE = 3e-5
 """float32 sums in another order."""
@@ -14,15 +17,20 @@ TOLERANCE = 3e-5
 
 SETTINGS = [
     {"sequence": False, "lowering": "aten"},
-    {"sequence": True, "lowering": "inductor"},
+    {"sequence": True, "lowering": "aten"},
 ]
 """Tensor parallel layers; with ``sequence`` the tokens between them are split as well."""
 
+COMPILED = [{**setting, "lowering": "inductor"} for setting in SETTINGS]
 
-def test_gradients_are_those_of_one_process(tmp_path, subtests):
-    for outcome in run_ranks("tests.distributed.llama", tmp_path, {"settings": SETTINGS}):
+
+@pytest.mark.parametrize(
+    "settings", in_ci([SETTINGS, COMPILED], SETTINGS), ids=["aten", "inductor"]
+)
+def test_gradients_are_those_of_one_process(settings, tmp_path, subtests):
+    for outcome in run_ranks("tests.distributed.llama", tmp_path, {"settings": settings}):
         assert "unwaited" not in outcome.stderr
-        for setting, found in zip(SETTINGS, outcome.found, strict=True):
+        for setting, found in zip(settings, outcome.found, strict=True):
             with subtests.test(**setting):
                 assert_right(found)
 

@@ -15,6 +15,7 @@ from memo_compile.reporting import state
 from memo_compile.step.problem import CallKind
 from memo_compile.step.program_text import program_text
 from tests import models
+from tests.numerics.training import in_ci
 
 TOKENS = 32
 LAYERS = 4
@@ -58,7 +59,7 @@ def bytes_of(step: OfflineStep, kind: CallKind) -> int:
 
 
 @pytest.mark.parametrize("decision", DECISIONS)
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", in_ci(BUILDERS, "llama"))
 def test_program(golden, name, decision):
     step = moved_step(name, decision)
     assert step.plan.check.ok

@@ -53,7 +53,7 @@ MODELS: Mapping[str, Callable[..., ModelCase]] = {
     "gpt2": functools.partial(models.gpt2, num_layers=3, dropout=0.0),
     "gemma": functools.partial(models.gemma2, num_layers=4),
     "mixtral": functools.partial(models.mixtral, num_layers=3),
-    "t5": functools.partial(models.t5, num_layers=3, dropout=0.0),
+    "t5": functools.partial(models.t5, num_layers=2, dropout=0.0),
 }
 
 DECISIONS = (

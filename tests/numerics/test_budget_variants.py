@@ -242,7 +242,7 @@ def _inductor(name: str, tmp_path: object) -> None:
     assert list(tmp_path.iterdir()) == []  # unlinked at once: nothing is left behind a crash
 
 
-@pytest.mark.parametrize("name", in_ci(INDUCTOR, "llama"))
+@pytest.mark.parametrize("name", in_ci(INDUCTOR))
 def test_inductor_with_files(name, tmp_path):
     _inductor(name, tmp_path)
 

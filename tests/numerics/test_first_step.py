@@ -89,7 +89,7 @@ class Narrow:
     ("lowering", "hidden", "autocast"),
     in_ci(
         [("aten", 72, False), ("aten", 88, True), ("inductor", 104, True)],
-        ("inductor", 104, True),
+        ("aten", 88, True),
     ),
 )
 def test_kernels_of_narrow_products_are_there_before_the_first_step(lowering, hidden, autocast):

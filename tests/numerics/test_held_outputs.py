@@ -27,7 +27,7 @@ from memo_compile.driver.probe import TilingProbes
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
 from tests.numerics.small import CPU, Block
-from tests.numerics.training import FLOOR, assert_planned, gradient_error
+from tests.numerics.training import FLOOR, assert_planned, gradient_error, in_ci
 
 HIDDEN, ROWS, VOCABULARY = 64, 4096, 512
 LOGITS_BYTES = 4 * ROWS * VOCABULARY
@@ -242,7 +242,11 @@ def assert_within(
 
 
 @pytest.mark.parametrize(
-    "options", [{"token_tiles": None}, {"lowering": "inductor", "token_tiles": 1}], ids=str
+    "options",
+    in_ci(
+        [{"token_tiles": None}, {"lowering": "inductor", "token_tiles": 1}], {"token_tiles": None}
+    ),
+    ids=str,
 )
 def test_output_in_scope(options, monkeypatch):
     """``out = model(...); out.loss.backward()``; the logits are a view of a product."""
@@ -423,7 +427,8 @@ def two_at_once(training: Training, runner: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "options"), [(replaced_at_last, {}), (two_at_once, {"max_inflight": 2})]
+    ("step", "options"),
+    in_ci([(replaced_at_last, {}), (two_at_once, {"max_inflight": 2})], (replaced_at_last, {})),
 )
 def test_what_a_refusal_names_while_the_program_runs_is_enough(step, options, monkeypatch):
     training = training_of("both")

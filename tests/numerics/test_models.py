@@ -76,7 +76,9 @@ def assert_equals_eager(
     assert_planned()
 
 
-LEFT_TO_FULL = ("llama", "qwen3", "gemma2", "gemma3", "qwen3_moe", "functional_transformer")
+LEFT_TO_FULL = (
+    *("llama", "qwen3", "gemma2", "gemma3", "qwen3_moe", "t5", "resnet", "functional_transformer"),
+)
 """What another case or the tests of budgets run with the same kinds of layers."""
 
 
@@ -87,7 +89,7 @@ def test_steps_equal_eager(name):
     assert_layers(name)
 
 
-@pytest.mark.parametrize("name", in_ci(CASES, "functional_with_outputs"))
+@pytest.mark.parametrize("name", in_ci(CASES))
 def test_inductor_lowering_equals_eager(name):
     assert_equals_eager(build(name), INDUCTOR, [sgd])
     assert_layers(name)

@@ -15,7 +15,7 @@ from memo_compile.step.plans import Plan
 from tests import models
 from tests.numerics.closeness import Reference
 from tests.numerics.traced import Options, TracedStep
-from tests.numerics.training import ATEN, Run, assert_planned, sgd
+from tests.numerics.training import ATEN, Run, assert_planned, in_ci, sgd
 
 OPTIONS = {**ATEN, "costs": "roofline", "optimizer_state_bytes_per_parameter": 0}
 MODELS = {
@@ -80,7 +80,7 @@ POLICIES = {"resnet": ("full-offload",), "unet": ("full-recompute", "full-offloa
 """A segment with a batch norm, which the step overwrites, is not computed a second time."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", in_ci(MODELS, "unet"))
 def test_steps_under_a_budget_equal_eager(name, subtests):
     """The floor is well below the unbounded peak, and budgets and policies are kept to."""
     step = traced(name)

@@ -84,7 +84,7 @@ def wiring(problem):
 
 SETTINGS = [
     (True, 2, "full-offload"),
-    (False, 1, "full-recompute"),
+    pytest.param(False, 1, "full-recompute", marks=pytest.mark.full),
     pytest.param(True, 2, "save", marks=pytest.mark.full),
 ]
 

@@ -28,6 +28,11 @@ def compiled_greedy() -> Any:
     return _compiled(greedy_kernel)["place_each"]
 
 
+def greedy_is_loaded() -> bool:
+    """True where the compiled greedy is in memory, so that it costs nothing to use it."""
+    return compiled_greedy.cache_info().currsize > 0
+
+
 def _compiled(module: types.ModuleType) -> dict[str, Any]:
     """What stands in ``module``, its functions through numba."""
     import numba

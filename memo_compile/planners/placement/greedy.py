@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from memo_compile.planners.placement.compiled import compiled_greedy, has_numba
+from memo_compile.planners.placement.compiled import compiled_greedy, greedy_is_loaded, has_numba
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, PlacedSpans
 
 _COMPILED_FROM = 2000
-"""From so many buffers on greedy is compiled; fewer are placed before numba has loaded."""
+"""From so many buffers on numba is loaded for greedy; fewer are placed before it has loaded."""
 
 Order = Callable[[Instance], Ints]
 """Ranks the buffers: (N,) keys, the smallest is placed first."""
@@ -87,7 +87,7 @@ def place_in_order(instance: Instance, sequence: Ints, *, best_fit: bool) -> Int
     Each goes to the lowest hole that holds it, with ``best_fit`` to the smallest; fixed ones first.
     """
     sequence = sequence[np.argsort(instance.fixed[sequence] == FREE, kind="stable")]
-    if instance.num_buffers >= _COMPILED_FROM and has_numba():
+    if greedy_is_loaded() or (instance.num_buffers >= _COMPILED_FROM and has_numba()):
         return _place_compiled(instance, sequence, best_fit)
     placed = PlacedSpans(instance)
     for item in sequence:
