@@ -63,6 +63,7 @@ def placed_step(
         arena_bytes=arena_bytes,
         peak_bytes=resident.peak_bytes,
         resident_bytes=resident.resident_bytes,
+        dropped=resident.dropped,
         releases_pages=problem.releases_pages,
         lower_bound_bytes=max(live_bytes(buffers).values(), default=0),
         outside_bytes_by_kind=outside_peak(problem),

@@ -59,11 +59,19 @@ def ordinary_events(
 
 
 def _interlude_events(problem: Problem, half_lines: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """What runs between the halves counts on the last line of the half before."""
+    """What code between the halves leaves is born on the last line of the half before."""
     for interlude in problem.interludes:
-        line = max(1, half_lines[interlude.half])
-        yield line - 1, interlude.most_bytes
-        yield line, interlude.left_bytes - interlude.most_bytes
+        yield half_lines[interlude.half] - 1, interlude.left_bytes
+
+
+def passing_bytes(problem: Problem) -> Iterator[tuple[int, int]]:
+    """Per interlude the call before it, and what it takes at its most beyond what it leaves.
+
+    It runs on that call's last line, on which nothing is alive but what crosses from call to call.
+    """
+    starts = half_starts(problem) if problem.interludes else ()
+    for interlude in problem.interludes:
+        yield starts[interlude.half] - 1, interlude.most_bytes - interlude.left_bytes
 
 
 def outside_peak(problem: Problem) -> dict[str, int]:

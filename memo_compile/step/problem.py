@@ -319,6 +319,10 @@ class Interlude:
     left_bytes: int
     """What of it stays to the end of the step (gradients of other modules)."""
 
+    def __post_init__(self) -> None:
+        if self.half < 1 or not 0 <= self.left_bytes <= self.most_bytes:
+            raise InputError(f"interlude: expected a half before it and left <= most, got {self}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:

@@ -14,6 +14,7 @@ import numpy as np
 from memo_compile.errors import InvalidPlan
 from memo_compile.step.copy_times import CopyLane
 from memo_compile.step.movable import StepCosts
+from memo_compile.step.ordinary import passing_bytes
 from memo_compile.step.plans import Span, Timeline
 from memo_compile.step.problem import (
     COPY_REGION,
@@ -84,9 +85,16 @@ def peak_live_bytes(problem: Problem) -> int:
 
 
 def most_per_call(problem: Problem) -> Any:
-    """Per call the most bytes alive in the arena, and with them the most of ordinary memory."""
-    starts = np.array(call_starts(problem)[:-1])
-    return sum(np.maximum.reduceat(level, starts) for level in _memory_levels(problem))
+    """Per call the most bytes alive in the arena, and with them the most of ordinary memory.
+
+    An interlude counts with the call before it, beside what is alive on that call's last line.
+    """
+    starts = call_starts(problem)
+    levels = _memory_levels(problem)
+    most = sum(np.maximum.reduceat(level, np.array(starts[:-1])) for level in levels)
+    for call, passing in passing_bytes(problem):
+        most[call] = max(most[call], passing + sum(lvl[starts[call + 1] - 1] for lvl in levels))
+    return most
 
 
 def memory_level(problem: Problem) -> Any:
