@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
-
 from memo_compile.config import resolve
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.tile_order import TOKEN_TILES
@@ -51,6 +49,9 @@ HALVED_EACH = 6
 MAX_FRAME_PLANS = 4
 """Most plans of one of several frames; each counts what the last one holds beside its arena."""
 
+PLACEMENT_S = 2.0
+"""Most seconds for a placement: what the search has not found by then takes minutes mostly."""
+
 UNBOUNDED_BYTES = 2**60
 """A budget in bytes under which everything is kept."""
 
@@ -66,7 +67,7 @@ class Question:
     hardware: HardwareProfile
     seq: int | None = None
     batch: int = 1
-    dtype: torch.dtype = torch.bfloat16
+    dtype: str = "bfloat16"
     degrees: Degrees = Degrees()  # noqa: RUF009 - frozen
     budget: str | int | None = None
     host_budget: str | int | None = None
@@ -333,14 +334,9 @@ class _LengthSearch:
 
 def _constant_bytes(question: Question) -> int:
     """Parameters, their gradients and optimizer state; 0 where the model is a function."""
-    from memo_compile.driver.facts import GraphFacts  # loads Dynamo, which most answers do without
-
     with _subject(question) as subject:
-        model = subject.loaded.model
-        if not isinstance(model, torch.nn.Module):
-            return 0
         state = question.state_bytes_per_parameter(subject.facts.parameter_bytes)
-        return GraphFacts(list(model.parameters())).constant_bytes(state)
+        return subject.constant_bytes(state)
 
 
 def _subject(question: Question, say: Callable[[str], None] = _silent) -> Subject:
@@ -379,6 +375,7 @@ def _plan(question: Question, subject: Subject, budget_bytes: int, **more: Any) 
         **more,
         "memory_budget": budget_bytes,
         "policy": question.policy,
+        "placement_time_limit_s": PLACEMENT_S,
         "optimizer_state_bytes_per_parameter": question.state_bytes_per_parameter(
             subject.facts.parameter_bytes
         ),

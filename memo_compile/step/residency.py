@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memo_compile.step.interludes import Pause, Range, pauses
-from memo_compile.step.ordinary import ordinary_events, outside_events
+from memo_compile.step.ordinary import Starts, ordinary_events, outside_events
 from memo_compile.step.plans import Plan
-from memo_compile.step.problem import ArenaBuffer, Problem, arena_buffers, call_starts
+from memo_compile.step.problem import ArenaBuffer, Problem, arena_buffers, call_starts, last_reads
 
 HEAP_SLACK = 0.03
 """CPU: share of a step's own memory that is added for kernels' work space and for the C allocator's
@@ -137,20 +137,25 @@ class OrdinaryMemory(NamedTuple):
 
 def ordinary_bytes(problem: Problem) -> OrdinaryMemory:
     """What the step holds outside its arena, in ordinary memory."""
-    starts = np.array(call_starts(problem))
-    level = ordinary_level(problem)
+    of_calls = call_starts(problem)
+    starts = np.array(of_calls)
+    level = ordinary_level(problem, of_calls)
     before, after = level[starts[:-1]], level[starts[1:] - 1]
     most = np.maximum.reduceat(level, starts[:-1])
     most[1:] = np.maximum(most[1:], after[:-1])  # what dies on a call's first line is still there
     return OrdinaryMemory(before.tolist(), most.tolist(), after.tolist())
 
 
-def ordinary_level(problem: Problem, last_read: Mapping[str, int] | None = None) -> Any:
-    """Per line of the step the bytes of ordinary memory; ``last_read`` as in ``outside_events``."""
-    events = [(line, change) for line, change, _ in outside_events(problem, last_read)]
-    events += ordinary_events(problem, last_read)
+def ordinary_level(
+    problem: Problem, starts: Starts | None = None, last_read: Mapping[str, int] | None = None
+) -> Any:
+    """Per line of the step the bytes of ordinary memory; arguments as of ``outside_events``."""
+    starts = call_starts(problem) if starts is None else starts
+    last_read = last_reads(problem, starts) if last_read is None else last_read
+    events = [(line, change) for line, change, _ in outside_events(problem, starts, last_read)]
+    events += ordinary_events(problem, starts, last_read)
     lines, changes = zip(*events, strict=True) if events else ((), ())
-    return level_of(lines, changes, call_starts(problem)[-1])
+    return level_of(lines, changes, starts[-1])
 
 
 def level_of(lines: Sequence[int], changes: Sequence[int], num_lines: int) -> Any:
