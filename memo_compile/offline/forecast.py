@@ -4,12 +4,13 @@ import bisect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from memo_compile.config import resolve
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.errors import Infeasible, InputError
+from memo_compile.offline.length_search import LengthSearch, Need
 from memo_compile.offline.offline_step import OfflineStep
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.subject import Subject, step_store
@@ -38,13 +39,6 @@ SEQ_GRANULE = 1024
 
 START_SEQ = 32_768
 """The first length that ``longest`` tries where none is given."""
-
-LONGER, LONGEST = 4, 64
-"""The next length is LONGER times the last while all fit and their bytes are unknown, and at most
-LONGEST times it otherwise."""
-
-HALVED_EACH = 6
-"""Every so many tries the search halves what is left, in case the fitted line misleads it."""
 
 MAX_FRAME_PLANS = 4
 """Most plans of one of several frames; each counts what the last one holds beside its arena."""
@@ -219,13 +213,6 @@ def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
         yield replace(most, budget_bytes=most.peak_bytes)
 
 
-class Need(NamedTuple):
-    """What a plan of few bytes takes, infinite where it is unknown, and whether one fits."""
-
-    num_bytes: float
-    fits: bool
-
-
 def least_needed(question: Question) -> Need:
     """The smallest plan in tiles, made without solvers; known long before the fastest plan is."""
     if question.degrees.pp > 1:
@@ -259,7 +246,7 @@ def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
     one just fits. Cost: mostly three to five lengths, and the whole choice for the next longer one.
     """
     granule = SEQ_GRANULE * question.degrees.tp * question.degrees.cp
-    search = _LengthSearch(
+    search = LengthSearch(
         start=(question.seq or START_SEQ) // granule,
         budget_bytes=question.available_bytes,
         constant_bytes=_constant_bytes(replace(question, seq=granule)),
@@ -273,63 +260,6 @@ def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
         tried(longest * granule, True)
         longest += 1
     return (longest - 1) * granule
-
-
-class _LengthSearch:
-    """The most granules that fit: ``low`` do, ``high`` do not; None: not known yet."""
-
-    def __init__(self, *, start: int, budget_bytes: int, constant_bytes: int) -> None:
-        self.low = 0
-        self._low_bytes: float = constant_bytes
-        self._high: int | None = None
-        self._high_bytes = math.inf
-        self._start = max(1, start)
-        self._budget_bytes, self._constant_bytes = budget_bytes, constant_bytes
-        self._longer = self._shorter = 1
-        """Granules that the next length differs from ``low`` or ``high`` at least; doubled where
-        the line missed."""
-        self._num_told = 0
-
-    def tell(self, count: int, need: Need) -> None:
-        """``count`` granules fit, or do not, and need as many bytes."""
-        self._num_told += 1
-        if need.fits:
-            self._longer = 1 if self.low < self._guess() else 2 * self._longer
-            self._shorter = 1
-            self.low, self._low_bytes = count, need.num_bytes
-        else:
-            missed = self._high is not None and count >= self._high - self._shorter
-            self._shorter = 2 * self._shorter if missed else 1
-            self._high, self._high_bytes = count, need.num_bytes
-
-    def next_count(self) -> int | None:
-        """What to try next; None when the answer is ``low``."""
-        if self._high is None and not self.low:
-            return self._start
-        if self._high is None:
-            return min(max(self._guess(), self.low + self._longer), LONGEST * self.low)
-        if self._high - self.low <= 1:
-            return None
-        if self._num_told % HALVED_EACH == 0:
-            return (self.low + self._high) // 2
-        wanted = max(self._guess(), self.low + self._longer)
-        return max(self.low + 1, min(wanted, self._high - self._shorter))
-
-    def _guess(self) -> int:
-        """From a line through what is known; without one 0, or ``LONGER`` times where all fit."""
-        points = [
-            (count, num_bytes)
-            for count, num_bytes in (
-                (0, self._constant_bytes),
-                (self.low, self._low_bytes),
-                (self._high, self._high_bytes),
-            )
-            if count is not None and num_bytes < math.inf
-        ]
-        (before, less), (after, more) = points[-2:] if len(points) > 1 else (*points, *points)
-        if more <= less:
-            return LONGER * self.low if self._high is None else 0
-        return int(before + (after - before) * (self._budget_bytes - less) / (more - less))
 
 
 def _constant_bytes(question: Question) -> int:
