@@ -238,7 +238,7 @@ def _step_aside(
 
 def _named(error: Exception) -> Exception:
     """``error``, or a MemoError with its cause where no code raises such an error on purpose."""
-    if isinstance(error, (MemoError, torch.OutOfMemoryError, *refused())):
+    if isinstance(error, refused(MemoError, torch.OutOfMemoryError)):
         return error
     log.error("memo: planning failed; %s", REPORT, exc_info=error)
     named = MemoError(f"planning failed: {described(error)}; {REPORT}")

@@ -19,7 +19,7 @@ from memo_compile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from memo_compile.offline.first_call import FirstCall
-    from memo_compile.offline.fit import Fit, FitQuestion, Fitted
+    from memo_compile.offline.fit import FitAnswer, FitQuestion, Fitted
     from memo_compile.offline.scaled_inputs import Vary
 
 WIDTH = 100
@@ -107,11 +107,11 @@ def _question(
     )
 
 
-def _answered(script: Path, arguments: list[str], question: "FitQuestion") -> "Fit":
+def _answered(script: Path, arguments: list[str], question: "FitQuestion") -> "FitAnswer":
     from memo_compile.offline.first_call import at_first_call
     from memo_compile.offline.fit import Fitting
 
-    found: list[Fit] = []
+    found: list[FitAnswer] = []
     console = Console(stderr=True, highlight=False)
 
     def take(call: "FirstCall") -> None:
@@ -138,7 +138,7 @@ def _answered(script: Path, arguments: list[str], question: "FitQuestion") -> "F
     return found[0]
 
 
-def _lines(script: Path, answer: "Fit") -> Iterator[str]:
+def _lines(script: Path, answer: "FitAnswer") -> Iterator[str]:
     """The whole answer, of WIDTH characters a line."""
     shapes = ", ".join(
         f"{path} {' x '.join(map(str, shape))}" for path, shape in answer.shapes.items()
@@ -182,7 +182,7 @@ def _lines_of(fitted: "Fitted") -> Iterator[str]:
         yield from _wrapped(f"  not memory bounds it: a larger one fails ({fitted.refused})")
 
 
-def _notes(answer: "Fit") -> Iterable[str]:
+def _notes(answer: "FitAnswer") -> Iterable[str]:
     """What is to be known of the answer, each once."""
     notes = (
         note
@@ -196,7 +196,7 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
 
 
-def _as_dict(script: Path, answer: "Fit") -> dict[str, Any]:
+def _as_dict(script: Path, answer: "FitAnswer") -> dict[str, Any]:
     return {
         "script": str(script),
         "step": answer.name,

@@ -76,7 +76,7 @@ class Fitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class FitAnswer:
     """The answer."""
 
     name: str
@@ -107,7 +107,7 @@ class Fitting:
         self._device = self._main_device()
         self._config = self._configured(resolve(call.options, call.mode))
 
-    def answer(self, say: Callable[[str], None], tried: Tried) -> Fit:
+    def answer(self, say: Callable[[str], None], tried: Tried) -> FitAnswer:
         """The largest sizes. ``say`` is told what is done next, ``tried`` what came out.
 
         Raises:
@@ -124,7 +124,7 @@ class Fitting:
             )
         found = tuple(self._fitted(varied, say, tried) for varied in known)
         hardware = self._question.hardware
-        return Fit(
+        return FitAnswer(
             name=self._call.name,
             shapes={path: (*value.shape,) for path, value in self._arguments.tensors().items()},
             device=str(self._device) if hardware is None else hardware.name,
@@ -387,7 +387,7 @@ def _declared_length(module: torch.nn.Module | None) -> int | None:
     return most if isinstance(most, int) else None
 
 
-def require_fits(fit: Fit) -> None:
+def require_fits(fit: FitAnswer) -> None:
     """Raises Infeasible: not even the smallest size of some kind fits; the message says which."""
     for fitted in fit.found:
         if fitted.size:

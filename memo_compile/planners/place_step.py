@@ -21,7 +21,7 @@ from memo_compile.step.residency import residency
 from memo_compile.units import format_bytes, format_enough
 
 
-class Place(Protocol):
+class Placer(Protocol):
     """Finds offsets, as ``placement.place`` does."""
 
     def __call__(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
@@ -59,7 +59,7 @@ def placed_step(
     name: str = "",
     solver: str = "auto",
     time_limit_s: float = 5.0,
-    place: Place = place,
+    place: Placer = place,
 ) -> Plan:
     """The plan of ``place_step``, unchecked, without decisions and budget."""
     buffers = arena_buffers(problem)
