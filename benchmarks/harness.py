@@ -263,9 +263,7 @@ def hardware() -> dict[str, Any]:
 
 
 def code() -> str:
-    """The commit of the compiler and the runtime that are measured, and whether they differ from
-    it.
-    """
+    """The commit that changed compiler or runtime last, and whether they differ from it."""
     rooms = ("memo_compile", "runtime")
     commit = _git("log", "-1", "--format=%h", "--", *rooms)
     return f"{commit}, changed" if _git("status", "--porcelain", "--", *rooms) else commit

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from memo_compile.step.copy_times import CopyBack, CopyLane, issues_of
+from memo_compile.step.copy_times import CopyBack, issues_of
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.problem import CallKind, Problem, StepCall, arena_values
 from memo_compile.step.residency import step_constant_bytes
@@ -94,7 +94,7 @@ class _CopyOut:
     seconds: float
     size_bytes: int
     last_read: int
-    """The last call of the forward that reads the value: until then its bytes are not its own."""
+    """The last call of the forward that reads the value: before it, its bytes are there anyway."""
     wait: StepCall | None = None
     """Its wait, once that could have been."""
 
@@ -173,7 +173,7 @@ class _Forward:
 
     def _make_room(self, at: int, free: int) -> None:
         """What copies hold during call ``at`` is at most ``free``, or nothing."""
-        held = [copy for copy in self._lane if copy.wait is not None and copy.last_read < at]
+        held = [copy for copy in self._lane if copy.wait is not None and copy.last_read <= at]
         held_bytes = sum(copy.size_bytes for copy in held)
         if held_bytes <= free:
             return
