@@ -18,6 +18,7 @@ from memo_runtime.heap import anonymous_bytes
 from memo_compile import shim
 from memo_compile.driver.around import parameters_around
 from memo_compile.step.group import Group
+from memo_compile.step.interludes import MEASURED_BYTES
 from memo_compile.step.problem import FixedBytes, Half, Interlude
 
 SAMPLE_S = 0.0001
@@ -25,10 +26,6 @@ SAMPLE_S = 0.0001
 
 MAX_CALLS = 4096
 """A step of more halves is no group: something keeps it from ever ending."""
-
-MEASURED_BYTES = 2**20
-"""What is measured is counted in units of this. Less than one is not counted: the slack of a plan
-covers as much, and threads and imports of a first step take it."""
 
 HalfCall = tuple[bool, int]
 """(is a backward, member)."""
@@ -271,7 +268,11 @@ class StepWatch:
 
 
 def _in_units(num_bytes: int) -> int:
-    """What is counted of ``num_bytes`` that were measured."""
+    """What is counted of ``num_bytes`` that were measured.
+
+    Less than a unit is not: a plan's slack covers as much, and a first step's threads and imports
+    take it.
+    """
     whole = -(-num_bytes // MEASURED_BYTES) * MEASURED_BYTES
     return whole if num_bytes >= MEASURED_BYTES else 0
 
