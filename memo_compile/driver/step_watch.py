@@ -9,7 +9,7 @@ import collections
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from memo_runtime.heap import anonymous_bytes
 from memo_compile import shim
 from memo_compile.driver.around import parameters_around
 from memo_compile.step.group import Group
+from memo_compile.step.interludes import MEASURED_BYTES
 from memo_compile.step.problem import FixedBytes, Half, Interlude
 
 SAMPLE_S = 0.0001
@@ -31,10 +32,6 @@ MAX_SAMPLE_S = 0.05
 
 MAX_CALLS = 4096
 """A step of more halves is no group: something keeps it from ever ending."""
-
-MEASURED_BYTES = 2**20
-"""What is measured is counted in units of this. Less than one is not counted: the slack of a plan
-covers as much, and threads and imports of a first step take it."""
 
 HalfCall = tuple[bool, int]
 """(is a backward, member)."""
@@ -103,6 +100,8 @@ class StepWatch:
     """What was seen of a graph since no step of it was live."""
 
     backward: Half
+    num_outputs: int
+    """How many of a forward's results are the user's; what is saved for the backward follows."""
     tangent_bytes: dict[str, int]
     samples: bool
     """Memory is read between the halves."""
@@ -122,6 +121,10 @@ class StepWatch:
     """Parameters of the model that no member has, and that had no gradient when the step began."""
     made: list[tuple[int, int]] = field(default_factory=list)
     """Gradients of those: (index of the call before which they were first seen, bytes)."""
+    existing: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)
+    """Parameters that had a gradient before their forward, or before the second, and its bytes."""
+    is_learned: bool = False
+    """A plan was made for it."""
     is_mixed: bool = False
     """Several threads ran it."""
     _after: int | None = None
@@ -149,8 +152,9 @@ class StepWatch:
             self._look_for_gradients(index)
         if not is_backward:
             self.members.append(_member(args))
+            self._note_existing(_parameters(args))
             if self.learns and len(self.members) == 2:
-                self.around = _without_gradient(self.parameters())
+                self._look_around()
         for position, value in enumerate(args):
             if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
                 continue
@@ -191,6 +195,24 @@ class StepWatch:
         left = now - self._after + gone
         self.interludes.append((half, max(0, most), max(0, left)))
         self._after = None
+
+    def _look_around(self) -> None:
+        """Remember which parameters of the model around the first two members have no gradient."""
+        found = [own for own in (reference() for reference in self.parameters()) if own is not None]
+        trained = [own for own in parameters_around(found) if own.requires_grad]
+        apart = {own.untyped_storage()._cdata: own for own in trained}.values()
+        self.around = [weakref.ref(own) for own in apart if own.grad is None]
+        self._note_existing(apart)
+
+    def _note_existing(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self.existing += [
+            (weakref.ref(own), own.grad.nbytes) for own in parameters if own.grad is not None
+        ]
+
+    def existing_gradient_bytes(self) -> int:
+        """Bytes of gradients that were there before the step."""
+        found = ((reference(), num_bytes) for reference, num_bytes in self.existing)
+        return sum({id(own): num_bytes for own, num_bytes in found if own is not None}.values())
 
     def _look_for_gradients(self, index: int) -> None:
         members = {id(own()) for own in self.parameters()}
@@ -243,8 +265,14 @@ class StepWatch:
             (number(result.half), result.position, result.alive_at)
             for result in self.results
             if result.is_gone and result.alive_at < last
+            if result.half[0] or result.position < self.num_outputs
         )
-        passed = {(number(half), position) for half, position in self.passed}
+        incoming = {name: at for at, name in enumerate(self.tangent_bytes)}
+        passed = {
+            (number(half), incoming[name])
+            for half, position in self.passed
+            if half[0] and (name := self.backward.arguments[position]) in incoming
+        }
         made = self._gradients_made()
         new_gradients = fixed.new_gradients + sum(made.values())
         inputs = sum(self.inputs.values())
@@ -286,19 +314,20 @@ class StepWatch:
 
 
 def _in_units(num_bytes: int) -> int:
-    """What is counted of ``num_bytes`` that were measured."""
+    """What is counted of ``num_bytes`` that were measured.
+
+    Less than a unit is not: a plan's slack covers as much, and a first step's threads and imports
+    take it.
+    """
     whole = -(-num_bytes // MEASURED_BYTES) * MEASURED_BYTES
     return whole if num_bytes >= MEASURED_BYTES else 0
 
 
-def _without_gradient(parameters: Sequence[weakref.ref[Any]]) -> list[weakref.ref[Any]]:
-    """Trained parameters of the model around these that have no gradient, one for each storage."""
-    found = [own for own in (reference() for reference in parameters) if own is not None]
-    trained = [own for own in parameters_around(found) if own.requires_grad and own.grad is None]
-    return [weakref.ref(own) for own in {o.untyped_storage()._cdata: o for o in trained}.values()]
+def _parameters(args: Sequence[Any]) -> list[torch.nn.Parameter]:
+    return [value for value in args if isinstance(value, torch.nn.Parameter)]
 
 
 def _member(args: Sequence[Any]) -> Member:
-    parameters = [value for value in args if isinstance(value, torch.nn.Parameter)]
+    parameters = _parameters(args)
     key = parameters[0].data_ptr() if parameters else None
     return Member(key=key, parameters=[weakref.ref(parameter) for parameter in parameters])
