@@ -5,10 +5,11 @@ and with the backward. Only when both halves are known is there a step: it goes 
 stages of whoever captures.
 """
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Never
 
@@ -73,6 +74,8 @@ class StepCapture:
     """Positions of inputs that other differentiable code made."""
     _num_examples: int = 0
     _forward: fx.GraphModule | None = None
+    _joint: tuple[fx.GraphModule, Any, dict[str, Any]] | None = None
+    """What the partitioner was given, where nothing is going to run."""
 
     def __post_init__(self) -> None:
         dump = Path(self.config.dump) / self.name if self.config.dump else None
@@ -84,15 +87,7 @@ class StepCapture:
         Raises UnsupportedGraph: a step that trains was not captured whole.
         """
         self._made_outside, self._num_examples = with_history(examples), len(examples)
-        partitioner = shim.partitioner(self.partition)
-        with (
-            shim.functorch_patch(
-                force_non_lazy_backward_lowering=True,
-                enable_autograd_cache=False,
-                enable_remote_autograd_cache=False,
-            ),
-            shim.inductor_patch({"custom_partitioner_fn": partitioner, **shim.NO_GRAPH_CACHE}),
-        ):
+        with self._settings():
             compiled = shim.compile_fx(gm, examples, inner_compile=self.inner)
         if self._units is not None and not self._finished:
             raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
@@ -109,6 +104,42 @@ class StepCapture:
 
         return gated
 
+    @contextlib.contextmanager
+    def _settings(self) -> Iterator[None]:
+        """Those of torch under which a graph is captured."""
+        partitioner = shim.partitioner(self.partition)
+        with (
+            shim.functorch_patch(
+                force_non_lazy_backward_lowering=True,
+                enable_autograd_cache=False,
+                enable_remote_autograd_cache=False,
+            ),
+            shim.inductor_patch({"custom_partitioner_fn": partitioner, **shim.NO_GRAPH_CACHE}),
+        ):
+            yield
+
+    def captured_again(self, step: CapturedStep, config: MemoConfig) -> CapturedStep:
+        """``step``, which this captured and nothing runs, as it is under another ``config``.
+
+        Only the joint graph is cut anew: what AOTAutograd traced does not depend on memo's options.
+        """
+        assert self._joint is not None, "nothing runs, and the partitioner was called"
+        joint, joint_inputs, settings = self._joint
+        other = StepCapture(config, self.facts, next_graph_name(), self.finish, is_run=False)
+        other._made_outside, other._num_examples = self._made_outside, self._num_examples
+        with other._settings():
+            forward, backward = other.partition(shim.copied(joint), joint_inputs, **settings)
+        other.runner.write_times()
+        assert other._units is not None, "the partitioner has run"
+        return replace(
+            step,
+            name=other.name,
+            forward=shim.copied(forward),
+            backward=shim.copied(backward),
+            units=other._units,
+            runner=other.runner,
+        )
+
     def partition(
         self,
         joint: fx.GraphModule,
@@ -116,13 +147,20 @@ class StepCapture:
         *,
         num_fwd_outputs: int,
         static_lifetime_input_indices: list[int] | None = None,
-        **_: Any,
+        **others: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward of ``joint`` with the saved activations in the frame.
 
         Raises UnsupportedGraph: the graph holds sizes that are not numbers, or a result that torch
         describes wrongly.
         """
+        if not self.is_run:
+            settings = {
+                "num_fwd_outputs": num_fwd_outputs,
+                "static_lifetime_input_indices": static_lifetime_input_indices,
+                **others,
+            }
+            self._joint = shim.copied(joint), joint_inputs, settings
         _require_known(joint)
         _note_users_checkpoints(joint)
         passes = (

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from memo_compile.cli.options import AsJson
 from memo_compile.errors import InputError
-from memo_compile.offline.step_store import StepStore, Stored
+from memo_compile.offline.step_store import RememberedFile, StepStore
 from memo_compile.offline.subject import step_store
 from memo_compile.units import format_bytes
 
@@ -52,16 +52,16 @@ def _store() -> StepStore:
     return store
 
 
-def _of_kind(stored: list[Stored], kind: str) -> list[Stored]:
+def _of_kind(stored: list[RememberedFile], kind: str) -> list[RememberedFile]:
     return [entry for entry in stored if entry.kind == kind]
 
 
-def _size(stored: list[Stored]) -> str:
+def _size(stored: list[RememberedFile]) -> str:
     return format_bytes(sum(entry.num_bytes for entry in stored))
 
 
 def _as_dict(
-    store: StepStore, stored: list[Stored], kinds: dict[str, list[Stored]]
+    store: StepStore, stored: list[RememberedFile], kinds: dict[str, list[RememberedFile]]
 ) -> dict[str, object]:
     faults = {entry.path.name: entry.fault for entry in stored if entry.fault is not None}
     return {

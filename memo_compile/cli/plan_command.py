@@ -106,11 +106,10 @@ def plan_command(
         policy=policy,
         remembers=not fresh,
     )
-    with _seldom_collected():
-        if sweep is not None:
-            _sweep(question, sweep, budgets, as_json=as_json)
-            return
-        answer, longest_seq = _answer(question, max_seq=max_seq, as_json=as_json)
+    if sweep is not None:
+        _sweep(question, sweep, budgets, as_json=as_json)
+        return
+    answer, longest_seq = _answer(question, max_seq=max_seq, as_json=as_json)
     if report is not None:
         write_text(report, render_html(answer.step.problem, answer.step.plan))
     if out is not None:
@@ -143,6 +142,18 @@ def _require_one_form(emit: str | None, *, as_json: bool) -> None:
         raise InputError("emit: prints settings, --json prints JSON; give one of the two")
 
 
+@contextlib.contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Cycles are looked for seldom, in tracing mostly in vain: a sixth of a plan's time."""
+    before = gc.get_threshold()
+    gc.set_threshold(GARBAGE, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@_seldom_collected()
 def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[Forecast, int | None]":
     """The forecast, and with ``max_seq`` the longest sequence that it is for."""
     from memo_compile.offline.forecast import forecast, longest
@@ -176,17 +187,7 @@ def _told(console: Console, bar: StepBar) -> Callable[[int, bool], None]:
     return tried
 
 
-@contextlib.contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Cycles are looked for seldom, in tracing mostly in vain: a sixth of a plan's time."""
-    before = gc.get_threshold()
-    gc.set_threshold(GARBAGE, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
+@_seldom_collected()
 def _sweep(question: "Question", over: str, num_budgets: int, *, as_json: bool) -> None:
     """Print what each budget costs."""
     from memo_compile.offline.forecast import sweep

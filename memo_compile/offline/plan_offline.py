@@ -140,6 +140,8 @@ class TracedModel:
     hardware: HardwareProfile | None = None
     more: MoreLayers | None = None
     _captured: dict[int | None, CapturedStep] = field(default_factory=dict)
+    """By what may be saved; the first was traced, the others are cut from its joint graph."""
+    _capture: StepCapture | None = None
     _planned: dict[Tiling, tuple[StepKnowledge, PlannedStep, OfflineStep]] = field(
         default_factory=dict
     )
@@ -181,8 +183,13 @@ class TracedModel:
         """The step before it is cut."""
         drops = options.drops_above()
         if drops not in self._captured:
-            graph = shim.copied(self.gm) if graph is None else graph
-            self._captured[drops] = _captured(graph, self.facts(), self.examples, options)
+            if self._capture is None:
+                graph = shim.copied(self.gm) if graph is None else graph
+                step, self._capture = _captured(graph, self.facts(), self.examples, options)
+            else:
+                first = next(iter(self._captured.values()))
+                step = self._capture.captured_again(first, options)
+            self._captured[drops] = step
         return self._captured[drops]
 
 
@@ -206,13 +213,13 @@ def offline_facts(known: StepKnowledge) -> OfflineFacts:
 
 def _captured(
     graph: fx.GraphModule, facts: GraphFacts, examples: Sequence[Any], config: MemoConfig
-) -> CapturedStep:
+) -> tuple[CapturedStep, StepCapture]:
     found: list[CapturedStep] = []
     capture = StepCapture(config, facts, next_graph_name(), found.append, is_run=False)
     capture.run(graph, examples)
     if not found:
         raise UnsupportedGraph(NOTHING_TRAINS)
-    return found[0]
+    return found[0], capture
 
 
 def _with_loss(model: Callable[..., Any], loss: Callable[[Any], Any] | None) -> Callable[..., Any]:

@@ -40,7 +40,7 @@ UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class RememberedFile:
     """One file of the store."""
 
     path: Path
@@ -91,11 +91,11 @@ class StepStore:
         except OSError as error:
             log.info("memo: a step is not remembered: %s", error)
 
-    def stored(self) -> list[Stored]:
+    def stored(self) -> list[RememberedFile]:
         """Every file of the folder, by name; each is read and checked."""
         return [_stored(path) for path in sorted(self.folder.glob("*.json"))]
 
-    def clear(self) -> list[Stored]:
+    def clear(self) -> list[RememberedFile]:
         """Remove every file; what there was. Raises InputError: one cannot be removed."""
         removed = self.stored()
         for entry in removed:
@@ -126,7 +126,7 @@ def _checked(data: bytes, name: str) -> Any:
     return json.loads(body)
 
 
-def _stored(path: Path) -> Stored:
+def _stored(path: Path) -> RememberedFile:
     """What the file says of itself, and whether it is what it says."""
     kind, num_bytes = UNKNOWN, 0
     try:
@@ -135,5 +135,5 @@ def _stored(path: Path) -> Stored:
         _checked(data, path.name.partition(".")[0])
         kind = json.loads(data.partition(b"\n")[0])["kind"]
     except (OSError, ValueError, RecursionError) as error:
-        return Stored(path=path, kind=kind, num_bytes=num_bytes, fault=str(error))
-    return Stored(path=path, kind=kind, num_bytes=num_bytes)
+        return RememberedFile(path=path, kind=kind, num_bytes=num_bytes, fault=str(error))
+    return RememberedFile(path=path, kind=kind, num_bytes=num_bytes)

@@ -7,16 +7,23 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from memo_compile import shim
+from memo_compile.config import resolve
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
 from memo_compile.offline import forecast as forecasting
 from memo_compile.offline import model_plans, plan_offline, remembered_places
 from memo_compile.offline.forecast import Question, forecast
+from memo_compile.offline.offline_step import offline_config
 from memo_compile.offline.remembered_places import RememberedPlaces
 from memo_compile.offline.remembered_step import StepRecord, Threshold
+from memo_compile.offline.shapes.degrees import Degrees
+from memo_compile.offline.shapes.load import load
 from memo_compile.offline.step_store import StepStore
+from memo_compile.passes.runner import graph_text
 from memo_compile.planners.placement import Buffer, PlacementProblem, place
 from memo_compile.step.serialise import plain, restore, to_json
 
@@ -196,6 +203,38 @@ def test_the_store_drops_what_was_not_used_for_longest(tmp_path):
     small.write({"number": 3}, "y" * 100)
     kept = [number for number in range(4) if list(small.read({"number": number}))]
     assert kept == [0, 3]
+
+
+def test_other_tries_are_cut_from_the_joint_graph_that_was_traced_first(monkeypatch):
+    """And are what they were if each had been traced by itself."""
+    seen, compiled = [], shim.compile_fx
+
+    def counted(*args, **kwargs):
+        seen.append(1)
+        return compiled(*args, **kwargs)
+
+    monkeypatch.setattr(shim, "compile_fx", counted)
+    config = offline_config(resolve({"memory_budget": 2**30}, None), ASKED.hardware)
+    whole = dataclasses.replace(config, token_tiles=1)
+    in_tiles = dataclasses.replace(config, token_tiles=8, drop_above_bytes=2**40)
+    first, second = lowered_in((whole, in_tiles))
+    assert len(seen) == 1
+    (alone,) = lowered_in((in_tiles,))
+    assert second == alone
+    assert first != second
+
+
+def lowered_in(tries):
+    """Of each of ``tries`` the graphs and the step, as text, of one traced model."""
+    loaded = load(SHAPE.name, seq=1024, batch=1, dtype=torch.bfloat16, degrees=Degrees())
+    found = []
+    with plan_offline.tracing(loaded.model, loaded.args, {}, hardware=ASKED.hardware) as traced:
+        for options in tries:
+            captured = traced.captured(options)
+            known = traced.lowered(options).lowered
+            halves = graph_text(captured.forward), graph_text(captured.backward)
+            found.append((*halves, captured.units.structure, to_json(known.problem), known.whole))
+    return found
 
 
 PLACED = PlacementProblem(
