@@ -56,6 +56,7 @@ def _as_dict(found: Comparison) -> dict[str, Any]:
         "tolerance": TOLERANCE,
         "device": found.measured.device,
         "layers": [dataclasses.asdict(layer) for layer in found.layers],
+        "differences": [{"layer": layer, "bytes": more} for layer, more in found.differences()],
         "largest": [
             {"bytes": block.size_bytes, "frames": list(block.frames)}
             for block in found.measured.blocks[:NUM_LARGEST]
@@ -81,7 +82,9 @@ def _as_text(found: Comparison) -> str:
             )
             for layer in found.layers
         ]
-        return f"{text}\n\n" + format_table(("alive at the peak", "planned", "measured"), rows)
+        return f"{text}\n{_difference(found)}\n\n" + format_table(
+            ("alive at the peak", "planned", "measured"), rows
+        )
     if not found.measured.blocks:
         return text
     largest = [
@@ -90,3 +93,16 @@ def _as_text(found: Comparison) -> str:
     ]
     note = "no frame of the snapshot names a call of the plan; the largest blocks at its peak:"
     return f"{text}\n{note}\n" + "\n".join(f"{size:>12}  {frame}" for size, frame in largest)
+
+
+def _difference(found: Comparison) -> str:
+    """Where plan and measurement part, in a line."""
+    if any(layer.planned_bytes is None for layer in found.layers):
+        return (
+            "what the plan has of each layer is in its problem.json, which is not here: --problem"
+        )
+    parts = [
+        f"{layer} {format_bytes(abs(more))} {'more' if more > 0 else 'less'}"
+        for layer, more in found.differences()[:NUM_LARGEST]
+    ]
+    return f"beside the plan: {', '.join(parts)}" if parts else "no layer differs from the plan"

@@ -38,6 +38,9 @@ TOKEN_GRANULE = 128
 NEAR = 1.2
 """Greed's smallest plan, in tiles everywhere, may take so many times what the whole choice does."""
 
+ROUNDER = TOKEN_TILES
+"""Multiples of so many granules divide into tiles."""
+
 MAX_SIZE = 2**40
 """No size above this is tried: a step that takes it is not bounded by memory."""
 
@@ -222,32 +225,51 @@ class Fitting:
 
     def _fitted(self, varied: Varied, say: Callable[[str], None], tried: Tried) -> Fitted:
         granule, what = self._granule(varied), varied.what
-        search = LengthSearch(
-            start=varied.size // granule,
-            budget_bytes=self.available_bytes,
-            constant_bytes=self._constant_bytes(),
-        )
         sizes = _Sizes(self, varied)
-        while (count := search.next_count()) is not None and count * granule <= MAX_SIZE:
-            size = count * granule
+
+        def need(size: int) -> Need:
             say(f"{what.value} of {size:,}: tracing and planning")
-            need = sizes.need(size)
-            tried(what, size, need.fits)
-            search.tell(count, need)
-        count, step = search.low, None
-        if count:
-            say(f"{what.value} of {count * granule:,}: the fastest plan")
-        while count and (step := sizes.fastest(count * granule)) is None:
-            count -= 1  # what fits at any speed, fits: but placements are searched by the clock
+            found = sizes.need(size)
+            tried(what, size, found.fits)
+            return found
+
+        size, step = self._largest(need, granule, varied.size), None
+        if size:
+            say(f"{what.value} of {size:,}: the fastest plan")
+        while size and (step := sizes.fastest(size)) is None:
+            size -= (
+                granule  # what fits at any speed, fits: but placements are searched by the clock
+            )
         return Fitted(
             varied=varied,
             multiple_of=granule,
-            size=count * granule,
+            size=size,
             step=step,
-            floor_bytes=None if count else sizes.floor_bytes(granule),
-            refused=sizes.refusal(count * granule),
-            notes=tuple(self._notes(varied, count * granule)),
+            floor_bytes=None if size else sizes.floor_bytes(granule),
+            refused=sizes.refusal(size),
+            notes=tuple(self._notes(varied, size)),
         )
+
+    def _largest(self, need: Callable[[int], Need], granule: int, own_size: int) -> int:
+        """The largest multiple of ``granule`` that fits; 0: none.
+
+        Bytes grow with sizes, but for sizes that divide into no tiles (a batch of 17 short
+        sequences): so rounder ones are asked where an uneven one was too large.
+        """
+        search = LengthSearch(
+            start=own_size // granule,
+            budget_bytes=self.available_bytes,
+            constant_bytes=self._constant_bytes(),
+        )
+        while (count := search.next_count()) is not None and count * granule <= MAX_SIZE:
+            search.tell(count, need(count * granule))
+        largest, rounder = search.low * granule, ROUNDER * granule
+        while largest and largest < MAX_SIZE:
+            size = (largest // rounder + 1) * rounder
+            if size == largest + granule or not need(size).fits:
+                break
+            largest = size
+        return largest
 
     def _constant_bytes(self) -> int:
         """Parameters, gradients, optimizer state; 0 where what is compiled is a function."""

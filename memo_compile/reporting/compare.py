@@ -25,6 +25,9 @@ TOLERANCE = 0.02
 NUM_LARGEST = 8
 """How many of the blocks that are alive at the measured peak are named."""
 
+SMALL_SHARE = 0.001
+"""Layers that differ by less than this share of the planned peak are not named."""
+
 OTHER = "other memory"
 """Stands for blocks whose frames name no call of the plan."""
 
@@ -73,6 +76,19 @@ class Comparison:
     def holds(self) -> bool:
         """Whether the measured peak is at most the planned one, TOLERANCE included."""
         return self.measured.peak_bytes <= self.planned_bytes * (1 + TOLERANCE)
+
+    def differences(self) -> tuple[tuple[str, int], ...]:
+        """(layer, bytes measured beyond the plan), the largest first, where they are worth a word.
+
+        Less than SMALL_SHARE of the plan is not; nor is what no plan says anything about.
+        """
+        known = (
+            (layer.layer, layer.measured_bytes - layer.planned_bytes)
+            for layer in self.layers
+            if layer.planned_bytes is not None
+        )
+        least = SMALL_SHARE * self.planned_bytes
+        return tuple(sorted((d for d in known if abs(d[1]) >= least), key=lambda d: -abs(d[1])))
 
 
 class _PlainUnpickler(pickle.Unpickler):

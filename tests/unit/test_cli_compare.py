@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import re
 
 import pytest
 
@@ -102,6 +103,21 @@ def test_compare_shows_peak_and_layers(capsys, dump):
     assert "layer 3" in out
 
 
+def test_compare_says_where_plan_and_measurement_part(capsys, dump):
+    arguments = "compare", dump / "plan.json", dump / "snapshot.pickle"
+    assert "no layer differs from the plan" in run(capsys, *arguments)[1]
+    problem, plan = layered(4)
+    snapshot = memory_snapshot(problem, plan)
+    call = next(call.name for call in problem.calls if call.name.startswith("fwd@3"))
+    snapshot["device_traces"][0].insert(0, event("alloc", 10**15, 700 * MIB, name=call))
+    (dump / "snapshot.pickle").write_bytes(pickle.dumps(snapshot))
+    code, out, _ = run(capsys, *arguments)
+    assert code == 1
+    assert re.search(r"beside the plan: layer \d 700\.00 MiB more", out)
+    (difference,) = json.loads(run(capsys, *arguments, "--json")[1])["differences"]
+    assert difference["bytes"] == 700 * MIB
+
+
 @pytest.mark.parametrize(("above", "code"), [(1.019, 0), (1.021, 1)])
 def test_two_percent_more_than_planned_is_allowed(capsys, dump, above, code):
     measured = int(layered(4)[1].peak_bytes * above)
@@ -119,6 +135,8 @@ def test_compare_without_the_problem_knows_no_planned_layers(capsys, dump):
     layers = json.loads(out)["layers"]
     assert {layer["planned_bytes"] for layer in layers} == {None}
     assert "fwd@3" in {layer["layer"] for layer in layers}
+    text = run(capsys, "compare", dump / "plan.json", dump / "snapshot.pickle")[1]
+    assert "what the plan has of each layer is in its problem.json, which is not here" in text
 
 
 class Evil:

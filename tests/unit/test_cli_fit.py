@@ -288,6 +288,16 @@ def test_a_batch_is_searched_one_by_one(answered):
     assert answer.found[0].size == 37
 
 
+def test_a_rounder_size_may_fit_where_an_uneven_one_does_not(answered):
+    def need(self, varied, size):
+        uneven = 3 if size % 8 else 1  # in no tiles
+        return Need(1000 * size * uneven, 1000 * size * uneven <= 33_000)
+
+    answer, tried = answered(need, vary=(fitting.Vary.BATCH,))
+    assert answer.found[0].size == 32
+    assert (fitting.Vary.BATCH, 40, False) in tried
+
+
 def test_where_the_model_refuses_longer_ones_that_is_said(answered):
     answer, _ = answered(needs(10, math.inf, refused_from=512))
     (found,) = answer.found

@@ -215,3 +215,10 @@ def test_host_memory_is_called_pinned_nowhere():
     """A plan does not say which kind it was made for: on CPU nothing is pinned."""
     problem, plan = layered()
     assert "pinned" not in render_html(problem, dataclasses.replace(plan, host_bytes=4096))
+
+
+def test_what_moves_goes_to_host_memory_whatever_its_kind():
+    """A CPU's host store is no pinned memory."""
+    page = render_html(*layered(4))
+    assert "in host memory" in page
+    assert "pinned" not in page
