@@ -273,23 +273,22 @@ def test_greedy_goes_from_save_all_down():
     assert max(model.host_bytes(chosen) for chosen in limited) <= 100 * KIB
 
 
-@pytest.mark.parametrize("policy", ["greedy", "auto"])
 @pytest.mark.parametrize("kib_per_s", [20, 60])
 def test_plans_near_the_floor_are_left_out_only_where_they_would_not_be_chosen(
-    policy, kib_per_s, monkeypatch
+    kib_per_s, monkeypatch
 ):
-    step = movable_step(6, bytes_per_s=kib_per_s * KIB)
+    step = movable_step(4, bytes_per_s=kib_per_s * KIB)
     most = peak_live_bytes(step.problem)
 
     def steps() -> list[float | None]:
         found: list[float | None] = []
-        for percent in range(40, 100, 4):
+        for percent in range(50, 100, 8):
             try:
                 choice = choose(
                     step,
                     budget_bytes=most * percent // 100,
                     host_budget_bytes=None,
-                    policy=policy,
+                    policy="greedy",
                     recompute=recomputer(step),
                     place=Live,
                 )
@@ -301,7 +300,7 @@ def test_plans_near_the_floor_are_left_out_only_where_they_would_not_be_chosen(
     sparing = steps()
     monkeypatch.setattr(CandidateSource, "near_floor_least_s", lambda _: 0.0)
     assert steps() == sparing
-    assert len(set(sparing)) > 3
+    assert len(set(sparing)) > 2
 
 
 def test_near_the_floor_the_last_layer_may_do_something_else():
