@@ -3,8 +3,9 @@
 import pytest
 
 from memo_compile.planners.copy_windows import widened
+from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.moves import apply_moves
-from memo_compile.step.movable import Action, Mode, Moves, Schedule
+from memo_compile.step.movable import Action, Mode, Moves, Schedule, StepCosts
 from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import peak_live_bytes, simulate
 from tests.steps.movable import KIB, costs_of, movable_step, recomputer
@@ -44,3 +45,39 @@ def test_a_step_without_copies_stays_as_it_is():
     problem = movable_step(2).problem
     assert isinstance(problem, Problem)
     assert widened(problem, costs_of(movable_step(2))).problem is problem
+
+
+def offloaded_at_once(kib_per_s: int) -> tuple[Problem, StepCosts]:
+    """Every layer offloads x, a, b and the larger c, each where it is made, and waits there."""
+    step = movable_step(4, bytes_per_s=KIB * kib_per_s)
+    mode = Mode(actions=(OFFLOAD, OFFLOAD, OFFLOAD, OFFLOAD, Action.RECOMPUTE))
+    once = Schedule(offload_lag=0, reload_lead=0, at_once=True)
+    moves, recompute = Moves(modes=(mode,) * 4, schedule=once), recomputer(step)
+    regions = map(recompute, recompute_keys(step.classes["L"], mode))
+    return apply_moves(step, moves, recompute), costs_of(step, *regions)
+
+
+def test_a_large_copy_that_has_place_goes_behind_small_ones_that_have_not():
+    problem, costs = offloaded_at_once(60)
+    wide = widened(problem, costs, 1.138).problem
+    names = [call.name for call in wide.calls]
+    assert names.index("offload.c1") > names.index("offload.a1")
+    assert [call.name for call in problem.calls].index("offload.c1") < [
+        call.name for call in problem.calls
+    ].index("offload.a1")
+    assert simulate(wide, costs).step_s == pytest.approx(18.733, abs=1e-3)
+    assert peak_live_bytes(wide) <= 1.138 * peak_live_bytes(problem)
+
+
+@pytest.mark.parametrize("kib_per_s", [40, 100])
+def test_nothing_changes_below_the_next_times_and_something_does_there(kib_per_s):
+    problem, costs = offloaded_at_once(kib_per_s)
+    times, steps = 1.0, []
+    for _ in range(6):
+        wide = widened(problem, costs, times)
+        steps.append(simulate(wide.problem, costs).step_s)
+        below = times + 0.98 * (wide.next_times - times)
+        assert widened(problem, costs, below).problem.calls == wide.problem.calls
+        times = wide.next_times + 1e-6
+    assert steps == sorted(steps, reverse=True)
+    assert len(set(steps)) >= 5

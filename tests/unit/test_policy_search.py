@@ -8,10 +8,17 @@ import pytest
 from benchmarks.layer_steps import Setting, gpt_step, recompute_of
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
+from memo_compile.errors import Infeasible
 from memo_compile.planners import solver
 from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.policy import choose
-from memo_compile.planners.policy.candidates import CandidateSource, simulated
+from memo_compile.planners.policy.candidates import (
+    MAX_LAST,
+    ONCE,
+    CandidateSource,
+    last_layer_kept,
+    simulated,
+)
 from memo_compile.planners.policy.cheapest_first import MAX_KEYS, greedy_sequence
 from memo_compile.planners.policy.frontier import is_steady
 from memo_compile.planners.policy.milp import lowest_peak, make_bundles, solve_modes
@@ -29,7 +36,7 @@ from memo_compile.planners.policy.modes import (
     with_launches,
 )
 from memo_compile.planners.policy.named import NAMED
-from memo_compile.planners.policy.subsets import MAX_GROUPS, recompute_sets, slot_groups
+from memo_compile.planners.policy.subsets import MAX_GROUPS, MAX_SETS, recompute_sets, slot_groups
 from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.movable import Action, Moves, RecomputeKey, Schedule
 from memo_compile.step.problem import Problem
@@ -67,6 +74,20 @@ def test_many_slots_are_merged_into_groups():
     assert len(groups) == MAX_GROUPS
     assert sorted(slot for group in groups for slot in group) == list(range(2, 25))
     assert max(recompute_sets(wide), key=len) == frozenset(range(2, 25))
+
+
+def test_the_set_after_which_a_byte_costs_most_is_kept():
+    """Eight slots of nearly the same price, and one that costs a hundred times as much."""
+    cls = movable_step(2).classes["L"]
+    slots = tuple(replace(cls.slots[4], name=f"e{i}") for i in range(9))
+    ops = tuple(
+        replace(cls.ops[0], name=f"op{i}", slot=i, seconds=100.0 if i == 8 else 1 + 0.1 * i)
+        for i in range(9)
+    )
+    ops = tuple(replace(op, can_recompute=True) for op in ops)
+    sets = recompute_sets(replace(cls, slots=slots, ops=ops, parts={}))
+    assert len(sets) == MAX_SETS
+    assert frozenset(range(8)) in sets
 
 
 def test_costs_of_a_mode():
@@ -112,6 +133,23 @@ def test_regions_are_kept_apart_by_a_copy_of_what_joins_them():
     assert apart(cls, everything) == {2, 4}  # c is copied, so that b is made when it is read
     keys = recompute_keys(cls, make_mode(cls, recompute=(2, 4), offload=(3,)))
     assert [key.slots for key in keys] == [(4,), (2,)]
+
+
+def test_small_slots_join_no_regions_that_are_read_at_different_times():
+    """Of b, which d is made from, a few bytes are left; it is kept, so that d is made apart."""
+    cls = movable_step(2).classes["L"]
+    sizes, reads = (64 * KIB, 64 * KIB, 64, 64 * KIB, 64 * KIB), (3, 3, 3, 3, 0)
+    slots = tuple(
+        replace(slot, size_bytes=size, first_read=first)
+        for slot, size, first in zip(cls.slots, sizes, reads, strict=True)
+    )
+    ops = tuple(replace(op, inputs=(2,)) if op.slot in (3, 4) else op for op in cls.ops)
+    cls = replace(cls, parts={}, slots=slots, ops=ops)
+    step = movable_step(2)
+    modes = class_modes(replace(step, classes={"L": cls}), "L", recomputer(step))
+    sets = {mode.mode.slots(Action.RECOMPUTE) for mode in modes}
+    assert (3, 4) in sets
+    assert (2, 3, 4) not in sets
 
 
 def test_without_copies_in_flight_the_model_has_the_programs_bytes():
@@ -233,6 +271,50 @@ def test_greedy_goes_from_save_all_down():
     assert all(num_keys(model, chosen) <= MAX_KEYS for chosen in sequence)
     limited = greedy_sequence(model, host_budget_bytes=100 * KIB)
     assert max(model.host_bytes(chosen) for chosen in limited) <= 100 * KIB
+
+
+@pytest.mark.parametrize("kib_per_s", [20, 60])
+def test_plans_near_the_floor_are_left_out_only_where_they_would_not_be_chosen(
+    kib_per_s, monkeypatch
+):
+    step = movable_step(4, bytes_per_s=kib_per_s * KIB)
+    most = peak_live_bytes(step.problem)
+
+    def steps() -> list[float | None]:
+        found: list[float | None] = []
+        for percent in range(50, 100, 8):
+            try:
+                choice = choose(
+                    step,
+                    budget_bytes=most * percent // 100,
+                    host_budget_bytes=None,
+                    policy="greedy",
+                    recompute=recomputer(step),
+                    place=Live,
+                )
+                found.append(choice.timeline.step_s)
+            except Infeasible:
+                found.append(None)
+        return found
+
+    sparing = steps()
+    monkeypatch.setattr(CandidateSource, "near_floor_least_s", lambda _: 0.0)
+    assert steps() == sparing
+    assert len(set(sparing)) > 2
+
+
+def test_near_the_floor_the_last_layer_may_do_something_else():
+    step = movable_step(6, bytes_per_s=20 * KIB)
+    modes = layer_modes(step, recomputer(step))
+    model = build_model(step, modes, ONCE, 0.2)
+    chosen = (int(model.deltas[0].sum(axis=1).argmin()),) * 6
+    above = model.peak_bytes((0,) * 6)
+    others = list(last_layer_kept(model, chosen, above))
+    assert 0 < len(others) <= MAX_LAST
+    for other in others:
+        assert other[:-1] == chosen[:-1]
+        assert model.cost_s(other) < model.cost_s(chosen)
+        assert model.peak_bytes(other) < above
 
 
 def test_bundles_are_single_layers_or_equal_parts():

@@ -14,7 +14,7 @@ from typing import Any
 
 from memo_compile.errors import InvalidPlan
 from memo_compile.planners.copy_windows import Widened, widened
-from memo_compile.planners.move_rules import RecomputeOf, recompute_keys
+from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_keys
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.cheapest_first import greedy_sequence
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
@@ -193,7 +193,7 @@ def _ever_smaller(
             yield peak, chosen
 
 
-def _last_layer_kept(
+def last_layer_kept(
     model: StepModel, chosen: tuple[int, ...], below_bytes: int
 ) -> Iterator[tuple[int, ...]]:
     """``chosen`` with faster modes of the last layer, as long as the peak is below so many bytes.
@@ -224,6 +224,7 @@ class SearchedMoves:
     """The moves that were found for one step; a later round simulates them with better costs."""
 
     greedy: tuple[Moves, ...] | None = None
+    near_floor: tuple[Moves, ...] | None = None
     program: tuple[Moves, ...] | None = None
 
 
@@ -254,24 +255,44 @@ class CandidateSource:
         found.update(dict.fromkeys(map(_widened, slow)))
         return [*self._valid(found), *known]
 
-    def greedy(self) -> list[Candidate]:
-        """What policy ``greedy`` chooses from."""
-        return self._valid(self._greedy())
+    def greedy(self, *, near_floor: bool = True) -> list[Candidate]:
+        """What policy ``greedy`` chooses from; ``near_floor`` with plans of the fewest bytes."""
+        return self._valid(self._greedy() if near_floor else self._far_from_floor())
+
+    def near_floor_least_s(self) -> float:
+        """What plans near the floor take at least: their computation and recomputation."""
+        compute_s = sum(facts_of(self.step).call_s)
+        again = (
+            sum(
+                self.recompute(key).seconds
+                for layer, mode in zip(self.step.layers, moves.modes, strict=True)
+                for key in recompute_keys(self.step.class_of(layer), mode)
+            )
+            for moves in self._near_floor()
+        )
+        return compute_s + min(again, default=math.inf)
 
     def steady(self) -> list[Candidate]:
         """Plans that do not depend on measured seconds."""
         return self._valid(steady_moves(self.step, self.recompute))
 
     def _greedy(self) -> tuple[Moves, ...]:
+        return *self._far_from_floor(), *self._near_floor()
+
+    def _far_from_floor(self) -> tuple[Moves, ...]:
         if self.searched.greedy is None:
-            modes = layer_modes(self.step, self.recompute, exact=self.exact)
-            models = [build_model(self.step, modes, schedule) for schedule in (NEXT, WIDE)]
-            found = [self._greedy_moves(model) for model in models]
-            for price in COPY_PRICES:
-                model = build_model(self.step, modes, ONCE, price)
-                found.append(self._moves_near_floor(model))
+            models = self._models((NEXT, WIDE)).values()
+            found = map(self._greedy_moves, models)
             self.searched.greedy = tuple(itertools.chain.from_iterable(found))
         return self.searched.greedy
+
+    def _near_floor(self) -> tuple[Moves, ...]:
+        if self.searched.near_floor is None:
+            modes = layer_modes(self.step, self.recompute, exact=self.exact)
+            models = (build_model(self.step, modes, ONCE, price) for price in COPY_PRICES)
+            found = map(self._moves_near_floor, models)
+            self.searched.near_floor = tuple(itertools.chain.from_iterable(found))
+        return self.searched.near_floor
 
     def _program(self) -> tuple[Moves, ...]:
         if self.searched.program is None:
@@ -348,7 +369,7 @@ class CandidateSource:
         smaller = list(_ever_smaller(model, sequence))[-NEAR_FLOOR - 1 :]
         for (above, _), (_, chosen) in itertools.pairwise([smaller[0], *smaller]):
             yield model.moves(chosen, "greedy")
-            for other in _last_layer_kept(model, chosen, above):
+            for other in last_layer_kept(model, chosen, above):
                 if most is None or model.host_bytes(other) <= most:
                     yield model.moves(other, "greedy")
 

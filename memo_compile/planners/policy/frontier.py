@@ -198,9 +198,12 @@ def _search(
         if found is not None:
             return saved, found
         steady = source.steady() if policy == "greedy" else []
-        ordered = in_order([*saved, *source.greedy(), *steady], chooser.host_budget_bytes)
-        chooser.require_fast(ordered, min(wanted_s, chooser.max_step_s))
-        found = chooser.pick(ordered)
+        fast_s = min(wanted_s, chooser.max_step_s)
+        ordered, found = _far_from_floor(source, chooser, [*saved, *steady], fast_s)
+        if found is None:
+            ordered = in_order([*saved, *source.greedy(), *steady], chooser.host_budget_bytes)
+            chooser.require_fast(ordered, fast_s)
+            found = chooser.pick(ordered)
         limit_s = saved[0].cost_s * (1 + GOOD_ENOUGH)
         if policy == "greedy" or (found is not None and found[0].cost_s <= limit_s):
             return ordered, found
@@ -212,6 +215,21 @@ def _search(
     if policy == "memo" and alpha is None and chooser.budget_bytes is not None:
         considered += sorted(source.named(policy, QUANTA), key=_preference)
     return considered, chooser.pick(considered)
+
+
+def _far_from_floor(
+    source: CandidateSource, chooser: "_Chooser", others: Sequence[Candidate], fast_s: float
+) -> tuple[list[Candidate], tuple[Candidate, Plan] | None]:
+    """The choice without plans near the floor, where it would be the same with them.
+
+    It is where one that none beats fits and is as fast as the fastest of those could be: what is
+    slower comes after it. Plans near the floor take longest to simulate.
+    """
+    considered = [*others, *source.greedy(near_floor=False)]
+    best = unbeaten(considered, chooser.host_budget_bytes)
+    least_s = source.near_floor_least_s()
+    fast = [plan for plan in best if plan.cost_s < least_s and plan.timeline.step_s <= fast_s]
+    return considered, chooser.pick(fast)
 
 
 def _preference(candidate: Candidate) -> tuple[float, int, int]:
