@@ -279,7 +279,12 @@ class GroupedSteps:
         with shim.real_tensors():
             bound.reserve()
         observed = Observed(planning_s=planned.planning_s, lowering_s=assembly.lowered.lowering_s)
-        reported = ReportedGroup.of_group(planned.plan, observed, len(bound.members))
+        reported = ReportedGroup.of_group(
+            planned.plan,
+            observed,
+            len(bound.members),
+            max((found.most_bytes for found in planned.problem.interludes), default=0),
+        )
         self.planned = PlannedGroup(members, planned, bound, reported)
         self._dump(planned)
         state.replace_group(None if before is None else before.reported, reported)

@@ -56,6 +56,8 @@ def _lines(plan: ReportedPlan) -> Iterator[str]:
             f"  results count as held, {format_bytes(fixed.outputs)}: dropped before the backward "
             f"{format_bytes(plan.dropping_saves_bytes)} less (outputs='dropped')"
         )
+    if isinstance(plan, ReportedGroup) and plan.between_bytes:
+        table.add_row("code between blocks", format_bytes(plan.between_bytes), "as measured")
     if fixed.earlier_outputs:
         yield f"  results of earlier steps are held: {format_bytes(fixed.earlier_outputs)}"
     if plan.step_s:
