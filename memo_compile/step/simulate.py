@@ -91,7 +91,7 @@ def most_per_call(problem: Problem) -> Any:
     """
     starts = call_starts(problem)
     levels = _memory_levels(problem)
-    most = sum(np.maximum.reduceat(level, np.array(starts[:-1])) for level in levels)
+    most: Any = sum(np.maximum.reduceat(level, np.array(starts[:-1])) for level in levels)
     for call, passing in passing_bytes(problem):
         most[call] = max(most[call], passing + sum(lvl[starts[call + 1] - 1] for lvl in levels))
     return most

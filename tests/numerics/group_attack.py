@@ -91,6 +91,12 @@ class Run:
     model: Model
     extra: list[torch.Tensor] = field(default_factory=list)
 
+    def sgd(self) -> None:
+        with torch.no_grad():
+            for own in self.model.parameters():
+                if own.grad is not None:
+                    own -= 0.05 * own.grad
+
     def back(self, loss: torch.Tensor, **how: Any) -> None:
         self.extra.append(loss.detach().clone())
         loss.backward(**how)
@@ -390,17 +396,12 @@ def attack(seed: int) -> Counter[str]:
     for at, mode in enumerate(("plain", "plain", *case.modes, "plain")):
         where = f"seed {seed}, {case}, budget {budget}, mode {mode} ({at})"
         refused = _both(runs, mode, 10 * at, seed + at, where)
-        if refused is not None:
-            assert mode != "plain" or runs[0].model.head.weight.grad is not None, (
-                f"refused: {refused} in {where}"
-            )
-            counted["refused"] += 1
+        kept = runs[0].model.head.weight.grad is not None  # so that a budget may not do
+        assert refused is None or mode != "plain" or kept, f"refused: {refused} in {where}"
+        counted["refused"] += refused is not None
         counted["steps"] += 1
         for run in runs:
-            with torch.no_grad():
-                for own in run.model.parameters():
-                    if own.grad is not None:
-                        own -= 0.05 * own.grad
+            run.sgd()
             if case.zeroes or refused is not None or at < 2:
                 run.model.zero_grad()
     counted["groups"] += len(memo_compile.report().groups) > 0
