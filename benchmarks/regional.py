@@ -1,13 +1,18 @@
 """Blocks compiled one by one under one budget, kept: ``python -m benchmarks.regional``.
 
-A Llama of transformers whose decoder layers are compiled in place (``layer.compile``), beside the
-same model compiled whole. At budgets from the group's floor to none, each in a process of its own:
-the physical peak of every step from the second on must be at most 1.01 times the budget, and no
-forward runs without a plan from then on. The group's floor must be at most 1.15 times the whole
-model's. The first step is watched; its peak is printed.
+A Llama of transformers whose decoder layers are compiled in place (``layer.compile``), and a video
+transformer of diffusers through its own regional compilation (``compile_repeated_blocks``), each
+beside the same model compiled whole. At budgets from the group's floor to none, each in a process
+of its own: the physical peak of every step from the second on must be at most 1.01 times the
+budget, and no forward runs without a plan from then on. The group's floor must be at most 1.15
+times the whole model's. The first step is watched; its peak is printed.
+
+In a regional run head and loss are the user's code, between two blocks, untiled and in ordinary
+memory; whole, they are in the graph. What they take at their most is ``between_bytes``.
 """
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,22 +26,38 @@ NUM_STEPS = 5
 MAX_PEAK_OVER_BUDGET = 1.01
 MAX_FLOOR_RATIO = 1.15
 SMALL = 1
+MODELS = ("llama", "diffusers")
 
 
 def main() -> int:
     """Measure, print the table, write the result; 1 when a promise breaks."""
     parser = harness.parser(__doc__, sizes=SIZES)
     parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--model", choices=MODELS, help="only this one")
     return harness.run_benchmark("regional", parser.parse_args(), measure, child)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All arms, and what they did not keep."""
+    """All arms of all models, and what they did not keep."""
+    found: dict[str, Any] = {"settings": {name: getattr(options, name) for name in SIZES}}
+    failures: list[str] = []
+    for model in MODELS if options.model is None else (options.model,):
+        if model == "diffusers" and importlib.util.find_spec("diffusers") is None:
+            print("diffusers is not installed (pip install diffusers): its model is left out")
+            found[model] = "left out: diffusers is not installed"
+            continue
+        found[model] = measured(options, model)
+        failures += (f"{model}: {text}" for text in judge(found[model]))
+    return {**found, "failures": failures}
+
+
+def measured(options: argparse.Namespace, model: str) -> dict[str, Any]:
+    """The floors of one model, and its steps at budgets between."""
     shared = harness.passed_on(options, *SIZES)
 
     def arm(name: str, budget: int) -> dict[str, Any]:
-        print(f"{name} {budget}", file=sys.stderr, flush=True)
-        arguments = (f"--child={name}", *shared, f"--budget={budget}")
+        print(f"{model} {name} {budget}", file=sys.stderr, flush=True)
+        arguments = (f"--child={name}", f"--model={model}", *shared, f"--budget={budget}")
         return harness.run_arm(MODULE, harness.Arm(name=name, arguments=arguments))
 
     whole = arm("whole-floor", SMALL)["floor_bytes"]
@@ -47,14 +68,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     budgets = [floor + span * at // count for at in range(count)]
     rows = [*(arm("regional", budget) for budget in budgets), unbounded]
     harness.print_table(
-        f"{options.layers} blocks; floor {format_bytes(floor)}, of the model compiled whole "
-        f"{format_bytes(whole)}: {floor / whole:.3f} x",
+        f"{model}, {options.layers} blocks; floor {format_bytes(floor)}, of the model compiled "
+        f"whole {format_bytes(whole)}: {floor / whole:.3f} x",
         ("budget", "planned", "peak from step 2", "peak / budget", "first step", "policy"),
         [table_row(row) for row in rows],
     )
-    settings = {name: getattr(options, name) for name in SIZES}
-    found = {"settings": settings, "whole_floor_bytes": whole, "floor_bytes": floor, "rows": rows}
-    return {**found, "failures": list(judge(found))}
+    return {"whole_floor_bytes": whole, "floor_bytes": floor, "rows": rows}
 
 
 def table_row(row: dict[str, Any]) -> tuple[str, ...]:
@@ -98,24 +117,58 @@ def make_step(options: argparse.Namespace) -> tuple[Any, Any, Callable[[], None]
     """The model, its words, and a step with new gradients, compiled for ``options.budget``."""
     import torch
 
-    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "tokens", "vocab")}
-    model = harness.llama(**sizes)
-    ids = torch.randint(options.vocab, (options.batch, options.tokens))
+    model, inputs, loss = (llama if options.model == "llama" else video_transformer)(options)
     compiled = {"optimizer_state_bytes_per_parameter": 0, "strict": True}
     if options.budget:
         compiled["memory_budget"] = options.budget
-    step = model
+    step: Any = model
     if options.child == "whole-floor":
         step = torch.compile(model, backend="memo", options={**compiled, "outputs": "dropped"})
-    else:
+    elif options.model == "llama":
         for layer in model.model.layers:
             layer.compile(backend="memo", options=compiled)
+    else:
+        model.compile_repeated_blocks(backend="memo", options=compiled)
 
     def run() -> None:
         model.zero_grad(set_to_none=True)
-        step(input_ids=ids, labels=ids).loss.backward()
+        loss(step).backward()
 
-    return model, ids, run
+    return model, inputs, run
+
+
+def llama(options: argparse.Namespace) -> tuple[Any, list[Any], Callable[[Any], Any]]:
+    """The language model, its words, and its own loss."""
+    import torch
+
+    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "tokens", "vocab")}
+    ids = torch.randint(options.vocab, (options.batch, options.tokens))
+    return harness.llama(**sizes), [ids], lambda step: step(input_ids=ids, labels=ids).loss
+
+
+def video_transformer(options: argparse.Namespace) -> tuple[Any, list[Any], Callable[[Any], Any]]:
+    """Wan's transformer of diffusers on latents of as many tokens, and a loss of its prediction."""
+    import torch
+    from diffusers import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    side = round((4 * options.tokens) ** 0.5)
+    model = WanTransformer3DModel(
+        num_attention_heads=options.hidden // 64,
+        attention_head_dim=64,
+        text_dim=options.hidden,
+        ffn_dim=4 * options.hidden,
+        num_layers=options.layers,
+    ).train()
+    latents, noise = (torch.randn(options.batch, 16, 1, side, side) for _ in range(2))
+    words = torch.randn(options.batch, 32, options.hidden)
+    times = torch.randint(1000, (options.batch,))
+
+    def loss(step: Any) -> Any:
+        found = step(latents, times, words, return_dict=False)[0]
+        return torch.nn.functional.mse_loss(found, noise)
+
+    return model, [latents, noise, words, times], loss
 
 
 def run_floor(options: argparse.Namespace) -> dict[str, Any]:
@@ -140,12 +193,12 @@ def run_regional(options: argparse.Namespace) -> dict[str, Any]:
 
     import memo_compile
 
-    model, ids, run = make_step(options)
+    model, inputs, run = make_step(options)
     peaks, unplanned = [], []
     for _ in range(NUM_STEPS):
         model.zero_grad(set_to_none=True)
         gc.collect()
-        with harness.physical_peak("cpu", harness.held_bytes(model, None, [ids])) as peak:
+        with harness.physical_peak("cpu", harness.held_bytes(model, None, inputs)) as peak:
             run()
         peaks.append(peak.peak_bytes)
         unplanned.append(memo_compile.report().unplanned_steps)
@@ -157,6 +210,7 @@ def run_regional(options: argparse.Namespace) -> dict[str, Any]:
         "host_bytes": group.host_bytes,
         "offloaded_bytes": group.offloaded_bytes,
         "recomputed_bytes": group.recomputed_bytes,
+        "between_bytes": group.between_bytes,
         "policy": group.policy,
         "peaks_bytes": peaks,
         "unplanned": unplanned,

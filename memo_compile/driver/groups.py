@@ -7,9 +7,11 @@ as planned runs by the graph's own plan, in ordinary memory, if the budget allow
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +34,13 @@ from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.driver.step_watch import StepWatch
 from memo_compile.errors import Infeasible, MemoError
 from memo_compile.reporting import state
+from memo_compile.reporting.write import write_pictures
 from memo_compile.step.group import Group, num_user_results
 from memo_compile.step.plans import Observed, ReportedGroup
 from memo_compile.step.problem import FixedBytes
 from memo_compile.units import format_bytes, format_enough
+
+log = logging.getLogger("memo")
 
 PERSISTS = 2
 """So many steps in a row with the same number of further members are planned for."""
@@ -274,9 +279,25 @@ class GroupedSteps:
         with shim.real_tensors():
             bound.reserve()
         observed = Observed(planning_s=planned.planning_s, lowering_s=assembly.lowered.lowering_s)
-        reported = ReportedGroup.of_group(planned.plan, observed, len(bound.members))
+        reported = ReportedGroup.of_group(
+            planned.plan,
+            observed,
+            len(bound.members),
+            max((found.most_bytes for found in planned.problem.interludes), default=0),
+        )
         self.planned = PlannedGroup(members, planned, bound, reported)
+        self._dump(planned)
         state.replace_group(None if before is None else before.reported, reported)
+
+    def _dump(self, planned: PlannedStep) -> None:
+        """The group's plan and pictures, beside the dump of its graph."""
+        if self.assembly.config.dump is None:
+            return
+        folder = Path(self.assembly.config.dump) / f"{planned.plan.name}-group"
+        try:
+            write_pictures(folder, planned.problem, planned.plan)
+        except MemoError as error:  # a dump that fails does not lose the plan
+            log.warning("memo: the group's plan could not be written: %s", error)
 
     def retire(self) -> None:
         """Let go of what is held for a model that is gone."""

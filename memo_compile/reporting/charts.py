@@ -121,12 +121,12 @@ def arena_map(view: StepView, plan: Plan) -> dict[str, Any]:
     boxes = (_box_shape(box, view, top, layers) for box in view.boxes)
     merged = svg.merge_small(boxes, noun="small buffers")
     return {
-        "paths": _paths(merged),
+        "paths": paths(merged),
         "ticks": _ticks(svg.nice_ticks(top, base=2), 0, top, _short_bytes),
         "roles": {shape.css.split(" ")[0] for shape in merged},
         "num_layers": layers,
         "dense": len(merged) > DENSE,
-        "data": _hover(merged),
+        "data": hover(merged),
     }
 
 
@@ -154,14 +154,14 @@ def _box_shape(box: Box, view: StepView, top: int, layers: int) -> Shape:
     )
 
 
-def _paths(shapes: Iterable[Shape]) -> list[tuple[str, str]]:
+def paths(shapes: Iterable[Shape]) -> list[tuple[str, str]]:
     """(CSS class, d): one path for each class, in a fixed order."""
     by_class = operator.attrgetter("css")
     grouped = itertools.groupby(sorted(shapes, key=by_class), key=by_class)
     return [(css, svg.path_of(group)) for css, group in grouped]
 
 
-def _hover(shapes: Sequence[Shape]) -> dict[str, Any]:
+def hover(shapes: Sequence[Shape]) -> dict[str, Any]:
     """What the page's script looks up: rectangles and, by index, the texts of their tips."""
     texts: dict[str, int] = {}
     rows = []
@@ -200,7 +200,7 @@ def memory_chart(view: StepView, plan: Plan) -> dict[str, Any]:
         "ticks": _ticks(svg.nice_ticks(most / ROOM, base=2), 0, most, _short_bytes),
         "budget": _percent(budget, 0, most) if budget else None,
         "budget_text": f"budget {format_bytes(budget)}",
-        "data": _hover(shapes),
+        "data": hover(shapes),
     }
 
 
@@ -227,14 +227,14 @@ def lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None
                 "key": lane,
                 "name": LANE_WORDS[lane],
                 "busy": f"{busy_ns[lane] / end / 1e7:.0f} % busy" if group else "idle",
-                "paths": _paths(group),
+                "paths": paths(group),
             }
             for lane, group in rows.items()
         ],
         "dense": max(map(len, rows.values())) > DENSE_LANE,
         "kinds": {shape.css for group in rows.values() for shape in group},
         "ticks": _ticks(svg.nice_ticks(end), 0, end, _short_seconds),
-        "data": {lane: _hover(group) for lane, group in rows.items()},
+        "data": {lane: hover(group) for lane, group in rows.items()},
     }
 
 

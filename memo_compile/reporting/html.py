@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 from memo_compile.reporting import charts
+from memo_compile.reporting.instances import instances
 from memo_compile.reporting.render import render
 from memo_compile.reporting.view import StepView, short_source, view_step
 from memo_compile.step.plans import Decision, Plan
@@ -17,9 +18,15 @@ def render_html(problem: Problem, plan: Plan) -> str:
     view = view_step(problem, plan)
     arena, memory = charts.arena_map(view, plan), charts.memory_chart(view, plan)
     lanes, frontier = charts.lanes(problem, plan, view), charts.frontier(plan)
+    members = instances(problem, view)
     hover = {
         name: chart.pop("data")
-        for name, chart in (("arena", arena), ("memory", memory), ("lanes", lanes))
+        for name, chart in (
+            ("arena", arena),
+            ("memory", memory),
+            ("instances", members),
+            ("lanes", lanes),
+        )
         if chart is not None
     }
     return render(
@@ -33,6 +40,7 @@ def render_html(problem: Problem, plan: Plan) -> str:
         program=charts.program_axis(view),
         arena=arena,
         memory=memory,
+        instances=members,
         lanes=lanes,
         frontier=frontier,
         decisions=[_decision_row(decision) for decision in plan.decisions],

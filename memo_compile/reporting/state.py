@@ -44,7 +44,12 @@ class Report:
             "notes": list(self.notes),
             "plans": [_plan_dict(plan) for plan in self.plans],
             "groups": [
-                {"num_instances": group.num_instances, **_plan_dict(group)} for group in self.groups
+                {
+                    "num_instances": group.num_instances,
+                    "between_bytes": group.between_bytes,
+                    **_plan_dict(group),
+                }
+                for group in self.groups
             ],
         }
 

@@ -56,6 +56,8 @@ def _lines(plan: ReportedPlan) -> Iterator[str]:
             f"  results count as held, {format_bytes(fixed.outputs)}: dropped before the backward "
             f"{format_bytes(plan.dropping_saves_bytes)} less (outputs='dropped')"
         )
+    if isinstance(plan, ReportedGroup) and plan.between_bytes:
+        yield f"  code between its blocks takes {format_bytes(plan.between_bytes)} at its most"
     if fixed.earlier_outputs:
         yield f"  results of earlier steps are held: {format_bytes(fixed.earlier_outputs)}"
     if plan.step_s:
@@ -122,6 +124,8 @@ def _numbers(plan: ReportedPlan) -> Table:
             format_bytes(fixed.outputs),
             f"dropped before the backward: {saved} less (outputs='dropped')",
         )
+    if isinstance(plan, ReportedGroup) and plan.between_bytes:
+        table.add_row("code between blocks", format_bytes(plan.between_bytes), "as measured")
     if fixed.earlier_outputs:
         table.add_row("results of earlier steps", format_bytes(fixed.earlier_outputs), "held")
     for cls in plan.layer_classes:

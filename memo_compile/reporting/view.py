@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from memo_compile.errors import InputError
 from memo_compile.planners.moves import original_name
-from memo_compile.step.ordinary import ordinary_events, outside_events
+from memo_compile.step.ordinary import ordinary_events, outside_events, passing_bytes
 from memo_compile.step.plans import Decision, Plan
 from memo_compile.step.problem import (
     ArenaBuffer,
@@ -74,7 +74,7 @@ class Moment:
     """Bytes of the arena's buffers that are alive."""
     outside_bytes: int
     made_bytes: int
-    """Bytes of gradients and other outputs in ordinary memory."""
+    """Bytes of gradients and other outputs in ordinary memory, and of code between halves."""
     held_bytes: int
     """The sum on the device: constant memory, the resident arena, what is outside or made."""
 
@@ -303,21 +303,37 @@ def _moments(
             f"plan: {len(resident)} resident sizes for {len(problem.calls)} calls; "
             "the problem is another step's"
         )
+    passing = _passing(problem, plan, starts)
     constant, found = step_constant_bytes(problem), []
     alive = by_kernels = made = 0
-    for line in sorted({*live, *outside, *given, *starts[:-1]}):
+    for line in sorted({*live, *outside, *given, *passing, *starts[:-1]}):
         if line >= starts[-1]:
             break
         alive, by_kernels = live.get(line, alive), outside.get(line, by_kernels)
         made = given.get(line, made)
         call = bisect.bisect_right(starts, line) - 1
+        more, dropped = passing.get(line, (0, 0))
         found.append(
             Moment(
                 line=line,
                 live_bytes=alive,
                 outside_bytes=by_kernels,
-                made_bytes=made,
-                held_bytes=constant + resident[call] + by_kernels + made,
+                made_bytes=made + more,
+                held_bytes=constant + resident[call] - dropped + by_kernels + made + more,
             )
         )
     return tuple(found)
+
+
+def _passing(problem: Problem, plan: Plan, starts: tuple[int, ...]) -> dict[int, tuple[int, int]]:
+    """Line on which the user's code runs -> bytes that it takes, bytes that the arena gives back.
+
+    What stays of the arena is that of the call behind.
+    """
+    resident = plan.resident_bytes or (plan.arena_bytes,) * len(problem.calls)
+    dropped = plan.dropped or ((),) * len(problem.interludes)
+    found = {}
+    for (call, more), ranges in zip(passing_bytes(problem), dropped, strict=True):
+        gone = resident[call] - resident[min(call + 1, len(resident) - 1)]
+        found[starts[call + 1] - 1] = more, gone + sum(end - start for start, end in ranges)
+    return found

@@ -203,15 +203,22 @@ class ReportedGroup(ReportedPlan):
 
     num_instances: int
     """How many modules are called, by one graph, in one step."""
+    between_bytes: int = 0
+    """The most that other code took between two of their forwards and backwards, as measured (CPU,
+    under a budget), or as its gradients take. It is counted in ``peak_bytes``."""
     module_path: str | None = None
 
     @classmethod
-    def of_group(cls, plan: Plan, observed: Observed, num_instances: int) -> "ReportedGroup":
+    def of_group(
+        cls, plan: Plan, observed: Observed, num_instances: int, between_bytes: int
+    ) -> "ReportedGroup":
         """``plan`` and ``observed`` in one value."""
         paths = (layer_class.module_path for layer_class in plan.layer_classes)
         fields = {**_fields(plan, Plan), **_fields(observed, Observed)}
         path = next(filter(None, paths), None)
-        return cls(**fields, num_instances=num_instances, module_path=path)
+        return cls(
+            **fields, num_instances=num_instances, between_bytes=between_bytes, module_path=path
+        )
 
 
 def _fields(data: Plan | Observed, kind: type) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.errors import InputError
 from memo_compile.planners.place_step import placed_step
+from memo_compile.reporting.html import render_html
 from memo_compile.step.group import Group, grouped_whole
 from memo_compile.step.halves import half_keys, half_starts, halves_of_calls
 from memo_compile.step.interludes import MIN_RANGE_BYTES, PAGE_BYTES, Pause, Range
@@ -28,6 +29,8 @@ from memo_compile.step.problem import (
     call_starts,
 )
 from memo_compile.step.simulate import peak_live_bytes
+from memo_compile.units import format_bytes
+from tests.steps.pictures import layered
 from tests.steps.running import SETUPS, Ready
 
 MEMBERS = 3
@@ -260,6 +263,20 @@ def test_what_is_dead_of_the_arena_goes_in_whole_pages(
     assert pause.dropped(10 * MIB, 10 * MIB) == ()
     for first, end in pause.dropped(10 * MIB, 10 * MIB - 1):
         assert (first, end) == (dead[-1][1] - MIN_RANGE_BYTES, dead[-1][1])
+
+
+def test_the_report_has_a_lane_for_each_instance(ready: Ready) -> None:
+    found = planned(ready, "full-offload")
+    page = render_html(found.problem, found.plan)
+    for member in range(MEMBERS):
+        own = [call for call in found.problem.calls if call.member == member]
+        copied = sum(call.copy.num_bytes for call in own if call.copy is not None) // 2
+        assert f'<div class="name">instance {member} <span>' in page
+        assert f"copies {format_bytes(copied)}" in page
+    assert f"instance {MEMBERS}" not in page
+    assert f"instance {MEMBERS - 1}: backward" in page
+    assert "copied back from the host" in page
+    assert "Instances of the group" not in render_html(*layered())
 
 
 def test_one_step_is_no_group() -> None:
