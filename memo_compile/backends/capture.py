@@ -22,6 +22,7 @@ from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.early_gradients import Gating
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.groups import GroupedSteps
+from memo_compile.driver.pieces import Piece
 from memo_compile.driver.stages import CapturedStep
 from memo_compile.errors import RuntimeMisuse, UnsupportedGraph
 from memo_compile.lowering.lower import plain_inner
@@ -60,8 +61,8 @@ class StepCapture:
     """False where nothing that is captured will run, and so nothing is compiled for it."""
     assembly: Assembly | None = None
     """What runs the step, once ``finish`` has made it."""
-    steps: GroupedSteps | None = None
-    """The steps of ``assembly``, by themselves or in a group."""
+    steps: Piece | None = None
+    """The steps of ``assembly``, by themselves, in a group, or with those of other graphs."""
     _finished: bool = False
     """True once both halves were captured and ``finish`` has returned."""
     _units: JointUnits | None = None
@@ -237,7 +238,7 @@ class StepCapture:
             self.runner.write_times()
         self._finished = True
         if self.assembly is not None:
-            self.steps = GroupedSteps(self.assembly)
+            self.steps = Piece(GroupedSteps(self.assembly))
 
         def backward(args: list[Any]) -> Any:
             assert self.steps is not None, "its forward ran"

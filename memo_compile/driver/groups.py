@@ -130,6 +130,17 @@ class GroupedSteps:
         half = self.assembly.problem.halves[0]
         return half.results.index(half.handle)
 
+    @property
+    def is_live(self) -> bool:
+        """True while a backward of a step may still come."""
+        return self._any_live()
+
+    def stop_watching(self) -> None:
+        """The steps of the graph are run by someone else from now on."""
+        seen, self._watch = self._watch, None
+        if seen is not None:
+            seen.stop()
+
     def _any_live(self) -> bool:
         step, planned = self.assembly.step, self.planned
         in_group = planned is not None and planned.step is not None and not planned.step.is_over
@@ -234,9 +245,8 @@ class GroupedSteps:
     def _take(self, planned: PlannedStep, members: GroupMembers) -> None:
         """From now on steps of the group run by ``planned``."""
         assembly, before = self.assembly, self.planned
-        bound = bind_group(
-            planned, assembly.lowered.cut, assembly.request.applied_to(assembly.config)
-        )
+        steps = [assembly.lowered.cut] * members.group.num_members
+        bound = bind_group(planned, steps, assembly.request.applied_to(assembly.config))
         bound.on_step_end, bound.before_copy = self._count, self._require_room_for_copy
         assembly.release()
         if before is not None:

@@ -230,13 +230,16 @@ class StepWatch:
             interludes=tuple(self._interludes(number, made)),
         )
 
+    def incoming(self, half: HalfCall) -> Iterator[tuple[int, int]]:
+        """(position, bytes) of the gradients that a half is given."""
+        is_backward, _ = half
+        for position, name in enumerate(self.backward.arguments if is_backward else ()):
+            yield position, self.tangent_bytes.get(name, 0)
+
     def _interludes(self, number: Callable[[HalfCall], int], made: int) -> Iterator[Interlude]:
         for half, most, left in self.interludes:
-            is_backward, _ = half
             new = sum(
-                self.tangent_bytes.get(name, 0)
-                for position, name in enumerate(self.backward.arguments if is_backward else ())
-                if (half, position) not in self.passed
+                size for at, size in self.incoming(half) if (half, at) not in self.passed
             )
             left = max(0, left - new - made)
             most = max(left, most - made)
