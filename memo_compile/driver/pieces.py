@@ -21,6 +21,7 @@ from memo_runtime.group_steps import GroupPlan, GroupStep
 from memo_runtime.leases import StepCounters, leases
 
 from memo_compile import shim
+from memo_compile.config import MemoConfig
 from memo_compile.driver.around import parameters_around
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
@@ -127,10 +128,13 @@ class PiecesWatch(StepWatch):
         return self.calls == order and alike and not self.is_mixed
 
 
-def _alike(first: Any, second: Any) -> bool:
+def _alike(first: MemoConfig, second: MemoConfig) -> bool:
     """True for options that ask for the same; which tiles a graph runs in is its own affair."""
-    same = {"token_tiles": None, "tile_above_bytes": 0}
-    return bool(replace(first, **same) == replace(second, **same))
+    first, second = (
+        replace(config.at_any_speed(), token_tiles=None, tile_above_bytes=0, drop_above_bytes=0)
+        for config in (first, second)
+    )
+    return first == second
 
 
 @dataclass(slots=True, eq=False)

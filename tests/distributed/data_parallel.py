@@ -8,6 +8,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -170,7 +171,8 @@ def trained(
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
     chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **(options or {})}
     rank = dist.get_rank()
-    with torch._dynamo.config.patch(optimize_ddp=optimize_ddp):
+    first_bucket = mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", int(BUCKET_MB * 2**20))
+    with first_bucket, torch._dynamo.config.patch(optimize_ddp=optimize_ddp):
         if inside:
             ours.compile(backend="memo", options=chosen)
         parallel = DistributedDataParallel(ours, bucket_cap_mb=BUCKET_MB, **(arguments or {}))
