@@ -37,6 +37,12 @@ from memo_compile.passes.own_inputs import OwnInputs, with_history
 from memo_compile.passes.runner import PassRunner
 from memo_compile.reporting import state
 
+COMPILED_AUTOGRAD = (
+    "compiled autograd traces the backward itself, which memo has planned; set "
+    "torch._dynamo.config.compiled_autograd = False, with DistributedDataParallel also "
+    "torch._dynamo.config.optimize_ddp = False in place of 'python_reducer', or use another backend"
+)
+
 _graph_numbers = itertools.count()
 
 
@@ -208,6 +214,8 @@ class StepCapture:
         def forward(args: list[Any]) -> Any:
             if self.steps is None:
                 raise UnsupportedGraph("the backward of this graph was never compiled")
+            if shim.compiles_autograd():
+                raise RuntimeMisuse(COMPILED_AUTOGRAD)
             if shim.saved_tensors_hooks_active():
                 state.warn_once(
                     "two offloaders: saved_tensors_hooks are active around a forward that memo "

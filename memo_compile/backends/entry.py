@@ -16,7 +16,12 @@ import torch
 from torch import fx
 
 from memo_compile import shim
-from memo_compile.backends.capture import Finish, StepCapture, next_graph_name
+from memo_compile.backends.capture import (
+    COMPILED_AUTOGRAD,
+    Finish,
+    StepCapture,
+    next_graph_name,
+)
 from memo_compile.backends.retile import PlannedGraph, Retiled
 from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, resolve
@@ -253,6 +258,14 @@ def _num_ranks() -> int:
     return distributed.get_world_size() if has_group else 0
 
 
+def has_fsdp_modules() -> bool:
+    """True once ``fully_shard()`` was used: it gives every module that it shards a new class."""
+    from torch.distributed.fsdp import FSDPModule
+
+    # torch's own ReplicateModule derives from FSDPModule too, and is no module yet.
+    return any(issubclass(cls, torch.nn.Module) for cls in FSDPModule.__subclasses__())
+
+
 def _note_distributed() -> None:
     """Name what memo does not do yet when several ranks train together."""
     if not _num_ranks():
@@ -261,15 +274,16 @@ def _note_distributed() -> None:
         state.warn_once(
             "each rank plans its own graph; that the ranks' plans agree is not checked yet"
         )
-    if shim.has_fsdp_modules():
+    if has_fsdp_modules():
         state.warn_once(
             "FSDP2 gathers parameters outside the compiled blocks: every block is planned by "
             "itself, and what fully_shard() keeps gathered is not in the plan"
         )
     if shim.ddp_splits_graphs():
         state.warn_once(
-            "DistributedDataParallel cuts the graph at its gradient buckets, so that every piece "
-            "is planned by itself; set torch._dynamo.config.optimize_ddp = False"
+            "DistributedDataParallel cuts the graph at its gradient buckets. Under memory_budget "
+            "the pieces are planned as one step from the second step on; one whole graph needs "
+            "less: set torch._dynamo.config.optimize_ddp = False"
         )
 
 
@@ -277,8 +291,10 @@ def _require_usable(config: MemoConfig) -> None:
     """What only this machine and this torch can tell of the options.
 
     A folder to offload to is needed only where something is offloaded, so one that is not there is
-    a note. Raises ConfigError: Inductor has no such setting.
+    a note. Raises ConfigError: Inductor has no such setting, or compiled autograd is on.
     """
+    if shim.compiles_autograd():
+        raise ConfigError(COMPILED_AUTOGRAD)
     settings = shim.inductor_settings()
     for name in config.inductor_options:
         if name not in settings:
@@ -328,9 +344,9 @@ class DynamoWatch:
         notes = []
         if breaks:
             notes.append(
-                f"{breaks.total()} graph break(s): what lies between runs eagerly, each graph "
-                f"is planned by itself, and memory_budget bounds each, not their sum. First: "
-                f"{next(iter(breaks))} (torch.compile(fullgraph=True) shows where)"
+                f"{breaks.total()} graph break(s): what lies between runs eagerly; under "
+                "memory_budget the graphs of one step are planned together from its second run on. "
+                f"First: {next(iter(breaks))} (torch.compile(fullgraph=True) shows where)"
             )
         if skipped:
             notes.append(

@@ -1,7 +1,7 @@
 """What a plan of several graphs' step is made of: what is known of each graph, under joined names.
 
-A ``step_planner.KnownStep``. Nothing is lowered or timed anew: regions, layers and recompute regions
-are those of the graphs.
+A ``step_planner.KnownStep``. Nothing is lowered or timed anew: regions, layers and recompute
+regions are those of the graphs.
 """
 
 import math

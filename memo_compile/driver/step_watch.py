@@ -238,9 +238,7 @@ class StepWatch:
 
     def _interludes(self, number: Callable[[HalfCall], int], made: int) -> Iterator[Interlude]:
         for half, most, left in self.interludes:
-            new = sum(
-                size for at, size in self.incoming(half) if (half, at) not in self.passed
-            )
+            new = sum(size for at, size in self.incoming(half) if (half, at) not in self.passed)
             left = max(0, left - new - made)
             most = max(left, most - made)
             if most >= MIN_INTERLUDE_BYTES:

@@ -106,9 +106,7 @@ def grouped_whole(whole: WholeStep, num_members: int) -> WholeStep:
 
 def grouped_layers(step: MovableStep, num_members: int) -> tuple[Layer, ...]:
     """The layers of all members, those of the first member first; the classes are the graph's."""
-    return tuple(
-        own_layer(layer, member) for member in range(num_members) for layer in step.layers
-    )
+    return tuple(own_layer(layer, member) for member in range(num_members) for layer in step.layers)
 
 
 def own_layer(layer: Layer, member: int) -> Layer:

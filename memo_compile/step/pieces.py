@@ -66,7 +66,9 @@ def joined_problem(problems: Sequence[Problem], members: Sequence[int], group: G
         },
         calls=_calls([problem.calls for problem in own], members),
         inputs=tuple(
-            own_name(value, member) for member, problem in enumerate(own) for value in problem.inputs
+            own_name(value, member)
+            for member, problem in enumerate(own)
+            for value in problem.inputs
         ),
         halves=halves,
         fixed=replace(group.fixed, outputs=sum(problem.fixed.outputs for problem in own)),
@@ -143,9 +145,7 @@ def _calls(calls: Sequence[Sequence[StepCall]], members: Sequence[int]) -> tuple
         for phase in Phase:
             found[phase].append([call for call in mine if call.phase is phase])
     return tuple(
-        call
-        for own in (*found[Phase.FORWARD], *reversed(found[Phase.BACKWARD]))
-        for call in own
+        call for own in (*found[Phase.FORWARD], *reversed(found[Phase.BACKWARD])) for call in own
     )
 
 
@@ -204,4 +204,3 @@ def joined_costs(costs: Sequence[StepCosts]) -> StepCosts:
 def as_joined(profile: RegionProfile, graph: int) -> RegionProfile:
     """``profile`` of a region of ``graph``, by its joined name."""
     return replace(profile, name=InGraph(graph, profile.name).joined)
-

@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a whole graph: gradients reach its buckets while the backward runs."""
+"""DistributedDataParallel: gradients reach its buckets while the backward runs; budgets hold."""
 
 import collections
 import math
