@@ -27,6 +27,7 @@ from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.host import missing_store
 from memo_compile.costs.measure import keep_large_blocks_apart
+from memo_compile.driver.around import has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import REFUSED, REPORT, is_bug
@@ -258,14 +259,6 @@ def _num_ranks() -> int:
     return distributed.get_world_size() if has_group else 0
 
 
-def has_fsdp_modules() -> bool:
-    """True once ``fully_shard()`` was used: it gives every module that it shards a new class."""
-    from torch.distributed.fsdp import FSDPModule
-
-    # torch's own ReplicateModule derives from FSDPModule too, and is no module yet.
-    return any(issubclass(cls, torch.nn.Module) for cls in FSDPModule.__subclasses__())
-
-
 def _note_distributed() -> None:
     """Name what memo does not do yet when several ranks train together."""
     if not _num_ranks():
@@ -276,8 +269,8 @@ def _note_distributed() -> None:
         )
     if has_fsdp_modules():
         state.warn_once(
-            "FSDP2 gathers parameters outside the compiled blocks: every block is planned by "
-            "itself, and what fully_shard() keeps gathered is not in the plan"
+            "FSDP2 gathers parameters outside the compiled blocks: blocks are planned as one group, "
+            "with what was seen gathered; a single compiled block is planned by itself"
         )
     if shim.ddp_splits_graphs():
         state.warn_once(

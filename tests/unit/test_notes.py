@@ -7,6 +7,7 @@ import torch
 
 from memo_compile import shim
 from memo_compile.backends import entry
+from memo_compile.driver import around
 from memo_compile.backends.entry import DynamoWatch
 from memo_compile.config import MemoConfig
 from memo_compile.driver import report_rows
@@ -66,12 +67,12 @@ def test_what_several_ranks_do_is_named(two_ranks, monkeypatch, found, word):
 def test_fully_sharded_modules_are_seen():
     from torch.distributed.fsdp import FSDPModule
 
-    before = entry.has_fsdp_modules()
+    before = around.has_fsdp_modules()
 
     class FSDPLinear(FSDPModule, torch.nn.Linear):
         """What fully_shard() makes of the class of a module."""
 
-    assert (before, entry.has_fsdp_modules()) == (False, True)
+    assert (before, around.has_fsdp_modules()) == (False, True)
 
 
 def test_what_torch_derives_itself_is_no_sharded_module(monkeypatch):
@@ -81,7 +82,7 @@ def test_what_torch_derives_itself_is_no_sharded_module(monkeypatch):
         """As in torch.distributed._composable, which others import: not a module yet."""
 
     monkeypatch.setattr(FSDPModule, "__subclasses__", lambda: [ReplicateModule])
-    assert not entry.has_fsdp_modules()
+    assert not around.has_fsdp_modules()
 
 
 def notes(rows, outputs=0, **options):
