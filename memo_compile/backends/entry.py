@@ -269,8 +269,8 @@ def _note_distributed() -> None:
         )
     if has_fsdp_modules():
         state.warn_once(
-            "FSDP2 gathers parameters outside the compiled blocks: blocks are planned as one group, "
-            "with what was seen gathered; a single compiled block is planned by itself"
+            "FSDP2 gathers parameters outside the compiled blocks: blocks that share a graph are "
+            "planned as one group, with what was seen gathered; a block alone is planned without it"
         )
     if shim.ddp_splits_graphs():
         state.warn_once(

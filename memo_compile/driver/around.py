@@ -47,7 +47,9 @@ def sharded_around(parameters: Sequence[nn.Parameter]) -> ShardedBytes | None:
     if not found:
         return None
     model, all_of_them = max(found, key=lambda each: len(each[1]))
-    managed = {id(each) for part in model.modules() if _is_sharded(part) for each in part.parameters()}
+    managed = {
+        id(each) for part in model.modules() if _is_sharded(part) for each in part.parameters()
+    }
     if not managed:
         return None
     shards = {id(each): _shard_bytes(each) for each in all_of_them}

@@ -18,7 +18,7 @@ from memo_runtime.leases import StepCounters, leases
 from memo_runtime.run_step import run_backward
 
 from memo_compile import shim
-from memo_compile.driver.around import parameters_around
+from memo_compile.driver.around import has_fsdp_modules, parameters_around, sharded_around
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
 from memo_compile.driver.declared import assumed_group, declared_around
@@ -68,6 +68,8 @@ class GroupedSteps:
     """Number of a lease -> which forward of the step that is watched."""
     _deviating: tuple[int, int] = (0, 0)
     """How many members the last steps had that had more than are planned, and how many steps."""
+    _waiting_bytes: int = 0
+    """Gradients of the last step that were there when the next one began."""
     _memory: OutOfMemory = field(init=False)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -151,6 +153,7 @@ class GroupedSteps:
         seen, self._watch = self._watch, None
         if seen is not None:
             seen.stop()
+            self._waiting_bytes = seen.waiting_gradient_bytes()
             self._learn(seen)
         problem, facts = self.assembly.problem, self.assembly.lowered.cut.facts
         budget = self.assembly.config.memory_budget
@@ -161,6 +164,7 @@ class GroupedSteps:
         is_new = self.planned is None or self.planned.members.is_assumed
         is_first = is_new and budget is not None and facts.device.type == "cpu"
         self._watch = StepWatch(problem.halves[1], dict(problem.tangents), is_first)
+        self._watch.follows_parameters = is_first and has_fsdp_modules()
         self._members.clear()
         if self.planned is not None:
             self._count_existing(self.planned)
@@ -199,36 +203,47 @@ class GroupedSteps:
         """Plan the group that was seen. Raises Infeasible: no plan fits the budget."""
         references = [reference() for reference in seen.parameters()]
         found = [own for own in references if own is not None]
-        group = seen.group(self._fixed(found, seen.num_members))
+        group = seen.group(self._fixed(found, seen.num_members, seen.gathered_bytes))
         self._plan_group(group, GroupMembers.of(seen.keys, found, group))
 
-    def _fixed(self, found: Sequence[torch.nn.Parameter], num_members: int) -> FixedBytes:
+    def _fixed(
+        self, found: Sequence[torch.nn.Parameter], num_members: int, gathered: int | None = None
+    ) -> FixedBytes:
         """What all members hold beside the frame, and the model around them.
 
         ``found`` are the members' parameters. Gradients of others count from the beginning on,
-        since a group does not see when they are made.
+        since a group does not see when they are made. Of a sharded model ``gathered`` bytes of
+        ``found`` were there at once; None: all of them may be.
         """
         single = self.assembly.lowered.cut.facts.fixed_bytes(0)
-        around = parameters_around(found)
         own_bytes = sum(own.nbytes for own in _apart(found) if own.requires_grad)
-        parameters = _apart([*found, *around])
+        sharded = sharded_around(found)
+        parameters = _apart([*found, *parameters_around(found)])
         trained = [parameter for parameter in parameters if parameter.requires_grad]
+        held_bytes = sum(parameter.nbytes for parameter in parameters)
         trained_bytes = sum(parameter.nbytes for parameter in trained)
+        if sharded is not None:
+            most = sum(own.numel() * own.element_size() for own in _apart(found))
+            held_bytes = sharded.own + sharded.gathered + (most if gathered is None else gathered)
+            trained_bytes = sharded.trained
         optimizer = OPTIMIZER_TENSORS * trained_bytes
         per_parameter = self.assembly.config.optimizer_state_bytes_per_parameter
         if per_parameter is not None:
-            optimizer = int(per_parameter * sum(parameter.numel() for parameter in trained))
+            count = sum(parameter.numel() for parameter in trained)
+            if sharded is not None and trained:
+                count = trained_bytes // trained[0].element_size()
+            optimizer = int(per_parameter * count)
         return FixedBytes(
-            parameters=sum(parameter.nbytes for parameter in parameters),
+            parameters=held_bytes,
             buffers=num_members * single.buffers,
-            gradients=trained_bytes,
+            gradients=trained_bytes + (0 if sharded is None else own_bytes),
             optimizer_state=optimizer,
             new_gradients=own_bytes,
         )
 
     def _plan_group(self, group: Group, members: GroupMembers) -> None:
         """Plan ``group``, and what gradients exist. Raises Infeasible: no plan fits the budget."""
-        assembly, existing = self.assembly, members.existing_gradient_bytes()
+        assembly, existing = self.assembly, self._existing_bytes(members)
         fixed = replace(group.fixed, gradients=group.fixed.gradients + existing)
         counted = replace(group, fixed=fixed)
         request = PlanRequest(group=counted, host_store=assembly.request.host_store)
@@ -348,10 +363,14 @@ class GroupedSteps:
                 f"{format_bytes(budget)}. Call backward once for all, or raise memory_budget"
             )
 
+    def _existing_bytes(self, members: GroupMembers) -> int:
+        """Gradients that exist: as ``.grad``, or kept by FSDP2 until it reduces them."""
+        return max(members.existing_gradient_bytes(), self._waiting_bytes)
+
     def _count_existing(self, planned: PlannedGroup) -> None:
         """Plan again where gradients of steps before exist that the plan does not count."""
         members = planned.members
-        if members.existing_gradient_bytes() > members.existing_bytes:
+        if self._existing_bytes(members) > members.existing_bytes:
             self._plan_group(members.group, members)
 
     def _count(self, counted: StepCounters) -> None:

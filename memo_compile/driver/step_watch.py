@@ -118,6 +118,10 @@ class StepWatch:
     """Gradients of members' parameters that were there before their forwards."""
     is_mixed: bool = False
     """Several threads ran it."""
+    follows_parameters: bool = False
+    """Parameters are gathered before a half and freed behind it (FSDP2)."""
+    most_gathered: int = 0
+    """Bytes of members' parameters that were there at once."""
     _after: int | None = None
     _sampler: MemorySampler = field(default_factory=MemorySampler)
 
@@ -142,6 +146,8 @@ class StepWatch:
         if not is_backward:
             self.members.append(_member(args))
             self.existing_gradient_bytes += gradient_bytes(args)
+        if self.follows_parameters:
+            self.most_gathered = max(self.most_gathered, self._parameters_there())
         for position, value in enumerate(args):
             if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
                 continue
@@ -191,6 +197,27 @@ class StepWatch:
     def keys(self) -> tuple[int | None, ...]:
         """Where the first parameter of each member lies."""
         return tuple(member.key for member in self.members)
+
+    @property
+    def gathered_bytes(self) -> int | None:
+        """The most bytes of members' parameters that were there at once; None: nobody looked."""
+        return self.most_gathered if self.follows_parameters else None
+
+    def waiting_gradient_bytes(self) -> int:
+        """Bytes that backwards returned and that are there still."""
+        return sum(
+            result.num_bytes
+            for result in self.results
+            if result.half[0] and not result.storage.expired()
+        )
+
+    def _parameters_there(self) -> int:
+        """FSDP2 keeps a parameter and frees its memory."""
+        alive = (reference() for reference in self.parameters())
+        storages = {
+            own.untyped_storage()._cdata: own.untyped_storage() for own in alive if own is not None
+        }
+        return sum(storage.nbytes() for storage in storages.values())
 
     def parameters(self) -> tuple[weakref.ref[Any], ...]:
         """Of all members; what two of them share is there twice."""

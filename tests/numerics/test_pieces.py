@@ -1,4 +1,4 @@
-"""Graphs that graph breaks cut apart run as one step under one budget, with the numbers of eager."""
+"""Graphs that graph breaks cut apart run as one step under one budget, with numbers of eager."""
 
 import copy
 import gc

@@ -7,10 +7,9 @@ import torch
 
 from memo_compile import shim
 from memo_compile.backends import entry
-from memo_compile.driver import around
 from memo_compile.backends.entry import DynamoWatch
 from memo_compile.config import MemoConfig
-from memo_compile.driver import report_rows
+from memo_compile.driver import around, report_rows
 from memo_compile.driver.report_rows import step_notes
 from memo_compile.reporting import state
 from memo_compile.step.plans import Decision
