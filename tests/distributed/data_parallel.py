@@ -190,6 +190,15 @@ def trained(
         "active": report.active,
         "unplanned_steps": report.unplanned_steps,
         "num_plans": len(report.plans),
+        "sum_of_peaks": sum(plan.peak_bytes for plan in report.plans),
+        "groups": [
+            {
+                "num_instances": group.num_instances,
+                "peak_bytes": group.peak_bytes,
+                "budget_bytes": group.budget_bytes,
+            }
+            for group in report.groups
+        ],
         "notes": list(report.notes),
     }
 

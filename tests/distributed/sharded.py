@@ -15,7 +15,7 @@ from memo_compile.reporting import state
 from tests.distributed.ranks import run_as_rank
 from tests.numerics.small import Block
 
-HIDDEN, ROWS, STEPS = 32, 16, 3
+HIDDEN, ROWS, STEPS = 32, 64, 3
 
 
 class Blocks(nn.Module):
