@@ -118,6 +118,12 @@ class PiecesWatch(StepWatch):
         for position, name in enumerate(problem.halves[1].arguments if is_backward else ()):
             yield position, problem.tangents.get(name, 0)
 
+    def has_run(self) -> bool:
+        """True where every forward had its backward."""
+        return {number for is_backward, number in self.calls if is_backward} == {
+            *range(len(self.pieces))
+        }
+
     def is_step(self) -> bool:
         """True for several graphs, and their backwards in the opposite order."""
         count = self.num_members
@@ -278,6 +284,8 @@ class _Pieces:
 
     graphs: "weakref.WeakSet[Piece]" = field(default_factory=weakref.WeakSet)
     watch: PiecesWatch | None = None
+    seen: dict[tuple[Piece, ...], PiecesWatch] = field(default_factory=dict)
+    """Steps that were watched, by their forwards, until a graph of theirs begins the next one."""
     num_looks: int = 0
     """Steps in which memory was looked at since a graph was compiled."""
     numbers: dict[int, int] = field(default_factory=dict)
@@ -298,6 +306,7 @@ class _Pieces:
         """No step of a graph will run any more."""
         with self.lock:
             self.graphs.discard(piece)
+            self.seen = {key: seen for key, seen in self.seen.items() if piece not in key}
             if self.watch is not None and piece in self.watch.pieces:
                 self.watch.stop()
                 self.watch = None
@@ -350,14 +359,20 @@ class _Pieces:
         return results
 
     def _begin_step(self, piece: Piece) -> None:
-        """No step is live: what was seen of the last one is planned for."""
+        """No step is live: what was seen of the last one is planned for.
+
+        Raises Infeasible: no plan fits the budget, now and before each step until one does.
+        """
         seen, self.watch = self.watch, None
         self.numbers.clear()
         if seen is not None:
             seen.stop()
             for known in seen.pieces:
                 known.is_known = True
-            self._learn(seen)
+            self.seen[tuple(seen.pieces)] = seen
+        for pieces in [pieces for pieces in self.seen if piece in pieces]:
+            self._learn(self.seen[pieces])
+            del self.seen[pieces]
         joint = piece.joint
         if joint is not None:
             self._take(joint, joint.count_existing())
@@ -375,7 +390,7 @@ class _Pieces:
         if len(set(pieces)) < 2 or any(piece not in self.graphs for piece in pieces):
             return
         if not seen.is_step():
-            if not any(piece.joint for piece in pieces):
+            if seen.has_run() and not any(piece.joint for piece in pieces):
                 state.warn_once(NO_ORDER)
             return
         known = {piece.joint for piece in pieces}

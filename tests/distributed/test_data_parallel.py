@@ -13,10 +13,7 @@ TOLERANCE = 3e-5
 
 SETTINGS = [
     {"train": "plainly"},
-    {
-        "train": "accumulating",
-        "arguments": {"gradient_as_bucket_view": True, "static_graph": True},
-    },
+    {"train": "accumulating", "arguments": {"gradient_as_bucket_view": True}},
     {"train": "failing", "options": {"policy": "full-offload", "debug": ["poison"]}},
     {
         "train": "plainly",
@@ -30,6 +27,7 @@ SETTINGS = [
 ]
 
 MORE_SETTINGS = [
+    {"train": "plainly", "arguments": {"static_graph": True}},
     {"train": "plainly", "inside": True, "options": {"early_gradients": False}},
     {
         "train": "scaled",
