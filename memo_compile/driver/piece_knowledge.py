@@ -20,8 +20,7 @@ from memo_compile.driver.recompute_library import (
 )
 from memo_compile.driver.stages import PlanRequest
 from memo_compile.step.group import Group, own_name
-from memo_compile.step.movable import MovableStep, RecomputeKey
-from memo_compile.step.pieces import (
+from memo_compile.step.joined import (
     in_graph,
     joined_costs,
     joined_problem,
@@ -29,6 +28,7 @@ from memo_compile.step.pieces import (
     joined_whole,
     renamed,
 )
+from memo_compile.step.movable import MovableStep, RecomputeKey
 from memo_compile.step.problem import Problem
 from memo_compile.step.tilings import WholeStep
 

@@ -2,7 +2,7 @@
 
 Each graph has its own plan, within the whole budget. Where several are live together, their sum may
 exceed it: their first step is watched, and before the next one's first forward all of them are
-planned as one step, in one frame (``step/pieces.py``). A graph is told apart by itself, its place
+planned as one step, in one frame (``step/joined.py``). A graph is told apart by itself, its place
 in the step by the order of calls. What is not as planned runs by the graph's own plan, in ordinary
 memory, if the budget allows, and is counted.
 

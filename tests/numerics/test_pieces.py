@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,8 +31,12 @@ ANY = "1GiB"
 
 @torch._dynamo.disable
 def outside(x: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    """Code between two graphs, which takes memory."""
-    return x * torch.ones(num_bytes // 4).mean() if num_bytes else x
+    """Code between two graphs, which takes memory for some time."""
+    if not num_bytes:
+        return x
+    taken = torch.ones(num_bytes // 4)
+    time.sleep(0.05)
+    return x * taken[0]
 
 
 class Broken(nn.Module):

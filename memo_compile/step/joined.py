@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from memo_compile.step.group import Group, own_half, own_layer, own_name
 from memo_compile.step.movable import MovableStep, StepCosts
-from memo_compile.step.problem import Half, Phase, Problem, RegionProfile, StepCall, Storage
+from memo_compile.step.problem import Half, Phase, Problem, StepCall, Storage
 from memo_compile.step.tilings import Tiling, WholeStep
 
 T = TypeVar("T")
@@ -199,8 +199,3 @@ def _tiling(tiling: Tiling, graph: int) -> Tiling:
 def joined_costs(costs: Sequence[StepCosts]) -> StepCosts:
     """The seconds of all graphs' regions; copies are as fast as those of the first."""
     return replace(costs[0], region_s=renamed(known.region_s for known in costs))
-
-
-def as_joined(profile: RegionProfile, graph: int) -> RegionProfile:
-    """``profile`` of a region of ``graph``, by its joined name."""
-    return replace(profile, name=InGraph(graph, profile.name).joined)
