@@ -30,7 +30,7 @@ from memo_compile.costs.measure import keep_large_blocks_apart
 from memo_compile.driver.around import has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.left_whole import REFUSED, REPORT, is_bug
+from memo_compile.driver.left_whole import REPORT, is_bug, refused
 from memo_compile.driver.pipeline import assemble
 from memo_compile.driver.probe import TilingProbes
 from memo_compile.driver.stages import CapturedStep, PlanRequest
@@ -66,7 +66,7 @@ def memo(
     """
     try:
         return _compiled(gm, example_inputs, mode, options)
-    except (MemoError, *REFUSED) as error:
+    except refused(MemoError) as error:
         # No name for the new error: this frame, which it knows, would keep it alive.
         raise shim.as_backend_failure(error, memo, inspect.currentframe()).with_traceback(
             error.__traceback__
@@ -229,7 +229,7 @@ def _step_aside(
     Where the device or the host refused the memory of every plan, plain Inductor, which mostly
     needs more, is no way out.
     """
-    if config.strict or config.memory_budget is not None or isinstance(error, REFUSED):
+    if config.strict or config.memory_budget is not None or isinstance(error, refused()):
         raise _named(error)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     state.mark_failed(f"a graph runs through plain Inductor, without a plan: {reason}")
@@ -244,7 +244,7 @@ def _step_aside(
 
 def _named(error: Exception) -> Exception:
     """``error``, or a MemoError with its cause where no code raises such an error on purpose."""
-    if isinstance(error, (MemoError, torch.OutOfMemoryError, *REFUSED)):
+    if isinstance(error, refused(MemoError, torch.OutOfMemoryError)):
         return error
     log.error("memo: planning failed; %s", REPORT, exc_info=error)
     named = MemoError(f"planning failed: {described(error)}; {REPORT}")

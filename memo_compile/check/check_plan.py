@@ -15,7 +15,7 @@ That a step with moves computes what the step without them does is ``check_moves
 
 import bisect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from memo_compile.check.check_contents import MAX_PROBLEMS, StepContents, misshapen_calls
@@ -138,12 +138,15 @@ class _Replay:
         self.place_of.update(dict.fromkeys(self.problem.inputs))
         for index, call in enumerate(self.problem.calls):
             while self.half < self.half_of_calls[index]:
-                self._enter_half(index, self.half + 1)
+                self._enter_half(self.half + 1)
             self._replay(call, self.problem.regions[call.region])
             self._check_memory(index, call)
             if len(self.problems) >= MAX_PROBLEMS:
                 break
         else:
+            while self.half < len(self.keys):
+                self.half += 1
+                self._check_interludes(self.half)
             self.contents.finish()
         return CheckVerdict(
             problems=tuple(self.problems[:MAX_PROBLEMS]),
@@ -180,24 +183,44 @@ class _Replay:
         for owner in self.leaving.gone(self.reads_left):
             self._die(f"{owner}{_FOR_USER}")
 
-    def _check_interlude(self, index: int, interlude: Interlude) -> None:
-        """What ran before call ``index`` is in the peak."""
-        resident = self.plan.resident_bytes[index] if self.plan.resident_bytes else 0
-        need = self.constant_bytes + resident + self.outside_bytes + interlude.most_bytes
+    def _check_interlude(self, interlude: Interlude, dropped: Sequence[tuple[int, int]]) -> None:
+        """What runs before a half, and what goes of the arena meanwhile: nothing that is alive."""
+        where = f"the interlude before half {interlude.half}"
+        after = bisect.bisect_left(self.half_of_calls, interlude.half)
+        resident = self.plan.resident_bytes[min(after, len(self.plan.resident_bytes) - 1)]
+        free = 0
+        for start, end in dropped:
+            if not free <= start < end <= resident:
+                self._complain(f"{where} drops [{start}, {end}) of {resident} B, {free} B done")
+            free = end
+            for offset, owner in self.live:
+                if offset < end and start < offset + self.storages[owner].size_bytes:
+                    self._complain(f"{where} drops [{start}, {end}) with {owner} at {offset}")
+        stays = resident - sum(end - start for start, end in dropped)
+        need = self.constant_bytes + stays + self.outside_bytes + interlude.most_bytes
         if need > self.plan.peak_bytes:
-            before = self.problem.calls[index].name
-            self._complain(f"before {before}: {need} B, the peak says {self.plan.peak_bytes}")
+            self._complain(f"{where} needs {need} B, the peak says {self.plan.peak_bytes}")
+        self.outside_bytes += interlude.left_bytes
 
-    def _enter_half(self, index: int, half: int) -> None:
-        """The half before call ``index`` has ended: gradients come in, results may go."""
+    def _check_interludes(self, half: int) -> None:
+        """What runs right before ``half``; their number stands for the end."""
+        found = self.problem.interludes
+        dropped = self.plan.dropped or ((),) * len(found)
+        if len(dropped) != len(found):
+            if half == 1:
+                self._complain(f"dropped: expected {len(found)} interludes, got {len(dropped)}")
+            return
+        for interlude, ranges in zip(found, dropped, strict=True):
+            if interlude.half == half:
+                self._check_interlude(interlude, ranges)
+
+    def _enter_half(self, half: int) -> None:
+        """The half before has ended: gradients come in, results may go."""
         self.half, problem = half, self.problem
         if half == self.turn:
             self.outside_bytes -= problem.rebound_bytes
             self._bear_outside(_LOSS, problem.loss_bytes)
-        for interlude in problem.interludes:
-            if interlude.half == half:
-                self._check_interlude(index, interlude)
-                self.outside_bytes += interlude.left_bytes
+        self._check_interludes(half)
         halves = problem.halves
         given = halves[half].arguments if halves else problem.tangents if half == self.turn else ()
         for value in given:

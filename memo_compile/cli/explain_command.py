@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memo_compile.cli.options import Script, require_script
+from memo_compile.cli.options import Script, require_script, stdout_to_stderr
 from memo_compile.offline.script import run_script
 
 
@@ -32,7 +32,7 @@ def explain(
     # Registered before the script runs, so it comes last: after Python has waited for the script's
     # threads (joining them here would wait for idle workers of thread pools, for ever) and after
     # the script's own exit handlers.
-    descriptor = _stdout_to_stderr() if as_json else None
+    descriptor = stdout_to_stderr() if as_json else None
     atexit.register(_print_report, os.getpid(), descriptor, verbose=verbose)
     raise typer.Exit(code=run_script(script, context.args))
 
@@ -51,11 +51,3 @@ def _print_report(process: int, json_descriptor: int | None, *, verbose: bool) -
     with os.fdopen(json_descriptor, "w") as stream:
         json.dump(report.as_dict(), stream, indent=2)
         stream.write("\n")
-
-
-def _stdout_to_stderr() -> int:
-    """Point descriptor 1 at stderr, for child processes and C code too; returns the old stdout."""
-    sys.stdout.flush()
-    original = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return original

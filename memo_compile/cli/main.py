@@ -32,6 +32,7 @@ _COMMANDS = {
     "calibrate": "search_command:calibrate_command",
     "doctor": "doctor_command:doctor",
     "explain": "explain_command:explain",
+    "fit": "fit_command:fit",
     "place": "place_command:place_file",
     "hardware": "hardware_command:group",
     "compare": "compare_command:compare_files",
@@ -42,7 +43,7 @@ _COMMANDS = {
 }
 """Command -> module of memo_compile.cli and what it holds: a function, or a group of commands."""
 
-_RUN_SCRIPTS = ("explain", "verify")
+_RUN_SCRIPTS = ("explain", "fit", "verify")
 """Commands whose later arguments are a script's."""
 
 

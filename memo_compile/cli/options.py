@@ -1,5 +1,7 @@
 """What several commands share: options, exit codes of solvers, tables, files of a dump folder."""
 
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -60,6 +62,14 @@ def require_script(script: Path) -> None:
 def read_data(path: Path, kind: type[Data]) -> Data:
     """The ``kind`` in ``path``; an InputError where it cannot be read or holds something else."""
     return from_json(read_text(path), kind, where=str(path))
+
+
+def stdout_to_stderr() -> int:
+    """Point descriptor 1 at stderr, for child processes and C code too; returns the old stdout."""
+    sys.stdout.flush()
+    original = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return original
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -246,8 +246,19 @@ class _Half:
             visible=self._visible() if is_forward else (),
             planned_bytes=0 if begin is None else resident[begin] + before[begin],
             resident_bytes=after,
+            dropped=self._dropped(),
             handle=self.registers[half.handle],
             **({} if is_forward else self._between()),
+        )
+
+    def _dropped(self) -> tuple[tuple[int, int], ...]:
+        """What goes of the frame while the user's code runs behind the half."""
+        pairs = zip(self.problem.interludes, self.plan.dropped, strict=True)
+        return tuple(
+            gone
+            for interlude, ranges in pairs
+            if interlude.half == self.number + 1
+            for gone in ranges
         )
 
     def _between(self) -> dict[str, Any]:

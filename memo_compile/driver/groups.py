@@ -163,7 +163,7 @@ class GroupedSteps:
             self._plan_declared(args)
         is_new = self.planned is None or self.planned.members.is_assumed
         is_first = is_new and budget is not None and facts.device.type == "cpu"
-        self._watch = StepWatch(problem.halves[1], dict(problem.tangents), is_first)
+        self._watch = StepWatch(problem.halves[1], dict(problem.tangents), is_first, is_new)
         self._watch.follows_parameters = is_first and has_fsdp_modules()
         self._members.clear()
         if self.planned is not None:

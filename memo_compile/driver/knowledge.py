@@ -29,6 +29,7 @@ from memo_compile.driver.recompute_regions import RecomputeGraphs
 from memo_compile.driver.stages import LoweredStep, PlanRequest
 from memo_compile.driver.user_outputs import held_bytes, outside_loss_bytes, own_gradients
 from memo_compile.errors import MemoError, UnsupportedGraph, described
+from memo_compile.planners.placement import Placement, PlacementProblem, place
 from memo_compile.reporting import state
 from memo_compile.step.group import grouped, grouped_layers
 from memo_compile.step.hand_over import ready_after
@@ -180,6 +181,10 @@ class StepKnowledge:
             )
             self._library = RecomputeLibrary(step=layers.step, maker=self._maker)
         return self._library
+
+    def place(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
+        """Offsets for the buffers of ``problem``."""
+        return place(problem, solver=solver, time_limit_s=time_limit_s)
 
     def regions(self) -> Mapping[str, LoweredRegion]:
         """The step's regions as code, and those that recompute, as far as they are lowered."""

@@ -5,9 +5,7 @@ An error of a kind that no code raises on purpose is a fault of memo: the log as
 """
 
 import logging
-
-from memo_runtime.arena import ArenaError
-from memo_runtime.host_store import HostStoreError
+import sys
 
 from memo_compile.errors import MemoError, PassFailed, described
 from memo_compile.reporting import state
@@ -28,15 +26,23 @@ UNEXPECTED = (
 """What rules, kernels and checks of torch raise for an operator that they do not expect, and
 PassFailed, which the pass runner raises in its place."""
 
-REFUSED = (ArenaError, HostStoreError)
-"""What the runtime raises where a device or a host has no room for the frames of a step."""
-
 REPORT = "please report this with the model, torch's version and the log"
+
+
+def refused(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """``others``, and what the runtime raises where a device or a host has no room for a step.
+
+    Nothing while it is not loaded, which loads torch: then it has raised nothing either.
+    """
+    names = (("memo_runtime.arena", "ArenaError"), ("memo_runtime.host_store", "HostStoreError"))
+    loaded = ((sys.modules.get(module), name) for module, name in names)
+    found = (getattr(module, name) for module, name in loaded if hasattr(module, name))
+    return (*others, *found)
 
 
 def is_bug(error: Exception) -> bool:
     """True for an error that no code raises on purpose, as it is or named by the pass runner."""
-    return isinstance(error, PassFailed) or not isinstance(error, (MemoError, *REFUSED))
+    return isinstance(error, PassFailed) or not isinstance(error, refused(MemoError))
 
 
 def say_dropped(what: str, error: Exception) -> None:

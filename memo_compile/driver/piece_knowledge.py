@@ -19,6 +19,7 @@ from memo_compile.driver.recompute_library import (
     RegionMaker,
 )
 from memo_compile.driver.stages import PlanRequest
+from memo_compile.planners.placement import Placement, PlacementProblem
 from memo_compile.step.group import Group, own_name
 from memo_compile.step.joined import (
     in_graph,
@@ -126,6 +127,10 @@ class PieceKnowledge:
             maker = JoinedRegions(graphs=self.graphs, host_store=host_store)
             self._library = RecomputeLibrary(step=step, maker=maker)
         return self._library
+
+    def place(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
+        """Offsets for the buffers of ``problem``."""
+        return self.graphs[0].place(problem, solver=solver, time_limit_s=time_limit_s)
 
     def compute_s(self) -> float:
         """Seconds of the step that keeps everything."""

@@ -382,7 +382,7 @@ class _Pieces:
         on_cpu = piece.assembly.step.device.type == "cpu"
         looks = is_new and on_cpu and len(self.graphs) > 1 and self.num_looks < MAX_LOOKS
         self.num_looks += looks
-        self.watch = PiecesWatch(problem.halves[1], {}, looks)
+        self.watch = PiecesWatch(problem.halves[1], {}, looks, is_new)
 
     def _learn(self, seen: PiecesWatch) -> None:
         """Plan what was seen, where several graphs were live together."""

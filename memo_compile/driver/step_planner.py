@@ -30,6 +30,7 @@ from memo_compile.driver.report_rows import moved_rows, saved_rows, step_notes
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.errors import ConfigError, Infeasible, MemoError, TooSlow
 from memo_compile.planners.place_step import placed_step, require_budget
+from memo_compile.planners.placement import Placement, PlacementProblem
 from memo_compile.planners.policy import Choice
 from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.reporting import state
@@ -105,6 +106,10 @@ class KnownStep(Protocol):
 
         ``unmoved`` is the group's step that keeps everything, where it is of several members.
         """
+        ...
+
+    def place(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
+        """Offsets for the buffers of ``problem``."""
         ...
 
     def regions(self) -> "Mapping[str, LoweredRegion]":
@@ -314,6 +319,7 @@ class StepPlanner:
             name=self.known.name,
             solver=solver or self.config.placement_solver,
             time_limit_s=min(self.config.placement_time_limit_s, at_most_s),
+            place=self.known.place,
         )
 
     def _planned(self, problem: Problem, plan: Plan) -> PlannedStep:

@@ -5,10 +5,11 @@ what it is given is looked up among the results of earlier halves; on a CPU memo
 the halves, while the user's own code runs.
 """
 
+import collections
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,11 +17,11 @@ import torch
 from memo_runtime.heap import anonymous_bytes
 
 from memo_compile import shim
-from memo_compile.driver.facts import gradient_bytes
+from memo_compile.driver.around import parameters_around
 from memo_compile.step.group import Group
 from memo_compile.step.problem import FixedBytes, Half, Interlude
 
-SAMPLE_S = 0.0005
+SAMPLE_S = 0.0001
 """Between two looks at the process's memory; a block's work takes some milliseconds."""
 
 SAMPLES_OF_ALL = 200
@@ -31,8 +32,9 @@ MAX_SAMPLE_S = 0.05
 MAX_CALLS = 4096
 """A step of more halves is no group: something keeps it from ever ending."""
 
-MIN_INTERLUDE_BYTES = 2**20
-"""Code between the halves that takes less is not counted: the slack of a plan covers as much."""
+MEASURED_BYTES = 2**20
+"""What is measured is counted in units of this. Less than one is not counted: the slack of a plan
+covers as much, and threads and imports of a first step take it."""
 
 HalfCall = tuple[bool, int]
 """(is a backward, member)."""
@@ -104,6 +106,8 @@ class StepWatch:
     tangent_bytes: dict[str, int]
     samples: bool
     """Memory is read between the halves."""
+    learns: bool = True
+    """What is seen is planned for."""
     thread: int = field(default_factory=threading.get_ident)
     members: list[Member] = field(default_factory=list)
     calls: list[HalfCall] = field(default_factory=list)
@@ -114,8 +118,10 @@ class StepWatch:
     """Storage -> bytes of what forwards were given and no half had made; parameters excepted."""
     interludes: list[tuple[HalfCall, int, int]] = field(default_factory=list)
     """(the half that followed, most bytes, bytes that stayed)."""
-    existing_gradient_bytes: int = 0
-    """Gradients of members' parameters that were there before their forwards."""
+    around: list[weakref.ref[Any]] = field(default_factory=list)
+    """Parameters of the model that no member has, and that had no gradient when the step began."""
+    made: list[tuple[int, int]] = field(default_factory=list)
+    """Gradients of those: (index of the call before which they were first seen, bytes)."""
     is_mixed: bool = False
     """Several threads ran it."""
     follows_parameters: bool = False
@@ -145,9 +151,8 @@ class StepWatch:
                 alive[result.storage.cdata] = result
         if not is_backward:
             self.members.append(_member(args))
-            self.existing_gradient_bytes += gradient_bytes(args)
-        if self.follows_parameters:
-            self.most_gathered = max(self.most_gathered, self._parameters_there())
+        if self.learns:
+            self._look_at_parameters(index, is_backward=is_backward)
         for position, value in enumerate(args):
             if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
                 continue
@@ -162,6 +167,8 @@ class StepWatch:
         if len(self.calls) >= MAX_CALLS:
             return
         index = len(self.calls) - 1
+        for result in self.results:  # what went while the half ran is not freed by what follows
+            result.is_gone |= result.storage.expired()
         for position, value in enumerate(results):
             for storage, num_bytes in shim.storages_of([value]):
                 self.results.append(_Result(half, position, storage, num_bytes, index))
@@ -186,6 +193,27 @@ class StepWatch:
         left = now - self._after + gone
         self.interludes.append((half, max(0, most), max(0, left)))
         self._after = None
+
+    def _look_at_parameters(self, index: int, *, is_backward: bool) -> None:
+        if is_backward:
+            self._look_for_gradients(index)
+        elif len(self.members) == 2:
+            self.around = _without_gradient(self.parameters())
+        if self.follows_parameters:
+            self.most_gathered = max(self.most_gathered, self._parameters_there())
+
+    def _look_for_gradients(self, index: int) -> None:
+        members = {id(own()) for own in self.parameters()}
+        waiting = []
+        for reference in self.around:
+            own = reference()
+            if own is None or id(own) in members:
+                continue
+            if own.grad is not None:
+                self.made.append((index, own.grad.nbytes))
+            else:
+                waiting.append(reference)
+        self.around = waiting
 
     @property
     def num_members(self) -> int:
@@ -233,10 +261,9 @@ class StepWatch:
     def group(self, fixed: FixedBytes) -> Group:
         """What was seen, for a plan; ``fixed`` is of all members, without their inputs.
 
-        Gradients of other modules are in ``fixed`` from the step's beginning on. While it was
-        watched they were made between the halves, unless they were there already.
+        Gradients of other modules count from when they were seen. Those that were there already
+        when the step began are in ``fixed``.
         """
-        made = 0 if self.existing_gradient_bytes else fixed.gradients - fixed.new_gradients
         count = self.num_members
 
         def number(half: HalfCall) -> int:
@@ -249,9 +276,12 @@ class StepWatch:
             if result.is_gone and result.alive_at < last
         )
         passed = {(number(half), position) for half, position in self.passed}
+        made = self._gradients_made()
+        new_gradients = fixed.new_gradients + sum(made.values())
+        inputs = sum(self.inputs.values())
         return Group(
             num_members=count,
-            fixed=replace(fixed, inputs=sum(self.inputs.values())),
+            fixed=replace(fixed, inputs=inputs, new_gradients=new_gradients),
             gone=gone,
             passed=tuple(sorted(passed)),
             interludes=tuple(self._interludes(number, made)),
@@ -263,13 +293,44 @@ class StepWatch:
         for position, name in enumerate(self.backward.arguments if is_backward else ()):
             yield position, self.tangent_bytes.get(name, 0)
 
-    def _interludes(self, number: Callable[[HalfCall], int], made: int) -> Iterator[Interlude]:
-        for half, most, left in self.interludes:
-            new = sum(size for at, size in self.incoming(half) if (half, at) not in self.passed)
-            left = max(0, left - new - made)
-            most = max(left, most - made)
-            if most >= MIN_INTERLUDE_BYTES:
-                yield Interlude(half=number(half), most_bytes=most, left_bytes=left)
+    def _gradients_made(self) -> Mapping[int, int]:
+        """Half before which gradients of other modules appear -> bytes; the end for the rest."""
+        found: collections.Counter[int] = collections.Counter()
+        for index, num_bytes in self.made:
+            found[index] += num_bytes
+        for own in (reference() for reference in self.around):
+            if own is not None:
+                found[len(self.calls)] += own.nbytes
+        return found
+
+    def _interludes(
+        self, number: Callable[[HalfCall], int], made: Mapping[int, int]
+    ) -> Iterator[Interlude]:
+        """What was measured, in whole units, and the gradients that were made."""
+        seen = {number(half): (half, most, left) for half, most, left in self.interludes}
+        for at in sorted({*seen, *made}):
+            half, most, left = seen.get(at, ((False, 0), 0, 0))
+            new = sum(
+                size for place, size in self.incoming(half) if (half, place) not in self.passed
+            )
+            stays = made.get(at, 0)
+            stays += _in_units(left - new - stays)
+            most = max(stays, _in_units(most))
+            if most:
+                yield Interlude(half=at, most_bytes=most, left_bytes=stays)
+
+
+def _in_units(num_bytes: int) -> int:
+    """What is counted of ``num_bytes`` that were measured."""
+    whole = -(-num_bytes // MEASURED_BYTES) * MEASURED_BYTES
+    return whole if num_bytes >= MEASURED_BYTES else 0
+
+
+def _without_gradient(parameters: Sequence[weakref.ref[Any]]) -> list[weakref.ref[Any]]:
+    """Trained parameters of the model around these that have no gradient, one for each storage."""
+    found = [own for own in (reference() for reference in parameters) if own is not None]
+    trained = [own for own in parameters_around(found) if own.requires_grad and own.grad is None]
+    return [weakref.ref(own) for own in {o.untyped_storage()._cdata: o for o in trained}.values()]
 
 
 def _member(args: Sequence[Any]) -> Member:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from memo_compile.config import MemoConfig
-from memo_compile.driver.left_whole import REFUSED, UNEXPECTED, is_bug, say_dropped
+from memo_compile.driver.left_whole import UNEXPECTED, is_bug, refused, say_dropped
 from memo_compile.errors import Infeasible, MemoError, TooSlow, UnsupportedGraph
 from memo_compile.units import format_bytes
 
@@ -115,7 +115,7 @@ def first_of(
             except TooSlow as error:
                 log.info("memo: in %s: %s", tiles, error)
                 tries.tell(tiles, error)
-            except (MemoError, *REFUSED, *UNEXPECTED) as error:
+            except refused(MemoError, *UNEXPECTED) as error:
                 if ends_planning(error) or (
                     failed is None and not _leads_on(error, tiles.number, config)
                 ):
@@ -177,7 +177,7 @@ class _Tries:
 
 def _leads_on(error: Exception, tiles: int, config: MemoConfig) -> bool:
     """True where other tiles may fit; False where the whole failed, but not for its memory."""
-    if tiles != 1 or isinstance(error, REFUSED):
+    if tiles != 1 or isinstance(error, refused()):
         return True
     return config.memory_budget is not None and isinstance(error, Infeasible)
 

@@ -16,7 +16,7 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.left_whole import REFUSED
+from memo_compile.driver.left_whole import refused
 from memo_compile.driver.tile_order import Sizes, Tiles, first_of, order_of
 from memo_compile.errors import ConfigError
 
@@ -64,7 +64,7 @@ def ends_planning(error: Exception) -> bool:
 
     RestartAnalysis ends it too, which is no error: Dynamo wants to trace again.
     """
-    if isinstance(error, REFUSED):
+    if isinstance(error, refused()):
         return False
     return isinstance(error, ConfigError | torch.OutOfMemoryError | shim.RestartAnalysis)
 

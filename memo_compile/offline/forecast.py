@@ -4,14 +4,13 @@ import bisect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from memo_compile.config import resolve
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.errors import Infeasible, InputError
+from memo_compile.offline.length_search import LengthSearch, Need
 from memo_compile.offline.offline_step import OfflineStep
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.subject import Subject, step_store
@@ -41,15 +40,11 @@ SEQ_GRANULE = 1024
 START_SEQ = 32_768
 """The first length that ``longest`` tries where none is given."""
 
-LONGER, LONGEST = 4, 64
-"""The next length is LONGER times the last while all fit and their bytes are unknown, and at most
-LONGEST times it otherwise."""
-
-HALVED_EACH = 6
-"""Every so many tries the search halves what is left, in case the fitted line misleads it."""
-
 MAX_FRAME_PLANS = 4
 """Most plans of one of several frames; each counts what the last one holds beside its arena."""
+
+PLACEMENT_S = 2.0
+"""Most seconds for a placement: what the search has not found by then takes minutes mostly."""
 
 UNBOUNDED_BYTES = 2**60
 """A budget in bytes under which everything is kept."""
@@ -66,7 +61,7 @@ class Question:
     hardware: HardwareProfile
     seq: int | None = None
     batch: int = 1
-    dtype: torch.dtype = torch.bfloat16
+    dtype: str = "bfloat16"
     degrees: Degrees = Degrees()  # noqa: RUF009 - frozen
     budget: str | int | None = None
     host_budget: str | int | None = None
@@ -218,13 +213,6 @@ def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
         yield replace(most, budget_bytes=most.peak_bytes)
 
 
-class Need(NamedTuple):
-    """What a plan of few bytes takes, infinite where it is unknown, and whether one fits."""
-
-    num_bytes: float
-    fits: bool
-
-
 def least_needed(question: Question) -> Need:
     """The smallest plan in tiles, made without solvers; known long before the fastest plan is."""
     if question.degrees.pp > 1:
@@ -258,7 +246,7 @@ def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
     one just fits. Cost: mostly three to five lengths, and the whole choice for the next longer one.
     """
     granule = SEQ_GRANULE * question.degrees.tp * question.degrees.cp
-    search = _LengthSearch(
+    search = LengthSearch(
         start=(question.seq or START_SEQ) // granule,
         budget_bytes=question.available_bytes,
         constant_bytes=_constant_bytes(replace(question, seq=granule)),
@@ -274,73 +262,11 @@ def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
     return (longest - 1) * granule
 
 
-class _LengthSearch:
-    """The most granules that fit: ``low`` do, ``high`` do not; None: not known yet."""
-
-    def __init__(self, *, start: int, budget_bytes: int, constant_bytes: int) -> None:
-        self.low = 0
-        self._low_bytes: float = constant_bytes
-        self._high: int | None = None
-        self._high_bytes = math.inf
-        self._start = max(1, start)
-        self._budget_bytes, self._constant_bytes = budget_bytes, constant_bytes
-        self._longer = self._shorter = 1
-        """Granules that the next length differs from ``low`` or ``high`` at least; doubled where
-        the line missed."""
-        self._num_told = 0
-
-    def tell(self, count: int, need: Need) -> None:
-        """``count`` granules fit, or do not, and need as many bytes."""
-        self._num_told += 1
-        if need.fits:
-            self._longer = 1 if self.low < self._guess() else 2 * self._longer
-            self._shorter = 1
-            self.low, self._low_bytes = count, need.num_bytes
-        else:
-            missed = self._high is not None and count >= self._high - self._shorter
-            self._shorter = 2 * self._shorter if missed else 1
-            self._high, self._high_bytes = count, need.num_bytes
-
-    def next_count(self) -> int | None:
-        """What to try next; None when the answer is ``low``."""
-        if self._high is None and not self.low:
-            return self._start
-        if self._high is None:
-            return min(max(self._guess(), self.low + self._longer), LONGEST * self.low)
-        if self._high - self.low <= 1:
-            return None
-        if self._num_told % HALVED_EACH == 0:
-            return (self.low + self._high) // 2
-        wanted = max(self._guess(), self.low + self._longer)
-        return max(self.low + 1, min(wanted, self._high - self._shorter))
-
-    def _guess(self) -> int:
-        """From a line through what is known; without one 0, or ``LONGER`` times where all fit."""
-        points = [
-            (count, num_bytes)
-            for count, num_bytes in (
-                (0, self._constant_bytes),
-                (self.low, self._low_bytes),
-                (self._high, self._high_bytes),
-            )
-            if count is not None and num_bytes < math.inf
-        ]
-        (before, less), (after, more) = points[-2:] if len(points) > 1 else (*points, *points)
-        if more <= less:
-            return LONGER * self.low if self._high is None else 0
-        return int(before + (after - before) * (self._budget_bytes - less) / (more - less))
-
-
 def _constant_bytes(question: Question) -> int:
     """Parameters, their gradients and optimizer state; 0 where the model is a function."""
-    from memo_compile.driver.facts import GraphFacts  # loads Dynamo, which most answers do without
-
     with _subject(question) as subject:
-        model = subject.loaded.model
-        if not isinstance(model, torch.nn.Module):
-            return 0
         state = question.state_bytes_per_parameter(subject.facts.parameter_bytes)
-        return GraphFacts(list(model.parameters())).constant_bytes(state)
+        return subject.constant_bytes(state)
 
 
 def _subject(question: Question, say: Callable[[str], None] = _silent) -> Subject:
@@ -379,6 +305,7 @@ def _plan(question: Question, subject: Subject, budget_bytes: int, **more: Any) 
         **more,
         "memory_budget": budget_bytes,
         "policy": question.policy,
+        "placement_time_limit_s": PLACEMENT_S,
         "optimizer_state_bytes_per_parameter": question.state_bytes_per_parameter(
             subject.facts.parameter_bytes
         ),

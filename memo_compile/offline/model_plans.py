@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -17,8 +18,6 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-
-import torch
 
 import memo_compile
 from memo_compile.config import MemoConfig, torch_settings
@@ -32,6 +31,7 @@ from memo_compile.offline.offline_step import (
     offline_config,
     planned_offline,
 )
+from memo_compile.offline.remembered_places import RememberedPlaces
 from memo_compile.offline.remembered_step import (
     NotRemembered,
     RememberedRegions,
@@ -93,6 +93,12 @@ class ModelPlans:
         self.say("tracing the model")
         return self._stack.enter_context(self.trace())
 
+    @functools.cached_property
+    def places(self) -> RememberedPlaces:
+        """Places buffers; the same ones once."""
+        store = None if self.memory is None else self.memory.store
+        return RememberedPlaces(store=store, code=code_version())
+
     def plan(self, config: MemoConfig) -> OfflineStep:
         """The plan under ``config``, in the tiles that suit its budget.
 
@@ -146,7 +152,9 @@ class ModelPlans:
         self, record: StepRecord, options: MemoConfig, name: str, maker: RememberedRegions
     ) -> tuple[RememberedStep, Any, OfflineStep]:
         self.say(f"planning, {_in_tiles(options)}")
-        known = RememberedStep(record=record, name=name, hardware=self.hardware, maker=maker)
+        known = RememberedStep(
+            record=record, name=name, hardware=self.hardware, maker=maker, places=self.places
+        )
         facts = OfflineFacts(
             costs=record.costs,
             model_flops=record.model_flops,
@@ -281,5 +289,5 @@ def code_version() -> str:
     digest = hashlib.sha256()
     for path in sorted(Path(memo_compile.__file__).parent.rglob("*.py")):
         digest.update(str(path.name).encode() + path.read_bytes())
-    said = digest.hexdigest(), torch.__version__, sys.version, torch_settings()
+    said = digest.hexdigest(), importlib.metadata.version("torch"), sys.version, torch_settings()
     return digest_of(plain(said))

@@ -22,17 +22,13 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.backends import entry
 from memo_compile.costs.measure import MemoryWatch, watch_memory
-from memo_compile.offline.script import run_script
+from memo_compile.offline.script import EnoughError, run_script
 from memo_compile.reporting.state import report
 
 WARM_STEPS = 2
 """Steps before the peak is followed: the first compiles and makes gradients and moments."""
 
 SEED = 0
-
-
-class EnoughError(BaseException):
-    """Ends the script: all steps are recorded. No Exception, so that no script catches it."""
 
 
 class Recorder:

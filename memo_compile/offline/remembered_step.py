@@ -14,6 +14,8 @@ from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.recompute_library import Estimated, Lowered, RecomputeLibrary, RegionMaker
 from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import UnsupportedGraph
+from memo_compile.offline.remembered_places import RememberedPlaces
+from memo_compile.planners.placement import Placement, PlacementProblem
 from memo_compile.step.movable import (
     Layer,
     LayerClass,
@@ -172,6 +174,7 @@ class RememberedStep:
     name: str
     hardware: HardwareProfile
     maker: RememberedRegions
+    places: RememberedPlaces
     _library: RecomputeLibrary | None = None
     _classes: dict[str, LayerClass] = field(default_factory=dict)
 
@@ -227,6 +230,10 @@ class RememberedStep:
         if self._library is None:
             return {}
         return recomputations_of(self._library.step, moved, self._library.regions.values())
+
+    def place(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
+        """Offsets for the buffers of ``problem``, those that were found before."""
+        return self.places(problem, solver=solver, time_limit_s=time_limit_s)
 
     def regions(self) -> "Mapping[str, LoweredRegion]":
         """Nothing: no code is remembered."""

@@ -9,6 +9,10 @@ _INTERRUPTED = 130
 """Exit code of a process that ctrl-C ended: 128 + SIGINT."""
 
 
+class EnoughError(BaseException):
+    """Ends a script: what was wanted of it is known. No Exception, so that no script catches it."""
+
+
 def run_script(
     script: Path, arguments: list[str], *, passes: tuple[type[BaseException], ...] = ()
 ) -> int:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
-
 from memo_compile.config import MemoConfig, cache_folder
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.models import find_model
@@ -22,6 +20,8 @@ from memo_compile.offline.step_store import StepStore
 from memo_compile.step.serialise import plain, restore
 
 if TYPE_CHECKING:
+    import torch
+
     from memo_compile.offline.plan_offline import TracedModel
     from memo_compile.offline.shapes.load import Loaded
 
@@ -53,7 +53,8 @@ class Subject:
     model: str
     seq: int | None
     batch: int
-    dtype: torch.dtype
+    dtype: str
+    """Name of torch's dtype."""
     degrees: Degrees
     hardware: HardwareProfile
     store: StepStore | None = None
@@ -78,9 +79,17 @@ class Subject:
             self.model,
             seq=self.seq,
             batch=self.batch,
-            dtype=self.dtype,
+            dtype=self.torch_dtype,
             degrees=self.degrees,
         )
+
+    @property
+    def torch_dtype(self) -> "torch.dtype":
+        """The dtype itself; loads torch."""
+        import torch
+
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
     @functools.cached_property
     def facts(self) -> ModelFacts:
@@ -104,7 +113,7 @@ class Subject:
         return ModelFacts(
             name=loaded.name,
             num_tokens=loaded.num_tokens,
-            parameter_bytes=_parameter_bytes(loaded, self.dtype),
+            parameter_bytes=_parameter_bytes(loaded, self.torch_dtype),
             is_shortened=loaded.shorter is not None,
             notes=tuple(loaded.notes),
         )
@@ -130,9 +139,33 @@ class Subject:
             "model": model,
             "seq": self.seq,
             "batch": self.batch,
-            "dtype": str(self.dtype),
+            "dtype": self.dtype,
             "degrees": plain(self.degrees),
         }
+
+    def constant_bytes(self, state_bytes_per_parameter: float) -> int:
+        """Parameters, their gradients and optimizer state; 0 where the model is a function."""
+        memory = self._memory
+        if memory is None:
+            return self._constant_bytes(state_bytes_per_parameter)
+        key = {"kind": "constant", "content": dict(memory.content)}
+        key["state"] = repr(state_bytes_per_parameter)
+        for body in memory.store.read(key):
+            if type(body) is int:
+                return body
+        found = self._constant_bytes(state_bytes_per_parameter)
+        memory.store.write(key, found)
+        return found
+
+    def _constant_bytes(self, state_bytes_per_parameter: float) -> int:
+        import torch
+
+        from memo_compile.driver.facts import GraphFacts
+
+        model = self.loaded.model
+        if not isinstance(model, torch.nn.Module):
+            return 0
+        return GraphFacts(list(model.parameters())).constant_bytes(state_bytes_per_parameter)
 
     def plan(self, config: MemoConfig) -> OfflineStep:
         """The plan under ``config``. Raises as ``plan_offline.plan_step_offline``."""
@@ -197,8 +230,10 @@ def _file_content(path: Path) -> dict[str, Any]:
     }
 
 
-def _parameter_bytes(loaded: "Loaded", dtype: torch.dtype) -> float:
+def _parameter_bytes(loaded: "Loaded", dtype: "torch.dtype") -> float:
     """Mean bytes of a trainable number of the model; those of ``dtype`` if there is no module."""
+    import torch
+
     if not isinstance(loaded.model, torch.nn.Module):
         return dtype.itemsize
     trainable = [parameter for parameter in loaded.model.parameters() if parameter.requires_grad]

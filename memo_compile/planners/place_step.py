@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Protocol
 
 from memo_compile.check.check_plan import require_valid
 from memo_compile.errors import Infeasible
-from memo_compile.planners.placement import Block, Buffer, PlacementProblem, place
+from memo_compile.planners.placement import Block, Buffer, Placement, PlacementProblem, place
 from memo_compile.step.ordinary import outside_peak
 from memo_compile.step.plans import Decision, Plan
 from memo_compile.step.problem import (
@@ -18,6 +19,14 @@ from memo_compile.step.problem import (
 )
 from memo_compile.step.residency import residency
 from memo_compile.units import format_bytes, format_enough
+
+
+class Placer(Protocol):
+    """Finds offsets, as ``placement.place`` does."""
+
+    def __call__(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
+        """Offsets for the buffers of ``problem``, found within about ``time_limit_s``."""
+        ...
 
 
 def place_step(
@@ -50,6 +59,7 @@ def placed_step(
     name: str = "",
     solver: str = "auto",
     time_limit_s: float = 5.0,
+    place: Placer = place,
 ) -> Plan:
     """The plan of ``place_step``, unchecked, without decisions and budget."""
     buffers = arena_buffers(problem)
@@ -63,6 +73,7 @@ def placed_step(
         arena_bytes=arena_bytes,
         peak_bytes=resident.peak_bytes,
         resident_bytes=resident.resident_bytes,
+        dropped=resident.dropped,
         releases_pages=problem.releases_pages,
         lower_bound_bytes=max(live_bytes(buffers).values(), default=0),
         outside_bytes_by_kind=outside_peak(problem),

@@ -35,14 +35,20 @@ def halves_of_calls(problem: Problem) -> tuple[int, ...]:
     index_of = {key: at for at, key in enumerate(keys)}
     found: list[int] = []
     gap: list[StepCall] = []
-    before = 0
+    before = own = 0
+    phase = member = None
     for call in problem.calls:
         if call.kind not in RUNS:
             gap.append(call)
             continue
-        own = index_of[call.phase, call.member]
-        found += (*_of_gap(gap, keys, before, own), own)
-        before, gap = own, []
+        if call.phase is not phase or call.member != member:
+            phase, member = call.phase, call.member
+            own = index_of[phase, member]
+        if gap:
+            found += _of_gap(gap, keys, before, own)
+            gap = []
+        found.append(own)
+        before = own
     last = len(keys) - 1
     return (*found, *(_of_gap(gap, keys, before, last)))
 

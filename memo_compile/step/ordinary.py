@@ -10,9 +10,12 @@ from memo_compile.step.halves import half_starts
 from memo_compile.step.hand_over import leaving_after
 from memo_compile.step.problem import Phase, Problem, Storage, call_starts, last_reads
 
+Starts = tuple[int, ...]
+"""The first line of every call, and the end of the step as last: ``problem.call_starts``."""
+
 
 def ordinary_events(
-    problem: Problem, last_read: Mapping[str, int] | None = None
+    problem: Problem, starts: Starts | None = None, last_read: Mapping[str, int] | None = None
 ) -> Iterator[tuple[int, int]]:
     """(line, bytes born or minus bytes gone) of ordinary memory: outputs, incoming gradients.
 
@@ -21,9 +24,10 @@ def ordinary_events(
     ``held_until`` says. What only the loss needs is gone after the backward's first line. What a
     call is the last to read counts to that call's end: the heap may put what the call makes beside
     its hole, a large block's too where it found a free place in the heap.
-    ``last_read`` is what ``last_reads`` found, where that is at hand.
+    ``starts`` and ``last_read`` are what ``call_starts`` and ``last_reads`` found, where that is at
+    hand.
     """
-    starts = call_starts(problem)
+    starts = call_starts(problem) if starts is None else starts
     backward_line = starts[problem.first_backward]
     last_read = last_reads(problem, starts) if last_read is None else last_read
     if problem.rebound_bytes:
@@ -59,11 +63,19 @@ def ordinary_events(
 
 
 def _interlude_events(problem: Problem, half_lines: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """What runs between the halves counts on the last line of the half before."""
+    """What code between the halves leaves is born on the last line of the half before."""
     for interlude in problem.interludes:
-        line = max(1, half_lines[interlude.half])
-        yield line - 1, interlude.most_bytes
-        yield line, interlude.left_bytes - interlude.most_bytes
+        yield half_lines[interlude.half] - 1, interlude.left_bytes
+
+
+def passing_bytes(problem: Problem) -> Iterator[tuple[int, int]]:
+    """Per interlude the call before it, and what it takes at its most beyond what it leaves.
+
+    It runs on that call's last line, on which nothing is alive but what crosses from call to call.
+    """
+    starts = half_starts(problem) if problem.interludes else ()
+    for interlude in problem.interludes:
+        yield starts[interlude.half] - 1, interlude.most_bytes - interlude.left_bytes
 
 
 def outside_peak(problem: Problem) -> dict[str, int]:
@@ -78,14 +90,14 @@ def outside_peak(problem: Problem) -> dict[str, int]:
 
 
 def outside_events(
-    problem: Problem, last_read: Mapping[str, int] | None = None
+    problem: Problem, starts: Starts | None = None, last_read: Mapping[str, int] | None = None
 ) -> Iterator[tuple[int, int, str]]:
     """(line, bytes born or minus bytes dead, kind) of all memory that kernels allocate."""
     allocating = _regions_with(problem, Storage.OUTSIDE)
     allocating |= {name for name, region in problem.regions.items() if region.outside}
     if not allocating:
         return
-    starts = call_starts(problem)
+    starts = call_starts(problem) if starts is None else starts
     last_read = last_reads(problem, starts) if last_read is None else last_read
     for index, call in enumerate(problem.calls):
         if call.region not in allocating:

@@ -124,6 +124,9 @@ class Plan:
     """What becomes of each kind of saved tensor, and why."""
     resident_bytes: tuple[int, ...] = ()
     """Per call the bytes of the arena, from its start, that stay in memory."""
+    dropped: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """Per interlude of the problem the bytes of the arena, ``[start, end)``, that are given back
+    while it runs; later calls bring them back."""
     releases_pages: bool = False
     """CPU: the arena's pages can be given back; ``peak_bytes`` counts what the heap adds."""
     budget_bytes: int | None = None

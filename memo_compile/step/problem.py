@@ -319,6 +319,10 @@ class Interlude:
     left_bytes: int
     """What of it stays to the end of the step (gradients of other modules)."""
 
+    def __post_init__(self) -> None:
+        if self.half < 1 or not 0 <= self.left_bytes <= self.most_bytes:
+            raise InputError(f"interlude: expected a half before it and left <= most, got {self}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
@@ -522,11 +526,12 @@ def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
         for name, region in problem.regions.items()
         if any(o.same_as is not None or o.storage is Storage.INPUT for o in region.outputs)
     }
+    known = last.get
     for index in reversed(range(len(problem.calls))):
         call, start = problem.calls[index], starts[index]
         region = problem.regions[call.region]
         for end, value in zip(region.input_ends, call.inputs, strict=True):
-            if start + end > last.get(value, 0):
+            if start + end > known(value, 0):
                 last[value] = start + end
         for into in call.into:
             last[into.value] = max(last.get(into.value, 0), starts[index] + region.num_lines)

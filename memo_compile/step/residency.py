@@ -11,17 +11,20 @@ largest sum, at one line of c, of outputs made so far and memory that kernels al
     resident(c) = min(resident(c-1), max_d (tail(d) + ordinary(d)) - ordinary(c))     >= tail(c)
 so that no more pages are given back (and faulted in again in the next step) than the peak needs.
 ``waiting`` are the whole frames of other steps whose backward is still to come (max_inflight).
+While an interlude runs, what is dead below the tail can go as well (``step.interludes``): there
+tail(c) is what is alive then.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from memo_compile.step.ordinary import ordinary_events, outside_events
+from memo_compile.step.interludes import Pause, Range, pauses
+from memo_compile.step.ordinary import Starts, ordinary_events, outside_events
 from memo_compile.step.plans import Plan
-from memo_compile.step.problem import Problem, arena_buffers, call_starts
+from memo_compile.step.problem import ArenaBuffer, Problem, arena_buffers, call_starts, last_reads
 
 HEAP_SLACK = 0.03
 """CPU: share of a step's own memory that is added for kernels' work space and for the C allocator's
@@ -38,30 +41,57 @@ class Residency:
     resident_bytes: tuple[int, ...]
     peak_bytes: int
     """Peak of the whole step: fixed memory, arena, outputs and kernels' own memory."""
+    dropped: tuple[tuple[Range, ...], ...] = ()
+    """Per interlude what goes of the arena while it runs; no other pages than these come back."""
 
 
 def residency(problem: Problem, offsets: Mapping[str, int], arena_bytes: int) -> Residency:
     """The residency of a placed step. Cost: buffers x log calls."""
-    fixed = step_constant_bytes(problem)
-    ordinary = ordinary_bytes(problem).most
-    releases = problem.releases_pages
-    tails = _tails(problem, offsets) if releases else [arena_bytes] * len(ordinary)
-    most = max((tail + more for tail, more in zip(tails, ordinary, strict=True)), default=0)
-    resident, current = [], arena_bytes
-    for tail, more in zip(tails, ordinary, strict=True):
-        current = max(tail, min(current, most - more))
-        resident.append(current)
+    fixed, buffers = step_constant_bytes(problem), arena_buffers(problem)
+    ordinary, releases = ordinary_bytes(problem), problem.releases_pages
+    tails = [arena_bytes] * len(ordinary.most)
+    if releases:
+        tails = _tails(problem, buffers, offsets)
+    between = pauses(problem, buffers, offsets, ordinary.after)
+    most = max((tail + more for tail, more in zip(tails, ordinary.most, strict=True)), default=0)
+    for pause in between:
+        stays = pause.stays_bytes(_following(tails, pause)) if releases else arena_bytes
+        most = max(most, stays + pause.ordinary_bytes)
+    resident = _resident(tails, ordinary.most, between, most, arena_bytes)
+    dropped = tuple(
+        pause.dropped(_following(resident, pause), most - pause.ordinary_bytes) if releases else ()
+        for pause in between
+    )
     slack = heap_slack(most) if releases else 0
     waiting = (problem.live_steps - 1) * waiting_step_bytes(problem, arena_bytes)
-    return Residency(resident_bytes=tuple(resident), peak_bytes=fixed + most + slack + waiting)
+    return Residency(
+        resident_bytes=tuple(resident),
+        peak_bytes=fixed + most + slack + waiting,
+        dropped=dropped,
+    )
+
+
+def _resident(
+    tails: Sequence[int], ordinary: Sequence[int], between: Sequence[Pause], most: int, current: int
+) -> list[int]:
+    """Per call the bytes that stay; at first ``current``."""
+    found: list[int] = []
+    room = {pause.call + 1: most - pause.ordinary_bytes for pause in between}
+    for index, (tail, more) in enumerate(zip(tails, ordinary, strict=True)):
+        current = max(tail, min(current, most - more, room.get(index, current)))
+        found.append(current)
+    return found
+
+
+def _following(per_call: Sequence[int], pause: Pause) -> int:
+    """The number of the call behind an interlude; of the last call where there is none."""
+    return per_call[min(pause.call + 1, len(per_call) - 1)]
 
 
 def running_peak_bytes(problem: Problem, plan: Plan) -> int:
     """The peak of a step that runs by ``plan``, where ``problem`` tells of ordinary memory."""
-    ordinary = ordinary_bytes(problem).most
-    most = max(
-        (stay + more for stay, more in zip(plan.resident_bytes, ordinary, strict=True)), default=0
-    )
+    needs = zip(plan.resident_bytes, ordinary_bytes(problem).most, strict=True)
+    most = max((stay + more for stay, more in needs), default=0)
     slack = heap_slack(most) if problem.releases_pages else 0
     waiting = (problem.live_steps - 1) * waiting_step_bytes(problem, plan.arena_bytes)
     return step_constant_bytes(problem) + most + slack + waiting
@@ -107,20 +137,25 @@ class OrdinaryMemory(NamedTuple):
 
 def ordinary_bytes(problem: Problem) -> OrdinaryMemory:
     """What the step holds outside its arena, in ordinary memory."""
-    starts = np.array(call_starts(problem))
-    level = ordinary_level(problem)
+    of_calls = call_starts(problem)
+    starts = np.array(of_calls)
+    level = ordinary_level(problem, of_calls)
     before, after = level[starts[:-1]], level[starts[1:] - 1]
     most = np.maximum.reduceat(level, starts[:-1])
     most[1:] = np.maximum(most[1:], after[:-1])  # what dies on a call's first line is still there
     return OrdinaryMemory(before.tolist(), most.tolist(), after.tolist())
 
 
-def ordinary_level(problem: Problem, last_read: Mapping[str, int] | None = None) -> Any:
-    """Per line of the step the bytes of ordinary memory; ``last_read`` as in ``outside_events``."""
-    events = [(line, change) for line, change, _ in outside_events(problem, last_read)]
-    events += ordinary_events(problem, last_read)
+def ordinary_level(
+    problem: Problem, starts: Starts | None = None, last_read: Mapping[str, int] | None = None
+) -> Any:
+    """Per line of the step the bytes of ordinary memory; arguments as of ``outside_events``."""
+    starts = call_starts(problem) if starts is None else starts
+    last_read = last_reads(problem, starts) if last_read is None else last_read
+    events = [(line, change) for line, change, _ in outside_events(problem, starts, last_read)]
+    events += ordinary_events(problem, starts, last_read)
     lines, changes = zip(*events, strict=True) if events else ((), ())
-    return level_of(lines, changes, call_starts(problem)[-1])
+    return level_of(lines, changes, starts[-1])
 
 
 def level_of(lines: Sequence[int], changes: Sequence[int], num_lines: int) -> Any:
@@ -131,12 +166,12 @@ def level_of(lines: Sequence[int], changes: Sequence[int], num_lines: int) -> An
     return np.cumsum(level)[:-1]
 
 
-def _tails(problem: Problem, offsets: Mapping[str, int]) -> list[int]:
+def _tails(
+    problem: Problem, buffers: Iterable[ArenaBuffer], offsets: Mapping[str, int]
+) -> list[int]:
     """Per call the highest end of a buffer that is alive in it or later."""
     starts = call_starts(problem)
-    ends = sorted(
-        (buffer.end, offsets[buffer.id] + buffer.size_bytes) for buffer in arena_buffers(problem)
-    )
+    ends = sorted((buffer.end, offsets[buffer.id] + buffer.size_bytes) for buffer in buffers)
     tails, highest = [], 0
     for start in reversed(starts[:-1]):
         while ends and ends[-1][0] >= start:  # an unused input dies on the first line

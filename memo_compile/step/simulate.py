@@ -14,6 +14,7 @@ import numpy as np
 from memo_compile.errors import InvalidPlan
 from memo_compile.step.copy_times import CopyLane
 from memo_compile.step.movable import StepCosts
+from memo_compile.step.ordinary import passing_bytes
 from memo_compile.step.plans import Span, Timeline
 from memo_compile.step.problem import (
     COPY_REGION,
@@ -84,21 +85,27 @@ def peak_live_bytes(problem: Problem) -> int:
 
 
 def most_per_call(problem: Problem) -> Any:
-    """Per call the most bytes alive in the arena, and with them the most of ordinary memory."""
-    starts = np.array(call_starts(problem)[:-1])
-    return sum(np.maximum.reduceat(level, starts) for level in _memory_levels(problem))
+    """Per call the most bytes alive in the arena, and with them the most of ordinary memory.
+
+    An interlude counts with the call before it, beside what is alive on that call's last line.
+    """
+    starts = call_starts(problem)
+    levels = _memory_levels(problem, starts)
+    most: Any = sum(np.maximum.reduceat(level, np.array(starts[:-1])) for level in levels)
+    for call, passing in passing_bytes(problem):
+        most[call] = max(most[call], passing + sum(lvl[starts[call + 1] - 1] for lvl in levels))
+    return most
 
 
 def memory_level(problem: Problem) -> Any:
     """Per line of the step the bytes alive in the arena and those of ordinary memory."""
-    return sum(_memory_levels(problem))
+    return sum(_memory_levels(problem, call_starts(problem)))
 
 
-def _memory_levels(problem: Problem) -> tuple[Any, Any]:
+def _memory_levels(problem: Problem, starts: tuple[int, ...]) -> tuple[Any, Any]:
     """Both, per line; ordinary memory at its most where an arena that stays leaves it no room."""
-    starts = call_starts(problem)
     last_read = last_reads(problem, starts)
-    ordinary = ordinary_level(problem, last_read)
+    ordinary = ordinary_level(problem, starts, last_read)
     if not problem.releases_pages:
         ordinary = np.full_like(ordinary, ordinary.max(initial=0))
     return _arena_level(problem, starts, last_read), ordinary
@@ -106,27 +113,32 @@ def _memory_levels(problem: Problem) -> tuple[Any, Any]:
 
 def _arena_level(problem: Problem, starts: Sequence[int], last_read: Mapping[str, int]) -> Any:
     """Per line the bytes alive of ``arena_buffers``, without making its objects."""
-    crossing = {name: _crossing(region) for name, region in problem.regions.items()}
-    lines: list[int] = []
-    changes: list[int] = []
-    inner: dict[tuple[str, frozenset[int]], list[int]] = {}
+    alike: dict[tuple[str, frozenset[int]], tuple[list[int], list[tuple[str, ...]]]] = {}
     for call, start in zip(problem.calls, starts, strict=False):
         if call.region == COPY_REGION:  # makes nothing, and holds nothing of its own
             continue
-        inside = call.into_buffers()
-        inner.setdefault((call.region, inside), []).append(start)
-        for buffer in crossing[call.region]:
-            if buffer.number not in inside:
-                end = start + buffer.end
-                for position in buffer.outputs:
-                    end = max(end, last_read.get(call.outputs[position], 0))
-                lines += (start + buffer.start, end)
-                changes += (buffer.size_bytes, -buffer.size_bytes)
-    level = level_of(lines, changes, starts[-1])
-    for (name, inside), begins in inner.items():
+        key = call.region, call.into_buffers()
+        begins, outputs = alike.get(key) or alike.setdefault(key, ([], []))
+        begins.append(start)
+        outputs.append(call.outputs)
+    changes = np.zeros(starts[-1] + 1, dtype=np.int64)
+    for (name, inside), (begins, outputs) in alike.items():
+        at = np.array(begins, dtype=np.int64)
+        for buffer in _crossing(problem.regions[name]):
+            if buffer.number in inside:
+                continue
+            ends = at + buffer.end
+            for position in buffer.outputs:
+                reads = [last_read.get(made[position], 0) for made in outputs]
+                ends = np.maximum(ends, np.array(reads, dtype=np.int64))
+            changes[at + buffer.start] += buffer.size_bytes  # calls begin on lines of their own
+            np.subtract.at(changes, np.minimum(ends, starts[-1]), buffer.size_bytes)
+    level = np.cumsum(changes)[:-1]
+    for (name, inside), (begins, _) in alike.items():
         own = _inner_level(problem.regions[name], inside)
-        for begin in begins:
-            level[begin : begin + len(own)] += own
+        if own is not None:
+            for begin in begins:
+                level[begin : begin + len(own)] += own
     return level
 
 
@@ -152,13 +164,15 @@ def _crossing(region: RegionProfile) -> list[_Crossing]:
 
 
 def _inner_level(region: RegionProfile, inside: frozenset[int]) -> Any:
-    """Per line of a call the bytes of the buffers that die in it."""
+    """Per line of a call the bytes of the buffers that die in it; None where there are none."""
     crossing = region.outputs_of_buffers()
     own = [
         buffer
         for index, buffer in enumerate(region.buffers)
         if index not in crossing and index not in inside
     ]
+    if not own:
+        return None
     lines = [line for buffer in own for line in (buffer.start, buffer.end)]
     changes = [change for buffer in own for change in (buffer.size_bytes, -buffer.size_bytes)]
     return level_of(lines, changes, region.num_lines + 1)

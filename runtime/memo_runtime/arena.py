@@ -117,6 +117,11 @@ class Slab:
             drop_pages(self._storage.data_ptr() + start, self.size_bytes - start)
             self.resident_bytes = start
 
+    def drop(self, start: int, end: int) -> None:
+        """Give the whole pages inside ``[start, end)`` back, as ``drop_tail`` does."""
+        if gives_pages_back(self.device):
+            drop_pages(self._storage.data_ptr() + start, end - start)
+
     def occupy(self, num_bytes: int) -> int:
         """A frame of ``num_bytes`` begins; pages above it go back. Returns the bytes in memory."""
         before = min(self.resident_bytes, num_bytes)

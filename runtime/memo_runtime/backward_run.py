@@ -64,8 +64,8 @@ class BackwardRun:
         self._run_to(len(self.calls))
         found = [self._take(position) for position in results]
         lease, group, counted = self.lease, self.lease.group, self.running.counted
-        if group is not None and self.plan.backward.resident_bytes is not None:
-            self.running.keep(self.plan.backward.resident_bytes)
+        if group is not None:
+            self.running.leave(self.plan.backward.resident_bytes, self.plan.backward.dropped)
         self._end()
         lease.ran = True
         if group is None:

@@ -44,6 +44,17 @@ class Running:
             self.lease.slab.drop_tail(resident_bytes)
         self.resident_bytes = resident_bytes
 
+    def leave(self, resident_bytes: int | None, dropped: Sequence[tuple[int, int]]) -> None:
+        """The half has ended: keep so much of the frame, and give the ranges ``dropped`` back."""
+        if resident_bytes is not None:
+            self.keep(resident_bytes)
+        slab = self.lease.slab
+        for start, end in dropped:
+            if self.poison:
+                poison(slab.bytes(end - start, start))
+            else:
+                slab.drop(start, end)
+
     def reloaded(self, table: int, offload: int, frame_offset_bytes: int) -> torch.Tensor:
         """The buffer of a reload, which starts there, viewed as the value that was offloaded."""
         (buffer,) = self.tables[table]

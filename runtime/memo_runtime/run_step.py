@@ -39,6 +39,8 @@ class RunHalf:
     resident_bytes: int | None = None
     """FORWARD: bytes of the frame, from its start, that the backward uses. The rest goes back at
     once: autograd makes gradients of the results in ordinary memory before the backward begins."""
+    dropped: tuple[tuple[int, int], ...] = ()
+    """Ranges of the frame that go back when the half has ended: nothing in them is read again."""
     ready: tuple[int, ...] = ()
     """BACKWARD: per result after how many calls it is made and nobody reads it any more. Empty
     where results and the forward's arguments do not belong together one by one."""
@@ -304,8 +306,7 @@ def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> Ste
     try:
         for call in _calls(half, lease):
             call.execute(running)
-        if half.resident_bytes is not None:
-            running.keep(half.resident_bytes)
+        running.leave(half.resident_bytes, half.dropped)
     finally:
         current.views = ()
         current.inputs = {}

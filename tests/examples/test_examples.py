@@ -16,6 +16,7 @@ NEEDS = {
     "diffusion.py": ["diffusers"],
     "dpo.py": ["accelerate", "trl", "datasets"],
     "finetune_loop.py": [],
+    "grpo.py": ["accelerate", "trl", "datasets"],
     "lightning_fit.py": ["lightning"],
     "lora.py": ["peft"],
     "preference_loss.py": [],

@@ -2,23 +2,21 @@
 
 from dataclasses import asdict, dataclass
 
-import torch
-
 from memo_compile.costs.models import ModelShape
 from memo_compile.errors import InputError, require_at_least
 
 DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "float32": torch.float32,
-    "fp32": torch.float32,
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "float32": "float32",
+    "fp32": "float32",
 }
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    """The dtype called ``name``; an InputError where there is none."""
+def parse_dtype(name: str) -> str:
+    """The name that torch has for the dtype called ``name``; an InputError where there is none."""
     if name not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]

@@ -1,0 +1,166 @@
+"""The first training step of a script, at the call that would compile it; nothing of it runs.
+
+``torch.compile(..., backend="memo")`` gives the script what it expects, but for the first call with
+gradients: that is handed over with its arguments, in the script's own context (autocast, hooks,
+attention kernels), and ends the script.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memo_compile.backends import entry
+from memo_compile.errors import InputError
+from memo_compile.offline.script import EnoughError, run_script
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstCall:
+    """What a script compiled, and how it calls it first."""
+
+    function: Callable[..., Any]
+    """The script's own: a module, or a function that makes the loss."""
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    options: Mapping[str, Any] | None
+    mode: str | None
+
+    @property
+    def name(self) -> str:
+        """The module's class, or the function's name."""
+        return _name(self.function)
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The model, where it is what was compiled."""
+        return self.function if isinstance(self.function, torch.nn.Module) else None
+
+
+def at_first_call(
+    script: Path, arguments: list[str], take: Callable[[FirstCall], None]
+) -> int | None:
+    """Run ``script`` up to its first training step and hand that to ``take``.
+
+    Returns the script's exit code where it ended before, else None.
+
+    Raises:
+        InputError: the script compiles several things for memo, so that no call is the step.
+        Exception: what ``take`` raises.
+    """
+    watch = _Watch(take)
+    with watch.watching():
+        code = run_script(script, arguments, passes=(EnoughError,))
+    if watch.error is not None:
+        raise watch.error
+    return None if watch.is_taken else code
+
+
+@dataclass
+class _Watch:
+    """Stands in for torch.compile where the backend is memo."""
+
+    take: Callable[[FirstCall], None]
+    is_taken: bool = False
+    error: Exception | None = None
+    compiled: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        original = torch.compile
+        setattr(torch, "compile", self._standing_in(original))  # noqa: B010 - replaced on purpose
+        try:
+            yield
+        finally:
+            setattr(torch, "compile", original)  # noqa: B010
+
+    def _standing_in(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def compile(model: Any = None, **settings: Any) -> Any:
+            if settings.get("backend") not in ("memo", entry.memo):
+                return original(model, **settings)
+            if model is None:  # a decorator
+                return functools.partial(compile, **settings)
+            return self._caught(model, original, settings)
+
+        return compile
+
+    def _caught(
+        self, model: Any, original: Callable[..., Any], settings: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        """What the script gets for ``model``."""
+        owner = getattr(model, "__self__", None)
+        in_place = isinstance(owner, torch.nn.Module) and model.__name__ == "_call_impl"
+        function: Any = owner if in_place else model  # by module.compile()
+        self.compiled.append(_name(function))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            trains = not isinstance(function, torch.nn.Module) or any(
+                parameter.requires_grad for parameter in function.parameters()
+            )
+            if self.is_taken or not trains or not torch.is_grad_enabled():
+                return model(*args, **kwargs)
+            if in_place:
+                function._compiled_call_impl = None  # which would lead back here
+            self._take(function, args, kwargs, settings)
+            raise EnoughError
+
+        if not isinstance(model, torch.nn.Module):
+            return functools.wraps(model)(call)
+        made: Any = original(model, backend="eager")  # a module with the attributes of ``model``
+        made.forward = call
+        return made
+
+    def _take(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.is_taken = True
+        try:
+            self._require_one()
+            self.take(
+                FirstCall(
+                    function=function,
+                    args=args,
+                    kwargs=kwargs,
+                    options=settings.get("options"),
+                    mode=settings.get("mode"),
+                )
+            )
+        except Exception as error:  # raised again where the script cannot catch it
+            self.error = error
+
+    def _require_one(self) -> None:
+        if len(self.compiled) > 1:
+            names = ", ".join(sorted(set(self.compiled)))
+            raise InputError(
+                f"the script compiles {len(self.compiled)} things for memo ({names}), and the "
+                "memory of one does not tell that of the step; compile the whole model, or the "
+                "function that makes the loss, once"
+            )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    if isinstance(function, torch.nn.Module):
+        return type(function).__name__
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def parameter_names(function: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """Names of the first ``count`` positional parameters; numbers where they have none."""
+    called = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        parameters = [*inspect.signature(called).parameters.values()]
+    except (TypeError, ValueError):
+        parameters = []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    return tuple(names[at] if at < len(names) else str(at) for at in range(count))

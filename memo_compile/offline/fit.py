@@ -1,0 +1,402 @@
+"""What fits on a device of the step that a script trains: its longest sequence, its largest batch.
+
+The step is planned for other sizes of its inputs, and never runs. The smallest plan of each size is
+asked first, as ``forecast.longest`` does.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from memo_compile.config import MemoConfig, resolve
+from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.costs.host import host_memory
+from memo_compile.driver.facts import GraphFacts
+from memo_compile.driver.pipeline import first_request
+from memo_compile.driver.tile_order import TOKEN_TILES, first_of, order_of
+from memo_compile.driver.tries import ends_planning
+from memo_compile.errors import ConfigError, Infeasible, InputError, described
+from memo_compile.offline.first_call import FirstCall, parameter_names
+from memo_compile.offline.forecast import CONTEXT_BYTES, CUBLAS_BYTES, ESTIMATE_MARGIN
+from memo_compile.offline.length_search import LengthSearch, Need
+from memo_compile.offline.offline_step import OfflineStep, offline_config, planned_offline
+from memo_compile.offline.plan_offline import (
+    TracedModel,
+    offline_facts,
+    plan_step_offline,
+    tracing,
+)
+from memo_compile.offline.scaled_inputs import Arguments, Varied, Vary
+from memo_compile.units import format_bytes, parse_size
+
+TOKEN_GRANULE = 128
+"""Sequences are searched in multiples of this, or of the script's own length if that is less."""
+
+NEAR = 1.2
+"""Greed's smallest plan, in tiles everywhere, may take so many times what the whole choice does."""
+
+MAX_SIZE = 2**40
+"""No size above this is tried: a step that takes it is not bounded by memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitQuestion:
+    """What is asked of a script's step."""
+
+    vary: tuple[Vary, ...] = (Vary.SEQUENCE, Vary.BATCH)
+    hardware: HardwareProfile | None = None
+    """Another device than the one that the script's tensors lie on."""
+    memory: str | None = None
+    """Bound on the device memory of the step; by default the script's, or what the device has."""
+    host_budget: str | None = None
+    multiple_of: int | None = None
+    """Sizes are multiples of this."""
+    dims: str | None = None
+    """Which dimensions vary, where the shapes do not say it: ``input_ids:1,labels:1``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """The largest size of one kind that fits."""
+
+    varied: Varied
+    multiple_of: int
+    size: int
+    """0: not even the smallest."""
+    step: OfflineStep | None
+    """The plan of that size."""
+    floor_bytes: int | None = None
+    """What the smallest size needs, where ``size`` is 0 and it is known."""
+    refused: str = ""
+    """Why a larger size is no step at all, where that and not memory is the bound."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitAnswer:
+    """The answer."""
+
+    name: str
+    shapes: Mapping[str, tuple[int, ...]]
+    """The step's inputs in the script."""
+    device: str
+    budget_bytes: int
+    options: Mapping[str, Any]
+    """What to give torch.compile, so that the step is planned like this."""
+    found: tuple[Fitted, ...]
+
+    @property
+    def fits(self) -> bool:
+        """True when some size of each kind fits."""
+        return all(fitted.size > 0 for fitted in self.found)
+
+
+Tried = Callable[[Vary, int, bool], None]
+
+
+class Fitting:
+    """One script's step, planned for sizes that it does not have."""
+
+    def __init__(self, call: FirstCall, question: FitQuestion) -> None:
+        self._call, self._question = call, question
+        names = parameter_names(call.function, len(call.args))
+        self._arguments = Arguments(args=call.args, kwargs=call.kwargs, names=names)
+        self._device = self._main_device()
+        self._config = self._configured(resolve(call.options, call.mode))
+
+    def answer(self, say: Callable[[str], None], tried: Tried) -> FitAnswer:
+        """The largest sizes. ``say`` is told what is done next, ``tried`` what came out.
+
+        Raises:
+            InputError: no input of the step has such a size, or other sizes are no step.
+            UnsupportedGraph: the step does not trace into one graph.
+        """
+        asked = [self._varied(what) for what in self._question.vary]
+        known = [varied for varied in asked if varied is not None]
+        if not known:
+            raise InputError(
+                f"{self._call.name} is called with no tensor that has a "
+                f"{' or a '.join(what.value for what in self._question.vary)}; pass the inputs as "
+                "arguments of what is compiled, or name what varies: --dims NAME:DIM"
+            )
+        found = tuple(self._fitted(varied, say, tried) for varied in known)
+        hardware = self._question.hardware
+        return FitAnswer(
+            name=self._call.name,
+            shapes={path: (*value.shape,) for path, value in self._arguments.tensors().items()},
+            device=str(self._device) if hardware is None else hardware.name,
+            budget_bytes=self._budget_bytes,
+            options=self.options(),
+            found=found,
+        )
+
+    def _main_device(self) -> torch.device:
+        return GraphFacts([*self._parameters(), *self._arguments.tensors().values()]).device
+
+    def _parameters(self) -> Sequence[torch.Tensor]:
+        module = self._call.module
+        return [] if module is None else [*module.parameters()]
+
+    def _varied(self, what: Vary) -> Varied | None:
+        if self._question.dims is not None:
+            return self._arguments.named(what, self._question.dims)
+        return self._arguments.varied(what)
+
+    def _configured(self, config: MemoConfig) -> MemoConfig:
+        host = self._question.host_budget
+        if host is None and config.host_budget is None and self._shares_memory(config):
+            host = "0"
+        config = config if host is None else replace(config, host_budget=host)
+        self._budget_bytes = self._budget(config)
+        return config
+
+    def _shares_memory(self, config: MemoConfig) -> bool:
+        """True where a copy to the host would take the very memory that it frees."""
+        return self._targets_cpu() and not config.host_kind("cpu").startswith("file:")
+
+    def _targets_cpu(self) -> bool:
+        hardware = self._question.hardware
+        return (self._device.type if hardware is None else hardware.name) == "cpu"
+
+    def _budget(self, config: MemoConfig) -> int:
+        """The bound of the question, the script's, or what the device has."""
+        hardware, memory = self._question.hardware, self._question.memory
+        total = self._total_bytes()
+        if memory is not None:
+            budget = parse_size(memory, total_bytes=total, what="memory")
+        elif hardware is None and config.memory_budget is not None:
+            budget = parse_size(config.memory_budget, total_bytes=total, what="memory_budget")
+        else:
+            budget = self._free_bytes()
+        if budget <= 0:
+            raise InputError("memory: expected more than 0 bytes")
+        return budget
+
+    def _total_bytes(self) -> int | None:
+        hardware = self._question.hardware
+        if hardware is not None:
+            return hardware.memory_bytes
+        return GraphFacts([torch.empty(0, device=self._device)]).device_bytes()
+
+    def _free_bytes(self) -> int:
+        """What the step may take on an idle device, with what of it lies there already."""
+        hardware = self._question.hardware
+        if hardware is not None:
+            taken = 0 if hardware.name == "cpu" else CONTEXT_BYTES
+            return hardware.memory_bytes - taken
+        if self._device.type == "cuda":
+            left = GraphFacts([torch.empty(0, device=self._device)]).bytes_left()
+        else:
+            usable = host_memory().usable_bytes
+            held = sum(parameter.nbytes for parameter in self._parameters())
+            left = None if usable is None else usable + held
+        if left is None:
+            raise InputError("memory: the host does not say what is free; give --memory SIZE")
+        return left
+
+    @property
+    def available_bytes(self) -> int:
+        """The bytes of the budget that a plan may take: an estimate may miss the rest."""
+        if self._is_exact():
+            return self._budget_bytes
+        return int(max(0, self._budget_bytes - CUBLAS_BYTES) / (1 + ESTIMATE_MARGIN))
+
+    def _is_exact(self) -> bool:
+        hardware = self._question.hardware
+        return hardware is None or hardware.name == self._device.type
+
+    def options(self) -> Mapping[str, Any]:
+        """What to give torch.compile, so that the step is planned for the same memory."""
+        options: dict[str, Any] = {"memory_budget": self._budget_bytes}
+        if self._config.host_budget is not None:
+            options["host_budget"] = self._config.host_budget
+        return {**(self._call.options or {}), **options}
+
+    def _granule(self, varied: Varied) -> int:
+        if self._question.multiple_of is not None:
+            return self._question.multiple_of
+        return 1 if varied.what is Vary.BATCH else min(TOKEN_GRANULE, varied.size)
+
+    def _fitted(self, varied: Varied, say: Callable[[str], None], tried: Tried) -> Fitted:
+        granule, what = self._granule(varied), varied.what
+        search = LengthSearch(
+            start=varied.size // granule,
+            budget_bytes=self.available_bytes,
+            constant_bytes=self._constant_bytes(),
+        )
+        sizes = _Sizes(self, varied)
+        while (count := search.next_count()) is not None and count * granule <= MAX_SIZE:
+            size = count * granule
+            say(f"{what.value} of {size:,}: tracing and planning")
+            need = sizes.need(size)
+            tried(what, size, need.fits)
+            search.tell(count, need)
+        count, step = search.low, None
+        if count:
+            say(f"{what.value} of {count * granule:,}: the fastest plan")
+        while count and (step := sizes.fastest(count * granule)) is None:
+            count -= 1  # what fits at any speed, fits: but placements are searched by the clock
+        return Fitted(
+            varied=varied,
+            multiple_of=granule,
+            size=count * granule,
+            step=step,
+            floor_bytes=None if count else sizes.floor_bytes(granule),
+            refused=sizes.refusal(count * granule),
+            notes=tuple(self._notes(varied, count * granule)),
+        )
+
+    def _constant_bytes(self) -> int:
+        """Parameters, gradients, optimizer state; 0 where what is compiled is a function."""
+        parameters = self._parameters()
+        state = self._config.optimizer_state_bytes_per_parameter
+        return GraphFacts(parameters).constant_bytes(state) if parameters else 0
+
+    def _notes(self, varied: Varied, size: int) -> Sequence[str]:
+        notes = [
+            f"{path} is {varied.size} and stays that, whatever the {varied.what.value}"
+            for path in self._arguments.numbers_like(varied.size)
+        ]
+        most = _declared_length(self._call.module)
+        if varied.what is Vary.SEQUENCE and most is not None and size > most:
+            notes.append(
+                f"the model's configuration has max_position_embeddings={most}: longer sequences "
+                "are planned, and may fail or train badly"
+            )
+        return notes
+
+    def need(self, varied: Varied, size: int) -> Need:
+        """What a plan of few bytes takes at ``size``, and whether any plan fits.
+
+        Where greed's smallest one is just too large, the whole choice is asked as well.
+        """
+        room = self.available_bytes
+        if self._arguments.bytes_with(varied, size) > room:
+            return Need(math.inf, False)
+        inputs = self._arguments.with_size(varied, size)
+        function, hardware = self._call.function, self._question.hardware
+        with tracing(function, inputs.args, inputs.kwargs, hardware=hardware) as traced:
+            config = offline_config(self._config, hardware)
+            least = _bytes_of(lambda: _smallest(traced, config))
+            if not room < least <= NEAR * room:
+                return Need(least, least <= room)
+            config = replace(config, memory_budget=room)
+            chosen = _bytes_of(lambda: _any_that_fits(traced, config))
+            return Need(min(chosen, least), chosen <= room)
+
+    def fastest(self, varied: Varied, size: int) -> OfflineStep:
+        """The plan that the backend makes. Raises Infeasible."""
+        inputs = self._arguments.with_size(varied, size)
+        return plan_step_offline(
+            self._call.function,
+            inputs.args,
+            inputs.kwargs,
+            config=replace(self._config, memory_budget=self.available_bytes),
+            hardware=self._question.hardware,
+        )
+
+
+def _bytes_of(plan: Callable[[], OfflineStep]) -> float:
+    """The plan's peak; where none fits the floor, infinite where that is unknown."""
+    try:
+        return plan().plan.peak_bytes
+    except Infeasible as error:
+        return error.floor_bytes or math.inf
+
+
+def _smallest(traced: TracedModel, config: MemoConfig) -> OfflineStep:
+    """The plan of the fewest bytes that greed finds, in tiles where they are allowed."""
+    tiles = 1 if config.exact else config.token_tiles or TOKEN_TILES
+    policy = "greedy" if config.policy == "auto" else config.policy
+    return _planned(traced, replace(config, memory_budget=1, policy=policy, token_tiles=tiles))
+
+
+def _any_that_fits(traced: TracedModel, config: MemoConfig) -> OfflineStep:
+    """A plan within the budget, in whatever tiles and at whatever speed."""
+    if config.exact or config.token_tiles is not None:
+        tiles = 1 if config.exact else config.token_tiles
+        return _planned(traced, replace(config, token_tiles=tiles))
+    budget_bytes = config.budget_bytes(None)
+    order = order_of(traced.sizes(config), config, budget_bytes)
+    at_any_speed = (tiles._replace(max_over_compute=math.inf) for tiles in order)
+    return first_of(at_any_speed, config, lambda options: _planned(traced, options), ends_planning)
+
+
+def _planned(traced: TracedModel, options: MemoConfig) -> OfflineStep:
+    known = traced.lowered(options)
+    facts, request = offline_facts(known), first_request(known)
+    _, made = planned_offline(known, options.at_any_speed(), facts, request)
+    return made
+
+
+class _Sizes:
+    """What sizes need, and which of them are no step at all."""
+
+    def __init__(self, fitting: Fitting, varied: Varied) -> None:
+        self._fitting, self._varied = fitting, varied
+        self.needs: dict[int, Need] = {}
+        self._refused: dict[int, str] = {}
+
+    def need(self, size: int) -> Need:
+        """What ``size`` needs. Raises InputError: other sizes than the script's are no step."""
+        try:
+            need = self._fitting.need(self._varied, size)
+        except ConfigError:
+            raise
+        except Exception as error:  # the user's code raises what it likes at a size it is not for
+            self._refuse(size, error)
+            return Need(math.inf, False)
+        self.needs[size] = need
+        return need
+
+    def _refuse(self, size: int, error: Exception) -> None:
+        """Raises ``error`` where ``size`` is the script's own, or smaller than one that works."""
+        if size == self._varied.size:
+            raise error
+        if size < self._varied.size:
+            raise InputError(
+                f"{self._varied} of {size} instead of {self._varied.size} fails: "
+                f"{described(error)}; name all dimensions that vary together: --dims NAME:DIM,..."
+            ) from error
+        self._refused[size] = described(error)
+
+    def fastest(self, size: int) -> OfflineStep | None:
+        """The plan of ``size`` that the backend makes; None where none fits."""
+        try:
+            return self._fitting.fastest(self._varied, size)
+        except Infeasible:
+            return None
+
+    def floor_bytes(self, size: int) -> int | None:
+        """What ``size`` needs, where that is known."""
+        num_bytes = self.needs[size].num_bytes if size in self.needs else math.inf
+        return None if math.isinf(num_bytes) else int(num_bytes)
+
+    def refusal(self, size: int) -> str:
+        """Why the next larger size that was tried is no step; empty where memory is the bound."""
+        larger = [tried for tried in (*self.needs, *self._refused) if tried > size]
+        return "" if not larger else self._refused.get(min(larger), "")
+
+
+def _declared_length(module: torch.nn.Module | None) -> int | None:
+    """What a Hugging Face model says of its positions."""
+    most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    return most if isinstance(most, int) else None
+
+
+def require_fits(fit: FitAnswer) -> None:
+    """Raises Infeasible: not even the smallest size of some kind fits; the message says which."""
+    for fitted in fit.found:
+        if fitted.size:
+            continue
+        what, least = fitted.varied.what.value, fitted.multiple_of
+        floor = fitted.floor_bytes
+        needs = "" if floor is None else f", which needs {format_bytes(floor)}"
+        raise Infeasible(
+            f"not even a {what} of {least} fits into {format_bytes(fit.budget_bytes)}{needs}; "
+            "raise --memory, name a larger --hardware, or train a smaller model",
+            floor_bytes=floor,
+        )

@@ -1,0 +1,75 @@
+"""The largest size that fits, found from the bytes that a few sizes need."""
+
+import math
+from typing import NamedTuple
+
+LONGER, LONGEST = 4, 64
+"""The next length is LONGER times the last while all fit and their bytes are unknown, and at most
+LONGEST times it otherwise."""
+
+HALVED_EACH = 6
+"""Every so many tries the search halves what is left, in case the fitted line misleads it."""
+
+
+class Need(NamedTuple):
+    """What a plan of few bytes takes, infinite where it is unknown, and whether one fits."""
+
+    num_bytes: float
+    fits: bool
+
+
+class LengthSearch:
+    """The most granules that fit: ``low`` do, ``high`` do not; None: not known yet."""
+
+    def __init__(self, *, start: int, budget_bytes: int, constant_bytes: int) -> None:
+        self.low = 0
+        self._low_bytes: float = constant_bytes
+        self._high: int | None = None
+        self._high_bytes = math.inf
+        self._start = max(1, start)
+        self._budget_bytes, self._constant_bytes = budget_bytes, constant_bytes
+        self._longer = self._shorter = 1
+        """Granules that the next length differs from ``low`` or ``high`` at least; doubled where
+        the line missed."""
+        self._num_told = 0
+
+    def tell(self, count: int, need: Need) -> None:
+        """``count`` granules fit, or do not, and need as many bytes."""
+        self._num_told += 1
+        if need.fits:
+            self._longer = 1 if self.low < self._guess() else 2 * self._longer
+            self._shorter = 1
+            self.low, self._low_bytes = count, need.num_bytes
+        else:
+            missed = self._high is not None and count >= self._high - self._shorter
+            self._shorter = 2 * self._shorter if missed else 1
+            self._high, self._high_bytes = count, need.num_bytes
+
+    def next_count(self) -> int | None:
+        """What to try next; None when the answer is ``low``."""
+        if self._high is None and not self.low:
+            return self._start
+        if self._high is None:
+            return min(max(self._guess(), self.low + self._longer), LONGEST * self.low)
+        if self._high - self.low <= 1:
+            return None
+        if self._num_told % HALVED_EACH == 0:
+            return (self.low + self._high) // 2
+        wanted = max(self._guess(), self.low + self._longer)
+        return max(self.low + 1, min(wanted, self._high - self._shorter))
+
+    def _guess(self) -> int:
+        """From a line through what is known; without one 0, or ``LONGER`` times where all fit."""
+        points = [
+            (count, num_bytes)
+            for count, num_bytes in (
+                (0, self._constant_bytes),
+                (self.low, self._low_bytes),
+                (self._high, self._high_bytes),
+            )
+            if count is not None and num_bytes < math.inf
+        ]
+        (before, less), (after, more) = points[-2:] if len(points) > 1 else (*points, *points)
+        if more <= less:
+            return LONGER * self.low if self._high is None else 0
+        return int(before + (after - before) * (self._budget_bytes - less) / (more - less))
