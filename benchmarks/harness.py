@@ -262,6 +262,21 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def code() -> str:
+    """The commit that changed compiler or runtime last, and whether they differ from it."""
+    rooms = ("memo_compile", "runtime")
+    commit = _git("log", "-1", "--format=%h", "--", *rooms)
+    return f"{commit}, changed" if _git("status", "--porcelain", "--", *rooms) else commit
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # no git on this machine
+        return ""
+    return done.stdout.strip()
+
+
 def _cpu_model() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -8,11 +8,15 @@ tiles, as if memory were free), and the step over its lower bound (``step_lower_
 step as it was cut, tiles included). Where a plan of the integer program was taken: how much slower
 the plan is that policy ``greedy`` takes, which needs no solver.
 
+Each setting that is done is written at once. With ``--resume`` those are not planned again that
+stand in today's result and were planned by the same code.
+
 Passes when each step takes at most 1.02 of its computation alone under the device's whole
 memory; over the lower bound the median of all must be at most 1.01 and the worst 1.05.
 """
 
 import argparse
+import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,6 +26,7 @@ from benchmarks import harness
 from memo_compile.costs.hardware import HardwareProfile, find_hardware
 from memo_compile.units import format_bytes
 
+NAME = "plan_quality"
 MODULE = "benchmarks.plan_quality"
 SETTINGS = {
     "llama3-8b": {"seq": 131072, "hardware": "h200"},
@@ -45,26 +50,44 @@ MAX_OVER_BOUND = 1.05
 
 def main() -> int:
     """Plan every setting in a process of its own, print the ratios, judge."""
-    return harness.run_benchmark("plan_quality", arguments(), measure, run_child)
+    return harness.run_benchmark(NAME, arguments(), measure, run_child)
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = harness.parser(__doc__, sizes={})
     parser.add_argument("--settings", default=",".join(SETTINGS), help="comma-separated")
+    parser.add_argument("--resume", action="store_true", help="keep what today's result has")
     return parser.parse_args()
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All settings, and the verdict."""
-    rows: list[dict[str, Any]] = []
+    planner, rows = harness.code(), known_rows() if options.resume else []
+    done = {row["setting"] for row in rows}
     for name in options.settings.split(","):
+        if name in done:
+            continue
         arm = harness.Arm(name=name, arguments=(f"--child={name}",))
         found = harness.run_arm(MODULE, arm, timeout_s=4 * harness.CHILD_TIMEOUT_S)["rows"]
         show(found)
-        rows += found
+        rows += [{**row, "code": planner} for row in found]
+        if not options.no_save:
+            harness.write_results(NAME, {"hardware": harness.hardware(), **judged(rows)})
     summarise(rows)
-    return {"rows": rows, "failures": judge(rows)}
+    return judged(rows)
+
+
+def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is written: all rows, and the verdict."""
+    return {"simulated": True, "code": harness.code(), "rows": rows, "failures": judge(rows)}
+
+
+def known_rows() -> list[dict[str, Any]]:
+    """The rows of today's result that were planned by this code."""
+    path = harness.results_path(NAME, {"hardware": harness.hardware()})
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [row for row in rows if row["code"] == harness.code()]
 
 
 def run_child(options: argparse.Namespace) -> dict[str, Any]:

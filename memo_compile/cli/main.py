@@ -39,6 +39,7 @@ _COMMANDS = {
     "diff": "diff_command:diff_files",
     "replay": "replay_command:replay",
     "plan": "plan_command:plan_command",
+    "cache": "cache_command:group",
     "verify": "verify_command:verify",
 }
 """Command -> module of memo_compile.cli and what it holds: a function, or a group of commands."""

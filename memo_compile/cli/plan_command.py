@@ -1,8 +1,11 @@
 """``memo plan``: will it fit? A training step planned without its memory and without the device."""
 
+import contextlib
 import dataclasses
+import gc
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +17,7 @@ from rich.table import Table
 
 from memo_compile.cli.options import AsJson, Hardware, parse_count
 from memo_compile.cli.plan_text import numbers, plan_lines, verdict
+from memo_compile.cli.progress import StepBar
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.errors import Infeasible, InputError
 from memo_compile.reporting.emit import TOOLS, Settings, emit
@@ -26,6 +30,13 @@ from memo_compile.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from memo_compile.offline.forecast import Forecast, Question
 
+
+LENGTHS = 6
+"""Most searches for the longest sequence try so many lengths or fewer."""
+
+GARBAGE = 500_000
+"""More objects than that must be new before cycles among them are looked for. A traced model of
+six layers has about as many, in 500 MiB."""
 
 PLAIN_WIDTH = 140
 """Characters of a line where stdout is a file or a pipe."""
@@ -95,10 +106,11 @@ def plan_command(
         policy=policy,
         remembers=not fresh,
     )
-    if sweep is not None:
-        _sweep(question, sweep, budgets, as_json=as_json)
-        return
-    answer, longest_seq = _answer(question, max_seq=max_seq, as_json=as_json)
+    with _seldom_collected():
+        if sweep is not None:
+            _sweep(question, sweep, budgets, as_json=as_json)
+            return
+        answer, longest_seq = _answer(question, max_seq=max_seq, as_json=as_json)
     if report is not None:
         write_text(report, render_html(answer.step.problem, answer.step.plan))
     if out is not None:
@@ -139,23 +151,40 @@ def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[For
     found: int | None = None
     try:
         if max_seq:
-            with console.status("searching the longest sequence"):
-                found = longest(
-                    question,
-                    lambda seq, fits: console.print(
-                        f"{seq} tokens: {'fits' if fits else 'does not fit'}"
-                    ),
-                )
+            with StepBar(console, LENGTHS) as bar:
+                found = longest(question, _told(console, bar))
             if found == 0:
                 raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget")
             question = dataclasses.replace(question, seq=found)
-        with console.status("planning") as status:
-            return forecast(question, status.update), found
+        with StepBar(console, 1) as bar:
+            return forecast(question, bar), found
     except Infeasible as error:
         if as_json:
             more = {} if found is None else {"max_seq": found}
             print(json.dumps({"fits": False, "conflict": str(error)} | more))
         raise
+
+
+def _told(console: Console, bar: StepBar) -> Callable[[int, bool], None]:
+    """What tells of each length that was tried."""
+    bar("searching the longest sequence", LENGTHS - 1)
+
+    def tried(seq: int, fits: bool) -> None:
+        console.print(f"{seq} tokens: {'fits' if fits else 'does not fit'}")
+        bar("searching the longest sequence", 1)
+
+    return tried
+
+
+@contextlib.contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Cycles are looked for seldom, in tracing mostly in vain: a sixth of a plan's time."""
+    before = gc.get_threshold()
+    gc.set_threshold(GARBAGE, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _sweep(question: "Question", over: str, num_budgets: int, *, as_json: bool) -> None:

@@ -6,7 +6,7 @@ device reaches in practice: its nominal rates times MATMUL_EFFICIENCY and MEMORY
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +98,8 @@ def _flops(node: fx.Node) -> int:
     if formula is None:
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: read.meta.get("val"))
+    if "attention" in op_name(node):
+        args = _with_heads_of_queries(args)
     flops = int(formula(*args, **kwargs, out_val=node.meta.get("val")))
     is_operator = isinstance(node.target, torch._ops.OpOverload)
     # Causal attention leaves out the upper half of the scores.
@@ -115,6 +117,24 @@ def _formula(node: fx.Node) -> Any:
     if target.namespace == "aten" and num_replaced:
         return flop_registry.get(getattr(torch.ops.aten, name))
     return flop_registry.get(target.overloadpacket)
+
+
+def _with_heads_of_queries(args: Sequence[Any]) -> tuple[Any, ...]:
+    """``args`` of an attention kernel, each key and value repeated for the queries that share it.
+
+    (B, H, T, D) each. The work is the same; torch 2.11's formulas take as many heads everywhere.
+    """
+    heads = max((value.shape[1] for value in args if _is_of_heads(value)), default=0)
+    return tuple(
+        torch.empty(value.shape[0], heads, *value.shape[2:], dtype=value.dtype, device="meta")
+        if _is_of_heads(value) and value.shape[1] != heads
+        else value
+        for value in args
+    )
+
+
+def _is_of_heads(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point()
 
 
 def _grouped_product_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memo_compile.step.group import Group
+from memo_compile.step.group import Group, num_user_results
 from memo_compile.step.problem import FixedBytes, Half
 
 
@@ -59,7 +59,12 @@ def declared_around(args: Sequence[Any]) -> list[list[torch.nn.Parameter]]:
 
 
 def assumed_group(
-    forward: Half, backward: Half, args: Sequence[Any], fixed: FixedBytes, num_members: int
+    forward: Half,
+    backward: Half,
+    args: Sequence[Any],
+    fixed: FixedBytes,
+    num_members: int,
+    num_tangents: int,
 ) -> Group:
     """What is assumed of a chain of blocks before it has run: each reads what the last one made.
 
@@ -70,15 +75,14 @@ def assumed_group(
     gone = [
         (half, position, half + 1)
         for half in range(num_members)
-        for position, _ in enumerate(forward.results)
+        for position in range(num_user_results(forward, backward))
     ]
     gone += [
         (half, position, half + 1)
         for half in range(num_members, last)
         for position in _gradients_of_inputs(args, backward)
     ]
-    tangents = [at for at, name in enumerate(backward.arguments) if name not in forward.results]
-    passed = [(half, at) for half in range(num_members + 1, last + 1) for at in tangents]
+    passed = [(half, at) for half in range(num_members + 1, last + 1) for at in range(num_tangents)]
     return Group(num_members=num_members, fixed=fixed, gone=tuple(gone), passed=tuple(passed))
 
 

@@ -6,6 +6,7 @@ told apart by the order of their calls, confirmed by where their first parameter
 as planned runs by the graph's own plan, in ordinary memory, if the budget allows, and is counted.
 """
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -29,9 +30,9 @@ from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.driver.step_watch import StepWatch
-from memo_compile.errors import Infeasible
+from memo_compile.errors import Infeasible, MemoError
 from memo_compile.reporting import state
-from memo_compile.step.group import Group
+from memo_compile.step.group import Group, num_user_results
 from memo_compile.step.plans import Observed, ReportedGroup
 from memo_compile.step.problem import FixedBytes
 from memo_compile.units import format_bytes, format_enough
@@ -115,7 +116,24 @@ class GroupedSteps:
             results = run_backward(self.assembly.step, args, keep_graph=shim.keep_graph())
         if watch is not None and number is not None:
             watch.end((True, number), results)
+            self._learn_at_end(watch)
         return results
+
+    def _learn_at_end(self, seen: StepWatch) -> None:
+        """Plan for what was seen as soon as all of a step has run, so that no later step does it.
+
+        What planning takes of a CPU's memory would be on top of the next step. An error waits for
+        that step, which plans again: there it is the user's, and other tiles may be tried.
+        """
+        with self._lock:
+            is_first = self.planned is None or self.planned.members.is_assumed
+            is_cpu = self.assembly.step.device.type == "cpu"
+            if not (is_first and is_cpu and seen.is_group()) or self._any_live():
+                return
+            seen.stop()
+            with contextlib.suppress(MemoError, RuntimeError), torch.enable_grad():
+                self._plan(seen, seen.existing_gradient_bytes())
+                seen.is_learned = True
 
     @property
     def runs_as_group(self) -> bool:
@@ -137,11 +155,15 @@ class GroupedSteps:
         """True while a backward of a step may still come."""
         return self._any_live()
 
-    def stop_watching(self) -> None:
+    def hand_over(self) -> None:
         """The steps of the graph are run by someone else from now on."""
         seen, self._watch = self._watch, None
         if seen is not None:
             seen.stop()
+        planned, self.planned = self.planned, None
+        if planned is not None:
+            arena_of(self.assembly.step.device).forget(planned.bound.members[0].key)
+            state.group_is_gone(planned.reported)
 
     def _any_live(self) -> bool:
         step, planned = self.assembly.step, self.planned
@@ -154,7 +176,8 @@ class GroupedSteps:
         if seen is not None:
             seen.stop()
             self._waiting_bytes = seen.waiting_gradient_bytes()
-            self._learn(seen)
+            if not seen.is_learned:
+                self._learn(seen)
         problem, facts = self.assembly.problem, self.assembly.lowered.cut.facts
         budget = self.assembly.config.memory_budget
         if self.planned is None and self.assembly.group and self.assembly.members:
@@ -163,7 +186,13 @@ class GroupedSteps:
             self._plan_declared(args)
         is_new = self.planned is None or self.planned.members.is_assumed
         is_first = is_new and budget is not None and facts.device.type == "cpu"
-        self._watch = StepWatch(problem.halves[1], dict(problem.tangents), is_first, is_new)
+        self._watch = StepWatch(
+            problem.halves[1],
+            num_user_results(*problem.halves),
+            dict(problem.tangents),
+            is_first,
+            is_new,
+        )
         self._watch.follows_parameters = is_first and has_fsdp_modules()
         self._members.clear()
         if self.planned is not None:
@@ -179,7 +208,8 @@ class GroupedSteps:
         fixed = self._fixed(found, count)
         facts = self.assembly.lowered.cut.facts
         fixed = replace(fixed, inputs=facts.fixed_bytes(0).inputs)
-        group = assumed_group(forward, backward, args, fixed, count)
+        num_tangents = len(self.assembly.problem.tangents)
+        group = assumed_group(forward, backward, args, fixed, count, num_tangents)
         keys = tuple(own[0].data_ptr() for own in parameters)
         self._plan_group(group, GroupMembers.of(keys, found, group, is_assumed=True))
 
@@ -199,12 +229,12 @@ class GroupedSteps:
             self._deviating = (0, 0)
             self._plan(seen)
 
-    def _plan(self, seen: StepWatch) -> None:
-        """Plan the group that was seen. Raises Infeasible: no plan fits the budget."""
+    def _plan(self, seen: StepWatch, existing: int | None = None) -> None:
+        """Plan the group that was seen. Raises as ``_plan_group``."""
         references = [reference() for reference in seen.parameters()]
         found = [own for own in references if own is not None]
         group = seen.group(self._fixed(found, seen.num_members, seen.gathered_bytes))
-        self._plan_group(group, GroupMembers.of(seen.keys, found, group))
+        self._plan_group(group, GroupMembers.of(seen.keys, found, group), existing)
 
     def _fixed(
         self, found: Sequence[torch.nn.Parameter], num_members: int, gathered: int | None = None
@@ -241,9 +271,13 @@ class GroupedSteps:
             new_gradients=own_bytes,
         )
 
-    def _plan_group(self, group: Group, members: GroupMembers) -> None:
-        """Plan ``group``, and what gradients exist. Raises Infeasible: no plan fits the budget."""
-        assembly, existing = self.assembly, self._existing_bytes(members)
+    def _plan_group(self, group: Group, members: GroupMembers, existing: int | None = None) -> None:
+        """Plan ``group``, beside ``existing`` bytes of gradients; None: those that are there now.
+
+        Raises Infeasible: no plan fits the budget.
+        """
+        assembly = self.assembly
+        existing = self._existing_bytes(members) if existing is None else existing
         fixed = replace(group.fixed, gradients=group.fixed.gradients + existing)
         counted = replace(group, fixed=fixed)
         request = PlanRequest(group=counted, host_store=assembly.request.host_store)

@@ -11,7 +11,7 @@ Without a budget graphs run by their own plans.
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,10 +33,10 @@ from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.piece_knowledge import PieceKnowledge
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.driver.step_planner import plan_known
-from memo_compile.driver.step_watch import HalfCall, StepWatch
+from memo_compile.driver.step_watch import SeenGraph, StepWatch
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
-from memo_compile.step.group import Group
+from memo_compile.step.group import Group, num_user_results
 from memo_compile.step.plans import Observed, ReportedGroup
 from memo_compile.step.problem import FixedBytes
 from memo_compile.units import format_bytes, format_enough
@@ -111,12 +111,11 @@ class PiecesWatch(StepWatch):
     pieces: list[Piece] = field(default_factory=list)
     """Per forward its graph."""
 
-    def incoming(self, half: HalfCall) -> Iterator[tuple[int, int]]:
-        """(position, bytes) of the gradients that a half is given."""
-        is_backward, number = half
+    def graph_of(self, number: int) -> SeenGraph:
+        """The graph of forward ``number``."""
         problem = self.pieces[number].assembly.lowered.problem
-        for position, name in enumerate(problem.halves[1].arguments if is_backward else ()):
-            yield position, problem.tangents.get(name, 0)
+        forward, backward = problem.halves
+        return SeenGraph(backward, num_user_results(forward, backward), problem.tangents)
 
     def has_run(self) -> bool:
         """True where every forward had its backward."""
@@ -382,7 +381,7 @@ class _Pieces:
         on_cpu = piece.assembly.step.device.type == "cpu"
         looks = is_new and on_cpu and len(self.graphs) > 1 and self.num_looks < MAX_LOOKS
         self.num_looks += looks
-        self.watch = PiecesWatch(problem.halves[1], {}, looks, is_new)
+        self.watch = PiecesWatch(problem.halves[1], 0, {}, looks, is_new)
 
     def _learn(self, seen: PiecesWatch) -> None:
         """Plan what was seen, where several graphs were live together."""
@@ -440,7 +439,7 @@ class _Pieces:
         if before is not joint:
             for piece in joint.pieces:
                 piece.joint = joint
-                piece.own.stop_watching()
+                piece.own.hand_over()
 
     def _drop(self, joint: JointSteps) -> None:
         for piece in joint.pieces:

@@ -9,9 +9,9 @@ import collections
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from memo_runtime.heap import anonymous_bytes
@@ -19,6 +19,7 @@ from memo_runtime.heap import anonymous_bytes
 from memo_compile import shim
 from memo_compile.driver.around import parameters_around
 from memo_compile.step.group import Group
+from memo_compile.step.interludes import MEASURED_BYTES
 from memo_compile.step.problem import FixedBytes, Half, Interlude
 
 SAMPLE_S = 0.0001
@@ -31,10 +32,6 @@ MAX_SAMPLE_S = 0.05
 
 MAX_CALLS = 4096
 """A step of more halves is no group: something keeps it from ever ending."""
-
-MEASURED_BYTES = 2**20
-"""What is measured is counted in units of this. Less than one is not counted: the slack of a plan
-covers as much, and threads and imports of a first step take it."""
 
 HalfCall = tuple[bool, int]
 """(is a backward, member)."""
@@ -98,11 +95,21 @@ class Member:
     parameters: list[weakref.ref[Any]] = field(default_factory=list)
 
 
+class SeenGraph(NamedTuple):
+    """What a watch must know of the graph of a forward."""
+
+    backward: Half
+    num_outputs: int
+    tangent_bytes: Mapping[str, int]
+
+
 @dataclass(slots=True, eq=False)
 class StepWatch:
     """What was seen of a graph since no step of it was live."""
 
     backward: Half
+    num_outputs: int
+    """How many of a forward's results are the user's; what is saved for the backward follows."""
     tangent_bytes: dict[str, int]
     samples: bool
     """Memory is read between the halves."""
@@ -122,6 +129,10 @@ class StepWatch:
     """Parameters of the model that no member has, and that had no gradient when the step began."""
     made: list[tuple[int, int]] = field(default_factory=list)
     """Gradients of those: (index of the call before which they were first seen, bytes)."""
+    existing: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)
+    """Parameters that had a gradient before their forward, or before the second, and its bytes."""
+    is_learned: bool = False
+    """A plan was made for it."""
     is_mixed: bool = False
     """Several threads ran it."""
     follows_parameters: bool = False
@@ -151,6 +162,7 @@ class StepWatch:
                 alive[result.storage.cdata] = result
         if not is_backward:
             self.members.append(_member(args))
+            self._note_existing(_parameters(args))
         if self.learns:
             self._look_at_parameters(index, is_backward=is_backward)
         for position, value in enumerate(args):
@@ -198,9 +210,27 @@ class StepWatch:
         if is_backward:
             self._look_for_gradients(index)
         elif len(self.members) == 2:
-            self.around = _without_gradient(self.parameters())
+            self._look_around()
         if self.follows_parameters:
             self.most_gathered = max(self.most_gathered, self._parameters_there())
+
+    def _look_around(self) -> None:
+        """Remember which parameters of the model around the first two members have no gradient."""
+        found = [own for own in (reference() for reference in self.parameters()) if own is not None]
+        trained = [own for own in parameters_around(found) if own.requires_grad]
+        apart = {own.untyped_storage()._cdata: own for own in trained}.values()
+        self.around = [weakref.ref(own) for own in apart if own.grad is None]
+        self._note_existing(apart)
+
+    def _note_existing(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self.existing += [
+            (weakref.ref(own), own.grad.nbytes) for own in parameters if own.grad is not None
+        ]
+
+    def existing_gradient_bytes(self) -> int:
+        """Bytes of gradients that were there before the step."""
+        found = ((reference(), num_bytes) for reference, num_bytes in self.existing)
+        return sum({id(own): num_bytes for own, num_bytes in found if own is not None}.values())
 
     def _look_for_gradients(self, index: int) -> None:
         members = {id(own()) for own in self.parameters()}
@@ -247,6 +277,10 @@ class StepWatch:
         }
         return sum(storage.nbytes() for storage in storages.values())
 
+    def graph_of(self, number: int) -> SeenGraph:
+        """The graph of forward ``number``."""
+        return SeenGraph(self.backward, self.num_outputs, self.tangent_bytes)
+
     def parameters(self) -> tuple[weakref.ref[Any], ...]:
         """Of all members; what two of them share is there twice."""
         return tuple(own for member in self.members for own in member.parameters)
@@ -274,8 +308,14 @@ class StepWatch:
             (number(result.half), result.position, result.alive_at)
             for result in self.results
             if result.is_gone and result.alive_at < last
+            if result.half[0] or result.position < self.graph_of(result.half[1]).num_outputs
         )
-        passed = {(number(half), position) for half, position in self.passed}
+        passed = {
+            (number(half), list(graph.tangent_bytes).index(name))
+            for half, position in self.passed
+            for graph in (self.graph_of(half[1]),)
+            if half[0] and (name := graph.backward.arguments[position]) in graph.tangent_bytes
+        }
         made = self._gradients_made()
         new_gradients = fixed.new_gradients + sum(made.values())
         inputs = sum(self.inputs.values())
@@ -286,12 +326,6 @@ class StepWatch:
             passed=tuple(sorted(passed)),
             interludes=tuple(self._interludes(number, made)),
         )
-
-    def incoming(self, half: HalfCall) -> Iterator[tuple[int, int]]:
-        """(position, bytes) of the gradients that a half is given."""
-        is_backward, _ = half
-        for position, name in enumerate(self.backward.arguments if is_backward else ()):
-            yield position, self.tangent_bytes.get(name, 0)
 
     def _gradients_made(self) -> Mapping[int, int]:
         """Half before which gradients of other modules appear -> bytes; the end for the rest."""
@@ -310,8 +344,11 @@ class StepWatch:
         seen = {number(half): (half, most, left) for half, most, left in self.interludes}
         for at in sorted({*seen, *made}):
             half, most, left = seen.get(at, ((False, 0), 0, 0))
+            graph = self.graph_of(half[1])
             new = sum(
-                size for place, size in self.incoming(half) if (half, place) not in self.passed
+                graph.tangent_bytes.get(name, 0)
+                for position, name in enumerate(graph.backward.arguments if half[0] else ())
+                if (half, position) not in self.passed
             )
             stays = made.get(at, 0)
             stays += _in_units(left - new - stays)
@@ -321,19 +358,20 @@ class StepWatch:
 
 
 def _in_units(num_bytes: int) -> int:
-    """What is counted of ``num_bytes`` that were measured."""
+    """What is counted of ``num_bytes`` that were measured.
+
+    Less than a unit is not: a plan's slack covers as much, and a first step's threads and imports
+    take it.
+    """
     whole = -(-num_bytes // MEASURED_BYTES) * MEASURED_BYTES
     return whole if num_bytes >= MEASURED_BYTES else 0
 
 
-def _without_gradient(parameters: Sequence[weakref.ref[Any]]) -> list[weakref.ref[Any]]:
-    """Trained parameters of the model around these that have no gradient, one for each storage."""
-    found = [own for own in (reference() for reference in parameters) if own is not None]
-    trained = [own for own in parameters_around(found) if own.requires_grad and own.grad is None]
-    return [weakref.ref(own) for own in {o.untyped_storage()._cdata: o for o in trained}.values()]
+def _parameters(args: Sequence[Any]) -> list[torch.nn.Parameter]:
+    return [value for value in args if isinstance(value, torch.nn.Parameter)]
 
 
 def _member(args: Sequence[Any]) -> Member:
-    parameters = [value for value in args if isinstance(value, torch.nn.Parameter)]
+    parameters = _parameters(args)
     key = parameters[0].data_ptr() if parameters else None
     return Member(key=key, parameters=[weakref.ref(parameter) for parameter in parameters])

@@ -11,6 +11,7 @@ from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.errors import Infeasible, InputError
 from memo_compile.offline.length_search import LengthSearch, Need
+from memo_compile.offline.model_plans import Say, nobody_watches
 from memo_compile.offline.offline_step import OfflineStep
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.subject import Subject, step_store
@@ -167,14 +168,10 @@ class Forecast:
         return self.step.model_flops / (self.step_s * rate) if self.step_s else 0.0
 
 
-def _silent(_: str) -> None:
-    """Nobody watches."""
-
-
-def forecast(question: Question, say: Callable[[str], None] = _silent) -> Forecast:
+def forecast(question: Question, say: Say = nobody_watches) -> Forecast:
     """The plan of the step that is asked for; where nothing fits, that of the smallest peak.
 
-    ``say`` is told what is done next, where that may take seconds.
+    ``say`` is told what is done next.
 
     Raises:
         InputError: the model or a degree cannot be used.
@@ -269,7 +266,7 @@ def _constant_bytes(question: Question) -> int:
         return subject.constant_bytes(state)
 
 
-def _subject(question: Question, say: Callable[[str], None] = _silent) -> Subject:
+def _subject(question: Question, say: Say = nobody_watches) -> Subject:
     return Subject(
         model=question.model,
         seq=question.seq,

@@ -57,6 +57,14 @@ CHOSEN_LATER = frozenset(
 """Options that no record depends on. Of the budget only counts whether there is one."""
 
 
+Say = Callable[[str, int], None]
+"""Told what is done next, where that may take seconds, and how many steps follow it at least."""
+
+
+def nobody_watches(_what: str, _following: int) -> None:
+    """A ``Say`` that tells nobody."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Where steps are remembered, and what stands for the model and its inputs."""
@@ -74,8 +82,7 @@ class ModelPlans:
     hardware: HardwareProfile
     """Another device than the one that the fake tensors lie on."""
     memory: Memory | None = None
-    say: Callable[[str], None] = lambda _: None
-    """Told what is done next, where that may take seconds."""
+    say: Say = nobody_watches
     _stack: ExitStack = field(default_factory=ExitStack)
     _records: dict[str, list[StepRecord]] = field(default_factory=dict)
     _known: dict[str, "StepKnowledge"] = field(default_factory=dict)
@@ -90,7 +97,7 @@ class ModelPlans:
     @functools.cached_property
     def traced(self) -> "TracedModel":
         """The model's graph."""
-        self.say("tracing the model")
+        self.say("tracing the model", 2)
         return self._stack.enter_context(self.trace())
 
     @functools.cached_property
@@ -151,7 +158,7 @@ class ModelPlans:
     def _plan_of(
         self, record: StepRecord, options: MemoConfig, name: str, maker: RememberedRegions
     ) -> tuple[RememberedStep, Any, OfflineStep]:
-        self.say(f"planning, {_in_tiles(options)}")
+        self.say(f"planning, {_in_tiles(options)}", 0)
         known = RememberedStep(
             record=record, name=name, hardware=self.hardware, maker=maker, places=self.places
         )
@@ -172,7 +179,7 @@ class ModelPlans:
         try:
             if tiles not in self._known:
                 _ = self.traced
-                self.say(f"lowering, {_in_tiles(options)}")
+                self.say(f"lowering, {_in_tiles(options)}", 1)
                 self._known[tiles] = self.traced.lowered(options)
             traced = self._known[tiles]
             if record is None:

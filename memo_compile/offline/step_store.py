@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memo_compile.errors import InputError
+
 log = logging.getLogger("memo")
 
 MAX_BYTES = 256 * 2**20
 """Most bytes of all files together; those that were not used for longest go. A step in many tiles
 takes 3 MiB."""
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files' own form."""
 
 
@@ -31,6 +33,22 @@ def digest_of(content: Any) -> str:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+UNKNOWN = "unknown"
+"""The kind of a file that does not say which it is of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """One file of the store."""
+
+    path: Path
+    kind: str
+    """What it remembers: step, sizes, facts ...; UNKNOWN where it does not say."""
+    num_bytes: int
+    fault: str | None = None
+    """Why it is not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +79,8 @@ class StepStore:
         """
         name = digest_of(key)
         data = json.dumps(body, separators=(",", ":")).encode()
-        head = json.dumps({"memo": FORMAT, "key": name, "sha256": _digest(data)}).encode()
+        said = {"memo": FORMAT, "kind": key.get("kind", UNKNOWN), "key": name}
+        head = json.dumps({**said, "sha256": _digest(data)}).encode()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.folder) as folder:
@@ -71,6 +90,20 @@ class StepStore:
             self._drop_oldest()
         except OSError as error:
             log.info("memo: a step is not remembered: %s", error)
+
+    def stored(self) -> list[Stored]:
+        """Every file of the folder, by name; each is read and checked."""
+        return [_stored(path) for path in sorted(self.folder.glob("*.json"))]
+
+    def clear(self) -> list[Stored]:
+        """Remove every file; what there was. Raises InputError: one cannot be removed."""
+        removed = self.stored()
+        for entry in removed:
+            try:
+                entry.path.unlink(missing_ok=True)
+            except OSError as error:
+                raise InputError(f"{entry.path}: cannot be removed: {error.strerror}") from error
+        return removed
 
     def _drop_oldest(self) -> None:
         found = [(path, path.stat()) for path in self.folder.glob("*.json")]
@@ -86,6 +119,21 @@ def _checked(data: bytes, name: str) -> Any:
     """The body of a file. Raises ValueError: it is damaged, or holds something else."""
     head, _, body = data.partition(b"\n")
     said = json.loads(head)
-    if said != {"memo": FORMAT, "key": name, "sha256": _digest(body)}:
+    if not isinstance(said, dict) or not isinstance(said.get("kind"), str):
+        raise ValueError("it is no file of memo's")
+    if said != {"memo": FORMAT, "kind": said["kind"], "key": name, "sha256": _digest(body)}:
         raise ValueError("it is damaged, or was written for something else")
     return json.loads(body)
+
+
+def _stored(path: Path) -> Stored:
+    """What the file says of itself, and whether it is what it says."""
+    kind, num_bytes = UNKNOWN, 0
+    try:
+        data = path.read_bytes()
+        num_bytes = len(data)
+        _checked(data, path.name.partition(".")[0])
+        kind = json.loads(data.partition(b"\n")[0])["kind"]
+    except (OSError, ValueError, RecursionError) as error:
+        return Stored(path=path, kind=kind, num_bytes=num_bytes, fault=str(error))
+    return Stored(path=path, kind=kind, num_bytes=num_bytes)

@@ -13,7 +13,14 @@ from memo_compile.config import MemoConfig, cache_folder
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.models import find_model
 from memo_compile.errors import InputError
-from memo_compile.offline.model_plans import Memory, ModelPlans, code_version, log
+from memo_compile.offline.model_plans import (
+    Memory,
+    ModelPlans,
+    Say,
+    code_version,
+    log,
+    nobody_watches,
+)
 from memo_compile.offline.offline_step import NotUniform, OfflineStep
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.step_store import StepStore
@@ -59,8 +66,7 @@ class Subject:
     hardware: HardwareProfile
     store: StepStore | None = None
     """Where steps are remembered; None: nowhere."""
-    say: Callable[[str], None] = lambda _: None
-    """Told what is done next, where that may take seconds."""
+    say: Say = nobody_watches
     _stack: ExitStack = field(default_factory=ExitStack)
     _plans: dict[bool, ModelPlans] = field(default_factory=dict)
 

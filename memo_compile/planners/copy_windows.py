@@ -7,68 +7,227 @@ elsewhere is to lose time for nothing. Rewrite, with P the most bytes alive, or 
     L3b; reload w; L2b; wait w     ->    reload w; L3b; L2b; wait w     w fits beside L3b within P
 
 A wait is put off until its copy has ended, a reload is issued early enough for its copy to end in
-time, and neither where more than P would be alive.
+time, and neither where more than P would be alive. With a larger P more of them are: ``Widened``
+says with which one.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from memo_compile.step.copy_times import CopyBack, CopyLane, issues_of
+from memo_compile.step.copy_times import CopyBack, issues_of
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.problem import CallKind, Problem, StepCall, arena_values
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import most_per_call
 
 
+@dataclass(slots=True, kw_only=True)
+class Widened:
+    """A step program whose copies have more time."""
+
+    problem: Problem
+    next_times: float
+    """With ``times`` below this the program is the same; infinite: memory is in no copy's way."""
+
+
 def widened(
     problem: Problem, costs: StepCosts, times: float = 1.0, *, alive: Any = None
-) -> Problem:
+) -> Widened:
     """``problem`` with later waits and earlier reloads; the peak is ``times`` as large at most.
 
     ``alive`` are its ``most_per_call``, where they are known. Cost: linear in the number of calls,
     and for each reload in those that it moves across. Raises InputError: a region has no seconds.
     """
     if not problem.host_bytes:
-        return problem
+        return Widened(problem=problem, next_times=math.inf)
     if alive is None:
         alive = most_per_call(problem)
     border = problem.first_backward
     peak = int(alive.max())
-    limit = peak + int((times - 1) * (peak + step_constant_bytes(problem)))
-    forward = _later_waits(problem, costs, (limit - alive[:border]).tolist())
-    backward = _earlier_reloads(problem, costs, limit - alive[border:])
-    return replace(problem, calls=(*forward, *backward))
+    whole = peak + step_constant_bytes(problem)
+    limit = peak + int((times - 1) * whole)
+    missing = _Missing()
+    forward = _later_waits(problem, costs, (limit - alive[:border]).tolist(), missing)
+    backward = _earlier_reloads(problem, costs, limit - alive[border:], missing)
+    calls = (*forward, *backward)
+    more = missing.least_bytes + limit - peak
+    return Widened(problem=replace(problem, calls=calls), next_times=1 + more / whole)
 
 
-def _later_waits(problem: Problem, costs: StepCosts, room: Sequence[int]) -> Iterator[StepCall]:
+@dataclass(slots=True)
+class _Missing:
+    """The fewest bytes that keep a copy from more time."""
+
+    least_bytes: float = math.inf
+
+    def tell(self, num_bytes: float) -> None:
+        self.least_bytes = min(self.least_bytes, num_bytes)
+
+
+def _later_waits(
+    problem: Problem, costs: StepCosts, room: Sequence[int], missing: _Missing
+) -> Sequence[StepCall]:
     """The forward; ``room`` are the bytes that are free during each of its calls."""
-    sizes = {made.value: made.size_bytes for made in arena_values(problem)}
-    lane, ends = CopyLane(), dict[str, float]()
-    put_off: list[tuple[float, int, StepCall]] = []
-    now, held = 0.0, 0
-    for call, free in zip(problem.calls, room, strict=False):
-        while put_off and (held > free or put_off[0][0] <= now):
-            end, size_bytes, wait = put_off.pop(0)
-            now, held = max(now, end), held - size_bytes
-            yield wait
-        if call.kind is CallKind.WAIT:
-            size_bytes = sizes[call.inputs[0]]
-            put_off.append((ends[call.waits_for or ""], size_bytes, call))
-            held += size_bytes
-            continue
-        if call.copy is not None:
-            ends[call.name] = lane.copy(now, costs.d2h_s(call.copy.num_bytes))[1]
-        else:
-            now += costs.call_s(call)
-        yield call
-    yield from (wait for _, _, wait in put_off)
+    forward = _Forward(problem, costs, may_swap=True)
+    forward.run(room)
+    if forward.has_swapped:
+        as_issued = _Forward(problem, costs, may_swap=False)
+        as_issued.run(room)
+        if as_issued.now_s <= forward.now_s:
+            forward = as_issued
+    missing.tell(forward.missing.least_bytes)
+    return forward.calls
 
 
-def _earlier_reloads(problem: Problem, costs: StepCosts, room: Any) -> Iterator[StepCall]:
+@dataclass(slots=True, kw_only=True, eq=False)
+class _CopyOut:
+    """A copy to the host that has not ended."""
+
+    offload: StepCall
+    issued_s: float
+    end_s: float
+    seconds: float
+    size_bytes: int
+    last_read: int
+    """The last call of the forward that reads the value: before it, its bytes are there anyway."""
+    wait: StepCall | None = None
+    """Its wait, once that could have been."""
+
+
+class _Forward:
+    """A forward whose waits are put off, as far as ``run`` has come.
+
+    Where bytes are missing, computation waits for the first copies of the lane. With ``may_swap``
+    it may wait for others: a copy that has place for itself during the call, and is in the way of
+    smaller ones that have not, goes behind them.
+    """
+
+    def __init__(self, problem: Problem, costs: StepCosts, *, may_swap: bool) -> None:
+        self.calls: list[StepCall] = []
+        self.now_s = 0.0
+        self.missing = _Missing()
+        self.has_swapped = False
+        self._costs, self._may_swap = costs, may_swap
+        self._forward = problem.calls[: problem.first_backward]
+        self._sizes = {made.value: made.size_bytes for made in arena_values(problem)}
+        self._last_read = {
+            value: at
+            for at, call in enumerate(self._forward)
+            if call.kind is not CallKind.WAIT
+            for value in call.inputs
+        }
+        self._lane: list[_CopyOut] = []
+        self._free_s = 0.0
+        """When the last copy that has ended had."""
+
+    def run(self, room: Sequence[int]) -> None:
+        """The whole forward."""
+        for at, (call, free) in enumerate(zip(self._forward, room, strict=True)):
+            while self._lane and self._lane[0].end_s <= self.now_s:
+                self._end(self._lane[0])
+            self._make_room(at, free)
+            if call.kind is CallKind.WAIT:
+                self._put_off(call)
+                continue
+            if call.copy is not None:
+                self._issue(call)
+            else:
+                self.now_s += self._costs.call_s(call)
+            self.calls.append(call)
+        for copy in tuple(self._lane):
+            self._end(copy)
+
+    def _issue(self, offload: StepCall) -> None:
+        assert offload.copy is not None, f"{offload.name}: a copy without its bytes"
+        seconds, value = self._costs.d2h_s(offload.copy.num_bytes), offload.inputs[0]
+        before_s = self._lane[-1].end_s if self._lane else self._free_s
+        copy = _CopyOut(
+            offload=offload,
+            issued_s=self.now_s,
+            end_s=max(before_s, self.now_s) + seconds,
+            seconds=seconds,
+            size_bytes=self._sizes[value],
+            last_read=self._last_read[value],
+        )
+        self._lane.append(copy)
+
+    def _put_off(self, wait: StepCall) -> None:
+        for copy in self._lane:
+            if copy.offload.name == wait.waits_for:
+                copy.wait = wait
+                return
+        self.calls.append(wait)  # the copy has ended
+
+    def _end(self, copy: _CopyOut) -> None:
+        """Computation goes on when ``copy`` has ended."""
+        self._lane.remove(copy)
+        self.now_s = max(self.now_s, copy.end_s)
+        self._free_s = max(self._free_s, copy.end_s)
+        if copy.wait is not None:
+            self.calls.append(copy.wait)
+
+    def _make_room(self, at: int, free: int) -> None:
+        """What copies hold during call ``at`` is at most ``free``, or nothing."""
+        held = [copy for copy in self._lane if copy.wait is not None and copy.last_read <= at]
+        held_bytes = sum(copy.size_bytes for copy in held)
+        if held_bytes <= free:
+            return
+        left, first = held_bytes, 0
+        while left > free and first < len(held):
+            more_bytes = left - free
+            left -= held[first].size_bytes
+            first += 1
+        if self._may_swap and self._swap(held, free, than_s=held[first - 1].end_s):
+            return
+        more = (copy.size_bytes - free for copy in held if copy.size_bytes > free)
+        self.missing.tell(min((more_bytes, *more)) if self._may_swap else more_bytes)
+        for copy in self._lane[: self._lane.index(held[first - 1]) + 1]:
+            self._end(copy)
+
+    def _swap(self, held: Sequence[_CopyOut], free: int, than_s: float) -> bool:
+        """Waits for those of ``held`` that have no place, if they can have ended before ``than_s``.
+
+        The others, and what is not held yet, go behind them on the lane. Nothing before this call
+        has waited for any of them, so that nothing before it changes.
+        """
+        urgent = list(held)
+        for copy in sorted(held, key=lambda copy: -copy.size_bytes):
+            if copy.size_bytes <= free:
+                free -= copy.size_bytes
+                urgent.remove(copy)
+        last = self._lane.index(urgent[-1])
+        behind = [copy for copy in self._lane[:last] if copy not in urgent]
+        end_s = self._free_s
+        for copy in urgent:
+            end_s = max(end_s, copy.issued_s) + copy.seconds
+        if not behind or end_s >= than_s:
+            return False
+        self.has_swapped = True
+        self.missing.tell(min(copy.size_bytes for copy in urgent) - free)
+        moved = [copy.offload for copy in behind]
+        self.calls = [call for call in self.calls if not any(call is own for own in moved)]
+        place = next(at for at, call in enumerate(self.calls) if call is urgent[-1].offload)
+        self.calls[place + 1 : place + 1] = moved
+        issued_s = urgent[-1].issued_s
+        for copy in behind:
+            copy.issued_s = max(copy.issued_s, issued_s)
+        self._lane[: last + 1] = [*urgent, *behind]
+        end_s = self._free_s
+        for copy in self._lane:
+            copy.end_s = end_s = max(end_s, copy.issued_s) + copy.seconds
+        for copy in urgent:
+            self._end(copy)
+        return True
+
+
+def _earlier_reloads(
+    problem: Problem, costs: StepCosts, room: Any, missing: _Missing
+) -> Iterator[StepCall]:
     """The backward; ``room`` (int64, one for each of its calls) are the bytes that are free.
 
     The place of a call is the number of calls before it that compute.
@@ -94,6 +253,8 @@ def _earlier_reloads(problem: Problem, costs: StepCosts, room: Any) -> Iterator[
         size_bytes = problem.regions[call.region].buffers[0].size_bytes
         first = max(wanted, last)
         full = np.flatnonzero(free[first:at] < size_bytes)
+        if len(full):
+            missing.tell(int(size_bytes - free[first + full[-1]]))
         last = first + int(full[-1]) + 1 if len(full) else min(first, at)
         free[last:at] -= size_bytes
         issued.setdefault(last, []).append(call)

@@ -36,14 +36,26 @@ class Group:
     fixed: FixedBytes
     """Parameters, gradients, optimizer state and inputs of all members; its outputs are ignored."""
     gone: tuple[tuple[int, int, int], ...] = ()
-    """(half, position of a result, half at whose end it is gone): all others are kept."""
+    """(half, position of a result, half at whose end it is gone): all others are kept.
+
+    Of a forward's results only those for the user: what is saved depends on the tiles."""
     passed: tuple[tuple[int, int], ...] = ()
-    """(half, position of an argument) that is a result of another half: it counts there."""
+    """(half, which of its incoming gradients) that is a result of another half: it counts there.
+
+    Gradients and results are counted, not arguments: these are others when the graph is compiled
+    anew in other tiles."""
     interludes: tuple[Interlude, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_members < 2:
             raise InputError(f"a group has at least 2 members, got {self.num_members}")
+
+
+def num_user_results(forward: Half, backward: Half) -> int:
+    """How many of the forward's results are the user's; those saved for the backward follow."""
+    made = {value for value in forward.results if value is not None}
+    saved = (value in made or value == backward.handle for value in backward.arguments)
+    return len(forward.results) - sum(saved)
 
 
 def own_name(name: str, member: int) -> str:
@@ -70,8 +82,9 @@ def grouped(problem: Problem, group: Group) -> Problem:
         for member in range(count)
         for value, size in problem.tangents.items()
     }
-    for half, position in group.passed:
-        tangents.pop(halves[half].arguments[position], None)
+    names = tuple(problem.tangents)
+    for half, number in group.passed:
+        tangents.pop(own_name(names[number], halves[half].member), None)
     inputs = (own_name(value, member) for member in range(count) for value in problem.inputs)
     return replace(
         problem,

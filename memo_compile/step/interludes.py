@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from memo_compile.step.ordinary import passing_bytes
 from memo_compile.step.problem import ArenaBuffer, Problem, call_starts
 
+MEASURED_BYTES = 2**20
+"""What user code takes is measured in units of this: measured anew, it may take one more."""
+
 PAGE_BYTES = 2**16
 """Linux's largest usual page. Only whole pages go, and an arena need not begin at one."""
 

@@ -57,8 +57,9 @@ def joined_problem(problems: Sequence[Problem], members: Sequence[int], group: G
         for member, problem in enumerate(own)
         for value, size in problem.tangents.items()
     }
-    for half, position in group.passed:
-        tangents.pop(halves[half].arguments[position], None)
+    for half, number in group.passed:
+        member = halves[half].member
+        tangents.pop(own_name(list(own[member].tangents)[number], member), None)
     return Problem(
         regions={
             name: replace(region, name=name)

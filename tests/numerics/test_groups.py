@@ -327,7 +327,8 @@ def test_a_second_length_is_a_group_of_its_own() -> None:
     for tokens in (33, 33, 21, 21, 33, 21):
         blocks.zero()
         blocks.step(tokens)
-    assert [group.num_instances for group in memo_compile.report().groups] == [LAYERS, LAYERS]
+    # The third is of the graph for all lengths, which 33 tokens meet when they come again.
+    assert [group.num_instances for group in memo_compile.report().groups] == 3 * [LAYERS]
 
 
 def test_a_budget_below_the_floor_is_refused_with_the_floor() -> None:

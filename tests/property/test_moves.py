@@ -196,7 +196,7 @@ def test_copies_with_more_time_make_no_step_slower_nor_larger(drawn, times):
     step, moves, problem = drawn
     asked = regions_of(step, moves)
     costs = costs_of(step, *asked)
-    wide = widened(problem, costs, times)
+    wide = widened(problem, costs, times).problem
     check_order(wide)
     assert sorted(call.name for call in wide.calls) == sorted(call.name for call in problem.calls)
     peak = peak_live_bytes(problem)

@@ -21,7 +21,7 @@ def test_no_plan_is_faster_than_the_bound_at_its_own_peak(drawn, wide):
     step, moves, problem = drawn
     costs = costs_of(step, *regions_of(step, moves))
     if wide:
-        problem = widened(problem, costs)
+        problem = widened(problem, costs).problem
     bound_s = step_lower_bound_s(
         step, budget_bytes=peak_live_bytes(problem), host_budget_bytes=problem.host_bytes
     )

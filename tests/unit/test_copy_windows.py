@@ -23,7 +23,7 @@ def stalls(*, offloaded: range, kib_per_s: int) -> tuple[float, float]:
         schedule=Schedule(offload_lag=0, reload_lead=0),
     )
     problem, costs = apply_moves(step, moves, recomputer(step)), costs_of(step)
-    wide = widened(problem, costs)
+    wide = widened(problem, costs).problem
     assert peak_live_bytes(wide) == peak_live_bytes(problem)
     return simulate(problem, costs).stall_s, simulate(wide, costs).stall_s
 
@@ -43,4 +43,4 @@ def test_a_link_that_is_too_slow_stalls_the_step_as_little_as_its_lanes_allow():
 def test_a_step_without_copies_stays_as_it_is():
     problem = movable_step(2).problem
     assert isinstance(problem, Problem)
-    assert widened(problem, costs_of(movable_step(2))) is problem
+    assert widened(problem, costs_of(movable_step(2))).problem is problem

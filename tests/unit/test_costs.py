@@ -92,6 +92,24 @@ def test_the_backward_of_attention_counts_too():
     assert graph_cost(graph_of(both, shape, shape, shape)).flops == flops + 5 * flops // 2
 
 
+def test_heads_that_share_keys_cost_as_much_as_heads_of_their_own():
+    """torch 2.11's own formula takes as many keys as queries, and else raises."""
+    queries, keys, own = (2, 4, 64, 16), (2, 2, 64, 16), (2, 4, 64, 16)
+
+    def flops(shape, **more):
+        def both(q, k, v):
+            with torch.enable_grad():
+                leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+                out = functional.scaled_dot_product_attention(*leaves, **more)
+                return torch.autograd.grad(out.sum(), leaves)
+
+        gm = graph_of(both, queries, shape, shape)
+        assert any("attention" in op_name(node) for node in gm.graph.nodes)
+        return graph_cost(gm).flops
+
+    assert flops(keys, enable_gqa=True) == flops(own) > 0
+
+
 def test_a_convolution_counts():
     gm = graph_of(lambda x, w: (functional.conv2d(x, w, padding=1),), (2, 3, 8, 8), (5, 3, 3, 3))
     assert graph_cost(gm).flops == 2 * 2 * 5 * 8 * 8 * 3 * 9

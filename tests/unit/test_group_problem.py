@@ -11,10 +11,22 @@ from memo_compile.driver.knowledge import requested_problem
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.errors import InputError
+from memo_compile.planners.place_step import placed_step
 from memo_compile.step.group import Group, grouped_whole
 from memo_compile.step.halves import half_keys, half_starts, halves_of_calls
-from memo_compile.step.problem import CallKind, FixedBytes, Interlude, Phase, Problem, StepCall
-from memo_compile.step.residency import residency
+from memo_compile.step.interludes import MIN_RANGE_BYTES, PAGE_BYTES, Pause, Range
+from memo_compile.step.plans import Plan
+from memo_compile.step.problem import (
+    CallKind,
+    FixedBytes,
+    Interlude,
+    Phase,
+    Problem,
+    RegionProfile,
+    StepCall,
+    arena_buffers,
+    call_starts,
+)
 from memo_compile.step.simulate import peak_live_bytes
 from tests.steps.running import SETUPS, Ready
 
@@ -140,20 +152,114 @@ def test_results_that_are_gone_free_their_bytes(ready: Ready) -> None:
     assert peak_live_bytes(less) < peak_live_bytes(kept)
 
 
-def test_what_runs_between_the_halves_is_in_the_peak(ready: Ready) -> None:
-    most = 2**24
-    found = planned(ready, "full-offload")
-    between = Interlude(half=MEMBERS, most_bytes=most, left_bytes=2**20)
-    problem = dataclasses.replace(found.problem, interludes=(between,))
-    plan = found.plan
-    needs = residency(problem, plan.offsets, plan.arena_bytes)
-    assert needs.peak_bytes > most
-    ignored = check(problem, plan)
-    assert any("the peak says" in text for text in ignored.problems)
-    counted = dataclasses.replace(
-        plan, resident_bytes=needs.resident_bytes, peak_bytes=needs.peak_bytes
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def large(ready: Ready) -> Problem:
+    """A group's step on a device that takes pages back, its buffers ten thousand times as large."""
+    problem = planned(ready, "full-recompute").problem
+
+    def larger(region: RegionProfile) -> RegionProfile:
+        buffers = (
+            dataclasses.replace(buffer, size_bytes=10_000 * buffer.size_bytes)
+            for buffer in region.buffers
+        )
+        return dataclasses.replace(region, buffers=tuple(buffers))
+
+    regions = {name: larger(region) for name, region in problem.regions.items()}
+    return dataclasses.replace(problem, regions=regions, releases_pages=True)
+
+
+def between(large: Problem, *interludes: Interlude) -> tuple[Problem, Plan]:
+    """The step with code between its halves, placed."""
+    problem = dataclasses.replace(large, interludes=interludes)
+    return problem, placed_step(problem, solver="greedy")
+
+
+def test_what_runs_between_the_halves_is_in_the_peak(large: Problem) -> None:
+    most = 2**34
+    problem, plan = between(large, Interlude(half=MEMBERS, most_bytes=most, left_bytes=MIB))
+    assert plan.peak_bytes > most
+    assert check(problem, plan).ok
+    without = dataclasses.replace(problem, interludes=())
+    ignored = dataclasses.replace(
+        plan, peak_bytes=placed_step(without, solver="greedy").peak_bytes, dropped=()
     )
-    assert check(problem, counted).ok
+    assert any("the peak says" in text for text in check(problem, ignored).problems)
+
+
+def test_dead_pages_of_the_arena_make_room_for_what_runs_between_the_halves(large: Problem) -> None:
+    _, before = between(large)
+    most = before.arena_bytes // 4
+    problem, plan = between(large, Interlude(half=MEMBERS, most_bytes=most, left_bytes=0))
+    (dropped,) = plan.dropped
+    assert dropped, "the turn's interlude lies beside the last layer's transients"
+    assert check(problem, plan).ok
+    assert plan.peak_bytes == before.peak_bytes, "there was room for all of it"
+    assert peak_live_bytes(problem) == peak_live_bytes(dataclasses.replace(problem, interludes=()))
+    kept = dataclasses.replace(plan, dropped=((),))
+    assert any("interlude before half 3 needs" in text for text in check(problem, kept).problems)
+
+
+def test_pages_that_no_call_needs_any_more_go_for_good(large: Problem) -> None:
+    late = Interlude(half=2 * MEMBERS - 1, most_bytes=1000 * MIB, left_bytes=0)
+    problem, plan = between(large, late)
+    assert plan.dropped == ((),)
+    assert plan.resident_bytes[-1] < between(large)[1].resident_bytes[-1]
+    assert check(problem, plan).ok
+
+
+def test_pages_with_something_alive_must_not_go(large: Problem) -> None:
+    problem, plan = between(large, Interlude(half=1, most_bytes=MIB, left_bytes=0))
+    starts = call_starts(problem)
+    line = starts[half_starts(problem)[1]] - 1
+    alive = next(b for b in arena_buffers(problem) if b.start <= line < b.end)
+    offset = plan.offsets[alive.id]
+    wrong = dataclasses.replace(plan, dropped=(((offset, offset + 512),),))
+    assert any(f"with {alive.id} at {offset}" in text for text in check(problem, wrong).problems)
+    twice = dataclasses.replace(plan, dropped=(((0, 512), (0, 512)),))
+    assert any("drops [0, 512)" in text for text in check(problem, twice).problems)
+    many = dataclasses.replace(plan, dropped=((), ()))
+    assert any("expected 1 interludes, got 2" in text for text in check(problem, many).problems)
+
+
+def test_what_is_left_at_the_end_counts_there(large: Problem) -> None:
+    _, before = between(large)
+    for most, grows in ((MIB, False), (before.peak_bytes, True)):
+        at_end = Interlude(half=2 * MEMBERS, most_bytes=most, left_bytes=most)
+        problem, plan = between(large, at_end)
+        assert check(problem, plan).ok
+        assert (plan.peak_bytes > before.peak_bytes) == grows
+
+
+@pytest.mark.parametrize(
+    ("half", "most", "left"), [(0, 1, 0), (1, 1, 2), (1, 1, -1)], ids=["first", "left", "negative"]
+)
+def test_an_interlude_that_cannot_be_is_refused(half: int, most: int, left: int) -> None:
+    with pytest.raises(InputError, match="interlude: expected a half before it"):
+        Interlude(half=half, most_bytes=most, left_bytes=left)
+
+
+@pytest.mark.parametrize(
+    ("alive", "dead"),
+    [
+        ((), ((0, 10 * MIB),)),
+        (((0, MIB),), ((MIB + PAGE_BYTES, 10 * MIB),)),
+        (((2 * MIB, 10 * MIB),), ((0, 2 * MIB - PAGE_BYTES),)),
+        (((MIB, 2 * MIB), (2 * MIB + 9, 9 * MIB + MIB // 2)), ((0, MIB - PAGE_BYTES),)),
+        (((0, 10 * MIB), (MIB, 2 * MIB)), ()),
+    ],
+)
+def test_what_is_dead_of_the_arena_goes_in_whole_pages(
+    alive: tuple[Range, ...], dead: tuple[Range, ...]
+) -> None:
+    pause = Pause(call=0, ordinary_bytes=0, alive=alive)
+    assert tuple(pause.dead(10 * MIB)) == dead
+    assert pause.stays_bytes(10 * MIB) == 10 * MIB - sum(end - start for start, end in dead)
+    assert pause.dropped(10 * MIB, 10 * MIB) == ()
+    for first, end in pause.dropped(10 * MIB, 10 * MIB - 1):
+        assert (first, end) == (dead[-1][1] - MIN_RANGE_BYTES, dead[-1][1])
 
 
 def test_one_step_is_no_group() -> None:

@@ -190,7 +190,7 @@ def test_a_derivation_makes_graphs_that_lint():
     "change",
     [
         lambda gm: Append()(gm),
-        lambda gm: next(reversed(gm.graph.nodes)).update_arg(0, ()),
+        lambda gm: next(iter(reversed(gm.graph.nodes))).update_arg(0, ()),
     ],
     ids=["a-node", "an-argument"],
 )

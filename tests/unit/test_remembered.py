@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -9,10 +12,12 @@ from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
 from memo_compile.offline import forecast as forecasting
-from memo_compile.offline import model_plans, plan_offline
+from memo_compile.offline import model_plans, plan_offline, remembered_places
 from memo_compile.offline.forecast import Question, forecast
+from memo_compile.offline.remembered_places import RememberedPlaces
 from memo_compile.offline.remembered_step import StepRecord, Threshold
 from memo_compile.offline.step_store import StepStore
+from memo_compile.planners.placement import Buffer, PlacementProblem, place
 from memo_compile.step.serialise import plain, restore, to_json
 
 SHAPE = ModelShape(
@@ -86,10 +91,10 @@ def test_answers_are_the_same_with_and_without_memory(store, traces):
 def test_what_takes_seconds_is_said(store):
     asked = dataclasses.replace(ASKED, **KEEPS)
     first, second = [], []
-    forecast(asked, first.append)
-    forecast(asked, second.append)
-    assert first == ["tracing the model", "lowering, whole", "planning, whole"]
-    assert second == ["planning, whole"]
+    forecast(asked, lambda *said: first.append(said))
+    forecast(asked, lambda *said: second.append(said))
+    assert first == [("tracing the model", 2), ("lowering, whole", 1), ("planning, whole", 0)]
+    assert second == [("planning, whole", 0)]
 
 
 @pytest.mark.parametrize(
@@ -184,13 +189,99 @@ def test_a_bound_tells_like_another_where_it_divides_the_sizes_alike():
 
 
 def test_the_store_drops_what_was_not_used_for_longest(tmp_path):
-    small = StepStore(folder=tmp_path, max_bytes=700)
+    small = StepStore(folder=tmp_path, max_bytes=760)
     for number in range(3):
         small.write({"number": number}, "x" * 100)
         assert list(small.read({"number": 0})) == ["x" * 100]
     small.write({"number": 3}, "y" * 100)
     kept = [number for number in range(4) if list(small.read({"number": number}))]
     assert kept == [0, 3]
+
+
+PLACED = PlacementProblem(
+    buffers=tuple(
+        Buffer(id=f"b{number}", lower=number % 3, upper=number % 3 + 2, size=3 + number % 4)
+        for number in range(12)
+    )
+)
+LIMITS = {"solver": "auto", "time_limit_s": 1.0}
+
+
+@pytest.fixture
+def placements(monkeypatch):
+    """How often something was placed, of which all is worth remembering."""
+    made = []
+
+    def counted(problem, **limits):
+        made.append(1)
+        return place(problem, **limits)
+
+    monkeypatch.setattr(remembered_places, "place", counted)
+    monkeypatch.setattr(remembered_places, "WORTH_S", 0.0)
+    return made
+
+
+def test_equal_buffers_are_placed_once(store, placements):
+    first = RememberedPlaces(store=store, code="memo")(PLACED, **LIMITS)
+    again = RememberedPlaces(store=store, code="memo")(PLACED, **LIMITS)
+    assert dataclasses.replace(again, seconds=first.seconds) == first
+    assert len(placements) == 1
+    RememberedPlaces(store=store, code="another memo")(PLACED, **LIMITS)
+    RememberedPlaces(store=store, code="memo")(PLACED, solver="greedy", time_limit_s=1.0)
+    RememberedPlaces(store=store, code="memo")(dataclasses.replace(PLACED, alignment=2), **LIMITS)
+    assert len(placements) == 4
+    places = RememberedPlaces(store=None, code="memo")
+    assert places(PLACED, **LIMITS) is places(PLACED, **LIMITS)
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        lambda body: {**body, "offsets": [0] * len(body["offsets"])},  # all at one place
+        lambda body: {**body, "offsets": body["offsets"][:-1]},
+        lambda body: {**body, "height_bytes": body["height_bytes"] - 1},
+        lambda body: {**body, "status": "guessed"},
+        lambda body: [],
+    ],
+)
+def test_a_wrong_placement_is_made_anew_though_its_digest_is_right(
+    store, placements, caplog, monkeypatch, poison
+):
+    places = RememberedPlaces(store=store, code="memo")
+    first = places(PLACED, **LIMITS)
+    read = StepStore.read
+    poisoned = lambda self, key: map(poison, read(self, key))  # noqa: E731
+    monkeypatch.setattr(StepStore, "read", poisoned)
+    again = RememberedPlaces(store=store, code="memo")(PLACED, **LIMITS)
+    assert dataclasses.replace(again, seconds=first.seconds) == first
+    assert len(placements) == 2
+    assert "a remembered placement is not used" in caplog.text
+
+
+def test_a_remembered_plan_needs_no_torch(tmp_path):
+    asked = "--policy save --seq 1024 --json".split()
+    program = (
+        "import sys; from memo_compile.costs import models; "
+        f"models.MODELS[{SHAPE.name!r}] = models.ModelShape(**{dataclasses.asdict(SHAPE)!r}); "
+        "from memo_compile.cli.plan_command import plan_command; import typer; "
+        "app = typer.Typer(); app.command()(plan_command); "
+        f"app({[SHAPE.name, *asked]!r}, standalone_mode=False); "
+        "print([name for name in ('torch', 'numba') if name in sys.modules])"
+    )
+    variables = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "MEMO_LOWERING": "aten"}
+    answers = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=variables,
+        )
+        answers.append(done.stdout.splitlines())
+    assert answers[0][0] == answers[1][0]
+    assert answers[1][1] == "[]"
+    assert "torch" in answers[0][1]
 
 
 def test_a_store_that_cannot_be_written_is_no_error(tmp_path):

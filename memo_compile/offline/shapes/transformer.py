@@ -72,7 +72,8 @@ class Project(nn.Module):
         if self.tp == 1:
             pairs = zip(self.weights, biases, strict=True)
             return [functional.linear(x, weight, bias) for weight, bias in pairs]
-        made = ColumnParallel.apply(x, self.tp, *self.weights)
+        weights = [self.weights[at] for at in range(len(self.weights))]  # 2.11 traces no *list
+        made = ColumnParallel.apply(x, self.tp, *weights)
         return [out if b is None else out + b for out, b in zip(made, biases, strict=True)]
 
 

@@ -5,6 +5,7 @@ The set does not depend on the budget, which makes the choice monotone (``fronti
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memo_compile.errors import InvalidPlan
-from memo_compile.planners.copy_windows import widened
+from memo_compile.planners.copy_windows import Widened, widened
 from memo_compile.planners.move_rules import RecomputeOf, recompute_keys
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.cheapest_first import greedy_sequence
@@ -41,7 +42,11 @@ COPY_PRICES = (0.2, 1.0)
 ``ONCE`` are made for several prices of a second of copying, and simulated."""
 
 NEAR_FLOOR = 3
-"""The last plans of each such sequence are simulated; with more bytes others are faster."""
+"""The last plans of each such sequence are simulated, of those that have a smaller peak than all
+before; with more bytes others are faster."""
+
+MAX_LAST = 3
+"""Each is simulated with at most so many other modes of the last layer."""
 
 FULL, NEAR_FULL = 0.9, 16
 """Where they fill this share of the host, so many are: from there on they only recompute more, and
@@ -55,8 +60,16 @@ GRIDS = {
 """Per schedule the bounds in bytes at which the program is solved, from its floor (0) to save-all
 (1). They are denser near the floor, where plans are slow and a byte is worth most."""
 
-WIDER = (1.02, 1.04, 1.06, 1.08, 1.12, 1.2, 1.4, 1.8)
-"""A plan that copies stall is also tried with this many times its peak: more bytes in flight."""
+WIDER = (0.002, 0.004, 0.008, 0.01, 0.02, 0.04, 0.08, 0.2, 0.4)
+"""A plan that copies stall is also tried with more bytes in flight: one time after the other by at
+least this share of its peak, and by as much as it takes to give a copy more time."""
+
+MOST = 2.0
+"""And at most with this many times its peak."""
+
+GRAIN = 1000
+"""Such times are rounded up to this part of one. So a plan that just gives a copy more time still
+does when its regions are lowered and a few bytes larger."""
 
 STALLED = 0.001
 """A plan that stalls for at most this share of its step is left as it is."""
@@ -77,6 +90,8 @@ class Candidate:
     """A lower bound of its placed peak."""
     cost_s: float
     """Seconds of the step, and a little for each second of copying; cheaper plans come first."""
+    next_times: float = math.inf
+    """With how many times its peak its copies get more time."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -94,10 +109,10 @@ class Program:
     alive: Any
     """Per call the most bytes alive during it; None where the copies' times stay as they are."""
 
-    def widened(self, times: float) -> Problem:
+    def widened(self, times: float) -> Widened:
         """The program whose copies get more time within ``times`` its peak; 0: no more."""
         if not times:
-            return self.problem
+            return Widened(problem=self.problem, next_times=math.inf)
         return widened(self.problem, self.costs, times, alive=self.alive)
 
 
@@ -110,7 +125,8 @@ def simulated(
 ) -> Candidate:
     """The step program of ``moves``, simulated; ``program`` is what ``program_before`` returns."""
     program = program or program_before(step, moves, recompute)
-    problem = program.widened(moves.schedule.widen)
+    wide = program.widened(moves.schedule.widen)
+    problem = wide.problem
     timeline = simulate(problem, program.costs, spans=False)
     return Candidate(
         moves=moves,
@@ -118,6 +134,7 @@ def simulated(
         timeline=timeline,
         live_bytes=peak_live_bytes(problem),
         cost_s=timeline.step_s + COPY_WEIGHT * copy_seconds(step, problem),
+        next_times=wide.next_times,
         notes=notes,
     )
 
@@ -134,7 +151,7 @@ def program_of(
 ) -> tuple[Problem, StepCosts]:
     """The step program of ``moves``, and its costs."""
     program = program_before(step, moves, recompute)
-    return program.widened(moves.schedule.widen), program.costs
+    return program.widened(moves.schedule.widen).problem, program.costs
 
 
 def costs_with(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> StepCosts:
@@ -162,6 +179,44 @@ def _widened(candidate: Candidate) -> Moves:
     """The same decisions with more time for the copies, within the same peak."""
     moves = candidate.moves
     return replace(moves, policy="widened", schedule=replace(moves.schedule, widen=1.0))
+
+
+def _ever_smaller(
+    model: StepModel, sequence: Iterable[tuple[int, ...]]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(peak, choices) of those that have a smaller peak than all before them, which are faster."""
+    least: float = math.inf
+    for chosen in sequence:
+        peak = model.peak_bytes(chosen)
+        if peak < least:
+            least = peak
+            yield peak, chosen
+
+
+def _last_layer_kept(
+    model: StepModel, chosen: tuple[int, ...], below_bytes: int
+) -> Iterator[tuple[int, ...]]:
+    """``chosen`` with faster modes of the last layer, as long as the peak is below so many bytes.
+
+    Its backward comes first, when all other layers' values are away; so it alone can be faster.
+    """
+    last = next(
+        (
+            at
+            for at in reversed(range(len(chosen)))
+            if model.class_keys.count(model.class_keys[at]) > 1
+        ),
+        None,
+    )
+    if last is None:
+        return
+    others = [(*chosen[:last], mode, *chosen[last + 1 :]) for mode in range(len(model.modes[last]))]
+    found = sorted((model.cost_s(other), model.peak_bytes(other), other) for other in others)
+    cost_s, num_found = model.cost_s(chosen), 0
+    for other_s, peak, other in found:
+        if other_s < cost_s and peak < below_bytes and num_found < MAX_LAST:
+            num_found, below_bytes = num_found + 1, peak
+            yield other
 
 
 @dataclass(slots=True, kw_only=True)
@@ -258,12 +313,14 @@ class CandidateSource:
         if not moves.schedule.widen or not _stalls(candidate):
             return
         program = program_before(self.step, moves, self.recompute)
-        for times in WIDER:
+        wider, times = candidate, 1.0
+        for more in WIDER:
+            if wider.next_times > MOST or not _stalls(wider):  # more bytes gain nothing
+                return
+            times = max(times + more, math.ceil(wider.next_times * GRAIN) / GRAIN)
             schedule = replace(moves.schedule, widen=times)
             wider = self._evaluated(replace(moves, schedule=schedule), program=program)
             yield wider
-            if not _stalls(wider):  # more bytes gain nothing
-                return
 
     def _evaluated(
         self, moves: Moves, notes: tuple[str, ...] = (), program: Program | None = None
@@ -281,12 +338,19 @@ class CandidateSource:
             yield model.moves(sequence[number], "greedy")
 
     def _moves_near_floor(self, model: StepModel) -> Iterator[Moves]:
-        """The last plans of greedy's sequence."""
+        """The last plans of greedy's sequence, and with other modes of the last layer."""
         sequence = greedy_sequence(model, host_budget_bytes=self.host_budget_bytes)
         most = self.host_budget_bytes
-        is_full = most is not None and model.host_bytes(sequence[-1]) > FULL * most
-        for chosen in sequence[-NEAR_FULL if is_full else -NEAR_FLOOR :]:
+        if most is not None and model.host_bytes(sequence[-1]) > FULL * most:
+            for chosen in sequence[-NEAR_FULL:]:
+                yield model.moves(chosen, "greedy")
+            return
+        smaller = list(_ever_smaller(model, sequence))[-NEAR_FLOOR - 1 :]
+        for (above, _), (_, chosen) in itertools.pairwise([smaller[0], *smaller]):
             yield model.moves(chosen, "greedy")
+            for other in _last_layer_kept(model, chosen, above):
+                if most is None or model.host_bytes(other) <= most:
+                    yield model.moves(other, "greedy")
 
     def _milp_moves(self, models: dict[Schedule, StepModel]) -> Iterator[Moves]:
         """The program's answers, floor to save-all; solving frees the GIL, hence threads."""

@@ -25,6 +25,7 @@ from memo_compile.planners.policy.candidates import (
 )
 from memo_compile.planners.policy.modes import with_launches
 from memo_compile.planners.policy.named import NAMED, QUANTA
+from memo_compile.step.interludes import MEASURED_BYTES
 from memo_compile.step.movable import MEASURED, Mode, MovableStep, Moves, Schedule
 from memo_compile.step.plans import FrontierPoint, Plan, Timeline
 from memo_compile.step.problem import Problem
@@ -364,7 +365,17 @@ class _Chooser:
     def _floor(
         self, step: MovableStep, candidates: Sequence[Candidate]
     ) -> tuple[int, Problem] | None:
-        """The smallest budget that can surely be kept, and the step that keeps it."""
+        """The smallest budget that can surely be kept, and the step that keeps it.
+
+        In another process too, where interludes are measured anew.
+        """
+        found = self._floor_here(step, candidates)
+        again = MEASURED_BYTES if step.problem.interludes else 0
+        return None if found is None else (found[0] + again, found[1])
+
+    def _floor_here(
+        self, step: MovableStep, candidates: Sequence[Candidate]
+    ) -> tuple[int, Problem] | None:
         if step.costs.source != MEASURED:
             return self._lowest(candidates)
         steady = self._lowest([candidate for candidate in candidates if is_steady(candidate)])

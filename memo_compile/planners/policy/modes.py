@@ -204,7 +204,7 @@ def class_modes(
     hidden_s = _hidden_seconds(step, class_key)
     rates = (step.costs.d2h_bytes_per_s, step.costs.h2d_bytes_per_s)
     hideable = int(min(seconds * rate for seconds, rate in zip(hidden_s, rates, strict=True)))
-    sets = recompute_sets(cls)
+    sets = tuple(dict.fromkeys(_without_small(cls, slots) for slots in recompute_sets(cls)))
     mixes = [] if exact else _mixes(cls, sets, hideable, step.token_granule)
     costs = list(_costs(cls, _whole_modes(cls, sets, hideable), recompute))
     limit = MAX_MODES - (MAX_MIXES if mixes else 0)
@@ -274,8 +274,7 @@ def apart(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int]:
     backward may read the others much later. Offloading what is made between lets each be made in
     time. The set itself is returned where that gains nothing.
     """
-    small = {at for at in recomputed if cls.slots[at].size_bytes < SMALL * cls.saved_bytes}
-    kept = recomputed - {at for at in small if cls.slots[at].can_offload}
+    kept = recomputed - _small(cls, recomputed)
     early = _early_bytes(cls, kept)
     while early:
         fewer = [kept - {slot} for slot in sorted(kept) if cls.slots[slot].can_offload]
@@ -288,6 +287,20 @@ def apart(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int]:
             break
         kept, early = best, _early_bytes(cls, best)
     return kept if early < _early_bytes(cls, recomputed) else recomputed
+
+
+def _small(cls: LayerClass, slots: frozenset[int]) -> frozenset[int]:
+    """Those of ``slots`` that it takes no time to copy."""
+    most = SMALL * cls.saved_bytes
+    return frozenset(
+        at for at in slots if cls.slots[at].can_offload and cls.slots[at].size_bytes < most
+    )
+
+
+def _without_small(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int]:
+    """``recomputed`` without small slots, where for their sake others would exist too early."""
+    kept = recomputed - _small(cls, recomputed)
+    return kept if _early_bytes(cls, kept) < _early_bytes(cls, recomputed) else recomputed
 
 
 def _early_bytes(cls: LayerClass, recomputed: frozenset[int]) -> int:

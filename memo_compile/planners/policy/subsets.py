@@ -110,7 +110,11 @@ def _slope(left: tuple[int, float, int], right: tuple[int, float, int]) -> float
 
 
 def _spaced(hull: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
-    """At most MAX_SETS corners: first and last, and between them those that lie well apart."""
+    """At most MAX_SETS corners: first and last, and between them those that lie well apart.
+
+    Those go first without which the hull stays nearly the same, so that a corner after which each
+    byte costs much more stays: the last set that makes no attention again.
+    """
     first, last = hull[0], hull[-1]
     if last is first:
         return [first]
@@ -119,8 +123,17 @@ def _spaced(hull: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
         apart = min(point[0] - kept[-1][0], last[0] - point[0])
         if apart >= MIN_SHARE * last[0]:
             kept.append(point)
-    while len(kept) > MAX_SETS - 1:
-        gains = [kept[at + 1][0] - kept[at - 1][0] for at in range(1, len(kept) - 1)]
-        gains.append(last[0] - kept[-2][0])
-        kept.pop(1 + min(range(len(gains)), key=lambda at: (gains[at], at)))
-    return [*kept, last]
+    kept.append(last)
+    while len(kept) > MAX_SETS:
+        lost = [_triangle(*kept[at - 1 : at + 2]) for at in range(1, len(kept) - 1)]
+        kept.pop(1 + lost.index(min(lost)))
+    return kept
+
+
+def _triangle(
+    left: tuple[int, float, int], corner: tuple[int, float, int], right: tuple[int, float, int]
+) -> float:
+    """Bytes times seconds between the hull at ``corner`` and the line that would cut it off."""
+    return (corner[0] - left[0]) * (right[1] - left[1]) - (right[0] - left[0]) * (
+        corner[1] - left[1]
+    )

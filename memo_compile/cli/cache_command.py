@@ -1,0 +1,80 @@
+"""``memo cache``: what ``memo plan`` remembers on disk, and how to make it forget."""
+
+import json
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from memo_compile.cli.options import AsJson
+from memo_compile.errors import InputError
+from memo_compile.offline.step_store import StepStore, Stored
+from memo_compile.offline.subject import step_store
+from memo_compile.units import format_bytes
+
+group = typer.Typer(help="What memo plan remembers on disk: show it, clear it.")
+
+
+@group.command()
+def show(as_json: AsJson = False) -> None:
+    """What is remembered, of which models, in how many bytes; files that are not used are named."""
+    store = _store()
+    stored = store.stored()
+    kinds = {kind: _of_kind(stored, kind) for kind in sorted({entry.kind for entry in stored})}
+    if as_json:
+        print(json.dumps(_as_dict(store, stored, kinds)))
+        return
+    console = Console(highlight=False)
+    console.print(f"{store.folder}: {_size(stored)} of at most {format_bytes(store.max_bytes)}")
+    if not stored:
+        return
+    table = Table("kind", "files", "size")
+    for kind, entries in kinds.items():
+        table.add_row(kind, str(len(entries)), _size(entries))
+    console.print(table)
+    for entry in stored:
+        if entry.fault is not None:
+            console.print(f"{entry.path.name}: not used: {entry.fault}", markup=False)
+
+
+@group.command()
+def clear() -> None:
+    """Forget everything: the next plan of each model is traced and lowered anew."""
+    store = _store()
+    removed = store.clear()
+    print(f"{store.folder}: {len(removed)} files removed, {_size(removed)}")
+
+
+def _store() -> StepStore:
+    store = step_store()
+    if store is None:
+        raise InputError("cache: this user has no home, so nothing is remembered")
+    return store
+
+
+def _of_kind(stored: list[Stored], kind: str) -> list[Stored]:
+    return [entry for entry in stored if entry.kind == kind]
+
+
+def _size(stored: list[Stored]) -> str:
+    return format_bytes(sum(entry.num_bytes for entry in stored))
+
+
+def _as_dict(
+    store: StepStore, stored: list[Stored], kinds: dict[str, list[Stored]]
+) -> dict[str, object]:
+    faults = {entry.path.name: entry.fault for entry in stored if entry.fault is not None}
+    return {
+        "folder": str(store.folder),
+        "num_files": len(stored),
+        "num_bytes": sum(entry.num_bytes for entry in stored),
+        "max_bytes": store.max_bytes,
+        "kinds": {
+            kind: {
+                "num_files": len(entries),
+                "num_bytes": sum(entry.num_bytes for entry in entries),
+            }
+            for kind, entries in kinds.items()
+        },
+        "not_used": faults,
+    }
