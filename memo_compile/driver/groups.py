@@ -29,7 +29,7 @@ from memo_compile.driver.group_members import GroupMembers
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlannedStep, PlanRequest
-from memo_compile.driver.step_watch import StepWatch
+from memo_compile.driver.step_watch import StepWatch, key_of
 from memo_compile.errors import Infeasible, MemoError
 from memo_compile.reporting import state
 from memo_compile.step.group import Group, num_user_results
@@ -210,7 +210,7 @@ class GroupedSteps:
         fixed = replace(fixed, inputs=facts.fixed_bytes(0).inputs)
         num_tangents = len(self.assembly.problem.tangents)
         group = assumed_group(forward, backward, args, fixed, count, num_tangents)
-        keys = tuple(own[0].data_ptr() for own in parameters)
+        keys = tuple(key_of(own[0]) for own in parameters)
         self._plan_group(group, GroupMembers.of(keys, found, group, is_assumed=True))
 
     def _learn(self, seen: StepWatch) -> None:

@@ -371,7 +371,15 @@ def _parameters(args: Sequence[Any]) -> list[torch.nn.Parameter]:
     return [value for value in args if isinstance(value, torch.nn.Parameter)]
 
 
+def key_of(parameter: torch.nn.Parameter) -> int:
+    """Where a parameter lies; of one that FSDP2 gathers anew in each step always the same.
+
+    Its address is no such thing: parameters of two blocks may be gathered in the same place.
+    """
+    return hash((parameter.untyped_storage()._cdata, parameter.storage_offset()))
+
+
 def _member(args: Sequence[Any]) -> Member:
     parameters = _parameters(args)
-    key = parameters[0].data_ptr() if parameters else None
+    key = key_of(parameters[0]) if parameters else None
     return Member(key=key, parameters=[weakref.ref(parameter) for parameter in parameters])
