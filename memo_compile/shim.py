@@ -17,7 +17,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
-from torch._dynamo import convert_frame
+from torch._dynamo import compiled_autograd, convert_frame
 from torch._dynamo.eval_frame import innermost_fn, set_enable_dynamic
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # tensorify's too (2.11, 2.13)
@@ -476,14 +476,11 @@ def ddp_splits_graphs() -> bool:
     return active and torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
 
 
-def has_fsdp_modules() -> bool:
-    """True once ``fully_shard()`` was used: it gives every module that it shards a new class."""
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    # torch's own ReplicateModule derives from FSDPModule too, and is no module yet.
-    return any(issubclass(cls, torch.nn.Module) for cls in FSDPModule.__subclasses__())
+def compiles_autograd() -> bool:
+    """True where compiled autograd traces backwards."""
+    return bool(
+        torch._dynamo.config.compiled_autograd or compiled_autograd.compiled_autograd_enabled
+    )
 
 
 class DynamoCounts(NamedTuple):

@@ -23,6 +23,7 @@ from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.early_gradients import Gating
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.groups import GroupedSteps
+from memo_compile.driver.pieces import Piece
 from memo_compile.driver.stages import CapturedStep
 from memo_compile.errors import RuntimeMisuse, UnsupportedGraph
 from memo_compile.lowering.lower import plain_inner
@@ -36,6 +37,12 @@ from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.own_inputs import OwnInputs, with_history
 from memo_compile.passes.runner import PassRunner
 from memo_compile.reporting import state
+
+COMPILED_AUTOGRAD = (
+    "compiled autograd traces the backward itself, which memo has planned; set "
+    "torch._dynamo.config.compiled_autograd = False, with DistributedDataParallel also "
+    "torch._dynamo.config.optimize_ddp = False in place of 'python_reducer', or use another backend"
+)
 
 _graph_numbers = itertools.count()
 
@@ -61,8 +68,8 @@ class StepCapture:
     """False where nothing that is captured will run, and so nothing is compiled for it."""
     assembly: Assembly | None = None
     """What runs the step, once ``finish`` has made it."""
-    steps: GroupedSteps | None = None
-    """The steps of ``assembly``, by themselves or in a group."""
+    steps: Piece | None = None
+    """The steps of ``assembly``, by themselves, in a group, or with those of other graphs."""
     _finished: bool = False
     """True once both halves were captured and ``finish`` has returned."""
     _units: JointUnits | None = None
@@ -245,6 +252,8 @@ class StepCapture:
         def forward(args: list[Any]) -> Any:
             if self.steps is None:
                 raise UnsupportedGraph("the backward of this graph was never compiled")
+            if shim.compiles_autograd():
+                raise RuntimeMisuse(COMPILED_AUTOGRAD)
             if shim.saved_tensors_hooks_active():
                 state.warn_once(
                     "two offloaders: saved_tensors_hooks are active around a forward that memo "
@@ -275,7 +284,7 @@ class StepCapture:
             self.runner.write_times()
         self._finished = True
         if self.assembly is not None:
-            self.steps = GroupedSteps(self.assembly)
+            self.steps = Piece(GroupedSteps(self.assembly))
 
         def backward(args: list[Any]) -> Any:
             assert self.steps is not None, "its forward ran"

@@ -16,12 +16,18 @@ import torch
 from torch import fx
 
 from memo_compile import shim
-from memo_compile.backends.capture import Finish, StepCapture, next_graph_name
+from memo_compile.backends.capture import (
+    COMPILED_AUTOGRAD,
+    Finish,
+    StepCapture,
+    next_graph_name,
+)
 from memo_compile.backends.retile import PlannedGraph, Retiled
 from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.host import missing_store
 from memo_compile.costs.measure import keep_large_blocks_apart
+from memo_compile.driver.around import has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import REPORT, is_bug, refused
@@ -261,15 +267,16 @@ def _note_distributed() -> None:
         state.warn_once(
             "each rank plans its own graph; that the ranks' plans agree is not checked yet"
         )
-    if shim.has_fsdp_modules():
+    if has_fsdp_modules():
         state.warn_once(
-            "FSDP2 gathers parameters outside the compiled blocks: every block is planned by "
-            "itself, and what fully_shard() keeps gathered is not in the plan"
+            "FSDP2 gathers parameters outside the compiled blocks: blocks that share a graph are "
+            "planned as one group, with what was seen gathered; a block alone is planned without it"
         )
     if shim.ddp_splits_graphs():
         state.warn_once(
-            "DistributedDataParallel cuts the graph at its gradient buckets, so that every piece "
-            "is planned by itself; set torch._dynamo.config.optimize_ddp = False"
+            "DistributedDataParallel cuts the graph at its gradient buckets. Under memory_budget "
+            "the pieces are planned as one step from the second step on; one whole graph needs "
+            "less: set torch._dynamo.config.optimize_ddp = False"
         )
 
 
@@ -277,8 +284,10 @@ def _require_usable(config: MemoConfig) -> None:
     """What only this machine and this torch can tell of the options.
 
     A folder to offload to is needed only where something is offloaded, so one that is not there is
-    a note. Raises ConfigError: Inductor has no such setting.
+    a note. Raises ConfigError: Inductor has no such setting, or compiled autograd is on.
     """
+    if shim.compiles_autograd():
+        raise ConfigError(COMPILED_AUTOGRAD)
     settings = shim.inductor_settings()
     for name in config.inductor_options:
         if name not in settings:
@@ -328,9 +337,9 @@ class DynamoWatch:
         notes = []
         if breaks:
             notes.append(
-                f"{breaks.total()} graph break(s): what lies between runs eagerly, each graph "
-                f"is planned by itself, and memory_budget bounds each, not their sum. First: "
-                f"{next(iter(breaks))} (torch.compile(fullgraph=True) shows where)"
+                f"{breaks.total()} graph break(s): what lies between runs eagerly; under "
+                "memory_budget the graphs of one step are planned together from its second run on. "
+                f"First: {next(iter(breaks))} (torch.compile(fullgraph=True) shows where)"
             )
         if skipped:
             notes.append(

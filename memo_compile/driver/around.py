@@ -1,23 +1,108 @@
 """What belongs to a model beside the blocks of a group: embeddings, a head, their gradients."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 
-def parameters_around(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+def parameters_around(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """The other parameters of the largest module that has all of ``parameters``.
 
     Nothing leads from a block to the model around it, so that all modules of the process are looked
     at: that takes some tens of milliseconds, once for each plan of a group.
     """
     own = {id(parameter) for parameter in parameters}
-    largest: list[torch.nn.Parameter] = []
-    for found in gc.get_objects():
-        if not issubclass(type(found), torch.nn.Module):  # isinstance asks dead proxies
-            continue
-        others = list(found.parameters())
+    largest: list[nn.Parameter] = []
+    for _, others in _modules():
         if len(others) > len(largest) and own <= {id(parameter) for parameter in others}:
             largest = others
     return [parameter for parameter in largest if id(parameter) not in own]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedBytes:
+    """What ``fully_shard()`` holds of a model on this rank."""
+
+    own: int
+    """This rank's shards of all parameters, and parameters that are not sharded."""
+    trained: int
+    """Those of them that get gradients."""
+    gathered: int
+    """Parameters beside the blocks of the group, whole: they may be gathered all the time."""
+
+
+def sharded_around(parameters: Sequence[nn.Parameter]) -> ShardedBytes | None:
+    """The sharded model that gathers ``parameters``; None: they are of no such model.
+
+    Only some of them need to be gathered now. A parameter that is gathered does not tell the size
+    of its shard; it is taken to be divided like the others.
+    """
+    if not has_fsdp_modules():
+        return None
+    own = {id(parameter) for parameter in parameters}
+    found = [model for model in _modules() if own & {id(parameter) for parameter in model[1]}]
+    if not found:
+        return None
+    model, all_of_them = max(found, key=lambda each: len(each[1]))
+    managed = {
+        id(each) for part in model.modules() if _is_sharded(part) for each in part.parameters()
+    }
+    if not managed:
+        return None
+    shards = {id(each): _shard_bytes(each) for each in all_of_them}
+    known = [each for each in all_of_them if shards[id(each)] is not None]
+    whole = sum(map(_whole_bytes, known))
+    divided = sum(shards[id(each)] or 0 for each in known) / whole if whole else 1.0
+
+    def held(parameter: nn.Parameter) -> int:
+        size = shards[id(parameter)]
+        if size is not None:
+            return size
+        return int(_whole_bytes(parameter) * (divided if id(parameter) in managed else 1)) + 1
+
+    gathered = sum(_whole_bytes(each) for each in all_of_them if id(each) in managed)
+    return ShardedBytes(
+        own=sum(map(held, all_of_them)),
+        trained=sum(held(each) for each in all_of_them if each.requires_grad),
+        gathered=max(0, gathered - sum(map(_whole_bytes, parameters))),
+    )
+
+
+def has_fsdp_modules() -> bool:
+    """True once ``fully_shard()`` was used: it gives every module that it shards a new class."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    # torch's own ReplicateModule derives from FSDPModule too, and is no module yet.
+    return any(issubclass(cls, nn.Module) for cls in FSDPModule.__subclasses__())
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def _modules() -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """All modules of the process, and their parameters."""
+    for found in gc.get_objects():
+        if issubclass(type(found), nn.Module):  # isinstance asks dead proxies
+            yield found, list(found.parameters())
+
+
+def _whole_bytes(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()
+
+
+def _shard_bytes(parameter: nn.Parameter) -> int | None:
+    """Bytes of this rank's part of a parameter; None: it is whole."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return None
+    with torch.no_grad():
+        return int(parameter.to_local().nbytes)

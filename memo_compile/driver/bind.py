@@ -6,7 +6,7 @@ but the regions' code, the layouts of their buffers, and the graph's constants.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,30 +52,32 @@ _keys = itertools.count(1)
 
 def bind_step(planned: PlannedStep, step: CutStep, config: MemoConfig) -> StepPlan:
     """What the runtime runs."""
-    (plan,) = _bound(planned, step, config, (0,))
+    (plan,) = _bound(planned, (step,), config)
     return plan
 
 
-def bind_group(planned: PlannedStep, step: CutStep, config: MemoConfig) -> GroupPlan:
-    """What the runtime runs of a group: a plan for each member, all in one frame."""
+def bind_group(planned: PlannedStep, steps: Sequence[CutStep], config: MemoConfig) -> GroupPlan:
+    """What the runtime runs of a group: a plan for each member, all in one frame.
+
+    ``steps`` are the members' own.
+    """
     order = tuple((half.member, half.phase is Phase.BACKWARD) for half in planned.problem.halves)
-    members = tuple(member for member, is_backward in order if not is_backward)
-    return GroupPlan(members=_bound(planned, step, config, members), order=order)
+    return GroupPlan(members=_bound(planned, steps, config), order=order)
 
 
 def _bound(
-    planned: PlannedStep, step: CutStep, config: MemoConfig, members: tuple[int, ...]
+    planned: PlannedStep, steps: Sequence[CutStep], config: MemoConfig
 ) -> tuple[StepPlan, ...]:
-    """A plan for each of ``members``, which share views and memory."""
-    device = step.facts.device
+    """A plan for each member, which share views and memory."""
+    device = steps[0].facts.device
     poison = "poison" in config.debug
     constants = {
-        half.phase: {
+        phase: {
             own_name(name, member): value
-            for member in members
-            for name, value in half.constants.items()
+            for member, step in enumerate(steps)
+            for name, value in step.half(phase).constants.items()
         }
-        for half in (step.forward, step.backward)
+        for phase in Phase
     }
     binder = Binder(planned, constants, poison)
     shared = StepPlan(
@@ -100,7 +102,7 @@ def _bound(
             forward=binder.half(Phase.FORWARD, member),
             backward=binder.half(Phase.BACKWARD, member),
         )
-        for member in members[1:]
+        for member in range(1, len(steps))
     )
     return (shared, *others)
 

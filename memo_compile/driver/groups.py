@@ -21,7 +21,7 @@ from memo_runtime.leases import StepCounters, leases
 from memo_runtime.run_step import run_backward
 
 from memo_compile import shim
-from memo_compile.driver.around import parameters_around
+from memo_compile.driver.around import has_fsdp_modules, parameters_around, sharded_around
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
 from memo_compile.driver.declared import assumed_group, declared_around
@@ -31,7 +31,7 @@ from memo_compile.driver.group_members import GroupMembers
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlannedStep, PlanRequest
-from memo_compile.driver.step_watch import StepWatch
+from memo_compile.driver.step_watch import StepWatch, key_of
 from memo_compile.errors import Infeasible, MemoError
 from memo_compile.reporting import state
 from memo_compile.reporting.write import write_pictures
@@ -74,6 +74,8 @@ class GroupedSteps:
     """Number of a lease -> which forward of the step that is watched."""
     _deviating: tuple[int, int] = (0, 0)
     """How many members the last steps had that had more than are planned, and how many steps."""
+    _waiting_bytes: int = 0
+    """Gradients of the last step that were there when the next one began."""
     _memory: OutOfMemory = field(init=False)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -153,6 +155,21 @@ class GroupedSteps:
         half = self.assembly.problem.halves[0]
         return half.results.index(half.handle)
 
+    @property
+    def is_live(self) -> bool:
+        """True while a backward of a step may still come."""
+        return self._any_live()
+
+    def hand_over(self) -> None:
+        """The steps of the graph are run by someone else from now on."""
+        seen, self._watch = self._watch, None
+        if seen is not None:
+            seen.stop()
+        planned, self.planned = self.planned, None
+        if planned is not None:
+            arena_of(self.assembly.step.device).forget(planned.bound.members[0].key)
+            state.group_is_gone(planned.reported)
+
     def _any_live(self) -> bool:
         step, planned = self.assembly.step, self.planned
         in_group = planned is not None and planned.step is not None and not planned.step.is_over
@@ -163,6 +180,7 @@ class GroupedSteps:
         seen, self._watch = self._watch, None
         if seen is not None:
             seen.stop()
+            self._waiting_bytes = seen.waiting_gradient_bytes()
             if not seen.is_learned:
                 self._learn(seen)
         problem, facts = self.assembly.problem, self.assembly.lowered.cut.facts
@@ -180,6 +198,7 @@ class GroupedSteps:
             is_first,
             is_new,
         )
+        self._watch.follows_parameters = is_first and has_fsdp_modules()
         self._members.clear()
         if self.planned is not None:
             self._count_existing(self.planned)
@@ -196,7 +215,7 @@ class GroupedSteps:
         fixed = replace(fixed, inputs=facts.fixed_bytes(0).inputs)
         num_tangents = len(self.assembly.problem.tangents)
         group = assumed_group(forward, backward, args, fixed, count, num_tangents)
-        keys = tuple(own[0].data_ptr() for own in parameters)
+        keys = tuple(key_of(own[0]) for own in parameters)
         self._plan_group(group, GroupMembers.of(keys, found, group, is_assumed=True))
 
     def _learn(self, seen: StepWatch) -> None:
@@ -219,29 +238,40 @@ class GroupedSteps:
         """Plan the group that was seen. Raises as ``_plan_group``."""
         references = [reference() for reference in seen.parameters()]
         found = [own for own in references if own is not None]
-        group = seen.group(self._fixed(found, seen.num_members))
+        group = seen.group(self._fixed(found, seen.num_members, seen.gathered_bytes))
         self._plan_group(group, GroupMembers.of(seen.keys, found, group), existing)
 
-    def _fixed(self, found: Sequence[torch.nn.Parameter], num_members: int) -> FixedBytes:
+    def _fixed(
+        self, found: Sequence[torch.nn.Parameter], num_members: int, gathered: int | None = None
+    ) -> FixedBytes:
         """What all members hold beside the frame, and the model around them.
 
         ``found`` are the members' parameters. Gradients of others count from the beginning on,
-        since a group does not see when they are made.
+        since a group does not see when they are made. Of a sharded model ``gathered`` bytes of
+        ``found`` were there at once; None: all of them may be.
         """
         single = self.assembly.lowered.cut.facts.fixed_bytes(0)
-        around = parameters_around(found)
         own_bytes = sum(own.nbytes for own in _apart(found) if own.requires_grad)
-        parameters = _apart([*found, *around])
+        sharded = sharded_around(found)
+        parameters = _apart([*found, *parameters_around(found)])
         trained = [parameter for parameter in parameters if parameter.requires_grad]
+        held_bytes = sum(parameter.nbytes for parameter in parameters)
         trained_bytes = sum(parameter.nbytes for parameter in trained)
+        if sharded is not None:
+            most = sum(own.numel() * own.element_size() for own in _apart(found))
+            held_bytes = sharded.own + sharded.gathered + (most if gathered is None else gathered)
+            trained_bytes = sharded.trained
         optimizer = OPTIMIZER_TENSORS * trained_bytes
         per_parameter = self.assembly.config.optimizer_state_bytes_per_parameter
         if per_parameter is not None:
-            optimizer = int(per_parameter * sum(parameter.numel() for parameter in trained))
+            count = sum(parameter.numel() for parameter in trained)
+            if sharded is not None and trained:
+                count = trained_bytes // trained[0].element_size()
+            optimizer = int(per_parameter * count)
         return FixedBytes(
-            parameters=sum(parameter.nbytes for parameter in parameters),
+            parameters=held_bytes,
             buffers=num_members * single.buffers,
-            gradients=trained_bytes,
+            gradients=trained_bytes + (0 if sharded is None else own_bytes),
             optimizer_state=optimizer,
             new_gradients=own_bytes,
         )
@@ -252,7 +282,7 @@ class GroupedSteps:
         Raises Infeasible: no plan fits the budget.
         """
         assembly = self.assembly
-        existing = members.existing_gradient_bytes() if existing is None else existing
+        existing = self._existing_bytes(members) if existing is None else existing
         fixed = replace(group.fixed, gradients=group.fixed.gradients + existing)
         counted = replace(group, fixed=fixed)
         request = PlanRequest(group=counted, host_store=assembly.request.host_store)
@@ -269,9 +299,8 @@ class GroupedSteps:
     def _take(self, planned: PlannedStep, members: GroupMembers) -> None:
         """From now on steps of the group run by ``planned``."""
         assembly, before = self.assembly, self.planned
-        bound = bind_group(
-            planned, assembly.lowered.cut, assembly.request.applied_to(assembly.config)
-        )
+        steps = [assembly.lowered.cut] * members.group.num_members
+        bound = bind_group(planned, steps, assembly.request.applied_to(assembly.config))
         bound.on_step_end, bound.before_copy = self._count, self._require_room_for_copy
         assembly.release()
         if before is not None:
@@ -389,10 +418,14 @@ class GroupedSteps:
                 f"{format_bytes(budget)}. Call backward once for all, or raise memory_budget"
             )
 
+    def _existing_bytes(self, members: GroupMembers) -> int:
+        """Gradients that exist: as ``.grad``, or kept by FSDP2 until it reduces them."""
+        return max(members.existing_gradient_bytes(), self._waiting_bytes)
+
     def _count_existing(self, planned: PlannedGroup) -> None:
         """Plan again where gradients of steps before exist that the plan does not count."""
         members = planned.members
-        if members.existing_gradient_bytes() > members.existing_bytes:
+        if self._existing_bytes(members) > members.existing_bytes:
             self._plan_group(members.group, members)
 
     def _count(self, counted: StepCounters) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from memo_compile.config import MemoConfig
 from memo_compile.step.group import Group
 from memo_compile.step.plans import Plan
-from memo_compile.step.problem import Problem
+from memo_compile.step.problem import Phase, Problem
 from memo_compile.step.tilings import WholeStep
 
 if TYPE_CHECKING:
@@ -53,6 +53,10 @@ class CutStep:
     def regions(self) -> "Mapping[str, RegionGraph]":
         """The distinct regions of both halves, by name."""
         return {**self.forward.regions, **self.backward.regions}
+
+    def half(self, phase: Phase) -> "Cut":
+        """The half of ``phase``."""
+        return self.forward if phase is Phase.FORWARD else self.backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from memo_runtime.heap import anonymous_bytes
@@ -95,6 +95,14 @@ class Member:
     parameters: list[weakref.ref[Any]] = field(default_factory=list)
 
 
+class SeenGraph(NamedTuple):
+    """What a watch must know of the graph of a forward."""
+
+    backward: Half
+    num_outputs: int
+    tangent_bytes: Mapping[str, int]
+
+
 @dataclass(slots=True, eq=False)
 class StepWatch:
     """What was seen of a graph since no step of it was live."""
@@ -127,6 +135,10 @@ class StepWatch:
     """A plan was made for it."""
     is_mixed: bool = False
     """Several threads ran it."""
+    follows_parameters: bool = False
+    """Parameters are gathered before a half and freed behind it (FSDP2)."""
+    most_gathered: int = 0
+    """Bytes of members' parameters that were there at once."""
     _after: int | None = None
     _sampler: MemorySampler = field(default_factory=MemorySampler)
 
@@ -148,13 +160,11 @@ class StepWatch:
             if not result.is_gone:
                 result.alive_at = index
                 alive[result.storage.cdata] = result
-        if self.learns and is_backward:
-            self._look_for_gradients(index)
         if not is_backward:
             self.members.append(_member(args))
             self._note_existing(_parameters(args))
-            if self.learns and len(self.members) == 2:
-                self._look_around()
+        if self.learns:
+            self._look_at_parameters(index, is_backward=is_backward)
         for position, value in enumerate(args):
             if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
                 continue
@@ -195,6 +205,14 @@ class StepWatch:
         left = now - self._after + gone
         self.interludes.append((half, max(0, most), max(0, left)))
         self._after = None
+
+    def _look_at_parameters(self, index: int, *, is_backward: bool) -> None:
+        if is_backward:
+            self._look_for_gradients(index)
+        elif len(self.members) == 2:
+            self._look_around()
+        if self.follows_parameters:
+            self.most_gathered = max(self.most_gathered, self._parameters_there())
 
     def _look_around(self) -> None:
         """Remember which parameters of the model around the first two members have no gradient."""
@@ -238,6 +256,31 @@ class StepWatch:
         """Where the first parameter of each member lies."""
         return tuple(member.key for member in self.members)
 
+    @property
+    def gathered_bytes(self) -> int | None:
+        """The most bytes of members' parameters that were there at once; None: nobody looked."""
+        return self.most_gathered if self.follows_parameters else None
+
+    def waiting_gradient_bytes(self) -> int:
+        """Bytes that backwards returned and that are there still."""
+        return sum(
+            result.num_bytes
+            for result in self.results
+            if result.half[0] and not result.storage.expired()
+        )
+
+    def _parameters_there(self) -> int:
+        """FSDP2 keeps a parameter and frees its memory."""
+        alive = (reference() for reference in self.parameters())
+        storages = {
+            own.untyped_storage()._cdata: own.untyped_storage() for own in alive if own is not None
+        }
+        return sum(storage.nbytes() for storage in storages.values())
+
+    def graph_of(self, number: int) -> SeenGraph:
+        """The graph of forward ``number``."""
+        return SeenGraph(self.backward, self.num_outputs, self.tangent_bytes)
+
     def parameters(self) -> tuple[weakref.ref[Any], ...]:
         """Of all members; what two of them share is there twice."""
         return tuple(own for member in self.members for own in member.parameters)
@@ -265,13 +308,13 @@ class StepWatch:
             (number(result.half), result.position, result.alive_at)
             for result in self.results
             if result.is_gone and result.alive_at < last
-            if result.half[0] or result.position < self.num_outputs
+            if result.half[0] or result.position < self.graph_of(result.half[1]).num_outputs
         )
-        incoming = {name: at for at, name in enumerate(self.tangent_bytes)}
         passed = {
-            (number(half), incoming[name])
+            (number(half), list(graph.tangent_bytes).index(name))
             for half, position in self.passed
-            if half[0] and (name := self.backward.arguments[position]) in incoming
+            for graph in (self.graph_of(half[1]),)
+            if half[0] and (name := graph.backward.arguments[position]) in graph.tangent_bytes
         }
         made = self._gradients_made()
         new_gradients = fixed.new_gradients + sum(made.values())
@@ -301,9 +344,10 @@ class StepWatch:
         seen = {number(half): (half, most, left) for half, most, left in self.interludes}
         for at in sorted({*seen, *made}):
             half, most, left = seen.get(at, ((False, 0), 0, 0))
+            graph = self.graph_of(half[1])
             new = sum(
-                self.tangent_bytes.get(name, 0)
-                for position, name in enumerate(self.backward.arguments if half[0] else ())
+                graph.tangent_bytes.get(name, 0)
+                for position, name in enumerate(graph.backward.arguments if half[0] else ())
                 if (half, position) not in self.passed
             )
             stays = made.get(at, 0)
@@ -327,7 +371,15 @@ def _parameters(args: Sequence[Any]) -> list[torch.nn.Parameter]:
     return [value for value in args if isinstance(value, torch.nn.Parameter)]
 
 
+def key_of(parameter: torch.nn.Parameter) -> int:
+    """Where a parameter lies; of one that FSDP2 gathers anew in each step always the same.
+
+    Its address is no such thing: parameters of two blocks may be gathered in the same place.
+    """
+    return hash((parameter.untyped_storage()._cdata, parameter.storage_offset()))
+
+
 def _member(args: Sequence[Any]) -> Member:
     parameters = _parameters(args)
-    key = parameters[0].data_ptr() if parameters else None
+    key = key_of(parameters[0]) if parameters else None
     return Member(key=key, parameters=[weakref.ref(parameter) for parameter in parameters])

@@ -68,8 +68,8 @@ def in_order(forwards: Iterator[Half] | tuple[Half, ...], num_members: int) -> t
     forward, backward = forwards
     members = range(num_members)
     return (
-        *(_own_half(forward, member) for member in members),
-        *(_own_half(backward, member) for member in reversed(members)),
+        *(own_half(forward, member) for member in members),
+        *(own_half(backward, member) for member in reversed(members)),
     )
 
 
@@ -119,12 +119,11 @@ def grouped_whole(whole: WholeStep, num_members: int) -> WholeStep:
 
 def grouped_layers(step: MovableStep, num_members: int) -> tuple[Layer, ...]:
     """The layers of all members, those of the first member first; the classes are the graph's."""
-    return tuple(
-        _own_layer(layer, member) for member in range(num_members) for layer in step.layers
-    )
+    return tuple(own_layer(layer, member) for member in range(num_members) for layer in step.layers)
 
 
-def _own_layer(layer: Layer, member: int) -> Layer:
+def own_layer(layer: Layer, member: int) -> Layer:
+    """``layer`` of one live step as that of a member."""
     return Layer(
         class_key=layer.class_key,
         calls=tuple(own_name(call, member) for call in layer.calls),
@@ -162,7 +161,8 @@ def _own_call(call: StepCall, member: int, num_instances: int) -> StepCall:
     )
 
 
-def _own_half(half: Half, member: int) -> Half:
+def own_half(half: Half, member: int) -> Half:
+    """``half`` of one live step as that of a member."""
     return replace(
         half,
         constants=tuple(own_name(value, member) for value in half.constants),

@@ -35,7 +35,8 @@ PAGES = (
     *sorted((ROOT / "docs" / "how-to").glob("*.md")),
 )
 DEAR_PAGES = (
-    *("accumulation", "budgets", "does-not-fit", "host-files", "lengths", "report", "trainer"),
+    *("accumulation", "budgets", "distributed", "does-not-fit", "host-files", "lengths"),
+    *("report", "trainer"),
 )
 """Of several compilations, mostly under budgets: run with the marker ``full``."""
 

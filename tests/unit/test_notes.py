@@ -9,7 +9,7 @@ from memo_compile import shim
 from memo_compile.backends import entry
 from memo_compile.backends.entry import DynamoWatch
 from memo_compile.config import MemoConfig
-from memo_compile.driver import report_rows
+from memo_compile.driver import around, report_rows
 from memo_compile.driver.report_rows import step_notes
 from memo_compile.reporting import state
 from memo_compile.step.plans import Decision
@@ -35,7 +35,7 @@ def two_ranks(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(shim, "ddp_splits_graphs", lambda: False)
-    monkeypatch.setattr(shim, "has_fsdp_modules", lambda: False)
+    monkeypatch.setattr(entry, "has_fsdp_modules", lambda: False)
 
 
 def test_one_process_has_no_notes():
@@ -54,7 +54,8 @@ def test_one_process_has_no_notes():
 def test_what_several_ranks_do_is_named(two_ranks, monkeypatch, found, word):
     """Rows 23 and 24."""
     if found is not None:
-        monkeypatch.setattr(shim, found, lambda: True)
+        owner = entry if found == "has_fsdp_modules" else shim
+        monkeypatch.setattr(owner, found, lambda: True)
     entry._note_distributed()
     entry._note_distributed()
     notes = state.report().notes
@@ -65,12 +66,12 @@ def test_what_several_ranks_do_is_named(two_ranks, monkeypatch, found, word):
 def test_fully_sharded_modules_are_seen():
     from torch.distributed.fsdp import FSDPModule
 
-    before = shim.has_fsdp_modules()
+    before = around.has_fsdp_modules()
 
     class FSDPLinear(FSDPModule, torch.nn.Linear):
         """What fully_shard() makes of the class of a module."""
 
-    assert (before, shim.has_fsdp_modules()) == (False, True)
+    assert (before, around.has_fsdp_modules()) == (False, True)
 
 
 def test_what_torch_derives_itself_is_no_sharded_module(monkeypatch):
@@ -80,7 +81,7 @@ def test_what_torch_derives_itself_is_no_sharded_module(monkeypatch):
         """As in torch.distributed._composable, which others import: not a module yet."""
 
     monkeypatch.setattr(FSDPModule, "__subclasses__", lambda: [ReplicateModule])
-    assert not shim.has_fsdp_modules()
+    assert not around.has_fsdp_modules()
 
 
 def notes(rows, outputs=0, **options):

@@ -10,7 +10,7 @@ import memo_compile
 from memo_compile import shim
 from memo_compile.backends import entry
 from memo_compile.driver import knowledge
-from memo_compile.errors import ConfigError, Infeasible, MemoError, TooSlow
+from memo_compile.errors import ConfigError, Infeasible, MemoError, RuntimeMisuse, TooSlow
 
 pytestmark = pytest.mark.usefixtures("fresh_report")
 
@@ -27,6 +27,25 @@ def refused(**options: object) -> MemoError:
     assert isinstance(error, MemoError)
     assert isinstance(raised.value, type(error))
     return error
+
+
+def test_compiled_autograd_is_refused_with_the_setting_to_change():
+    """Row 42: it traces the backward itself, and ended in an IndexError."""
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        error = refused()
+    assert isinstance(error, ConfigError)
+    assert "set torch._dynamo.config.compiled_autograd = False" in str(error)
+
+
+def test_compiled_autograd_that_is_switched_on_later_is_refused():
+    torch._dynamo.reset()
+    model = torch.compile(nn.Linear(8, 8), backend="memo", options={"lowering": "aten"})
+    model(torch.ones(2, 8)).sum().backward()
+    with (
+        torch._dynamo.compiled_autograd._enable(lambda gm: gm),
+        pytest.raises(RuntimeMisuse, match="compiled_autograd = False"),
+    ):
+        model(torch.ones(2, 8))
 
 
 def test_a_host_folder_is_named_where_it_is_needed():

@@ -1,0 +1,484 @@
+"""Several graphs of one step under one budget: what graph breaks, or DDP's buckets, cut apart.
+
+Each graph has its own plan, within the whole budget. Where several are live together, their sum may
+exceed it: their first step is watched, and before the next one's first forward all of them are
+planned as one step, in one frame (``step/joined.py``). A graph is told apart by itself, its place
+in the step by the order of calls. What is not as planned runs by the graph's own plan, in ordinary
+memory, if the budget allows, and is counted.
+
+Without a budget graphs run by their own plans.
+"""
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from memo_runtime.arena import arena_of
+from memo_runtime.group_steps import GroupPlan, GroupStep
+from memo_runtime.leases import StepCounters, leases
+
+from memo_compile import shim
+from memo_compile.config import MemoConfig
+from memo_compile.driver.around import parameters_around
+from memo_compile.driver.assemble import Assembly
+from memo_compile.driver.bind import bind_group
+from memo_compile.driver.early_gradients import own_leaves
+from memo_compile.driver.facts import OPTIMIZER_TENSORS
+from memo_compile.driver.group_members import GroupMembers
+from memo_compile.driver.groups import PERSISTS, GroupedSteps
+from memo_compile.driver.out_of_memory import OutOfMemory
+from memo_compile.driver.piece_knowledge import PieceKnowledge
+from memo_compile.driver.stages import PlannedStep, PlanRequest
+from memo_compile.driver.step_planner import plan_known
+from memo_compile.driver.step_watch import SeenGraph, StepWatch
+from memo_compile.errors import Infeasible
+from memo_compile.reporting import state
+from memo_compile.step.group import Group, num_user_results
+from memo_compile.step.plans import Observed, ReportedGroup
+from memo_compile.step.problem import FixedBytes
+from memo_compile.units import format_bytes, format_enough
+
+MAX_LOOKS = 3
+"""In so many steps memory is looked at between the halves, where graphs are not live together."""
+
+FIRST_STEP = (
+    "several graphs of one step are live together (graph breaks, or DistributedDataParallel's "
+    "buckets): in their first step each keeps memory_budget by itself, and their sum may exceed "
+    "it; from the next on they are planned as one step"
+)
+
+NO_ORDER = (
+    "several graphs of one step are live together, and their backwards do not come in the opposite "
+    "order of their forwards, or they were compiled with different options: they are not planned "
+    "as one step, and memory_budget bounds each of them, not their sum"
+)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Piece:
+    """The forwards and backwards of one graph, which may be one of several in a step."""
+
+    own: GroupedSteps
+    joint: "JointSteps | None" = None
+    """The step of several graphs that it is planned in."""
+    is_known: bool = False
+    """A step with it has ended."""
+
+    def __post_init__(self) -> None:
+        _pieces.add(self)
+
+    @property
+    def assembly(self) -> Assembly:
+        """What runs the graph's own plan."""
+        return self.own.assembly
+
+    @property
+    def runs_as_group(self) -> bool:
+        """True where gradients leave when all of a half are made."""
+        return self.joint is not None or self.own.runs_as_group
+
+    @property
+    def is_live(self) -> bool:
+        """True while a backward of a step may still come."""
+        joint = self.joint is not None and self.joint.is_live
+        return joint or self.own.is_live
+
+    def forward(self, args: list[Any]) -> list[Any]:
+        """The forward's results; empties ``args``. Raises as ``Assembly.forward``."""
+        if self.assembly.config.memory_budget is None:
+            return self.own.forward(args)
+        return _pieces.forward(self, args)
+
+    def backward(self, args: list[Any]) -> list[Any]:
+        """The backward's results; empties ``args``. Raises as ``Assembly.backward``."""
+        if self.assembly.config.memory_budget is None:
+            return self.own.backward(args)
+        return _pieces.backward(self, args)
+
+    def retire(self) -> None:
+        """Let go of what is held for a model that is gone."""
+        _pieces.remove(self)
+        self.own.retire()
+
+
+@dataclass(slots=True, eq=False)
+class PiecesWatch(StepWatch):
+    """What was seen of all graphs since no step of any was live."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    """Per forward its graph."""
+
+    def graph_of(self, number: int) -> SeenGraph:
+        """The graph of forward ``number``."""
+        problem = self.pieces[number].assembly.lowered.problem
+        forward, backward = problem.halves
+        return SeenGraph(backward, num_user_results(forward, backward), problem.tangents)
+
+    def has_run(self) -> bool:
+        """True where every forward had its backward."""
+        return {number for is_backward, number in self.calls if is_backward} == {
+            *range(len(self.pieces))
+        }
+
+    def is_step(self) -> bool:
+        """True for several graphs, and their backwards in the opposite order."""
+        count = self.num_members
+        order = [(False, at) for at in range(count)] + [(True, at) for at in range(count)][::-1]
+        configs = [piece.assembly.config for piece in self.pieces]
+        devices = {piece.assembly.step.device for piece in self.pieces}
+        alike = all(_alike(config, configs[0]) for config in configs) and len(devices) == 1
+        return self.calls == order and alike and not self.is_mixed
+
+
+def _alike(first: MemoConfig, second: MemoConfig) -> bool:
+    """True for options that ask for the same; which tiles a graph runs in is its own affair."""
+    first, second = (
+        replace(config.at_any_speed(), token_tiles=None, tile_above_bytes=0, drop_above_bytes=0)
+        for config in (first, second)
+    )
+    return first == second
+
+
+@dataclass(slots=True, eq=False)
+class JointSteps:
+    """The steps of several graphs by one plan."""
+
+    pieces: tuple[Piece, ...]
+    """Per member its graph."""
+    known: PieceKnowledge
+    members: GroupMembers
+    planned: PlannedStep
+    bound: GroupPlan
+    reported: ReportedGroup
+    memory: OutOfMemory
+    """Explains what is refused beside the plan."""
+    step: GroupStep | None = None
+    """The live step; the last one where none is."""
+    deviating: tuple[tuple[Piece, ...], int] = ((), 0)
+    """The graphs of the last steps, where they are others than planned, and how many steps."""
+
+    @classmethod
+    def of(cls, pieces: tuple[Piece, ...], group: Group, members: GroupMembers) -> "JointSteps":
+        """Planned and bound, its memory taken. Raises Infeasible: no plan fits the budget."""
+        graphs = tuple(dict.fromkeys(pieces))
+        existing = members.existing_gradient_bytes()
+        fixed = replace(group.fixed, gradients=group.fixed.gradients + existing)
+        known = PieceKnowledge(
+            graphs=[piece.assembly.known for piece in graphs],
+            members=[graphs.index(piece) for piece in pieces],
+            group=replace(group, fixed=fixed),
+        )
+        first = pieces[0].assembly
+        request = PlanRequest(host_store=first.request.host_store)
+        config = request.applied_to(first.config)
+        try:
+            with shim.nothing_else_compiles():
+                planned = plan_known(known, config, request)
+        except Infeasible as error:
+            raise Infeasible(
+                f"{error}. These are {len(pieces)} graphs of one step, planned as one (graph "
+                "breaks or DistributedDataParallel's buckets cut it): one whole graph needs less",
+                floor_bytes=error.floor_bytes,
+            ) from None
+        steps = [piece.assembly.lowered.cut for piece in pieces]
+        bound = bind_group(planned, steps, config)
+        for piece in graphs:
+            piece.assembly.release()
+        with shim.real_tensors():
+            bound.reserve()
+        lowering_s = sum(piece.assembly.lowered.lowering_s for piece in graphs)
+        observed = Observed(planning_s=planned.planning_s, lowering_s=lowering_s)
+        joint = cls(
+            pieces=pieces,
+            known=known,
+            members=replace(members, existing_bytes=existing),
+            planned=planned,
+            bound=bound,
+            reported=ReportedGroup.of_group(planned.plan, observed, len(pieces)),
+            memory=OutOfMemory(dump=first.config.dump),
+        )
+        bound.on_step_end, bound.before_copy = joint._count, joint._require_room_for_copy
+        state.replace_group(None, joint.reported)
+        return joint
+
+    @property
+    def is_live(self) -> bool:
+        """True while a step of it holds the frame."""
+        return self.step is not None and not self.step.is_over
+
+    def place_of(self, piece: Piece) -> int | None:
+        """Which member the forward of ``piece`` is that begins now; None: there is none left."""
+        position = self.step.position if self.step is not None and self.is_live else 0
+        places = (at for at, own in enumerate(self.pieces) if own is piece and at >= position)
+        return next(places, None)
+
+    def forward(self, member: int, args: list[Any]) -> list[Any]:
+        """The results of a member's forward."""
+        if not self.is_live:
+            if not leases.any_live():
+                state.step_begins()
+            self.step = self.bound.begin()
+        assert self.step is not None, "it has begun"
+        with self.memory.explained(self.planned.problem, self.reported):
+            return self.step.forward(member, args)
+
+    def require_room(self, piece: Piece) -> None:
+        """Raise Infeasible if a forward that the plan has no place for does not fit beside it."""
+        plan, budget = self.planned.plan, self.planned.plan.budget_bytes
+        own = piece.assembly.plan
+        peak = plan.peak_bytes + own.arena_bytes + own.fixed.outputs
+        if budget is not None and peak > budget:
+            raise Infeasible(
+                f"a forward that the plan of its step's {len(self.pieces)} graphs has no place for "
+                f"needs {format_enough(peak)} > memory_budget {format_bytes(budget)}, and has not "
+                "begun. Call the graphs in the order of the steps before, or raise memory_budget"
+            )
+
+    def count_existing(self) -> "JointSteps":
+        """This, or planned again where gradients exist that the plan does not count."""
+        members = self.members
+        if members.existing_gradient_bytes() <= members.existing_bytes:
+            return self
+        return self.planned_again(members.group, is_assumed=members.is_assumed)
+
+    def planned_again(self, group: Group, *, is_assumed: bool) -> "JointSteps":
+        """The same graphs planned for what is known of ``group`` now."""
+        members = replace(self.members, group=group, is_assumed=is_assumed)
+        again = JointSteps.of(self.pieces, group, members)
+        self.forget()
+        return again
+
+    def forget(self) -> None:
+        """No step runs by this plan any more."""
+        arena_of(self.bound.members[0].device).forget(self.bound.members[0].key)
+        state.group_is_gone(self.reported)
+
+    def _count(self, counted: StepCounters) -> None:
+        before = self.reported
+        self.reported = replace(
+            before,
+            offloaded_bytes=counted.offloaded_bytes,
+            recomputed_bytes=counted.recomputed_bytes,
+        )
+        state.replace_group(before, self.reported)
+
+    def _require_room_for_copy(self) -> None:
+        """Raise Infeasible if a copy of the frame does not fit."""
+        plan, budget = self.planned.plan, self.planned.plan.budget_bytes
+        if budget is not None and plan.peak_bytes + plan.arena_bytes > budget:
+            raise Infeasible(
+                "backwards of a step of several graphs that run twice (retain_graph=True) or in "
+                f"another order copy its frame: {format_enough(plan.peak_bytes + plan.arena_bytes)}"
+                f" > memory_budget {format_bytes(budget)}. Call backward once for all, or raise "
+                "memory_budget"
+            )
+
+
+@dataclass(slots=True, eq=False)
+class _Pieces:
+    """All graphs of the process that run under a budget, and the step that runs now."""
+
+    graphs: "weakref.WeakSet[Piece]" = field(default_factory=weakref.WeakSet)
+    watch: PiecesWatch | None = None
+    seen: dict[tuple[Piece, ...], PiecesWatch] = field(default_factory=dict)
+    """Steps that were watched, by their forwards, until a graph of theirs begins the next one."""
+    num_looks: int = 0
+    """Steps in which memory was looked at since a graph was compiled."""
+    numbers: dict[int, int] = field(default_factory=dict)
+    """Number of a lease -> which forward of the step that is watched."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def add(self, piece: Piece) -> None:
+        """A graph was compiled. What that takes is not the step's."""
+        with self.lock:
+            self.graphs.add(piece)
+            self.num_looks = 0
+            if self.watch is not None:
+                self.watch.stop()
+                self.watch.samples = False
+                self.watch.interludes.clear()
+
+    def remove(self, piece: Piece) -> None:
+        """No step of a graph will run any more."""
+        with self.lock:
+            self.graphs.discard(piece)
+            self.seen = {key: seen for key, seen in self.seen.items() if piece not in key}
+            if self.watch is not None and piece in self.watch.pieces:
+                self.watch.stop()
+                self.watch = None
+            if piece.joint is not None:
+                self._drop(piece.joint)
+
+    def forward(self, piece: Piece, args: list[Any]) -> list[Any]:
+        """The results of ``piece``'s forward."""
+        with self.lock:
+            leaves = own_leaves(args)
+            if self.watch is None or not any(known.is_live for known in list(self.graphs)):
+                self._begin_step(piece)
+            watch = self.watch
+            assert watch is not None, "a step has begun"
+            number = len(watch.pieces)
+            watch.pieces.append(piece)
+            watch.begin((False, number), leaves)
+            del leaves
+            joint = piece.joint
+            member = None if joint is None or watch.is_mixed else joint.place_of(piece)
+            if joint is None or member is None:
+                self._require_room(watch, piece)
+        if joint is None or member is None:
+            results = piece.own.forward(args)
+        else:
+            piece.assembly.unplanned_request = None
+            results = joint.forward(member, args)
+        with self.lock:
+            half = piece.assembly.lowered.problem.halves[0]
+            lease = leases.find(results[half.results.index(half.handle)])
+            if lease is not None:
+                self.numbers[lease.number] = number
+            watch.end((False, number), results)
+        return results
+
+    def backward(self, piece: Piece, args: list[Any]) -> list[Any]:
+        """The results of ``piece``'s backward."""
+        backward = piece.assembly.step.backward
+        lease = leases.find(args[backward.arguments.index(backward.handle)])
+        with self.lock:
+            watch = self.watch
+            number = None if lease is None else self.numbers.get(lease.number)
+            del lease
+            if watch is not None and number is not None:
+                watch.begin((True, number), args)
+        results = piece.own.backward(args)
+        with self.lock:
+            if watch is not None and number is not None:
+                watch.end((True, number), results)
+        return results
+
+    def _begin_step(self, piece: Piece) -> None:
+        """No step is live: what was seen of the last one is planned for.
+
+        Raises Infeasible: no plan fits the budget, now and before each step until one does.
+        """
+        seen, self.watch = self.watch, None
+        self.numbers.clear()
+        if seen is not None:
+            seen.stop()
+            for known in seen.pieces:
+                known.is_known = True
+            self.seen[tuple(seen.pieces)] = seen
+        for pieces in [pieces for pieces in self.seen if piece in pieces]:
+            self._learn(self.seen[pieces])
+            del self.seen[pieces]
+        joint = piece.joint
+        if joint is not None:
+            self._take(joint, joint.count_existing())
+            joint = piece.joint
+        problem = piece.assembly.lowered.problem
+        is_new = joint is None or joint.members.is_assumed
+        on_cpu = piece.assembly.step.device.type == "cpu"
+        looks = is_new and on_cpu and len(self.graphs) > 1 and self.num_looks < MAX_LOOKS
+        self.num_looks += looks
+        self.watch = PiecesWatch(problem.halves[1], 0, {}, looks, is_new)
+
+    def _learn(self, seen: PiecesWatch) -> None:
+        """Plan what was seen, where several graphs were live together."""
+        pieces = tuple(seen.pieces[: seen.num_members])
+        if len(set(pieces)) < 2 or any(piece not in self.graphs for piece in pieces):
+            return
+        if not seen.is_step():
+            if seen.has_run() and not any(piece.joint for piece in pieces):
+                state.warn_once(NO_ORDER)
+            return
+        known = {piece.joint for piece in pieces}
+        joint = next(iter(known)) if len(known) == 1 else None
+        if joint is not None and _is_part(pieces, joint.pieces):
+            joint.deviating = ((), 0)
+            if pieces == joint.pieces and joint.members.is_assumed and seen.samples:
+                group = seen.group(self._fixed(seen))
+                is_other = group.interludes or group.passed != joint.members.group.passed
+                if is_other:
+                    self._take(joint, joint.planned_again(group, is_assumed=False))
+                else:
+                    joint.members = replace(joint.members, is_assumed=False)
+            return
+        if any(known) and not self._persists(pieces, [found for found in known if found]):
+            return
+        group = seen.group(self._fixed(seen))
+        found = [own for own in (reference() for reference in seen.parameters()) if own is not None]
+        members = GroupMembers.of((), found, group, is_assumed=not seen.samples)
+        made = JointSteps.of(pieces, group, members)
+        for other in filter(None, known):
+            self._drop(other)
+        self._take(None, made)
+
+    def _persists(self, pieces: tuple[Piece, ...], joints: Sequence[JointSteps]) -> bool:
+        """True once steps of ``pieces``, which no plan covers, came so often in a row."""
+        times = max(
+            (joint.deviating[1] for joint in joints if joint.deviating[0] == pieces), default=0
+        )
+        for joint in joints:
+            joint.deviating = (pieces, times + 1)
+        return times + 1 >= PERSISTS
+
+    def _require_room(self, watch: PiecesWatch, piece: Piece) -> None:
+        """A forward runs by its graph's own plan: beside others, say so, or refuse it."""
+        others = [known for known in watch.pieces if known is not piece and known.is_live]
+        if piece.joint is not None and piece.joint.is_live:
+            piece.joint.require_room(piece)
+            state.count_unplanned()
+        elif others and not piece.is_known:
+            state.warn_once(FIRST_STEP)
+        elif others and (joint := others[0].joint) is not None:
+            joint.require_room(piece)
+
+    def _take(self, before: JointSteps | None, joint: JointSteps) -> None:
+        """From now on the graphs of ``joint`` run by it."""
+        if before is not joint:
+            for piece in joint.pieces:
+                piece.joint = joint
+                piece.own.hand_over()
+
+    def _drop(self, joint: JointSteps) -> None:
+        for piece in joint.pieces:
+            if piece.joint is joint:
+                piece.joint = None
+        joint.forget()
+
+    def _fixed(self, seen: PiecesWatch) -> FixedBytes:
+        """What all graphs hold beside the frame, and the model around them."""
+        pieces = tuple(dict.fromkeys(seen.pieces))
+        config = pieces[0].assembly.config
+        found = [own for own in (reference() for reference in seen.parameters()) if own is not None]
+        own = _apart(found)
+        parameters = _apart([*found, *parameters_around(found)])
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained_bytes = sum(parameter.nbytes for parameter in trained)
+        state_bytes = OPTIMIZER_TENSORS * trained_bytes
+        if config.optimizer_state_bytes_per_parameter is not None:
+            numbers = sum(parameter.numel() for parameter in trained)
+            state_bytes = int(config.optimizer_state_bytes_per_parameter * numbers)
+        buffers = sum(piece.assembly.lowered.cut.facts.fixed_bytes(0).buffers for piece in pieces)
+        return FixedBytes(
+            parameters=sum(parameter.nbytes for parameter in parameters),
+            buffers=buffers,
+            gradients=trained_bytes,
+            optimizer_state=state_bytes,
+            new_gradients=sum(parameter.nbytes for parameter in own if parameter.requires_grad),
+        )
+
+
+_pieces = _Pieces()
+
+
+def _is_part(pieces: tuple[Piece, ...], of: tuple[Piece, ...]) -> bool:
+    """True where ``pieces`` come in ``of`` in the same order."""
+    rest = iter(of)
+    return all(any(piece is other for other in rest) for piece in pieces)
+
+
+def _apart(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """One for each storage: tied weights count once."""
+    return list({own.untyped_storage()._cdata: own for own in parameters}.values())

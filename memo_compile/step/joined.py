@@ -1,0 +1,202 @@
+"""The graphs of one step as one step: the pieces of a model that graph breaks or buckets cut.
+
+    F B  of graph 0, F B  of graph 1, ..    ->    F0 F1 .. Fn-1 Bn-1 .. B0
+
+As in a group, the order has a single turn from forward to backward, so that the step is an ordinary
+one, with more halves. A member is one forward and its backward; several may be of one graph.
+Calls and values are named by their member, regions and layer classes by their graph, because two
+graphs use the same names for different things. What pieces hand to each other goes through the
+user's code, in ordinary memory.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+from memo_compile.step.group import Group, own_half, own_layer, own_name
+from memo_compile.step.movable import MovableStep, StepCosts
+from memo_compile.step.problem import Half, Phase, Problem, StepCall, Storage
+from memo_compile.step.tilings import Tiling, WholeStep
+
+T = TypeVar("T")
+
+
+class InGraph(NamedTuple):
+    """A name of a region or of a layer class, and the graph in which it has that name."""
+
+    graph: int
+    name: str
+
+    @property
+    def joined(self) -> str:
+        """What it is called in the step of all graphs."""
+        return f"g{self.graph}.{self.name}"
+
+
+def in_graph(joined: str) -> InGraph:
+    """The opposite of ``InGraph.joined``."""
+    graph, _, name = joined.partition(".")
+    return InGraph(int(graph.removeprefix("g")), name)
+
+
+def renamed(values: Iterable[Mapping[str, T]]) -> dict[str, T]:
+    """Region or layer class -> what is known of it, of all graphs, by its joined name."""
+    return {
+        InGraph(graph, name).joined: value
+        for graph, known in enumerate(values)
+        for name, value in known.items()
+    }
+
+
+def joined_problem(problems: Sequence[Problem], members: Sequence[int], group: Group) -> Problem:
+    """The step of all members, in which everything is kept; ``members`` are their graphs."""
+    own = [problems[graph] for graph in members]
+    halves = _in_order([problem.halves for problem in own])
+    tangents = {
+        own_name(value, member): size
+        for member, problem in enumerate(own)
+        for value, size in problem.tangents.items()
+    }
+    for half, number in group.passed:
+        member = halves[half].member
+        tangents.pop(own_name(list(own[member].tangents)[number], member), None)
+    return Problem(
+        regions={
+            name: replace(region, name=name)
+            for name, region in renamed(problem.regions for problem in problems).items()
+        },
+        calls=_calls([problem.calls for problem in own], members),
+        inputs=tuple(
+            own_name(value, member)
+            for member, problem in enumerate(own)
+            for value in problem.inputs
+        ),
+        halves=halves,
+        fixed=replace(group.fixed, outputs=sum(problem.fixed.outputs for problem in own)),
+        layer_classes=tuple(
+            replace(known, num_layers=known.num_layers * list(members).count(graph))
+            for graph, problem in enumerate(problems)
+            for known in problem.layer_classes
+        ),
+        tensors={
+            own_name(value, member): info
+            for member, problem in enumerate(own)
+            for value, info in problem.tensors.items()
+        },
+        tangents=tangents,
+        held_until=_held_until(own, group, halves),
+        interludes=group.interludes,
+        keeps_outputs=True,
+    )
+
+
+def joined_whole(wholes: Sequence[WholeStep], members: Sequence[int]) -> WholeStep:
+    """What the graphs say that the members compute together, for the checker."""
+    own = [wholes[graph] for graph in members]
+    tilings = {
+        InGraph(graph, region).joined: _tiling(tiling, graph)
+        for graph, whole in enumerate(wholes)
+        for region, tiling in whole.tilings.items()
+    }
+    return WholeStep(
+        calls=_calls([whole.calls for whole in own], members),
+        halves=_in_order([whole.halves for whole in own]),
+        tilings=tilings,
+    )
+
+
+def joined_step(
+    steps: Sequence[MovableStep], members: Sequence[int], problem: Problem, costs: StepCosts
+) -> MovableStep:
+    """The layers of all members, in forward order; ``steps`` are those of the graphs."""
+    layers = [
+        replace(own_layer(layer, member), class_key=InGraph(graph, layer.class_key).joined)
+        for member, graph in enumerate(members)
+        for layer in steps[graph].layers
+    ]
+    return MovableStep(
+        problem=problem,
+        classes={
+            key: replace(found, key=key)
+            for key, found in renamed(step.classes for step in steps).items()
+        },
+        layers=tuple(layers),
+        costs=costs,
+        token_granule=steps[0].token_granule,
+    )
+
+
+def _in_order(halves: Sequence[Sequence[Half]]) -> tuple[Half, ...]:
+    numbered = list(enumerate(halves))
+    return (
+        *(own_half(forward, member) for member, (forward, _) in numbered),
+        *(own_half(backward, member) for member, (_, backward) in reversed(numbered)),
+    )
+
+
+def _calls(calls: Sequence[Sequence[StepCall]], members: Sequence[int]) -> tuple[StepCall, ...]:
+    """The calls of all members; layers of one class are numbered through."""
+    counts: dict[str, int] = {}
+    found: dict[Phase, list[list[StepCall]]] = {phase: [] for phase in Phase}
+    for member, (graph, own) in enumerate(zip(members, calls, strict=True)):
+        mine = [_own_call(call, member, graph, counts) for call in own]
+        for call in mine:
+            if call.layer_class is not None:
+                counts[call.layer_class] = max(counts.get(call.layer_class, 0), call.instance + 1)
+        for phase in Phase:
+            found[phase].append([call for call in mine if call.phase is phase])
+    return tuple(
+        call for own in (*found[Phase.FORWARD], *reversed(found[Phase.BACKWARD])) for call in own
+    )
+
+
+def _own_call(call: StepCall, member: int, graph: int, counts: Mapping[str, int]) -> StepCall:
+    known = None if call.layer_class is None else InGraph(graph, call.layer_class).joined
+    return replace(
+        call,
+        name=own_name(call.name, member),
+        region=InGraph(graph, call.region).joined,
+        inputs=tuple(own_name(value, member) for value in call.inputs),
+        outputs=tuple(own_name(value, member) for value in call.outputs),
+        layer_class=known,
+        instance=call.instance + (0 if known is None else counts.get(known, 0)),
+        member=member,
+        into=tuple(replace(into, value=own_name(into.value, member)) for into in call.into),
+    )
+
+
+def _held_until(
+    problems: Sequence[Problem], group: Group, halves: Sequence[Half]
+) -> dict[str, int]:
+    """Result that is made in ordinary memory -> the half at whose end it is gone."""
+    external = {
+        own_name(value, member)
+        for member, problem in enumerate(problems)
+        for call in problem.calls
+        for output, value in problem.made_by(call)
+        if output.storage is Storage.EXTERNAL and output.same_as is None
+    }
+    found: dict[str, int] = {}
+    for half, position, until in group.gone:
+        value = halves[half].results[position]
+        if value is not None and value in external:
+            found[value] = until
+    return found
+
+
+def _tiling(tiling: Tiling, graph: int) -> Tiling:
+    def name(region: str) -> str:
+        return InGraph(graph, region).joined
+
+    return replace(
+        tiling,
+        before=name(tiling.before),
+        tile=name(tiling.tile),
+        sums=tuple(replace(total, region=name(total.region)) for total in tiling.sums),
+        after=None if tiling.after is None else name(tiling.after),
+    )
+
+
+def joined_costs(costs: Sequence[StepCosts]) -> StepCosts:
+    """The seconds of all graphs' regions; copies are as fast as those of the first."""
+    return replace(costs[0], region_s=renamed(known.region_s for known in costs))

@@ -1,0 +1,106 @@
+"""FSDP2 around blocks under memo, block by block or whole, beside one process in eager."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import memo_compile
+from memo_compile.reporting import state
+from tests.distributed.ranks import run_as_rank
+from tests.numerics.small import Block
+
+HIDDEN, ROWS, STEPS = 32, 64, 3
+
+
+class Blocks(nn.Module):
+    """An entry, blocks, a head; returns the loss."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.entry, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.layers = nn.ModuleList(Block(HIDDEN) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.entry(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).pow(2).mean()
+
+
+def main(*, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each setting's training gives, one after the other in the same processes."""
+    return [trained(**setting) for setting in settings]
+
+
+def trained(
+    *,
+    by_block: bool = True,
+    num_layers: int = 4,
+    accumulates: bool = False,
+    reshard: bool = True,
+    options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Some steps of both, with an optimizer; the errors after each."""
+    torch._dynamo.reset()
+    state.reset()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    ours = Blocks(num_layers)
+    eager = copy.deepcopy(ours)
+    chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **(options or {})}
+    for layer in ours.layers:
+        if by_block:
+            layer.compile(backend="memo", options=chosen)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(ours, mesh=mesh, reshard_after_forward=reshard)
+    run = ours if by_block else torch.compile(ours, backend="memo", options=chosen)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, eager)]
+    errors, unplanned = [], []
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for part in range(2 if accumulates else 1):
+            batch = torch.randn(
+                2 * ROWS, HIDDEN, generator=torch.Generator().manual_seed(10 * step + part)
+            )
+            ours.set_requires_gradient_sync(not accumulates or part == 1)
+            run(batch[dist.get_rank() :: 2]).backward()
+            eager(batch).backward()
+        errors.append(dict(_errors(ours, eager)))
+        for optimizer in optimizers:
+            optimizer.step()
+        unplanned.append(memo_compile.report().unplanned_steps)
+    report = memo_compile.report()
+    return {
+        "errors": errors,
+        "active": report.active,
+        "unplanned": unplanned,
+        "num_plans": len(report.plans),
+        "groups": [
+            {
+                "num_instances": group.num_instances,
+                "arena_bytes": group.arena_bytes,
+                "peak_bytes": group.peak_bytes,
+                "budget_bytes": group.budget_bytes,
+                "offloaded_bytes": group.offloaded_bytes,
+            }
+            for group in report.groups
+        ],
+        "notes": list(report.notes),
+    }
+
+
+def _errors(ours: nn.Module, eager: nn.Module) -> Any:
+    for (name, mine), theirs in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        found = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+        yield name, float((found - theirs.grad).abs().max() / theirs.grad.abs().max())
+
+
+if __name__ == "__main__":
+    run_as_rank(main)
