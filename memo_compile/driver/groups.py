@@ -36,6 +36,7 @@ from memo_compile.errors import Infeasible, MemoError
 from memo_compile.reporting import state
 from memo_compile.reporting.write import write_pictures
 from memo_compile.step.group import Group, num_user_results
+from memo_compile.step.interludes import most_between
 from memo_compile.step.plans import Observed, ReportedGroup
 from memo_compile.step.problem import FixedBytes
 from memo_compile.units import format_bytes, format_enough
@@ -312,7 +313,7 @@ class GroupedSteps:
             planned.plan,
             observed,
             len(bound.members),
-            max((found.most_bytes for found in planned.problem.interludes), default=0),
+            most_between(planned.problem),
         )
         self.planned = PlannedGroup(members, planned, bound, reported)
         self._dump(planned)

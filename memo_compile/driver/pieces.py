@@ -37,6 +37,7 @@ from memo_compile.driver.step_watch import SeenGraph, StepWatch
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
 from memo_compile.step.group import Group, num_user_results
+from memo_compile.step.interludes import most_between
 from memo_compile.step.plans import Observed, ReportedGroup
 from memo_compile.step.problem import FixedBytes
 from memo_compile.units import format_bytes, format_enough
@@ -197,7 +198,9 @@ class JointSteps:
             members=replace(members, existing_bytes=existing),
             planned=planned,
             bound=bound,
-            reported=ReportedGroup.of_group(planned.plan, observed, len(pieces)),
+            reported=ReportedGroup.of_group(
+                planned.plan, observed, len(pieces), most_between(planned.problem)
+            ),
             memory=OutOfMemory(dump=first.config.dump),
         )
         bound.on_step_end, bound.before_copy = joint._count, joint._require_room_for_copy

@@ -24,6 +24,11 @@ Range = tuple[int, int]
 """Bytes of the arena, ``[start, end)``."""
 
 
+def most_between(problem: Problem) -> int:
+    """The most bytes that the user's own code takes between two halves, as measured."""
+    return max((found.most_bytes for found in problem.interludes), default=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
     """One interlude of a placed step."""
