@@ -95,10 +95,10 @@ class GroupedSteps:
             watch.begin((False, number), leaves)
             del leaves
             member = self._member(watch, number)
-        if member is None:
+            # Until it has run, no other thread may begin a step in the same frame.
+            results = None if member is None else self._as_member(member, args)
+        if results is None:
             results = self._by_itself(args, number)
-        else:
-            results = self._as_member(member, args)
         with self._lock:
             lease = leases.find(results[self._handle_result])
             if lease is not None:
@@ -359,14 +359,12 @@ class GroupedSteps:
     def _as_member(self, member: int, args: list[Any]) -> list[Any]:
         planned = self.planned
         assert planned is not None, "it is planned"
-        with self._lock:
-            if planned.step is None or planned.step.is_over:
-                if not leases.any_live():
-                    state.step_begins()
-                planned.step = planned.bound.begin()
-            step = planned.step
+        if planned.step is None or planned.step.is_over:
+            if not leases.any_live():
+                state.step_begins()
+            planned.step = planned.bound.begin()
         with self._memory.explained(planned.planned.problem, planned.reported):
-            return step.forward(member, args)
+            return planned.step.forward(member, args)
 
     def _by_itself(self, args: list[Any], number: int) -> list[Any]:
         """A forward that is no member of a planned group."""

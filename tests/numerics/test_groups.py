@@ -1,7 +1,9 @@
 """Blocks that are compiled one by one run as one group, with the numbers of eager."""
 
+import contextlib
 import copy
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memo_compile
+from memo_compile.driver.groups import GroupedSteps
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.reporting import state
 from tests.steps.running import CPU, Words
@@ -320,6 +323,36 @@ def test_two_models_that_share_code() -> None:
             model(ids).backward()
         for mine, theirs in zip(other.parameters(), eager.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_two_threads_do_not_meet_in_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = Regional(policy="full-offload")
+    for _ in range(2):
+        blocks.zero()
+        blocks.step()
+    both, inner = threading.Barrier(2), GroupedSteps._as_member
+
+    def together(self: GroupedSteps, member: int, args: list[Any]) -> list[Any]:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)  # the other thread comes, if nothing keeps it out
+        return inner(self, member, args)
+
+    monkeypatch.setattr(GroupedSteps, "_as_member", together)
+    words = [torch.randint(0, WORDS, (2, 33)) for _ in range(2)]
+    found: dict[int, Any] = {}
+
+    def run(at: int) -> None:
+        found[at] = torch.autograd.grad(blocks.model(words[at]), list(blocks.model.parameters()))
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for at, ids in enumerate(words):
+        eager = torch.autograd.grad(blocks.eager(ids), list(blocks.eager.parameters()))
+        for mine, theirs in zip(found[at], eager, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_a_second_length_is_a_group_of_its_own() -> None:
