@@ -30,7 +30,7 @@ def most_between(problem: Problem) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pause:
+class PlacedInterlude:
     """One interlude of a placed step."""
 
     call: int
@@ -72,7 +72,7 @@ def pauses(
     buffers: Iterable[ArenaBuffer],
     offsets: Mapping[str, int],
     ordinary_after: list[int],
-) -> tuple[Pause, ...]:
+) -> tuple[PlacedInterlude, ...]:
     """The interludes of a step; ``ordinary_after`` is ordinary memory per call when it has ended.
 
     Cost: interludes x buffers.
@@ -91,5 +91,5 @@ def pauses(
             if buffer.start <= line < buffer.end
         )
         ordinary = ordinary_after[call] + passing
-        found.append(Pause(call=call, ordinary_bytes=ordinary, alive=alive))
+        found.append(PlacedInterlude(call=call, ordinary_bytes=ordinary, alive=alive))
     return tuple(found)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memo_compile.step.interludes import Pause, Range, pauses
+from memo_compile.step.interludes import PlacedInterlude, Range, pauses
 from memo_compile.step.ordinary import Starts, ordinary_events, outside_events
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import ArenaBuffer, Problem, arena_buffers, call_starts, last_reads
@@ -72,7 +72,11 @@ def residency(problem: Problem, offsets: Mapping[str, int], arena_bytes: int) ->
 
 
 def _resident(
-    tails: Sequence[int], ordinary: Sequence[int], between: Sequence[Pause], most: int, current: int
+    tails: Sequence[int],
+    ordinary: Sequence[int],
+    between: Sequence[PlacedInterlude],
+    most: int,
+    current: int,
 ) -> list[int]:
     """Per call the bytes that stay; at first ``current``."""
     found: list[int] = []
@@ -83,7 +87,7 @@ def _resident(
     return found
 
 
-def _following(per_call: Sequence[int], pause: Pause) -> int:
+def _following(per_call: Sequence[int], pause: PlacedInterlude) -> int:
     """The number of the call behind an interlude; of the last call where there is none."""
     return per_call[min(pause.call + 1, len(per_call) - 1)]
 

@@ -15,7 +15,7 @@ from memo_compile.planners.place_step import placed_step
 from memo_compile.reporting.html import render_html
 from memo_compile.step.group import Group, grouped_whole
 from memo_compile.step.halves import half_keys, half_starts, halves_of_calls
-from memo_compile.step.interludes import MIN_RANGE_BYTES, PAGE_BYTES, Pause, Range
+from memo_compile.step.interludes import MIN_RANGE_BYTES, PAGE_BYTES, PlacedInterlude, Range
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import (
     CallKind,
@@ -257,7 +257,7 @@ def test_an_interlude_that_cannot_be_is_refused(half: int, most: int, left: int)
 def test_what_is_dead_of_the_arena_goes_in_whole_pages(
     alive: tuple[Range, ...], dead: tuple[Range, ...]
 ) -> None:
-    pause = Pause(call=0, ordinary_bytes=0, alive=alive)
+    pause = PlacedInterlude(call=0, ordinary_bytes=0, alive=alive)
     assert tuple(pause.dead(10 * MIB)) == dead
     assert pause.stays_bytes(10 * MIB) == 10 * MIB - sum(end - start for start, end in dead)
     assert pause.dropped(10 * MIB, 10 * MIB) == ()
