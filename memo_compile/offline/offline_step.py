@@ -10,7 +10,7 @@ from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.driver.step_planner import KnownStep, plan_known
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Observed, Plan, ReportedPlan
-from memo_compile.step.problem import Problem
+from memo_compile.step.problem import CallKind, Problem
 from memo_compile.step.simulate import simulate
 
 _PLAIN_LOOPS = {"cpp.simdlen": 1}
@@ -82,12 +82,24 @@ def planned_offline(
     found = OfflineStep(
         problem=planned.problem,
         plan=ReportedPlan.of(made, observed),
-        costs=facts.costs,
+        costs=_with_recomputation(facts.costs, known, config, planned.problem),
         model_flops=facts.model_flops,
         exact=facts.exact,
         notes=tuple(_not_compared(facts.tiled, planned.plan)),
     )
     return planned, found
+
+
+def _with_recomputation(
+    costs: StepCosts, known: KnownStep, config: MemoConfig, problem: Problem
+) -> StepCosts:
+    """``costs`` with those of the recompute regions that ``problem`` calls."""
+    again = {call.region for call in problem.calls if call.kind is CallKind.RECOMPUTE}
+    if not again:
+        return costs
+    made = known.library(config.host_store).regions.values()
+    more = {region.key.region: region.seconds for region in made if region.key.region in again}
+    return replace(costs, region_s={**costs.region_s, **more})
 
 
 def _not_compared(tiled: Sequence[str], plan: Plan) -> Iterator[str]:

@@ -24,6 +24,7 @@ from memo_compile.offline.shapes.transformer import Degrees, first_stage
 from memo_compile.planners.place_step import placed_step
 from memo_compile.reporting.emit import Settings, emit
 from memo_compile.step.plans import Decision, Plan
+from memo_compile.step.problem import CallKind
 from memo_compile.step.serialise import from_json
 
 GPT = ModelShape(
@@ -428,6 +429,14 @@ def test_a_sweep_goes_from_the_floor_to_no_budget(capsys, monkeypatch):
     assert rows[0]["recompute_s"] == answer.recompute_s == 0
     _, text, _ = plan(capsys, *arguments)
     assert text.count("save") == 5
+
+
+def test_the_seconds_of_recomputation_are_told():
+    """A sweep shows them for each plan; they are no region's that the step begins with."""
+    answer = forecast(question(policy="full-recompute"))
+    again = [call for call in answer.step.problem.calls if call.kind is CallKind.RECOMPUTE]
+    assert 0 < answer.recompute_s < answer.step_s
+    assert all(answer.step.costs.call_s(call) > 0 for call in again)
 
 
 @pytest.mark.parametrize(
