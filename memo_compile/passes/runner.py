@@ -63,6 +63,11 @@ def _nodes(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
     return [(node, node.target, node.args, node.kwargs) for node in gm.graph.nodes]
 
 
+def _notes(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """What passes note at the nodes."""
+    return [(node.meta.get(SAVED), id(node.meta.get("val"))) for node in gm.graph.nodes]
+
+
 class PassRunner:
     """Runs passes, and what derives graphs from a graph, one after the other.
 
@@ -105,18 +110,20 @@ class PassRunner:
 
     def _run_one(self, gm: fx.GraphModule, graph_pass: GraphPass, stage: str) -> fx.GraphModule:
         name = graph_pass.name
-        before = graph_text(gm)
+        before = "" if self.dump is None else graph_text(gm)
+        nodes, notes = _nodes(gm), _notes(gm)
         with self._watched(f"pass {name} on {stage}", name):
             result = graph_pass(gm)
             result.graph_module.graph.lint()
-        if self.dump is not None or not result.modified:
-            after = graph_text(result.graph_module)
-            if not result.modified and after != before:
-                raise PassFailed(f"pass {name} on {stage}: says unchanged, but the graph changed")
+        after = result.graph_module
+        if not result.modified and (_nodes(after), _notes(after)) != (nodes, notes):
+            raise PassFailed(f"pass {name} on {stage}: says unchanged, but the graph changed")
+        if self.dump is not None:
             self.write(f"{stage}-{name}.before.txt", before)
-            self.write(f"{stage}-{name}.after.txt", after)
-        result.graph_module.recompile()
-        return result.graph_module
+            self.write(f"{stage}-{name}.after.txt", graph_text(after))
+        if result.modified:
+            after.recompile()
+        return after
 
     def derive(
         self,
