@@ -67,7 +67,7 @@ def test_program(golden, name, decision):
     golden(f"moved_{name}_{decision}", text)
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", in_ci(BUILDERS, "llama"))
 def test_what_goes_out_comes_back(name):
     """Every byte that is offloaded is reloaded, once, and every copy is waited for."""
     for decision in DECISIONS:
@@ -81,7 +81,7 @@ def test_what_goes_out_comes_back(name):
         assert again == (decision != "offload")
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", in_ci(BUILDERS, "llama"))
 def test_a_mix_moves_part_of_the_tokens(name):
     """Half of a tensor's tokens lie in the host frame; the others are written beside them."""
     calls = moved_step(name, "mix").problem.calls

@@ -15,6 +15,7 @@ from memo_compile.planners.placement import check_placement, place
 from memo_compile.step.problem import Phase, Problem
 from memo_compile.step.serialise import from_json
 from tests import models
+from tests.numerics.training import in_ci
 
 BUILDERS: dict[str, Callable[[], models.ModelCase]] = {
     "gpt2": lambda: models.gpt2(num_layers=2),
@@ -27,7 +28,7 @@ class Planned(Exception):
     """The plan stands; the step need not run."""
 
 
-@pytest.fixture(scope="module", params=BUILDERS)
+@pytest.fixture(scope="module", params=in_ci(BUILDERS, "mixtral"))
 def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Problem:
     """The Problem that the backend plans for a model of two layers."""
     folder: Path = tmp_path_factory.mktemp(request.param)

@@ -86,7 +86,10 @@ def convolutions(x: torch.Tensor, weight: torch.Tensor, rest: Sequence[Any]) -> 
 
 
 @needs_linux
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    in_ci([torch.float32, torch.bfloat16, torch.float64], torch.float32, torch.bfloat16),
+)
 def test_what_a_convolution_allocates_is_at_most_what_is_counted(dtype):
     keep_large_blocks_apart()
     shares = []

@@ -250,7 +250,7 @@ INSIDE: dict[str, Run] = {
     ("policy", "schedule"),
     [
         ("full-offload", "copies-late"),
-        ("full-recompute", "copies-early"),
+        pytest.param("full-recompute", "copies-early", marks=pytest.mark.full),
         pytest.param("memo", "copies-early", marks=pytest.mark.full),
     ],
 )

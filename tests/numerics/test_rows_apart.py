@@ -157,6 +157,7 @@ def test_tiles(name):
 FLOORS_IN_FULL = (
     "scatter_add of one row",
     "label smoothing",
+    "label smoothing of an odd number",
     "variance of two rows",
     "the first token everywhere",
     "mask [T, T], as many sequences as tokens",

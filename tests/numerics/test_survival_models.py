@@ -18,7 +18,7 @@ import memo_compile
 from memo_compile.errors import ConfigError
 from tests.numerics.closeness import assert_equals_eager
 from tests.numerics.small import Pair, Stack, leased_slabs, rows
-from tests.numerics.training import ATEN, assert_planned, memo_compiled
+from tests.numerics.training import ATEN, assert_planned, in_ci, memo_compiled
 
 # Dynamo itself reads .grad of the tensors that a resumed frame gets.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -387,7 +387,7 @@ def suppressed():
 
 
 @pytest.mark.usefixtures("suppressed")
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", in_ci([False, True], True))
 def test_a_crash_in_the_backend_is_loud(monkeypatch, caplog, strict):
     """Row 30: whatever Dynamo hides is logged at ERROR, and the report says that memo is off."""
     from memo_compile.backends import entry

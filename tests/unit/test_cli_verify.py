@@ -163,7 +163,7 @@ def test_a_missing_script_is_refused(capsys, tmp_path):
     ("source", "message"),
     [
         ("print('hello')", "no training step went through torch.compile"),
-        ("raise ValueError('boom')", "fails without memo too"),
+        pytest.param("raise ValueError('boom')", "fails without memo too", marks=pytest.mark.full),
     ],
 )
 def test_scripts_that_train_nothing_are_refused(capsys, tmp_path, source, message):
