@@ -106,3 +106,8 @@ def _shard_bytes(parameter: nn.Parameter) -> int | None:
         return None
     with torch.no_grad():
         return int(parameter.to_local().nbytes)
+
+
+def apart(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """One for each storage: tied weights count once."""
+    return list({own.untyped_storage()._cdata: own for own in parameters}.values())

@@ -21,7 +21,12 @@ from memo_runtime.leases import StepCounters, leases
 from memo_runtime.run_step import run_backward
 
 from memo_compile import shim
-from memo_compile.driver.around import has_fsdp_modules, parameters_around, sharded_around
+from memo_compile.driver.around import (
+    apart,
+    has_fsdp_modules,
+    parameters_around,
+    sharded_around,
+)
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
 from memo_compile.driver.declared import assumed_group, declared_around
@@ -252,14 +257,14 @@ class GroupedSteps:
         ``found`` were there at once; None: all of them may be.
         """
         single = self.assembly.lowered.cut.facts.fixed_bytes(0)
-        own_bytes = sum(own.nbytes for own in _apart(found) if own.requires_grad)
+        own_bytes = sum(own.nbytes for own in apart(found) if own.requires_grad)
         sharded = sharded_around(found)
-        parameters = _apart([*found, *parameters_around(found)])
+        parameters = apart([*found, *parameters_around(found)])
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         held_bytes = sum(parameter.nbytes for parameter in parameters)
         trained_bytes = sum(parameter.nbytes for parameter in trained)
         if sharded is not None:
-            most = sum(own.numel() * own.element_size() for own in _apart(found))
+            most = sum(own.numel() * own.element_size() for own in apart(found))
             held_bytes = sharded.own + sharded.gathered + (most if gathered is None else gathered)
             trained_bytes = sharded.trained
         optimizer = OPTIMIZER_TENSORS * trained_bytes
@@ -438,8 +443,3 @@ class GroupedSteps:
             recomputed_bytes=counted.recomputed_bytes,
         )
         state.replace_group(before, planned.reported)
-
-
-def _apart(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """One for each storage: tied weights count once."""
-    return list({own.untyped_storage()._cdata: own for own in parameters}.values())

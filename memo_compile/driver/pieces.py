@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from memo_runtime.arena import arena_of
 from memo_runtime.group_steps import GroupPlan, GroupStep
 from memo_runtime.leases import StepCounters, leases
 
 from memo_compile import shim
 from memo_compile.config import MemoConfig
-from memo_compile.driver.around import parameters_around
+from memo_compile.driver.around import apart, parameters_around
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
 from memo_compile.driver.early_gradients import own_leaves
@@ -455,8 +454,8 @@ class _Pieces:
         pieces = tuple(dict.fromkeys(seen.pieces))
         config = pieces[0].assembly.config
         found = [own for own in (reference() for reference in seen.parameters()) if own is not None]
-        own = _apart(found)
-        parameters = _apart([*found, *parameters_around(found)])
+        own = apart(found)
+        parameters = apart([*found, *parameters_around(found)])
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         trained_bytes = sum(parameter.nbytes for parameter in trained)
         state_bytes = OPTIMIZER_TENSORS * trained_bytes
@@ -480,8 +479,3 @@ def _is_part(pieces: tuple[Piece, ...], of: tuple[Piece, ...]) -> bool:
     """True where ``pieces`` come in ``of`` in the same order."""
     rest = iter(of)
     return all(any(piece is other for other in rest) for piece in pieces)
-
-
-def _apart(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """One for each storage: tied weights count once."""
-    return list({own.untyped_storage()._cdata: own for own in parameters}.values())

@@ -18,6 +18,7 @@ import memo_compile
 from memo_compile.driver.groups import GroupedSteps
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.reporting import state
+from tests.numerics.training import FLOOR
 from tests.steps.running import CPU, Words
 
 pytestmark = pytest.mark.filterwarnings(
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 WORDS, LAYERS = 64, 4
-LIMIT = 2e-6
+LIMIT = FLOOR
 """Of each parameter's largest gradient: sums in another order."""
 
 
