@@ -18,7 +18,6 @@ import memo_compile
 from memo_compile.driver.groups import GroupedSteps
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.reporting import state
-from tests.numerics.training import FLOOR
 from tests.steps.running import CPU, Words
 
 pytestmark = pytest.mark.filterwarnings(
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 WORDS, LAYERS = 64, 4
-LIMIT = FLOOR
+LIMIT = 2e-6
 """Of each parameter's largest gradient: sums in another order."""
 
 
@@ -470,6 +469,10 @@ def test_models_of_transformers(kind: str, policy: str) -> None:
         blocks.step(37, run, f"{kind} {policy} {number}, accumulated")
         for optimizer in optimizers:
             optimizer.step()
+        with torch.no_grad():  # what AdamW makes of rounding does not grow from step to step
+            for mine, theirs in zip(*(both.parameters() for both in blocks.both), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
+                mine.copy_(theirs)
     assert memo_compile.report().active
     assert memo_compile.report().unplanned_steps == 4
     assert blocks.group().num_instances == 5
