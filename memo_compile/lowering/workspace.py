@@ -92,7 +92,20 @@ def _unfolded_bytes(of: Convolution) -> int:
     numbers += sum(map(math.prod, (of.source, of.result, of.weight)))
     if of.groups > 1:  # results of the groups, before they are put together
         numbers += math.prod(of.source) + math.prod(of.weight)
-    return numbers * of.item_bytes
+    return numbers * of.item_bytes + _summed_bytes(of)
+
+
+def _summed_bytes(of: Convolution) -> int:
+    """Products of 16-bit numbers are summed in float32, where the processor has none for them.
+
+    Each thread multiplies an image's columns, or makes them: for the gradient of a source.
+    """
+    if of.item_bytes >= FLOAT32_BYTES:
+        return 0
+    makes_columns = of.is_backward != of.is_transposed
+    ends = of.source if of.is_backward else of.result
+    numbers = _columns(of) if makes_columns else math.prod(ends[1:])
+    return min(torch.get_num_threads(), of.source[0]) * numbers * FLOAT32_BYTES
 
 
 def _columns(of: Convolution) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.fuzz.source import model_source
 from tests.fuzz.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[2]
+CACHE = ("TORCHINDUCTOR_CACHE_DIR",)
 
 
 def tiny(seed: int = 0) -> Case:
@@ -191,6 +193,7 @@ def test_a_case_prints_as_a_script_that_runs(tmp_path):
             "PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}",
             "PATH": "/usr/bin:/bin",
             "HOME": str(tmp_path),
+            **{name: os.environ[name] for name in CACHE if name in os.environ},
         },
         capture_output=True,
         text=True,

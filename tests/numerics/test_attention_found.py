@@ -43,7 +43,6 @@ def gradients(step, model, x):
     in_ci(
         itertools.product(("aten", "inductor"), (torch.float32, torch.bfloat16), (-1, 0, 1, 2)),
         *itertools.product(("aten",), (torch.float32,), (-1, 0, 1, 2)),
-        ("inductor", torch.float32, -1),
     ),
 )
 def test_only_a_softmax_over_the_keys_is_attention(lowering, dtype, dim):

@@ -258,7 +258,7 @@ def test_inductor_moves_only(name, decision):
     assert_bitwise(ours, save_run(case)[0])
 
 
-@pytest.mark.parametrize("name", in_ci(INDUCTOR, "gpt2"))
+@pytest.mark.parametrize("name", in_ci(INDUCTOR))
 def test_inductor_at_the_floor(name):
     """A floor that was named is kept. The plan that keeps gpt2's was estimated to need more."""
     case = Case(model=name, decision="auto", lowering="inductor")

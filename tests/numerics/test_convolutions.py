@@ -161,10 +161,10 @@ def ratios_at_the_floor(model: nn.Module, x: torch.Tensor, *, lowering: str) -> 
     in_ci(
         [
             ("aten", torch.float32, 40),
-            ("aten", torch.bfloat16, 48),
+            ("aten", torch.bfloat16, 24),
             ("inductor", torch.float32, 24),
         ],
-        ("aten", torch.bfloat16, 48),
+        ("aten", torch.bfloat16, 24),
     ),
 )
 def test_a_budget_holds_in_every_step(lowering, dtype, width):

@@ -164,9 +164,7 @@ def test_one_buffer_of_all_layers(name):
     _assert_trains_as_eager(Blocks(*CASES[name], shares=True), policy="full-recompute")
 
 
-@pytest.mark.parametrize(
-    "name", in_ci(["scaled_after", "running_average", "times_ones"], "running_average")
-)
+@pytest.mark.parametrize("name", in_ci(["scaled_after", "running_average", "times_ones"]))
 def test_the_backward_has_the_old_value_through_inductor(name):
     _assert_trains_as_eager(Blocks(*CASES[name], shares=False), lowering="inductor")
 

@@ -49,13 +49,13 @@ def assert_equals_eager(name: str, tiles: int, num_layers: int = 2, **options: o
     assert leased_slabs() == 0
 
 
-@pytest.mark.parametrize("name", in_ci(MODELS, "gpt2", "mixtral"))
+@pytest.mark.parametrize("name", in_ci(MODELS, "mixtral"))
 def test_op_by_op(name):
     """A first tile, two in the middle, a last one; test_budget runs the other models so."""
     assert_equals_eager(name, 4, lowering="aten", debug="poison")
 
 
-@pytest.mark.parametrize("name", in_ci(MODELS, "t5"))
+@pytest.mark.parametrize("name", in_ci(MODELS, "gpt2"))
 def test_op_by_op_without_a_tile_in_the_middle(name):
     assert_equals_eager(name, 2, lowering="aten", debug="poison")
 
@@ -96,7 +96,7 @@ IN_ALL_UNDER = (
 )
 
 
-@pytest.mark.parametrize(("in_all", "policy"), in_ci(IN_ALL_UNDER, *IN_ALL_UNDER[1:3]))
+@pytest.mark.parametrize(("in_all", "policy"), in_ci(IN_ALL_UNDER, IN_ALL_UNDER[2]))
 def test_only_the_loss_head_is_not_saved_where_it_alone_is_too_wide(in_all, policy, monkeypatch):
     model, inputs, _ = llama(num_layers=2, seq=TOKENS)
     model.set_output_embeddings(nn.Linear(model.config.hidden_size, VOCABULARY, bias=False))

@@ -83,8 +83,8 @@ def wiring(problem):
 
 
 SETTINGS = [
-    (True, 2, "full-offload"),
-    pytest.param(False, 1, "full-recompute", marks=pytest.mark.full),
+    (False, 1, "full-recompute"),
+    pytest.param(True, 2, "full-offload", marks=pytest.mark.full),
     pytest.param(True, 2, "save", marks=pytest.mark.full),
 ]
 
