@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,13 +102,24 @@ def _run(
 ) -> dict[str, Any] | None:
     """What one run recorded; None when it left nothing. Its stdout goes to stderr."""
     out = folder / f"{arm}.json"
+    how = {"eager": "run 1 of 2, eager", "memo": "run 2 of 2, with memo"}[arm]
+    _say(f"{how}: up to {steps} steps of {script}")
+    began = time.monotonic()
     command = [sys.executable, "-m", "memo_compile.offline.record", arm, str(out), str(steps)]
     done = subprocess.run([*command, str(script), *arguments], stdout=_STDERR, check=False)
+    took = f"{time.monotonic() - began:.1f} s"
     if not out.exists():
+        _say(f"{how}: ended after {took} without a step")
         return None
     found: dict[str, Any] = json.loads(out.read_text())
+    _say(f"{how}: {len(found['steps'])} steps in {took}")
     failed = done.returncode != 0 and len(found["steps"]) < steps
     return None if failed and arm == "eager" else found | {"failed": failed}
+
+
+def _say(text: str) -> None:
+    """Where the runs are. Lines, since the script's own output comes between them."""
+    print(f"memo verify: {text}", file=sys.stderr, flush=True)
 
 
 def judge(eager: Mapping[str, Any], memo: Mapping[str, Any] | None) -> Verification:

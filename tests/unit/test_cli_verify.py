@@ -138,6 +138,8 @@ def test_a_script_is_compared_and_its_peak_measured(verify):
     assert body["measured_peak_bytes"] > 0
     assert "step 2" in err
     assert "step 4" not in err
+    assert "run 1 of 2, eager: 4 steps in" in err
+    assert "run 2 of 2, with memo: 4 steps in" in err
 
 
 def test_a_script_that_computes_something_else_with_memo_is_caught(verify):
