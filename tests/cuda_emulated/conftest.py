@@ -1,0 +1,18 @@
+"""Without the emulated device these tests are skipped: ``make cuda-emulated`` runs them."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+IS_EMULATED = "MEMO_EMULATED_CUDA" in os.environ
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if IS_EMULATED:
+        return
+    reason = "needs torch's CUDA build and the emulated device: make cuda-emulated"
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=reason))
