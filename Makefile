@@ -1,6 +1,7 @@
 # Every target creates what it needs: `make demo` and `make test` work in a fresh clone.
 # PYTHON: the interpreter to build .venv from.  WORKERS: parallel test processes.  ARGS: for pytest.
 # TORCHES: versions for `make torch-versions`; gigabytes each where they are CUDA builds.
+# CUDA_INDEX: where pip finds torch's CUDA build, PyPI by default.
 # SECONDS, LOWERING (aten, inductor, both), SEED: for `make fuzz`.  MUTATIONS: for `make mutate`.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -17,13 +18,16 @@ DOCS := .venv-docs
 PACKAGE := .venv-package
 PIP_INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
 EXAMPLES := .venv-examples
+CUDA := .venv-cuda
+CUDA_TORCH := 2.11.0
+CUDA_INDEX ?= https://pypi.org/simple
 
 # One thread per test process: several workers share the cores, and losses do not depend on them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo examples quick test numerics-full fuzz mutate check lint types layers sizes \
-	format docs package torch-versions clean
+	format docs package torch-versions cuda-emulated clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -96,9 +100,19 @@ package: $(PACKAGE)/.memo-stamp ## wheel and sdist into dist/, checked, installe
 torch-versions:  ## quick tests and core numerics with each of TORCHES, in an environment each
 	$(PYTHON) tools/torch_versions.py $(TORCHES)
 
+$(CUDA)/.memo-stamp: requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv $(CUDA)
+	$(CUDA)/$(PIP_INSTALL) --index-url $(CUDA_INDEX) torch==$(CUDA_TORCH)
+	grep -vE '^(torch|triton|sympy|mpmath)==' requirements-dev.txt > $(CUDA)/pins.txt
+	$(CUDA)/$(PIP_INSTALL) -r $(CUDA)/pins.txt
+	$(CUDA)/$(PIP_INSTALL) --no-build-isolation --no-deps -e . && touch $@
+
+cuda-emulated: $(CUDA)/.memo-stamp ## tests with torch's CUDA build on an emulated device (4.6 GB, no GPU)
+	OMP_NUM_THREADS=1 $(CUDA)/bin/python -m tests.cuda_emulated $(ARGS)
+
 format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:           ## remove .venv and caches
-	rm -rf $(VENV) $(DOCS) $(PACKAGE) $(EXAMPLES) .venv-torch site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) $(PACKAGE) $(EXAMPLES) $(CUDA) .venv-torch site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

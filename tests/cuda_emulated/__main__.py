@@ -14,7 +14,7 @@ def main() -> int:
     if not has_cuda_build():
         print("tests.cuda_emulated: expected torch's CUDA 13 build; see make cuda-emulated")
         return 2
-    folder = build(Path(os.environ.get("MEMO_EMULATED_FOLDER", ROOT / "build" / "cuda_emulated")))
+    folder = build(Path(os.environ.get("EMULATED_FOLDER", ROOT / "build" / "cuda_emulated")))
     # Kernels do nothing, so that tensors cannot be printed: pytest must not show values.
     command = [sys.executable, "-m", "pytest", "-q", "--tb=native", "tests/cuda_emulated"]
     os.chdir(ROOT)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-IS_EMULATED = "MEMO_EMULATED_CUDA" in os.environ
+IS_EMULATED = "EMULATED_CUDA" in os.environ
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

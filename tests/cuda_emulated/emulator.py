@@ -50,7 +50,8 @@ def environment(folder: Path) -> dict[str, str]:
         "LD_PRELOAD": preloaded,
         "LD_LIBRARY_PATH": str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
-        "MEMO_EMULATED_CUDA": str(folder),
+        "EMULATED_CUDA": str(folder),
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # cuDNN is not emulated
     }
     return os.environ | found
 

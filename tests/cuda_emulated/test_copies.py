@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import torch
 
 from memo_compile.costs.bandwidth import copy_bandwidth
@@ -19,12 +18,11 @@ def test_a_timed_copy_is_waited_for(tmp_path):
         assert PINNED_BYTES_PER_S / 2 < speed < PINNED_BYTES_PER_S * 1.25
 
 
-@pytest.mark.parametrize("lost", ["copies_end"])
-def test_speeds_of_copies_that_were_not_waited_for_are_measured_again(tmp_path, lost):
+def test_speeds_of_copies_that_were_not_waited_for_are_measured_again(tmp_path):
     first = copy_bandwidth(DEVICE, "pinned", folder=tmp_path)
     (path,) = tmp_path.iterdir()
     content = json.loads(path.read_text())
-    del content["fingerprint"][lost]
+    del content["fingerprint"]["copies_end"]  # as older versions wrote it
     content["copies"]["d2h_bytes_per_s"] = 4.3e12
     path.write_text(json.dumps(content))
     assert copy_bandwidth(DEVICE, "pinned", folder=tmp_path).d2h_bytes_per_s < 4e12

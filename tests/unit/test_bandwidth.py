@@ -53,7 +53,8 @@ def test_what_was_remembered_is_what_is_returned(tmp_path, measured):
 
 
 @pytest.mark.parametrize(
-    "field", ["torch", "device", "driver", "host", "num_cpus", "copy_bytes", "host_store"]
+    "field",
+    ["torch", "device", "driver", "host", "num_cpus", "copy_bytes", "copies_end", "host_store"],
 )
 def test_another_machine_or_version_measures_again(tmp_path, measured, field):
     copy_bandwidth(CPU, "shm", folder=tmp_path)

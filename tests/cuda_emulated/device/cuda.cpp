@@ -22,7 +22,7 @@ static std::map<char*, size_t> pinned;         // cudaHostAlloc and cudaHostRegi
 static std::map<char*, bool> registered;
 static std::map<char*, char*> shadows;
 static bool strict() {
-  static bool v = !getenv("MEMO_EMULATED_LAX");
+  static bool v = !getenv("EMULATED_LAX");
   return v;
 }
 static size_t used = 0, peak = 0;
@@ -30,18 +30,18 @@ static std::atomic<long> launches{0}, copies{0}, triton_launches{0};
 static thread_local int current_device = 0;
 static thread_local cudaError_t last_error = cudaSuccess;
 static size_t total() {
-  const char* s = getenv("MEMO_EMULATED_BYTES");
+  const char* s = getenv("EMULATED_BYTES");
   return s ? strtoull(s, 0, 10) : 150109880320ull;
 }
 static size_t copy_limit() {
   static size_t v = [] {
-    const char* s = getenv("MEMO_EMULATED_COPY_LIMIT");
+    const char* s = getenv("EMULATED_COPY_LIMIT");
     return s ? strtoull(s, 0, 10) : (size_t)1 << 20;
   }();
   return v;
 }
 static bool trace() {
-  static bool v = getenv("MEMO_EMULATED_TRACE") != nullptr;
+  static bool v = getenv("EMULATED_TRACE") != nullptr;
   return v;
 }
 static double now_s() {
@@ -321,7 +321,7 @@ X cudaError_t cudaFreeHost(void* p) {
 X cudaError_t cudaHostRegister(void* p, size_t n, unsigned flags) {
   std::lock_guard<std::mutex> l(mu);
   TRACE("register %p %zu", p, n);
-  if (getenv("MEMO_EMULATED_NO_PIN")) return fail(cudaErrorMemoryAllocation);
+  if (getenv("EMULATED_NO_PIN")) return fail(cudaErrorMemoryAllocation);
   if (pinned.count((char*)p)) return fail(cudaErrorHostMemoryAlreadyRegistered);
   pinned[(char*)p] = n;
   registered[(char*)p] = true;
