@@ -14,7 +14,7 @@ from memo_compile.errors import ConfigError
 def pipeline(schedule: Any, *, memory_budget: int | str | None = None, **options: Any) -> Any:
     """Compile the rank's stage; its microbatches are planned as one step. Returns the schedule.
 
-    ``schedule`` is a ``ScheduleGPipe`` or ``Schedule1F1B`` of ``torch.distributed.pipelining``. Call
+    ``schedule`` is a ``ScheduleGPipe`` or ``Schedule1F1B`` of torch.distributed.pipelining. Call
     this once, on every rank, before its first step. ``memory_budget`` bounds the whole step of the
     rank: what all microbatches keep from their forwards to their backwards, in one frame and one
     host frame. ``options`` are those of ``torch.compile(..., backend="memo", options=...)``.
