@@ -17,6 +17,7 @@ from memo_compile.reporting.state import Report, report
 
 if TYPE_CHECKING:
     from memo_compile.backends.declare_group import group
+    from memo_compile.backends.declare_pipeline import pipeline
     from memo_compile.backends.entry import memo as backend
     from memo_compile.backends.metrics import metrics
     from memo_compile.offline.plan_offline import plan
@@ -29,6 +30,7 @@ __all__ = [
     "errors",
     "group",
     "metrics",
+    "pipeline",
     "plan",
     "report",
 ]
@@ -37,6 +39,7 @@ _LAZY = {
     "backend": ("memo_compile.backends.entry", "memo"),
     "group": ("memo_compile.backends.declare_group", "group"),
     "metrics": ("memo_compile.backends.metrics", "metrics"),
+    "pipeline": ("memo_compile.backends.declare_pipeline", "pipeline"),
     "plan": ("memo_compile.offline.plan_offline", "plan"),
 }
 

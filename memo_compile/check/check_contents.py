@@ -183,7 +183,7 @@ class StepContents:
         if call.name in self._calls:
             self.complain(f"two calls are named {call.name}")
         self._calls[call.name] = call.kind
-        if self._in_backward and call.phase is Phase.FORWARD:
+        if self._in_backward and call.phase is Phase.FORWARD and len(self._halves) <= 2:
             self.complain(f"{call.name} of the forward comes after the backward has begun")
         self._in_backward |= call.phase is Phase.BACKWARD
         if not self._halves or call.kind in (*COPIES, CallKind.WAIT):

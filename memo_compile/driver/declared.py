@@ -27,6 +27,8 @@ class DeclaredGroup:
 @dataclass(slots=True)
 class _Declared:
     groups: list[DeclaredGroup] = field(default_factory=list)
+    stages: list[weakref.ref[Any]] = field(default_factory=list)
+    """Modules that are stages of a pipeline."""
 
 
 _declared = _Declared()
@@ -37,6 +39,21 @@ def declare(modules: Sequence[torch.nn.Module]) -> None:
     alive = [known for known in _declared.groups if known.parameters()]
     group = DeclaredGroup(modules=tuple(weakref.ref(module) for module in modules))
     _declared.groups = [*alive, group]
+
+
+def declare_stage(module: torch.nn.Module) -> None:
+    """From now on the live steps of ``module`` are microbatches of a pipeline."""
+    alive = [known for known in _declared.stages if known() is not None]
+    _declared.stages = [*alive, weakref.ref(module)]
+
+
+def is_pipeline_stage(args: Sequence[Any]) -> bool:
+    """True where the call with ``args`` is of a module that is a stage of a pipeline."""
+    given = next((value for value in args if isinstance(value, torch.nn.Parameter)), None)
+    stages = (module for known in _declared.stages if (module := known()) is not None)
+    return given is not None and any(
+        given is parameter for module in stages for parameter in module.parameters()
+    )
 
 
 def declared_around(args: Sequence[Any]) -> list[list[torch.nn.Parameter]]:

@@ -29,7 +29,7 @@ from memo_compile.driver.around import (
 )
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
-from memo_compile.driver.declared import assumed_group, declared_around
+from memo_compile.driver.declared import assumed_group, declared_around, is_pipeline_stage
 from memo_compile.driver.early_gradients import own_leaves
 from memo_compile.driver.facts import OPTIMIZER_TENSORS
 from memo_compile.driver.group_members import GroupMembers
@@ -47,6 +47,12 @@ from memo_compile.step.problem import FixedBytes
 from memo_compile.units import format_bytes, format_enough
 
 log = logging.getLogger("memo")
+
+PIPELINE_FIRST_STEP = (
+    "a pipeline's stage has several microbatches live at once: its first step is watched, runs in "
+    "ordinary memory and may exceed memory_budget; from the second on all of them are planned as "
+    "one group"
+)
 
 PERSISTS = 2
 """So many steps in a row with the same number of further members are planned for."""
@@ -78,8 +84,9 @@ class GroupedSteps:
     _watch: StepWatch | None = None
     _members: dict[int, int] = field(default_factory=dict)
     """Number of a lease -> which forward of the step that is watched."""
-    _deviating: tuple[int, int] = (0, 0)
-    """How many members the last steps had that had more than are planned, and how many steps."""
+    _deviating: tuple[object | None, int] = (None, 0)
+    """What the last steps were that had more members than are planned, or another order, and how
+    many steps."""
     _waiting_bytes: int = 0
     """Gradients of the last step that were there when the next one began."""
     _memory: OutOfMemory = field(init=False)
@@ -154,7 +161,11 @@ class GroupedSteps:
     def _may_be_group(self) -> bool:
         """True where several modules' steps are live together, as far as was seen."""
         keys = () if self._watch is None else self._watch.keys
-        return len(keys) > 1 and len({*keys}) == len(keys) and None not in keys
+        distinct = 1 if self._is_pipeline() else len(keys)
+        return len(keys) > 1 and len({*keys}) == distinct and None not in keys
+
+    def _is_pipeline(self) -> bool:
+        return self._watch is not None and self._watch.is_pipeline
 
     @property
     def _handle_result(self) -> int:
@@ -204,6 +215,7 @@ class GroupedSteps:
             is_first,
             is_new,
         )
+        self._watch.is_pipeline = is_pipeline_stage(args)
         self._watch.follows_parameters = is_first and has_fsdp_modules()
         self._members.clear()
         if self.planned is not None:
@@ -230,15 +242,27 @@ class GroupedSteps:
             if seen.is_group():
                 self._plan(seen)
             return
-        count = seen.num_members
-        if count <= planned.num_members or not seen.is_group():  # its frame serves fewer as well
-            self._deviating = (0, 0)
+        now = self._other_than_planned(seen, planned)
+        if now is None:
+            self._deviating = (None, 0)
             return
-        times = self._deviating[1] + 1 if self._deviating[0] == count else 1
-        self._deviating = (count, times)
+        times = self._deviating[1] + 1 if self._deviating[0] == now else 1
+        self._deviating = (now, times)
         if times >= PERSISTS:
-            self._deviating = (0, 0)
+            self._deviating = (None, 0)
             self._plan(seen)
+
+    def _other_than_planned(self, seen: StepWatch, planned: PlannedGroup) -> object | None:
+        """What the step was that its plan does not serve; None: it does, or nothing would.
+
+        The frame of blocks serves fewer as well. A pipeline's serves its own order.
+        """
+        if not seen.is_group():
+            return None
+        if not seen.is_pipeline:
+            return seen.num_members if seen.num_members > planned.num_members else None
+        order = tuple((member, is_backward) for is_backward, member in seen.calls)
+        return order if order != planned.bound.order else None
 
     def _plan(self, seen: StepWatch, existing: int | None = None) -> None:
         """Plan the group that was seen. Raises as ``_plan_group``."""
@@ -348,6 +372,9 @@ class GroupedSteps:
             return None
         live = planned.step is not None and not planned.step.is_over
         step = planned.step if live else None
+        if watch.is_pipeline:  # all members are alike
+            known = number < planned.num_members and bool(planned.members.group.order)
+            return number if known and (step is None or step.takes(number)) else None
         position = 0 if step is None else step.position
         if position >= planned.num_members:
             return None
@@ -380,7 +407,7 @@ class GroupedSteps:
             return self.assembly.forward(args, watched=True)
         may_be_group = self._may_be_group()
         if may_be_group and self.assembly.plan.budget_bytes is not None:
-            state.warn_once(
+            state.warn_once(PIPELINE_FIRST_STEP) if self._is_pipeline() else state.warn_once(
                 "a graph is called by several modules whose steps are live together (regional "
                 "compilation): its first step is watched, runs in ordinary memory and may exceed "
                 "memory_budget; from the second on they are planned as one group. "

@@ -327,8 +327,9 @@ class StepPlanner:
         plan = replace(plan, budget_bytes=self._declared_budget_bytes())
         plan = require_within_budget(require_valid(problem, plan))
         whole, count = self.known.whole, self.request.num_members
+        group = self.request.group
         require_proved(
-            grouped_whole(whole, count) if count > 1 else whole,
+            whole if group is None else grouped_whole(whole, count, group.order),
             self.problem,
             problem,
             self.known.recomputations(problem, self.problem, count),

@@ -135,6 +135,8 @@ class StepWatch:
     """A plan was made for it."""
     is_mixed: bool = False
     """Several threads ran it."""
+    is_pipeline: bool = False
+    """The forwards are microbatches of a pipeline's stage: of one module, in any order."""
     follows_parameters: bool = False
     """Parameters are gathered before a half and freed behind it (FSDP2)."""
     most_gathered: int = 0
@@ -247,7 +249,9 @@ class StepWatch:
 
     @property
     def num_members(self) -> int:
-        """How many forwards began before the first backward."""
+        """How many forwards began before the first backward; in a pipeline all of them count."""
+        if self.is_pipeline:
+            return len(self.members)
         backwards = (at for at, (is_backward, _) in enumerate(self.calls) if is_backward)
         return next(backwards, len(self.calls))
 
@@ -286,8 +290,17 @@ class StepWatch:
         return tuple(own for member in self.members for own in member.parameters)
 
     def is_group(self) -> bool:
-        """True for forwards of several modules, and their backwards in the opposite order."""
+        """True for forwards of several modules, and their backwards in the opposite order.
+
+        In a pipeline for several forwards of one module, each with its backward, in any order.
+        """
         count = self.num_members
+        if self.is_pipeline:
+            halves = [(is_backward, at) for at in range(count) for is_backward in (False, True)]
+            alike = len({*self.keys}) == 1 and None not in self.keys
+            return (
+                count > 1 and sorted(self.calls) == sorted(halves) and alike and not self.is_mixed
+            )
         order = [(False, at) for at in range(count)] + [(True, at) for at in range(count)][::-1]
         apart = len({*self.keys}) == len(self.members) and None not in self.keys
         return count > 1 and self.calls == order and apart and not self.is_mixed
@@ -299,10 +312,7 @@ class StepWatch:
         when the step began are in ``fixed``.
         """
         count = self.num_members
-
-        def number(half: HalfCall) -> int:
-            return 2 * count - 1 - half[1] if half[0] else half[1]
-
+        number = {half: at for at, half in enumerate(self.calls)}.__getitem__
         last = 2 * count - 1
         gone = tuple(
             (number(result.half), result.position, result.alive_at)
@@ -325,6 +335,9 @@ class StepWatch:
             gone=gone,
             passed=tuple(sorted(passed)),
             interludes=tuple(self._interludes(number, made)),
+            order=tuple((at, is_backward) for is_backward, at in self.calls)
+            if self.is_pipeline
+            else (),
         )
 
     def _gradients_made(self) -> Mapping[int, int]:

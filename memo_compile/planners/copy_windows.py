@@ -8,7 +8,8 @@ elsewhere is to lose time for nothing. Rewrite, with P the most bytes alive, or 
 
 A wait is put off until its copy has ended, a reload is issued early enough for its copy to end in
 time, and neither where more than P would be alive. With a larger P more of them are: ``Widened``
-says with which one.
+says with which one. The copies of a pipeline's stage, whose forwards and backwards alternate, stay
+where they are.
 """
 
 import itertools
@@ -43,7 +44,7 @@ def widened(
     ``alive`` are its ``most_per_call``, where they are known. Cost: linear in the number of calls,
     and for each reload in those that it moves across. Raises InputError: a region has no seconds.
     """
-    if not problem.host_bytes:
+    if not problem.host_bytes or not problem.has_one_turn:
         return Widened(problem=problem, next_times=math.inf)
     if alive is None:
         alive = most_per_call(problem)

@@ -1,5 +1,6 @@
 """What may be moved or recomputed in a step, and what recomputing takes."""
 
+import bisect
 import itertools
 import math
 import weakref
@@ -17,7 +18,7 @@ from memo_compile.step.movable import (
     RecomputeKey,
     RecomputeRegion,
 )
-from memo_compile.step.problem import StepCall, arena_values
+from memo_compile.step.problem import Phase, Problem, StepCall, arena_values
 
 RecomputeOf = Callable[[RecomputeKey], RecomputeRegion]
 """Gives the region of a key, or raises UnsupportedGraph if there is none; the mode is dropped."""
@@ -41,10 +42,17 @@ class StepFacts:
     """Value -> the calls of the backward that read it, ascending."""
     call_s: tuple[float, ...]
     """Seconds of every call."""
+    is_forward: tuple[bool, ...]
+    """Which calls are of a forward."""
     forward_at: tuple[int, ...]
     """Per layer, the index of its forward call; ascending."""
     backward_at: tuple[int, ...]
     """Per layer, the index of its first backward call."""
+    turn_at: tuple[int, ...]
+    """Per layer, the first call behind its forward that is of a backward: by then its copies to the
+    host have ended, and from there on they may come back."""
+    following: tuple[int, ...]
+    """The layers in the order in which their backwards run."""
     forward_s: tuple[float, ...]
     """Per layer, seconds of its forward, of all its tiles where it runs in tiles."""
     backward_s: tuple[float, ...]
@@ -73,7 +81,7 @@ def _collect(step: MovableStep) -> StepFacts:
     last_use: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
     for at, call in enumerate(calls):
-        if at >= first_backward:
+        if call.phase is Phase.BACKWARD:
             targets = (into.value for into in call.into)
             for value in dict.fromkeys((*call.inputs, *targets)):
                 readers.setdefault(value, []).append(at)
@@ -90,6 +98,8 @@ def _collect(step: MovableStep) -> StepFacts:
         index_of=index_of,
         forward_at=forward_at,
         backward_at=backward_at,
+        turn_at=_turns(problem, forward_at),
+        following=tuple(sorted(range(len(backward_at)), key=backward_at.__getitem__)),
         forward_s=tuple(_pass_s(calls, call_s, at) for at in forward_at),
         backward_s=tuple(_pass_s(calls, call_s, at) for at in backward_at),
         written_at=written_at,
@@ -97,11 +107,18 @@ def _collect(step: MovableStep) -> StepFacts:
         size_of={
             made.value: made.size_bytes
             for made in arena_values(problem)
-            if made.call < first_backward
+            if calls[made.call].phase is Phase.FORWARD
         },
         backward_readers={value: tuple(found) for value, found in readers.items()},
         call_s=call_s,
+        is_forward=tuple(call.phase is Phase.FORWARD for call in calls),
     )
+
+
+def _turns(problem: Problem, forward_at: Sequence[int]) -> tuple[int, ...]:
+    backwards = [at for at, call in enumerate(problem.calls) if call.phase is Phase.BACKWARD]
+    backwards.append(len(problem.calls))
+    return tuple(backwards[bisect.bisect_left(backwards, at)] for at in forward_at)
 
 
 def _pass_s(calls: Sequence[StepCall], call_s: Sequence[float], first: int) -> float:

@@ -62,7 +62,7 @@ class _Moved:
     issued_call: int
     """Index of the call before which the copy to the host is issued."""
     needed_item: int
-    """Index among the backward's items of the first that reads it."""
+    """Index among the step's items of the first of a backward that reads it."""
     latest_item: int
     """Index of the item before which its buffer must exist."""
 
@@ -78,11 +78,11 @@ class _Recomputation:
     values: tuple[str, ...]
     """The values of ``region.key.slots``."""
     at: int = -1
-    """Index among the backward's items."""
+    """Index among the step's items."""
 
 
 _Item = int | _Recomputation
-"""What the compute lane does in the backward: a call of the step, by index, or a recomputation."""
+"""What the compute lane does: a call of the step, by index, or a recomputation."""
 
 
 def apply_moves(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> Problem:
@@ -125,8 +125,9 @@ class _Builder:
         for recomputation in self.recomputations:
             regions[recomputation.region.key.region] = recomputation.region.profile
         host_bytes = sum(align(move.copy.num_bytes) for move in self.moved)
-        calls = (*self._forward(), *self._backward())
-        return replace(self.problem, regions=regions, calls=calls, host_bytes=host_bytes)
+        return replace(
+            self.problem, regions=regions, calls=tuple(self._calls()), host_bytes=host_bytes
+        )
 
     def _recomputed(self, moves: Moves, recompute: RecomputeOf) -> list[_Recomputation]:
         """The layers that recompute something which the backward reads."""
@@ -149,7 +150,7 @@ class _Builder:
             first = min(readers[value][0] for value in recomputation.values if value in readers)
             before.setdefault(first, []).append(recomputation)
         items: list[_Item] = []
-        for at in range(self.facts.first_backward, len(self.problem.calls)):
+        for at in range(len(self.problem.calls)):
             for recomputation in before.get(at, ()):
                 recomputation.at = len(items)
                 items.append(recomputation)
@@ -212,64 +213,81 @@ class _Builder:
             end += align(move.copy.num_bytes)
         return found
 
-    def _forward(self) -> Iterator[StepCall]:
-        facts, moved = self.facts, self.moved
-        seconds = facts.call_s[: facts.first_backward]
-        d2h_s = self.step.costs.d2h_s
-        copies = [
-            CopyOut(move.issued_call, self._deadline(move), d2h_s(move.copy.num_bytes))
-            for move in moved
+    def _calls(self) -> Iterator[StepCall]:
+        """The items, and at each place between them first what goes to the host."""
+        item_s = [
+            self.facts.call_s[item] if isinstance(item, int) else item.region.seconds
+            for item in self.items
         ]
-        issues = [move.issued_call for move in moved]
-        added = self._copies_at(moved, issues, waits_of(seconds, copies), CallKind.OFFLOAD)
-        for place, call in enumerate(self.problem.calls[: facts.first_backward]):
-            yield from added.get(place, ())
-            yield call
-        yield from added.get(facts.first_backward, ())
+        out, back = self._offloads(item_s), self._reloads(item_s)
+        renamed = {value: _RECOMPUTED + value for value in self.recomputation_of}
+        renamed |= {value: _RELOADED + value for value in self.reloaded}
+        calls = self.problem.calls
+        for place, item in enumerate(self.items):
+            yield from out.get(place, ())
+            yield from back.get(place, ())
+            if not isinstance(item, int):
+                yield self._recompute_call(item)
+            elif calls[item].phase is Phase.FORWARD:
+                yield calls[item]
+            else:
+                yield self._reading(item, renamed)
+        yield from out.get(len(self.items), ())
+
+    def _place_before(self, call: int) -> int:
+        """The place behind the call before ``call``: what is recomputed for it comes later."""
+        return self.place_of[call - 1] + 1 if call else 0
+
+    def _offloads(self, item_s: list[float]) -> dict[int, list[StepCall]]:
+        """Place -> the copies to the host that are issued and waited for there."""
+        d2h_s = self.step.costs.d2h_s
+        issues = [self._place_before(move.issued_call) for move in self.moved]
+        copies = [
+            CopyOut(issued, self._place_before(self._deadline(move)), d2h_s(move.copy.num_bytes))
+            for move, issued in zip(self.moved, issues, strict=True)
+        ]
+        return self._copies_at(self.moved, issues, waits_of(item_s, copies), CallKind.OFFLOAD)
 
     def _deadline(self, move: _Moved) -> int:
-        """The latest place at which the step may wait for the copy to the host."""
-        first_backward, lag = self.facts.first_backward, self.schedule.offload_lag
+        """The latest call before which the step may wait for the copy to the host."""
+        turn, lag = self.facts.turn_at[move.layer], self.schedule.offload_lag
         if self.schedule.at_once:
             return move.issued_call
         if lag is None or move.layer + lag + 1 >= len(self.forward_at):
-            return first_backward
-        return min(first_backward, max(move.issued_call, self.forward_at[move.layer + lag + 1]))
+            return turn
+        return min(turn, max(move.issued_call, self.forward_at[move.layer + lag + 1]))
 
-    def _backward(self) -> Iterator[StepCall]:
+    def _reloads(self, item_s: list[float]) -> dict[int, list[StepCall]]:
+        """Place -> the copies back that are issued and waited for there."""
         order = sorted(
             self.moved,
             key=lambda move: (move.latest_item, move.needed_item, -move.copy.num_bytes, move.value),
         )
-        h2d_s, call_s = self.step.costs.h2d_s, self.facts.call_s
-        item_s = [
-            call_s[item] if isinstance(item, int) else item.region.seconds for item in self.items
-        ]
+        h2d_s, turn = self.step.costs.h2d_s, self._place_before(self.facts.first_backward)
         copies = [
             CopyBack(
-                self._earliest(move), move.latest_item, move.needed_item, h2d_s(move.copy.num_bytes)
+                self._earliest(move) - turn,
+                move.latest_item - turn,
+                move.needed_item - turn,
+                h2d_s(move.copy.num_bytes),
             )
             for move in order
         ]
+        issues = [turn + place for place in issues_of(item_s[turn:], copies)]
         waits = [move.needed_item for move in order]
-        added = self._copies_at(order, issues_of(item_s, copies), waits, CallKind.RELOAD)
-        renamed = {value: _RECOMPUTED + value for value in self.recomputation_of}
-        renamed |= {value: _RELOADED + value for value in self.reloaded}
-        for place, item in enumerate(self.items):
-            yield from added.get(place, ())
-            if isinstance(item, int):
-                yield self._reading(item, renamed)
-            else:
-                yield self._recompute_call(item)
+        return self._copies_at(order, issues, waits, CallKind.RELOAD)
 
     def _earliest(self, move: _Moved) -> int:
-        """The place from which the reload may be issued."""
-        lead = self.schedule.reload_lead
+        """The place from which the reload may be issued; its copy to the host has ended there."""
+        lead, following = self.schedule.reload_lead, self.facts.following
+        turn = self._place_before(self.facts.turn_at[move.layer])
         if self.schedule.at_once:
             return move.latest_item
-        if lead is None or move.layer + lead + 1 >= len(self.backward_at):
-            return 0
-        return min(move.latest_item, self.place_of[self.backward_at[move.layer + lead + 1]] + 1)
+        before = -1 if lead is None else following.index(move.layer) - lead - 1
+        if before < 0:
+            return turn
+        ended = self.place_of[self.backward_at[following[before]]] + 1
+        return min(move.latest_item, max(turn, ended))
 
     def _copies_at(
         self, moved: list[_Moved], issues: list[int], waits: list[int], kind: CallKind

@@ -61,7 +61,7 @@ def step_lower_bound_s(
     """
     facts = facts_of(step)
     compute_s = sum(facts.call_s)
-    if budget_bytes is None:
+    if budget_bytes is None or not step.problem.has_one_turn:  # in pipelines: of compute alone
         return compute_s
     excess = np.array(call_bytes(step.problem)[0]) - budget_bytes
     lives, discounts = list(_lives(step, facts)), _discounts(step, regions)

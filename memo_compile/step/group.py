@@ -1,14 +1,16 @@
 """Several live steps of one graph as one step: a group.
 
     F B  of member 0 .. n-1    ->    F0 F1 .. Fn-1 Bn-1 .. B0
+                                     F0 F1 B0 F2 B1 .. Bn-1      in the order that is given
 
 Blocks that are compiled one by one share a graph, and autograd calls it once for each of them
 before the first backward begins. Members differ in the names of their calls and values and in
-nothing else: regions are lowered once, and a layer of each member is a layer of the group. What
+nothing else: regions are lowered once, and a layer of each member is a layer of the group. The
+microbatches of a pipeline's stage are members as well: their order is the pipeline schedule's. What
 members hand to each other goes through the user's code, in ordinary memory.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from memo_compile.errors import InputError
@@ -24,12 +26,15 @@ from memo_compile.step.problem import (
 )
 from memo_compile.step.tilings import WholeStep
 
+HalfOrder = tuple[tuple[int, bool], ...]
+"""The halves in the order in which they run: (member, is a backward)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """How many members there are, and what is known of the memory around them.
 
-    A half is named by its index in ``F0 F1 .. Fn-1 Bn-1 .. B0``.
+    A half is named by its index in the order in which the halves run.
     """
 
     num_members: int
@@ -45,10 +50,30 @@ class Group:
     Gradients and results are counted, not arguments: these are others when the graph is compiled
     anew in other tiles."""
     interludes: tuple[Interlude, ...] = ()
+    order: HalfOrder = ()
+    """Each member's forward, and behind it its backward; empty: ``F0 F1 .. Fn-1 Bn-1 .. B0``."""
 
     def __post_init__(self) -> None:
         if self.num_members < 2:
             raise InputError(f"a group has at least 2 members, got {self.num_members}")
+        if self.order and not _runs_each_once(self.order, self.num_members):
+            raise InputError(
+                f"order: expected the forward of each of {self.num_members} members and behind it "
+                f"its backward, got {self.order}"
+            )
+
+
+def nested_order(num_members: int) -> HalfOrder:
+    """``F0 F1 .. Fn-1 Bn-1 .. B0``: blocks that call each other one after the other."""
+    members = range(num_members)
+    return (*((at, False) for at in members), *((at, True) for at in reversed(members)))
+
+
+def _runs_each_once(order: HalfOrder, num_members: int) -> bool:
+    place = {half: at for at, half in enumerate(order)}
+    if sorted(order) != sorted(nested_order(num_members)):
+        return False
+    return all(place[member, False] < place[member, True] for member in range(num_members))
 
 
 def num_user_results(forward: Half, backward: Half) -> int:
@@ -63,20 +88,19 @@ def own_name(name: str, member: int) -> str:
     return f"{member}:{name}" if member else name
 
 
-def in_order(forwards: Iterator[Half] | tuple[Half, ...], num_members: int) -> tuple[Half, ...]:
+def in_order(halves: tuple[Half, ...], order: HalfOrder) -> tuple[Half, ...]:
     """The halves of a graph's members in the order in which autograd calls them."""
-    forward, backward = forwards
-    members = range(num_members)
-    return (
-        *(own_half(forward, member) for member in members),
-        *(own_half(backward, member) for member in reversed(members)),
+    forward, backward = halves
+    return tuple(
+        own_half(backward if is_backward else forward, member) for member, is_backward in order
     )
 
 
 def grouped(problem: Problem, group: Group) -> Problem:
     """The group's step, in which everything is kept, from that of one member."""
     count = group.num_members
-    halves = in_order(problem.halves, count)
+    order = group.order or nested_order(count)
+    halves = in_order(problem.halves, order)
     tangents = {
         own_name(value, member): size
         for member in range(count)
@@ -88,7 +112,7 @@ def grouped(problem: Problem, group: Group) -> Problem:
     inputs = (own_name(value, member) for member in range(count) for value in problem.inputs)
     return replace(
         problem,
-        calls=_calls(problem.calls, count),
+        calls=_calls(problem.calls, order),
         inputs=tuple(inputs),
         halves=halves,
         fixed=replace(group.fixed, outputs=count * problem.fixed.outputs),
@@ -110,11 +134,10 @@ def grouped(problem: Problem, group: Group) -> Problem:
     )
 
 
-def grouped_whole(whole: WholeStep, num_members: int) -> WholeStep:
+def grouped_whole(whole: WholeStep, num_members: int, order: HalfOrder = ()) -> WholeStep:
     """What the graphs say that the members compute together, for the checker."""
-    return replace(
-        whole, calls=_calls(whole.calls, num_members), halves=in_order(whole.halves, num_members)
-    )
+    order = order or nested_order(num_members)
+    return replace(whole, calls=_calls(whole.calls, order), halves=in_order(whole.halves, order))
 
 
 def grouped_layers(step: MovableStep, num_members: int) -> tuple[Layer, ...]:
@@ -133,19 +156,17 @@ def own_layer(layer: Layer, member: int) -> Layer:
     )
 
 
-def _calls(calls: tuple[StepCall, ...], num_members: int) -> tuple[StepCall, ...]:
+def _calls(calls: tuple[StepCall, ...], order: HalfOrder) -> tuple[StepCall, ...]:
     instances: dict[str | None, int] = {}
     for call in calls:
         instances[call.layer_class] = max(instances.get(call.layer_class, 0), call.instance + 1)
     found = []
-    for phase in Phase:
-        members = range(num_members)
-        for member in members if phase is Phase.FORWARD else reversed(members):
-            found += [
-                _own_call(call, member, instances[call.layer_class])
-                for call in calls
-                if call.phase is phase
-            ]
+    for member, is_backward in order:
+        found += [
+            _own_call(call, member, instances[call.layer_class])
+            for call in calls
+            if (call.phase is Phase.BACKWARD) is is_backward
+        ]
     return tuple(found)
 
 

@@ -1,8 +1,9 @@
 """Which half of a step runs which call.
 
-A whole graph has two halves, ``F B``. A group of n live steps has ``F0 F1 .. Fn-1 Bn-1 .. B0``:
-each runs when autograd calls it, and all of them are one step program. The order is that of
-``Problem.halves`` and nothing else, so that another order needs only another list here.
+A whole graph has two halves, ``F B``. A group of n live steps has ``F0 F1 .. Fn-1 Bn-1 .. B0``, a
+pipeline's stage ``F0 F1 B0 F2 B1 ..``: each runs when autograd calls it, and all of them are one
+step program. The order is that of ``Problem.halves`` and nothing else, so that another order needs
+only another list here.
 """
 
 import bisect
@@ -57,7 +58,7 @@ def _of_gap(
     gap: Sequence[StepCall], keys: Sequence[HalfKey], before: int, own: int
 ) -> Iterator[int]:
     """The half of each copy and wait between regions of half ``before`` and of half ``own``."""
-    turns = keys[before][0] is not keys[own][0]
+    turns = keys[before][0] is Phase.FORWARD and keys[own][0] is Phase.BACKWARD
     issued = max((at for at, call in enumerate(gap) if call.copy is not None), default=-1)
     for at, call in enumerate(gap):
         is_earlier = call.phase is keys[before][0] if turns else at <= issued

@@ -421,6 +421,11 @@ class Problem:
         phases = (call.phase is Phase.BACKWARD for call in self.calls)
         return next((at for at, backward in enumerate(phases) if backward), len(self.calls))
 
+    @property
+    def has_one_turn(self) -> bool:
+        """True where no forward runs once a backward has begun. Not so in most pipelines."""
+        return all(call.phase is Phase.BACKWARD for call in self.calls[self.first_backward :])
+
     def made_by(self, call: StepCall) -> Iterator[tuple[RegionOutput, str]]:
         """What each value is that ``call`` makes."""
         return zip(self.regions[call.region].outputs, call.outputs, strict=True)

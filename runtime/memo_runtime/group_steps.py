@@ -84,8 +84,19 @@ class GroupStep:
         """Where this half stands in the plan's order."""
         return self.plan.order.index((member, is_backward))
 
+    def takes(self, member: int) -> bool:
+        """True where the member's forward can run now, and every live backward still after it.
+
+        None of those may stand before it in the plan's order: its place in the frame is planned
+        for when they have run. Nor may the frame have to be put back for one.
+        """
+        place = self.place_of(member, is_backward=False)
+        skipped = self.plan.order[self.position : place]
+        waits = any(is_backward and other in self.live for other, is_backward in skipped)
+        return place >= self.position and not waits and self._snapshot is None
+
     def forward(self, member: int, args: list[object]) -> list[object]:
-        """The forward's results. Its half must not lie behind ``position``."""
+        """The forward's results. The step must take the member."""
         try:
             self._advance(self.place_of(member, is_backward=False))
         except BaseException:

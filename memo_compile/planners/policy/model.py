@@ -86,9 +86,10 @@ class StepModel:
 
     def _priced_s(self, modes: Sequence[ModeCost], out_s: float, back_s: float) -> float:
         """Computation, what the lanes take beyond it, and ``copy_price`` of all copies."""
-        call_s, border = self.facts.call_s, self.facts.first_backward
+        pairs = list(zip(self.facts.call_s, self.facts.is_forward, strict=True))
         again_s = sum(mode.recompute_s for mode in modes)
-        forward_s, backward_s = sum(call_s[:border]), sum(call_s[border:]) + again_s
+        forward_s = sum(seconds for seconds, is_forward in pairs if is_forward)
+        backward_s = sum(seconds for seconds, is_forward in pairs if not is_forward) + again_s
         beyond_s = max(0.0, out_s - forward_s) + max(0.0, back_s - backward_s)
         return forward_s + backward_s + beyond_s + self.copy_price * (out_s + back_s)
 
@@ -146,7 +147,7 @@ def _stops(facts: StepFacts, freed_at: Sequence[int], reload_at: Sequence[int]) 
     layers = range(len(freed_at))
     tables = (
         _layers_at(freed_at, layers),
-        _layers_at(reload_at, reversed(layers)),
+        _layers_at(reload_at, facts.following),
         _layers_at(facts.backward_at, layers),
         _layers_at(facts.forward_at, layers),
     )
@@ -177,12 +178,10 @@ def build_model(
     lag, lead = schedule.offload_lag, schedule.reload_lead
     assert lag is not None, "the model needs a lag"
     assert lead is not None, "the model needs a lead"
-    facts, num_layers = facts_of(step), len(step.layers)
-    backward_at, rest = facts.backward_at, (facts.first_backward,) * num_layers
+    facts = facts_of(step)
     num_calls = len(facts.call_s)
-    freed_at = (*facts.forward_at[lag + 1 :], *rest)[:num_layers]
-    pairs = zip(backward_at, backward_at[lead + 1 :], strict=False)
-    reload_at = (*(min(own, later + 1) for own, later in pairs), *rest)[:num_layers]
+    freed_at = tuple(map(min, _behind(facts.forward_at, lag + 1, num_calls), facts.turn_at))
+    reload_at = tuple(_reloaded_at(facts, lead))
     during, border = call_bytes(step.problem)
     reads = [_first_reads(facts, owner) for owner in step.layers]
     points = [(layer, at) for layer, some in enumerate(reads) for at in sorted({*some.values()})]
@@ -221,6 +220,20 @@ def build_model(
         stops=tuple(_stops(facts, freed_at, reload_at)),
         copy_price=copy_price,
     )
+
+
+def _behind(calls: Sequence[int], num_layers: int, end: int) -> Sequence[int]:
+    """Per layer the call of the layer ``num_layers`` behind it, or ``end``."""
+    return (*calls[num_layers:], *(end for _ in calls[:num_layers]))
+
+
+def _reloaded_at(facts: StepFacts, lead: int) -> Iterator[int]:
+    """Per layer the call before which its copies back are issued."""
+    place = {layer: at for at, layer in enumerate(facts.following)}
+    for layer, turn in enumerate(facts.turn_at):
+        before = place[layer] - lead - 1
+        ended = facts.backward_at[facts.following[before]] + 1 if before >= 0 else 0
+        yield min(facts.backward_at[layer], max(turn, ended)) if before >= 0 else turn
 
 
 class _Part(NamedTuple):

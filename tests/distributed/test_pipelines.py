@@ -1,0 +1,56 @@
+"""Pipelines: the microbatches of a stage are one group, and its numbers are those of eager."""
+
+import math
+
+import pytest
+
+from tests.distributed.ranks import run_ranks
+
+TOLERANCE = 3e-5
+"""float32 sums in another order."""
+
+ANY = {"memory_budget": "100MiB", "policy": "full-offload"}
+SETTINGS = [
+    {"schedule": "1f1b", "options": {**ANY, "debug": ["poison", "copies-late"]}},
+    {"schedule": "gpipe", "options": {**ANY, "debug": ["poison", "copies-early"]}},
+]
+MORE_SETTINGS = [
+    {"schedule": "1f1b", "num_microbatches": 8, "options": {**ANY, "debug": ["poison", *copies]}}
+    for copies in (["copies-late"], ["copies-early"])
+] + [
+    {"schedule": "gpipe", "options": {"policy": "full-recompute", "debug": ["poison"]}},
+    {"schedule": "1f1b", "options": {"policy": "full-recompute", "debug": ["poison"]}},
+]
+
+
+def test_all_microbatches_are_planned_and_right(tmp_path, subtests):
+    assert_right(tmp_path, subtests, SETTINGS, num_ranks=2)
+
+
+@pytest.mark.full
+def test_more_ranks_and_microbatches(tmp_path, subtests):
+    assert_right(tmp_path, subtests, MORE_SETTINGS, num_ranks=4)
+
+
+def assert_right(folder, subtests, settings, num_ranks):
+    ranks = run_ranks("tests.distributed.pipelines", folder, {"settings": settings}, num_ranks)
+    for number, rank in enumerate(ranks):
+        for setting, found in zip(settings, rank.found, strict=True):
+            with subtests.test(rank=number, **setting):
+                count = setting.get("num_microbatches", 4)
+                is_alternating = setting["schedule"] == "1f1b"
+                num_live = min(count, num_ranks - number) if is_alternating else count
+                assert found["active"]
+                assert found["unplanned"] == [found["unplanned"][0]] * 4, "but in the first step"
+                for errors in found["errors"]:
+                    assert not {n: e for n, e in errors.items() if math.isnan(e) or e > TOLERANCE}
+                if num_live == 1:  # each microbatch is a step of its own
+                    assert found["unplanned"][0] == 0
+                    assert not found["groups"]
+                    continue
+                assert found["unplanned"][0] > 0
+                assert len(found["groups"]) == 1, found
+                (group,) = found["groups"]
+                assert group["num_instances"] == count
+                if setting["options"]["policy"] == "full-offload":
+                    assert group["offloaded_bytes"] == group["host_bytes"] > 0
