@@ -10,12 +10,12 @@ which steps offload, are shared in the same way.
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from memo_runtime.host_store import HostPool
 from memo_runtime.pages import ask_for_large_pages, drop_pages, gives_pages_back
+from memo_runtime.stream_order import StreamOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,31 +36,6 @@ FrameTable = Sequence[Sequence[FrameView]]
 
 class ArenaError(torch.OutOfMemoryError):
     """The device refused the memory for a frame: the plan is right, but there is no room for it."""
-
-
-class StreamOrder:
-    """Orders the users of one piece of device memory that may work on different streams.
-
-    The host gives memory back when it has launched the last kernel, which may still run then.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = None
-        self._freed: Any = None
-
-    def begin(self) -> None:
-        """From here on the current stream works after the last user's work has ended."""
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.current_stream(self._device)
-            if self._freed is not None:
-                self._stream.wait_event(self._freed)
-
-    def end(self, memory: torch.Tensor) -> None:
-        """The user of ``memory`` has launched all its work, on the stream of ``begin``."""
-        if self._stream is not None:
-            memory.record_stream(self._stream)  # the allocator waits for it too
-            self._freed = self._stream.record_event()
 
 
 class Slab:
@@ -152,7 +127,7 @@ class DeviceArena:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.host = HostPool()
+        self.host = HostPool(device=device)
         self._slabs: list[Slab] = []
         self._lock = threading.RLock()  # the collector may end a lease while this thread holds it
 

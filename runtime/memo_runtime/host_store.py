@@ -16,6 +16,10 @@ from pathlib import Path
 
 import torch
 
+from memo_runtime.stream_order import StreamOrder
+
+_CPU = torch.device("cpu")
+
 FILE_PREFIX = "file:"
 """A kind ``file:DIR`` is a memory-mapped temporary file in DIR."""
 
@@ -35,8 +39,10 @@ class HostStore:
     the memory, the disk space or its registration was refused.
     """
 
-    def __init__(self, kind: str, size_bytes: int) -> None:
+    def __init__(self, kind: str, size_bytes: int, device: torch.device = _CPU) -> None:
         self.kind = kind
+        self.order = StreamOrder(device)
+        """Between the steps that use it one after another, on streams of ``device``."""
         self.size_bytes = size_bytes
         self.pid = os.getpid()
         self.leased = False
@@ -125,6 +131,8 @@ def _clear_cuda_error() -> None:
 class HostPool:
     """The host frames of one device, one for each step that is live. Thread-safe."""
 
+    device: torch.device = _CPU
+    """What copies to and from the frames."""
     stores: list[HostStore] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Re-entrant: the collector may end a lease while this thread holds it."""
@@ -143,6 +151,7 @@ class HostPool:
                 store = min(fitting, key=lambda store: store.size_bytes)
             else:
                 store = self._replacement(free, kind, size_bytes)
+            store.order.begin()
             store.leased = True
             store.plans.add(plan_key)
             return store
@@ -154,7 +163,7 @@ class HostPool:
             plans = small.plans
             self.stores.remove(small)
             small.close()
-        store = HostStore(kind, size_bytes)
+        store = HostStore(kind, size_bytes, self.device)
         store.plans |= plans
         self.stores.append(store)
         return store
@@ -162,7 +171,10 @@ class HostPool:
     def release(self, store: HostStore) -> None:
         """Give ``store`` back; it keeps its memory for the next step, if a plan still needs it."""
         with self.lock:
-            store.leased = False
+            try:
+                store.order.end()
+            finally:
+                store.leased = False
             self._drop_unneeded()
 
     def forget(self, plan_key: int) -> None:

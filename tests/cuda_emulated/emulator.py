@@ -44,13 +44,19 @@ def has_cuda_build() -> bool:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The variables with which a process finds the device of ``folder``, as built there."""
+    """The variables with which a process finds the device of ``folder``, as built there.
+
+    Caches lie in ``folder`` too: no real device of the same name may believe what is timed here.
+    """
     preloaded = ":".join(str(folder / name) for name in LIBRARIES)
     found = {
         "LD_PRELOAD": preloaded,
         "LD_LIBRARY_PATH": str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
         "EMULATED_CUDA": str(folder),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache" / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "cache" / "triton"),
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # cuDNN is not emulated
     }
     return os.environ | found

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from memo_runtime.arena import DeviceArena, FrameView, Slab, StreamOrder
+from memo_runtime.arena import DeviceArena, FrameView, Slab
 from memo_runtime.copies import Lane, Ticket
 from memo_runtime.current import poison
 from memo_runtime.instructions import Running
 from memo_runtime.leases import Lease, LeaseTable, StepCounters, lease_frame, lease_ordinary, leases
 from memo_runtime.pages import gives_pages_back
+from memo_runtime.stream_order import StreamOrder
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -1,0 +1,15 @@
+"""What the emulated device teaches must not reach a real one of the same name."""
+
+import os
+from pathlib import Path
+
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from triton import knobs
+
+from memo_compile.config import cache_folder
+
+
+def test_caches_lie_beside_the_device():
+    own = Path(os.environ["EMULATED_CUDA"])
+    for folder in (cache_folder(), Path(cache_dir()), Path(knobs.cache.dir)):
+        assert own in folder.parents
