@@ -59,8 +59,8 @@ def trained(
                 own(x)
         _step(run, x, target)
         parts = zip(x.chunk(num_microbatches), target.chunk(num_microbatches), strict=True)
-        for one, wanted in parts:
-            (loss_of(eager(one), wanted) / num_microbatches).backward()
+        for given, wanted in parts:
+            (loss_of(eager(given), wanted) / num_microbatches).backward()
         errors.append(
             {
                 name: float((mine.grad - other.grad).abs().max() / other.grad.abs().max())
