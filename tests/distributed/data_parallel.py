@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memo_compile
 from memo_compile.reporting import state
-from tests.distributed.ranks import run_as_rank
 
 HIDDEN, LAYERS, ROWS = 32, 3, 12
 BUCKET_MB = 0.008
@@ -231,7 +230,3 @@ def _errors(ours: nn.Module, eager: nn.Module) -> Iterator[tuple[str, float]]:
         assert mine.grad is not None, name
         for got, wanted in ((mine.grad, theirs.grad), (mine.detach(), theirs.detach())):
             yield name, float((got - wanted).abs().max() / wanted.abs().max())
-
-
-if __name__ == "__main__":
-    run_as_rank(main)

@@ -10,7 +10,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import memo_compile
 from memo_compile.reporting import state
-from tests.distributed.ranks import run_as_rank
 from tests.numerics.small import Block
 
 HIDDEN, ROWS, STEPS = 32, 64, 4
@@ -103,7 +102,3 @@ def _batch(step: int, num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor
     generator = torch.Generator().manual_seed(step)
     both = torch.randn(2, num_microbatches * ROWS, HIDDEN, generator=generator)
     return both[0], both[1]
-
-
-if __name__ == "__main__":
-    run_as_rank(main)

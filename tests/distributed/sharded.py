@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 import memo_compile
 from memo_compile.reporting import state
-from tests.distributed.ranks import run_as_rank
 from tests.numerics.small import Block
 
 HIDDEN, ROWS, STEPS = 32, 64, 3
@@ -100,7 +99,3 @@ def _errors(ours: nn.Module, eager: nn.Module) -> Any:
     for (name, mine), theirs in zip(ours.named_parameters(), eager.parameters(), strict=True):
         found = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
         yield name, float((found - theirs.grad).abs().max() / theirs.grad.abs().max())
-
-
-if __name__ == "__main__":
-    run_as_rank(main)
