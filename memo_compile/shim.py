@@ -25,13 +25,6 @@ from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.utils import counters, dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._functorch._aot_autograd.schemas import OutputType
-from torch._functorch.partitioners import (  # 2.11, 2.13: same keyword subset
-    _extract_fwd_bwd_modules,
-    min_cut_rematerialization_partition,
-)
-from torch._functorch.partitioners import (
-    reordering_to_mimic_autograd_engine as reordering_to_mimic_autograd_engine,
-)
 from torch._guards import TracingContext, tracing
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._inductor import cpu_vec_isa, ir, lowering
@@ -53,7 +46,6 @@ from torch._inductor.codegen.wrapper import (
 from torch._inductor.compile_fx import compile_fx as _compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.virtualized import V
 from torch._logging._internal import trace_structured as trace_structured
@@ -172,40 +164,6 @@ def functorch_patch(**settings: Any) -> contextlib.AbstractContextManager[None]:
     names = functorch_config._config  # type: ignore[attr-defined]
     known = {key: value for key, value in settings.items() if key in names}
     return functorch_config.patch(known)
-
-
-def extract_halves(
-    joint: fx.GraphModule, saved: list[fx.Node], *, num_fwd_outputs: int
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward of ``joint`` when ``saved`` is kept, in AOTAutograd's order."""
-    return _extract_fwd_bwd_modules(
-        joint,
-        list(saved),
-        saved_sym_nodes=[],
-        num_fwd_outputs=num_fwd_outputs,
-    )
-
-
-def min_cut_saved_names(
-    joint: fx.GraphModule,
-    joint_inputs: Any,
-    *,
-    num_fwd_outputs: int,
-    static_lifetime_input_indices: list[int] | None,
-) -> list[str]:
-    """Names of the nodes that torch's own min-cut partitioner would save. ``joint`` is unchanged.
-
-    Common subexpressions stay apart (``cse=False``), so that the names are those of ``joint``.
-    """
-    with functorch_patch(cse=False):
-        forward, _ = min_cut_rematerialization_partition(
-            copied(joint),
-            joint_inputs,
-            num_fwd_outputs=num_fwd_outputs,
-            static_lifetime_input_indices=static_lifetime_input_indices,
-        )
-    outputs = forward.graph.find_nodes(op="output")[0].args[0]
-    return [node.name for node in outputs[num_fwd_outputs:] if isinstance(node, fx.Node)]
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
@@ -352,24 +310,6 @@ def compile_fx(
 def inductor_settings() -> Collection[str]:
     """The names of all settings of this version of Inductor."""
     return inductor_config._config  # type: ignore[attr-defined]
-
-
-class _Partitioner(CustomPartitionerFn):
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self._run = run
-
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        return self._run(gm, joint_inputs, **kwargs)
-
-    def uuid(self) -> None:
-        return None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Partitioner":
-        return self  # Inductor copies its whole configuration when it saves it
-
-
-partitioner = _Partitioner
-"""``run(joint, joint_inputs, **kwargs)`` as the object that Inductor's configuration wants."""
 
 
 @contextlib.contextmanager

@@ -37,6 +37,11 @@ from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.own_inputs import OwnInputs, with_history
 from memo_compile.passes.runner import PassRunner
 from memo_compile.reporting import state
+from memo_compile.shim_partitioner import (
+    Partitioner,
+    extract_halves,
+    reordering_to_mimic_autograd_engine,
+)
 
 COMPILED_AUTOGRAD = (
     "compiled autograd traces the backward itself, which memo has planned; set "
@@ -114,7 +119,7 @@ class StepCapture:
     @contextlib.contextmanager
     def _settings(self) -> Iterator[None]:
         """Those of torch under which a graph is captured."""
-        partitioner = shim.partitioner(self.partition)
+        partitioner = Partitioner(self.partition)
         with (
             shim.functorch_patch(
                 force_non_lazy_backward_lowering=True,
@@ -191,12 +196,12 @@ class StepCapture:
         joint = self.runner.run(joint, cuts, stage="joint")
 
         def halves() -> tuple[fx.GraphModule, fx.GraphModule]:
-            forward, backward = shim.extract_halves(
+            forward, backward = extract_halves(
                 joint, saved_nodes(joint), num_fwd_outputs=num_fwd_outputs
             )
             for half in (forward, backward):
                 tag_saved(half, ())
-            return forward, shim.reordering_to_mimic_autograd_engine(backward)
+            return forward, reordering_to_mimic_autograd_engine(backward)
 
         forward, backward = self.runner.derive(
             "halves",

@@ -7,7 +7,7 @@
 Torch's partitioner sees one big graph and may cut two equal layers differently, or recompute a
 layer's input from the layer before. A region is lowered once for all its layers.
 
-The halves are cut out of the joint graph by these tags (``shim.extract_halves``).
+The halves are cut out of the joint graph by these tags (``shim_partitioner.extract_halves``).
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,6 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils import _pytree as pytree
 
-from memo_compile import shim
 from memo_compile.analysis.joint_units import (
     UNIT,
     JointUnits,
@@ -38,6 +37,7 @@ from memo_compile.analysis.purity import (
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import base_of, bytes_of, is_movable_view, is_tensor, storage_of
 from memo_compile.passes.own_inputs import is_copied
+from memo_compile.shim_partitioner import min_cut_saved_names
 
 TILE_FACTOR = 2
 """A saved tensor this many times larger than its unit's input is cheaper to recompute, in tiles,
@@ -65,7 +65,7 @@ class SaveMinCut:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Tag in place."""
-        names = shim.min_cut_saved_names(
+        names = min_cut_saved_names(
             gm,
             self.joint_inputs,
             num_fwd_outputs=self.num_fwd_outputs,

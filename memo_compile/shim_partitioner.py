@@ -1,0 +1,93 @@
+"""Torch's partitioner of the joint graph: what it would save, and how it takes halves apart.
+
+Read in torch 2.11.0 and 2.13.0.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import fx
+from torch._functorch import partitioners
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from memo_compile.shim import copied, functorch_patch, nothing_else_compiles
+
+reordering_to_mimic_autograd_engine = partitioners.reordering_to_mimic_autograd_engine
+
+
+class Partitioner(CustomPartitionerFn):
+    """``run(joint, joint_inputs, **kwargs)`` as the object that Inductor's configuration wants."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        """The halves of ``gm``."""
+        return self._run(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> None:
+        """Nothing that a cache could know it by."""
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Partitioner":
+        return self  # Inductor copies its whole configuration when it saves it
+
+
+def extract_halves(
+    joint: fx.GraphModule, saved: list[fx.Node], *, num_fwd_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward of ``joint`` when ``saved`` is kept, in AOTAutograd's order."""
+    return partitioners._extract_fwd_bwd_modules(
+        joint,
+        list(saved),
+        saved_sym_nodes=[],
+        num_fwd_outputs=num_fwd_outputs,
+    )
+
+
+def min_cut_saved_names(
+    joint: fx.GraphModule,
+    joint_inputs: Any,
+    *,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: list[int] | None,
+) -> list[str]:
+    """Names of the nodes that torch's own min-cut partitioner would save. ``joint`` is unchanged.
+
+    Common subexpressions stay apart (``cse=False``), so that the names are those of ``joint``. The
+    halves that the partitioner makes of its choice take as long as the choice; nobody wants them.
+    """
+    try:
+        with functorch_patch(cse=False), _halves_are_not_made():
+            partitioners.min_cut_rematerialization_partition(
+                copied(joint),
+                joint_inputs,
+                num_fwd_outputs=num_fwd_outputs,
+                static_lifetime_input_indices=static_lifetime_input_indices,
+            )
+    except _Chosen as chosen:
+        return [node.name for node in chosen.saved]
+    raise AssertionError("torch's partitioner takes the halves apart by another function")
+
+
+class _Chosen(Exception):
+    def __init__(self, saved: list[fx.Node]) -> None:
+        super().__init__("what torch's partitioner saves was asked for, and is known")
+        self.saved = saved
+
+
+@contextlib.contextmanager
+def _halves_are_not_made() -> Iterator[None]:
+    """Inside, torch's partitioners raise _Chosen when they have chosen what is saved."""
+
+    def chosen(_joint: fx.GraphModule, saved: list[fx.Node], *_: Any, **__: Any) -> None:
+        raise _Chosen(saved)
+
+    with nothing_else_compiles():
+        extract = partitioners._extract_fwd_bwd_modules
+        partitioners._extract_fwd_bwd_modules = chosen  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            partitioners._extract_fwd_bwd_modules = extract
