@@ -96,7 +96,7 @@ def test_two_sequences_split_between_them(subtests):
     assert {row.token_fraction for row in plan.decisions} == {0.5, 1.0}
 
 
-@pytest.mark.parametrize("seq", [24, 30, 31])
+@pytest.mark.parametrize("seq", in_ci([24, 30, 31], 24, 31))
 def test_lengths_that_the_granule_does_not_divide(seq, subtests):
     """Tokens 30 in granules of 8: 16 are made again, 14 copied."""
     plan = assert_equal_eager(flat(seq), ("mix", "out"), subtests)["mix"]
@@ -109,7 +109,7 @@ def test_alpha_moves_bytes_from_recomputation_to_copies():
     """Every alpha of MEMO's copies more than the one before and makes less again."""
     counted = []
     step = traced(Case(model="llama", decision="memo"))
-    for decision in ("memo-0", "memo-0.125", "memo-0.25", "memo-0.5", "memo-1"):
+    for decision in ("memo-0", "memo-0.25", "memo-1"):
         case = Case(model="llama", decision=decision)
         ours, plan = step.run(case.options())
         assert_close(ours, case)

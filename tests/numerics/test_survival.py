@@ -300,7 +300,7 @@ def test_inference_of_any_number_of_shapes(budget):
 def test_training_of_shapes_that_never_settle():
     """Row 9: plain Inductor in the end, and the report says so."""
     pair = Pair(Stack(), max_plans=1)
-    for num_rows in (6, 8, 10, 12, 14, 16, 18):
+    for num_rows in (6, 8, 10, 12, 14, 16):
         pair.assert_step(rows(1, num_rows))
     report = memo_compile.report()
     assert not report.active
@@ -331,7 +331,7 @@ def test_a_function_that_dynamo_gives_up_is_named():
     """Row 9: it runs eagerly from then on."""
     pair = Pair(Stack())
     pair.compiled = torch.compile(pair.ours, backend="memo", options=ATEN, dynamic=False)
-    for num_rows in (6, 8):
+    for num_rows in (6, 8, 10, 12, 14, 16):
         pair.assert_step(rows(1, num_rows))
     assert_planned(2)
     pair.assert_step(rows(1, 10))
