@@ -25,7 +25,7 @@ from tools.bootstrap import REQUIREMENTS, torch_index  # noqa: E402  (run as a f
 
 RESULTS = ROOT / "benchmarks" / "results"
 SUITES = {
-    "quick": ("tests/unit", "tests/graph"),
+    "quick": ("tests/unit", "tests/graph", "tests/commands"),
     "numerics": (
         *("tests/numerics/test_models.py", "tests/numerics/test_survival.py"),
         *("tests/numerics/test_moves_survival.py", "tests/numerics/test_budget.py"),
