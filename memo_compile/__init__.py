@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memo_compile.backends.declare_pipeline import pipeline
     from memo_compile.backends.entry import memo as backend
     from memo_compile.backends.metrics import metrics
+    from memo_compile.offline.longest import longest
     from memo_compile.offline.plan_offline import plan
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "configure",
     "errors",
     "group",
+    "longest",
     "metrics",
     "pipeline",
     "plan",
@@ -38,6 +40,7 @@ __all__ = [
 _LAZY = {
     "backend": ("memo_compile.backends.entry", "memo"),
     "group": ("memo_compile.backends.declare_group", "group"),
+    "longest": ("memo_compile.offline.longest", "longest"),
     "metrics": ("memo_compile.backends.metrics", "metrics"),
     "pipeline": ("memo_compile.backends.declare_pipeline", "pipeline"),
     "plan": ("memo_compile.offline.plan_offline", "plan"),

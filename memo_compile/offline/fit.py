@@ -309,6 +309,13 @@ class Fitting:
             chosen = _bytes_of(lambda: _any_that_fits(traced, config))
             return Need(min(chosen, least), chosen <= room)
 
+    def least_bytes(self, varied: Varied, size: int) -> float:
+        """What greed's smallest plan takes at ``size``; infinite where that is unknown."""
+        inputs, hardware = self._arguments.with_size(varied, size), self._question.hardware
+        with tracing(self._call.function, inputs.args, inputs.kwargs, hardware=hardware) as traced:
+            config = offline_config(self._config, hardware)
+            return _bytes_of(lambda: _smallest(traced, config))
+
     def fastest(self, varied: Varied, size: int) -> OfflineStep:
         """The plan that the backend makes. Raises Infeasible."""
         inputs = self._arguments.with_size(varied, size)
@@ -393,8 +400,16 @@ class _Sizes:
             return None
 
     def floor_bytes(self, size: int) -> int | None:
-        """What ``size`` needs, where that is known."""
+        """What ``size``, which does not fit, needs; None where that is unknown.
+
+        Sizes whose inputs alone do not fit were not planned.
+        """
         num_bytes = self.needs[size].num_bytes if size in self.needs else math.inf
+        if math.isinf(num_bytes):
+            try:
+                num_bytes = self._fitting.least_bytes(self._varied, size)
+            except Exception as error:  # as in ``need``
+                self._refuse(size, error)
         return None if math.isinf(num_bytes) else int(num_bytes)
 
     def refusal(self, size: int) -> str:
@@ -419,6 +434,6 @@ def require_fits(fit: FitAnswer) -> None:
         needs = "" if floor is None else f", which needs {format_bytes(floor)}"
         raise Infeasible(
             f"not even a {what} of {least} fits into {format_bytes(fit.budget_bytes)}{needs}; "
-            "raise --memory, name a larger --hardware, or train a smaller model",
+            "give it more memory, name a larger hardware, or train a smaller model",
             floor_bytes=floor,
         )
