@@ -43,7 +43,7 @@ demo: $(STAMP)   ## train a small model, memo beside eager, and print the report
 $(EXAMPLES)/.memo-stamp: requirements-dev.txt requirements-examples.txt pyproject.toml tools/bootstrap.py
 	@$(PYTHON) tools/bootstrap.py --examples && touch $@
 
-examples: $(EXAMPLES)/.memo-stamp ## Trainer, SFT, accelerate, PEFT, diffusers, Lightning, DPO: memo beside eager
+examples: $(EXAMPLES)/.memo-stamp ## Trainer, SFT, accelerate, PEFT, diffusers, Lightning, DPO, torchtitan: memo beside eager
 	OMP_NUM_THREADS=1 $(EXAMPLES)/bin/python -m pytest -q -rs tests/examples $(ARGS)
 
 quick: $(STAMP)  ## run the tests of single modules and of graphs: what to run while you work

@@ -21,6 +21,7 @@ NEEDS = {
     "lora.py": ["peft"],
     "preference_loss.py": [],
     "sft.py": ["accelerate", "trl", "datasets", "peft"],
+    "torchtitan_fsdp.py": ["torchtitan"],
     "trainer.py": ["accelerate"],
 }
 """Example -> packages that the development environment lacks; `make examples` has them."""
