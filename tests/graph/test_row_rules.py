@@ -520,6 +520,7 @@ def check_all_rows(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> int:
     return separable
 
 
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0")  # of one number, torch 2.15
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_the_whole(name):
     separable = 0

@@ -29,8 +29,8 @@ def test_a_function_that_dynamo_cannot_trace(options):
     lstm = torch.compile(nn.LSTM(8, 8), backend="memo", options=options)
     lstm(torch.randn(4, 2, 8))[0].sum().backward()
     note = only_note()
-    assert "without regard to memory_budget" in note
-    assert "RNN, GRU, or LSTM" in note
+    skipped = "without regard to memory_budget" in note and "RNN, GRU, or LSTM" in note
+    assert skipped or "graph break(s): what lies between runs eagerly" in note  # torch 2.15
 
 
 def test_a_transform_over_a_compiled_function(options):
