@@ -83,9 +83,13 @@ def generated_code(compiled: object) -> str | None:
     return getattr(compiled, "source_code", None)
 
 
-def vector_instructions() -> str:
-    """Which vector instructions the code for this processor uses; no part of torch's keys."""
-    return f"{torch.backends.cpu.get_cpu_capability()} {cpu_vec_isa.pick_vec_isa()}"
+def vector_instructions(compiles: bool) -> str:
+    """Which vector instructions code for this processor uses; no part of torch's keys.
+
+    Torch finds out by compiling for each, which where ``compiles`` it does for its kernels too.
+    """
+    found = cpu_vec_isa.pick_vec_isa() if compiles else ""
+    return f"{torch.backends.cpu.get_cpu_capability()} {found}"
 
 
 def other_code(compiled: Any) -> Path | None:

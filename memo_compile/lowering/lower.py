@@ -1,6 +1,7 @@
 """Which lowering runs a region, and what happens to graphs that memo does not plan."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,10 +11,12 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.config import MemoConfig
-from memo_compile.lowering import aten, inductor
+from memo_compile.lowering import aten, inductor, region_cache
 from memo_compile.lowering.region_cache import RegionCache
 from memo_compile.passes.own_outputs import OwnOutputs
 from memo_compile.passes.runner import PassRunner
+
+log = logging.getLogger("memo")
 
 
 def lower_regions(
@@ -31,7 +34,9 @@ def lower_regions(
             inputs, outputs = region.input_layouts(), region.output_layouts()
             profile = replace(lowered.profile, input_layouts=inputs, output_layouts=outputs)
             found[region.name] = replace(lowered, profile=profile)
-        return found
+    if cache is not None:
+        log.info("memo: regions so far, from the cache and not: %s", region_cache.counts)
+    return found
 
 
 def _lowered(

@@ -73,7 +73,7 @@ def tag_of(region: RegionGraph, convolutions: tuple[Convolution, ...], *, poison
         "device": str(region.device),
         "is_backward": region.is_backward,
         "threads": torch.get_num_threads(),
-        "vectors": shim_cache.vector_instructions() if region.device.type == "cpu" else "",
+        "vectors": shim_cache.vector_instructions(region.device.type == "cpu"),
     }
     return f"memo-{digest_of(said)}"
 
