@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.file_store import FileStore
 from memo_compile.lowering import region_cache
 from memo_compile.lowering.region_cache import CacheCounts
+from memo_compile.step.plans import Plan
 from tests.numerics.small import Pair, Stack, rows
 from tests.numerics.training import INDUCTOR, in_ci
 
@@ -45,6 +47,12 @@ def step(monkeypatch: pytest.MonkeyPatch, **options: object) -> CacheCounts:
     return counts
 
 
+def newest_plan() -> Plan:
+    """The newest plan, without what differs from one compilation to the next: times, its number."""
+    plan = memo_compile.report().plans[-1]
+    return replace(plan, planning_s=0.0, lowering_s=0.0, name="")
+
+
 def files_of_regions(store: FileStore) -> list[Path]:
     return [entry.path for entry in store.stored() if entry.kind == "region"]
 
@@ -55,9 +63,13 @@ def torchs_files(tmp_path: Path) -> list[Path]:
 
 def test_a_second_compilation_finds_every_region(store, monkeypatch):
     first = step(monkeypatch)
+    plan = newest_plan()
     assert first == CacheCounts(misses=NUM_REGIONS)
     assert len(files_of_regions(store)) == NUM_REGIONS
     assert step(monkeypatch) == CacheCounts(hits=NUM_REGIONS)
+    assert newest_plan() == plan
+    step(monkeypatch, cache=False)
+    assert newest_plan() == plan
 
 
 def test_no_code_of_other_options_is_found(store, monkeypatch):
@@ -224,6 +236,7 @@ CHILD = """
 import torch, memo_compile
 from memo_compile.lowering import region_cache
 from memo_compile.step.serialise import to_json
+from memo_compile.step.plans import Plan
 from tests.numerics.small import Pair, Stack, rows
 from tests.numerics.training import INDUCTOR
 torch.set_num_threads(1)
