@@ -20,6 +20,7 @@ from types import NoneType, UnionType
 from typing import Any, NamedTuple
 
 from memo_compile.errors import ConfigError, nearest
+from memo_compile.file_store import FileStore
 from memo_compile.units import parse_size
 
 log = logging.getLogger("memo")
@@ -118,6 +119,9 @@ class MemoConfig:
     """How offsets are found: ``auto``, ``greedy``, ``mip`` or ``search``."""
     placement_time_limit_s: float = 5.0
     """Seconds that the search for offsets may take, where greed alone is not good enough."""
+    cache: bool = True
+    """What was found out before, in this process or another, comes from a cache: code of regions
+    from Inductor's own, what memo must know of it, and cuts, from memo's (``memo cache show``)."""
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
     """Settings for Inductor itself, passed through."""
 
@@ -173,6 +177,10 @@ class MemoConfig:
         if speeds is None or isinstance(speeds, int | float):
             return speeds, speeds
         return speeds
+
+    def store(self) -> FileStore | None:
+        """Where a compilation looks for what was found out before; None: nowhere."""
+        return user_store() if self.cache else None
 
     def at_any_speed(self) -> "MemoConfig":
         """The same options once tiles are chosen: no others are compared any more."""
@@ -364,6 +372,12 @@ def cache_folder() -> Path | None:
         return Path.home() / ".cache" / "memo"
     except RuntimeError:
         return None
+
+
+def user_store() -> FileStore | None:
+    """The files in the user's cache; None where the user has no home."""
+    folder = cache_folder()
+    return None if folder is None else FileStore(folder=folder / "steps")
 
 
 def _from_file() -> dict[str, Any]:

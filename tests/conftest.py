@@ -66,7 +66,8 @@ def _compile_placement() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans do not depend on what the user's cache holds; a test that wants a store sets one."""
-    monkeypatch.setattr("memo_compile.offline.forecast.step_store", lambda: None)
+    monkeypatch.setattr("memo_compile.offline.forecast.user_store", lambda: None)
+    monkeypatch.setattr("memo_compile.config.MemoConfig.store", lambda _: None)
 
 
 @pytest.fixture

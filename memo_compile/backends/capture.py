@@ -35,6 +35,7 @@ from memo_compile.passes.loss_gradient import GradientOfLoss
 from memo_compile.passes.order import selection
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.own_inputs import OwnInputs, with_history
+from memo_compile.passes.remembered_cut import MinCut
 from memo_compile.passes.runner import PassRunner
 from memo_compile.reporting import state
 from memo_compile.shim_partitioner import (
@@ -187,8 +188,11 @@ class StepCapture:
         cuts = (
             SaveMinCut(
                 joint_inputs=joint_inputs,
-                num_fwd_outputs=num_fwd_outputs,
-                static_lifetime_input_indices=static_lifetime_input_indices,
+                min_cut=MinCut(
+                    num_fwd_outputs=num_fwd_outputs,
+                    static_lifetime_input_indices=static_lifetime_input_indices,
+                    store=self.config.store(),
+                ),
             ),
             EqualCut(units=units, drops_above=self.config.drops_above()),
             SufficientCut(units=units, num_fwd_outputs=num_fwd_outputs),

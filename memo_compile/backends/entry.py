@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile import shim
+from memo_compile import shim, shim_cache
 from memo_compile.backends.capture import (
     COMPILED_AUTOGRAD,
     Finish,
@@ -81,6 +81,8 @@ def _compiled(
 ) -> Callable[..., Any]:
     with _failure_reported():
         config = _with_own_dump(resolve(options, mode))
+        caches = config.cache and shim_cache.caches_graphs()
+        config = dataclasses.replace(config, cache=caches)
         _require_usable(config)
         if config.mode == "reduce-overhead":
             note = "mode='reduce-overhead': CUDA graphs are not used together with the arena"

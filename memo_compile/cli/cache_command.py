@@ -1,4 +1,4 @@
-"""``memo cache``: what ``memo plan`` remembers on disk, and how to make it forget."""
+"""``memo cache``: what memo remembers on disk, and how to make it forget."""
 
 import json
 
@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from memo_compile.cli.options import AsJson
+from memo_compile.config import user_store
 from memo_compile.errors import InputError
-from memo_compile.offline.step_store import RememberedFile, StepStore
-from memo_compile.offline.subject import step_store
+from memo_compile.file_store import FileStore, RememberedFile
 from memo_compile.units import format_bytes
 
-group = typer.Typer(help="What memo plan remembers on disk: show it, clear it.")
+group = typer.Typer(help="What memo remembers on disk: show it, clear it.")
 
 
 @group.command()
@@ -39,14 +39,14 @@ def show(as_json: AsJson = False) -> None:
 
 @group.command()
 def clear() -> None:
-    """Forget everything: the next plan of each model is traced and lowered anew."""
+    """Forget everything: plans are traced, and models lowered, anew."""
     store = _store()
     removed = store.clear()
     print(f"{store.folder}: {len(removed)} files removed, {_size(removed)}")
 
 
-def _store() -> StepStore:
-    store = step_store()
+def _store() -> FileStore:
+    store = user_store()
     if store is None:
         raise InputError("cache: this user has no home, so nothing is remembered")
     return store
@@ -61,7 +61,7 @@ def _size(stored: list[RememberedFile]) -> str:
 
 
 def _as_dict(
-    store: StepStore, stored: list[RememberedFile], kinds: dict[str, list[RememberedFile]]
+    store: FileStore, stored: list[RememberedFile], kinds: dict[str, list[RememberedFile]]
 ) -> dict[str, object]:
     faults = {entry.path.name: entry.fault for entry in stored if entry.fault is not None}
     return {

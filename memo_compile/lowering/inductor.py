@@ -12,15 +12,17 @@ so that the same code serves every layer of a class, each call with a table of i
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from memo_compile import shim
+from memo_compile import shim, shim_cache
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.analysis.views import results_of
 from memo_compile.lowering import aten
 from memo_compile.lowering.lines import LineScan
+from memo_compile.lowering.region_cache import RegionCache, say_broken, tag_of
 from memo_compile.lowering.workspace import Convolution, convolution_of
 
 
@@ -68,12 +70,18 @@ class ArenaWrapper(shim.PythonWrapperCodegen):
         recorder.scan = scan
 
 
+class CachedArenaWrapper(ArenaWrapper):
+    """The same, where Inductor may find the code in its cache, so that no wrapper is made."""
+
+    supports_caching = True
+
+
 @contextlib.contextmanager
-def _arena_codegen(recorder: _Recorder) -> Iterator[None]:
-    """Inductor generates code through ArenaWrapper inside this context."""
+def _arena_codegen(recorder: _Recorder, wrapper: type[ArenaWrapper]) -> Iterator[None]:
+    """Inductor generates code through ``wrapper`` inside this context."""
     codegens = shim.device_codegens()
     patched = {
-        device: dataclasses.replace(codegen, wrapper_codegen=ArenaWrapper)
+        device: dataclasses.replace(codegen, wrapper_codegen=wrapper)
         for device, codegen in codegens.items()
         if device in ("cpu", "cuda")
     }
@@ -95,7 +103,8 @@ INDUCTOR_SETTINGS: dict[str, Any] = {
     "memory_planning": False,
     "triton.cudagraphs": False,
 }
-"""Reuse is the plan's business; a partitioned or cached graph would bypass the wrapper class."""
+"""Reuse is the plan's business; a partitioned graph would bypass the wrapper class, and so does a
+cached one, which is used only where ``RegionCache`` knows what the wrapper class said of it."""
 
 
 @contextlib.contextmanager
@@ -108,27 +117,73 @@ def session(settings: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def lower(region: RegionGraph, *, poison: bool = False) -> LoweredRegion:
-    """``region`` compiled by Inductor, its buffers in the arena.
+def lower(
+    region: RegionGraph, *, poison: bool = False, cache: RegionCache | None = None
+) -> LoweredRegion:
+    """``region`` compiled by Inductor, its buffers in the arena; or as ``cache`` knows it.
 
     Call it inside a ``session``. All outputs keep the strides they were traced with, since the
     next region was traced with them too.
     """
+    found = tuple(filter(None, map(convolution_of, region.gm.graph.nodes)))
+    recorder = _Recorder(region=region, poison=poison, convolutions=found)
+    failed: Exception | None = None
+    if cache is not None:
+        try:
+            known = _with_cache(recorder, cache)
+        except Exception as error:  # of what was cached, or of the region: that shows below
+            failed = error
+        else:
+            if known is not None:
+                return known
+    made = _made(recorder, _compiled(recorder, ArenaWrapper))
+    if failed is not None:
+        say_broken(failed)
+    return made
+
+
+CACHED_TRIES = 2
+"""What is cached and cannot be used is dropped, and cached anew; another process may be quicker."""
+
+
+def _with_cache(recorder: _Recorder, cache: RegionCache) -> LoweredRegion | None:
+    """The region as Inductor's cache has it, or new in there; None: it cannot be used."""
+    region = recorder.region
+    tag = tag_of(region, recorder.convolutions, poison=recorder.poison)
+    for _ in range(CACHED_TRIES):
+        copied = replace(region, gm=shim.copied(region.gm))  # Inductor rewrites it, and may fail
+        mine = replace(recorder, region=copied)
+        with shim_cache.graph_cache(tag):
+            compiled = _compiled(mine, CachedArenaWrapper)
+        if mine.scan is not None or shim_cache.generated_code(compiled) is None:
+            lowered = _made(mine, compiled)
+            cache.remember(region, compiled, lowered)
+            return lowered
+        if (known := cache.found(region, compiled)) is not None:
+            return known
+    return None
+
+
+def _compiled(recorder: _Recorder, wrapper: type[ArenaWrapper]) -> Any:
+    """What Inductor makes of the recorder's region, or finds; ``scan`` is set if it was made."""
+    region = recorder.region
     examples = region.example_inputs()
     results = results_of(region.gm.graph)
     region.gm.graph.output_node().meta["user_visible_output_idxs"] = [
         index for index, value in enumerate(results) if isinstance(value, torch.fx.Node)
     ]
-    found = tuple(filter(None, map(convolution_of, region.gm.graph.nodes)))
-    recorder = _Recorder(region=region, poison=poison, convolutions=found)
-    with shim.own_tracing_context(examples), _arena_codegen(recorder):
-        compiled = shim.compile_fx_inner(
+    with shim.own_tracing_context(examples), _arena_codegen(recorder, wrapper):
+        return shim.compile_fx_inner(
             region.gm,
             examples,
             static_input_idxs=region.static_inputs,
             is_backward=region.is_backward,
         )
+
+
+def _made(recorder: _Recorder, compiled: Any) -> LoweredRegion:
+    """What was compiled now, with what the wrapper class has seen of it."""
     scan = recorder.scan
     if scan is None:  # a region without kernels: Inductor returns its forward as it is
-        return aten.lower(region)
+        return aten.lower(recorder.region)
     return LoweredRegion(profile=scan.profile(), views=tuple(scan.views), run=compiled)

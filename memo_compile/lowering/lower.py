@@ -1,6 +1,7 @@
 """Which lowering runs a region, and what happens to graphs that memo does not plan."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,12 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.config import MemoConfig
-from memo_compile.lowering import aten, inductor
+from memo_compile.lowering import aten, inductor, region_cache
+from memo_compile.lowering.region_cache import RegionCache
 from memo_compile.passes.own_outputs import OwnOutputs
 from memo_compile.passes.runner import PassRunner
+
+log = logging.getLogger("memo")
 
 
 def lower_regions(
@@ -20,25 +24,31 @@ def lower_regions(
 ) -> dict[str, LoweredRegion]:
     """Every region by its name, lowered as ``config.lowering`` says."""
     by_inductor = config.lowering != "aten"
+    store = config.store() if by_inductor else None
+    cache = None if store is None else RegionCache(store=store)
     session = inductor.session(config.inductor_options) if by_inductor else contextlib.nullcontext()
     with session:
         found = {}
         for region in regions:
-            lowered = _lowered(region, config, runner)
+            lowered = _lowered(region, config, runner, cache)
             inputs, outputs = region.input_layouts(), region.output_layouts()
             profile = replace(lowered.profile, input_layouts=inputs, output_layouts=outputs)
             found[region.name] = replace(lowered, profile=profile)
-        return found
+    if cache is not None:
+        log.info("memo: regions so far, from the cache and not: %s", region_cache.counts)
+    return found
 
 
-def _lowered(region: RegionGraph, config: MemoConfig, runner: PassRunner) -> LoweredRegion:
+def _lowered(
+    region: RegionGraph, config: MemoConfig, runner: PassRunner, cache: RegionCache | None
+) -> LoweredRegion:
     poison = "poison" in config.debug
     if region.op_by_op or config.lowering == "aten":
         return aten.lower(region, poison=poison)
     own = OwnOutputs(external_outputs=region.external_outputs)
     copied = shim.copied(region.gm)  # lowering rewrites it, and others still read the first
     gm = runner.run(copied, [own], stage=region.name)
-    return inductor.lower(replace(region, gm=gm), poison=poison)
+    return inductor.lower(replace(region, gm=gm), poison=poison, cache=cache)
 
 
 def plain_inner(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memo_compile.config import resolve
+from memo_compile.config import resolve, user_store
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.errors import Infeasible, InputError
@@ -14,7 +14,7 @@ from memo_compile.offline.length_search import LengthSearch, Need
 from memo_compile.offline.model_plans import Say, nobody_watches
 from memo_compile.offline.offline_step import OfflineStep
 from memo_compile.offline.shapes.degrees import Degrees
-from memo_compile.offline.subject import Subject, step_store
+from memo_compile.offline.subject import Subject
 from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts
 from memo_compile.step.simulate import memory_level
 from memo_compile.units import parse_size
@@ -274,7 +274,7 @@ def _subject(question: Question, say: Say = nobody_watches) -> Subject:
         dtype=question.dtype,
         degrees=question.degrees,
         hardware=question.hardware,
-        store=step_store() if question.remembers else None,
+        store=user_store() if question.remembers else None,
         say=say,
     )
 

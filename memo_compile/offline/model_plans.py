@@ -9,22 +9,18 @@ loaded before something must be traced.
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import importlib.metadata
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import memo_compile
 from memo_compile.config import MemoConfig, torch_settings
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.tile_order import Sizes, first_of, order_of
 from memo_compile.errors import ConfigError, InputError
+from memo_compile.file_store import FileStore, code_digest, digest_of
 from memo_compile.offline.offline_step import (
     OfflineFacts,
     OfflineStep,
@@ -39,7 +35,6 @@ from memo_compile.offline.remembered_step import (
     StepRecord,
     Threshold,
 )
-from memo_compile.offline.step_store import StepStore, digest_of
 from memo_compile.step.serialise import plain, restore
 
 if TYPE_CHECKING:
@@ -51,7 +46,8 @@ log = logging.getLogger("memo")
 CHOSEN_LATER = frozenset(
     (
         "memory_budget host_budget policy alpha placement_solver placement_time_limit_s strict "
-        "max_plans tile_above_bytes drop_above_bytes max_over_compute max_step_s enough_s"
+        "max_plans cache tile_above_bytes drop_above_bytes max_over_compute max_step_s "
+        "enough_s"
     ).split()
 )
 """Options that no record depends on. Of the budget only counts whether there is one."""
@@ -69,7 +65,7 @@ def nobody_watches(_what: str, _following: int) -> None:
 class Memory:
     """Where steps are remembered, and what stands for the model and its inputs."""
 
-    store: StepStore
+    store: FileStore
     content: Mapping[str, Any]
 
 
@@ -290,11 +286,6 @@ def _ignored_if_wrong() -> Any:
         log.warning("memo: what was remembered of a step is not used: %s", error)
 
 
-@functools.cache
 def code_version() -> str:
     """What stands for all that a record depends on beside the question: memo, torch, Python."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(memo_compile.__file__).parent.rglob("*.py")):
-        digest.update(str(path.name).encode() + path.read_bytes())
-    said = digest.hexdigest(), importlib.metadata.version("torch"), sys.version, torch_settings()
-    return digest_of(plain(said))
+    return digest_of([code_digest(), torch_settings()])

@@ -57,7 +57,7 @@ class OfflineFacts:
 
 def offline_config(config: MemoConfig, hardware: HardwareProfile | None) -> MemoConfig:
     """``config`` for a step that never runs."""
-    config = replace(config, costs="roofline")
+    config = replace(config, costs="roofline", cache=False)
     if hardware is not None and hardware.name != "cpu":
         config = replace(config, inductor_options={**config.inductor_options, **_PLAIN_LOOPS})
     return config

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from memo_compile.errors import MemoError
-from memo_compile.offline.step_store import StepStore, digest_of
+from memo_compile.file_store import FileStore, digest_of
 from memo_compile.planners.placement import Placement, PlacementProblem, place
 from memo_compile.planners.placement.validate import check_placement
 from memo_compile.planners.solver import SolveStatus
@@ -34,7 +34,7 @@ class PlacementRecord:
 class RememberedPlaces:
     """Places buffers as ``placement.place`` does, the same ones once."""
 
-    store: StepStore | None
+    store: FileStore | None
     code: str
     """What stands for the code that places."""
     _known: dict[str, Placement] = field(default_factory=dict)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from memo_compile.config import MemoConfig, cache_folder
+from memo_compile.config import MemoConfig
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.models import find_model
 from memo_compile.errors import InputError
+from memo_compile.file_store import FileStore
 from memo_compile.offline.model_plans import (
     Memory,
     ModelPlans,
@@ -23,7 +24,6 @@ from memo_compile.offline.model_plans import (
 )
 from memo_compile.offline.offline_step import NotUniform, OfflineStep
 from memo_compile.offline.shapes.degrees import Degrees
-from memo_compile.offline.step_store import StepStore
 from memo_compile.step.serialise import plain, restore
 
 if TYPE_CHECKING:
@@ -31,12 +31,6 @@ if TYPE_CHECKING:
 
     from memo_compile.offline.plan_offline import TracedModel
     from memo_compile.offline.shapes.load import Loaded
-
-
-def step_store() -> StepStore | None:
-    """The files of steps in the user's cache; None where the user has no home."""
-    folder = cache_folder()
-    return None if folder is None else StepStore(folder=folder / "steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +58,7 @@ class Subject:
     """Name of torch's dtype."""
     degrees: Degrees
     hardware: HardwareProfile
-    store: StepStore | None = None
+    store: FileStore | None = None
     """Where steps are remembered; None: nowhere."""
     say: Say = nobody_watches
     _stack: ExitStack = field(default_factory=ExitStack)

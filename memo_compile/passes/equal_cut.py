@@ -37,7 +37,7 @@ from memo_compile.analysis.purity import (
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import base_of, bytes_of, is_movable_view, is_tensor, storage_of
 from memo_compile.passes.own_inputs import is_copied
-from memo_compile.shim_partitioner import min_cut_saved_names
+from memo_compile.passes.remembered_cut import MinCut
 
 TILE_FACTOR = 2
 """A saved tensor this many times larger than its unit's input is cheaper to recompute, in tiles,
@@ -58,19 +58,13 @@ class SaveMinCut:
 
     joint_inputs: Any
     """The inputs that AOTAutograd gives to a partitioner."""
-    num_fwd_outputs: int
-    static_lifetime_input_indices: list[int] | None
+    min_cut: MinCut
     name: ClassVar[str] = "save-min-cut"
     is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Tag in place."""
-        names = min_cut_saved_names(
-            gm,
-            self.joint_inputs,
-            num_fwd_outputs=self.num_fwd_outputs,
-            static_lifetime_input_indices=self.static_lifetime_input_indices,
-        )
+        names = self.min_cut.names(gm, self.joint_inputs)
         by_name = {node.name: node for node in gm.graph.nodes}
         forward = set(forward_nodes(gm))
         chosen = {

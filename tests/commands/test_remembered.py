@@ -14,6 +14,7 @@ from memo_compile.config import resolve
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
+from memo_compile.file_store import FileStore
 from memo_compile.offline import forecast as forecasting
 from memo_compile.offline import model_plans, plan_offline, remembered_places
 from memo_compile.offline.forecast import Question, forecast
@@ -22,7 +23,6 @@ from memo_compile.offline.remembered_places import RememberedPlaces
 from memo_compile.offline.remembered_step import StepRecord, Threshold
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.shapes.load import load
-from memo_compile.offline.step_store import StepStore
 from memo_compile.passes.runner import graph_text
 from memo_compile.planners.placement import Buffer, PlacementProblem, place
 from memo_compile.step.serialise import plain, restore, to_json
@@ -52,8 +52,8 @@ def tiny_model(monkeypatch):
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    made = StepStore(folder=tmp_path / "steps")
-    monkeypatch.setattr(forecasting, "step_store", lambda: made)
+    made = FileStore(folder=tmp_path / "steps")
+    monkeypatch.setattr(forecasting, "user_store", lambda: made)
     return made
 
 
@@ -142,14 +142,14 @@ def test_a_file_of_another_question_under_this_name_is_ignored(store, caplog):
 
 def test_what_is_no_step_is_ignored_though_its_digest_is_right(store, caplog, monkeypatch):
     whole = answer(**KEEPS)
-    read = StepStore.read
+    read = FileStore.read
 
     def other(self, key):
         for body in read(self, key):
             yield {**body, "layers": 7} if "layers" in body else body
 
     with monkeypatch.context() as patched:
-        patched.setattr(StepStore, "read", other)
+        patched.setattr(FileStore, "read", other)
         assert answer(**KEEPS) == whole
     assert "what was remembered of a step is not used" in caplog.text
 
@@ -166,9 +166,9 @@ def test_a_region_that_is_not_remembered_is_made(store, traces):
         for found in read(self, key):
             yield {**found, "regions": []} if "regions" in found else found
 
-    read = StepStore.read
+    read = FileStore.read
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(StepStore, "read", forgetful)
+        patched.setattr(FileStore, "read", forgetful)
         traces.clear()
         assert answer(**RECOMPUTES) == whole
     assert traces
@@ -199,7 +199,7 @@ def test_a_bound_tells_like_another_where_it_divides_the_sizes_alike():
 
 
 def test_the_store_drops_what_was_not_used_for_longest(tmp_path):
-    small = StepStore(folder=tmp_path, max_bytes=760)
+    small = FileStore(folder=tmp_path, max_bytes=760)
     for number in range(3):
         small.write({"number": number}, "x" * 100)
         assert list(small.read({"number": 0})) == ["x" * 100]
@@ -291,9 +291,9 @@ def test_a_wrong_placement_is_made_anew_though_its_digest_is_right(
 ):
     places = RememberedPlaces(store=store, code="memo")
     first = places(PLACED, **LIMITS)
-    read = StepStore.read
+    read = FileStore.read
     poisoned = lambda self, key: map(poison, read(self, key))  # noqa: E731
-    monkeypatch.setattr(StepStore, "read", poisoned)
+    monkeypatch.setattr(FileStore, "read", poisoned)
     again = RememberedPlaces(store=store, code="memo")(PLACED, **LIMITS)
     assert dataclasses.replace(again, seconds=first.seconds) == first
     assert len(placements) == 2
@@ -328,6 +328,6 @@ def test_a_remembered_plan_needs_no_torch(tmp_path):
 
 def test_a_store_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
-    store = StepStore(folder=tmp_path / "file" / "steps")
+    store = FileStore(folder=tmp_path / "file" / "steps")
     store.write({"a": 1}, 2)
     assert list(store.read({"a": 1})) == []

@@ -8,13 +8,13 @@ from rich.console import Console
 
 from memo_compile.cli.main import main
 from memo_compile.cli.progress import StepBar
-from memo_compile.offline.step_store import UNKNOWN, StepStore
+from memo_compile.file_store import UNKNOWN, FileStore
 
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return StepStore(folder=tmp_path / "memo" / "steps")
+    return FileStore(folder=tmp_path / "memo" / "steps")
 
 
 def run(capsys, *argv):
@@ -78,7 +78,7 @@ def test_clear_removes_all_of_it_and_nothing_else(store, capsys):
 
 
 def test_without_a_home_there_is_nothing_to_show(monkeypatch, capsys):
-    monkeypatch.setattr("memo_compile.cli.cache_command.step_store", lambda: None)
+    monkeypatch.setattr("memo_compile.cli.cache_command.user_store", lambda: None)
     code, _, err = run(capsys, "cache", "show")
     assert code == 2
     assert "has no home" in err

@@ -80,6 +80,7 @@ def test_an_option_like_no_other_lists_all():
         ("TOKEN_TILES", "4", 4),
         ("PLACEMENT_TIME_LIMIT_S", "2.5", 2.5),
         ("DEBUG", "poison", ("poison",)),
+        ("CACHE", "0", False),
         ("MEMORY_BUDGET", "6GiB", "6GiB"),
         ("COPY_BYTES_PER_S", "2e9", 2e9),
         ("COPY_BYTES_PER_S", "2e9,1e9", (2e9, 1e9)),

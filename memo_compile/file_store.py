@@ -1,13 +1,17 @@
-"""Files in which ``memo plan`` remembers what it traced and lowered, found again by content.
+"""Files in which memo remembers what it traced and lowered, found again by content.
 
 A file is JSON: a line that says what it is, with a digest of the rest, and the data. What does not
 fit its digest, or says something else than its name, is ignored, and made anew. No torch here.
 """
 
+import functools
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +39,24 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+@functools.cache
+def code_digest() -> str:
+    """What stands for the code: memo's own sources, the versions of torch and of Python."""
+    digest = hashlib.sha256()
+    for package in ("memo_compile", "memo_runtime"):
+        found = importlib.util.find_spec(package)
+        for folder in found.submodule_search_locations or () if found is not None else ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return digest_of([digest.hexdigest(), importlib.metadata.version("torch"), sys.version])
+
+
+@functools.cache
+def say_unused(path: Path, reason: str) -> None:
+    """Say, once in a process, that a file is not used."""
+    log.warning("memo: %s is not used, its content is made anew: %s", path, reason)
+
+
 UNKNOWN = "unknown"
 """The kind of a file that does not say which it is of."""
 
@@ -52,7 +74,7 @@ class RememberedFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepStore:
+class FileStore:
     """A folder of remembered data. What cannot be read or written is no error: work is repeated."""
 
     folder: Path
@@ -68,7 +90,7 @@ class StepStore:
             except FileNotFoundError:
                 continue  # another process has just dropped it
             except (OSError, ValueError, RecursionError) as error:
-                log.warning("memo: %s is not used, its content is made anew: %s", path, error)
+                say_unused(path, str(error))
                 continue
             yield body
 
@@ -89,7 +111,7 @@ class StepStore:
                 os.replace(whole, self.folder / f"{name}.{variant}.json")
             self._drop_oldest()
         except OSError as error:
-            log.info("memo: a step is not remembered: %s", error)
+            log.info("memo: %s is not remembered: %s", said["kind"], error)
 
     def stored(self) -> list[RememberedFile]:
         """Every file of the folder, by name; each is read and checked."""

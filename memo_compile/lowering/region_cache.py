@@ -1,0 +1,195 @@
+"""Regions that were lowered before, in this process or in another.
+
+Inductor's own cache of graphs holds a region's code. Beside the code memo needs what it read while
+Inductor wrote it: buffers, their lives, how they are seen. That is a JSON file of memo's, found by
+the key under which Inductor found the code, and used only with exactly that code.
+
+The key has all that the code depends on: Inductor's own key of graph, inputs, settings and torch,
+and memo's ``tag_of``. Code for another table of views would compute wrong gradients, so whatever
+does not fit is not used: the region is lowered anew.
+"""
+
+import functools
+import hashlib
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from memo_compile import shim_cache
+from memo_compile.analysis.regions import LoweredRegion, RegionGraph, ViewSpec
+from memo_compile.analysis.views import results_of
+from memo_compile.errors import InputError, described
+from memo_compile.file_store import FileStore, code_digest, digest_of, say_unused
+from memo_compile.lowering.workspace import Convolution
+from memo_compile.passes.cut import content_of
+from memo_compile.step.problem import Layout, RegionProfile, Storage, align
+from memo_compile.step.serialise import plain, restore
+
+log = logging.getLogger("memo")
+
+_VIEW = re.compile(r"memo_current\.(?:views\[|poison\()(\d+)")
+"""How code names an entry of its table of views."""
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """What came of the regions of this process that were looked for."""
+
+    hits: int = 0
+    misses: int = 0
+    """Inductor had no code; now it has."""
+    refused: int = 0
+    """Inductor had code, and what memo must know of it was missing or did not fit."""
+    uncached: int = 0
+    """Inductor caches no such graph."""
+
+
+counts = CacheCounts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeRecord:
+    """What memo knows of a region's code, beside the code itself."""
+
+    code_sha256: str
+    profile: RegionProfile
+    """Of whatever region was first lowered to the code; its name is no part of it."""
+    views: tuple[Layout, ...]
+
+
+def tag_of(region: RegionGraph, convolutions: tuple[Convolution, ...], *, poison: bool) -> str:
+    """What a region's code and its profile depend on beside the graph that Inductor sees."""
+    external = region.external_outputs
+    said = {
+        "memo": code_digest(),
+        "poison": poison,
+        "external": sorted(external),
+        "content": content_of(region.gm, external, region.static_inputs),
+        "convolutions": list(map(repr, convolutions)),
+        "device": str(region.device),
+        "is_backward": region.is_backward,
+        "threads": torch.get_num_threads(),
+        "vectors": shim_cache.vector_instructions(region.device.type == "cpu"),
+    }
+    return f"memo-{digest_of(said)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionCache:
+    """The files beside Inductor's cache."""
+
+    store: FileStore
+
+    def remember(self, region: RegionGraph, compiled: Any, lowered: LoweredRegion) -> None:
+        """``lowered``, whose code Inductor has just put into its cache, is found again."""
+        code, key = shim_cache.generated_code(compiled), shim_cache.graph_cache_key(compiled)
+        if code is None or key is None:
+            counts.uncached += 1
+            return
+        counts.misses += 1
+        record = CodeRecord(
+            code_sha256=_digest(code),
+            profile=replace(lowered.profile, name=""),
+            views=tuple(map(_layout, lowered.views)),
+        )
+        try:
+            _require_fits(record, region, code)
+        except InputError as error:
+            log.warning("memo: region %s is not remembered: %s", region.name, error)
+            return
+        self.store.write(_key(key), plain(record), variant=record.code_sha256[:16])
+
+    def found(self, region: RegionGraph, compiled: Any) -> LoweredRegion | None:
+        """What Inductor had in its cache as a lowered region; None: unusable, and there no more."""
+        code, key = shim_cache.generated_code(compiled), shim_cache.graph_cache_key(compiled)
+        assert code is not None, "what comes from the cache has code"
+        assert key is not None, "what comes from the cache has a key"
+        damaged = shim_cache.other_code(compiled)
+        if damaged is not None:
+            say_unused(damaged, "it is damaged")
+        for record in self._records(key, region, code) if damaged is None else ():
+            counts.hits += 1
+            return LoweredRegion(
+                profile=replace(record.profile, name=region.name),
+                views=tuple(map(_view, record.views)),
+                run=compiled,
+            )
+        counts.refused += 1
+        shim_cache.forget(key, damaged)
+        return None
+
+    def _records(self, key: str, region: RegionGraph, code: str) -> Iterator[CodeRecord]:
+        """What is remembered of exactly this code."""
+        for body in self.store.read(_key(key)):
+            try:
+                record: CodeRecord = restore(body, CodeRecord, "region")
+                if record.code_sha256 == _digest(code):
+                    _require_fits(record, region, code)
+                    yield record
+            except InputError as error:
+                log.warning("memo: what was remembered of a region is not used: %s", error)
+
+
+@functools.cache
+def _say_broken(reason: str) -> None:
+    log.warning("memo: a region is lowered without the cache: %s", reason)
+
+
+def say_broken(error: Exception) -> None:
+    """Say, once for each reason, that a region could not be lowered with the cache."""
+    _say_broken(described(error))
+
+
+def _key(graph_key: str) -> Mapping[str, Any]:
+    return {"kind": "region", "graph": graph_key}
+
+
+def _digest(code: str) -> str:
+    return hashlib.sha256(code.encode()).hexdigest()
+
+
+def _layout(view: ViewSpec) -> Layout:
+    return Layout(
+        dtype=str(view.dtype).removeprefix("torch."),
+        item_bytes=view.dtype.itemsize,
+        size=view.size,
+        stride=view.stride,
+    )
+
+
+def _view(layout: Layout) -> ViewSpec:
+    return ViewSpec(dtype=_dtype(layout), size=layout.size, stride=layout.stride)
+
+
+def _dtype(layout: Layout) -> torch.dtype:
+    """The type of a layout's numbers. Raises InputError: there is none, or of another size."""
+    found = getattr(torch, layout.dtype, None)
+    if not isinstance(found, torch.dtype) or found.itemsize != layout.item_bytes:
+        raise InputError(f"{layout.dtype} is no type of {layout.item_bytes} bytes")
+    return found
+
+
+def _require_fits(record: CodeRecord, region: RegionGraph, code: str) -> None:
+    """Raise InputError where a record cannot be of this code, or of this region."""
+    profile, views = record.profile, record.views
+    used = max((int(number) for number in _VIEW.findall(code)), default=-1)
+    if used >= len(views) or len(views) != len(profile.buffers):
+        raise InputError(
+            f"{len(views)} views and {len(profile.buffers)} buffers, and the code uses {used + 1}"
+        )
+    for view, buffer in zip(views, profile.buffers, strict=True):
+        _dtype(view)
+        if align(view.end * view.item_bytes) > buffer.size_bytes or buffer.end > profile.num_lines:
+            raise InputError(f"buffer {buffer.name} does not hold {view}")
+    inputs, results = len(region.example_inputs()), len(results_of(region.gm.graph))
+    if (len(profile.input_ends), len(profile.outputs)) != (inputs, results):
+        raise InputError(f"it is not of {inputs} inputs and {results} outputs")
+    lengths = {Storage.ARENA: len(views), Storage.INPUT: inputs}
+    for output in profile.outputs:
+        length = lengths.get(output.storage)
+        if length is not None and not (output.index is not None and 0 <= output.index < length):
+            raise InputError(f"output {output} is not one of {length}")
