@@ -27,8 +27,8 @@ class DeclaredGroup:
 @dataclass(slots=True)
 class _Declared:
     groups: list[DeclaredGroup] = field(default_factory=list)
-    stages: list[weakref.ref[Any]] = field(default_factory=list)
-    """Modules that are stages of a pipeline."""
+    stages: list[tuple[weakref.ref[Any], ...]] = field(default_factory=list)
+    """Per pipeline the modules of this rank's stages."""
 
 
 _declared = _Declared()
@@ -41,19 +41,22 @@ def declare(modules: Sequence[torch.nn.Module]) -> None:
     _declared.groups = [*alive, group]
 
 
-def declare_stage(module: torch.nn.Module) -> None:
-    """From now on the live steps of ``module`` are microbatches of a pipeline."""
-    alive = [known for known in _declared.stages if known() is not None]
-    _declared.stages = [*alive, weakref.ref(module)]
+def declare_stages(*modules: torch.nn.Module) -> None:
+    """From now on the live steps of ``modules`` are microbatches of one rank of a pipeline."""
+    alive = [known for known in _declared.stages if any(module() is not None for module in known)]
+    _declared.stages = [*alive, tuple(weakref.ref(module) for module in modules)]
 
 
-def is_pipeline_stage(args: Sequence[Any]) -> bool:
-    """True where the call with ``args`` is of a module that is a stage of a pipeline."""
+def num_stages(args: Sequence[Any]) -> int:
+    """How many stages the rank has one of which is called with ``args``; 0: it is of none."""
     given = next((value for value in args if isinstance(value, torch.nn.Parameter)), None)
-    stages = (module for known in _declared.stages if (module := known()) is not None)
-    return given is not None and any(
-        given is parameter for module in stages for parameter in module.parameters()
-    )
+    if given is None:
+        return 0
+    for stages in _declared.stages:
+        modules = (module for known in stages if (module := known()) is not None)
+        if any(given is own for module in modules for own in module.parameters()):
+            return len(stages)
+    return 0
 
 
 def declared_around(args: Sequence[Any]) -> list[list[torch.nn.Parameter]]:

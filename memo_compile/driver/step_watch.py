@@ -137,6 +137,8 @@ class StepWatch:
     """Several threads ran it."""
     is_pipeline: bool = False
     """The forwards are microbatches of a pipeline's stage: of one module, in any order."""
+    is_part: bool = False
+    """The rank has more stages than this one: all of them are a step, and this is none."""
     follows_parameters: bool = False
     """Parameters are gathered before a half and freed behind it (FSDP2)."""
     most_gathered: int = 0
@@ -163,8 +165,10 @@ class StepWatch:
                 result.alive_at = index
                 alive[result.storage.cdata] = result
         if not is_backward:
-            self.members.append(_member(args))
-            self._note_existing(_parameters(args))
+            member = _member(args)
+            if not self.is_pipeline or member.key not in self.keys:  # later it has some of its own
+                self._note_existing(_parameters(args))
+            self.members.append(member)
         if self.learns:
             self._look_at_parameters(index, is_backward=is_backward)
         for position, value in enumerate(args):
@@ -289,6 +293,12 @@ class StepWatch:
         """Of all members; what two of them share is there twice."""
         return tuple(own for member in self.members for own in member.parameters)
 
+    def has_run(self) -> bool:
+        """True where every forward had its backward, and no half ran twice."""
+        count = len(self.members)
+        halves = [(is_backward, at) for is_backward in (False, True) for at in range(count)]
+        return sorted(self.calls) == halves
+
     def is_group(self) -> bool:
         """True for forwards of several modules, and their backwards in the opposite order.
 
@@ -296,11 +306,8 @@ class StepWatch:
         """
         count = self.num_members
         if self.is_pipeline:
-            halves = [(is_backward, at) for at in range(count) for is_backward in (False, True)]
             alike = len({*self.keys}) == 1 and None not in self.keys
-            return (
-                count > 1 and sorted(self.calls) == sorted(halves) and alike and not self.is_mixed
-            )
+            return count > 1 and self.has_run() and alike and not self.is_mixed | self.is_part
         order = [(False, at) for at in range(count)] + [(True, at) for at in range(count)][::-1]
         apart = len({*self.keys}) == len(self.members) and None not in self.keys
         return count > 1 and self.calls == order and apart and not self.is_mixed

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memo_compile
-from memo_compile.driver.declared import declare_stage
+from memo_compile.driver.declared import declare_stages
 from memo_compile.reporting import state
 from tests.numerics.small import Block
 
@@ -33,7 +33,7 @@ class Stage:
         torch.manual_seed(0)
         self.own = nn.Sequential(Block(HIDDEN), Block(HIDDEN))
         self.eager = copy.deepcopy(self.own)
-        declare_stage(self.own)
+        declare_stages(self.own)
         chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **options}
         self.run = torch.compile(self.own, backend="memo", dynamic=False, options=chosen)
 

@@ -1,4 +1,4 @@
-"""A planned group of live steps, as the microbatches of a pipeline, that can run with another plan."""
+"""A planned group of live steps, as a pipeline's microbatches, that can run with another plan."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.step.group import Group, HalfOrder, grouped_whole
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import FixedBytes, Problem
-from tests.steps.running import CPU, Ready
+from tests.steps.running import CPU, Ready, copied_all
 
 DEBUG = {"normal": (), "early": ("copies-early",), "late": ("copies-late",)}
 
@@ -90,7 +90,9 @@ class GroupReady(Ready):
                 args = self._args(member)
                 results = step.forward(member, list(args))
                 made = dict(zip(forward.results, results, strict=True))
-                found += [value for name, value in made.items() if name not in (None, forward.handle)]
+                found += [
+                    value for name, value in made.items() if name not in (None, forward.handle)
+                ]
                 known = {**dict(zip(forward.arguments, args, strict=True)), **made}
                 live[member] = {**known, backward.handle: made[forward.handle]}
                 del results, made, known
@@ -105,7 +107,9 @@ class GroupReady(Ready):
 
     def _args(self, member: int) -> list[Any]:
         """What the recorded forward was given; whole numbers, which are words, are others."""
-        copied = (v.detach().clone() if isinstance(v, torch.Tensor) else v for v in self.forward_args)
+        copied = (
+            v.detach().clone() if isinstance(v, torch.Tensor) else v for v in self.forward_args
+        )
         return [
             value.roll(7 * member, -1)
             if isinstance(value, torch.Tensor) and not value.is_floating_point()
