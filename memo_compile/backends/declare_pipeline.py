@@ -43,9 +43,10 @@ def pipeline(schedule: Any, *, memory_budget: int | str | None = None, **options
         options["memory_budget"] = memory_budget
     resolve(options, None)  # which refuses before anything is compiled
     stages = shim_pipelining.pipeline_stages(schedule)
+    count = shim_pipelining.num_microbatches(schedule)
     if not _runs_one_by_one(schedule):
-        declare_stages(*(stage.submod for stage in stages))
-    elif shim_pipelining.num_microbatches(schedule) > 1:
+        declare_stages(*(stage.submod for stage in stages), num_microbatches=count)
+    elif count > 1:
         options.setdefault("gradients", "accumulated")
     for stage in stages:
         stage.submod = torch.compile(

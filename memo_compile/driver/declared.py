@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,11 +24,32 @@ class DeclaredGroup:
         return [list(module.parameters()) for module in alive] if len(alive) == len(modules) else []
 
 
+class Stages(NamedTuple):
+    """What is known of a pipeline's rank before any of it has run."""
+
+    num_stages: int
+    """0 where a call is of no stage."""
+    num_forwards: int
+    """Of one step: one for each stage and microbatch. Torch's runs before the first step, which
+    find out shapes, have fewer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredStages:
+    """The stages of a pipeline that this rank runs. It keeps none of them alive."""
+
+    modules: tuple[weakref.ref[Any], ...]
+    num_microbatches: int
+
+    def alive(self) -> list[torch.nn.Module]:
+        """Those of the modules that are there."""
+        return [module for known in self.modules if (module := known()) is not None]
+
+
 @dataclass(slots=True)
 class _Declared:
     groups: list[DeclaredGroup] = field(default_factory=list)
-    stages: list[tuple[weakref.ref[Any], ...]] = field(default_factory=list)
-    """Per pipeline the modules of this rank's stages."""
+    stages: list[DeclaredStages] = field(default_factory=list)
 
 
 _declared = _Declared()
@@ -41,22 +62,20 @@ def declare(modules: Sequence[torch.nn.Module]) -> None:
     _declared.groups = [*alive, group]
 
 
-def declare_stages(*modules: torch.nn.Module) -> None:
+def declare_stages(*modules: torch.nn.Module, num_microbatches: int) -> None:
     """From now on the live steps of ``modules`` are microbatches of one rank of a pipeline."""
-    alive = [known for known in _declared.stages if any(module() is not None for module in known)]
-    _declared.stages = [*alive, tuple(weakref.ref(module) for module in modules)]
+    alive = [known for known in _declared.stages if known.alive()]
+    refs = tuple(weakref.ref(module) for module in modules)
+    _declared.stages = [*alive, DeclaredStages(modules=refs, num_microbatches=num_microbatches)]
 
 
-def num_stages(args: Sequence[Any]) -> int:
-    """How many stages the rank has one of which is called with ``args``; 0: it is of none."""
+def stages_around(args: Sequence[Any]) -> Stages:
+    """The stages of the rank one of which is called with ``args``."""
     given = next((value for value in args if isinstance(value, torch.nn.Parameter)), None)
-    if given is None:
-        return 0
-    for stages in _declared.stages:
-        modules = (module for known in stages if (module := known()) is not None)
-        if any(given is own for module in modules for own in module.parameters()):
-            return len(stages)
-    return 0
+    for known in _declared.stages if given is not None else ():
+        if any(given is own for module in known.alive() for own in module.parameters()):
+            return Stages(len(known.modules), len(known.modules) * known.num_microbatches)
+    return Stages(0, 0)
 
 
 def declared_around(args: Sequence[Any]) -> list[list[torch.nn.Parameter]]:

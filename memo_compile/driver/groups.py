@@ -29,7 +29,7 @@ from memo_compile.driver.around import (
 )
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
-from memo_compile.driver.declared import assumed_group, declared_around, num_stages
+from memo_compile.driver.declared import assumed_group, declared_around, stages_around
 from memo_compile.driver.early_gradients import own_leaves
 from memo_compile.driver.facts import OPTIMIZER_TENSORS
 from memo_compile.driver.group_members import GroupMembers
@@ -53,6 +53,9 @@ PIPELINE_FIRST_STEP = (
     "ordinary memory and may exceed memory_budget; from the second on all of them are planned as "
     "one group"
 )
+
+MAX_ALONE = 2
+"""A pipeline runs a microbatch by itself to find out shapes, or where a step fails."""
 
 PERSISTS = 2
 """So many steps in a row with the same number of further members are planned for."""
@@ -87,6 +90,8 @@ class GroupedSteps:
     _deviating: tuple[object | None, int] = (None, 0)
     """What the last steps were that had more members than are planned, or another order, and how
     many steps."""
+    _num_alone: int = 0
+    """So many times in a row a microbatch of a pipeline ran by itself."""
     _is_part: bool = False
     """Several graphs of a step, of which this is one, are planned together."""
     _waiting_bytes: int = 0
@@ -207,15 +212,18 @@ class GroupedSteps:
             if not seen.is_learned:
                 self._learn(seen)
         problem, facts = self.assembly.problem, self.assembly.lowered.cut.facts
-        budget, stages = self.assembly.config.memory_budget, num_stages(args)
-        if stages == 1 and self.planned is None and seen is not None and not seen.is_group():
+        budget, stages = self.assembly.config.memory_budget, stages_around(args)
+        self._num_alone = 0 if seen is None or seen.is_group() else self._num_alone + 1
+        if stages.num_stages == 1 and self.planned is None and self._num_alone > MAX_ALONE:
             self.assembly.keep_budget()  # nobody else does
         if self.planned is None and self.assembly.group and self.assembly.members:
             self._take(self.assembly.group, self.assembly.members)
         if self.planned is None and seen is None:
             self._plan_declared(args)
         is_new = self.planned is None or self.planned.members.is_assumed
-        is_first = is_new and facts.device.type == "cpu" and (budget is not None or stages == 1)
+        is_first = (
+            is_new and facts.device.type == "cpu" and (budget is not None or stages.num_stages == 1)
+        )
         self._watch = StepWatch(
             problem.halves[1],
             num_user_results(*problem.halves),
@@ -223,8 +231,9 @@ class GroupedSteps:
             is_first,
             is_new,
         )
-        self._watch.is_pipeline = stages > 0
-        self._watch.is_part = stages > 1 or self._is_part
+        self._watch.is_pipeline = stages.num_stages > 0
+        self._watch.num_forwards = stages.num_forwards
+        self._watch.is_part = stages.num_stages > 1 or self._is_part
         self._watch.follows_parameters = is_first and has_fsdp_modules()
         self._members.clear()
         if self.planned is not None:

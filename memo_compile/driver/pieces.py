@@ -29,7 +29,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.around import apart, parameters_around
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
-from memo_compile.driver.declared import num_stages
+from memo_compile.driver.declared import Stages, stages_around
 from memo_compile.driver.early_gradients import own_leaves
 from memo_compile.driver.facts import OPTIMIZER_TENSORS
 from memo_compile.driver.group_members import GroupMembers
@@ -102,11 +102,11 @@ class Piece:
 
     def forward(self, args: list[Any]) -> list[Any]:
         """The forward's results; empties ``args``. Raises as ``Assembly.forward``."""
-        stages = num_stages(args)
-        self.is_chunk = stages > 1
+        stages = stages_around(args)
+        self.is_chunk = stages.num_stages > 1
         if not self._is_watched:
             return self.own.forward(args)
-        return _pieces.forward(self, args, num_stages=stages)
+        return _pieces.forward(self, args, stages)
 
     def backward(self, args: list[Any]) -> list[Any]:
         """The backward's results; empties ``args``. Raises as ``Assembly.backward``."""
@@ -147,7 +147,9 @@ class PiecesWatch(StepWatch):
         In a pipeline in any order.
         """
         count = self.num_members
-        is_whole = self.has_run() if self.is_pipeline else self.order == nested_order(count)
+        is_whole = self.has_run() and count >= self.num_forwards
+        if not self.is_pipeline:
+            is_whole = self.order == nested_order(count)
         configs = [piece.assembly.config for piece in self.pieces]
         devices = {piece.assembly.step.device for piece in self.pieces}
         alike = all(_alike(config, configs[0]) for config in configs) and len(devices) == 1
@@ -360,12 +362,12 @@ class _Pieces:
             if piece.joint is not None:
                 self._drop(piece.joint)
 
-    def forward(self, piece: Piece, args: list[Any], *, num_stages: int) -> list[Any]:
+    def forward(self, piece: Piece, args: list[Any], stages: Stages) -> list[Any]:
         """The results of ``piece``'s forward."""
         with self.lock:
             leaves = own_leaves(args)
             if self.watch is None or not any(known.is_live for known in list(self.graphs)):
-                self._begin_step(piece, num_stages)
+                self._begin_step(piece, stages)
             watch = self.watch
             assert watch is not None, "a step has begun"
             number = len(watch.pieces)
@@ -420,7 +422,7 @@ class _Pieces:
             self._learn(seen, seen.existing_gradient_bytes())
             seen.is_learned = True
 
-    def _begin_step(self, piece: Piece, num_stages: int) -> None:
+    def _begin_step(self, piece: Piece, stages: Stages) -> None:
         """No step is live: what was seen of the last one is planned for.
 
         Raises Infeasible: no plan fits the budget, now and before each step until one does.
@@ -446,7 +448,9 @@ class _Pieces:
         looks = is_new and on_cpu and len(self.graphs) > 1 and self.num_looks < MAX_LOOKS
         self.num_looks += looks
         self.watch = PiecesWatch(problem.halves[1], 0, {}, looks, is_new)
-        self.watch.is_pipeline, self.watch.is_part = num_stages > 0, num_stages > 1
+        self.watch.is_pipeline = stages.num_stages > 0
+        self.watch.is_part = stages.num_stages > 1
+        self.watch.num_forwards = stages.num_forwards
 
     def _learn(self, seen: PiecesWatch, existing: int | None = None) -> None:
         """Plan what was seen, where several graphs were live together.
@@ -454,14 +458,12 @@ class _Pieces:
         ``existing``: as for ``JointSteps.of``.
         """
         pieces = tuple(seen.pieces[: seen.num_members])
-        is_one = len(set(pieces)) < 2 and not seen.is_part
+        is_one = len(set(pieces)) < 2 and not seen.is_part and not any(p.joint for p in pieces)
         if is_one or any(piece not in self.graphs for piece in pieces):
             return
         if not seen.is_step():
             if seen.has_run() and not any(piece.joint for piece in pieces):
-                state.warn_once(NO_ORDER)
-                for piece in pieces if seen.is_pipeline else ():
-                    piece.assembly.keep_budget()
+                self._leave_apart(seen)
             return
         known = {piece.joint for piece in pieces}
         joint = next(iter(known)) if len(known) == 1 else None
@@ -487,6 +489,15 @@ class _Pieces:
         for other in filter(None, known):
             self._drop(other)
         self._take(None, made)
+
+    def _leave_apart(self, seen: PiecesWatch) -> None:
+        """Graphs of a step are not planned together: each keeps the budget by itself."""
+        if not seen.is_pipeline:
+            state.warn_once(NO_ORDER)
+        elif seen.num_members >= seen.num_forwards:
+            state.warn_once(NO_ORDER)
+            for piece in seen.pieces:
+                piece.assembly.keep_budget()
 
     def _made(
         self,
@@ -524,7 +535,8 @@ class _Pieces:
         joint = piece.joint
         if joint is not None and (joint.is_live or joint.is_pipeline):
             joint.require_room(piece)
-            state.count_unplanned()
+            if piece.assembly.step.live < piece.assembly.step.max_inflight:
+                state.count_unplanned()  # beyond that it is counted where it takes its memory
         elif others and watch.is_pipeline:
             state.warn_once(PIPELINE_FIRST_STEP)
         elif others and not piece.is_known:

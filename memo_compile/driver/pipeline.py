@@ -22,7 +22,7 @@ from memo_compile.analysis.joint_units import backward_positions, forward_positi
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_step
-from memo_compile.driver.declared import num_stages
+from memo_compile.driver.declared import stages_around
 from memo_compile.driver.gradient_watch import GradientWatch
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.left_whole import say_dropped
@@ -67,7 +67,7 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
     alone, own = replace(request, group=None), config
     if request.group is not None:  # the group obeys the budget; by itself runs what is beyond it
         own = replace(config.at_any_speed(), memory_budget=None)
-    is_stage = num_stages(lowered.cut.facts.inputs()) > 0
+    is_stage = stages_around(lowered.cut.facts.inputs()).num_stages > 0
     first = _stage_at_first if is_stage else _planned_at_first
     planned, alone = first(lowered, own, alone, known, gradients)
     group = None if request.group is None else plan_step(lowered, config, request, known)

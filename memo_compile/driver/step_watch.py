@@ -137,6 +137,8 @@ class StepWatch:
     """Several threads ran it."""
     is_pipeline: bool = False
     """The forwards are microbatches of a pipeline's stage: of one module, in any order."""
+    num_forwards: int = 0
+    """In a pipeline how many a whole step has, as declared."""
     is_part: bool = False
     """The rank has more stages than this one: all of them are a step, and this is none."""
     follows_parameters: bool = False
@@ -307,7 +309,8 @@ class StepWatch:
         count = self.num_members
         if self.is_pipeline:
             alike = len({*self.keys}) == 1 and None not in self.keys
-            return count > 1 and self.has_run() and alike and not self.is_mixed | self.is_part
+            whole = count >= max(2, self.num_forwards) and self.has_run()
+            return whole and alike and not (self.is_mixed or self.is_part)
         order = [(False, at) for at in range(count)] + [(True, at) for at in range(count)][::-1]
         apart = len({*self.keys}) == len(self.members) and None not in self.keys
         return count > 1 and self.calls == order and apart and not self.is_mixed

@@ -33,7 +33,7 @@ class Stage:
         torch.manual_seed(0)
         self.own = nn.Sequential(Block(HIDDEN), Block(HIDDEN))
         self.eager = copy.deepcopy(self.own)
-        declare_stages(self.own)
+        declare_stages(self.own, num_microbatches=1)
         chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **options}
         self.run = torch.compile(self.own, backend="memo", dynamic=False, options=chosen)
 

@@ -18,7 +18,7 @@ from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.step.group import Group, HalfOrder, grouped_whole
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import FixedBytes, Problem
-from tests.steps.running import CPU, Ready, copied_all
+from tests.steps.running import CPU, Ready
 
 DEBUG = {"normal": (), "early": ("copies-early",), "late": ("copies-late",)}
 
