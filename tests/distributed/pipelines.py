@@ -39,7 +39,7 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def measured(*, budget_share: float | None = None, **setting: Any) -> dict[str, Any]:
     """``trained``; with ``budget_share`` under that share of what the rank's group needs without.
 
-    ``peaks`` are then bytes from the third step on: parameters and the batch, and what came on top.
+    ``peaks`` are bytes from the second step on: parameters and the batch, and what came on top.
     """
     found = trained(**setting)
     if budget_share is None:
@@ -128,7 +128,7 @@ def trained(
         "errors": errors,
         "active": report.active,
         "unplanned": unplanned,
-        "peaks": peaks[2:],
+        "peaks": peaks[1:],
         "peak_bytes": report.plans[-1].peak_bytes,
         "groups": [
             {

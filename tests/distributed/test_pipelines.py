@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from tests.distributed.pipelines import CHUNKS, LOOPED
 from tests.distributed.ranks import run_ranks
 
 TOLERANCE = 3e-5
@@ -13,11 +14,14 @@ ANY = {"memory_budget": "100MiB", "policy": "full-offload"}
 SETTINGS = [
     {"schedule": "1f1b", "options": {**ANY, "debug": ["poison", "copies-late"]}},
     {"schedule": "gpipe", "options": {**ANY, "debug": ["poison", "copies-early"]}},
+    {"schedule": "interleaved", "options": {**ANY, "debug": ["poison", "copies-late"]}},
 ]
 MORE_SETTINGS = [
-    {"schedule": "1f1b", "num_microbatches": 8, "options": {**ANY, "debug": ["poison", *copies]}}
+    {"schedule": kind, "num_microbatches": 8, "options": {**ANY, "debug": ["poison", *copies]}}
+    for kind in ("1f1b", "interleaved")
     for copies in (["copies-late"], ["copies-early"])
 ] + [
+    {"schedule": "bfs", "options": {"policy": "full-recompute", "debug": ["poison"]}},
     {"schedule": "gpipe", "options": {"policy": "full-recompute", "debug": ["poison"]}},
     {"schedule": "1f1b", "options": {"policy": "full-recompute", "debug": ["poison"]}},
 ]
@@ -40,6 +44,7 @@ def assert_right(folder, subtests, settings, num_ranks):
                 count = setting.get("num_microbatches", 4)
                 is_alternating = setting["schedule"] == "1f1b"
                 num_live = min(count, num_ranks - number) if is_alternating else count
+                num_chunks = CHUNKS if setting["schedule"] in LOOPED else 1
                 assert found["active"]
                 assert found["unplanned"] == [found["unplanned"][0]] * 4, "but in the first step"
                 for errors in found["errors"]:
@@ -51,6 +56,6 @@ def assert_right(folder, subtests, settings, num_ranks):
                 assert found["unplanned"][0] > 0
                 assert len(found["groups"]) == 1, found
                 (group,) = found["groups"]
-                assert group["num_instances"] == count
+                assert group["num_instances"] == count * num_chunks
                 if setting["options"]["policy"] == "full-offload":
                     assert group["offloaded_bytes"] == group["host_bytes"] > 0

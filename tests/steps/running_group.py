@@ -18,7 +18,7 @@ from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.step.group import Group, HalfOrder, grouped_whole
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import FixedBytes, Problem
-from tests.steps.running import CPU, Ready
+from tests.steps.running import CPU, Ready, copied_all
 
 DEBUG = {"normal": (), "early": ("copies-early",), "late": ("copies-late",)}
 
@@ -107,12 +107,9 @@ class GroupReady(Ready):
 
     def _args(self, member: int) -> list[Any]:
         """What the recorded forward was given; whole numbers, which are words, are others."""
-        copied = (
-            v.detach().clone() if isinstance(v, torch.Tensor) else v for v in self.forward_args
-        )
         return [
             value.roll(7 * member, -1)
             if isinstance(value, torch.Tensor) and not value.is_floating_point()
             else value
-            for value in copied
+            for value in copied_all(self.forward_args)
         ]

@@ -10,8 +10,8 @@ from memo_compile.errors import ConfigError
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("ScheduleInterleaved1F1B", "one stage per rank is planned"),
-        ("ScheduleLoopedBFS", "one stage per rank is planned"),
+        ("_ScheduleForwardOnly", "these are: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B"),
+        ("ScheduleDualPipeV", "cannot run a compiled stage's backward in two parts"),
         ("ScheduleInterleavedZeroBubble", "cannot run a compiled stage's backward in two parts"),
         ("ScheduleZBVZeroBubble", "cannot run a compiled stage's backward in two parts"),
     ],
