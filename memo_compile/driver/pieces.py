@@ -450,7 +450,7 @@ class _Pieces:
         self.watch = PiecesWatch(problem.halves[1], 0, {}, looks, is_new)
         self.watch.is_pipeline = stages.num_stages > 0
         self.watch.is_part = stages.num_stages > 1
-        self.watch.num_forwards = stages.num_forwards
+        self.watch.num_forwards = stages.num_forwards if joint is None else 0
 
     def _learn(self, seen: PiecesWatch, existing: int | None = None) -> None:
         """Plan what was seen, where several graphs were live together.
