@@ -1,5 +1,6 @@
 """``memo_compile.pipeline``: a rank's stages, all of whose microbatches are planned together."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ from memo_compile.errors import ConfigError
 SUPPORTED = (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleLoopedBFS)
 
 
-def pipeline(schedule: Any, *, memory_budget: int | str | None = None, **options: Any) -> Any:
+def pipeline(
+    schedule: Any,
+    *,
+    memory_budget: int | str | None = None,
+    offload: str | float | Sequence[float] = "auto",
+    **options: Any,
+) -> Any:
     """Compile the rank's stages; all microbatches are planned as one step. Returns the schedule.
 
     ``schedule`` is a ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B`` or
@@ -26,6 +33,12 @@ def pipeline(schedule: Any, *, memory_budget: int | str | None = None, **options
     first step. ``memory_budget`` bounds the whole step of the rank: what all microbatches of all
     its stages keep from their forwards to their backwards, in one frame and one host frame.
     ``options`` are those of ``torch.compile(..., backend="memo", options=...)``.
+
+    With ``offload="auto"`` the plan decides what is kept, offloaded and recomputed, Kwai's amounts
+    among its candidates. A number in [0, 1] is Kwai's alpha: so much of what each microbatch saves
+    goes to the host and nothing is recomputed, but on the last two ranks of 1F1B, and in the last
+    stage of ``ScheduleInterleaved1F1B``, whose backwards follow at once, nothing goes. A sequence
+    names a number for each stage of the rank, and no exception is made.
 
     The first step is watched and runs in ordinary memory: it may exceed the budget, and says so.
     From the second on the order of forwards and backwards is the one that was seen; a step in
@@ -43,16 +56,47 @@ def pipeline(schedule: Any, *, memory_budget: int | str | None = None, **options
         options["memory_budget"] = memory_budget
     resolve(options, None)  # which refuses before anything is compiled
     stages = shim_pipelining.pipeline_stages(schedule)
+    shares = _shares(schedule, offload)
     count = shim_pipelining.num_microbatches(schedule)
     if not _runs_one_by_one(schedule):
-        declare_stages(*(stage.submod for stage in stages), num_microbatches=count)
+        declare_stages(*(stage.submod for stage in stages), num_microbatches=count, shares=shares)
     elif count > 1:
         options.setdefault("gradients", "accumulated")
+    if len(stages) > 1:  # other tiles of one stage would change the floor of all of them
+        options.setdefault("token_tiles", 1)
     for stage in stages:
         stage.submod = torch.compile(
             stage.submod, backend="memo", dynamic=False, fullgraph=True, options=dict(options)
         )
     return schedule
+
+
+def _shares(schedule: Any, offload: str | float | Sequence[float]) -> tuple[float, ...]:
+    """Per stage of the rank what ``offload`` says; empty: the plan decides.
+
+    Raises ConfigError: ``offload`` is neither.
+    """
+    stages = shim_pipelining.pipeline_stages(schedule)
+    if offload == "auto":
+        return ()
+    if isinstance(offload, float | int):
+        found = [0.0 if _follows_at_once(schedule, stage) else offload for stage in stages]
+        is_right = 0 <= offload <= 1
+    else:
+        found = [share for share in offload if isinstance(share, float | int) and 0 <= share <= 1]
+        is_right = len(found) == len(offload) == len(stages)
+    if not is_right:
+        raise ConfigError(
+            f"offload: expected 'auto', a number in [0, 1], or one for each of the rank's "
+            f"{len(stages)} stages, got {offload!r}"
+        )
+    return tuple(map(float, found))
+
+
+def _follows_at_once(schedule: Any, stage: Any) -> bool:
+    """True for stages from which Kwai offloads nothing: their backwards follow at once."""
+    last: dict[Any, int] = {Schedule1F1B: 2, ScheduleInterleaved1F1B: 1}
+    return bool(stage.stage_index >= stage.num_stages - last.get(type(schedule), 0))
 
 
 def _runs_one_by_one(schedule: Any) -> bool:

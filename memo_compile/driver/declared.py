@@ -32,6 +32,8 @@ class Stages(NamedTuple):
     num_forwards: int
     """Of one step: one for each stage and microbatch. Torch's runs before the first step, which
     find out shapes, have fewer."""
+    share: float | None = None
+    """The part of what a microbatch of this stage saves that goes to the host; None: not said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +42,20 @@ class DeclaredStages:
 
     modules: tuple[weakref.ref[Any], ...]
     num_microbatches: int
+    shares: tuple[float, ...] = ()
+    """Per stage ``Stages.share``; empty: not said."""
 
-    def alive(self) -> list[torch.nn.Module]:
-        """Those of the modules that are there."""
-        return [module for known in self.modules if (module := known()) is not None]
+    def is_gone(self) -> bool:
+        """True where no module is there any more."""
+        return all(known() is None for known in self.modules)
+
+    def index_of(self, parameter: torch.nn.Parameter) -> int | None:
+        """Which of the stages has ``parameter``."""
+        for at, known in enumerate(self.modules):
+            module = known()
+            if module is not None and any(parameter is own for own in module.parameters()):
+                return at
+        return None
 
 
 @dataclass(slots=True)
@@ -62,19 +74,25 @@ def declare(modules: Sequence[torch.nn.Module]) -> None:
     _declared.groups = [*alive, group]
 
 
-def declare_stages(*modules: torch.nn.Module, num_microbatches: int) -> None:
+def declare_stages(
+    *modules: torch.nn.Module, num_microbatches: int, shares: tuple[float, ...] = ()
+) -> None:
     """From now on the live steps of ``modules`` are microbatches of one rank of a pipeline."""
-    alive = [known for known in _declared.stages if known.alive()]
+    alive = [known for known in _declared.stages if not known.is_gone()]
     refs = tuple(weakref.ref(module) for module in modules)
-    _declared.stages = [*alive, DeclaredStages(modules=refs, num_microbatches=num_microbatches)]
+    made = DeclaredStages(modules=refs, num_microbatches=num_microbatches, shares=shares)
+    _declared.stages = [*alive, made]
 
 
 def stages_around(args: Sequence[Any]) -> Stages:
     """The stages of the rank one of which is called with ``args``."""
     given = next((value for value in args if isinstance(value, torch.nn.Parameter)), None)
     for known in _declared.stages if given is not None else ():
-        if any(given is own for module in known.alive() for own in module.parameters()):
-            return Stages(len(known.modules), len(known.modules) * known.num_microbatches)
+        at = None if given is None else known.index_of(given)
+        if at is not None:
+            num_forwards = len(known.modules) * known.num_microbatches
+            share = known.shares[at] if known.shares else None
+            return Stages(len(known.modules), num_forwards, share)
     return Stages(0, 0)
 
 

@@ -334,7 +334,9 @@ class GroupedSteps:
         existing = self._existing_bytes(members) if existing is None else existing
         fixed = replace(group.fixed, gradients=group.fixed.gradients + existing)
         counted = replace(group, fixed=fixed)
-        request = PlanRequest(group=counted, host_store=assembly.request.host_store)
+        request = PlanRequest(
+            group=counted, shares=group.shares, host_store=assembly.request.host_store
+        )
         config = request.applied_to(assembly.config)
         assembly.members = replace(members, group=group, existing_bytes=existing)
         try:

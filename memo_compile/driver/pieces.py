@@ -204,7 +204,7 @@ class JointSteps:
             group=replace(group, fixed=fixed),
         )
         first = pieces[0].assembly
-        request = PlanRequest(host_store=first.request.host_store)
+        request = PlanRequest(shares=group.shares, host_store=first.request.host_store)
         config = request.applied_to(first.config)
         try:
             with shim.nothing_else_compiles():

@@ -18,6 +18,7 @@ from memo_runtime.heap import anonymous_bytes
 
 from memo_compile import shim
 from memo_compile.driver.around import parameters_around
+from memo_compile.driver.declared import stages_around
 from memo_compile.step.group import Group
 from memo_compile.step.interludes import MEASURED_BYTES
 from memo_compile.step.problem import FixedBytes, Half, Interlude
@@ -93,6 +94,8 @@ class Member:
     key: int | None
     """Where its first parameter lies."""
     parameters: list[weakref.ref[Any]] = field(default_factory=list)
+    share: float | None = None
+    """Of a pipeline's microbatch: the part of what it saves that goes to the host, if said."""
 
 
 class SeenGraph(NamedTuple):
@@ -168,6 +171,7 @@ class StepWatch:
                 alive[result.storage.cdata] = result
         if not is_backward:
             member = _member(args)
+            member.share = stages_around(args).share if self.is_pipeline else None
             if not self.is_pipeline or member.key not in self.keys:  # later it has some of its own
                 self._note_existing(_parameters(args))
             self.members.append(member)
@@ -345,10 +349,15 @@ class StepWatch:
             gone=gone,
             passed=tuple(sorted(passed)),
             interludes=tuple(self._interludes(number, made)),
+            shares=self._shares(),
             order=tuple((at, is_backward) for is_backward, at in self.calls)
             if self.is_pipeline
             else (),
         )
+
+    def _shares(self) -> tuple[float, ...]:
+        found = [member.share for member in self.members]
+        return tuple(share for share in found if share is not None) if None not in found else ()
 
     def _gradients_made(self) -> Mapping[int, int]:
         """Half before which gradients of other modules appear -> bytes; the end for the rest."""
