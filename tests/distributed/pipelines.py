@@ -44,8 +44,8 @@ def measured(*, budget_share: float | None = None, **setting: Any) -> dict[str, 
     found = trained(**setting)
     if budget_share is None:
         return found
-    (group,) = found["groups"] or [{"peak_bytes": found["peak_bytes"]}]
-    budget = int(budget_share * group["peak_bytes"])
+    peaks = [group["peak_bytes"] for group in found["groups"]]
+    budget = int(budget_share * peaks[0]) if peaks else found["peak_bytes"]
     options = {**setting.pop("options", {}), "memory_budget": budget}
     return {**trained(**setting, options=options), "budget_bytes": budget}
 

@@ -21,6 +21,7 @@ MORE_SETTINGS = [
     for kind in ("1f1b", "interleaved")
     for copies in (["copies-late"], ["copies-early"])
 ] + [
+    {"schedule": "interleaved", "options": {"offload": 0.5, "debug": ["poison"]}},
     {"schedule": "bfs", "options": {"policy": "full-recompute", "debug": ["poison"]}},
     {"schedule": "gpipe", "options": {"policy": "full-recompute", "debug": ["poison"]}},
     {"schedule": "1f1b", "options": {"policy": "full-recompute", "debug": ["poison"]}},

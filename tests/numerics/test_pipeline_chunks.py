@@ -37,14 +37,21 @@ class Head(nn.Module):
 class Stages:
     """Two compiled stages and the same in eager; gradients are compared after each step."""
 
-    def __init__(self, *, alike: bool = False, rows: tuple[int, ...] = (4,), **options: object):
+    def __init__(
+        self,
+        *,
+        alike: bool = False,
+        rows: tuple[int, ...] = (4,),
+        shares: tuple[float, ...] = (),
+        **options: object,
+    ) -> None:
         torch._dynamo.reset()
         state.reset()
         torch.manual_seed(0)
         self.rows = rows
         self.own = [nn.Sequential(Block(HIDDEN)), nn.Sequential(Block(HIDDEN)) if alike else Head()]
         self.eager = copy.deepcopy(self.own)
-        declare_stages(*self.own, num_microbatches=MICROBATCHES)
+        declare_stages(*self.own, num_microbatches=MICROBATCHES, shares=shares)
         chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **options}
         self.run = [
             torch.compile(part, backend="memo", dynamic=False, options=chosen) for part in self.own
@@ -156,3 +163,19 @@ def test_microbatches_of_two_sizes_are_one_step_under_a_budget() -> None:
     report = memo_compile.report()
     assert report.unplanned_steps == before
     assert [group.num_instances for group in report.groups] == [2 * MICROBATCHES]
+
+
+def test_kwais_amounts_are_what_goes_to_the_host() -> None:
+    offloaded = {}
+    for shares in ((0.0, 0.0), (0.5, 0.0), (0.5, 0.5), (1.0, 1.0)):
+        stages = Stages(alike=True, shares=shares, debug=("poison", "copies-late"))
+        for _ in range(2):
+            stages.step(INTERLEAVED)
+        (group,) = memo_compile.report().groups
+        assert group.offloaded_bytes == group.host_bytes
+        assert group.recomputed_bytes == 0
+        offloaded[shares] = group.offloaded_bytes
+    all_bytes = offloaded[1.0, 1.0]
+    assert offloaded[0.0, 0.0] == 0 < all_bytes
+    assert 2 * offloaded[0.5, 0.0] == offloaded[0.5, 0.5]
+    assert 0.5 * all_bytes <= offloaded[0.5, 0.5] < all_bytes
