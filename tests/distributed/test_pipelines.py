@@ -26,6 +26,19 @@ MORE_SETTINGS = [
     {"schedule": "gpipe", "options": {"policy": "full-recompute", "debug": ["poison"]}},
     {"schedule": "1f1b", "options": {"policy": "full-recompute", "debug": ["poison"]}},
 ]
+TIGHT_SETTINGS = [
+    {
+        "schedule": kind,
+        "num_microbatches": 8,
+        "rows": 1024,
+        "hidden": 64,
+        "budget_share": 0.85,
+        "options": {"optimizer_state_bytes_per_parameter": 0, "debug": ["copies-late"]},
+    }
+    for kind in ("1f1b", "interleaved")
+]
+"""Of what keeping everything takes, on each rank. Smaller microbatches are less than what is measured
+between them."""
 
 
 def test_all_microbatches_are_planned_and_right(tmp_path, subtests):
@@ -35,6 +48,11 @@ def test_all_microbatches_are_planned_and_right(tmp_path, subtests):
 @pytest.mark.full
 def test_more_ranks_and_microbatches(tmp_path, subtests):
     assert_right(tmp_path, subtests, MORE_SETTINGS, num_ranks=4)
+
+
+@pytest.mark.full
+def test_every_rank_keeps_its_budget(tmp_path, subtests):
+    assert_right(tmp_path, subtests, TIGHT_SETTINGS, num_ranks=4)
 
 
 def assert_right(folder, subtests, settings, num_ranks):
@@ -58,5 +76,8 @@ def assert_right(folder, subtests, settings, num_ranks):
                 assert len(found["groups"]) == 1, found
                 (group,) = found["groups"]
                 assert group["num_instances"] == count * num_chunks
-                if setting["options"]["policy"] == "full-offload":
-                    assert group["offloaded_bytes"] == group["host_bytes"] > 0
+                assert group["offloaded_bytes"] == group["host_bytes"], "as planned"
+                if setting["options"].get("policy") == "full-offload":
+                    assert group["offloaded_bytes"] > 0
+                if setting.get("budget_share"):
+                    assert group["budget_bytes"] == found["budget_bytes"] >= max(found["peaks"])
