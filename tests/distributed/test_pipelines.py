@@ -37,8 +37,7 @@ TIGHT_SETTINGS = [
     }
     for kind in ("1f1b", "interleaved")
 ]
-"""Of what keeping everything takes, on each rank. Smaller microbatches are less than what is measured
-between them."""
+"""Smaller microbatches are less than what is measured between them."""
 
 
 def test_all_microbatches_are_planned_and_right(tmp_path, subtests):
