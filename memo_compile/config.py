@@ -25,7 +25,7 @@ from memo_compile.units import parse_size
 
 log = logging.getLogger("memo")
 
-POLICIES = ("auto", "save", "full-recompute", "full-offload", "memo", "greedy")
+POLICIES = ("auto", "save", "full-recompute", "full-offload", "memo", "kwai", "greedy")
 _CHOICES = {
     "lowering": ("inductor", "aten"),
     "mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
@@ -67,7 +67,8 @@ class MemoConfig:
     """A gradient goes to autograd as soon as the step has no more use for it, instead of at the end
     of the backward, so that it is added, reduced among ranks or used up while the rest runs."""
     alpha: float | None = None
-    """Policy ``memo``: the part of the tokens that is offloaded; by default MEMO's program's."""
+    """Policy ``memo``: the part of the tokens that is offloaded; by default MEMO's program's.
+    Policy ``kwai``: the part of the saved bytes; by default all."""
     optimizer_state_bytes_per_parameter: float | None = None
     """Bytes of state that does not exist yet; by default two tensors of the parameter's dtype."""
     host_store: str = "auto"

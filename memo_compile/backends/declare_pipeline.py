@@ -1,44 +1,111 @@
-"""``memo_compile.pipeline``: a pipeline's stage, all of whose microbatches are planned together."""
+"""``memo_compile.pipeline``: a rank's stages, all of whose microbatches are planned together."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 
 from memo_compile import shim_pipelining
 from memo_compile.config import resolve
-from memo_compile.driver.declared import declare_stage
+from memo_compile.driver.declared import declare_stages
 from memo_compile.errors import ConfigError
 
+SUPPORTED = (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleLoopedBFS)
 
-def pipeline(schedule: Any, *, memory_budget: int | str | None = None, **options: Any) -> Any:
-    """Compile the rank's stage; its microbatches are planned as one step. Returns the schedule.
 
-    ``schedule`` is a ``ScheduleGPipe`` or ``Schedule1F1B`` of torch.distributed.pipelining. Call
-    this once, on every rank, before its first step. ``memory_budget`` bounds the whole step of the
-    rank: what all microbatches keep from their forwards to their backwards, in one frame and one
-    host frame. ``options`` are those of ``torch.compile(..., backend="memo", options=...)``.
+def pipeline(
+    schedule: Any,
+    *,
+    memory_budget: int | str | None = None,
+    offload: str | float | Sequence[float] = "auto",
+    **options: Any,
+) -> Any:
+    """Compile the rank's stages; all microbatches are planned as one step. Returns the schedule.
+
+    ``schedule`` is a ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B`` or
+    ``ScheduleLoopedBFS`` of torch.distributed.pipelining. Call this once, on every rank, before its
+    first step. ``memory_budget`` bounds the whole step of the rank: what all microbatches of all
+    its stages keep from their forwards to their backwards, in one frame and one host frame.
+    ``options`` are those of ``torch.compile(..., backend="memo", options=...)``.
+
+    With ``offload="auto"`` the plan decides what is kept, offloaded and recomputed, Kwai's amounts
+    among its candidates. A number in [0, 1] is Kwai's alpha: so much of what each microbatch saves
+    goes to the host and nothing is recomputed, but on the last two ranks of 1F1B, and in the last
+    stage of ``ScheduleInterleaved1F1B``, whose backwards follow at once, nothing goes. A sequence
+    names a number for each stage of the rank, and no exception is made.
 
     The first step is watched and runs in ordinary memory: it may exceed the budget, and says so.
     From the second on the order of forwards and backwards is the one that was seen; a step in
     another order runs in ordinary memory where the budget allows it, and is planned for when it
-    comes again.
+    comes again. A budget that is too small is refused when that order is known: before the second
+    step, or before the third where a graph was compiled in the middle of the first.
 
     A stage is one graph: one that Dynamo cannot capture whole raises its error in the first step.
 
     Raises ConfigError: the schedule is another one, or an option is unknown or cannot be used.
     """
-    if type(schedule) not in (ScheduleGPipe, Schedule1F1B):
+    if type(schedule) not in SUPPORTED:
         raise ConfigError(_refusal(schedule))
     if memory_budget is not None:
         options["memory_budget"] = memory_budget
     resolve(options, None)  # which refuses before anything is compiled
-    stage = shim_pipelining.pipeline_stage(schedule)
-    declare_stage(stage.submod)
-    stage.submod = torch.compile(
-        stage.submod, backend="memo", dynamic=False, fullgraph=True, options=dict(options)
-    )
+    stages = shim_pipelining.pipeline_stages(schedule)
+    shares = _shares(schedule, offload)
+    count = shim_pipelining.num_microbatches(schedule)
+    if not _runs_one_by_one(schedule):
+        declare_stages(*(stage.submod for stage in stages), num_microbatches=count, shares=shares)
+    elif count > 1:
+        options.setdefault("gradients", "accumulated")
+    if len(stages) > 1:  # other tiles of one stage would change the floor of all of them
+        options.setdefault("token_tiles", 1)
+    for stage in stages:
+        stage.submod = torch.compile(
+            stage.submod, backend="memo", dynamic=False, fullgraph=True, options=dict(options)
+        )
     return schedule
+
+
+def _shares(schedule: Any, offload: str | float | Sequence[float]) -> tuple[float, ...]:
+    """Per stage of the rank what ``offload`` says; empty: the plan decides.
+
+    Raises ConfigError: ``offload`` is neither.
+    """
+    stages = shim_pipelining.pipeline_stages(schedule)
+    if offload == "auto":
+        return ()
+    if isinstance(offload, float | int):
+        found = [0.0 if _follows_at_once(schedule, stage) else offload for stage in stages]
+        is_right = 0 <= offload <= 1
+    else:
+        found = [share for share in offload if isinstance(share, float | int) and 0 <= share <= 1]
+        is_right = len(found) == len(offload) == len(stages)
+    if not is_right:
+        raise ConfigError(
+            f"offload: expected 'auto', a number in [0, 1], or one for each of the rank's "
+            f"{len(stages)} stages, got {offload!r}"
+        )
+    return tuple(map(float, found))
+
+
+def _follows_at_once(schedule: Any, stage: Any) -> bool:
+    """True for stages from which Kwai offloads nothing: their backwards follow at once."""
+    last: dict[Any, int] = {Schedule1F1B: 2, ScheduleInterleaved1F1B: 1}
+    return bool(stage.stage_index >= stage.num_stages - last.get(type(schedule), 0))
+
+
+def _runs_one_by_one(schedule: Any) -> bool:
+    """True where each microbatch's backward follows its forward: each is a step by itself."""
+    stages = shim_pipelining.pipeline_stages(schedule)
+    if len(stages) > 1:
+        return False
+    is_last = type(schedule) is Schedule1F1B and stages[0].is_last
+    return is_last or shim_pipelining.num_microbatches(schedule) == 1
 
 
 def _refusal(schedule: Any) -> str:
@@ -46,9 +113,8 @@ def _refusal(schedule: Any) -> str:
     if "ZeroBubble" in name or "ZBV" in name or "DualPipe" in name:
         return (
             f"pipeline: {name} runs the gradients of inputs and of weights apart, and autograd "
-            "cannot run a compiled stage's backward in two parts. Use ScheduleGPipe or Schedule1F1B"
+            "cannot run a compiled stage's backward in two parts. Use ScheduleInterleaved1F1B"
         )
-    return (
-        f"pipeline: {name} is not supported: one stage per rank is planned, in the order of "
-        "ScheduleGPipe or Schedule1F1B"
+    return f"pipeline: {name} is not supported; these are: " + ", ".join(
+        kind.__name__ for kind in SUPPORTED
     )

@@ -186,10 +186,15 @@ class StepContents:
         if self._in_backward and call.phase is Phase.FORWARD and len(self._halves) <= 2:
             self.complain(f"{call.name} of the forward comes after the backward has begun")
         self._in_backward |= call.phase is Phase.BACKWARD
-        if not self._halves or call.kind in (*COPIES, CallKind.WAIT):
+        if not self._halves:
             return
         half = (call.phase, call.member)
         number = self._halves.index(half)
+        if call.kind is CallKind.OFFLOAD and number != self._half:
+            last = _half_text(self._halves[self._half])
+            self.complain(f"{call.name} of the {_half_text(half)} is issued in the {last}")
+        if call.kind in (*COPIES, CallKind.WAIT):
+            return
         if number < self._half:
             last = _half_text(self._halves[self._half])
             self.complain(f"{call.name} of the {_half_text(half)} comes after the {last} has begun")

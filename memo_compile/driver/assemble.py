@@ -478,6 +478,14 @@ class Assembly:
             planned = self._replan(existing=existing, leaving=leaving)
         self._rebind(planned)
 
+    def keep_budget(self) -> None:
+        """From now on the step keeps the budget by itself. Raises Infeasible: no plan fits it.
+
+        Until then a stage of a pipeline left that to the plan of all its microbatches.
+        """
+        if self.plan.budget_bytes is None and self.config.memory_budget is not None:
+            self._rebind(self._replan())
+
     def _rebind(self, planned: PlannedStep) -> None:
         """From now on ``planned`` runs and is reported."""
         self._bind_replanned(planned)

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,11 +24,44 @@ class DeclaredGroup:
         return [list(module.parameters()) for module in alive] if len(alive) == len(modules) else []
 
 
+class Stages(NamedTuple):
+    """What is known of a pipeline's rank before any of it has run."""
+
+    num_stages: int
+    """0 where a call is of no stage."""
+    num_forwards: int
+    """Of one step: one for each stage and microbatch. Torch's runs before the first step, which
+    find out shapes, have fewer."""
+    share: float | None = None
+    """The part of what a microbatch of this stage saves that goes to the host; None: not said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredStages:
+    """The stages of a pipeline that this rank runs. It keeps none of them alive."""
+
+    modules: tuple[weakref.ref[Any], ...]
+    num_microbatches: int
+    shares: tuple[float, ...] = ()
+    """Per stage ``Stages.share``; empty: not said."""
+
+    def is_gone(self) -> bool:
+        """True where no module is there any more."""
+        return all(known() is None for known in self.modules)
+
+    def index_of(self, parameter: torch.nn.Parameter) -> int | None:
+        """Which of the stages has ``parameter``."""
+        for at, known in enumerate(self.modules):
+            module = known()
+            if module is not None and any(parameter is own for own in module.parameters()):
+                return at
+        return None
+
+
 @dataclass(slots=True)
 class _Declared:
     groups: list[DeclaredGroup] = field(default_factory=list)
-    stages: list[weakref.ref[Any]] = field(default_factory=list)
-    """Modules that are stages of a pipeline."""
+    stages: list[DeclaredStages] = field(default_factory=list)
 
 
 _declared = _Declared()
@@ -41,19 +74,26 @@ def declare(modules: Sequence[torch.nn.Module]) -> None:
     _declared.groups = [*alive, group]
 
 
-def declare_stage(module: torch.nn.Module) -> None:
-    """From now on the live steps of ``module`` are microbatches of a pipeline."""
-    alive = [known for known in _declared.stages if known() is not None]
-    _declared.stages = [*alive, weakref.ref(module)]
+def declare_stages(
+    *modules: torch.nn.Module, num_microbatches: int, shares: tuple[float, ...] = ()
+) -> None:
+    """From now on the live steps of ``modules`` are microbatches of one rank of a pipeline."""
+    alive = [known for known in _declared.stages if not known.is_gone()]
+    refs = tuple(weakref.ref(module) for module in modules)
+    made = DeclaredStages(modules=refs, num_microbatches=num_microbatches, shares=shares)
+    _declared.stages = [*alive, made]
 
 
-def is_pipeline_stage(args: Sequence[Any]) -> bool:
-    """True where the call with ``args`` is of a module that is a stage of a pipeline."""
+def stages_around(args: Sequence[Any]) -> Stages:
+    """The stages of the rank one of which is called with ``args``."""
     given = next((value for value in args if isinstance(value, torch.nn.Parameter)), None)
-    stages = (module for known in _declared.stages if (module := known()) is not None)
-    return given is not None and any(
-        given is parameter for module in stages for parameter in module.parameters()
-    )
+    for known in _declared.stages if given is not None else ():
+        at = None if given is None else known.index_of(given)
+        if at is not None:
+            num_forwards = len(known.modules) * known.num_microbatches
+            share = known.shares[at] if known.shares else None
+            return Stages(len(known.modules), num_forwards, share)
+    return Stages(0, 0)
 
 
 def declared_around(args: Sequence[Any]) -> list[list[torch.nn.Parameter]]:

@@ -29,7 +29,7 @@ from memo_compile.driver.around import (
 )
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
-from memo_compile.driver.declared import assumed_group, declared_around, is_pipeline_stage
+from memo_compile.driver.declared import assumed_group, declared_around, stages_around
 from memo_compile.driver.early_gradients import own_leaves
 from memo_compile.driver.facts import OPTIMIZER_TENSORS
 from memo_compile.driver.group_members import GroupMembers
@@ -53,6 +53,9 @@ PIPELINE_FIRST_STEP = (
     "ordinary memory and may exceed memory_budget; from the second on all of them are planned as "
     "one group"
 )
+
+MAX_ALONE = 2
+"""A pipeline runs a microbatch by itself to find out shapes, or where a step fails."""
 
 PERSISTS = 2
 """So many steps in a row with the same number of further members are planned for."""
@@ -87,6 +90,10 @@ class GroupedSteps:
     _deviating: tuple[object | None, int] = (None, 0)
     """What the last steps were that had more members than are planned, or another order, and how
     many steps."""
+    _num_alone: int = 0
+    """So many times in a row a microbatch of a pipeline ran by itself."""
+    _is_part: bool = False
+    """Several graphs of a step, of which this is one, are planned together."""
     _waiting_bytes: int = 0
     """Gradients of the last step that were there when the next one began."""
     _memory: OutOfMemory = field(init=False)
@@ -161,8 +168,8 @@ class GroupedSteps:
     def _may_be_group(self) -> bool:
         """True where several modules' steps are live together, as far as was seen."""
         keys = () if self._watch is None else self._watch.keys
-        distinct = 1 if self._is_pipeline() else len(keys)
-        return len(keys) > 1 and len({*keys}) == distinct and None not in keys
+        are_apart = self._is_pipeline() or len({*keys}) == len(keys)
+        return len(keys) > 1 and are_apart and None not in keys
 
     def _is_pipeline(self) -> bool:
         return self._watch is not None and self._watch.is_pipeline
@@ -177,8 +184,12 @@ class GroupedSteps:
         """True while a backward of a step may still come."""
         return self._any_live()
 
-    def hand_over(self) -> None:
-        """The steps of the graph are run by someone else from now on."""
+    def hand_over(self, *, is_part: bool) -> None:
+        """The steps of the graph are run by someone else from now on, or no more.
+
+        ``is_part``: what they leave over is no group, if it is of a pipeline.
+        """
+        self._is_part = is_part
         seen, self._watch = self._watch, None
         if seen is not None:
             seen.stop()
@@ -201,13 +212,18 @@ class GroupedSteps:
             if not seen.is_learned:
                 self._learn(seen)
         problem, facts = self.assembly.problem, self.assembly.lowered.cut.facts
-        budget = self.assembly.config.memory_budget
+        budget, stages = self.assembly.config.memory_budget, stages_around(args)
+        self._num_alone = 0 if seen is None or seen.is_group() else self._num_alone + 1
+        if stages.num_stages == 1 and self.planned is None and self._num_alone > MAX_ALONE:
+            self.assembly.keep_budget()  # nobody else does
         if self.planned is None and self.assembly.group and self.assembly.members:
             self._take(self.assembly.group, self.assembly.members)
         if self.planned is None and seen is None:
             self._plan_declared(args)
         is_new = self.planned is None or self.planned.members.is_assumed
-        is_first = is_new and budget is not None and facts.device.type == "cpu"
+        is_first = (
+            is_new and facts.device.type == "cpu" and (budget is not None or stages.num_stages == 1)
+        )
         self._watch = StepWatch(
             problem.halves[1],
             num_user_results(*problem.halves),
@@ -215,7 +231,10 @@ class GroupedSteps:
             is_first,
             is_new,
         )
-        self._watch.is_pipeline = is_pipeline_stage(args)
+        self._watch.is_pipeline = stages.num_stages > 0
+        expects = self.planned is None and self._num_alone <= MAX_ALONE
+        self._watch.num_forwards = stages.num_forwards if expects else 0
+        self._watch.is_part = stages.num_stages > 1 or self._is_part
         self._watch.follows_parameters = is_first and has_fsdp_modules()
         self._members.clear()
         if self.planned is not None:
@@ -315,7 +334,9 @@ class GroupedSteps:
         existing = self._existing_bytes(members) if existing is None else existing
         fixed = replace(group.fixed, gradients=group.fixed.gradients + existing)
         counted = replace(group, fixed=fixed)
-        request = PlanRequest(group=counted, host_store=assembly.request.host_store)
+        request = PlanRequest(
+            group=counted, shares=group.shares, host_store=assembly.request.host_store
+        )
         config = request.applied_to(assembly.config)
         assembly.members = replace(members, group=group, existing_bytes=existing)
         try:
@@ -406,7 +427,7 @@ class GroupedSteps:
                 state.count_unplanned()  # beyond that it is counted where it takes its memory
             return self.assembly.forward(args, watched=True)
         may_be_group = self._may_be_group()
-        if may_be_group and self.assembly.plan.budget_bytes is not None:
+        if may_be_group and self.assembly.config.memory_budget is not None:
             state.warn_once(PIPELINE_FIRST_STEP) if self._is_pipeline() else state.warn_once(
                 "a graph is called by several modules whose steps are live together (regional "
                 "compilation): its first step is watched, runs in ordinary memory and may exceed "

@@ -89,7 +89,8 @@ class PieceKnowledge:
     @property
     def whole(self) -> WholeStep:
         """The step before tiles and moves, for the checker."""
-        return joined_whole([graph.whole for graph in self.graphs], self.members)
+        wholes = [graph.whole for graph in self.graphs]
+        return joined_whole(wholes, self.members, self.group.order)
 
     @property
     def hardware(self) -> HardwareProfile | None:

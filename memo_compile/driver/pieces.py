@@ -6,15 +6,20 @@ planned as one step, in one frame (``step/joined.py``). A graph is told apart by
 in the step by the order of calls. What is not as planned runs by the graph's own plan, in ordinary
 memory, if the budget allows, and is counted.
 
-Without a budget graphs run by their own plans.
+The stages of a pipeline's rank are graphs of one step as well, and so are microbatches of several
+sizes: there the order of the halves is the schedule's.
+
+Without a budget graphs run by their own plans, but for several stages of a rank.
 """
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from memo_runtime.arena import arena_of
 from memo_runtime.group_steps import GroupPlan, GroupStep
 from memo_runtime.leases import StepCounters, leases
@@ -24,18 +29,19 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.around import apart, parameters_around
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
+from memo_compile.driver.declared import Stages, stages_around
 from memo_compile.driver.early_gradients import own_leaves
 from memo_compile.driver.facts import OPTIMIZER_TENSORS
 from memo_compile.driver.group_members import GroupMembers
-from memo_compile.driver.groups import PERSISTS, GroupedSteps
+from memo_compile.driver.groups import PERSISTS, PIPELINE_FIRST_STEP, GroupedSteps
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.piece_knowledge import PieceKnowledge
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.driver.step_planner import plan_known
 from memo_compile.driver.step_watch import SeenGraph, StepWatch
-from memo_compile.errors import Infeasible
+from memo_compile.errors import Infeasible, MemoError
 from memo_compile.reporting import state
-from memo_compile.step.group import Group, num_user_results
+from memo_compile.step.group import Group, HalfOrder, nested_order, num_user_results
 from memo_compile.step.interludes import most_between
 from memo_compile.step.plans import Observed, ReportedGroup
 from memo_compile.step.problem import FixedBytes
@@ -49,6 +55,12 @@ FIRST_STEP = (
     "buckets): in their first step each keeps memory_budget by itself, and their sum may exceed "
     "it; from the next on they are planned as one step"
 )
+
+_OF_PIECES = (
+    "These are {} graphs of one step, planned as one (graph breaks or DistributedDataParallel's "
+    "buckets cut it): one whole graph needs less"
+)
+_OF_PIPELINE = "These are the {} forwards of a pipeline's rank, with their backwards, in its order"
 
 NO_ORDER = (
     "several graphs of one step are live together, and their backwards do not come in the opposite "
@@ -66,6 +78,8 @@ class Piece:
     """The step of several graphs that it is planned in."""
     is_known: bool = False
     """A step with it has ended."""
+    is_chunk: bool = False
+    """It is one of several stages of its rank in a pipeline."""
 
     def __post_init__(self) -> None:
         _pieces.add(self)
@@ -88,15 +102,20 @@ class Piece:
 
     def forward(self, args: list[Any]) -> list[Any]:
         """The forward's results; empties ``args``. Raises as ``Assembly.forward``."""
-        if self.assembly.config.memory_budget is None:
+        stages = stages_around(args)
+        self.is_chunk = stages.num_stages > 1
+        if not self._is_watched:
             return self.own.forward(args)
-        return _pieces.forward(self, args)
+        return _pieces.forward(self, args, stages)
 
     def backward(self, args: list[Any]) -> list[Any]:
         """The backward's results; empties ``args``. Raises as ``Assembly.backward``."""
-        if self.assembly.config.memory_budget is None:
-            return self.own.backward(args)
-        return _pieces.backward(self, args)
+        return _pieces.backward(self, args) if self._is_watched else self.own.backward(args)
+
+    @property
+    def _is_watched(self) -> bool:
+        """True where all graphs of a step matter."""
+        return self.is_chunk or self.assembly.config.memory_budget is not None
 
     def retire(self) -> None:
         """Let go of what is held for a model that is gone."""
@@ -117,20 +136,24 @@ class PiecesWatch(StepWatch):
         forward, backward = problem.halves
         return SeenGraph(backward, num_user_results(forward, backward), problem.tangents)
 
-    def has_run(self) -> bool:
-        """True where every forward had its backward."""
-        return {number for is_backward, number in self.calls if is_backward} == {
-            *range(len(self.pieces))
-        }
+    @property
+    def order(self) -> HalfOrder:
+        """The halves as they ran."""
+        return tuple((member, is_backward) for is_backward, member in self.calls)
 
     def is_step(self) -> bool:
-        """True for several graphs, and their backwards in the opposite order."""
+        """True for several graphs, and their backwards in the opposite order.
+
+        In a pipeline in any order.
+        """
         count = self.num_members
-        order = [(False, at) for at in range(count)] + [(True, at) for at in range(count)][::-1]
+        is_whole = self.has_run() and count >= self.num_forwards
+        if not self.is_pipeline:
+            is_whole = self.order == nested_order(count)
         configs = [piece.assembly.config for piece in self.pieces]
         devices = {piece.assembly.step.device for piece in self.pieces}
         alike = all(_alike(config, configs[0]) for config in configs) and len(devices) == 1
-        return self.calls == order and alike and not self.is_mixed
+        return count > 1 and is_whole and alike and not self.is_mixed
 
 
 def _alike(first: MemoConfig, second: MemoConfig) -> bool:
@@ -157,14 +180,23 @@ class JointSteps:
     """Explains what is refused beside the plan."""
     step: GroupStep | None = None
     """The live step; the last one where none is."""
-    deviating: tuple[tuple[Piece, ...], int] = ((), 0)
-    """The graphs of the last steps, where they are others than planned, and how many steps."""
+    deviating: tuple[object, int] = (None, 0)
+    """What the last steps were, where they are others than planned, and how many steps."""
 
     @classmethod
-    def of(cls, pieces: tuple[Piece, ...], group: Group, members: GroupMembers) -> "JointSteps":
-        """Planned and bound, its memory taken. Raises Infeasible: no plan fits the budget."""
+    def of(
+        cls,
+        pieces: tuple[Piece, ...],
+        group: Group,
+        members: GroupMembers,
+        existing: int | None = None,
+    ) -> "JointSteps":
+        """Planned and bound, its memory taken, beside ``existing`` bytes of gradients.
+
+        None: those that there are now. Raises Infeasible: no plan fits the budget.
+        """
         graphs = tuple(dict.fromkeys(pieces))
-        existing = members.existing_gradient_bytes()
+        existing = members.existing_gradient_bytes() if existing is None else existing
         fixed = replace(group.fixed, gradients=group.fixed.gradients + existing)
         known = PieceKnowledge(
             graphs=[piece.assembly.known for piece in graphs],
@@ -172,16 +204,15 @@ class JointSteps:
             group=replace(group, fixed=fixed),
         )
         first = pieces[0].assembly
-        request = PlanRequest(host_store=first.request.host_store)
+        request = PlanRequest(shares=group.shares, host_store=first.request.host_store)
         config = request.applied_to(first.config)
         try:
             with shim.nothing_else_compiles():
                 planned = plan_known(known, config, request)
         except Infeasible as error:
+            about = _OF_PIPELINE if group.order else _OF_PIECES
             raise Infeasible(
-                f"{error}. These are {len(pieces)} graphs of one step, planned as one (graph "
-                "breaks or DistributedDataParallel's buckets cut it): one whole graph needs less",
-                floor_bytes=error.floor_bytes,
+                f"{error}. {about.format(len(pieces))}", floor_bytes=error.floor_bytes
             ) from None
         steps = [piece.assembly.lowered.cut for piece in pieces]
         bound = bind_group(planned, steps, config)
@@ -211,8 +242,23 @@ class JointSteps:
         """True while a step of it holds the frame."""
         return self.step is not None and not self.step.is_over
 
-    def place_of(self, piece: Piece) -> int | None:
-        """Which member the forward of ``piece`` is that begins now; None: there is none left."""
+    @property
+    def is_pipeline(self) -> bool:
+        """True where members are microbatches, in the order of their schedule."""
+        return bool(self.members.group.order)
+
+    def serves(self, pieces: tuple[Piece, ...], order: HalfOrder) -> bool:
+        """True where a step of ``pieces`` is planned. Pieces of a model may leave some out."""
+        if self.is_pipeline:
+            return pieces == self.pieces and order == self.bound.order
+        return _is_part(pieces, self.pieces)
+
+    def place_of(self, piece: Piece, number: int) -> int | None:
+        """Which member the forward of ``piece``, the step's ``number``-th, is; None: it is none."""
+        if self.is_pipeline:
+            known = number < len(self.pieces) and self.pieces[number] is piece
+            live = self.step if self.is_live else None
+            return number if known and (live is None or live.takes(number)) else None
         position = self.step.position if self.step is not None and self.is_live else 0
         places = (at for at, own in enumerate(self.pieces) if own is piece and at >= position)
         return next(places, None)
@@ -230,8 +276,10 @@ class JointSteps:
     def require_room(self, piece: Piece) -> None:
         """Raise Infeasible if a forward that the plan has no place for does not fit beside it."""
         plan, budget = self.planned.plan, self.planned.plan.budget_bytes
+        waiting = (known.assembly.step.live + known.assembly.step.beyond for known in self.pieces)
+        count = 1 + (sum(waiting) if self.is_pipeline else 0)
         own = piece.assembly.plan
-        peak = plan.peak_bytes + own.arena_bytes + own.fixed.outputs
+        peak = plan.peak_bytes + count * (own.arena_bytes + own.fixed.outputs)
         if budget is not None and peak > budget:
             raise Infeasible(
                 f"a forward that the plan of its step's {len(self.pieces)} graphs has no place for "
@@ -314,12 +362,12 @@ class _Pieces:
             if piece.joint is not None:
                 self._drop(piece.joint)
 
-    def forward(self, piece: Piece, args: list[Any]) -> list[Any]:
+    def forward(self, piece: Piece, args: list[Any], stages: Stages) -> list[Any]:
         """The results of ``piece``'s forward."""
         with self.lock:
             leaves = own_leaves(args)
             if self.watch is None or not any(known.is_live for known in list(self.graphs)):
-                self._begin_step(piece)
+                self._begin_step(piece, stages)
             watch = self.watch
             assert watch is not None, "a step has begun"
             number = len(watch.pieces)
@@ -327,7 +375,7 @@ class _Pieces:
             watch.begin((False, number), leaves)
             del leaves
             joint = piece.joint
-            member = None if joint is None or watch.is_mixed else joint.place_of(piece)
+            member = None if joint is None or watch.is_mixed else joint.place_of(piece, number)
             if joint is None or member is None:
                 self._require_room(watch, piece)
         if joint is None or member is None:
@@ -357,9 +405,24 @@ class _Pieces:
         with self.lock:
             if watch is not None and number is not None:
                 watch.end((True, number), results)
+                self._learn_at_end(watch)
         return results
 
-    def _begin_step(self, piece: Piece) -> None:
+    def _learn_at_end(self, seen: PiecesWatch) -> None:
+        """Plan a pipeline's step as soon as all of it has run, as ``GroupedSteps`` does."""
+        joint = seen.pieces[0].joint
+        is_first = joint is None or joint.members.is_assumed
+        is_cpu = seen.pieces[0].assembly.step.device.type == "cpu"
+        if not (seen.is_pipeline and is_first and is_cpu and seen.is_step()):
+            return
+        if any(known.is_live for known in list(self.graphs)):
+            return
+        seen.stop()
+        with contextlib.suppress(MemoError, RuntimeError), torch.enable_grad():
+            self._learn(seen, seen.existing_gradient_bytes())
+            seen.is_learned = True
+
+    def _begin_step(self, piece: Piece, stages: Stages) -> None:
         """No step is live: what was seen of the last one is planned for.
 
         Raises Infeasible: no plan fits the budget, now and before each step until one does.
@@ -370,7 +433,8 @@ class _Pieces:
             seen.stop()
             for known in seen.pieces:
                 known.is_known = True
-            self.seen[tuple(seen.pieces)] = seen
+            if not seen.is_learned:
+                self.seen[tuple(seen.pieces)] = seen
         for pieces in [pieces for pieces in self.seen if piece in pieces]:
             self._learn(self.seen[pieces])
             del self.seen[pieces]
@@ -384,20 +448,27 @@ class _Pieces:
         looks = is_new and on_cpu and len(self.graphs) > 1 and self.num_looks < MAX_LOOKS
         self.num_looks += looks
         self.watch = PiecesWatch(problem.halves[1], 0, {}, looks, is_new)
+        self.watch.is_pipeline = stages.num_stages > 0
+        self.watch.is_part = stages.num_stages > 1
+        self.watch.num_forwards = stages.num_forwards if joint is None else 0
 
-    def _learn(self, seen: PiecesWatch) -> None:
-        """Plan what was seen, where several graphs were live together."""
+    def _learn(self, seen: PiecesWatch, existing: int | None = None) -> None:
+        """Plan what was seen, where several graphs were live together.
+
+        ``existing``: as for ``JointSteps.of``.
+        """
         pieces = tuple(seen.pieces[: seen.num_members])
-        if len(set(pieces)) < 2 or any(piece not in self.graphs for piece in pieces):
+        is_one = len(set(pieces)) < 2 and not seen.is_part and not any(p.joint for p in pieces)
+        if is_one or any(piece not in self.graphs for piece in pieces):
             return
         if not seen.is_step():
             if seen.has_run() and not any(piece.joint for piece in pieces):
-                state.warn_once(NO_ORDER)
+                self._leave_apart(seen)
             return
         known = {piece.joint for piece in pieces}
         joint = next(iter(known)) if len(known) == 1 else None
-        if joint is not None and _is_part(pieces, joint.pieces):
-            joint.deviating = ((), 0)
+        if joint is not None and joint.serves(pieces, seen.order):
+            joint.deviating = (None, 0)
             if pieces == joint.pieces and joint.members.is_assumed and seen.samples:
                 group = seen.group(self._fixed(seen))
                 is_other = group.interludes or group.passed != joint.members.group.passed
@@ -406,47 +477,85 @@ class _Pieces:
                 else:
                     joint.members = replace(joint.members, is_assumed=False)
             return
-        if any(known) and not self._persists(pieces, [found for found in known if found]):
+        step = (pieces, seen.order)
+        if any(known) and not self._persists(step, [found for found in known if found]):
             return
         group = seen.group(self._fixed(seen))
         found = [own for own in (reference() for reference in seen.parameters()) if own is not None]
         members = GroupMembers.of((), found, group, is_assumed=not seen.samples)
-        made = JointSteps.of(pieces, group, members)
+        made = self._made(seen, pieces, group, members, existing)
+        if made is None:
+            return
         for other in filter(None, known):
             self._drop(other)
         self._take(None, made)
 
-    def _persists(self, pieces: tuple[Piece, ...], joints: Sequence[JointSteps]) -> bool:
-        """True once steps of ``pieces``, which no plan covers, came so often in a row."""
+    def _leave_apart(self, seen: PiecesWatch) -> None:
+        """Graphs of a step are not planned together: each keeps the budget by itself."""
+        if not seen.is_pipeline:
+            state.warn_once(NO_ORDER)
+        elif seen.num_members >= seen.num_forwards:
+            state.warn_once(NO_ORDER)
+            for piece in seen.pieces:
+                piece.assembly.keep_budget()
+
+    def _made(
+        self,
+        seen: PiecesWatch,
+        pieces: tuple[Piece, ...],
+        group: Group,
+        members: GroupMembers,
+        existing: int | None,
+    ) -> JointSteps | None:
+        """The plan of what was seen. Raises Infeasible: no plan fits the budget.
+
+        None for a pipeline's step that does not fit and in which graphs were compiled, so that what
+        runs between them was not measured: the next one shows that, and the floor is known.
+        """
+        try:
+            return JointSteps.of(pieces, group, members, existing)
+        except Infeasible:
+            on_cpu = pieces[0].assembly.step.device.type == "cpu"
+            if not seen.is_pipeline or seen.samples or not on_cpu or self.num_looks >= MAX_LOOKS:
+                raise
+            return None
+
+    def _persists(self, step: object, joints: Sequence[JointSteps]) -> bool:
+        """True once such steps, which no plan covers, came so often in a row."""
         times = max(
-            (joint.deviating[1] for joint in joints if joint.deviating[0] == pieces), default=0
+            (joint.deviating[1] for joint in joints if joint.deviating[0] == step), default=0
         )
         for joint in joints:
-            joint.deviating = (pieces, times + 1)
+            joint.deviating = (step, times + 1)
         return times + 1 >= PERSISTS
 
     def _require_room(self, watch: PiecesWatch, piece: Piece) -> None:
         """A forward runs by its graph's own plan: beside others, say so, or refuse it."""
         others = [known for known in watch.pieces if known is not piece and known.is_live]
-        if piece.joint is not None and piece.joint.is_live:
-            piece.joint.require_room(piece)
-            state.count_unplanned()
+        joint = piece.joint
+        if joint is not None and (joint.is_live or joint.is_pipeline):
+            joint.require_room(piece)
+            if piece.assembly.step.live < piece.assembly.step.max_inflight:
+                state.count_unplanned()  # beyond that it is counted where it takes its memory
+        elif others and watch.is_pipeline:
+            state.warn_once(PIPELINE_FIRST_STEP)
         elif others and not piece.is_known:
             state.warn_once(FIRST_STEP)
-        elif others and (joint := others[0].joint) is not None:
-            joint.require_room(piece)
+        elif others and (other := others[0].joint) is not None:
+            other.require_room(piece)
 
     def _take(self, before: JointSteps | None, joint: JointSteps) -> None:
         """From now on the graphs of ``joint`` run by it."""
         if before is not joint:
             for piece in joint.pieces:
                 piece.joint = joint
-                piece.own.hand_over()
+                piece.own.hand_over(is_part=True)
 
     def _drop(self, joint: JointSteps) -> None:
         for piece in joint.pieces:
             if piece.joint is joint:
                 piece.joint = None
+                piece.own.hand_over(is_part=False)
         joint.forget()
 
     def _fixed(self, seen: PiecesWatch) -> FixedBytes:

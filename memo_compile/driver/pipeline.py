@@ -22,6 +22,7 @@ from memo_compile.analysis.joint_units import backward_positions, forward_positi
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_step
+from memo_compile.driver.declared import stages_around
 from memo_compile.driver.gradient_watch import GradientWatch
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.left_whole import say_dropped
@@ -66,9 +67,11 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
     alone, own = replace(request, group=None), config
     if request.group is not None:  # the group obeys the budget; by itself runs what is beyond it
         own = replace(config.at_any_speed(), memory_budget=None)
-    planned, alone = _planned_at_first(lowered, own, alone, known, gradients)
+    is_stage = stages_around(lowered.cut.facts.inputs()).num_stages > 0
+    first = _stage_at_first if is_stage else _planned_at_first
+    planned, alone = first(lowered, own, alone, known, gradients)
     group = None if request.group is None else plan_step(lowered, config, request, known)
-    if group is None:
+    if group is None and not is_stage:
         require_fast(planned.plan, config, known)
     assembly = Assembly(
         lowered=lowered,
@@ -96,6 +99,31 @@ def _leaving_at_first(known: StepKnowledge, gradients: GradientWatch) -> tuple[i
     if len(inputs) != len(cut.backward.results):
         return ()
     return gradients.leaving(inputs, expected=known.config.gradients)
+
+
+def _stage_at_first(
+    lowered: LoweredStep,
+    config: MemoConfig,
+    request: PlanRequest,
+    known: StepKnowledge,
+    gradients: GradientWatch,
+) -> tuple[PlannedStep, PlanRequest]:
+    """As ``_planned_at_first``, for one microbatch of a pipeline's stage; refuses nothing.
+
+    It runs by this plan while the first step is watched. The plan of all microbatches keeps the
+    budget, and a floor is named when that is made: no floor of one alone would hold.
+    """
+    bounds: list[float | str | None] = [config.memory_budget]
+    for bound in bounds:
+        try:
+            own = replace(config.at_any_speed(), memory_budget=bound)
+            planned, found = _planned_at_first(lowered, own, request, known, gradients)
+            return replace(planned, plan=replace(planned.plan, budget_bytes=None)), found
+        except Infeasible as error:
+            if bound is None:
+                raise
+            bounds.append(error.floor_bytes if len(bounds) == 1 else None)
+    raise AssertionError("the last bound is None")
 
 
 def _planned_at_first(

@@ -96,6 +96,8 @@ class PlanRequest:
     refused more; None: nothing was refused."""
     group: Group | None = None
     """The live steps of this graph that are planned as one; None: it is planned by itself."""
+    shares: tuple[float, ...] = ()
+    """Per member the share of its saved bytes that goes to the host; empty: the plan's affair."""
     granted_host_bytes: int | None = None
     """Bytes of host memory that a step may take, after more was refused; None: none was."""
 

@@ -189,7 +189,8 @@ class StepPlanner:
     def step(self) -> MovableStep:
         """The step as layers with slots."""
         num_members = self.request.num_members
-        return self.known.movable(self.problem, self.config.host_store, num_members)
+        step = self.known.movable(self.problem, self.config.host_store, num_members)
+        return replace(step, shares=self.request.shares)
 
     @property
     def compute_s(self) -> float:
@@ -199,7 +200,7 @@ class StepPlanner:
     def decide(self) -> PlannedStep:
         """The step that keeps everything if that fits and is allowed, else the fastest one."""
         budget_bytes = self._budget_bytes()
-        if self.config.policy in ("auto", "save"):
+        if self.config.policy in ("auto", "save") and not self.request.shares:
             may_fit = budget_bytes is None or peak_live_bytes(self.problem) <= budget_bytes
             if may_fit or self._can_only_save():
                 saved = self._place(self.problem)
@@ -285,10 +286,11 @@ class StepPlanner:
             return self._choose_within(error.floor_bytes)
 
     def _choose_within(self, budget_bytes: int | None) -> Choice:
+        policy = "kwai" if self.request.shares else self.config.policy
         return decide(
             self.step,
             self.known.library(self.config.host_store),
-            self.config,
+            replace(self.config, policy=policy),
             budget_bytes=budget_bytes,
             host_budget_bytes=self._host_budget_bytes(),
             place=lambda problem: self._place_candidate(problem, budget_bytes),

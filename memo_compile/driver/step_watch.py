@@ -18,6 +18,7 @@ from memo_runtime.heap import anonymous_bytes
 
 from memo_compile import shim
 from memo_compile.driver.around import parameters_around
+from memo_compile.driver.declared import stages_around
 from memo_compile.step.group import Group
 from memo_compile.step.interludes import MEASURED_BYTES
 from memo_compile.step.problem import FixedBytes, Half, Interlude
@@ -93,6 +94,8 @@ class Member:
     key: int | None
     """Where its first parameter lies."""
     parameters: list[weakref.ref[Any]] = field(default_factory=list)
+    share: float | None = None
+    """Of a pipeline's microbatch: the part of what it saves that goes to the host, if said."""
 
 
 class SeenGraph(NamedTuple):
@@ -137,6 +140,10 @@ class StepWatch:
     """Several threads ran it."""
     is_pipeline: bool = False
     """The forwards are microbatches of a pipeline's stage: of one module, in any order."""
+    num_forwards: int = 0
+    """In a pipeline how many a whole step has, as declared."""
+    is_part: bool = False
+    """The rank has more stages than this one: all of them are a step, and this is none."""
     follows_parameters: bool = False
     """Parameters are gathered before a half and freed behind it (FSDP2)."""
     most_gathered: int = 0
@@ -163,8 +170,11 @@ class StepWatch:
                 result.alive_at = index
                 alive[result.storage.cdata] = result
         if not is_backward:
-            self.members.append(_member(args))
-            self._note_existing(_parameters(args))
+            member = _member(args)
+            member.share = stages_around(args).share if self.is_pipeline else None
+            if not self.is_pipeline or member.key not in self.keys:  # later it has some of its own
+                self._note_existing(_parameters(args))
+            self.members.append(member)
         if self.learns:
             self._look_at_parameters(index, is_backward=is_backward)
         for position, value in enumerate(args):
@@ -289,6 +299,12 @@ class StepWatch:
         """Of all members; what two of them share is there twice."""
         return tuple(own for member in self.members for own in member.parameters)
 
+    def has_run(self) -> bool:
+        """True where every forward had its backward, and no half ran twice."""
+        count = len(self.members)
+        halves = [(is_backward, at) for is_backward in (False, True) for at in range(count)]
+        return sorted(self.calls) == halves
+
     def is_group(self) -> bool:
         """True for forwards of several modules, and their backwards in the opposite order.
 
@@ -296,11 +312,9 @@ class StepWatch:
         """
         count = self.num_members
         if self.is_pipeline:
-            halves = [(is_backward, at) for at in range(count) for is_backward in (False, True)]
             alike = len({*self.keys}) == 1 and None not in self.keys
-            return (
-                count > 1 and sorted(self.calls) == sorted(halves) and alike and not self.is_mixed
-            )
+            whole = count >= max(2, self.num_forwards) and self.has_run()
+            return whole and alike and not (self.is_mixed or self.is_part)
         order = [(False, at) for at in range(count)] + [(True, at) for at in range(count)][::-1]
         apart = len({*self.keys}) == len(self.members) and None not in self.keys
         return count > 1 and self.calls == order and apart and not self.is_mixed
@@ -335,10 +349,15 @@ class StepWatch:
             gone=gone,
             passed=tuple(sorted(passed)),
             interludes=tuple(self._interludes(number, made)),
+            shares=self._shares(),
             order=tuple((at, is_backward) for is_backward, at in self.calls)
             if self.is_pipeline
             else (),
         )
+
+    def _shares(self) -> tuple[float, ...]:
+        found = [member.share for member in self.members]
+        return tuple(share for share in found if share is not None) if None not in found else ()
 
     def _gradients_made(self) -> Mapping[int, int]:
         """Half before which gradients of other modules appear -> bytes; the end for the rest."""

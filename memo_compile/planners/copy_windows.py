@@ -203,6 +203,8 @@ class _Forward:
                 urgent.remove(copy)
         last = self._lane.index(urgent[-1])
         behind = [copy for copy in self._lane[:last] if copy not in urgent]
+        if any(copy.offload.member != urgent[-1].offload.member for copy in behind):
+            return False  # its half has ended, and only there the value is at hand
         end_s = self._free_s
         for copy in urgent:
             end_s = max(end_s, copy.issued_s) + copy.seconds

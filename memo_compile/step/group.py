@@ -50,6 +50,8 @@ class Group:
     Gradients and results are counted, not arguments: these are others when the graph is compiled
     anew in other tiles."""
     interludes: tuple[Interlude, ...] = ()
+    shares: tuple[float, ...] = ()
+    """Per member the share of its saved bytes that goes to the host; empty: nobody said."""
     order: HalfOrder = ()
     """Each member's forward, and behind it its backward; empty: ``F0 F1 .. Fn-1 Bn-1 .. B0``."""
 

@@ -57,12 +57,16 @@ def halves_of_calls(problem: Problem) -> tuple[int, ...]:
 def _of_gap(
     gap: Sequence[StepCall], keys: Sequence[HalfKey], before: int, own: int
 ) -> Iterator[int]:
-    """The half of each copy and wait between regions of half ``before`` and of half ``own``."""
+    """The half of each copy and wait between regions of half ``before`` and of half ``own``.
+
+    The earlier one ends with the last copy that is issued; where a backward follows a forward,
+    with the last call of a forward.
+    """
     turns = keys[before][0] is Phase.FORWARD and keys[own][0] is Phase.BACKWARD
-    issued = max((at for at, call in enumerate(gap) if call.copy is not None), default=-1)
-    for at, call in enumerate(gap):
-        is_earlier = call.phase is keys[before][0] if turns else at <= issued
-        yield before if is_earlier else own
+    ends = (call.phase is Phase.FORWARD if turns else call.copy is not None for call in gap)
+    last = max((at for at, is_end in enumerate(ends) if is_end), default=-1)
+    for at in range(len(gap)):
+        yield before if at <= last else own
 
 
 def half_starts(problem: Problem) -> tuple[int, ...]:

@@ -1,9 +1,11 @@
 """The graphs of one step as one step: the pieces of a model that graph breaks or buckets cut.
 
     F B  of graph 0, F B  of graph 1, ..    ->    F0 F1 .. Fn-1 Bn-1 .. B0
+                                                  F0 F1 B1 F2 B0 ..      in the group's order
 
-As in a group, the order has a single turn from forward to backward, so that the step is an ordinary
-one, with more halves. A member is one forward and its backward; several may be of one graph.
+A member is one forward and its backward; several may be of one graph. Pieces of a model have a
+single turn from forward to backward. Where a rank of a pipeline has several stages, the members are
+(stage, microbatch) in the order of its schedule.
 Calls and values are named by their member, regions and layer classes by their graph, because two
 graphs use the same names for different things. What pieces hand to each other goes through the
 user's code, in ordinary memory.
@@ -13,7 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from memo_compile.step.group import Group, own_half, own_layer, own_name
+from memo_compile.step.group import (
+    Group,
+    HalfOrder,
+    nested_order,
+    own_half,
+    own_layer,
+    own_name,
+)
 from memo_compile.step.movable import MovableStep, StepCosts
 from memo_compile.step.problem import Half, Phase, Problem, StepCall, Storage
 from memo_compile.step.tilings import Tiling, WholeStep
@@ -51,7 +60,8 @@ def renamed(values: Iterable[Mapping[str, T]]) -> dict[str, T]:
 def joined_problem(problems: Sequence[Problem], members: Sequence[int], group: Group) -> Problem:
     """The step of all members, in which everything is kept; ``members`` are their graphs."""
     own = [problems[graph] for graph in members]
-    halves = _in_order([problem.halves for problem in own])
+    order = group.order or nested_order(len(own))
+    halves = _in_order([problem.halves for problem in own], order)
     tangents = {
         own_name(value, member): size
         for member, problem in enumerate(own)
@@ -65,7 +75,7 @@ def joined_problem(problems: Sequence[Problem], members: Sequence[int], group: G
             name: replace(region, name=name)
             for name, region in renamed(problem.regions for problem in problems).items()
         },
-        calls=_calls([problem.calls for problem in own], members),
+        calls=_calls([problem.calls for problem in own], members, order),
         inputs=tuple(
             own_name(value, member)
             for member, problem in enumerate(own)
@@ -90,8 +100,11 @@ def joined_problem(problems: Sequence[Problem], members: Sequence[int], group: G
     )
 
 
-def joined_whole(wholes: Sequence[WholeStep], members: Sequence[int]) -> WholeStep:
+def joined_whole(
+    wholes: Sequence[WholeStep], members: Sequence[int], order: HalfOrder = ()
+) -> WholeStep:
     """What the graphs say that the members compute together, for the checker."""
+    order = order or nested_order(len(members))
     own = [wholes[graph] for graph in members]
     tilings = {
         InGraph(graph, region).joined: _tiling(tiling, graph)
@@ -99,8 +112,8 @@ def joined_whole(wholes: Sequence[WholeStep], members: Sequence[int]) -> WholeSt
         for region, tiling in whole.tilings.items()
     }
     return WholeStep(
-        calls=_calls([whole.calls for whole in own], members),
-        halves=_in_order([whole.halves for whole in own]),
+        calls=_calls([whole.calls for whole in own], members, order),
+        halves=_in_order([whole.halves for whole in own], order),
         tilings=tilings,
     )
 
@@ -126,27 +139,28 @@ def joined_step(
     )
 
 
-def _in_order(halves: Sequence[Sequence[Half]]) -> tuple[Half, ...]:
-    numbered = list(enumerate(halves))
-    return (
-        *(own_half(forward, member) for member, (forward, _) in numbered),
-        *(own_half(backward, member) for member, (_, backward) in reversed(numbered)),
-    )
+def _in_order(halves: Sequence[Sequence[Half]], order: HalfOrder) -> tuple[Half, ...]:
+    """The halves of all members; each has a forward and, as second, a backward."""
+    return tuple(own_half(halves[member][is_backward], member) for member, is_backward in order)
 
 
-def _calls(calls: Sequence[Sequence[StepCall]], members: Sequence[int]) -> tuple[StepCall, ...]:
+def _calls(
+    calls: Sequence[Sequence[StepCall]], members: Sequence[int], order: HalfOrder
+) -> tuple[StepCall, ...]:
     """The calls of all members; layers of one class are numbered through."""
     counts: dict[str, int] = {}
-    found: dict[Phase, list[list[StepCall]]] = {phase: [] for phase in Phase}
+    found: list[list[StepCall]] = []
     for member, (graph, own) in enumerate(zip(members, calls, strict=True)):
         mine = [_own_call(call, member, graph, counts) for call in own]
         for call in mine:
             if call.layer_class is not None:
                 counts[call.layer_class] = max(counts.get(call.layer_class, 0), call.instance + 1)
-        for phase in Phase:
-            found[phase].append([call for call in mine if call.phase is phase])
+        found.append(mine)
     return tuple(
-        call for own in (*found[Phase.FORWARD], *reversed(found[Phase.BACKWARD])) for call in own
+        call
+        for member, is_backward in order
+        for call in found[member]
+        if (call.phase is Phase.BACKWARD) is is_backward
     )
 
 

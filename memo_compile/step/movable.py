@@ -237,6 +237,8 @@ class MovableStep:
     costs: StepCosts
     token_granule: int = 128
     """``recompute_rows`` is a multiple of this."""
+    shares: tuple[float, ...] = ()
+    """Per member the share of its saved bytes that goes to the host; empty: nobody said."""
 
     def class_of(self, layer: Layer) -> LayerClass:
         """The class of ``layer``."""

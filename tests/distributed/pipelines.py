@@ -1,73 +1,125 @@
 """Stages of torch.distributed.pipelining under memo, beside the whole model in one process."""
 
 import copy
+import gc
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 
 import memo_compile
+from memo_compile.costs.measure import keep_large_blocks_apart, watch_memory
 from memo_compile.reporting import state
 from tests.numerics.small import Block
 
 HIDDEN, ROWS, STEPS = 32, 64, 4
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+SINGLE = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+LOOPED = {"interleaved": ScheduleInterleaved1F1B, "bfs": ScheduleLoopedBFS}
+CHUNKS = 2
+"""Stages of each rank in a looped schedule."""
 
 
 def main(*, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each setting's training gives, one after the other in the same processes."""
-    return [trained(**setting) for setting in settings]
+    return [measured(**setting) for setting in settings]
 
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).pow(2).mean()
 
 
+def measured(*, budget_share: float | None = None, **setting: Any) -> dict[str, Any]:
+    """``trained``; with ``budget_share`` under that share of what the rank's group needs without.
+
+    ``peaks`` are bytes from the second step on: parameters and the batch, and what came on top.
+    """
+    found = trained(**setting)
+    if budget_share is None:
+        return found
+    peaks = [group["peak_bytes"] for group in found["groups"]]
+    budget = int(budget_share * peaks[0]) if peaks else found["peak_bytes"]
+    options = {**setting.pop("options", {}), "memory_budget": budget}
+    return {**trained(**setting, options=options), "budget_bytes": budget}
+
+
+class Pipeline:
+    """A rank's stages under memo, and the whole model in eager."""
+
+    def __init__(
+        self, schedule: str, num_microbatches: int, hidden: int, options: dict[str, Any]
+    ) -> None:
+        torch._dynamo.reset()
+        state.reset()
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(0)
+        self.eager = nn.Sequential(*(Block(hidden) for _ in range(CHUNKS * num_ranks)))
+        is_looped = schedule in LOOPED
+        num_stages = num_ranks * (CHUNKS if is_looped else 1)
+        per_stage = len(self.eager) // num_stages
+        self.theirs = [
+            self.eager[per_stage * stage : per_stage * (stage + 1)]
+            for stage in range(rank, num_stages, num_ranks)
+        ]
+        self.own = [copy.deepcopy(part) for part in self.theirs]
+        stages = [
+            PipelineStage(part, rank + num_ranks * at, num_stages, torch.device("cpu"))
+            for at, part in enumerate(self.own)
+        ]
+        kind = {**SINGLE, **LOOPED}[schedule]
+        made = kind(stages if is_looped else stages[0], num_microbatches, loss_fn=loss_of)
+        chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **options}
+        self.run = memo_compile.pipeline(made, **chosen)
+
+    def errors(self) -> dict[str, float]:
+        """Per parameter how far its gradient is from eager's, as a share of the largest."""
+        pairs = zip(self.own, self.theirs, strict=True)
+        return {
+            f"{at}.{name}": float((mine.grad - other.grad).abs().max() / other.grad.abs().max())
+            for at, (own, theirs) in enumerate(pairs)
+            for (name, mine), other in zip(own.named_parameters(), theirs.parameters(), strict=True)
+        }
+
+
 def trained(
     *,
     schedule: str,
     num_microbatches: int = 4,
+    rows: int = ROWS,
+    hidden: int = HIDDEN,
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Some steps of both, with an optimizer; the errors after each.
 
-    Between the second step and the third the stage is evaluated.
+    Between the second step and the third the stages are evaluated.
     """
-    torch._dynamo.reset()
-    state.reset()
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    eager = nn.Sequential(*(Block(HIDDEN) for _ in range(2 * num_ranks)))
-    own = copy.deepcopy(eager[2 * rank : 2 * rank + 2])
-    stage = PipelineStage(own, rank, num_ranks, torch.device("cpu"))
-    chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **(options or {})}
-    run = memo_compile.pipeline(
-        SCHEDULES[schedule](stage, num_microbatches, loss_fn=loss_of), **chosen
-    )
-    theirs = eager[2 * rank : 2 * rank + 2]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (own, eager)]
-    errors, unplanned = [], []
+    keep_large_blocks_apart()
+    both = Pipeline(schedule, num_microbatches, hidden, options or {})
+    parameters = [own for part in both.own for own in part.parameters()]
+    optimizers = [torch.optim.SGD(found, lr=0.1) for found in (parameters, both.eager.parameters())]
+    errors, unplanned, peaks = [], [], []
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        x, target = _batch(step, num_microbatches)
+        x, target = _batch(step, num_microbatches * rows, hidden)
         if step == 2:
             with torch.no_grad():
-                own(x)
-        _step(run, x, target)
+                [part(x) for part in both.own]
+        gc.collect()
+        with watch_memory() as memory:
+            _step(both.run, x, target)
+        peaks.append(memory.growth_bytes + sum(own.nbytes for own in (*parameters, x)))
         parts = zip(x.chunk(num_microbatches), target.chunk(num_microbatches), strict=True)
         for given, wanted in parts:
-            (loss_of(eager(given), wanted) / num_microbatches).backward()
-        errors.append(
-            {
-                name: float((mine.grad - other.grad).abs().max() / other.grad.abs().max())
-                for (name, mine), other in zip(
-                    own.named_parameters(), theirs.parameters(), strict=True
-                )
-            }
-        )
+            (loss_of(both.eager(given), wanted) / num_microbatches).backward()
+        errors.append(both.errors())
         for optimizer in optimizers:
             optimizer.step()
         unplanned.append(memo_compile.report().unplanned_steps)
@@ -76,6 +128,8 @@ def trained(
         "errors": errors,
         "active": report.active,
         "unplanned": unplanned,
+        "peaks": peaks[1:],
+        "peak_bytes": report.plans[-1].peak_bytes,
         "groups": [
             {
                 "num_instances": group.num_instances,
@@ -98,7 +152,7 @@ def _step(schedule: Any, x: torch.Tensor, target: torch.Tensor) -> None:
     )
 
 
-def _batch(step: int, num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _batch(step: int, rows: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    both = torch.randn(2, num_microbatches * ROWS, HIDDEN, generator=generator)
+    both = torch.randn(2, rows, hidden, generator=generator)
     return both[0], both[1]

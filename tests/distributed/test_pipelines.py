@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from tests.distributed.pipelines import CHUNKS, LOOPED
 from tests.distributed.ranks import run_ranks
 
 TOLERANCE = 3e-5
@@ -13,14 +14,30 @@ ANY = {"memory_budget": "100MiB", "policy": "full-offload"}
 SETTINGS = [
     {"schedule": "1f1b", "options": {**ANY, "debug": ["poison", "copies-late"]}},
     {"schedule": "gpipe", "options": {**ANY, "debug": ["poison", "copies-early"]}},
+    {"schedule": "interleaved", "options": {**ANY, "debug": ["poison", "copies-late"]}},
 ]
 MORE_SETTINGS = [
-    {"schedule": "1f1b", "num_microbatches": 8, "options": {**ANY, "debug": ["poison", *copies]}}
+    {"schedule": kind, "num_microbatches": 8, "options": {**ANY, "debug": ["poison", *copies]}}
+    for kind in ("1f1b", "interleaved")
     for copies in (["copies-late"], ["copies-early"])
 ] + [
+    {"schedule": "interleaved", "options": {"offload": 0.5, "debug": ["poison"]}},
+    {"schedule": "bfs", "options": {"policy": "full-recompute", "debug": ["poison"]}},
     {"schedule": "gpipe", "options": {"policy": "full-recompute", "debug": ["poison"]}},
     {"schedule": "1f1b", "options": {"policy": "full-recompute", "debug": ["poison"]}},
 ]
+TIGHT_SETTINGS = [
+    {
+        "schedule": kind,
+        "num_microbatches": 8,
+        "rows": 1024,
+        "hidden": 64,
+        "budget_share": 0.85,
+        "options": {"optimizer_state_bytes_per_parameter": 0, "debug": ["copies-late"]},
+    }
+    for kind in ("1f1b", "interleaved")
+]
+"""Smaller microbatches are less than what is measured between them."""
 
 
 def test_all_microbatches_are_planned_and_right(tmp_path, subtests):
@@ -32,6 +49,11 @@ def test_more_ranks_and_microbatches(tmp_path, subtests):
     assert_right(tmp_path, subtests, MORE_SETTINGS, num_ranks=4)
 
 
+@pytest.mark.full
+def test_every_rank_keeps_its_budget(tmp_path, subtests):
+    assert_right(tmp_path, subtests, TIGHT_SETTINGS, num_ranks=4)
+
+
 def assert_right(folder, subtests, settings, num_ranks):
     ranks = run_ranks("tests.distributed.pipelines", folder, {"settings": settings}, num_ranks)
     for number, rank in enumerate(ranks):
@@ -40,6 +62,7 @@ def assert_right(folder, subtests, settings, num_ranks):
                 count = setting.get("num_microbatches", 4)
                 is_alternating = setting["schedule"] == "1f1b"
                 num_live = min(count, num_ranks - number) if is_alternating else count
+                num_chunks = CHUNKS if setting["schedule"] in LOOPED else 1
                 assert found["active"]
                 assert found["unplanned"] == [found["unplanned"][0]] * 4, "but in the first step"
                 for errors in found["errors"]:
@@ -51,6 +74,9 @@ def assert_right(folder, subtests, settings, num_ranks):
                 assert found["unplanned"][0] > 0
                 assert len(found["groups"]) == 1, found
                 (group,) = found["groups"]
-                assert group["num_instances"] == count
-                if setting["options"]["policy"] == "full-offload":
-                    assert group["offloaded_bytes"] == group["host_bytes"] > 0
+                assert group["num_instances"] == count * num_chunks
+                assert group["offloaded_bytes"] == group["host_bytes"], "as planned"
+                if setting["options"].get("policy") == "full-offload":
+                    assert group["offloaded_bytes"] > 0
+                if setting.get("budget_share"):
+                    assert group["budget_bytes"] == found["budget_bytes"] >= max(found["peaks"])

@@ -3,12 +3,15 @@
 import copy
 import random
 
+import pytest
 import torch
 from torch import nn
 
 import memo_compile
-from memo_compile.driver.declared import declare_stage
+from memo_compile.driver.declared import declare_stages
+from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
+from memo_compile.step.interludes import MEASURED_BYTES
 from tests.numerics.small import Block
 
 HIDDEN = 16
@@ -27,13 +30,13 @@ DEVIATING = [
 class Stage:
     """A compiled stage and the same in eager, whose gradients are compared after each step."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, num_microbatches: int = 1, **options: object) -> None:
         torch._dynamo.reset()
         state.reset()
         torch.manual_seed(0)
         self.own = nn.Sequential(Block(HIDDEN), Block(HIDDEN))
         self.eager = copy.deepcopy(self.own)
-        declare_stage(self.own)
+        declare_stages(self.own, num_microbatches=num_microbatches)
         chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **options}
         self.run = torch.compile(self.own, backend="memo", dynamic=False, options=chosen)
 
@@ -96,3 +99,22 @@ def test_random_orders_have_eagers_gradients() -> None:
             elif waiting:
                 found.append(f"B{waiting.pop(chance.randrange(len(waiting)))}")
         stage.step(" ".join([*found, *(f"B{number}" for number in waiting)]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_the_first_refusal_names_a_floor_that_holds(num_microbatches: int) -> None:
+    def steps(**options: object) -> None:
+        stage = Stage(num_microbatches=num_microbatches, debug=("poison",), **options)
+        for _ in range(4):
+            stage.step(PLANNED)
+
+    steps()
+    unbounded = memo_compile.report().groups[-1].peak_bytes
+    with pytest.raises(Infeasible, match="floor") as refused:
+        steps(memory_budget=1)
+    floor = refused.value.floor_bytes
+    assert floor is not None
+    assert floor <= unbounded
+    steps(memory_budget=floor + MEASURED_BYTES)
+    assert memo_compile.report().groups[-1].peak_bytes <= floor + MEASURED_BYTES

@@ -18,6 +18,7 @@ from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, Copy, Into, Layout, Phase, Problem, StepCall
 from tests.steps.byte_machine import roomy
 from tests.steps.running import SETUPS, Ready, same
+from tests.steps.running_group import GroupReady, half_order
 
 SCHEDULES = ("normal", "early", "late")
 GRANULE = 512
@@ -25,6 +26,13 @@ ROOMY_SHARE = 0.5
 """Of the mutations: no two buffers share bytes, so that lives and places say nothing."""
 TWICE_SHARE = 0.15
 """Of the mutations: two at once, which might make up for each other."""
+
+PIPELINES = {
+    "pipeline that offloads": ("offload", "F0 F1 B0 F2 B1 B2"),
+    "pipeline that recomputes": ("recompute", "F0 F1 B1 F2 B0 B2"),
+    "pipeline of slices": ("slices", "F0 F1 F2 B0 B1 B2"),
+}
+"""Name -> the set-up of one microbatch, and the order of their halves."""
 
 Mutation = Callable[[random.Random, Problem, Plan], tuple[Problem, Plan]]
 """Another problem or plan; the same one where there is nothing to change."""
@@ -364,19 +372,28 @@ def outcomes(ready: Ready, num: int, seed: int) -> list[Outcome]:
     return [mutate(draw, ready, expected) for _ in range(num)]
 
 
+def ready_for(name: str) -> Ready:
+    """The step called ``name``."""
+    if name in PIPELINES:
+        setup, order = PIPELINES[name]
+        return GroupReady.of(SETUPS[setup].ready(), half_order(order))
+    return SETUPS[name].ready()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mutations", type=int, default=2000, help="over all set-ups")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--setups", default=",".join(SETUPS), help="separated by commas")
+    every = (*SETUPS, *PIPELINES)
+    parser.add_argument("--setups", default=",".join(every), help="separated by commas")
     options = parser.parse_args()
-    names = [name for name in SETUPS if name in options.setups.split(",")]
+    names = [name for name in every if name in options.setups.split(",")]
     totals: collections.Counter[str] = collections.Counter()
     print("| set-up | mutations | refused | harmless | changed and passed | s |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
     for number, name in enumerate(names):
         share = options.mutations // len(names) + (number < options.mutations % len(names))
-        ready = SETUPS[name].ready()
+        ready = ready_for(name)
         start = time.perf_counter()
         found = outcomes(ready, share, options.seed + number)
         seconds = time.perf_counter() - start

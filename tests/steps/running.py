@@ -149,12 +149,12 @@ def _recorded(call: Callable[[], torch.Tensor]) -> "Ready":
     results: list[list[Any]] = []
 
     def forward(plan: StepPlan, args: list[Any]) -> list[Any]:
-        given.append(_copied(args))
+        given.append(copied_all(args))
         results.append(run_forward(plan, args))
         return results[-1]
 
     def backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> BackwardRun:
-        given.append(_copied(args))
+        given.append(copied_all(args))
         return begin_backward(plan, args, keep_graph=keep_graph)
 
     torch._dynamo.reset()
@@ -175,7 +175,7 @@ def _recorded(call: Callable[[], torch.Tensor]) -> "Ready":
     )
 
 
-def _copied(args: list[Any]) -> list[Any]:
+def copied_all(args: list[Any]) -> list[Any]:
     return [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in args]
 
 
@@ -238,7 +238,7 @@ class Ready:
         forward, backward = self.planned.problem.halves
         waiting = []
         for _ in range(step.max_inflight):
-            args = _copied(self.forward_args)
+            args = copied_all(self.forward_args)
             results = run_forward(step, list(args))
             waiting.append((args, dict(zip(forward.results, results, strict=True))))
         found = []

@@ -1,12 +1,14 @@
 """Copies take the time that memory allows: stalls go where bytes were free, and stay elsewhere."""
 
+from dataclasses import replace
+
 import pytest
 
 from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.moves import apply_moves
 from memo_compile.step.movable import Action, Mode, Moves, Schedule, StepCosts
-from memo_compile.step.problem import Problem
+from memo_compile.step.problem import CallKind, Half, Problem
 from memo_compile.step.simulate import peak_live_bytes, simulate
 from tests.steps.movable import KIB, costs_of, movable_step, recomputer
 
@@ -81,3 +83,19 @@ def test_nothing_changes_below_the_next_times_and_something_does_there(kib_per_s
         times = wide.next_times + 1e-6
     assert steps == sorted(steps, reverse=True)
     assert len(set(steps)) >= 5
+
+
+@pytest.mark.parametrize("kib_per_s", [30])
+def test_a_copy_does_not_go_behind_those_of_another_member(kib_per_s):
+    """Its value is at hand in its own half only, and half of a group may be left out."""
+    problem, costs = offloaded_at_once(kib_per_s)
+    calls = tuple(replace(call, member=call.instance) for call in problem.calls)
+    halves = tuple(
+        Half(phase=phase, member=at, constants=(), arguments=(), results=(), handle="", layouts=())
+        for phase, at in dict.fromkeys((call.phase, call.member) for call in calls)
+    )
+    problem = replace(problem, calls=calls, halves=halves)
+    for times in range(100, 190, 15):
+        wide = widened(problem, costs, times / 100).problem
+        issued = [call.member for call in wide.calls if call.kind is CallKind.OFFLOAD]
+        assert issued == sorted(issued)

@@ -1,5 +1,7 @@
 """What ``memo_compile.pipeline`` refuses before anything is compiled."""
 
+from types import SimpleNamespace
+
 import pytest
 from torch.distributed.pipelining import schedules
 
@@ -10,8 +12,8 @@ from memo_compile.errors import ConfigError
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("ScheduleInterleaved1F1B", "one stage per rank is planned"),
-        ("ScheduleLoopedBFS", "one stage per rank is planned"),
+        ("_ScheduleForwardOnly", "these are: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B"),
+        ("ScheduleDualPipeV", "cannot run a compiled stage's backward in two parts"),
         ("ScheduleInterleavedZeroBubble", "cannot run a compiled stage's backward in two parts"),
         ("ScheduleZBVZeroBubble", "cannot run a compiled stage's backward in two parts"),
     ],
@@ -20,6 +22,14 @@ def test_schedules_that_are_not_planned_are_refused_with_the_reason(name, reason
     schedule = object.__new__(getattr(schedules, name))
     with pytest.raises(ConfigError, match=f"pipeline: {name}.*{reason}"):
         memo_compile.pipeline(schedule)
+
+
+@pytest.mark.parametrize("offload", [1.5, -0.1, "all", (0.5,), (0.5, 2.0), (0.5, "x")])
+def test_an_amount_that_cannot_be_is_refused(offload):
+    schedule = object.__new__(schedules.ScheduleInterleaved1F1B)
+    schedule._stages = [SimpleNamespace(stage_index=at, num_stages=8) for at in (3, 7)]
+    with pytest.raises(ConfigError, match=r"offload: expected 'auto', .* rank's 2 stages"):
+        memo_compile.pipeline(schedule, offload=offload)
 
 
 def test_an_option_that_cannot_be_used_is_refused():

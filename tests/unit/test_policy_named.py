@@ -51,6 +51,22 @@ def test_save_full_recompute_and_full_offload():
     assert actions(step, "full-offload") == [(O, O, O, O, O)] * 3
 
 
+def test_kwai_offloads_a_share_the_largest_first_and_above_a_half_the_smallest():
+    step = movable_step(3)
+    assert actions(step, "kwai") == [(O, O, O, O, O)] * 3
+    assert actions(step, "kwai", alpha=0.0) == [SAVED] * 3
+    sizes = [slot.size_bytes for slot in step.classes["L"].slots]
+    for alpha in (0.25, 0.5):
+        gone = [
+            size
+            for mode in actions(step, "kwai", alpha=alpha)
+            for size, action in zip(sizes, mode, strict=True)
+            if action is O
+        ]
+        assert alpha * 3 * sum(sizes) <= sum(gone) < alpha * 3 * sum(sizes) + min(gone)
+        assert gone == sorted(3 * sizes)[-len(gone) :]
+
+
 def test_memo_offloads_input_and_attention_mixes_the_others_and_keeps_two_layers():
     step = movable_step(4)
     plan = named_moves(step, "memo", recomputer(step), alpha=0.25)

@@ -248,8 +248,9 @@ class CandidateSource:
         if self.solver and self.step.layers:
             found.update(dict.fromkeys(self._program()))
         known: list[Candidate] = []
+        alphas = {"memo": QUANTA, "kwai": () if self.step.problem.has_one_turn else QUANTA}
         for policy in NAMED:
-            known += self.named(policy, QUANTA if policy == "memo" else (None,))
+            known += self.named(policy, alphas.get(policy, (None,)))
         known += self.steady()
         slow = (plan for plan in known if plan.moves.policy != "memo" and _stalls(plan))
         found.update(dict.fromkeys(map(_widened, slow)))

@@ -7,6 +7,8 @@
     memo            MEMO's token-wise mix (arXiv 2407.12117, section 4.1): the layer's input and
                     what attention returns are copied; of the other slots' rows the part alpha is
                     copied and the rest recomputed; the last two layers stay; two rotating buffers.
+    kwai            of every microbatch of a pipeline the share alpha of what may move is copied to
+                    the host, the largest first (``shares``). Of a step by itself the same share.
 
 A slot that cannot do what its policy wants stays, and a note says so.
 """
@@ -27,11 +29,12 @@ from memo_compile.planners.policy.modes import (
     make_mode,
     splittable,
 )
+from memo_compile.planners.policy.shares import shared_slots
 from memo_compile.step.movable import Action, LayerClass, Mode, MovableStep, Moves, Schedule
 from memo_compile.step.problem import align
 
-NAMED = ("save", "full-recompute", "full-offload", "memo")
-"""Policies that are one plan, or for ``memo`` one plan for each alpha."""
+NAMED = ("save", "full-recompute", "full-offload", "memo", "kwai")
+"""Policies that are one plan, or for ``memo`` and ``kwai`` one plan for each alpha."""
 
 QUANTA = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
 """MEMO's alpha is rounded down to one of these, so that row splits stay multiples of 128 tokens."""
@@ -67,6 +70,7 @@ def named_moves(
 ) -> NamedPlan:
     """The decisions of ``policy``; ``alpha`` is for ``memo``, None means MEMO's own program.
 
+    For ``kwai`` it is the share of every member, None means those of the step, else everything.
     Raises ConfigError: the policy is unknown, or alpha is not one of MEMO's.
     """
     if policy == "save":
@@ -75,6 +79,8 @@ def named_moves(
         return _per_layer(step, policy, Schedule(), recompute, _all_recomputed)
     if policy == "full-offload":
         return _per_layer(step, policy, ROTATING, recompute, _all_offloaded)
+    if policy == "kwai":
+        return _shared(step, alpha)
     if policy != "memo":
         raise ConfigError(f"policy: expected one of {', '.join(NAMED)}, got {policy!r}")
     if alpha is None:
@@ -89,6 +95,19 @@ def named_moves(
     repeating = repeating_layers(step)
     plan = _per_layer(step, policy, ROTATING, recompute, mode_of, only=repeating[:-KEPT_LAYERS])
     return replace(plan, notes=(*notes, *plan.notes, *_kept_by_memo(step, repeating)))
+
+
+def _shared(step: MovableStep, alpha: float | None) -> NamedPlan:
+    """Policy ``kwai``: a copy may last until the next layer of its microbatch has run."""
+    count = 1 + max((call.member for call in step.problem.calls), default=0)
+    shares = step.shares if alpha is None and step.shares else (1.0 if alpha is None else alpha,)
+    shares = shares if len(shares) == count else shares[:1] * count
+    slots = shared_slots(step, layer_rights(step), shares)
+    modes = tuple(
+        make_mode(step.class_of(layer), offload=own)
+        for layer, own in zip(step.layers, slots, strict=True)
+    )
+    return NamedPlan(moves=Moves(modes=modes, schedule=ROTATING, policy="kwai"))
 
 
 def steady_moves(step: MovableStep, recompute: RecomputeOf) -> list[Moves]:
