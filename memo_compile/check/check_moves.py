@@ -1,7 +1,8 @@
 """The independent check that a step with moves computes what the step without them computes.
 
-``moved`` must run the regions of ``original`` in the same order, on values that hold the same
-bytes. Both are replayed side by side (``check_contents.py``): every byte is named by the buffer
+``moved`` must run the regions of ``original`` and begin its collectives in the same order, on
+values that hold the same bytes. Where it waits for a collective is its own affair, as long as
+nothing is read before. Both are replayed side by side (``check_contents.py``): every byte is named by the buffer
 that wrote it and by its place in the storage, copies carry these names along, and a RECOMPUTE call
 brings the names that its ``Recomputation`` declares.
 """
@@ -88,6 +89,10 @@ def check_moves(
     return _Comparison(original, moved, recomputations or {}).run()
 
 
+_ORDERED = (CallKind.RUN, CallKind.ISSUE)
+"""What must come in the order of the step without moves."""
+
+
 class _Comparison:
     def __init__(
         self, original: Problem, moved: Problem, recomputations: Mapping[str, Recomputation]
@@ -100,13 +105,19 @@ class _Comparison:
         self.stands_for: dict[str, str] = {}
         """Value of the moved step -> the value of the original it is a copy of."""
         self.num_reads = 0
+        self._rest = list(reversed(original.calls))
+        """Calls of the original that have not run, the next one last."""
+        waits = (call for call in original.calls if call.kind is CallKind.COMM_WAIT)
+        self._waits = {call.name: call for call in waits}
+        """Waits for other ranks that the moved step has not come to."""
 
     def run(self) -> CheckVerdict:
         self._compare_frames()
-        runs = iter(self.original.problem.calls)
         for call in self.moved.problem.calls:
-            if call.kind is CallKind.RUN:
-                if not self._step(call, next(runs, None)):
+            if call.kind is CallKind.COMM_WAIT:
+                self._wait_for_ranks(call)
+            elif call.kind in _ORDERED:
+                if not self._step(call, self._next()):
                     break
             else:
                 self._step_added(call)
@@ -114,8 +125,28 @@ class _Comparison:
                 break
         else:
             self.moved.finish()
-            self.problems += [f"{left.name} is missing" for left in runs]
+            while (left := self._next()) is not None:
+                self._complain(f"{left.name} is missing")
+            self.problems += [f"{name} is missing" for name in self._waits]
         return CheckVerdict(problems=tuple(self.problems[:MAX_PROBLEMS]), num_reads=self.num_reads)
+
+    def _next(self) -> StepCall | None:
+        """The original's next call; its waits for other ranks in between have run."""
+        while self._rest:
+            call = self._rest.pop()
+            if call.kind is not CallKind.COMM_WAIT:
+                return call
+            self.original.replay(call)
+        return None
+
+    def _wait_for_ranks(self, call: StepCall) -> None:
+        """The moved step waits, for the same and under the same names, wherever that is."""
+        expected = self._waits.pop(call.name, None)
+        named = tuple(self.stands_for.get(value, value) for value in call.inputs)
+        got = (_code(call), call.waits_for, named)
+        if expected is None or got != (_code(expected), expected.waits_for, expected.inputs):
+            self._complain(f"{call.name} is no wait of the step without moves")
+        self.moved.replay(call)
 
     def _compare_frames(self) -> None:
         original, moved = self.original.problem, self.moved.problem

@@ -34,7 +34,7 @@ from memo_compile.reporting import state
 from memo_compile.step.group import grouped, grouped_layers
 from memo_compile.step.hand_over import ready_after
 from memo_compile.step.movable import MEASURED, MovableStep, StepCosts
-from memo_compile.step.problem import Problem
+from memo_compile.step.problem import CallKind, Problem
 from memo_compile.step.tilings import WholeStep
 
 log = logging.getLogger("memo")
@@ -326,7 +326,12 @@ class StepKnowledge:
                 if not isinstance(error, UnsupportedGraph) and not is_bug(error):
                     raise
                 say_dropped("costs are computed, as with costs='roofline', not measured", error)
-        return {key: graph_seconds(graphs[key].gm, self.profile()) for key in lowered}
+        return {
+            key: graph_seconds(graphs[key].gm, self.profile())
+            if graphs[key].kind is CallKind.RUN
+            else 0.0
+            for key in lowered
+        }
 
     def _extrapolated(self, region: RegionGraph, reason: str) -> float:
         """Seconds of a region that does not fit whole."""

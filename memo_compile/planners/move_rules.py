@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from memo_compile.errors import InvalidPlan
+from memo_compile.step.communication import value_sizes
 from memo_compile.step.movable import (
     Action,
     Layer,
@@ -18,7 +19,7 @@ from memo_compile.step.movable import (
     RecomputeKey,
     RecomputeRegion,
 )
-from memo_compile.step.problem import Phase, Problem, StepCall, arena_values
+from memo_compile.step.problem import Phase, Problem, StepCall
 
 RecomputeOf = Callable[[RecomputeKey], RecomputeRegion]
 """Gives the region of a key, or raises UnsupportedGraph if there is none; the mode is dropped."""
@@ -91,6 +92,7 @@ def _collect(step: MovableStep) -> StepFacts:
         last_use.update(dict.fromkeys((*call.inputs, *call.outputs), at))
     index_of = {call.name: at for at, call in enumerate(calls)}
     call_s = tuple(map(step.costs.call_s, calls))
+    sizes = value_sizes(problem)
     forward_at = tuple(index_of[layer.forward] for layer in step.layers)
     backward_at = tuple(index_of[layer.backward] for layer in step.layers)
     return StepFacts(
@@ -104,11 +106,7 @@ def _collect(step: MovableStep) -> StepFacts:
         backward_s=tuple(_pass_s(calls, call_s, at) for at in backward_at),
         written_at=written_at,
         last_use=last_use,
-        size_of={
-            made.value: made.size_bytes
-            for made in arena_values(problem)
-            if calls[made.call].phase is Phase.FORWARD
-        },
+        size_of={value: sizes[value] for value in written_at if value in sizes},
         backward_readers={value: tuple(found) for value, found in readers.items()},
         call_s=call_s,
         is_forward=tuple(call.phase is Phase.FORWARD for call in calls),

@@ -132,7 +132,7 @@ def _program(problem: Problem, times: CallTimes, view: StepView) -> Iterator[_Sl
             continue
         start = max(times.starts_s[index], free_s)
         free_s = max(times.ends_s[index], start + MOMENT_S)
-        what = "wait for" if call.kind is CallKind.WAIT else "issue"
+        what = "issue" if call.waits_for is None else "wait for"
         yield _Slice(
             lane="issue",
             name=f"{what} {call.waits_for or call.name}",
