@@ -16,6 +16,10 @@ from memo_compile.step.plans import CheckVerdict
 from memo_compile.step.problem import ALIGNMENT_BYTES, CallKind, Problem, StepCall, Storage
 
 
+_ORDERED = (CallKind.RUN, CallKind.ISSUE)
+"""What must come in the order of the step without moves."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
     """What a RECOMPUTE call makes of what, in names of the step without moves, by position.
@@ -35,9 +39,10 @@ def recomputations_of(
 ) -> dict[str, Recomputation]:
     """What each RECOMPUTE call of ``moved`` must make, by the call's name.
 
-    The layer is found from the region's key and the next call of the backward, which reads one of
-    its slots, never from the names of what was recomputed. A call for which there is none is left
-    out: then its result matches nothing.
+    The layer is found from the region's key and the first call of the backward that reads what was
+    recomputed (the next call, where none does by that name), and one of the layer's slots. It is
+    never found from the names of what was recomputed. A call for which there is none is left out:
+    then its result matches nothing.
     """
     by_name = {region.key.region: region for region in regions}
     owners: dict[tuple[str, str], Layer] = {}
@@ -46,19 +51,25 @@ def recomputations_of(
             owners.setdefault((layer.class_key, value), layer)
     original = {call.name: call for call in step.problem.calls}
     found: dict[str, Recomputation] = {}
-    reader: StepCall | None = None
+    following: StepCall | None = None
+    first_reader: dict[str, StepCall] = {}
     for call in reversed(moved.calls):
-        if call.kind is CallKind.RUN:
-            reader = original.get(call.name)
+        if call.kind in _ORDERED:
+            following = original.get(call.name, following)
+            used = (*call.inputs, *(into.value for into in call.into))
+            if following is not None:
+                first_reader.update(dict.fromkeys(used, following))
         region = by_name.get(call.region)
+        made = (*call.outputs, *(into.value for into in call.into))
+        reader = next((first_reader[value] for value in made if value in first_reader), following)
         if call.kind is not CallKind.RECOMPUTE or region is None or reader is None:
             continue
         touched = (*reader.inputs, *(into.value for into in reader.into))
         layers = (owners.get((region.key.class_key, value)) for value in touched)
         for layer in filter(None, layers):
-            made = _recomputation(layer, region)
-            if not set(touched).isdisjoint(made.outputs):
-                found[call.name] = made
+            recomputed = _recomputation(layer, region)
+            if not set(touched).isdisjoint(recomputed.outputs):
+                found[call.name] = recomputed
                 break
     return found
 
@@ -87,10 +98,6 @@ def check_moves(
     if misshapen:
         return CheckVerdict(problems=misshapen[:MAX_PROBLEMS])
     return _Comparison(original, moved, recomputations or {}).run()
-
-
-_ORDERED = (CallKind.RUN, CallKind.ISSUE)
-"""What must come in the order of the step without moves."""
 
 
 class _Comparison:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from memo_compile.step.hand_over import storage_roots
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
-from memo_compile.step.simulate import most_per_call, simulate
+from memo_compile.step.simulate import STALL, peak_live_bytes, simulate
 
 _IN_HALF = (CallKind.RUN, CallKind.RECOMPUTE, CallKind.ISSUE, CallKind.COMM_WAIT)
 
@@ -83,9 +83,7 @@ class _Late:
                 continue
             yield from self._made([wait for wait in self.pending if self._needs(call, wait)])
             yield call
-            yield from self._made(
-                [wait for wait in self.pending if self._is_released(wait, at)]
-            )
+            yield from self._made([wait for wait in self.pending if self._is_released(wait, at)])
         yield from self._made(self.pending)
 
     def _made(self, waits: Sequence[StepCall]) -> list[StepCall]:
@@ -128,3 +126,79 @@ class _Late:
         }
         changes = {self.roots.get(value, value) for value in writes}
         return held in changes or (held in self.given and held in touched)
+
+
+def filled(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
+    """``problem`` with recomputations before waits for other ranks at which it would stand still.
+
+    One that runs beside no collective moves up to the next wait that still has time for it, behind
+    everything that it reads, and only where no more than ``limit_bytes`` are alive at one time then
+    (``peak_live_bytes``). The program is as it was where the step takes no less time. Cost: calls
+    times recomputations.
+
+    Raises:
+        InputError: a region has no seconds.
+    """
+    recomputed = _beside_nothing(problem)
+    if not recomputed:
+        return problem
+    before = simulate(problem, costs)
+    stall_s = {span.name: span.end_s - span.start_s for span in before.spans if span.lane == STALL}
+    calls = list(problem.calls)
+    for call in recomputed:
+        place = next(at for at, other in enumerate(calls) if other is call)
+        for at in _waits_before(calls, place):
+            wait = calls[at]
+            if stall_s.get(wait.name, 0.0) <= 0:
+                continue
+            moved = [*calls[:at], call, *calls[at:place], *calls[place + 1 :]]
+            if peak_live_bytes(replace(problem, calls=tuple(moved))) <= limit_bytes:
+                calls = moved
+                stall_s[wait.name] -= costs.call_s(call)
+                break
+    better = replace(problem, calls=tuple(calls))
+    return better if simulate(better, costs, spans=False).step_s < before.step_s else problem
+
+
+def _beside_nothing(problem: Problem) -> list[StepCall]:
+    """Recomputations, into buffers of their own, while which no collective is in flight."""
+    flying: set[str] = set()
+    found = []
+    for call in problem.calls:
+        if call.kind is CallKind.ISSUE:
+            flying.add(call.name)
+        flying.discard(call.waits_for or "")
+        if call.kind is CallKind.RECOMPUTE and not flying and not call.into:
+            found.append(call)
+    return found
+
+
+def _waits_before(calls: Sequence[StepCall], place: int) -> Iterator[int]:
+    """The waits for other ranks before which call ``place`` could run, the nearest one first."""
+    call = calls[place]
+    for at in range(place - 1, -1, -1):
+        other = calls[at]
+        is_other_half = (other.phase, other.member) != (call.phase, call.member)
+        arrives = other.inputs if other.kind is CallKind.WAIT else other.outputs
+        if (other.kind in _IN_HALF and is_other_half) or not set(arrives).isdisjoint(call.inputs):
+            return
+        if other.kind is CallKind.COMM_WAIT:
+            yield at
+
+
+def window_recompute_s(problem: Problem, costs: StepCosts) -> float:
+    """Seconds of the recomputations that run while a collective is in flight."""
+    flying: set[str] = set()
+    seconds = 0.0
+    for call in problem.calls:
+        if call.kind is CallKind.ISSUE:
+            flying.add(call.name)
+        flying.discard(call.waits_for or "")
+        if call.kind is CallKind.RECOMPUTE and flying:
+            seconds += costs.call_s(call)
+    return seconds
+
+
+def num_collectives(problem: Problem) -> int:
+    """How many collectives the step begins."""
+    return sum(call.kind is CallKind.ISSUE for call in problem.calls)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from memo_compile.errors import InvalidPlan
+from memo_compile.planners.comm_windows import has_collectives
 from memo_compile.step.communication import value_sizes
 from memo_compile.step.movable import (
     Action,
@@ -43,6 +44,8 @@ class StepFacts:
     """Value -> the calls of the backward that read it, ascending."""
     call_s: tuple[float, ...]
     """Seconds of every call."""
+    talks: bool
+    """True where the step talks to other ranks at places of its program."""
     is_forward: tuple[bool, ...]
     """Which calls are of a forward."""
     forward_at: tuple[int, ...]
@@ -109,6 +112,7 @@ def _collect(step: MovableStep) -> StepFacts:
         size_of={value: sizes[value] for value in written_at if value in sizes},
         backward_readers={value: tuple(found) for value, found in readers.items()},
         call_s=call_s,
+        talks=has_collectives(problem),
         is_forward=tuple(call.phase is Phase.FORWARD for call in calls),
     )
 

@@ -243,6 +243,8 @@ class MovableStep:
     costs: StepCosts
     token_granule: int = 128
     """``recompute_rows`` is a multiple of this."""
+    waits_late: bool = True
+    """Collectives are waited for as late as order allows; else at once."""
 
     def class_of(self, layer: Layer) -> LayerClass:
         """The class of ``layer``."""

@@ -122,6 +122,10 @@ class Lease:
         for ticket in self.tickets.values():
             if self.engine is not None:
                 self.engine.settle(ticket)
+        self.settle_ranks()
+
+    def settle_ranks(self) -> None:
+        """Wait until no collective of the step is in flight: what was to wait for them will not."""
         for flight in self.flights.values():
             if self.ranks is not None:
                 self.ranks.settle(flight)

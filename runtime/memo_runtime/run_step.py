@@ -314,6 +314,9 @@ def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> Ste
         for call in _calls(half, lease):
             call.execute(running)
         running.leave(half.resident_bytes, half.dropped)
+    except BaseException:
+        running.lease.settle_ranks()  # a group's frame may go on to serve other members
+        raise
     finally:
         current.views = ()
         current.inputs = {}
