@@ -104,11 +104,14 @@ class MemoConfig:
     """Slows copies down to this speed, or to one for each direction (to the host, back), for
     tests and what-if measurements."""
     comm_windows: bool = True
-    """The step computes while ranks talk: a collective is waited for where its result is read. False
-    waits at once, for comparisons."""
+    """The step computes while ranks talk: a collective is waited for where its result is read.
+    ``False`` waits at once, for comparisons."""
     comm_bytes_per_s: float | None = None
     """Slows the link between ranks down to this speed, for tests and what-if measurements; plans
     count with it."""
+    ranks_timeout_s: float = 600.0
+    """How long a rank waits for the others to say which collectives their graph begins; after that
+    it raises. The slowest rank's compilation must fit."""
     lowering: str = "inductor"
     """``inductor``, or ``aten``: slow and simple, the reference."""
     mode: str = "default"
@@ -122,7 +125,8 @@ class MemoConfig:
     """``poison``: fill every range with NaN when its life ends. ``copies-early``, ``copies-late``:
     copy as soon, or as late, as the plan allows. ``copies-serial``: never beside computation.
     ``collectives-early``, ``collectives-late``: other ranks are waited for in the issue, or are
-    told nothing before the wait. ``stalls``: on CUDA the host waits with the device, so that a plan's ``stall_s`` is measured."""
+    told nothing before the wait. ``stalls``: on CUDA the host waits with the device, so that a
+    plan's ``stall_s`` is measured."""
     strict: bool = False
     """Raise instead of stepping aside to plain Inductor."""
     max_inflight: int = 1
@@ -166,6 +170,7 @@ class MemoConfig:
         self._require("copy_bytes_per_s", "speeds above 0", moving)
         fast = self.comm_bytes_per_s is None or self.comm_bytes_per_s > 0
         self._require("comm_bytes_per_s", "a speed above 0", fast)
+        self._require("ranks_timeout_s", "seconds above 0", self.ranks_timeout_s > 0)
         self._require("placement_time_limit_s", "seconds above 0", self.placement_time_limit_s > 0)
 
     def _require(self, name: str, expected: str, holds: bool) -> None:

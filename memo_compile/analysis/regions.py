@@ -9,7 +9,14 @@ from memo_runtime.collectives import Collective
 from torch import fx
 
 from memo_compile.analysis.views import results_of, storage_of
-from memo_compile.step.problem import CallKind, Layout, Layouts, RegionOutput, RegionProfile, Storage
+from memo_compile.step.problem import (
+    CallKind,
+    Layout,
+    Layouts,
+    RegionOutput,
+    RegionProfile,
+    Storage,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -364,9 +364,7 @@ class StepContents:
         pieces = flight.storage.held.pieces(flight.start, flight.end)
         self._host.paint(flight.host_start, flight.host_end, Stored(flight=flight, pieces=pieces))
 
-    def _begin(
-        self, call: StepCall, value: str, *, is_written: bool = False
-    ) -> Flight | None:
+    def _begin(self, call: StepCall, value: str, *, is_written: bool = False) -> Flight | None:
         """The copy in flight; None when it cannot even be said what it copies."""
         copy, storage = call.copy, self.storage_of.get(value)
         if copy is None or storage is None:

@@ -2,9 +2,9 @@
 
 ``moved`` must run the regions of ``original`` and begin its collectives in the same order, on
 values that hold the same bytes. Where it waits for a collective is its own affair, as long as
-nothing is read before. Both are replayed side by side (``check_contents.py``): every byte is named by the buffer
-that wrote it and by its place in the storage, copies carry these names along, and a RECOMPUTE call
-brings the names that its ``Recomputation`` declares.
+nothing is read before. Both are replayed side by side (``check_contents.py``): every byte is named
+by the buffer that wrote it and by its place in the storage, copies carry these names along, and a
+RECOMPUTE call brings the names that its ``Recomputation`` declares.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,6 @@ from memo_compile.check.check_contents import MAX_PROBLEMS, Pieces, StepContents
 from memo_compile.step.movable import Layer, MovableStep, RecomputeRegion
 from memo_compile.step.plans import CheckVerdict
 from memo_compile.step.problem import ALIGNMENT_BYTES, CallKind, Problem, StepCall, Storage
-
 
 _ORDERED = (CallKind.RUN, CallKind.ISSUE)
 """What must come in the order of the step without moves."""

@@ -397,7 +397,8 @@ class _Half:
     def _issue(self, index: int, call: StepCall) -> IssueCollective:
         lowered = self.binder.planned.lowered[call.region]
         (output,), (layout,) = lowered.profile.outputs, lowered.profile.output_layouts
-        assert lowered.collective is not None and layout is not None, f"{call.name} is no issue"
+        assert lowered.collective is not None, f"{call.name} begins nothing"
+        assert layout is not None, f"{call.name} makes no tensor"
         views, is_external = self.binder.views.get(index, ()), output.storage is Storage.EXTERNAL
         on_cpu = self.binder.device.type == "cpu"
         return IssueCollective(

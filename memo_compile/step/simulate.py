@@ -85,9 +85,7 @@ def simulate(problem: Problem, costs: StepCosts, *, spans: bool = True) -> Timel
 def _end_of(call: StepCall, ends: Mapping[str, float]) -> float:
     end = ends.get(call.waits_for or "")
     if end is None:
-        raise InvalidPlan(
-            f"{call.name} waits for {call.waits_for}, which was not issued before it"
-        )
+        raise InvalidPlan(f"{call.name} waits for {call.waits_for}, which was not issued before it")
     return end
 
 

@@ -37,6 +37,10 @@ class CollectiveKind(enum.Enum):
     ALL_TO_ALL = "all_to_all_single"
 
 
+REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+"""Names of torch's functional collectives that are those of ``torch.distributed.ReduceOp``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """One collective among the ranks of a process group."""
@@ -50,6 +54,13 @@ class Collective:
     """ALL_TO_ALL: rows that come from each rank; empty: equally many."""
     input_splits: tuple[int, ...] = ()
     """ALL_TO_ALL: rows that go to each rank."""
+
+    def __post_init__(self) -> None:
+        reduces = self.kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
+        if reduces and self.reduce_op not in REDUCTIONS:
+            raise CollectiveError(
+                f"memo: expected a reduction of {REDUCTIONS}, got {self.reduce_op!r}"
+            )
 
     def begin(self, destination: torch.Tensor, source: torch.Tensor) -> Any:
         """Begin it; the torch.distributed Work to wait for.
@@ -66,9 +77,7 @@ class Collective:
             return _all_gather()(destination, source, group=group, async_op=True)
         if self.kind is CollectiveKind.REDUCE_SCATTER:
             operation = _reduction(self.reduce_op)
-            return _reduce_scatter()(
-                destination, source, op=operation, group=group, async_op=True
-            )
+            return _reduce_scatter()(destination, source, op=operation, group=group, async_op=True)
         return dist.all_to_all_single(
             destination,
             source,
@@ -79,14 +88,8 @@ class Collective:
         )
 
 
-REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-"""Names of torch's functional collectives that are those of ``torch.distributed.ReduceOp``."""
-
-
 def _reduction(name: str | None) -> Any:
-    if name not in REDUCTIONS:
-        raise CollectiveError(f"memo: expected a reduction of {REDUCTIONS}, got {name!r}")
-    return getattr(torch.distributed.ReduceOp, name.upper())
+    return getattr(torch.distributed.ReduceOp, str(name).upper())
 
 
 def _all_gather() -> Callable[..., Any]:

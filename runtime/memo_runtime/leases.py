@@ -137,7 +137,9 @@ class Lease:
             self.saved = []
             self.checked = []
             self.shown = {}
-            if (self.tickets or self.flights) and on_worker():  # the collector ran there; it cannot wait for itself
+            if (
+                self.tickets or self.flights
+            ) and on_worker():  # the collector ran there; it cannot wait for itself
                 threading.Thread(target=self._end, daemon=True).start()
             else:
                 self._end()
