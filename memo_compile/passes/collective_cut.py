@@ -26,7 +26,7 @@ from memo_compile.step.problem import CallKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class CutPiece:
     """Nodes of one call, in order; of an ISSUE or a COMM_WAIT one node."""
 
     kind: CallKind
@@ -35,7 +35,7 @@ class Piece:
 
 def pieces(
     nodes: Sequence[fx.Node], waits: Mapping[fx.Node, fx.Node], results: Collection[fx.Node]
-) -> list[Piece]:
+) -> list[CutPiece]:
     """``nodes``, which are in graph order, in pieces.
 
     ``waits`` are the collectives that are split, each with its wait; ``results`` the nodes that are
@@ -61,9 +61,9 @@ class _Pieces:
         """Waits of what has been issued, in order."""
         self.own: list[fx.Node] = []
         """Of the piece that has not ended."""
-        self.pieces: list[Piece] = []
+        self.pieces: list[CutPiece] = []
 
-    def run(self) -> list[Piece]:
+    def run(self) -> list[CutPiece]:
         for issue in self.waits:
             needed = self._needed([issue])
             if any(node in needed for node in self.in_flight):
@@ -106,7 +106,8 @@ class _Pieces:
             if node in self.left:
                 self.own.append(node)
                 del self.left[node]
-                pending += [user for user in node.users if is_item(user) or is_view(user)]
+                shown = [user for user in node.users if is_item(user) or is_view(user)]
+                pending += reversed(shown)
 
     def _wait(self, waits: Iterable[fx.Node]) -> None:
         for wait in list(waits):
@@ -115,12 +116,12 @@ class _Pieces:
 
     def _single(self, kind: CallKind, node: fx.Node) -> None:
         self._end()
-        self.pieces.append(Piece(kind=kind, nodes=(node,)))
+        self.pieces.append(CutPiece(kind=kind, nodes=(node,)))
         del self.left[node]
 
     def _end(self) -> None:
         if self.own:
-            self.pieces.append(Piece(kind=CallKind.RUN, nodes=tuple(self.own)))
+            self.pieces.append(CutPiece(kind=CallKind.RUN, nodes=tuple(self.own)))
             self.own = []
 
 

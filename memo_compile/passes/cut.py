@@ -26,9 +26,9 @@ from memo_runtime import ops
 from torch import fx
 
 from memo_compile import shim
-from memo_compile.analysis.collectives import may_reuse_input, split_collectives
 from memo_compile.analysis.purity import is_constant, is_write, runs_once
 from memo_compile.analysis.regions import RegionGraph, layout_of
+from memo_compile.analysis.splittable import may_reuse_input, split_collectives
 from memo_compile.analysis.structure import op_name, spec_of
 from memo_compile.analysis.views import (
     base_of,

@@ -120,7 +120,7 @@ class CollectiveSchedule(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class CollectiveTicket:
     """One issued collective."""
 
     collective: Collective
@@ -157,11 +157,11 @@ class CollectiveEngine:
         self.schedule = schedule
         self.bytes_per_s = bytes_per_s
         self._free_s = 0.0
-        self._waiting: deque[Flight] = deque()
+        self._waiting: deque[CollectiveTicket] = deque()
         """LATE: what was issued and not begun, in order."""
         self._lock = threading.RLock()  # the collector may end a step while this thread holds it
 
-    def issue(self, flight: Flight) -> None:
+    def issue(self, flight: CollectiveTicket) -> None:
         """Begin ``flight``, which the caller holds already, so that no interrupt can lose it."""
         with self._lock:
             if self.bytes_per_s is not None:
@@ -174,7 +174,7 @@ class CollectiveEngine:
         if self.schedule is CollectiveSchedule.EARLY:
             self._end(flight)
 
-    def wait(self, flight: Flight) -> float:
+    def wait(self, flight: CollectiveTicket) -> float:
         """Wait until the output can be read; returns the seconds that this blocked the host.
 
         On CUDA the current stream waits, not the host. Raises CollectiveError: the collective
@@ -198,7 +198,7 @@ class CollectiveEngine:
         flight.finished = True
         return time.perf_counter() - start_s
 
-    def settle(self, flight: Flight) -> None:
+    def settle(self, flight: CollectiveTicket) -> None:
         """Wait until nobody touches the flight's memory, for a step that is given up.
 
         What was issued is made, also where its schedule is LATE: other ranks may wait for it. Never
@@ -216,27 +216,27 @@ class CollectiveEngine:
         finally:
             flight.finished = True
 
-    def _hide(self, flight: Flight) -> None:
+    def _hide(self, flight: CollectiveTicket) -> None:
         """Until the wait the output holds what must not be read."""
         if flight.destination.data_ptr() == flight.source.data_ptr():
             flight.kept = flight.source.clone()
         poison(flight.destination)
         self._waiting.append(flight)
 
-    def _begin_up_to(self, flight: Flight) -> None:
+    def _begin_up_to(self, flight: CollectiveTicket) -> None:
         """Begin ``flight``, and before it all that was issued before and has not begun."""
         with self._lock:
             while not flight.begun and self._waiting:
                 self._begin(self._waiting.popleft())
 
-    def _begin(self, flight: Flight) -> None:
+    def _begin(self, flight: CollectiveTicket) -> None:
         if flight.kept is not None:
             flight.destination.copy_(flight.kept)
             flight.kept = None
         flight.begun = True
         flight.work = flight.collective.begin(flight.destination, flight.source)
 
-    def _end(self, flight: Flight) -> None:
+    def _end(self, flight: CollectiveTicket) -> None:
         work, flight.work = flight.work, None
         if work is not None:
             work.wait()

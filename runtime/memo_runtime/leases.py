@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes  # torch 2.11 to 2.13
 
 from memo_runtime.arena import DeviceArena, Slab
-from memo_runtime.collectives import Collective, CollectiveEngine, Flight
+from memo_runtime.collectives import Collective, CollectiveEngine, CollectiveTicket
 from memo_runtime.copies import CopyEngine, Lane, Ticket, on_worker
 from memo_runtime.host_store import HostStore
 
@@ -73,7 +73,7 @@ class Lease:
     """Every copy of the step by its number; one issued in the forward may end later."""
     ranks: CollectiveEngine | None = None
     """Begins the step's collectives."""
-    flights: dict[int, Flight] = field(default_factory=dict)
+    flights: dict[int, CollectiveTicket] = field(default_factory=dict)
     """Every collective of the step by its number, until it has been waited for."""
     shown: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     """Offload -> the value as its region returned it, and the byte of its buffer at which it is."""
@@ -106,7 +106,7 @@ class Lease:
         """Begin collective ``number`` of the step."""
         if self.ranks is None:
             raise AssertionError("a lease without an engine cannot talk to other ranks")
-        self.flights[number] = flight = Flight(collective, destination, source)
+        self.flights[number] = flight = CollectiveTicket(collective, destination, source)
         self.ranks.issue(flight)
 
     def wait_for_ranks(self, number: int) -> float:
@@ -176,7 +176,7 @@ class Lease:
 
 
 def _give_back(
-    at_end: contextlib.ExitStack, tickets: dict[int, Ticket], flights: dict[int, Flight]
+    at_end: contextlib.ExitStack, tickets: dict[int, Ticket], flights: dict[int, CollectiveTicket]
 ) -> None:
     """Close a lease that nobody can end any more; what a copy or a rank may write stays taken."""
     finished = [ticket.finished for ticket in tickets.values()]

@@ -25,8 +25,8 @@ def faults(moved, plan=None):
 
 def swapped(problem, first, second):
     calls = list(problem.calls)
-    one, other = named(problem, first), named(problem, second)
-    calls[one], calls[other] = calls[other], calls[one]
+    here, there = named(problem, first), named(problem, second)
+    calls[here], calls[there] = calls[there], calls[here]
     return with_calls(problem, tuple(calls))
 
 

@@ -12,7 +12,7 @@ from memo_runtime.collectives import (
     CollectiveError,
     CollectiveKind,
     CollectiveSchedule,
-    Flight,
+    CollectiveTicket,
     engine_for,
 )
 
@@ -52,10 +52,10 @@ class Doubling:
         return Work(self.name, self.log, (destination, source), self.error)
 
 
-def flights(*names: str, error: str = "") -> tuple[list[str], list[Flight]]:
+def flights(*names: str, error: str = "") -> tuple[list[str], list[CollectiveTicket]]:
     log: list[str] = []
     made = [
-        Flight(Doubling(name, log, error=error), torch.zeros(4), torch.full((4,), 3.0))
+        CollectiveTicket(Doubling(name, log, error=error), torch.zeros(4), torch.full((4,), 3.0))
         for name in names
     ]
     return log, made
@@ -67,7 +67,10 @@ def test_the_result_is_there_after_the_wait(schedule, in_place):
     log: list[str] = []
     source = torch.full((4,), 3.0)
     destination = source if in_place else torch.zeros(4)
-    flight, engine = Flight(Doubling("a", log), destination, source), CollectiveEngine(schedule)
+    flight, engine = (
+        CollectiveTicket(Doubling("a", log), destination, source),
+        CollectiveEngine(schedule),
+    )
     engine.issue(flight)
     assert engine.wait(flight) >= 0
     assert destination.tolist() == [6.0] * 4
@@ -87,7 +90,7 @@ def test_late_hides_the_output_until_the_wait(in_place):
     """Who reads before the wait reads NaN, and nobody has begun anything."""
     log: list[str] = []
     source = torch.full((4,), 3.0)
-    flight = Flight(Doubling("a", log), source if in_place else torch.zeros(4), source)
+    flight = CollectiveTicket(Doubling("a", log), source if in_place else torch.zeros(4), source)
     CollectiveEngine(LATE).issue(flight)
     assert flight.destination.isnan().all()
     assert log == []

@@ -7,8 +7,8 @@ goes to the user. Its wait shows the same tensor again.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memo_compile.analysis.collectives import collective_of
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph, storage_bytes, view_spec
+from memo_compile.analysis.splittable import collective_of
 from memo_compile.analysis.views import results_of
 from memo_compile.step.problem import (
     CallKind,
