@@ -11,10 +11,11 @@ one rank or on several, needs no new agreement.
 import itertools
 import json
 import time
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from memo_runtime.collectives import CollectiveKind
@@ -25,8 +26,24 @@ from memo_compile.errors import RanksDisagree
 from memo_compile.step.problem import CallKind, Problem
 from memo_compile.units import format_seconds
 
-_rounds: Counter[str] = Counter()
-"""Process group -> how many graphs of this process its ranks have compared."""
+
+class _Rounds:
+    """How many graphs the ranks of each group have compared since this process joined its job."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._world: weakref.ref[Any] | None = None
+
+    def next(self, group_name: str) -> int:
+        """The number of the next one; after ``destroy_process_group`` they are counted anew."""
+        world = torch.distributed.group.WORLD
+        if self._world is None or self._world() is not world:
+            self._world, self._counts = weakref.ref(world), Counter()
+        self._counts[group_name] += 1
+        return self._counts[group_name]
+
+
+_rounds = _Rounds()
 
 
 class Begun(NamedTuple):
@@ -77,8 +94,7 @@ def agree(orders: Sequence[GroupOrder], graph: str, timeout_s: float) -> None:
 
 
 def _agree(order: GroupOrder, graph: str, timeout_s: float) -> None:
-    number = _rounds[order.group_name]
-    _rounds[order.group_name] += 1
+    number = _rounds.next(order.group_name)
     own = torch.distributed.get_rank()
     prefix = f"memo/{order.group_name}/{number}"
     shim_distributed.tell(f"{prefix}/{own}", json.dumps(order.begun))

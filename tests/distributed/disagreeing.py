@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
 
-from tests.distributed.ranks import run_as_rank
+from memo_compile.reporting import state
 
 TIMEOUT_S = 5.0
 
@@ -30,6 +30,8 @@ class Reduced(nn.Module):
 
 def main(*, case: str) -> dict[str, Any]:
     """What the first step of this rank raised, and after how many seconds."""
+    torch._dynamo.reset()
+    state.reset()
     is_second = dist.get_rank() == 1
     times, operation = 2, "sum"
     if is_second:
@@ -55,7 +57,3 @@ def main(*, case: str) -> dict[str, Any]:
 def wait_for_each_other() -> None:
     """The rank that has nothing to do does not end while the other still looks for it."""
     dist.barrier()
-
-
-if __name__ == "__main__":
-    run_as_rank(main)

@@ -20,7 +20,7 @@ def both(case, tmp_path):
 @pytest.mark.parametrize("case", in_ci(["one more", "another"], "one more"))
 def test_ranks_that_differ_raise_on_both(case, tmp_path):
     words = {
-        "one more": "graph0: collective 5 among ranks [0, 1] is none on rank 0 and all_reduce sum",
+        "one more": "collective 5 among ranks [0, 1] is none on rank 0 and all_reduce sum",
         "another": "is all_reduce sum float32[4, 8] (",
     }[case]
     (first, _), (second, _) = both({"case": case}, tmp_path)
