@@ -52,6 +52,7 @@ def main() -> int:
     """Run the arms, print the table, write the results, judge."""
     made = harness.parser(__doc__, sizes=SIZES)
     made.add_argument("--part", type=float, default=0.6, help="communication over computation")
+    made.add_argument("--lowering", default="inductor", choices=("inductor", "aten"))
     made.add_argument("--link", type=float, default=0.0, help=argparse.SUPPRESS)
     made.add_argument("--bound", type=int, default=0, help=argparse.SUPPRESS)
     made.add_argument("--meet", default="", help=argparse.SUPPRESS)
@@ -66,7 +67,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     arms = [_arm(name, options, link=link, bound=bound) for name in ARMS]
     found = harness.run_in_turns(MODULE, arms)
     result = {
-        "settings": {key: getattr(options, key) for key in (*SIZES, "part")},
+        "settings": {key: getattr(options, key) for key in (*SIZES, "part", "lowering")},
         "link_bytes_per_s": link,
         "arms": found,
     }
@@ -76,7 +77,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def _arm(name: str, options: argparse.Namespace, **changed: Any) -> harness.Arm:
     given = {**vars(options), **changed, "child": name}
-    names = (*SIZES, "part", "link", "bound", "child")
+    names = (*SIZES, "part", "lowering", "link", "bound", "child")
     return harness.Arm(name=name, arguments=tuple(f"--{key}={given[key]}" for key in names))
 
 
@@ -97,7 +98,7 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _passed(options: argparse.Namespace) -> list[str]:
-    names = (*SIZES, "part", "link", "bound", "child", "meet")
+    names = (*SIZES, "part", "lowering", "link", "bound", "child", "meet")
     return [f"--{name}={getattr(options, name)}" for name in names]
 
 
@@ -112,7 +113,8 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{options.meet}", rank=rank, world_size=2)
     dump = tempfile.mkdtemp()
-    given: dict[str, Any] = {**ARMS[options.child], "strict": True, "dump": dump}
+    given: dict[str, Any] = {**ARMS[options.child], "lowering": options.lowering}
+    given |= {"strict": True, "dump": dump}
     if options.link:
         given["comm_bytes_per_s"] = options.link
     if options.child in BOUNDED:
