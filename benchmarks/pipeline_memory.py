@@ -143,12 +143,12 @@ def sizes(step: MovableStep, shape: PipelineShape) -> dict[str, Any]:
         moves = named_moves(step, policy, recompute, alpha=alpha).moves
         return peak_live_bytes(apply_moves(step, moves, recompute))
 
-    one = peak_of_one(step)
+    single = peak_of_one(step)
     saved, in_flight = peak("save"), int(chunks_in_flight(shape.num_ranks, shape.num_chunks))
     alphas = {
         str(alpha): {
             "bytes": (found := peak("kwai", alpha)),
-            "chunks": 1 + (found - one) / chunk_bytes,
+            "chunks": 1 + (found - single) / chunk_bytes,
             "closed_form": float(resident_chunks(in_flight, alpha)),
         }
         for alpha in QUANTA
@@ -156,7 +156,7 @@ def sizes(step: MovableStep, shape: PipelineShape) -> dict[str, Any]:
     return {
         "chunk_bytes": chunk_bytes,
         "save_bytes": saved,
-        "chunks": 1 + (saved - one) / chunk_bytes,
+        "chunks": 1 + (saved - single) / chunk_bytes,
         "closed_form": in_flight,
         "kwai": alphas,
         "full_recompute_bytes": peak("full-recompute"),

@@ -35,7 +35,15 @@ _CHOICES = {
     "gradients": ("auto", "fresh", "accumulated"),
     "placement_solver": ("auto", "greedy", "mip", "search"),
 }
-DEBUG_FLAGS = ("poison", "copies-early", "copies-late", "copies-serial", "stalls")
+DEBUG_FLAGS = (
+    "poison",
+    "copies-early",
+    "copies-late",
+    "copies-serial",
+    "collectives-early",
+    "collectives-late",
+    "stalls",
+)
 ALPHAS = (0.0, 0.125, 0.25, 0.5, 1.0)
 """MEMO's fractions of the tokens (section 4.2 of the paper)."""
 
@@ -97,6 +105,15 @@ class MemoConfig:
     copy_bytes_per_s: float | tuple[float, float] | None = None
     """Slows copies down to this speed, or to one for each direction (to the host, back), for
     tests and what-if measurements."""
+    comm_windows: bool = True
+    """The step computes while ranks talk: a collective is waited for where its result is read.
+    ``False`` waits at once, for comparisons."""
+    comm_bytes_per_s: float | None = None
+    """Slows the link between ranks down to this speed, for tests and what-if measurements; plans
+    count with it."""
+    ranks_timeout_s: float = 600.0
+    """How long a rank waits for the others to say which collectives their graph begins; after that
+    it raises. The slowest rank's compilation must fit."""
     lowering: str = "inductor"
     """``inductor``, or ``aten``: slow and simple, the reference."""
     mode: str = "default"
@@ -109,7 +126,9 @@ class MemoConfig:
     debug: tuple[str, ...] = ()
     """``poison``: fill every range with NaN when its life ends. ``copies-early``, ``copies-late``:
     copy as soon, or as late, as the plan allows. ``copies-serial``: never beside computation.
-    ``stalls``: on CUDA the host waits with the device, so that a plan's ``stall_s`` is measured."""
+    ``collectives-early``, ``collectives-late``: other ranks are waited for in the issue, or are
+    told nothing before the wait. ``stalls``: on CUDA the host waits with the device, so that a
+    plan's ``stall_s`` is measured."""
     strict: bool = False
     """Raise instead of stepping aside to plain Inductor."""
     max_inflight: int = 1
@@ -154,6 +173,9 @@ class MemoConfig:
         self._require("optimizer_state_bytes_per_parameter", "at least 0", enough)
         moving = all(speed is None or speed > 0 for speed in self.copy_speeds())
         self._require("copy_bytes_per_s", "speeds above 0", moving)
+        fast = self.comm_bytes_per_s is None or self.comm_bytes_per_s > 0
+        self._require("comm_bytes_per_s", "a speed above 0", fast)
+        self._require("ranks_timeout_s", "seconds above 0", self.ranks_timeout_s > 0)
         self._require("placement_time_limit_s", "seconds above 0", self.placement_time_limit_s > 0)
 
     def _require(self, name: str, expected: str, holds: bool) -> None:
@@ -198,6 +220,11 @@ class MemoConfig:
         if self.host_store == "auto":
             return "pinned" if device_type == "cuda" else "shm"
         return self.host_store
+
+    def collective_schedule(self) -> str:
+        """When collectives run: ``normal``, or one of the debugging schedules."""
+        flags = (flag for flag in self.debug if flag.startswith("collectives-"))
+        return next(flags, "collectives-normal").removeprefix("collectives-")
 
     def copy_schedule(self) -> str:
         """When copies happen: ``normal``, or one of the debugging schedules."""

@@ -68,6 +68,10 @@ class InvalidPlan(MemoError):
     """The independent checker found a plan that would compute a wrong result or break its bound."""
 
 
+class RanksDisagree(MemoError):
+    """Ranks would begin other collectives, or one did not come; it and the call are named."""
+
+
 class PassFailed(MemoError):
     """A pass raised, broke the graph, or claimed something that is not true."""
 

@@ -5,10 +5,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from memo_runtime.collectives import Collective
 from torch import fx
 
 from memo_compile.analysis.views import results_of, storage_of
-from memo_compile.step.problem import Layout, Layouts, RegionOutput, RegionProfile, Storage
+from memo_compile.step.problem import (
+    CallKind,
+    Layout,
+    Layouts,
+    RegionOutput,
+    RegionProfile,
+    Storage,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +43,11 @@ class RegionGraph:
     static_inputs: tuple[int, ...]
     is_backward: bool
     device: torch.device
+    kind: CallKind = CallKind.RUN
+    """ISSUE: ``gm`` is one collective; COMM_WAIT: its wait, which is given the collective's output
+    and input. Both are run by the runtime, not lowered."""
+    may_reuse_input: bool = False
+    """ISSUE: the result may take the input's place, as far as the graph tells."""
     op_by_op: bool = False
     """Run operator by operator whatever the lowering: an output may lie over an input, which one
     operator allows and several kernels need not."""
@@ -68,6 +81,8 @@ class LoweredRegion:
     profile: RegionProfile
     views: tuple[ViewSpec, ...]
     run: Callable[[list[Any]], Sequence[Any]]
+    collective: Collective | None = None
+    """ISSUE: what the runtime begins instead of ``run``."""
 
 
 def layout_of(value: object) -> Layout | None:

@@ -27,6 +27,7 @@ from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.host import missing_store
 from memo_compile.costs.measure import keep_large_blocks_apart
+from memo_compile.driver.agreement import agree, orders_of
 from memo_compile.driver.around import has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
@@ -35,7 +36,14 @@ from memo_compile.driver.pipeline import assemble
 from memo_compile.driver.probe import TilingProbes
 from memo_compile.driver.stages import CapturedStep, PlanRequest
 from memo_compile.driver.tries import first_that_fits
-from memo_compile.errors import ConfigError, MemoError, UnsupportedGraph, described, nearest
+from memo_compile.errors import (
+    ConfigError,
+    MemoError,
+    RanksDisagree,
+    UnsupportedGraph,
+    described,
+    nearest,
+)
 from memo_compile.passes.runner import graph_text
 from memo_compile.reporting import state
 from memo_compile.reporting.write import write_pictures
@@ -144,7 +152,7 @@ def compile_static(
     original = shim.copied(gm)
     try:
         return plan_graph(gm, example_inputs, config)
-    except (ConfigError, shim.RestartAnalysis):
+    except (ConfigError, RanksDisagree, shim.RestartAnalysis):
         raise
     except Exception as error:
         return _step_aside(original, example_inputs, config, error)
@@ -153,7 +161,7 @@ def compile_static(
 def plan_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
 ) -> Callable[..., Any]:
-    """``gm`` compiled by memo; every failure is raised.
+    """``gm`` compiled by memo; every failure is raised, RanksDisagree too.
 
     Where the budget, or what the device grants, is below what the step needs, its wide chains are
     run in tiles of tokens: other ones where it turns out while it runs that it needs more.
@@ -163,6 +171,9 @@ def plan_graph(
     planned = plan(gm, example_inputs, PlanRequest())
     if planned.assembly is None:
         return planned.run
+    lowered = planned.assembly.lowered
+    orders = orders_of(lowered.problem, lowered.regions)
+    agree(orders, lowered.cut.name, config.ranks_timeout_s)
     state.add_plan(planned.assembly.reported)
     if config.memory_budget is None or config.exact or config.token_tiles is not None:
         return planned.run
@@ -267,7 +278,8 @@ def _note_distributed() -> None:
         return
     if _num_ranks() > 1:
         state.warn_once(
-            "each rank plans its own graph; that the ranks' plans agree is not checked yet"
+            "each rank plans its own graph. That all begin the same collectives inside a graph is "
+            "checked; what they move and recompute may differ"
         )
     if has_fsdp_modules():
         state.warn_once(

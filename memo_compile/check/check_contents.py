@@ -8,6 +8,10 @@ issue to its WAIT,
 - the bytes that an OFFLOAD reads are not written (reads are fine);
 - the bytes that a RELOAD writes are neither read nor written by a call.
 
+A collective is other ranks' work: it may run at any moment from its ISSUE to the COMM_WAIT that
+names it. In between its input is not written and its output neither read nor written. What it has
+written in its input's place is read by the names that it and its wait give, and by no older one.
+
 A byte's content is named by the buffer that was written last into it, and by its place in the
 storage: a RELOAD must bring byte i of a value to byte i.
 """
@@ -43,12 +47,12 @@ UNKNOWN_BYTES = 1 << 62
 
 @dataclass(slots=True, eq=False)
 class _Bytes:
-    """One storage: what it holds, and which calls and copies read and write it."""
+    """One storage: what it holds, and which calls, copies and ranks read and write it."""
 
     size_bytes: int
     held: ByteMap[str] = field(default_factory=ByteMap)
     busy: dict[str, "Flight"] = field(default_factory=dict)
-    """The copies in flight, by name."""
+    """The copies and collectives in flight, by name."""
     written: list[tuple[int, int, str]] = field(default_factory=list)
     reader: str | None = None
     in_arena: bool = False
@@ -58,7 +62,7 @@ class _Bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """A copy that was issued and not yet waited for."""
+    """A copy that was issued and not yet waited for; or what a collective reads or writes."""
 
     call: StepCall
     value: str
@@ -66,7 +70,9 @@ class Flight:
     start: int
     end: int
     """Bytes of the storage."""
-    host_start: int
+    host_start: int = 0
+    is_written: bool = False
+    """Its bytes are not there before the wait."""
 
     @property
     def host_end(self) -> int:
@@ -106,6 +112,8 @@ def misshapen_calls(problem: Problem) -> tuple[str, ...]:
             CallKind.OFFLOAD: (1, 0, True, False),
             CallKind.RELOAD: (0, 1, True, False),
             CallKind.WAIT: (1, 0, False, True),
+            CallKind.ISSUE: (1, 1, False, False),
+            CallKind.COMM_WAIT: (2, 1, False, True),
         }.get(call.kind, (*ports, False, False))
         if got != expected:
             found.append(
@@ -135,6 +143,10 @@ class StepContents:
         self.source_of: dict[str, str] = {}
         """RELOADed value -> the value that was offloaded."""
         self.flights: dict[str, Flight] = {}
+        self.issued: dict[str, StepCall] = {}
+        """Collectives in flight, by name."""
+        self._overwritten: dict[str, str] = {}
+        """Value whose place a collective's output has taken -> the collective."""
         self._calls: dict[str, CallKind] = {}
         self._waited: set[str] = set()
         self._host: ByteMap[Stored] = ByteMap()
@@ -154,6 +166,8 @@ class StepContents:
         self._check_order(call)
         if call.kind is CallKind.WAIT:
             self._wait(call)
+        if call.kind is CallKind.COMM_WAIT:
+            self._wait_for_ranks(call, region)
         for value in call.inputs:
             self._read(call, value)
         for into in call.into:
@@ -164,10 +178,12 @@ class StepContents:
             self._make(call, region, output, value)
         if call.kind is CallKind.RELOAD:
             self._reload(call)
+        if call.kind is CallKind.ISSUE:
+            self._issue(call)
 
     def finish(self) -> None:
-        """Complains about copies that nothing waits for."""
-        for name in self.flights:
+        """Complains about copies and collectives that nothing waits for."""
+        for name in (*self.flights, *self.issued):
             self.complain(f"{name} is never waited for")
 
     def is_busy(self, name: str) -> bool:
@@ -216,6 +232,47 @@ class StepContents:
                 f"{call.name} waits for the copy of {flight.value} but holds {call.inputs}"
             )
 
+    def _issue(self, call: StepCall) -> None:
+        """The collective reads its input and writes its output until it is waited for."""
+        self.issued[call.name] = call
+        (read,), (made,) = call.inputs, call.outputs
+        source, output = self.storage_of.get(read), self.storage_of.get(made)
+        if source is None or output is None:
+            return
+        for flight in tuple(output.busy.values()):
+            self.complain(f"{call.name} writes {made} while {flight.call.name} is in flight")
+        if source is output:
+            lying = (value for value, held in self.storage_of.items() if held is output)
+            self._overwritten.update((value, call.name) for value in lying if value != made)
+            output.held.paint(0, output.size_bytes, f"{call.name}/{made}")
+        for value, storage, is_written in ((read, source, False), (made, output, True)):
+            storage.busy[call.name] = Flight(
+                call=call,
+                value=value,
+                storage=storage,
+                start=0,
+                end=storage.size_bytes,
+                is_written=is_written,
+            )
+
+    def _wait_for_ranks(self, call: StepCall, region: RegionProfile) -> None:
+        name = call.waits_for or ""
+        issued = self.issued.pop(name, None)
+        if issued is None:
+            why = "was waited for before" if name in self._waited else "was not issued before"
+            self.complain(f"{call.name} waits for {name}, but it {why}")
+            return
+        self._waited.add(name)
+        for value in (*issued.inputs, *issued.outputs):
+            if value in self.storage_of:
+                self.storage_of[value].busy.pop(name, None)
+        held = (*issued.outputs, *issued.inputs)
+        if call.inputs != held:
+            self.complain(f"{call.name} waits for {name}, which holds {held}, with {call.inputs}")
+        (output,) = region.outputs
+        if output.storage is not Storage.INPUT or output.index != 0:
+            self.complain(f"{call.name} makes something else than what {name} has written")
+
     def _read(self, call: StepCall, value: str) -> None:
         storage = self.storage_of.get(value)
         if storage is None:
@@ -224,8 +281,10 @@ class StepContents:
         if call.kind is CallKind.WAIT:
             return
         for flight in storage.busy.values():
-            if flight.call.kind is CallKind.RELOAD:
+            if flight.is_written:
                 self.complain(f"{call.name} reads {value} before a wait for {flight.call.name}")
+        if value in self._overwritten and call.waits_for != self._overwritten[value]:
+            self.complain(f"{call.name} reads {value}, which {self._overwritten[value]} overwrites")
         if storage.is_partial:
             self._require_full(call, value, storage)
         if not any(self.storage_of.get(into.value) is storage for into in call.into):
@@ -255,8 +314,9 @@ class StepContents:
             )
         for flight in storage.busy.values():
             if _clash(start, end, flight.start, flight.end):
+                what = "is in flight" if flight.call.kind is CallKind.ISSUE else "copies it"
                 self.complain(
-                    f"{call.name} writes into {into.value} while {flight.call.name} copies it"
+                    f"{call.name} writes into {into.value} while {flight.call.name} {what}"
                 )
         if not any(self.storage_of.get(value) is storage for value in call.inputs):
             self._check_first_write(call, into.value, storage, start, end)
@@ -309,7 +369,7 @@ class StepContents:
         pieces = flight.storage.held.pieces(flight.start, flight.end)
         self._host.paint(flight.host_start, flight.host_end, Stored(flight=flight, pieces=pieces))
 
-    def _begin(self, call: StepCall, value: str) -> Flight | None:
+    def _begin(self, call: StepCall, value: str, *, is_written: bool = False) -> Flight | None:
         """The copy in flight; None when it cannot even be said what it copies."""
         copy, storage = call.copy, self.storage_of.get(value)
         if copy is None or storage is None:
@@ -324,6 +384,7 @@ class StepContents:
             start=copy.start_bytes,
             end=copy.end_bytes,
             host_start=copy.host_offset,
+            is_written=is_written,
         )
         if flight.end > storage.size_bytes:
             self.complain(
@@ -340,7 +401,7 @@ class StepContents:
         return flight
 
     def _reload(self, call: StepCall) -> None:
-        flight = self._begin(call, call.outputs[0])
+        flight = self._begin(call, call.outputs[0], is_written=True)
         if flight is None:
             return
         storage = flight.storage

@@ -1,9 +1,10 @@
 """The independent check that a step with moves computes what the step without them computes.
 
-``moved`` must run the regions of ``original`` in the same order, on values that hold the same
-bytes. Both are replayed side by side (``check_contents.py``): every byte is named by the buffer
-that wrote it and by its place in the storage, copies carry these names along, and a RECOMPUTE call
-brings the names that its ``Recomputation`` declares.
+``moved`` must run the regions of ``original`` and begin its collectives in the same order, on
+values that hold the same bytes. Where it waits for a collective is its own affair, as long as
+nothing is read before. Both are replayed side by side (``check_contents.py``): every byte is named
+by the buffer that wrote it and by its place in the storage, copies carry these names along, and a
+RECOMPUTE call brings the names that its ``Recomputation`` declares.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,9 @@ from memo_compile.check.check_contents import MAX_PROBLEMS, Pieces, StepContents
 from memo_compile.step.movable import Layer, MovableStep, RecomputeRegion
 from memo_compile.step.plans import CheckVerdict
 from memo_compile.step.problem import ALIGNMENT_BYTES, CallKind, Problem, StepCall, Storage
+
+_ORDERED = (CallKind.RUN, CallKind.ISSUE)
+"""What must come in the order of the step without moves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +38,10 @@ def recomputations_of(
 ) -> dict[str, Recomputation]:
     """What each RECOMPUTE call of ``moved`` must make, by the call's name.
 
-    The layer is found from the region's key and the next call of the backward, which reads one of
-    its slots, never from the names of what was recomputed. A call for which there is none is left
-    out: then its result matches nothing.
+    The layer is found from the region's key and the first call of the backward that reads what was
+    recomputed (the next call, where none does by that name), and one of the layer's slots. It is
+    never found from the names of what was recomputed. A call for which there is none is left out:
+    then its result matches nothing.
     """
     by_name = {region.key.region: region for region in regions}
     owners: dict[tuple[str, str], Layer] = {}
@@ -45,19 +50,25 @@ def recomputations_of(
             owners.setdefault((layer.class_key, value), layer)
     original = {call.name: call for call in step.problem.calls}
     found: dict[str, Recomputation] = {}
-    reader: StepCall | None = None
+    following: StepCall | None = None
+    first_reader: dict[str, StepCall] = {}
     for call in reversed(moved.calls):
-        if call.kind is CallKind.RUN:
-            reader = original.get(call.name)
+        if call.kind in _ORDERED:
+            following = original.get(call.name, following)
+            used = (*call.inputs, *(into.value for into in call.into))
+            if following is not None:
+                first_reader.update(dict.fromkeys(used, following))
         region = by_name.get(call.region)
+        made = (*call.outputs, *(into.value for into in call.into))
+        reader = next((first_reader[value] for value in made if value in first_reader), following)
         if call.kind is not CallKind.RECOMPUTE or region is None or reader is None:
             continue
         touched = (*reader.inputs, *(into.value for into in reader.into))
         layers = (owners.get((region.key.class_key, value)) for value in touched)
         for layer in filter(None, layers):
-            made = _recomputation(layer, region)
-            if not set(touched).isdisjoint(made.outputs):
-                found[call.name] = made
+            recomputed = _recomputation(layer, region)
+            if not set(touched).isdisjoint(recomputed.outputs):
+                found[call.name] = recomputed
                 break
     return found
 
@@ -100,13 +111,19 @@ class _Comparison:
         self.stands_for: dict[str, str] = {}
         """Value of the moved step -> the value of the original it is a copy of."""
         self.num_reads = 0
+        self._rest = list(reversed(original.calls))
+        """Calls of the original that have not run, the next one last."""
+        waits = (call for call in original.calls if call.kind is CallKind.COMM_WAIT)
+        self._waits = {call.name: call for call in waits}
+        """Waits for other ranks that the moved step has not come to."""
 
     def run(self) -> CheckVerdict:
         self._compare_frames()
-        runs = iter(self.original.problem.calls)
         for call in self.moved.problem.calls:
-            if call.kind is CallKind.RUN:
-                if not self._step(call, next(runs, None)):
+            if call.kind is CallKind.COMM_WAIT:
+                self._wait_for_ranks(call)
+            elif call.kind in _ORDERED:
+                if not self._step(call, self._next()):
                     break
             else:
                 self._step_added(call)
@@ -114,8 +131,28 @@ class _Comparison:
                 break
         else:
             self.moved.finish()
-            self.problems += [f"{left.name} is missing" for left in runs]
+            while (left := self._next()) is not None:
+                self._complain(f"{left.name} is missing")
+            self.problems += [f"{name} is missing" for name in self._waits]
         return CheckVerdict(problems=tuple(self.problems[:MAX_PROBLEMS]), num_reads=self.num_reads)
+
+    def _next(self) -> StepCall | None:
+        """The original's next call; its waits for other ranks in between have run."""
+        while self._rest:
+            call = self._rest.pop()
+            if call.kind is not CallKind.COMM_WAIT:
+                return call
+            self.original.replay(call)
+        return None
+
+    def _wait_for_ranks(self, call: StepCall) -> None:
+        """The moved step waits, for the same and under the same names, wherever that is."""
+        expected = self._waits.pop(call.name, None)
+        named = tuple(self.stands_for.get(value, value) for value in call.inputs)
+        got = (_code(call), call.waits_for, named)
+        if expected is None or got != (_code(expected), expected.waits_for, expected.inputs):
+            self._complain(f"{call.name} is no wait of the step without moves")
+        self.moved.replay(call)
 
     def _compare_frames(self) -> None:
         original, moved = self.original.problem, self.moved.problem

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from memo_compile.check.check_reads import reads_text
-from memo_compile.step.problem import CallKind, Into, Layout, Problem, StepCall, Storage
+from memo_compile.step.problem import Into, Layout, Problem, StepCall, Storage
 from memo_compile.step.tilings import Operand, Ref, Source, Tiling, WholeStep
 
 T = TypeVar("T")
@@ -46,10 +46,12 @@ def _plain(expected: StepCall, call: StepCall | None) -> Iterator[str]:
 
 def _differences(call: StepCall, expected: StepCall) -> Iterator[str]:
     """All but the names of what is made."""
-    if (call.region, call.phase, call.kind) != (expected.region, expected.phase, CallKind.RUN):
+    is_right = (call.region, call.phase) == (expected.region, expected.phase)
+    if not is_right or call.kind is not expected.kind:
         yield (
             f"{call.name} is a {call.kind.value} of {call.region} in the {call.phase.value}, where "
-            f"{expected.name} must run {expected.region} in the {expected.phase.value}"
+            f"{expected.name} must {expected.kind.value} {expected.region} in the "
+            f"{expected.phase.value}"
         )
     elif call.member != expected.member:
         yield f"{call.name} is of member {call.member}, expected {expected.member}"
@@ -59,6 +61,8 @@ def _differences(call: StepCall, expected: StepCall) -> Iterator[str]:
         yield f"{call.name} reads {call.inputs}, expected {expected.inputs}"
     if call.reads != expected.reads:
         yield f"{call.name} reads {reads_text(call.reads)}, expected {reads_text(expected.reads)}"
+    if call.waits_for != expected.waits_for:
+        yield f"{call.name} waits for {call.waits_for}, expected {expected.waits_for}"
     if call.into != expected.into:
         yield f"{call.name} writes {call.into}, expected {expected.into}"
 

@@ -23,7 +23,7 @@ from memo_compile.analysis.regions import LoweredRegion, RegionGraph, layout_ele
 from memo_compile.costs.host import host_memory
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.planners.placement import Buffer, PlacementProblem, place
-from memo_compile.step.problem import ALIGNMENT_BYTES, RegionProfile
+from memo_compile.step.problem import ALIGNMENT_BYTES, CallKind, RegionProfile
 from memo_compile.units import format_bytes
 
 INPUT_SCALE = 0.02
@@ -55,14 +55,17 @@ def measure_all(
 ) -> dict[str, float]:
     """Seconds of every lowered region, by name; memory is freed between two regions.
 
+    A collective and its wait take no time of the computation.
+
     ``repeats`` and ``average`` as for ``measure``. ``too_large`` gives the seconds of a region that
     does not fit whole, and is told why. Raises UnsupportedGraph: a region cannot be run by itself.
     All or nothing: measured seconds and computed ones do not compare.
     """
-    for name in lowered:
+    seconds = {name: 0.0 for name in lowered if graphs[name].kind is not CallKind.RUN}
+    computing = {name: region for name, region in lowered.items() if name not in seconds}
+    for name in computing:
         _require_runs_alone(graphs[name])
-    seconds = {}
-    for name, lowered_region in lowered.items():
+    for name, lowered_region in computing.items():
         refused = None
         try:
             seconds[name] = measure(lowered_region, graphs[name], repeats=repeats, average=average)

@@ -18,10 +18,12 @@ from memo_runtime.instructions import (
     CopyRange,
     InputView,
     Instruction,
+    IssueCollective,
     RunCall,
     ShowReloaded,
     StartOffload,
     StartReload,
+    WaitCollective,
 )
 from memo_runtime.instructions import WaitCopy as Wait
 from memo_runtime.pages import gives_pages_back
@@ -79,7 +81,7 @@ def _bound(
         }
         for phase in Phase
     }
-    binder = Binder(planned, constants, poison)
+    binder = Binder(planned, constants, poison, device)
     shared = StepPlan(
         key=next(_keys),
         device=device,
@@ -93,6 +95,8 @@ def _bound(
         host_store=config.host_kind(device.type),
         schedule=config.copy_schedule(),
         measure_stall="stalls" in config.debug,
+        collective_schedule=config.collective_schedule(),
+        comm_bytes_per_s=config.comm_bytes_per_s,
         throttle_bytes_per_s=config.copy_speeds(),
         heap=_heap_watch(planned) if gives_pages_back(device) and not poison else None,
     )
@@ -117,9 +121,14 @@ class Binder:
     """One planned step, and what both of its halves need to know of it."""
 
     def __init__(
-        self, planned: PlannedStep, constants: Mapping[Phase, Mapping[str, Any]], poison: bool
+        self,
+        planned: PlannedStep,
+        constants: Mapping[Phase, Mapping[str, Any]],
+        poison: bool,
+        device: torch.device,
     ) -> None:
         """``constants`` are the tensors that each half carries itself."""
+        self.device = device
         problem = planned.problem
         self.planned, self.problem, self.plan = planned, problem, planned.plan
         self.constants = constants
@@ -128,6 +137,9 @@ class Binder:
         copies = (call.name for call in problem.calls if call.copy is not None)
         self.numbers = {name: number for number, name in enumerate(copies)}
         """Name of a call that copies -> the number of its copy."""
+        issues = (call.name for call in problem.calls if call.kind is CallKind.ISSUE)
+        self.collectives = {name: number for number, name in enumerate(issues)}
+        """Name of a call that begins a collective -> its number."""
         self.sources = aliases(problem)
         """A result that is a view of its region's input -> the value whose memory that is."""
         self.places = _places(planned, self.sources)
@@ -349,6 +361,10 @@ class _Half:
             assert call.waits_for is not None, f"{call.name} waits for nothing"
             ranges = tuple((offset, size) for _, offset, size in dying)
             return Wait(number=numbers[call.waits_for], dying=ranges)
+        if call.kind is CallKind.ISSUE:
+            return self._issue(index, call)
+        if call.kind is CallKind.COMM_WAIT:
+            return self._wait_for_ranks(index, call, dying)
         return self._run(index, call, dying)
 
     def _reused_bytes(self, index: int) -> int:
@@ -378,10 +394,49 @@ class _Half:
             host_offset_bytes=call.copy.host_offset,
         )
 
+    def _issue(self, index: int, call: StepCall) -> IssueCollective:
+        lowered = self.binder.planned.lowered[call.region]
+        (output,), (layout,) = lowered.profile.outputs, lowered.profile.output_layouts
+        assert lowered.collective is not None, f"{call.name} begins nothing"
+        assert layout is not None, f"{call.name} makes no tensor"
+        views, is_external = self.binder.views.get(index, ()), output.storage is Storage.EXTERNAL
+        on_cpu = self.binder.device.type == "cpu"
+        return IssueCollective(
+            number=self.binder.collectives[call.name],
+            collective=lowered.collective,
+            table=index,
+            resident_bytes=self.plan.resident_bytes[index],
+            input=self.registers[call.inputs[0]],
+            output=self.registers[call.outputs[0]],
+            view=views[0] if views else None,
+            in_place=output.storage is Storage.INPUT,
+            external=(getattr(torch, layout.dtype), layout.size, layout.stride)
+            if is_external
+            else None,
+            is_mapped=on_cpu and call.phase is Phase.FORWARD,
+        )
+
+    def _wait_for_ranks(
+        self, index: int, call: StepCall, dying: list[tuple[int, int, int]]
+    ) -> WaitCollective:
+        assert call.waits_for is not None, f"{call.name} waits for nothing"
+        dead = dict.fromkeys(v for v in (*call.inputs, *call.outputs) if self._is_dead(v, index))
+        return WaitCollective(
+            number=self.binder.collectives[call.waits_for],
+            resident_bytes=self.plan.resident_bytes[index],
+            in_flight=self.registers[call.inputs[0]],
+            output=self.registers[call.outputs[0]],
+            drop=self._at(dead),
+            dying=tuple((offset, size) for _, offset, size in dying),
+        )
+
+    def _is_dead(self, value: str, index: int) -> bool:
+        """True when nobody needs ``value`` after call ``index``."""
+        return self.last.get(value, -1) <= index and value not in self.kept
+
     def _run(self, index: int, call: StepCall, dying: list[tuple[int, int, int]]) -> RunCall:
         lowered, places = self.binder.planned.lowered[call.region], self.binder.places
-        dead = {v for v in (*call.inputs, *call.outputs) if self.last.get(v, -1) <= index}
-        dead -= self.kept
+        dead = {v for v in (*call.inputs, *call.outputs) if self._is_dead(v, index)}
         recomputes = call.kind is CallKind.RECOMPUTE
         resident_bytes = self.plan.resident_bytes[index]
         held_bytes = self.binder.ordinary.after[index] + self._reused_bytes(index)

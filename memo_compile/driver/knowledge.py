@@ -29,12 +29,13 @@ from memo_compile.driver.recompute_regions import RecomputeGraphs
 from memo_compile.driver.stages import LoweredStep, PlanRequest
 from memo_compile.driver.user_outputs import held_bytes, outside_loss_bytes, own_gradients
 from memo_compile.errors import MemoError, UnsupportedGraph, described
+from memo_compile.planners.comm_windows import has_collectives
 from memo_compile.planners.placement import Placement, PlacementProblem, place
 from memo_compile.reporting import state
 from memo_compile.step.group import grouped, grouped_layers
 from memo_compile.step.hand_over import ready_after
 from memo_compile.step.movable import MEASURED, MovableStep, StepCosts
-from memo_compile.step.problem import Problem
+from memo_compile.step.problem import CallKind, Problem
 from memo_compile.step.tilings import WholeStep
 
 log = logging.getLogger("memo")
@@ -147,7 +148,13 @@ class StepKnowledge:
         """``problem`` as layers with slots: the lowered step, with what a request adds to it."""
         step = self._layers_of_step(host_store).step
         layers = grouped_layers(step, num_members)
-        return replace(step, problem=problem, layers=layers, costs=self.costs(host_store))
+        return replace(
+            step,
+            problem=problem,
+            layers=layers,
+            costs=self.costs(host_store),
+            waits_late=self.config.comm_windows,
+        )
 
     def _layers_of_step(self, host_store: str) -> Movable:
         if self._movable is None:
@@ -216,6 +223,7 @@ class StepKnowledge:
         return StepCosts(
             region_s=self._seconds_of_regions(),
             **self._copy_speeds[host_store],
+            comm_bytes_per_s=self._comm_bytes_per_s(),
             source=MEASURED if self._measures() else f"roofline: {self.profile().name}",
         )
 
@@ -269,6 +277,13 @@ class StepKnowledge:
             "h2d_bytes_per_s": min(h2d, slowest[1] or h2d),
             "copy_latency_s": latency,
         }
+
+    def _comm_bytes_per_s(self) -> float | None:
+        """Speed of the link between ranks, as declared; None where the step does not use it."""
+        if not has_collectives(self.lowered.problem):
+            return None
+        declared = self.profile().link_bytes_per_s
+        return min(declared, self.config.comm_bytes_per_s or declared)
 
     def runs_here(self) -> bool:
         """False for a step that is planned for another kind of device than its tensors lie on."""
@@ -326,7 +341,12 @@ class StepKnowledge:
                 if not isinstance(error, UnsupportedGraph) and not is_bug(error):
                     raise
                 say_dropped("costs are computed, as with costs='roofline', not measured", error)
-        return {key: graph_seconds(graphs[key].gm, self.profile()) for key in lowered}
+        return {
+            key: graph_seconds(graphs[key].gm, self.profile())
+            if graphs[key].kind is CallKind.RUN
+            else 0.0
+            for key in lowered
+        }
 
     def _extrapolated(self, region: RegionGraph, reason: str) -> float:
         """Seconds of a region that does not fit whole."""

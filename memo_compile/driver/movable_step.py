@@ -26,6 +26,7 @@ from memo_compile.costs.roofline import node_seconds
 from memo_compile.driver.stages import LoweredStep
 from memo_compile.passes.cut import Cut, CutCall, unique_name
 from memo_compile.passes.recompute import ClassGraph, layer_ops
+from memo_compile.step.communication import handed_on, value_sizes
 from memo_compile.step.movable import Layer, LayerClass, LayerOp, MovableStep, Slot, StepCosts
 from memo_compile.step.problem import Problem, aliases, arena_values
 
@@ -103,7 +104,7 @@ class _Builder:
         classes: dict[str, LayerClass] = {}
         graphs: dict[str, ClassGraph] = {}
         layers = []
-        for call in self.forward.whole_calls:
+        for call in self.forward.layer_calls:
             backward = self.backward_of.get(call.position)
             inputs, outputs = self._input_slots(call), self._output_slots(call)
             if backward is None or not (inputs or outputs):
@@ -176,9 +177,9 @@ class _Builder:
         )
 
     def _region(self, call: CutCall) -> RegionGraph:
-        """What ``call`` runs, as it is without tiles."""
-        name = call.region
-        return self.forward.whole_regions.get(name) or self.forward.regions[name]
+        """What ``call`` runs, as it is without tiles, collectives included."""
+        name, cut = call.region, self.forward
+        return cut.layer_regions.get(name) or cut.whole_regions.get(name) or cut.regions[name]
 
     def _class(self, key: str, call: CutCall, graph: ClassGraph) -> LayerClass:
         seconds = self._seconds(call, graph.region)
@@ -232,14 +233,19 @@ class _Builder:
 
 
 def _arena_sizes(problem: Problem) -> dict[str, int]:
-    """Value -> bytes of its buffer, for values that alone own an arena buffer in the forward."""
+    """Value -> bytes of its buffer, for values that alone own an arena buffer in the forward.
+
+    What a collective has left is owned by the value that its wait shows.
+    """
     made = [value for value in arena_values(problem) if value.call < problem.first_backward]
-    num_values, aliased = Counter(value.id for value in made), set(aliases(problem).values())
-    return {
-        value.value: value.size_bytes
-        for value in made
-        if num_values[value.id] == 1 and value.value not in aliased
-    }
+    num_values = Counter(value.id for value in made)
+    shown = {value.value: value.value for value in made if num_values[value.id] == 1}
+    sizes, roots, in_flight = value_sizes(problem), aliases(problem), handed_on(problem)
+    for value, root in roots.items():
+        if root in shown and value not in in_flight:
+            is_first = shown[root] == root and root in in_flight
+            shown[root] = value if is_first and value in sizes else ""
+    return {value: sizes[value] for value in shown.values() if value}
 
 
 def _written(cut: Cut) -> Iterator[str]:

@@ -31,6 +31,7 @@ from memo_compile.driver.stages import CapturedStep, CutStep, LoweredStep, Plann
 from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.step_problem import step_problem, whole_step
 from memo_compile.errors import Infeasible
+from memo_compile.lowering import collective_profile
 from memo_compile.lowering.lower import lower_regions
 from memo_compile.lowering.workspace import with_workspaces
 from memo_compile.passes.accumulate import AccumulateInPlace
@@ -185,11 +186,18 @@ def lower_step(step: CutStep, config: MemoConfig, *, for_cuda: bool) -> LoweredS
     regions = lower_regions(step.regions.values(), config, step.runner)
     if for_cuda:
         regions = with_workspaces(regions, step.regions)
+    problem = step_problem(step, regions, config)
+    if overwritten := collective_profile.overwriting(problem):
+        graphs = step.regions
+        regions |= {
+            name: collective_profile.apart(regions[name], graphs[name]) for name in overwritten
+        }
+        problem = step_problem(step, regions, config)
     lowering_s = time.perf_counter() - start
     return LoweredStep(
         cut=step,
         regions=regions,
-        problem=step_problem(step, regions, config),
+        problem=problem,
         whole=whole_step(step),
         lowering_s=lowering_s,
     )

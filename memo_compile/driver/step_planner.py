@@ -7,7 +7,7 @@ lowered may come from a file. No torch here.
 import functools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,17 +29,26 @@ from memo_compile.driver.recompute_library import RecomputeLibrary
 from memo_compile.driver.report_rows import moved_rows, saved_rows, step_notes
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.errors import ConfigError, Infeasible, MemoError, TooSlow
+from memo_compile.planners.comm_windows import (
+    at_once,
+    filled,
+    has_collectives,
+    late,
+    num_collectives,
+    window_recompute_s,
+)
 from memo_compile.planners.place_step import placed_step, require_budget
 from memo_compile.planners.placement import Placement, PlacementProblem
 from memo_compile.planners.policy import Choice
+from memo_compile.planners.policy.candidates import costs_with
 from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.reporting import state
 from memo_compile.step.group import grouped_whole
-from memo_compile.step.movable import MovableStep
+from memo_compile.step.movable import MovableStep, StepCosts
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.step.residency import residency, step_constant_bytes
-from memo_compile.step.simulate import peak_live_bytes
+from memo_compile.step.simulate import peak_live_bytes, simulate
 from memo_compile.step.tilings import WholeStep
 from memo_compile.units import format_bytes, format_enough, format_seconds
 
@@ -221,12 +230,13 @@ class StepPlanner:
         rows = moved_rows(self.step, choice, self.known.labels())
         for note in (*choice.notes, *step_notes(self.problem, rows, self.config)):
             state.add_note(note)
-        placed = self._placed(choice)
+        costs = costs_with(self.step, choice.moves, self.known.library(self.config.host_store))
+        problem, placed = self._with_windows(choice.problem, self._placed(choice), costs)
         plan = replace(
             placed,
             decisions=rows,
             policy=choice.moves.policy,
-            timeline=choice.timeline,
+            timeline=placed.timeline or choice.timeline,
             step_lower_bound_s=self._lower_bound_s(budget_bytes),
             compute_s=self.compute_s,
             frontier=tuple(
@@ -235,7 +245,42 @@ class StepPlanner:
             ),
             host_bytes=choice.problem.host_bytes,
         )
-        return self._planned(choice.problem, plan)
+        return self._planned(problem, plan)
+
+    def _with_windows(self, problem: Problem, plan: Plan, costs: StepCosts) -> tuple[Problem, Plan]:
+        """The step waits for other ranks as late as memory allows, and says how long that is.
+
+        ``problem`` and ``plan`` as they are where nobody is talked to, or more would not fit.
+        """
+        if not has_collectives(problem):
+            return problem, plan
+        budget_bytes = self._budget_bytes()
+        for better in self._orders(problem, plan, costs, budget_bytes):
+            placed = self._place(better)
+            if budget_bytes is None or placed.peak_bytes <= budget_bytes:
+                problem, plan = better, placed
+                break
+        plan = replace(
+            plan,
+            timeline=simulate(problem, costs),
+            num_collectives=num_collectives(problem),
+            window_recompute_s=window_recompute_s(problem, costs),
+        )
+        return problem, plan
+
+    def _orders(
+        self, problem: Problem, plan: Plan, costs: StepCosts, budget_bytes: int | None
+    ) -> Iterator[Problem]:
+        """Programs that do the same as ``problem``, the most hidden first."""
+        if not self.config.comm_windows:
+            yield at_once(problem)
+            return
+        waiting_late, tried = late(problem), []
+        for limit_bytes in (budget_bytes or plan.peak_bytes, plan.peak_bytes):
+            better = filled(waiting_late, costs, limit_bytes=limit_bytes)
+            if better.calls not in tried:
+                tried.append(better.calls)
+                yield better
 
     def _can_only_save(self) -> bool:
         return self.config.policy == "save" or not self.step.layers
@@ -270,10 +315,13 @@ class StepPlanner:
         """The step that keeps everything, if it fits."""
         require_budget(replace(saved, budget_bytes=budget_bytes))
         rows = saved_rows(self.problem, self.known.leased_bytes(), self.known.labels())
-        saved, config = replace(saved, decisions=rows), self.config
+        saved, config, problem = replace(saved, decisions=rows), self.config, self.problem
+        if has_collectives(problem):  # else its seconds are not asked for
+            problem, saved = self._with_windows(problem, saved, self.step.costs)
+            saved = replace(saved, decisions=rows)
         if config.max_step_s < math.inf or config.max_over_compute < 1:  # its seconds are compared
             saved = replace(saved, compute_s=self.compute_s)
-        return self._planned(self.problem, saved)
+        return self._planned(problem, saved)
 
     def _choose(self, budget_bytes: int | None) -> Choice:
         try:

@@ -70,6 +70,8 @@ def whole_step(step: CutStep) -> WholeStep:
                 inputs=call.inputs,
                 outputs=call.outputs,
                 reads=call.reads,
+                kind=call.kind,
+                waits_for=call.waits_for,
             )
             for half in halves
             for call in half.whole_calls
@@ -94,6 +96,8 @@ def _step_call(
         instance=unit.instance,
         into=tuple(_into(target, lowered[call.region]) for target in call.into),
         reads=call.reads,
+        kind=call.kind,
+        waits_for=call.waits_for,
     )
 
 

@@ -11,10 +11,11 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.config import MemoConfig
-from memo_compile.lowering import aten, inductor, region_cache
+from memo_compile.lowering import aten, collective_profile, inductor, region_cache
 from memo_compile.lowering.region_cache import RegionCache
 from memo_compile.passes.own_outputs import OwnOutputs
 from memo_compile.passes.runner import PassRunner
+from memo_compile.step.problem import CallKind
 
 log = logging.getLogger("memo")
 
@@ -43,6 +44,8 @@ def _lowered(
     region: RegionGraph, config: MemoConfig, runner: PassRunner, cache: RegionCache | None
 ) -> LoweredRegion:
     poison = "poison" in config.debug
+    if region.kind is not CallKind.RUN:
+        return collective_profile.lower(region)
     if region.op_by_op or config.lowering == "aten":
         return aten.lower(region, poison=poison)
     own = OwnOutputs(external_outputs=region.external_outputs)

@@ -87,7 +87,7 @@ class _Longer:
     def _calls_of_units(self) -> dict[int, list[CutCall]]:
         calls: dict[int, list[CutCall]] = defaultdict(list)
         for half in (self._old.forward, self._old.backward):
-            for call in (*half.calls, *half.whole_calls):
+            for call in (*half.calls, *half.whole_calls, *half.layer_calls):
                 calls[self._unit(call, half.phase)].append(call)
         return calls
 
@@ -103,6 +103,7 @@ class _Longer:
             half,
             calls=self._longer_calls(half.calls, half.phase),
             whole_calls=self._longer_calls(half.whole_calls, half.phase),
+            layer_calls=self._longer_calls(half.layer_calls, half.phase),
             arguments=arguments,
             results=self._expanded(half.results),
             leased=self._expanded(half.leased),
@@ -134,6 +135,8 @@ class _Longer:
             call,
             name=call.name.replace(f"@{call.position}", f"@{position}", 1),
             position=position,
+            waits_for=call.waits_for
+            and call.waits_for.replace(f"@{call.position}", f"@{position}", 1),
             inputs=renamed(call.inputs),
             outputs=renamed(call.outputs),
             into=tuple(

@@ -18,7 +18,7 @@ them. Two regions with the same text are one region, called twice.
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.analysis.purity import is_constant, is_write, runs_once
 from memo_compile.analysis.regions import RegionGraph, layout_of
-from memo_compile.analysis.structure import spec_of
+from memo_compile.analysis.splittable import may_reuse_input, split_collectives
+from memo_compile.analysis.structure import op_name, spec_of
 from memo_compile.analysis.views import (
     base_of,
     is_movable_view,
@@ -37,9 +38,10 @@ from memo_compile.analysis.views import (
     results_of,
     storage_of,
 )
+from memo_compile.passes.collective_cut import pieces
 from memo_compile.passes.extract import copied
 from memo_compile.passes.lease import HANDLE, is_given
-from memo_compile.step.problem import Layouts, Phase
+from memo_compile.step.problem import CallKind, Layouts, Phase
 from memo_compile.step.tilings import Tiling
 
 KERNEL_ALIGNMENT_BYTES = 16
@@ -66,6 +68,9 @@ class CutCall:
     reads: Layouts
     """The layout in which each input is read, counted from where its value begins."""
     into: tuple[CutInto, ...] = ()
+    kind: CallKind = CallKind.RUN
+    waits_for: str | None = None
+    """COMM_WAIT: the name of the ISSUE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,10 @@ class Cut:
     half_graph: fx.GraphModule
     nodes: Mapping[str, fx.Node] = field(default_factory=dict)
     """Value -> the node that makes it, for reports."""
+    layer_calls: tuple[CutCall, ...] = ()
+    """One call for each position, as if no collective stood there, and nothing ran in tiles."""
+    layer_regions: Mapping[str, RegionGraph] = field(default_factory=dict)
+    """The regions of ``layer_calls``, where these are not among ``regions``."""
     whole_calls: tuple[CutCall, ...] = ()
     """The calls as they were before any region ran in tiles."""
     tilings: Mapping[str, Tiling] = field(default_factory=dict)
@@ -120,73 +129,75 @@ class _Cutter:
         self.request = request
         self.graph = request.gm.graph
         self.prefix = "" if request.phase is Phase.FORWARD else "bwd:"
-        self.positions = _with_views_at_their_source(request)
         self.results = results_of(self.graph)
         self.leases = self.graph.find_nodes(op="call_function", target=ops.lease)
         self.fetches = self.graph.find_nodes(op="call_function", target=ops.fetch)
-        self.regions: dict[str, RegionGraph] = {}
-        self.keys: dict[str, str] = {}
         self.external = {
             _written(node)
             for node in self.results
             if isinstance(node, fx.Node) and node.target is not ops.lease
         }
+        self.waits = split_collectives(self.graph.nodes)
+        self.positions = _with_views_at_their_source(request)
+        for issue, wait in self.waits.items():
+            self.positions[wait] = self.positions[issue]
 
     def run(self) -> Cut:
-        by_position: dict[int, list[fx.Node]] = {}
+        places = self._places()
+        layers = _Calls(self, self.positions, places)
+        layer_calls = layers.run()
+        if not self.waits:
+            return self._assemble(layer_calls, layers.regions)
+        parts = self._parts(places, layers.wanted)
+        where = {node: at for at, place in enumerate(parts) for node in place.nodes}
+        cut = _Calls(self, {**self.positions, **where}, parts)
+        made = self._assemble(cut.run(), cut.regions)
+        return replace(made, layer_calls=tuple(layer_calls), layer_regions=layers.regions)
+
+    def _places(self) -> list["_Place"]:
+        """One for each position, with the nodes there."""
+        found: dict[int, list[fx.Node]] = {}
         for node in self.graph.nodes:
             if node.op == "call_function" and node.target not in (ops.lease, ops.fetch):
-                by_position.setdefault(self.positions[node], []).append(node)
-        borders = [
-            _Border(self, position, by_position[position]) for position in sorted(by_position)
+                found.setdefault(self.positions[node], []).append(node)
+        names = self.request.names
+        return [
+            _Place(
+                at=position,
+                position=position,
+                nodes=tuple(found[position]),
+                base=names.get(position, "region"),
+                name=f"{names.get(position, 'region')}@{position}",
+            )
+            for position in sorted(found)
         ]
-        wanted = {base_of(node) for border in borders for node in border.inputs}
-        wanted.update(source for lease in self.leases for source in lease.all_input_nodes)
-        wanted.update(node for node in self.results if isinstance(node, fx.Node))
-        calls = (self._call(border, wanted) for border in borders)
-        return self._assemble([call for call in calls if call is not None])
+
+    def _parts(self, places: Sequence["_Place"], wanted: set[fx.Node]) -> list["_Place"]:
+        """The places cut at their collectives."""
+        parts: list[_Place] = []
+        for place in places:
+            if self.waits.keys().isdisjoint(place.nodes):
+                parts.append(replace(place, at=len(parts)))
+                continue
+            for number, piece in enumerate(pieces(place.nodes, self.waits, wanted)):
+                name = op_name(piece.nodes[0]) if piece.kind is CallKind.ISSUE else "part"
+                name = "wait" if piece.kind is CallKind.COMM_WAIT else name
+                part = _Place(
+                    at=len(parts),
+                    position=place.position,
+                    nodes=piece.nodes,
+                    base=f"{place.base}.{name}",
+                    name=f"{place.name}.{number}",
+                    kind=piece.kind,
+                )
+                parts.append(part)
+        return parts
 
     def value(self, node: fx.Node) -> str:
         """The step-wide name of the value that ``node`` makes."""
         return node.name if is_given(node) else self.prefix + node.name
 
-    def _call(self, border: "_Border", wanted: set[fx.Node]) -> CutCall | None:
-        outputs = [node for node in border.nodes if node in wanted]
-        effects = any(is_write(node) for node in border.nodes)
-        if not outputs and not effects:
-            return None
-        gm, inputs = border.extract(outputs)
-        external = frozenset(
-            index for index, node in enumerate(outputs) if _written(node) in self.external
-        )
-        static = tuple(
-            index
-            for index, node in enumerate(inputs)
-            if node.name in self.request.static_inputs or node.op == "get_attr"
-        )
-        key = content_of(gm, external, static)
-        base = self.request.names.get(border.position, "region")
-        if key not in self.keys:
-            name = unique_name(base, self.regions, "_")
-            self.keys[key] = name
-            self.regions[name] = RegionGraph(
-                name=name,
-                gm=gm,
-                external_outputs=external,
-                static_inputs=static,
-                is_backward=self.request.phase is Phase.BACKWARD,
-                device=self.request.device,
-            )
-        return CutCall(
-            name=f"{base}@{border.position}",
-            region=self.keys[key],
-            position=border.position,
-            inputs=tuple(self.value(base_of(node)) for node in inputs),
-            reads=tuple(layout_of(node.meta["val"]) for node in inputs),
-            outputs=tuple(self.value(node) for node in outputs),
-        )
-
-    def _assemble(self, calls: list[CutCall]) -> Cut:
+    def _assemble(self, calls: list[CutCall], regions: Mapping[str, RegionGraph]) -> Cut:
         leased = [source for lease in self.leases for source in lease.all_input_nodes]
         placeholders = self.graph.find_nodes(op="placeholder")
         constants = {
@@ -199,9 +210,10 @@ class _Cutter:
         )
         return Cut(
             phase=self.request.phase,
-            regions=self.regions,
+            regions=regions,
             calls=tuple(calls),
             whole_calls=tuple(calls),
+            layer_calls=tuple(calls),
             arguments=tuple(node.name for node in placeholders),
             results=results,
             leased=tuple(self.value(node) for node in leased or self.fetches),
@@ -212,15 +224,158 @@ class _Cutter:
         )
 
 
-class _Border:
-    """One position: its nodes, and the values that it reads from elsewhere."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What one call runs."""
 
-    def __init__(self, cutter: _Cutter, position: int, nodes: list[fx.Node]) -> None:
+    at: int
+    """Its position among all places."""
+    position: int
+    """The position of the step that it belongs to."""
+    nodes: tuple[fx.Node, ...]
+    base: str
+    """What its region is called."""
+    name: str
+    kind: CallKind = CallKind.RUN
+
+
+class _Calls:
+    """The calls of some places, and their distinct regions."""
+
+    def __init__(
+        self, cutter: _Cutter, positions: Mapping[fx.Node, int], places: Sequence[_Place]
+    ) -> None:
         self.cutter = cutter
-        self.position = position
-        self.nodes = nodes
+        self.request = cutter.request
+        self.positions = positions
+        self.places = places
+        self.regions: dict[str, RegionGraph] = {}
+        self.keys: dict[str, str] = {}
+        self.issues: dict[fx.Node, CutCall] = {}
+        """Collective -> its call."""
+        computing = [place for place in places if place.kind is CallKind.RUN]
+        self.borders = {place: _Border(self, place) for place in computing}
+        self.wanted = {base_of(node) for border in self.borders.values() for node in border.inputs}
+        self.wanted.update(source for lease in cutter.leases for source in lease.all_input_nodes)
+        self.wanted.update(node for node in cutter.results if isinstance(node, fx.Node))
+        for place in places:
+            if place.kind is CallKind.ISSUE:
+                self.wanted.add(base_of(place.nodes[0].all_input_nodes[0]))
+
+    def run(self) -> list[CutCall]:
+        """In order; without those that make nothing that anybody reads."""
+        make = {
+            CallKind.RUN: self._call,
+            CallKind.ISSUE: self._issue,
+            CallKind.COMM_WAIT: self._wait,
+        }
+        calls = (make[place.kind](place) for place in self.places)
+        return [call for call in calls if call is not None]
+
+    def _call(self, place: _Place) -> CutCall | None:
+        border = self.borders[place]
+        outputs = [node for node in border.nodes if node in self.wanted]
+        effects = any(is_write(node) for node in border.nodes)
+        if not outputs and not effects:
+            return None
+        gm, inputs = border.extract(outputs)
+        external = frozenset(
+            index for index, node in enumerate(outputs) if _written(node) in self.cutter.external
+        )
+        return CutCall(
+            name=place.name,
+            region=self._region(place, gm, self._static(inputs), external),
+            position=place.position,
+            inputs=tuple(self.cutter.value(base_of(node)) for node in inputs),
+            reads=tuple(layout_of(node.meta["val"]) for node in inputs),
+            outputs=tuple(self.cutter.value(node) for node in outputs),
+        )
+
+    def _issue(self, place: _Place) -> CutCall:
+        (issue,) = place.nodes
+        (source,) = issue.all_input_nodes
+        part = copied(self.request.gm, [source], [issue])
+        part.finish([issue])
+        is_external = self.cutter.waits[issue] in self.cutter.external
+        external = frozenset([0] if is_external else [])
+        in_place = not is_external and may_reuse_input(issue)
+        call = CutCall(
+            name=place.name,
+            region=self._region(
+                place, part.gm, self._static([source]), external, may_reuse_input=in_place
+            ),
+            position=place.position,
+            inputs=(self.cutter.value(base_of(source)),),
+            reads=(layout_of(source.meta["val"]),),
+            outputs=(self.cutter.value(issue),),
+            kind=CallKind.ISSUE,
+        )
+        self.issues[issue] = call
+        return call
+
+    def _wait(self, place: _Place) -> CutCall:
+        (wait,) = place.nodes
+        (issue,) = wait.all_input_nodes
+        (source,) = issue.all_input_nodes
+        part = copied(self.request.gm, [issue, source], [wait])
+        part.finish([wait])
+        issued = self.issues[issue]
+        return CutCall(
+            name=place.name,
+            region=self._region(place, part.gm, ()),
+            position=place.position,
+            inputs=(*issued.outputs, *issued.inputs),
+            reads=(layout_of(issue.meta["val"]), *issued.reads),
+            outputs=(self.cutter.value(wait),),
+            kind=CallKind.COMM_WAIT,
+            waits_for=issued.name,
+        )
+
+    def _static(self, inputs: Sequence[fx.Node]) -> tuple[int, ...]:
+        static = self.request.static_inputs
+        return tuple(
+            index
+            for index, node in enumerate(inputs)
+            if node.name in static or node.op == "get_attr"
+        )
+
+    def _region(
+        self,
+        place: _Place,
+        gm: fx.GraphModule,
+        static: tuple[int, ...],
+        external: frozenset[int] = frozenset(),
+        *,
+        may_reuse_input: bool = False,
+    ) -> str:
+        """The name of the region; a new one where no other place has the same."""
+        key = content_of(gm, external, static)
+        if place.kind is not CallKind.RUN:
+            key = f"{place.kind.value} {may_reuse_input} {key}"
+        if key not in self.keys:
+            name = self.keys[key] = unique_name(place.base, self.regions, "_")
+            self.regions[name] = RegionGraph(
+                name=name,
+                gm=gm,
+                external_outputs=external,
+                static_inputs=static,
+                is_backward=self.request.phase is Phase.BACKWARD,
+                device=self.request.device,
+                kind=place.kind,
+                may_reuse_input=may_reuse_input,
+            )
+        return self.keys[key]
+
+
+class _Border:
+    """One place: its nodes, and the values that it reads from elsewhere."""
+
+    def __init__(self, calls: _Calls, place: _Place) -> None:
+        self.calls = calls
+        self.at = place.at
+        self.nodes = place.nodes
         self.inputs: dict[fx.Node, None] = {}
-        for node in nodes:
+        for node in self.nodes:
             for source in node.all_input_nodes:
                 self._reach(source)
 
@@ -235,7 +390,7 @@ class _Border:
         return grows or is_given(base)
 
     def _reach(self, node: fx.Node) -> None:
-        is_own = self.cutter.positions.get(node) == self.position and not is_given(node)
+        is_own = self.calls.positions.get(node) == self.at and not is_given(node)
         is_submodule = node.op == "get_attr" and not is_tensor(node)
         if is_own or is_submodule:
             return
@@ -251,7 +406,7 @@ class _Border:
         ends = (node for node in self.nodes if node in outputs or is_write(node))
         needed = makers_of(ends, lambda node: node in own)
         nodes = [node for node in self.nodes if node in needed]
-        part = copied(self.cutter.request.gm, list(self.inputs), nodes)
+        part = copied(self.calls.request.gm, list(self.inputs), nodes)
         part.finish(outputs)
         used = [node for node in part.inputs if part.made[node].users]
         for node in part.inputs:

@@ -16,7 +16,7 @@ from memo_compile.analysis.tile_chains import transient_bytes
 from memo_compile.passes.cut import Cut, CutCall, CutInto
 from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.tiles import TiledRegion, tilings
-from memo_compile.step.problem import Layout, Layouts
+from memo_compile.step.problem import CallKind, Layout, Layouts
 from memo_compile.step.tilings import Operand, Ref, Source
 
 
@@ -74,6 +74,8 @@ def tile_cut(
         return cut
     split: dict[str, TiledRegion] = {}
     for name, region in cut.regions.items():
+        if region.kind is not CallKind.RUN:
+            continue
         if above_bytes and transient_bytes(region.gm) <= above_bytes:
             continue
         try:

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from memo_compile.step.communication import value_sizes
 from memo_compile.step.copy_times import CopyBack, issues_of
 from memo_compile.step.movable import StepCosts
-from memo_compile.step.problem import CallKind, Problem, StepCall, arena_values
+from memo_compile.step.problem import CallKind, Problem, StepCall
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import most_per_call
 
@@ -115,7 +116,7 @@ class _Forward:
         self.has_swapped = False
         self._costs, self._may_swap = costs, may_swap
         self._forward = problem.calls[: problem.first_backward]
-        self._sizes = {made.value: made.size_bytes for made in arena_values(problem)}
+        self._sizes = value_sizes(problem)
         self._last_read = {
             value: at
             for at, call in enumerate(self._forward)

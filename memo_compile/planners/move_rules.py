@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from memo_compile.errors import InvalidPlan
+from memo_compile.planners.comm_windows import has_collectives
+from memo_compile.step.communication import value_sizes
 from memo_compile.step.movable import (
     Action,
     Layer,
@@ -18,7 +20,7 @@ from memo_compile.step.movable import (
     RecomputeKey,
     RecomputeRegion,
 )
-from memo_compile.step.problem import Phase, Problem, StepCall, arena_values
+from memo_compile.step.problem import Phase, Problem, StepCall
 
 RecomputeOf = Callable[[RecomputeKey], RecomputeRegion]
 """Gives the region of a key, or raises UnsupportedGraph if there is none; the mode is dropped."""
@@ -42,6 +44,8 @@ class StepFacts:
     """Value -> the calls of the backward that read it, ascending."""
     call_s: tuple[float, ...]
     """Seconds of every call."""
+    talks: bool
+    """True where the step talks to other ranks at places of its program."""
     is_forward: tuple[bool, ...]
     """Which calls are of a forward."""
     forward_at: tuple[int, ...]
@@ -91,6 +95,7 @@ def _collect(step: MovableStep) -> StepFacts:
         last_use.update(dict.fromkeys((*call.inputs, *call.outputs), at))
     index_of = {call.name: at for at, call in enumerate(calls)}
     call_s = tuple(map(step.costs.call_s, calls))
+    sizes = value_sizes(problem)
     forward_at = tuple(index_of[layer.forward] for layer in step.layers)
     backward_at = tuple(index_of[layer.backward] for layer in step.layers)
     return StepFacts(
@@ -104,13 +109,10 @@ def _collect(step: MovableStep) -> StepFacts:
         backward_s=tuple(_pass_s(calls, call_s, at) for at in backward_at),
         written_at=written_at,
         last_use=last_use,
-        size_of={
-            made.value: made.size_bytes
-            for made in arena_values(problem)
-            if calls[made.call].phase is Phase.FORWARD
-        },
+        size_of={value: sizes[value] for value in written_at if value in sizes},
         backward_readers={value: tuple(found) for value, found in readers.items()},
         call_s=call_s,
+        talks=has_collectives(problem),
         is_forward=tuple(call.phase is Phase.FORWARD for call in calls),
     )
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memo_compile.errors import InvalidPlan
+from memo_compile.planners.comm_windows import at_once, late
 from memo_compile.planners.move_rules import (
     RecomputeOf,
     facts_of,
@@ -125,9 +126,12 @@ class _Builder:
         for recomputation in self.recomputations:
             regions[recomputation.region.key.region] = recomputation.region.profile
         host_bytes = sum(align(move.copy.num_bytes) for move in self.moved)
-        return replace(
+        moved = replace(
             self.problem, regions=regions, calls=tuple(self._calls()), host_bytes=host_bytes
         )
+        if not self.facts.talks:
+            return moved
+        return late(moved) if self.step.waits_late else at_once(moved)
 
     def _recomputed(self, moves: Moves, recompute: RecomputeOf) -> list[_Recomputation]:
         """The layers that recompute something which the backward reads."""

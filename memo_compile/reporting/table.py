@@ -66,6 +66,13 @@ def _lines(plan: ReportedPlan) -> Iterator[str]:
             f"{format_bytes(plan.offloaded_bytes)} to the host and recomputed "
             f"{format_bytes(plan.recomputed_bytes)}"
         )
+    if plan.num_collectives:
+        yield (
+            f"  {plan.num_collectives} collectives: {format_seconds(plan.hidden_comm_s)} beside "
+            f"computation, of which {format_seconds(plan.window_recompute_s)} recompute, and "
+            f"{format_seconds(plan.exposed_comm_s)} waited for, simulated; the last step waited "
+            f"{format_seconds(plan.comm_wait_s)}"
+        )
     yield (
         f"  {plan.num_regions} regions lowered in {format_seconds(plan.lowering_s)}, planned in "
         f"{format_seconds(plan.planning_s)}; checker: {plan.check}"

@@ -22,6 +22,10 @@ THREADS = {"compute": 1, "issue": 2, "d2h": 3, "h2d": 4, "communication": 5}
 
 THREAD_WORDS = {**LANE_WORDS, "issue": "copies begin and are waited for"}
 
+_OTHER_LANES = ("d2h", "h2d", "communication")
+
+_WAITS = (CallKind.WAIT.value, CallKind.COMM_WAIT.value)
+
 LINE_S = 1e-6
 """Seconds that a line is shown to last in a step that was not simulated."""
 
@@ -132,7 +136,7 @@ def _program(problem: Problem, times: CallTimes, view: StepView) -> Iterator[_Sl
             continue
         start = max(times.starts_s[index], free_s)
         free_s = max(times.ends_s[index], start + MOMENT_S)
-        what = "wait for" if call.kind is CallKind.WAIT else "issue"
+        what = "issue" if call.waits_for is None else "wait for"
         yield _Slice(
             lane="issue",
             name=f"{what} {call.waits_for or call.name}",
@@ -177,14 +181,14 @@ def _begin_end(slices: list[_Slice]) -> Iterator[dict[str, Any]]:
 
 def _arrows(timeline: Timeline, program: list[_Slice]) -> Iterator[dict[str, Any]]:
     """From each issue through its copy to its waits. Events lie inside the slices they bind."""
-    copies = {entry.name: entry for entry in timeline.spans if entry.lane in ("d2h", "h2d")}
+    copies = {entry.name: entry for entry in timeline.spans if entry.lane in _OTHER_LANES}
     waits: dict[str, list[_Slice]] = {}
     for entry in program:
-        if entry.category == CallKind.WAIT.value:
+        if entry.category in _WAITS:
             waits.setdefault(entry.call, []).append(entry)
     numbers = itertools.count(1)
     for issue in program:
-        if issue.category == CallKind.WAIT.value:
+        if issue.category in _WAITS:
             continue
         for wait in waits.get(issue.call, ()):
             flow = {"cat": "copy", "name": issue.call, "id": next(numbers), "pid": PROCESS}

@@ -169,6 +169,8 @@ _KIND_WORDS = {
     CallKind.OFFLOAD: "copy to host",
     CallKind.RELOAD: "copy from host",
     CallKind.WAIT: "wait for copy",
+    CallKind.ISSUE: "collective begins",
+    CallKind.COMM_WAIT: "wait for ranks",
 }
 
 

@@ -178,6 +178,7 @@ def _own_call(call: StepCall, member: int, num_instances: int) -> StepCall:
         name=own_name(call.name, member),
         inputs=tuple(own_name(value, member) for value in call.inputs),
         outputs=tuple(own_name(value, member) for value in call.outputs),
+        waits_for=None if call.waits_for is None else own_name(call.waits_for, member),
         instance=member * num_instances + call.instance,
         member=member,
         into=tuple(replace(into, value=own_name(into.value, member)) for into in call.into),

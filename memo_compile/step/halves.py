@@ -14,8 +14,9 @@ from memo_compile.step.problem import CallKind, Phase, Problem, StepCall
 HalfKey = tuple[Phase, int]
 """Phase and member."""
 
-RUNS = (CallKind.RUN, CallKind.RECOMPUTE)
-"""Calls that run a region: in the half of their member, which alone has its inputs."""
+RUNS = (CallKind.RUN, CallKind.RECOMPUTE, CallKind.ISSUE, CallKind.COMM_WAIT)
+"""Calls that run a region, or talk to other ranks: in the half of their member, which alone has
+its inputs."""
 
 
 def half_keys(problem: Problem) -> tuple[HalfKey, ...]:

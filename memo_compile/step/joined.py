@@ -172,6 +172,7 @@ def _own_call(call: StepCall, member: int, graph: int, counts: Mapping[str, int]
         region=InGraph(graph, call.region).joined,
         inputs=tuple(own_name(value, member) for value in call.inputs),
         outputs=tuple(own_name(value, member) for value in call.outputs),
+        waits_for=None if call.waits_for is None else own_name(call.waits_for, member),
         layer_class=known,
         instance=call.instance + (0 if known is None else counts.get(known, 0)),
         member=member,

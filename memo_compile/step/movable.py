@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memo_compile.errors import InputError
-from memo_compile.step.problem import Problem, RegionProfile, StepCall
+from memo_compile.step.problem import LEFT_OUT, Problem, RegionProfile, StepCall
 
 MEASURED = "measured"
 """``StepCosts.source`` of measured costs, which differ a little in the next process."""
@@ -112,6 +112,8 @@ class StepCosts:
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
     copy_latency_s: float = 0.0
+    comm_bytes_per_s: float | None = field(default=None, metadata=LEFT_OUT)
+    """Of a collective between ranks; None: there are none, or nobody knows."""
     source: str = "declared"
     """Where the numbers come from, for the report: ``measured``, ``roofline: h200`` ..."""
 
@@ -124,6 +126,10 @@ class StepCosts:
                 "costs"
             )
         return seconds
+
+    def comm_s(self, num_bytes: int) -> float:
+        """Seconds of one collective of ``num_bytes``; 0 where nobody knows."""
+        return 0.0 if self.comm_bytes_per_s is None else num_bytes / self.comm_bytes_per_s
 
     def d2h_s(self, num_bytes: int, num_copies: int = 1) -> float:
         """Seconds of ``num_copies`` copies to the host with ``num_bytes`` together."""
@@ -239,6 +245,8 @@ class MovableStep:
     """``recompute_rows`` is a multiple of this."""
     shares: tuple[float, ...] = ()
     """Per member the share of its saved bytes that goes to the host; empty: nobody said."""
+    waits_late: bool = True
+    """Collectives are waited for as late as order allows; else at once."""
 
     def class_of(self, layer: Layer) -> LayerClass:
         """The class of ``layer``."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from memo_compile.step.problem import FixedBytes, LayerClassInfo
+from memo_compile.step.problem import LEFT_OUT, FixedBytes, LayerClassInfo
 
 SCHEMA_VERSION = 1
 """Version of plan.json, which rises when a field changes its meaning."""
@@ -84,6 +84,10 @@ class Timeline:
     """Of these, computation waits for copies."""
     spans: tuple[Span, ...] = ()
     """What each lane does, in order of time."""
+    hidden_comm_s: float = field(default=0.0, metadata=LEFT_OUT)
+    """Other ranks are talked to, and the step computes."""
+    exposed_comm_s: float = field(default=0.0, metadata=LEFT_OUT)
+    """Computation waits for other ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +157,10 @@ class Plan:
     """Region (a layer's half, the loss head's) -> in how many tiles of tokens it runs; 1: whole."""
     frontier: tuple[FrontierPoint, ...] = ()
     """Step time against memory, fastest first; where a budget made memo choose."""
+    num_collectives: int = field(default=0, metadata=LEFT_OUT)
+    """How many collectives the step begins and waits for at places of its program."""
+    window_recompute_s: float = field(default=0.0, metadata=LEFT_OUT)
+    """Simulated seconds of recomputation between the beginning of a collective and its wait."""
     dropping_saves_bytes: int = 0
     """How much the peak would fall, moves as they are, if results went before the backward."""
 
@@ -160,6 +168,16 @@ class Plan:
     def step_s(self) -> float | None:
         """Seconds of the simulated step, where costs are known."""
         return None if self.timeline is None else self.timeline.step_s
+
+    @property
+    def hidden_comm_s(self) -> float:
+        """Simulated seconds of communication beside computation; 0 where costs are not known."""
+        return 0.0 if self.timeline is None else self.timeline.hidden_comm_s
+
+    @property
+    def exposed_comm_s(self) -> float:
+        """Simulated seconds for which computation waits for other ranks."""
+        return 0.0 if self.timeline is None else self.timeline.exposed_comm_s
 
     @property
     def outside_bytes(self) -> int:
@@ -185,6 +203,8 @@ class Observed:
     """Recomputed in the last step, counted while it ran."""
     stall_s: float = 0.0
     """How long computation stood still for copies in the last step, measured."""
+    comm_wait_s: float = field(default=0.0, metadata=LEFT_OUT)
+    """How long it stood still for other ranks, measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,10 @@ ALIGNMENT_BYTES = 512
 """Every offset in the arena is a multiple of this, as CUDA's allocator promises to kernels."""
 
 
+LEFT_OUT = {"left_out": True}
+"""Metadata of a field that a file only has where it is not the default: what few steps have."""
+
+
 class Phase(enum.Enum):
     """Which of autograd's two calls runs a region."""
 
@@ -42,6 +46,12 @@ class CallKind(enum.Enum):
     WAIT = "wait"
     """The compute lane goes on when the copy that ``waits_for`` names has ended. It reads its one
     input, the value that is copied, so that its bytes stay untouched until here."""
+    ISSUE = "issue"
+    """A collective begins: it reads its one input and writes its one output, and may do so until
+    the COMM_WAIT that names it. The output may lie in the input's place."""
+    COMM_WAIT = "comm_wait"
+    """The compute lane goes on when the collective that ``waits_for`` names has ended. It reads
+    what that has made and what that reads; its output is the former, which may be read now."""
 
 
 class Storage(enum.Enum):
@@ -240,7 +250,7 @@ class StepCall:
     copy: Copy | None = None
     """OFFLOAD and RELOAD."""
     waits_for: str | None = None
-    """WAIT: the name of the copy's call."""
+    """WAIT: the name of the copy's call; COMM_WAIT: that of the ISSUE."""
     into: tuple[Into, ...] = ()
     reads: Layouts = ()
     """The layout in which the call reads each input, from where the value begins. Empty for a copy

@@ -5,12 +5,21 @@
       L@0                  x0 -> x1, y0                              | out x0
       wait                 offload.x0
 
-After ``|`` come the copies in flight while a region runs: issued, and not yet waited for.
+After ``|`` come the copies and collectives in flight while a region runs: issued, and not yet
+waited for.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from memo_compile.step.problem import CallKind, Into, Phase, Problem, RegionProfile, StepCall
+from memo_compile.step.problem import (
+    CallKind,
+    Into,
+    Phase,
+    Problem,
+    RegionProfile,
+    StepCall,
+    Storage,
+)
 from memo_compile.units import format_bytes
 
 NAME_WIDTH = 20
@@ -35,20 +44,22 @@ def _lines(problem: Problem) -> Iterator[str]:
         if call.phase is not phase:
             phase = call.phase
             yield f"{phase.value}:"
-        if call.kind is CallKind.WAIT:
-            flying.pop(call.waits_for or "", None)
+        if call.waits_for is not None:
+            flying.pop(call.waits_for, None)
         name = call.name if call.kind is CallKind.RUN else call.kind.value
         line = f"  {name:<{NAME_WIDTH}} {_text(call, problem.regions[call.region])}"
         if call.kind in (CallKind.RUN, CallKind.RECOMPUTE) and flying:
             line = f"{line:<{TEXT_WIDTH}} | {_in_flight(flying)}"
         yield line.rstrip()
-        if call.copy is not None:
+        if call.copy is not None or call.kind is CallKind.ISSUE:
             flying[call.name] = (call.kind, (*call.inputs, *call.outputs)[0])
 
 
 def _text(call: StepCall, region: RegionProfile) -> str:
     if call.kind is CallKind.WAIT:
         return call.waits_for or ""
+    if call.kind is CallKind.COMM_WAIT:
+        return f"{call.waits_for} -> {call.outputs[0]}"
     copy = call.copy
     if copy is not None:
         value = call.inputs[0] if call.kind is CallKind.OFFLOAD else call.outputs[0]
@@ -57,6 +68,9 @@ def _text(call: StepCall, region: RegionProfile) -> str:
         host = f"host[{copy.host_offset}:{copy.host_offset + copy.num_bytes}]"
         return f"{value}{part}  {format_bytes(copy.num_bytes)} {arrow} {host}"
     text = f"{_listed(call.inputs)} -> {_listed(call.outputs)}"
+    if call.kind is CallKind.ISSUE:
+        place = ", in place" if region.outputs[0].storage is Storage.INPUT else ""
+        text = f"{call.name}  {call.region}  {text}{place}"
     if call.kind is CallKind.RECOMPUTE:
         text = f"{call.region}  {text}"
     if call.into:
@@ -78,7 +92,11 @@ def _listed(values: Sequence[str]) -> str:
 def _in_flight(flying: Mapping[str, tuple[CallKind, str]]) -> str:
     """The values that are on their way, by direction."""
     texts = []
-    for word, kind in (("out", CallKind.OFFLOAD), ("back", CallKind.RELOAD)):
+    for word, kind in (
+        ("out", CallKind.OFFLOAD),
+        ("back", CallKind.RELOAD),
+        ("among ranks", CallKind.ISSUE),
+    ):
         values = [value for flying_kind, value in flying.values() if flying_kind is kind]
         if values:
             texts.append(f"{word} {_listed(values)}")

@@ -75,7 +75,9 @@ def plain(value: Any) -> Any:
     """``value`` as JSON has it: objects for dataclasses and mappings, lists for tuples."""
     if dataclasses.is_dataclass(value):
         return {
-            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+            field.name: plain(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if not (field.metadata and getattr(value, field.name) == field.default)
         }
     if isinstance(value, enum.Enum):
         return value.value

@@ -1,9 +1,9 @@
 """A step program in simulated time, and its memory before anything is placed.
 
 Four lanes: calls run in order on the compute lane; copies to the host and copies back have a lane
-each, first in, first out, and begin when the compute lane has come to them; communication is empty
-on one device. A wait stalls the compute lane until its copy has ended. Nothing else does: forward
-and backward are one sequence.
+each, first in, first out, and begin when the compute lane has come to them; so have collectives,
+whose lane is empty on one device. A wait stalls the compute lane until its copy or its collective
+has ended. Nothing else does: forward and backward are one sequence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memo_compile.errors import InvalidPlan
+from memo_compile.step.communication import comm_bytes
 from memo_compile.step.copy_times import CopyLane
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.ordinary import passing_bytes
@@ -28,6 +29,7 @@ from memo_compile.step.problem import (
 from memo_compile.step.residency import level_of, ordinary_level, step_constant_bytes
 
 COMPUTE, STALL, D2H, H2D = "compute", "stall", "d2h", "h2d"
+COMMUNICATION = "communication"
 
 
 def simulate(problem: Problem, costs: StepCosts, *, spans: bool = True) -> Timeline:
@@ -39,18 +41,27 @@ def simulate(problem: Problem, costs: StepCosts, *, spans: bool = True) -> Timel
     """
     found: list[Span] = []
     ends: dict[str, float] = {}
-    out, back = CopyLane(), CopyLane()
+    out, back, ranks = CopyLane(), CopyLane(), CopyLane()
     copies = {
         CallKind.OFFLOAD: (D2H, out, costs.d2h_s),
         CallKind.RELOAD: (H2D, back, costs.h2d_s),
     }
-    now = stall_s = 0.0
+    now = stall_s = comm_s = exposed_s = 0.0
     for call in problem.calls:
         begin = now
         if call.kind is CallKind.WAIT:
             now = max(now, _end_of(call, ends))
             stall_s += now - begin
             name, end = STALL, now
+        elif call.kind is CallKind.COMM_WAIT:
+            now = max(now, _end_of(call, ends))
+            exposed_s += now - begin
+            name, end = STALL, now
+        elif call.kind is CallKind.ISSUE:
+            seconds = costs.comm_s(comm_bytes(problem, call))
+            begin, end = ranks.copy(now, seconds)
+            name, ends[call.name] = COMMUNICATION, end
+            comm_s += seconds
         elif call.kind in copies:
             assert call.copy is not None, f"{call.name}: a copy without its bytes"
             name, lane, copy_s = copies[call.kind]
@@ -61,16 +72,20 @@ def simulate(problem: Problem, costs: StepCosts, *, spans: bool = True) -> Timel
             name, end = COMPUTE, now
         if spans and end > begin:
             found.append(Span(lane=name, name=call.name, start_s=begin, end_s=end))
-    step_s = max(now, out.free_s, back.free_s)
-    return Timeline(step_s=step_s, stall_s=stall_s, spans=tuple(found))
+    step_s = max(now, out.free_s, back.free_s, ranks.free_s)
+    return Timeline(
+        step_s=step_s,
+        stall_s=stall_s,
+        spans=tuple(found),
+        hidden_comm_s=max(0.0, comm_s - exposed_s),
+        exposed_comm_s=exposed_s,
+    )
 
 
 def _end_of(call: StepCall, ends: Mapping[str, float]) -> float:
     end = ends.get(call.waits_for or "")
     if end is None:
-        raise InvalidPlan(
-            f"{call.name} waits for {call.waits_for}, which is no copy issued before it"
-        )
+        raise InvalidPlan(f"{call.name} waits for {call.waits_for}, which was not issued before it")
     return end
 
 

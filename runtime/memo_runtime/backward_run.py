@@ -93,6 +93,7 @@ class BackwardRun:
             for call in self.calls[self._done : end]:
                 call.execute(self.running)
         except BaseException:
+            self.running.lease.settle_ranks()  # a group's frame may go on to serve other members
             self._end()
             raise
         finally:

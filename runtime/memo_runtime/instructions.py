@@ -1,4 +1,4 @@
-"""What a half of a step is made of: region calls, copies that begin, waits for their end.
+"""What a half of a step is made of: region calls; copies and collectives that begin; waits.
 
 An instruction is bound to registers of the half's environment and to byte ranges of the step's
 frame and host frame. Their order in ``RunHalf.calls`` is the schedule; each executes itself on a
@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from memo_runtime.collectives import Collective
 from memo_runtime.copies import Lane
 from memo_runtime.current import current, poison
 from memo_runtime.heap import HeapWatch
 from memo_runtime.leases import Lease, StepCounters
+from memo_runtime.pages import own_mapping
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,9 +110,8 @@ class RunCall:
                 for position, offset, size_bytes in self.dying
             }
         inputs = [env[register] for register in self.inputs]
-        for position, size, stride, offset in self.views:
-            value = inputs[position]
-            inputs[position] = value.as_strided(size, stride, value.storage_offset() + offset)
+        for view in self.views:
+            inputs[view[0]] = seen(inputs[view[0]], view)
         for register in self.drop:
             env[register] = None  # so that the region can free it at its last use
         results = self.run(inputs)
@@ -234,7 +235,92 @@ class WaitCopy:
                 running.lease.slab.bytes(size_bytes, offset).fill_(255)
 
 
-Instruction = RunCall | StartOffload | StartReload | ShowReloaded | WaitCopy
+@dataclass(slots=True, kw_only=True)
+class IssueCollective:
+    """A collective begins; its output appears in the environment, to be read after the wait."""
+
+    number: int
+    """The number of the collective in its step, which the wait names."""
+    collective: Collective
+    table: int
+    """Index of the call in the frame's tables; the table's one view is the output."""
+    resident_bytes: int
+    """As of RunCall."""
+    input: int
+    output: int
+    view: InputView | None = None
+    """The input as another view of its storage."""
+    in_place: bool = False
+    """The output takes the input's place."""
+    external: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None = None
+    """Type, size and stride of an output in ordinary memory, for the user."""
+    is_mapped: bool = False
+    """An external output gets pages of its own."""
+
+    def execute(self, running: Running) -> None:
+        """Begin it. The input stays in the environment, for the wait holds it too."""
+        running.keep(self.resident_bytes)
+        value = running.env[self.input]
+        source = value if self.view is None else seen(value, self.view)
+        if self.in_place:
+            destination = source
+        elif self.external is None:
+            (destination,) = running.tables[self.table]
+        else:
+            dtype, size, stride = self.external
+            if self.is_mapped:
+                destination = own_mapping(size, stride, dtype)
+            else:
+                destination = torch.empty_strided(size, stride, dtype=dtype, device=source.device)
+        running.env[self.output] = destination
+        running.lease.communicate(self.number, self.collective, destination, source)
+
+
+@dataclass(slots=True, kw_only=True)
+class WaitCollective:
+    """Computation goes on when a collective of this half has ended."""
+
+    number: int
+    resident_bytes: int
+    """As of RunCall."""
+    in_flight: int
+    """The register of what the issue has put into the environment."""
+    output: int
+    """The register of the same tensor, now that its numbers are there."""
+    drop: tuple[int, ...]
+    """Registers that nobody reads after this call."""
+    dying: tuple[tuple[int, int], ...] = ()
+    """Poison mode: (offset, bytes) of the frame's ranges whose life ends here."""
+
+    def execute(self, running: Running) -> None:
+        """Wait until the collective has ended, and show its output."""
+        blocked_s = running.lease.wait_for_ranks(self.number)
+        running.count(comm_wait_s=blocked_s)
+        running.keep(self.resident_bytes)
+        env = running.env
+        env[self.output] = env[self.in_flight]
+        for register in self.drop:
+            env[register] = None
+        if running.poison:
+            for offset, size_bytes in self.dying:
+                running.lease.slab.bytes(size_bytes, offset).fill_(255)
+
+
+Instruction = (
+    RunCall
+    | StartOffload
+    | StartReload
+    | ShowReloaded
+    | WaitCopy
+    | IssueCollective
+    | WaitCollective
+)
+
+
+def seen(value: torch.Tensor, view: InputView) -> torch.Tensor:
+    """``value`` as ``view`` says; the view's position is not looked at."""
+    _, size, stride, offset = view
+    return value.as_strided(size, stride, value.storage_offset() + offset)
 
 
 def view_inside(value: torch.Tensor, like: torch.Tensor, offset_bytes: int) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 What travels through autograd is a small CPU tensor, the handle. Its storage belongs to a Python
 object with a finalizer, so that a lease also ends when autograd drops the step without a backward
-(the loss died, an exception, an unused output). Copies in flight use the lease's memory, so it is
-given back when they have ended.
+(the loss died, an exception, an unused output). Copies and collectives in flight use the lease's
+memory, so it is given back when they have ended.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes  # torch 2.11 to 2.13
 
 from memo_runtime.arena import DeviceArena, Slab
+from memo_runtime.collectives import Collective, CollectiveEngine, CollectiveTicket
 from memo_runtime.copies import CopyEngine, Lane, Ticket, on_worker
 from memo_runtime.host_store import HostStore
 
@@ -33,12 +34,15 @@ class StepCounters:
     recomputed_bytes: int = 0
     stall_s: float = 0.0
     """How long computation stood still for copies (row 16 of docs/situations.md)."""
+    comm_wait_s: float = 0.0
+    """How long it stood still for other ranks."""
 
     def __add__(self, other: "StepCounters") -> "StepCounters":
         return StepCounters(
             offloaded_bytes=self.offloaded_bytes + other.offloaded_bytes,
             recomputed_bytes=self.recomputed_bytes + other.recomputed_bytes,
             stall_s=self.stall_s + other.stall_s,
+            comm_wait_s=self.comm_wait_s + other.comm_wait_s,
         )
 
 
@@ -67,6 +71,10 @@ class Lease:
     """Its backward has run, and may run again (retain_graph)."""
     tickets: dict[int, Ticket] = field(default_factory=dict)
     """Every copy of the step by its number; one issued in the forward may end later."""
+    ranks: CollectiveEngine | None = None
+    """Begins the step's collectives."""
+    flights: dict[int, CollectiveTicket] = field(default_factory=dict)
+    """Every collective of the step by its number, until it has been waited for."""
     shown: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     """Offload -> the value as its region returned it, and the byte of its buffer at which it is."""
     counted: StepCounters = field(default_factory=StepCounters)
@@ -92,11 +100,35 @@ class Lease:
             raise AssertionError(f"copy {number} was never issued")
         return self.engine.wait(self.tickets[number])
 
+    def communicate(
+        self, number: int, collective: Collective, destination: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        """Begin collective ``number`` of the step."""
+        if self.ranks is None:
+            raise AssertionError("a lease without an engine cannot talk to other ranks")
+        self.flights[number] = flight = CollectiveTicket(collective, destination, source)
+        self.ranks.issue(flight)
+
+    def wait_for_ranks(self, number: int) -> float:
+        """Wait for collective ``number``; returns the seconds that blocked."""
+        if self.ranks is None or number not in self.flights:
+            raise AssertionError(f"collective {number} was never issued")
+        blocked_s = self.ranks.wait(self.flights[number])
+        del self.flights[number]  # it holds tensors
+        return blocked_s
+
     def settle(self) -> None:
-        """Wait until no copy of the step is in flight."""
+        """Wait until no copy and no collective of the step is in flight."""
         for ticket in self.tickets.values():
             if self.engine is not None:
                 self.engine.settle(ticket)
+        self.settle_ranks()
+
+    def settle_ranks(self) -> None:
+        """Wait until no collective of the step is in flight: what was to wait for them will not."""
+        for flight in self.flights.values():
+            if self.ranks is not None:
+                self.ranks.settle(flight)
 
     def release(self) -> None:
         """Give the frames back, after the step's copies. A second call does nothing."""
@@ -105,7 +137,9 @@ class Lease:
             self.saved = []
             self.checked = []
             self.shown = {}
-            if self.tickets and on_worker():  # the collector ran there; it cannot wait for itself
+            if (
+                self.tickets or self.flights
+            ) and on_worker():  # the collector ran there; it cannot wait for itself
                 threading.Thread(target=self._end, daemon=True).start()
             else:
                 self._end()
@@ -118,6 +152,7 @@ class Lease:
             raise
         finally:
             self.tickets.clear()
+            self.flights.clear()
             _close(self.at_end)
             self._let_go()
 
@@ -127,7 +162,7 @@ class Lease:
         A result that the user holds keeps the handle alive, and through it this lease. The memory
         of a plan that is no longer run must go all the same.
         """
-        self.plan = self.host = self.engine = self.group = None
+        self.plan = self.host = self.engine = self.ranks = self.group = None
         del self.slab
 
     def snapshot(self) -> torch.Tensor:
@@ -140,9 +175,12 @@ class Lease:
         self.slab.resident_bytes = max(self.slab.resident_bytes, self.size_bytes)
 
 
-def _give_back(at_end: contextlib.ExitStack, tickets: dict[int, Ticket]) -> None:
-    """Close a lease that nobody can end any more; frames with a copy in flight stay taken."""
-    if all(ticket.finished for ticket in tickets.values()):
+def _give_back(
+    at_end: contextlib.ExitStack, tickets: dict[int, Ticket], flights: dict[int, CollectiveTicket]
+) -> None:
+    """Close a lease that nobody can end any more; what a copy or a rank may write stays taken."""
+    finished = [ticket.finished for ticket in tickets.values()]
+    if all(finished + [flight.finished for flight in flights.values()]):
         _close(at_end)
 
 
@@ -169,7 +207,7 @@ class LeaseTable:
         begun, or while its release runs.
         """
         lease = Lease(next(self._numbers), slab, size_bytes, at_end, host)
-        weakref.finalize(lease, _give_back, at_end, lease.tickets).atexit = False
+        weakref.finalize(lease, _give_back, at_end, lease.tickets, lease.flights).atexit = False
         with self._lock:
             self._live[lease.number] = lease
         return lease

@@ -11,6 +11,7 @@ import torch
 from memo_runtime.arena import FrameTable, Slab, arena_of
 from memo_runtime.backward_run import BackwardRun
 from memo_runtime.backward_run import StepError as StepError
+from memo_runtime.collectives import CollectiveSchedule, engine_for
 from memo_runtime.copies import CopySchedule, Throttle, engine_of
 from memo_runtime.current import current
 from memo_runtime.heap import HeapWatch
@@ -77,6 +78,10 @@ class StepPlan:
     """When copies run between issue and wait; a ``copies.CopySchedule``."""
     throttle_bytes_per_s: Throttle = None
     """CPU: most bytes per second of a copy."""
+    collective_schedule: str = "normal"
+    """When collectives run between issue and wait; a ``collectives.CollectiveSchedule``."""
+    comm_bytes_per_s: float | None = None
+    """Most bytes per second between ranks."""
     measure_stall: bool = False
     """CUDA: ``stall_s`` is measured, for which the host must wait with the device."""
     on_step_end: Callable[[StepCounters], None] = lambda counted: None
@@ -117,6 +122,8 @@ class StepPlan:
             self.live += planned
         lease = self._planned_lease(count=1) if planned else self._ordinary_lease()
         lease.engine = engine
+        schedule = CollectiveSchedule(self.collective_schedule)
+        lease.ranks = engine_for(schedule, self.comm_bytes_per_s)
         if self.poison:
             self._poison(lease.slab)
             if lease.host is not None:
@@ -307,6 +314,9 @@ def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> Ste
         for call in _calls(half, lease):
             call.execute(running)
         running.leave(half.resident_bytes, half.dropped)
+    except BaseException:
+        running.lease.settle_ranks()  # a group's frame may go on to serve other members
+        raise
     finally:
         current.views = ()
         current.inputs = {}

@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -121,17 +122,17 @@ def main(*, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [trained(**setting) for setting in settings]
 
 
-def trained(*, sequence: bool, lowering: str) -> dict[str, Any]:
-    """Two fresh steps and one accumulated; the errors after each."""
+def trained(*, sequence: bool, **options: Any) -> dict[str, Any]:
+    """Two fresh steps and one accumulated, with memo's ``options``; the errors after each."""
     torch._dynamo.reset()
     state.reset()
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     ours = Llama()
     eager = copy.deepcopy(ours)
     parallelize(ours, mesh, sequence=sequence)
-    options = {"lowering": lowering, "strict": True}
-    compiled = torch.compile(ours, backend="memo", fullgraph=True, options=options)
+    given = {"strict": True, **options}
+    compiled = torch.compile(ours, backend="memo", fullgraph=True, options=given)
     ids = torch.randint(VOCABULARY, (3, 2, 16), generator=torch.Generator().manual_seed(3))
     errors = []
     for step, batch in enumerate(ids):
@@ -142,8 +143,12 @@ def trained(*, sequence: bool, lowering: str) -> dict[str, Any]:
         eager(batch).backward()
         errors.append(gradient_errors(ours, eager))
     report = memo_compile.report()
+    plan = report.plans[-1]
     return {
         "errors": errors,
+        "num_collectives": plan.num_collectives,
+        "window_recompute_s": plan.window_recompute_s,
+        "num_regions": plan.num_regions,
         "active": report.active,
         "unplanned_steps": report.unplanned_steps,
         "notes": list(report.notes),

@@ -15,23 +15,47 @@ TOLERANCE = 3e-5
 """float32 sums in another order."""
 
 
+LATE = "poison,collectives-late,copies-late"
+"""A collective's output holds NaN until its wait."""
+
 SETTINGS = [
-    {"sequence": False, "lowering": "aten"},
-    {"sequence": True, "lowering": "aten"},
+    {"sequence": False, "lowering": "aten", "debug": LATE, "policy": "full-recompute"},
+    {"sequence": True, "lowering": "aten", "debug": LATE},
 ]
 """Tensor parallel layers; with ``sequence`` the tokens between them are split as well."""
 
+OTHERS = [
+    {"sequence": False, "lowering": "aten", "comm_windows": False},
+    {"sequence": True, "lowering": "aten", "debug": "poison,collectives-early,copies-early"},
+    {"sequence": True, "lowering": "aten", "debug": LATE, "policy": "full-recompute"},
+    {"sequence": True, "lowering": "aten", "debug": LATE, "policy": "full-offload"},
+    {"sequence": False, "lowering": "aten", "debug": LATE, "policy": "full-offload"},
+]
+
 COMPILED = [{**setting, "lowering": "inductor"} for setting in SETTINGS]
+
+COLLECTIVES = {False: 2 * 2 + 2 * 5, True: 2 * 4 + 2 * 4 + 5}
+"""Two layers: two reductions forward and five backward; gathered and scattered twice each way, and
+around the layers."""
 
 
 @pytest.mark.parametrize(
-    "settings", in_ci([SETTINGS, COMPILED], SETTINGS), ids=["aten", "inductor"]
+    ("settings", "num_ranks"),
+    in_ci(
+        [(SETTINGS, 2), (OTHERS, 2), (COMPILED, 2), (SETTINGS, 4)],
+        (SETTINGS, 2),
+    ),
+    ids=["aten", "others", "inductor", "four ranks"],
 )
-def test_gradients_are_those_of_one_process(settings, tmp_path, subtests):
-    for outcome in run_ranks("tests.distributed.llama", tmp_path, {"settings": settings}):
+def test_gradients_are_those_of_one_process(settings, num_ranks, tmp_path, subtests):
+    given = {"settings": settings}
+    for outcome in run_ranks("tests.distributed.llama", tmp_path, given, num_ranks):
         for setting, found in zip(settings, outcome.found, strict=True):
             with subtests.test(**setting):
                 assert_right(found)
+                assert found["num_collectives"] == COLLECTIVES[setting["sequence"]]
+                if setting.get("policy") == "full-recompute":
+                    assert found["window_recompute_s"] > 0
 
 
 def assert_right(found):

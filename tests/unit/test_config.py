@@ -118,6 +118,9 @@ def test_environment_that_cannot_be_used(monkeypatch, name, text):
         ({"copy_bytes_per_s": (1e9, -1)}, r"copy_bytes_per_s: expected speeds above 0, got \(1"),
         ({"copy_bytes_per_s": (1e9,)}, r"expected a number or two: \(to the host, back\), got"),
         ({"copy_bytes_per_s": "fast"}, "copy_bytes_per_s: expected a number"),
+        ({"comm_bytes_per_s": 0}, "comm_bytes_per_s: expected a speed above 0, got 0"),
+        ({"comm_windows": "no"}, "comm_windows: expected True or False, got 'no'"),
+        ({"ranks_timeout_s": 0}, "ranks_timeout_s: expected seconds above 0, got 0"),
         ({"placement_time_limit_s": 0}, "placement_time_limit_s: expected seconds above 0"),
         ({"placement_time_limit_s": "5"}, "placement_time_limit_s: expected a number, got '5'"),
         ({"placement_solver": "lp"}, "placement_solver: expected one of auto, greedy"),
@@ -216,3 +219,9 @@ def test_what_configure_refuses_is_not_kept():
     assert resolve(None, None).debug == ("poison",)
     configure(debug=None)
     assert resolve(None, None).debug == ()
+
+
+def test_the_schedule_of_collectives():
+    assert MemoConfig().collective_schedule() == "normal"
+    both = MemoConfig(debug=("poison", "copies-early", "collectives-late"))
+    assert (both.copy_schedule(), both.collective_schedule()) == ("early", "late")

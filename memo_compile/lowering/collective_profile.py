@@ -1,0 +1,107 @@
+"""What the plan must know of a collective and of its wait, which are run by the runtime.
+
+A collective writes a buffer of its own, the place of its input, or ordinary memory where its result
+goes to the user. Its wait shows the same tensor again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from memo_compile.analysis.regions import LoweredRegion, RegionGraph, storage_bytes, view_spec
+from memo_compile.analysis.splittable import collective_of
+from memo_compile.analysis.views import results_of
+from memo_compile.step.problem import (
+    CallKind,
+    Problem,
+    RegionBuffer,
+    RegionOutput,
+    RegionProfile,
+    StepCall,
+    Storage,
+    align,
+)
+
+
+def lower(region: RegionGraph, *, in_place: bool | None = None) -> LoweredRegion:
+    """``region``, an ISSUE or a COMM_WAIT; ``in_place`` by default where the graph allows it."""
+    (result,) = results_of(region.gm.graph)
+    num_inputs = len(region.gm.graph.find_nodes(op="placeholder"))
+    size_bytes = align(storage_bytes(result.meta["val"]))
+    shown = RegionOutput(storage=Storage.INPUT, index=0)
+    is_wait = region.kind is CallKind.COMM_WAIT
+    buffers: tuple[RegionBuffer, ...] = ()
+    if is_wait or (region.may_reuse_input if in_place is None else in_place):
+        output = shown
+    elif region.external_outputs:
+        output = RegionOutput(storage=Storage.EXTERNAL, size_bytes=size_bytes)
+    else:
+        buffers = (RegionBuffer(name=result.name, size_bytes=size_bytes, start=0, end=1),)
+        output = RegionOutput(storage=Storage.ARENA, index=0)
+    profile = RegionProfile(
+        name=region.name,
+        num_lines=1,
+        buffers=buffers,
+        input_ends=(1,) * num_inputs,
+        outputs=(output,),
+    )
+    return LoweredRegion(
+        profile=profile,
+        views=(view_spec(result.meta["val"]),) if buffers else (),
+        run=_never,
+        collective=None if is_wait else collective_of(result),
+    )
+
+
+def _never(inputs: list[object]) -> list[object]:
+    raise AssertionError("the runtime runs collectives and their waits itself")
+
+
+def apart(lowered: LoweredRegion, region: RegionGraph) -> LoweredRegion:
+    """The same with a buffer of its own."""
+    layouts = lowered.profile
+    other = lower(region, in_place=False)
+    profile = replace(
+        other.profile,
+        input_layouts=layouts.input_layouts,
+        output_layouts=layouts.output_layouts,
+    )
+    return replace(other, profile=profile)
+
+
+def overwriting(problem: Problem) -> frozenset[str]:
+    """Regions of collectives in the place of their input, where that holds what is still needed.
+
+    That shows only in lowered regions: a compiler may return what it was given where the graph
+    makes a copy of it. Cost: linear.
+    """
+    storage_of: dict[str, str | None] = {}
+    """Value -> the arena buffer that it lies in; None in ordinary memory."""
+    taken: dict[str, tuple[str, str]] = {}
+    """Value whose place a collective has taken -> the collective's region, and its call."""
+    found: set[str] = set()
+    for call in problem.calls:
+        for value in (*call.inputs, *(into.value for into in call.into)):
+            if value in taken and call.waits_for != taken[value][1]:
+                found.add(taken[value][0])
+        in_place = problem.regions[call.region].outputs[:1]
+        if call.kind is CallKind.ISSUE and in_place[0].storage is Storage.INPUT:
+            place = storage_of.get(call.inputs[0])
+            if place is None:
+                found.add(call.region)
+            beside = (value for value, other in storage_of.items() if other == place)
+            taken.update((value, (call.region, call.name)) for value in beside)
+        for output, value in problem.made_by(call):
+            storage_of[value] = _storage(call, output, storage_of)
+    results = (value for half in problem.halves for value in half.results if value in taken)
+    return frozenset((*found, *(taken[value][0] for value in results if value is not None)))
+
+
+def _storage(
+    call: StepCall, output: RegionOutput, storage_of: Mapping[str, str | None]
+) -> str | None:
+    if output.index is None or output.storage not in (Storage.ARENA, Storage.INPUT):
+        return None
+    if output.storage is Storage.INPUT:
+        return storage_of.get(call.inputs[output.index])
+    around = call.value_around(output.index)
+    return f"{call.name}/{output.index}" if around is None else storage_of.get(around)

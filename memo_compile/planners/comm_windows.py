@@ -1,0 +1,204 @@
+"""Where a step waits for other ranks, and what it computes before.
+
+Rewrite, with ``r`` the recomputation that ``Lb`` reads, which also reads ``z``:
+
+    issue y; wait y -> z; r; Lb(z, r)      ->      issue y; r; wait y -> z; Lb(z, r)
+
+A collective is waited for right before the first call that reads its result. Between its beginning
+and that wait run the calls that stood behind the wait and do not read it: gradients of weights,
+recomputations. The order of calls that compute, and that of collectives, stay what they were, so
+that every rank begins the same collectives in the same order. ``filled`` moves recomputations
+further, from behind a call that reads the result to before the wait: the windows of Lynx
+(arXiv 2406.08756). Nothing is recomputed that the plan does not recompute anyway.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from memo_compile.step.hand_over import storage_roots
+from memo_compile.step.movable import StepCosts
+from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
+from memo_compile.step.simulate import STALL, peak_live_bytes, simulate
+
+_IN_HALF = (CallKind.RUN, CallKind.RECOMPUTE, CallKind.ISSUE, CallKind.COMM_WAIT)
+
+
+def has_collectives(problem: Problem) -> bool:
+    """True where the step talks to other ranks at places of its program."""
+    return any(call.kind is CallKind.ISSUE for call in problem.calls)
+
+
+def at_once(problem: Problem) -> Problem:
+    """``problem`` that waits for each collective right behind its beginning."""
+    waits = {call.waits_for: call for call in problem.calls if call.kind is CallKind.COMM_WAIT}
+    calls: list[StepCall] = []
+    for call in problem.calls:
+        if call.kind is not CallKind.COMM_WAIT:
+            calls.append(call)
+        if call.kind is CallKind.ISSUE and call.name in waits:
+            calls.append(waits[call.name])
+    return replace(problem, calls=tuple(calls))
+
+
+def late(problem: Problem) -> Problem:
+    """``problem`` that waits for a collective as late as order allows. Cost: linear.
+
+    Where a collective's input lies apart from its output, and nobody else reads it by then, it
+    would be held longer: there the wait stays.
+    """
+    if not has_collectives(problem):
+        return problem
+    return replace(problem, calls=tuple(_Late(problem).run()))
+
+
+class _Late:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.roots = storage_roots(problem)
+        self.given = frozenset(problem.inputs)
+        self.in_place = {
+            call.name
+            for call in problem.calls
+            if call.kind is CallKind.ISSUE
+            and problem.regions[call.region].outputs[0].storage is Storage.INPUT
+        }
+        self.last_read: dict[str, int] = {}
+        """Root of a storage -> the last call that reads or writes it, waits left out."""
+        for at, call in enumerate(problem.calls):
+            if call.kind is not CallKind.COMM_WAIT:
+                self.last_read.update(dict.fromkeys(self._touched(call), at))
+        self.pending: list[StepCall] = []
+        """Waits that stand further up in the program and were not made, in order."""
+
+    def run(self) -> Iterator[StepCall]:
+        half = None
+        for at, call in enumerate(self.problem.calls):
+            if call.kind in _IN_HALF:
+                if half not in (None, (call.phase, call.member)):
+                    yield from self._made(self.pending)
+                half = call.phase, call.member
+            if call.kind is CallKind.COMM_WAIT:
+                self.pending.append(call)
+                yield from self._made([call] if self._must_stay(call, at) else [])
+                continue
+            yield from self._made([wait for wait in self.pending if self._needs(call, wait)])
+            yield call
+            yield from self._made([wait for wait in self.pending if self._is_released(wait, at)])
+        yield from self._made(self.pending)
+
+    def _made(self, waits: Sequence[StepCall]) -> list[StepCall]:
+        made = list(waits)
+        self.pending = [wait for wait in self.pending if wait not in made]
+        return made
+
+    def _touched(self, call: StepCall) -> set[str]:
+        values = (*call.inputs, *(into.value for into in call.into))
+        return {self.roots.get(value, value) for value in values}
+
+    def _held(self, wait: StepCall) -> str:
+        """The storage of the collective's input."""
+        return self.roots.get(wait.inputs[1], wait.inputs[1])
+
+    def _must_stay(self, wait: StepCall, at: int) -> bool:
+        """True where to wait later would hold the input for longer."""
+        held = self._held(wait)
+        if wait.waits_for in self.in_place or held in self.given:
+            return False
+        return self.last_read.get(held, -1) < at
+
+    def _is_released(self, wait: StepCall, at: int) -> bool:
+        """True behind the last call that reads the input for itself."""
+        held = self._held(wait)
+        is_kept = wait.waits_for in self.in_place or held in self.given
+        return not is_kept and self.last_read.get(held, -1) <= at
+
+    def _needs(self, call: StepCall, wait: StepCall) -> bool:
+        """True for a call that reads the result, or may write into the input."""
+        touched = self._touched(call)
+        if self.roots.get(wait.outputs[0], wait.outputs[0]) in touched:
+            return True
+        held = self._held(wait)
+        writes = {into.value for into in call.into}
+        writes |= {
+            call.inputs[output.index]
+            for output, _ in self.problem.made_by(call)
+            if output.storage is Storage.INPUT and output.index is not None
+        }
+        changes = {self.roots.get(value, value) for value in writes}
+        return held in changes or (held in self.given and held in touched)
+
+
+def filled(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
+    """``problem`` with recomputations before waits for other ranks at which it would stand still.
+
+    One that runs beside no collective moves up to the next wait that still has time for it, behind
+    everything that it reads, and only where no more than ``limit_bytes`` are alive at one time then
+    (``peak_live_bytes``). The program is as it was where the step takes no less time. Cost: calls
+    times recomputations.
+
+    Raises:
+        InputError: a region has no seconds.
+    """
+    recomputed = _beside_nothing(problem)
+    if not recomputed:
+        return problem
+    before = simulate(problem, costs)
+    stall_s = {span.name: span.end_s - span.start_s for span in before.spans if span.lane == STALL}
+    calls = list(problem.calls)
+    for call in recomputed:
+        place = next(at for at, other in enumerate(calls) if other is call)
+        for at in _waits_before(calls, place):
+            wait = calls[at]
+            if stall_s.get(wait.name, 0.0) <= 0:
+                continue
+            moved = [*calls[:at], call, *calls[at:place], *calls[place + 1 :]]
+            if peak_live_bytes(replace(problem, calls=tuple(moved))) <= limit_bytes:
+                calls = moved
+                stall_s[wait.name] -= costs.call_s(call)
+                break
+    better = replace(problem, calls=tuple(calls))
+    return better if simulate(better, costs, spans=False).step_s < before.step_s else problem
+
+
+def _beside_nothing(problem: Problem) -> list[StepCall]:
+    """Recomputations, into buffers of their own, while which no collective is in flight."""
+    flying: set[str] = set()
+    found = []
+    for call in problem.calls:
+        if call.kind is CallKind.ISSUE:
+            flying.add(call.name)
+        flying.discard(call.waits_for or "")
+        if call.kind is CallKind.RECOMPUTE and not flying and not call.into:
+            found.append(call)
+    return found
+
+
+def _waits_before(calls: Sequence[StepCall], place: int) -> Iterator[int]:
+    """The waits for other ranks before which call ``place`` could run, the nearest one first."""
+    call = calls[place]
+    for at in range(place - 1, -1, -1):
+        other = calls[at]
+        is_other_half = (other.phase, other.member) != (call.phase, call.member)
+        arrives = other.inputs if other.kind is CallKind.WAIT else other.outputs
+        if (other.kind in _IN_HALF and is_other_half) or not set(arrives).isdisjoint(call.inputs):
+            return
+        if other.kind is CallKind.COMM_WAIT:
+            yield at
+
+
+def window_recompute_s(problem: Problem, costs: StepCosts) -> float:
+    """Seconds of the recomputations that run while a collective is in flight."""
+    flying: set[str] = set()
+    seconds = 0.0
+    for call in problem.calls:
+        if call.kind is CallKind.ISSUE:
+            flying.add(call.name)
+        flying.discard(call.waits_for or "")
+        if call.kind is CallKind.RECOMPUTE and flying:
+            seconds += costs.call_s(call)
+    return seconds
+
+
+def num_collectives(problem: Problem) -> int:
+    """How many collectives the step begins."""
+    return sum(call.kind is CallKind.ISSUE for call in problem.calls)

@@ -1,0 +1,45 @@
+"""The collectives of a step program: what they leave in the arena, and how long they take."""
+
+from memo_compile.step.problem import CallKind, Layouts, Problem, StepCall, arena_values
+
+
+def value_sizes(problem: Problem) -> dict[str, int]:
+    """Value -> bytes of its arena buffer, for what calls make there, and what waits show.
+
+    A wait shows the buffer that its collective has written. That stands under the wait's name too.
+    """
+    sizes = {made.value: made.size_bytes for made in arena_values(problem)}
+    for call in problem.calls:
+        if call.kind in (CallKind.ISSUE, CallKind.COMM_WAIT):
+            for output, value in problem.made_by(call):
+                shown = call.inputs[0] if output.index == 0 else ""
+                if value not in sizes and shown in sizes:
+                    sizes[value] = sizes[shown]
+    return sizes
+
+
+def handed_on(problem: Problem) -> frozenset[str]:
+    """Values that only a collective and its wait read: what is in flight, and in its place."""
+    found: set[str] = set()
+    readers: dict[str, set[CallKind]] = {}
+    for call in problem.calls:
+        for value in call.inputs:
+            readers.setdefault(value, set()).add(call.kind)
+    for call in problem.calls:
+        if call.kind is CallKind.COMM_WAIT:
+            found.update(
+                value
+                for value in call.inputs
+                if readers[value] <= {CallKind.ISSUE, CallKind.COMM_WAIT}
+            )
+    return frozenset(found)
+
+
+def comm_bytes(problem: Problem, call: StepCall) -> int:
+    """Bytes of the larger of what the ISSUE ``call`` reads and makes."""
+    region = problem.regions[call.region]
+    return max(_bytes(call.reads), _bytes(region.output_layouts))
+
+
+def _bytes(layouts: Layouts) -> int:
+    return sum(layout.num_elements * layout.item_bytes for layout in layouts if layout is not None)

@@ -1,0 +1,59 @@
+"""Two ranks that compile something else, or one of them nothing, and what each of them is told."""
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
+from torch import nn
+
+from memo_compile.reporting import state
+
+TIMEOUT_S = 5.0
+
+
+class Reduced(nn.Module):
+    """A layer whose sum over the ranks comes ``times`` times."""
+
+    def __init__(self, times: int, operation: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.times, self.operation = times, operation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = self.linear(x).tanh()
+            x = functional_collectives.all_reduce(x, self.operation, dist.group.WORLD)
+        return x.square().mean()
+
+
+def main(*, case: str) -> dict[str, Any]:
+    """What the first step of this rank raised, and after how many seconds."""
+    torch._dynamo.reset()
+    state.reset()
+    is_second = dist.get_rank() == 1
+    times, operation = 2, "sum"
+    if is_second:
+        times = 3 if case == "one more" else 2
+        operation = "avg" if case == "another" else "sum"
+    torch.manual_seed(0)
+    model = Reduced(times, operation)
+    options = {"lowering": "aten", "ranks_timeout_s": TIMEOUT_S}
+    compiled = torch.compile(model, backend="memo", options=options)
+    dist.barrier()
+    start_s, error = time.monotonic(), ""
+    if not (is_second and case == "absent"):
+        try:
+            compiled(torch.ones(4, 8)).backward()
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    took_s = time.monotonic() - start_s
+    if case == "absent":
+        wait_for_each_other()
+    return {"error": error, "took_s": took_s}
+
+
+def wait_for_each_other() -> None:
+    """The rank that has nothing to do does not end while the other still looks for it."""
+    dist.barrier()

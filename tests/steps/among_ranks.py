@@ -1,0 +1,121 @@
+"""A step that talks to other ranks, small enough to draw; waits stand behind the beginnings.
+
+forward:  in -> [A] -> p0 ~reduced in place~> z0 -> [B reads in] -> x1 -> [E] -> loss
+backward: g -> [Bb] -> d ~gathered~> e -> [W reads d, x1: a gradient] ; R recomputes s from in ;
+          [Ab reads e, s] -> gradient
+"""
+
+from collections.abc import Sequence
+
+from memo_compile.step.movable import StepCosts
+from memo_compile.step.problem import (
+    CallKind,
+    FixedBytes,
+    Layout,
+    Phase,
+    Problem,
+    RegionOutput,
+    RegionProfile,
+    StepCall,
+    Storage,
+)
+from tests.steps.parts import KIB, arena, buffer, call, external, region
+
+FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
+SHOWN = RegionOutput(storage=Storage.INPUT, index=0)
+
+
+def layout(size_bytes: int) -> Layout:
+    return Layout(dtype="float32", item_bytes=4, size=(size_bytes // 4,), stride=(1,))
+
+
+def one_line(name: str, outputs: Sequence[RegionOutput], num_inputs: int, **more) -> RegionProfile:
+    return RegionProfile(
+        name=name,
+        num_lines=1,
+        buffers=more.pop("buffers", ()),
+        input_ends=(1,) * num_inputs,
+        outputs=tuple(outputs),
+        **more,
+    )
+
+
+def made(name: str, size_bytes: int, num_inputs: int) -> RegionProfile:
+    """A region with one result in the arena."""
+    own = (buffer("y", size_bytes, 0, 1),)
+    return one_line(name, [arena(0)], num_inputs, buffers=own)
+
+
+REGIONS = {
+    "A": made("A", 4 * KIB, 1),
+    "reduce": one_line("reduce", [SHOWN], 1, output_layouts=(layout(4 * KIB),)),
+    "arrived": one_line("arrived", [SHOWN], 2),
+    "B": made("B", 4 * KIB, 2),
+    "E": region("E", [], [1], [external(512)], num_lines=1),
+    "Bb": made("Bb", 2 * KIB, 1),
+    "gather": one_line(
+        "gather",
+        [arena(0)],
+        1,
+        buffers=(buffer("e", 4 * KIB, 0, 1),),
+        output_layouts=(layout(4 * KIB),),
+    ),
+    "W": region("W", [], [1, 1], [external(KIB)], num_lines=1),
+    "R": made("R", 4 * KIB, 1),
+    "Ab": region("Ab", [], [1, 1], [external(KIB)], num_lines=1),
+}
+
+
+def issue(name: str, region: str, phase: Phase, value: str, output: str) -> StepCall:
+    reads = (layout(4 * KIB if region == "reduce" else 2 * KIB),)
+    return call(name, region, phase, (value,), (output,), kind=CallKind.ISSUE, reads=reads)
+
+
+def wait(issued: StepCall, output: str) -> StepCall:
+    return call(
+        f"wait.{issued.name}",
+        "arrived",
+        issued.phase,
+        (*issued.outputs, *issued.inputs),
+        (output,),
+        kind=CallKind.COMM_WAIT,
+        waits_for=issued.name,
+    )
+
+
+REDUCE = issue("reduce@1", "reduce", FORWARD, "p0", "q0")
+GATHER = issue("gather@5", "gather", BACKWARD, "d", "c")
+
+
+def among_ranks(*, recomputes: bool = False) -> Problem:
+    """The step; with ``recomputes`` R stands right before what reads it, else s is read of in."""
+    recompute = (call("R", "R", BACKWARD, ("in",), ("s",), kind=CallKind.RECOMPUTE),)
+    return Problem(
+        regions=REGIONS,
+        calls=(
+            call("A", "A", FORWARD, ("in",), ("p0",)),
+            REDUCE,
+            wait(REDUCE, "z0"),
+            call("B", "B", FORWARD, ("z0", "in"), ("x1",)),
+            call("E", "E", FORWARD, ("x1",), ("loss",)),
+            call("Bb", "Bb", BACKWARD, ("g",), ("d",)),
+            GATHER,
+            wait(GATHER, "e"),
+            call("W", "W", BACKWARD, ("d", "x1"), ("w1",)),
+            *(recompute if recomputes else ()),
+            call("Ab", "Ab", BACKWARD, ("e", "s" if recomputes else "in"), ("w0",)),
+        ),
+        inputs=("in", "g"),
+        fixed=FixedBytes(parameters=KIB, gradients=2 * KIB, new_gradients=2 * KIB),
+    )
+
+
+def costs(comm_bytes_per_s: float = 2 * KIB) -> StepCosts:
+    """A call takes a second, a collective of 4 KiB two."""
+    seconds = dict.fromkeys(REGIONS, 1.0) | dict.fromkeys(("reduce", "gather", "arrived"), 0.0)
+    return StepCosts(
+        region_s=seconds,
+        d2h_bytes_per_s=1.0,
+        h2d_bytes_per_s=1.0,
+        comm_bytes_per_s=comm_bytes_per_s,
+    )

@@ -1,0 +1,159 @@
+"""What must not be done with memory that other ranks read or write: the checker refuses it."""
+
+import dataclasses
+
+import pytest
+
+from memo_compile.check.check_moves import check_moves
+from memo_compile.check.check_plan import check
+from memo_compile.check.check_program import foreign_calls
+from memo_compile.planners.comm_windows import late
+from memo_compile.planners.place_step import place_step
+from memo_compile.step.problem import CallKind, Into
+from memo_compile.step.tilings import WholeStep
+from tests.steps.among_ranks import BACKWARD, FORWARD, among_ranks
+from tests.steps.bugs import dropped, expect, named, replaced, with_calls
+from tests.steps.byte_machine import roomy
+from tests.steps.parts import call
+
+
+def faults(moved, plan=None):
+    """What the checker says; without a plan, on one in which no buffers share bytes."""
+    of_plan = check(moved, roomy(moved) if plan is None else plan).problems
+    return [*of_plan, *check_moves(among_ranks(), moved).problems]
+
+
+def swapped(problem, first, second):
+    calls = list(problem.calls)
+    here, there = named(problem, first), named(problem, second)
+    calls[here], calls[there] = calls[there], calls[here]
+    return with_calls(problem, tuple(calls))
+
+
+@pytest.fixture(params=[lambda problem: problem, late], ids=["at once", "late"])
+def problem(request):
+    return request.param(among_ranks())
+
+
+def test_a_right_step_passes(problem):
+    assert faults(problem) == []
+    assert faults(problem, place_step(problem, solver="greedy")) == []
+
+
+def test_a_reader_before_its_wait():
+    expect(faults(swapped(late(among_ranks()), "wait.gather@5", "Ab")), "Ab reads e before it is")
+    expect(faults(swapped(among_ranks(), "wait.reduce@1", "B")), "B reads z0 before it is made")
+
+
+@pytest.mark.parametrize(("reader", "value", "name"), [("W", "c", "gather@5"), ("E", "q0", "")])
+def test_a_reader_of_what_is_in_flight(reader, value, name):
+    """By the name that the beginning gives: legal after the wait only."""
+    moved = late(among_ranks())
+    at = named(moved, reader)
+    moved = replaced(moved, at, inputs=(value, *moved.calls[at].inputs[1:]))
+    found = check(moved, roomy(moved)).problems
+    if name:
+        expect(found, f"{reader} reads {value} before a wait for {name}")
+    else:
+        assert not found
+
+
+def test_a_reader_of_what_was_overwritten(problem):
+    moved = replaced(problem, named(problem, "E"), inputs=("p0",))
+    expect(faults(moved), "E reads p0, which reduce@1 overwrites")
+
+
+@pytest.mark.parametrize("name", ["wait.reduce@1", "wait.gather@5"])
+def test_a_wait_is_missing(problem, name):
+    issue = name.removeprefix("wait.")
+    expect(faults(dropped(problem, named(problem, name))), f"{issue} is never waited for")
+    expect(faults(dropped(problem, named(problem, name))), f"{name} is missing")
+
+
+def test_a_beginning_is_missing(problem):
+    moved = dropped(problem, named(problem, "gather@5"))
+    expect(faults(moved), "wait.gather@5 waits for gather@5, but it was not issued before")
+
+
+def test_a_wait_stands_before_the_beginning(problem):
+    moved = swapped(problem, "gather@5", "wait.gather@5")
+    expect(faults(moved), "wait.gather@5 waits for gather@5, but it was not issued before")
+
+
+def test_a_second_wait(problem):
+    at = named(problem, "wait.gather@5")
+    again = dataclasses.replace(problem.calls[at], name="again", outputs=("e2",))
+    moved = with_calls(problem, (*problem.calls[: at + 1], again, *problem.calls[at + 1 :]))
+    expect(faults(moved), "again waits for gather@5, but it was waited for before")
+    expect(faults(moved), "again is no wait of the step without moves")
+
+
+def test_a_wait_for_the_other_collective(problem):
+    moved = replaced(problem, named(problem, "wait.gather@5"), waits_for="reduce@1")
+    expect(faults(moved), "wait.gather@5 waits for reduce@1, but it was waited for before")
+    expect(faults(moved), "gather@5 is never waited for")
+
+
+def test_a_wait_that_does_not_hold_the_input(problem):
+    moved = replaced(problem, named(problem, "wait.gather@5"), inputs=("c", "x1"))
+    expect(faults(moved), "wait.gather@5 waits for gather@5, which holds ('c', 'd'), with")
+
+
+@pytest.mark.parametrize("value", ["d", "c"])
+def test_a_write_while_it_is_in_flight(value):
+    """Into the input, or the output, between the beginning and the wait."""
+    moved = late(among_ranks())
+    at = named(moved, "gather@5") + 1
+    into = (Into(buffer=0, value=value, offset_bytes=0),)
+    writer = call("X", "Bb", BACKWARD, ("g",), ("other",), into=into)
+    moved = with_calls(moved, (*moved.calls[:at], writer, *moved.calls[at:]))
+    expect(
+        check(moved, roomy(moved)).problems, f"X writes into {value} while gather@5 is in flight"
+    )
+
+
+@pytest.mark.parametrize("owner", ["Bb/y", "gather@5/e"])
+def test_memory_is_used_again_while_it_is_in_flight(owner):
+    """A call between beginning and wait makes something where the collective reads or writes."""
+    moved = late(among_ranks())
+    at = named(moved, "gather@5") + 1
+    more = call("X", "Bb", BACKWARD, ("g",), ("other",))
+    used = with_calls(moved, (*moved.calls[:at], more, *moved.calls[at:]))
+    plan = roomy(used)
+    plan = dataclasses.replace(plan, offsets={**plan.offsets, "X/y": plan.offsets[owner]})
+    expect(check(used, plan).problems, f"X/y and {owner} share bytes while both are alive")
+
+
+def test_collectives_that_change_places():
+    """Other ranks begin them in the other order: nobody would ever hear an answer."""
+    problem = among_ranks()
+    first = dataclasses.replace(
+        problem.calls[named(problem, "gather@5")], name="second@6", inputs=("g",), outputs=("c2",)
+    )
+    at = named(problem, "gather@5")
+    two = with_calls(problem, (*problem.calls[:at], first, *problem.calls[at:]))
+    other = swapped(two, "second@6", "gather@5")
+    found = check_moves(two, other).problems
+    expect(found, "gather@5 runs where the step without moves runs second@6")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": CallKind.RUN}, "gather@5 is a run of gather in the backward"),
+        ({"phase": FORWARD}, "gather@5 is a issue of gather in the forward"),
+        ({"region": "Bb"}, "gather@5 is a issue of Bb in the backward"),
+    ],
+)
+def test_a_beginning_is_not_that_of_the_graphs(changes, words):
+    problem = among_ranks()
+    whole = WholeStep(calls=problem.calls, halves=problem.halves, tilings={})
+    assert foreign_calls(whole, problem) == ()
+    expect(foreign_calls(whole, replaced(problem, named(problem, "gather@5"), **changes)), words)
+
+
+def test_a_wait_is_not_that_of_the_graphs():
+    problem = among_ranks()
+    whole = WholeStep(calls=problem.calls, halves=problem.halves, tilings={})
+    moved = replaced(problem, named(problem, "wait.gather@5"), waits_for="reduce@1")
+    expect(foreign_calls(whole, moved), "waits for reduce@1, expected gather@5")

@@ -1,0 +1,130 @@
+"""Where a step waits for other ranks, what runs before, and what that costs in simulated time."""
+
+from dataclasses import replace
+
+import pytest
+
+from memo_compile.check.check_moves import check_moves
+from memo_compile.check.check_plan import check
+from memo_compile.planners.comm_windows import (
+    at_once,
+    filled,
+    late,
+    num_collectives,
+    window_recompute_s,
+)
+from memo_compile.planners.place_step import place_step
+from memo_compile.step.communication import comm_bytes, handed_on, value_sizes
+from memo_compile.step.problem import Problem
+from memo_compile.step.program_text import program_text
+from memo_compile.step.serialise import from_json, to_json
+from memo_compile.step.simulate import peak_live_bytes, simulate
+from tests.steps.among_ranks import GATHER, REDUCE, among_ranks, costs
+from tests.steps.parts import KIB
+from tests.steps.small import two_layers
+
+ROOMY = 1 << 30
+
+
+def names(problem):
+    return [call.name for call in problem.calls]
+
+
+def test_a_wait_stands_before_the_first_reader():
+    assert names(late(among_ranks())) == [
+        *("A", "reduce@1", "wait.reduce@1", "B", "E"),
+        *("Bb", "gather@5", "W", "wait.gather@5", "Ab"),
+    ]
+
+
+def test_a_recomputation_that_stands_before_the_reader_runs_before_the_wait():
+    """The last call that reads the collective's input is W: there the input's memory is free."""
+    problem = among_ranks(recomputes=True)
+    assert names(late(problem))[5:] == ["Bb", "gather@5", "W", "wait.gather@5", "R", "Ab"]
+    better = filled(late(problem), costs(), limit_bytes=ROOMY)
+    assert names(better)[5:] == ["Bb", "gather@5", "W", "R", "wait.gather@5", "Ab"]
+    assert simulate(better, costs()).step_s == simulate(late(problem), costs()).step_s - 1
+
+
+def test_nothing_is_moved_where_more_would_be_alive():
+    problem = late(among_ranks(recomputes=True))
+    peak = peak_live_bytes(problem)
+    assert filled(problem, costs(), limit_bytes=peak - 1) == problem
+
+
+def test_nothing_is_moved_where_it_gains_nothing():
+    """The collective ends while W runs."""
+    problem = late(among_ranks(recomputes=True))
+    assert filled(problem, costs(comm_bytes_per_s=4 * KIB), limit_bytes=ROOMY) == problem
+
+
+def test_waiting_at_once_is_what_the_step_was():
+    problem = among_ranks(recomputes=True)
+    assert at_once(late(problem)) == problem
+    assert at_once(problem) == problem
+
+
+def test_a_step_of_one_device_is_left_alone():
+    problem = two_layers()
+    assert late(problem) is problem
+    assert at_once(problem) == problem
+    assert num_collectives(problem) == 0
+
+
+def test_the_lanes_of_a_step_among_ranks():
+    problem, seconds = among_ranks(recomputes=True), costs()
+    waiting = simulate(problem, seconds)
+    assert (waiting.step_s, waiting.hidden_comm_s, waiting.exposed_comm_s) == (11.0, 0.0, 4.0)
+    assert waiting.stall_s == 0.0
+    hidden = simulate(filled(late(problem), seconds, limit_bytes=ROOMY), seconds)
+    assert (hidden.step_s, hidden.hidden_comm_s, hidden.exposed_comm_s) == (9.0, 2.0, 2.0)
+    lanes = [span.name for span in hidden.spans if span.lane == "communication"]
+    assert lanes == ["reduce@1", "gather@5"]
+
+
+def test_what_is_recomputed_in_windows_is_counted():
+    problem = among_ranks(recomputes=True)
+    better = filled(late(problem), costs(), limit_bytes=ROOMY)
+    assert window_recompute_s(problem, costs()) == 0.0
+    assert window_recompute_s(better, costs()) == 1.0
+    assert num_collectives(better) == 2
+
+
+@pytest.mark.parametrize("order", [late, at_once, lambda problem: problem])
+def test_each_order_is_proved_and_fits(order):
+    problem = among_ranks()
+    ordered = order(problem)
+    assert check_moves(problem, ordered).ok
+    plan = place_step(ordered, solver="greedy")
+    assert check(ordered, plan).ok, check(ordered, plan)
+
+
+def test_a_collective_holds_its_input_and_output():
+    problem = among_ranks()
+    assert comm_bytes(problem, GATHER) == 4 * KIB
+    assert comm_bytes(problem, REDUCE) == 4 * KIB
+    sizes = value_sizes(problem)
+    assert sizes["z0"] == sizes["q0"] == sizes["p0"] == 4 * KIB
+    assert sizes["e"] == 4 * KIB
+    assert handed_on(problem) == {"p0", "q0", "c"}
+
+
+def test_the_program_shows_beginnings_and_waits():
+    text = program_text(late(among_ranks()))
+    assert "issue                gather@5  gather  d -> c\n" in text
+    assert "issue                reduce@1  reduce  p0 -> q0, in place\n" in text
+    assert "comm_wait            gather@5 -> e\n" in text
+    (beside,) = (line for line in text.splitlines() if "|" in line)
+    assert beside.startswith("  W ")
+    assert beside.endswith("| among ranks d")
+
+
+def test_a_file_holds_it_all():
+    problem = late(among_ranks(recomputes=True))
+    assert from_json(to_json(problem), Problem) == problem
+    assert from_json(to_json(costs()), type(costs())) == costs()
+
+
+def test_a_file_of_one_device_says_nothing_of_ranks():
+    assert "comm" not in to_json(replace(costs(), comm_bytes_per_s=None))
+    assert "comm" not in to_json(place_step(two_layers(), solver="greedy"))
