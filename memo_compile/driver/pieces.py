@@ -61,8 +61,7 @@ PIPELINE_LOOKS = 2
 
 NOT_YET = (
     "no plan fits memory_budget after what was measured in the first step of a pipeline's rank, "
-    "where torch also makes what it makes once: the next one is watched as well, and may exceed the "
-    "budget"
+    "where torch also makes what it makes once: the next one is watched as well, and may exceed it"
 )
 
 _OF_PIECES = (
