@@ -56,6 +56,14 @@ FIRST_STEP = (
     "it; from the next on they are planned as one step"
 )
 
+PIPELINE_LOOKS = 2
+"""A pipeline's step is refused after what was measured in so many; the last one counts."""
+
+NOT_YET = (
+    "no plan fits memory_budget after what was measured in the first step of a pipeline's rank, "
+    "where torch also makes what it makes once: the next one is watched as well, and may exceed it"
+)
+
 _OF_PIECES = (
     "These are {} graphs of one step, planned as one (graph breaks or DistributedDataParallel's "
     "buckets cut it): one whole graph needs less"
@@ -509,15 +517,16 @@ class _Pieces:
     ) -> JointSteps | None:
         """The plan of what was seen. Raises Infeasible: no plan fits the budget.
 
-        None for a pipeline's step that does not fit and in which graphs were compiled, so that what
-        runs between them was not measured: the next one shows that, and the floor is known.
+        None for a pipeline's first step that does not fit: graphs were compiled in it, and torch
+        made what it makes once. The next one shows what runs between the halves, and so the floor.
         """
         try:
             return JointSteps.of(pieces, group, members, existing)
         except Infeasible:
             on_cpu = pieces[0].assembly.step.device.type == "cpu"
-            if not seen.is_pipeline or seen.samples or not on_cpu or self.num_looks >= MAX_LOOKS:
+            if not seen.is_pipeline or not on_cpu or self.num_looks >= PIPELINE_LOOKS:
                 raise
+            state.warn_once(NOT_YET)
             return None
 
     def _persists(self, step: object, joints: Sequence[JointSteps]) -> bool:

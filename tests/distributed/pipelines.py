@@ -29,25 +29,11 @@ CHUNKS = 2
 
 def main(*, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each setting's training gives, one after the other in the same processes."""
-    return [measured(**setting) for setting in settings]
+    return [trained(**setting) for setting in settings]
 
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).pow(2).mean()
-
-
-def measured(*, budget_share: float | None = None, **setting: Any) -> dict[str, Any]:
-    """``trained``; with ``budget_share`` under that share of what the rank's group needs without.
-
-    ``peaks`` are bytes from the second step on: parameters and the batch, and what came on top.
-    """
-    found = trained(**setting)
-    if budget_share is None:
-        return found
-    peaks = [group["peak_bytes"] for group in found["groups"]]
-    budget = int(budget_share * peaks[0]) if peaks else found["peak_bytes"]
-    options = {**setting.pop("options", {}), "memory_budget": budget}
-    return {**trained(**setting, options=options), "budget_bytes": budget}
 
 
 class Pipeline:
@@ -98,7 +84,8 @@ def trained(
 ) -> dict[str, Any]:
     """Some steps of both, with an optimizer; the errors after each.
 
-    Between the second step and the third the stages are evaluated.
+    Between the second step and the third the stages are evaluated. ``peaks`` are bytes from the
+    second step on: parameters and the batch, and what came on top.
     """
     keep_large_blocks_apart()
     both = Pipeline(schedule, num_microbatches, hidden, options or {})
@@ -129,7 +116,6 @@ def trained(
         "active": report.active,
         "unplanned": unplanned,
         "peaks": peaks[1:],
-        "peak_bytes": report.plans[-1].peak_bytes,
         "groups": [
             {
                 "num_instances": group.num_instances,

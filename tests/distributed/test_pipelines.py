@@ -28,16 +28,17 @@ MORE_SETTINGS = [
 ]
 TIGHT_SETTINGS = [
     {
-        "schedule": kind,
-        "num_microbatches": 8,
+        "schedule": "interleaved",
         "rows": 1024,
         "hidden": 64,
-        "budget_share": 0.85,
-        "options": {"optimizer_state_bytes_per_parameter": 0, "debug": ["copies-late"]},
+        "options": {
+            "memory_budget": "11MiB",
+            "optimizer_state_bytes_per_parameter": 0,
+            "debug": ["copies-late"],
+        },
     }
-    for kind in ("1f1b", "interleaved")
 ]
-"""Smaller microbatches are less than what is measured between them."""
+"""Keeping everything takes 14 MiB on rank 0 and 12 MiB on rank 1."""
 
 
 def test_all_microbatches_are_planned_and_right(tmp_path, subtests):
@@ -51,7 +52,7 @@ def test_more_ranks_and_microbatches(tmp_path, subtests):
 
 @pytest.mark.full
 def test_every_rank_keeps_its_budget(tmp_path, subtests):
-    assert_right(tmp_path, subtests, TIGHT_SETTINGS, num_ranks=4)
+    assert_right(tmp_path, subtests, TIGHT_SETTINGS, num_ranks=2)
 
 
 def assert_right(folder, subtests, settings, num_ranks):
@@ -78,5 +79,6 @@ def assert_right(folder, subtests, settings, num_ranks):
                 assert group["offloaded_bytes"] == group["host_bytes"], "as planned"
                 if setting["options"].get("policy") == "full-offload":
                     assert group["offloaded_bytes"] > 0
-                if setting.get("budget_share"):
-                    assert group["budget_bytes"] == found["budget_bytes"] >= max(found["peaks"])
+                if setting in TIGHT_SETTINGS:
+                    assert max(found["peaks"]) <= group["budget_bytes"]
+                    assert group["offloaded_bytes"] > 0
