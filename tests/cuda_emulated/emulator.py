@@ -1,8 +1,8 @@
 """Builds the emulated CUDA device: the libraries that torch's CUDA build finds before NVIDIA's.
 
-``device/cuda.cpp`` is a CUDA runtime and driver whose device memory is lazily mapped host memory.
-Functions of cuBLAS do nothing, those of graphs and of other processes' memory answer "not
-supported". Headers come with torch's CUDA build: from nvidia-cuda-runtime and from triton.
+``device/*.cpp`` is a CUDA runtime and driver; ``device/device.h`` says how it works. Functions of
+cuBLAS do nothing, those of graphs and of other processes' memory answer "not supported". Headers
+come with torch's CUDA build: from nvidia-cuda-runtime and from triton.
 """
 
 import hashlib
@@ -80,7 +80,8 @@ def build(root: Path) -> Path:
     _run(
         *("g++", "-shared", "-fPIC", "-O1", "-std=c++17", "-w"),
         *(f"-I{packages / header}" for header in headers),
-        *(str(SOURCE / "cuda.cpp"), str(folder / "refused.o"), "-ldl"),
+        *map(str, sorted(SOURCE.glob("*.cpp"))),
+        *(str(folder / "refused.o"), "-ldl"),
         *("-o", str(folder / "libcudart.so.13"), "-Wl,-soname,libcudart.so.13"),
         f"-Wl,--version-script={folder / 'exports.map'}",
     )
