@@ -168,10 +168,12 @@ X cudaError_t cudaHostRegister(void* start, size_t size, unsigned) {
   registered[(char*)start] = true;
   return cudaSuccess;
 }
+// CUDA does not promise to wait here: the log says that a copy in flight has lost its memory.
 X cudaError_t cudaHostUnregister(void* start) {
-  synchronize_all();
-  std::lock_guard<std::mutex> hold(mutex);
   TRACE("unregister %p", start);
+  log_did(Did::FREE, nullptr, start, nullptr, place_of(start).is_pinned ? pinned[(char*)start] : 0);
+  synchronize_all();  // so that this process lives on
+  std::lock_guard<std::mutex> hold(mutex);
   if (!registered.count((char*)start)) return fail(cudaErrorHostMemoryNotRegistered);
   pinned.erase((char*)start);
   registered.erase((char*)start);
@@ -210,13 +212,14 @@ static void copy(void* to, const void* from, size_t size, void* stream, bool asy
         async ? "async" : "sync");
   copies++;
   if (crosses) host_copies++;
-  log_did(Did::COPY, stream, to, from, size);
+  bool is_staged = crosses && !is_pinned && target.on_device && size <= STAGED_BYTES;
+  log_did(is_staged ? Did::FILL : Did::COPY, stream, to, is_staged ? nullptr : from, size);
   bool is_made = size <= copy_limit();
   void* written = shadow_of(to);
   double speed = !crosses    ? COPY_ON_DEVICE_BYTES_PER_S
                  : is_pinned ? PINNED_BYTES_PER_S
                              : PAGEABLE_BYTES_PER_S;
-  if (crosses && !is_pinned && target.on_device && size <= STAGED_BYTES) {
+  if (is_staged) {
     std::vector<char> staged((const char*)from, (const char*)from + size);
     enqueue(stream, size / speed,
             [written, staged] { memcpy(written, staged.data(), staged.size()); });

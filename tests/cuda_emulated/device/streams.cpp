@@ -295,6 +295,7 @@ X cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 }
 X cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
   Hold hold(mutex);
+  if (!has_passed(*at(begin)) || !has_passed(*at(end))) return fail(cudaErrorNotReady);
   double elapsed_ms = (at(end)->time - at(begin)->time) * 1e3;
   *ms = elapsed_ms > 1e-3 ? (float)elapsed_ms : 1e-3f;
   return cudaSuccess;
