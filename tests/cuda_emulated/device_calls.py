@@ -101,7 +101,7 @@ def stop_log() -> list[Entry]:
     _device.memo_device_log(0)
     found = (_Entry * _device.memo_device_log_read(None, 0))()
     _device.memo_device_log_read(found, len(found))
-    return [Entry(Did(one.did), one.stream, one.a, one.b, one.c) for one in found]
+    return [Entry(Did(entry.did), entry.stream, entry.a, entry.b, entry.c) for entry in found]
 
 
 def say(did: Did, start: int, num_bytes: int) -> None:

@@ -18,7 +18,11 @@ NOT_SUPPORTED = 801
 """``cudaErrorNotSupported``."""
 
 _LIKE_CUBLAS = """
-int cublasCreate_v2(void** handle) { *handle = (void*)64; return 0; }
+int cublasCreate_v2(void** handle) {  // torch keeps a workspace for each
+  static long made;
+  *handle = (void*)(64 * __atomic_add_fetch(&made, 1, __ATOMIC_RELAXED));
+  return 0;
+}
 int cublasGetMathMode(void* handle, int* mode) { *mode = 0; return 0; }
 int cublasGetPointerMode_v2(void* handle, int* mode) { *mode = 0; return 0; }
 """
@@ -46,7 +50,8 @@ def has_cuda_build() -> bool:
 def environment(folder: Path) -> dict[str, str]:
     """The variables with which a process finds the device of ``folder``, as built there.
 
-    Caches lie in ``folder`` too: no real device of the same name may believe what is timed here.
+    Caches lie there too: no real device of the same name may believe what is timed here. Those of
+    compiled kernels are kept when the device changes.
     """
     preloaded = ":".join(str(folder / name) for name in LIBRARIES)
     found = {
@@ -55,8 +60,8 @@ def environment(folder: Path) -> dict[str, str]:
         "TRITON_LIBCUDA_PATH": str(folder),
         "EMULATED_CUDA": str(folder),
         "XDG_CACHE_HOME": str(folder / "cache"),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache" / "inductor"),
-        "TRITON_CACHE_DIR": str(folder / "cache" / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "kernels" / "inductor"),
+        "TRITON_CACHE_DIR": str(folder.parent / "kernels" / "triton"),
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # cuDNN is not emulated
     }
     return os.environ | found

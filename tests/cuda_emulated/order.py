@@ -63,12 +63,14 @@ class _Checker:
         for before in self.accesses:
             if gone.meets(before) and self.host.get(before.stream, 0) < before.number:
                 self.races.append(f"memory is freed under: {before}")
-        self.accesses = [one for one in self.accesses if not gone.meets(one)]
+        self.accesses = [access for access in self.accesses if not gone.meets(access)]
 
     def waited(self, clock: Clock) -> None:
         """The host knows ``clock``, and so does all that it will issue."""
         _join(self.host, clock)
-        self.accesses = [one for one in self.accesses if self.host.get(one.stream, 0) < one.number]
+        self.accesses = [
+            access for access in self.accesses if self.host.get(access.stream, 0) < access.number
+        ]
 
     def step(self, entry: Entry) -> None:
         did, stream = entry.did, entry.stream
@@ -88,8 +90,8 @@ class _Checker:
         elif did is Did.SYNC_EVENT:
             self.waited(self.events.get(entry.a, {}))
         elif did is Did.SYNC_ALL:
-            for one in list(self.streams):
-                self.waited(self.clock(one))
+            for stream in list(self.streams):
+                self.waited(self.clock(stream))
         if did in (Did.COPY, Did.FILL, Did.LAUNCH, Did.READ, Did.WRITE):
             clock = self.clock(stream)
             clock[stream] = clock.get(stream, 0) + 1

@@ -19,7 +19,7 @@ def _computing_kernels():
     run_at_once()
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_nothing_is_left_to_chance(scenario):
     assert failure(scenario, chance=None) == ""
     for seed in SEEDS:
