@@ -38,6 +38,11 @@ class Attention(nn.Module):
         return x + self.output(mixed.transpose(1, 2).reshape(x.shape))
 
 
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
 def attention_model(dtype: torch.dtype, dropout: float, key_heads: int = HEADS):
     layers = [Attention(dropout, key_heads) for _ in range(NUM_LAYERS)]
     model = nn.Sequential(*layers).to("cuda", dtype)
@@ -77,3 +82,18 @@ def test_fewer_heads_of_keys_than_of_queries_have_a_cost(policy):
     report = memo_compile.report()
     assert report.active
     assert all(plan.check.ok for plan in report.plans)
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+def test_regions_are_timed_with_random_states_where_their_kernels_read_them(lowering):
+    """Memory-efficient attention reads them in the host's memory; on the device they end it."""
+    model, x = attention_model(torch.float32, 0.1)
+    options = {"strict": True, "policy": "full-offload", "lowering": lowering}
+    planned = torch.compile(model, backend="memo", options=options)
+    for _ in range(2):
+        planned(x).sum().backward()
+    torch.cuda.synchronize()
+    report = memo_compile.report()
+    assert report.active
+    assert report.plans[-1].offloaded_bytes > 0
+    assert report.plans[-1].check.ok
