@@ -391,6 +391,11 @@ def torch_settings() -> dict[str, str]:
     return {key: os.environ[key] for key in sorted(os.environ) if key.startswith(prefixes)}
 
 
+def cublas_setting() -> str | None:
+    """What sizes the workspaces of cuBLAS, for torch and for cuBLAS; None: their default."""
+    return os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+
 def cache_folder() -> Path | None:
     """``$XDG_CACHE_HOME/memo``, else ``~/.cache/memo``; None where the user has no home."""
     base = os.environ.get("XDG_CACHE_HOME")

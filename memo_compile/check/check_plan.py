@@ -124,6 +124,7 @@ class _Replay:
             + fixed.optimizer_state
             + fixed.inputs
             + fixed.earlier_outputs
+            + fixed.libraries
             + max(0, fixed.gradients - fixed.new_gradients)
         )
         waiting = plan.arena_bytes + (fixed.outputs if problem.keeps_outputs else 0)

@@ -19,6 +19,7 @@ from memo_runtime.pages import trim_heap
 from torch import fx
 
 from memo_compile.analysis.purity import is_collective
+from memo_compile.analysis.random_states import is_read_on_host
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph, layout_elements, storage_bytes
 from memo_compile.costs.host import host_memory
 from memo_compile.errors import UnsupportedGraph
@@ -233,7 +234,7 @@ def _expected(region: RegionGraph) -> Iterator[torch.Tensor]:
                 f"region {region.name} cannot run alone: its input {node.name} is no tensor but "
                 f"{type(value).__name__}"
             )
-        yield value
+        yield value.cpu() if is_read_on_host(node) else value
 
 
 def _made_up(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

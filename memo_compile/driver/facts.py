@@ -10,9 +10,11 @@ from torch import fx
 
 from memo_compile.analysis.joint_units import is_tangent
 from memo_compile.analysis.views import is_tensor
+from memo_compile.config import cublas_setting
 from memo_compile.costs.host import host_memory
 from memo_compile.costs.measure import resident_bytes
 from memo_compile.errors import RuntimeMisuse
+from memo_compile.lowering.cublas import workspaces_bytes
 from memo_compile.step.problem import FixedBytes
 
 OPTIMIZER_TENSORS = 2
@@ -116,7 +118,14 @@ class GraphFacts:
             new_gradients=self._trained_bytes,
             inputs=self._input_bytes,
             outputs=outputs_bytes,
+            libraries=self._libraries_bytes(),
         )
+
+    def _libraries_bytes(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        major, _ = torch.cuda.get_device_capability(self.device)
+        return workspaces_bytes(major, cublas_setting())
 
 
 def gradient_bytes(inputs: Sequence[Any]) -> int:

@@ -323,6 +323,7 @@ class GroupedSteps:
             gradients=trained_bytes + (0 if sharded is None else own_bytes),
             optimizer_state=optimizer,
             new_gradients=own_bytes,
+            libraries=single.libraries,
         )
 
     def _plan_group(self, group: Group, members: GroupMembers, existing: int | None = None) -> None:

@@ -58,6 +58,7 @@ def explanation(plan: Plan, folder: Path | None) -> str:
         "gradients": fixed.gradients,
         "optimizer state": fixed.optimizer_state,
         "inputs": fixed.inputs,
+        "kept by libraries": fixed.libraries,
         "arena": plan.arena_bytes,
         "kernels' own": plan.outside_bytes,
     }

@@ -580,13 +580,14 @@ class _Pieces:
         if config.optimizer_state_bytes_per_parameter is not None:
             numbers = sum(parameter.numel() for parameter in trained)
             state_bytes = int(config.optimizer_state_bytes_per_parameter * numbers)
-        buffers = sum(piece.assembly.lowered.cut.facts.fixed_bytes(0).buffers for piece in pieces)
+        each = [piece.assembly.lowered.cut.facts.fixed_bytes(0) for piece in pieces]
         return FixedBytes(
             parameters=sum(parameter.nbytes for parameter in parameters),
-            buffers=buffers,
+            buffers=sum(fixed.buffers for fixed in each),
             gradients=trained_bytes,
             optimizer_state=state_bytes,
             new_gradients=sum(parameter.nbytes for parameter in own if parameter.requires_grad),
+            libraries=max(fixed.libraries for fixed in each),
         )
 
 

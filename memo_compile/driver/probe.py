@@ -21,6 +21,7 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.analysis.purity import is_collective
+from memo_compile.analysis.random_states import is_read_on_host
 from memo_compile.analysis.regions import RegionGraph, layout_elements
 from memo_compile.analysis.structure import argument, op_name
 from memo_compile.analysis.tile_chains import transient_bytes
@@ -351,7 +352,8 @@ def made_up_inputs(region: RegionGraph, *, wide: bool, positive: bool) -> list[A
         flat = _numbers(value, _index_bound(node), positive, generator)
         if wide:
             flat = flat.to(_WIDE.get(value.dtype, value.dtype))
-        tensor = flat.to(value.device).as_strided(value.shape, value.stride())
+        device = torch.device("cpu") if is_read_on_host(node) else value.device
+        tensor = flat.to(device).as_strided(value.shape, value.stride())
         if value.dtype is torch.bool and value.dim():
             tensor[..., 0] = True
         made.append(tensor)

@@ -18,6 +18,7 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.analysis.purity import in_flight, is_wait, is_write
+from memo_compile.analysis.random_states import is_random_state
 from memo_compile.analysis.regions import (
     LoweredRegion,
     RegionGraph,
@@ -116,7 +117,7 @@ class _AtenRegion:
         return found
 
     def _is_placed(self, node: fx.Node) -> bool:
-        if not _is_new(node) or node in self.external:
+        if not _is_new(node) or node in self.external or is_random_state(node):
             return False
         if self.in_registers(node) and node not in self.kept:
             return False

@@ -12,15 +12,13 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile import shim
 from memo_compile.analysis.purity import is_write
-from memo_compile.analysis.structure import argument, namespace, op_name, schema_of
+from memo_compile.analysis.random_states import is_random_state
+from memo_compile.analysis.structure import argument, namespace, schema_of
 from memo_compile.analysis.views import is_tensor, results_of, storage_of
 
 _aten = torch.ops.aten
 _ALLOCATING = ("convolution", "scaled_dot_product", "flash_attn", "efficient_attention", "cudnn")
 """Parts of operator names whose Inductor lowering is an extern kernel without ``out=``."""
-
-RANDOM_STATE_NUMBERS = 2
-"""A random state of attention is a seed and an offset: two tensors, or the two numbers of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +54,7 @@ class OwnOutputs:
                 continue
             results = _results(node)
             made = results.values()
-            if not results or any(map(_is_random_state, made)):
+            if not results or any(map(is_random_state, made)):
                 changed |= _copy_leaving(node, leaving)
             elif leaving.intersection(made) or _may_become(node, made, leaving):
                 _rewrite(node, results)
@@ -124,15 +122,6 @@ def _rewrite(node: fx.Node, results: dict[int, fx.Node]) -> None:
     graph.erase_node(node)
 
 
-def _is_random_state(item: fx.Node) -> bool:
-    """True for the seed or the offset of the random numbers that torch's attention used."""
-    made, value = item.args[0] if item.args else None, item.meta.get("val")
-    if not isinstance(made, fx.Node) or not isinstance(value, torch.Tensor):
-        return False
-    is_attention = namespace(made) == "aten" and "attention" in op_name(made)
-    return is_attention and not value.is_floating_point() and value.numel() <= RANDOM_STATE_NUMBERS
-
-
 def _copy_leaving(node: fx.Node, leaving: set[fx.Node]) -> bool:
     """Copy the tensors that leave the region out of a result that holds other things too.
 
@@ -142,7 +131,7 @@ def _copy_leaving(node: fx.Node, leaving: set[fx.Node]) -> bool:
     items = [
         user
         for user in node.users
-        if user.target is operator.getitem and user in leaving and not _is_random_state(user)
+        if user.target is operator.getitem and user in leaving and not is_random_state(user)
     ]
     for item in items:
         with node.graph.inserting_before(item.next):

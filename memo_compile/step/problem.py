@@ -381,6 +381,8 @@ class FixedBytes:
     """The part of ``gradients`` that this backward makes."""
     earlier_outputs: int = 0
     """Results of earlier steps that the user holds during this one."""
+    libraries: int = 0
+    """CUDA: what cuBLAS keeps for itself once it has multiplied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

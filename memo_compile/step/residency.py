@@ -116,7 +116,7 @@ def step_constant_bytes(problem: Problem) -> int:
     fixed = problem.fixed
     old_gradients = max(0, fixed.gradients - fixed.new_gradients)
     given = fixed.parameters + fixed.buffers + fixed.optimizer_state + fixed.inputs
-    return given + old_gradients + fixed.earlier_outputs
+    return given + old_gradients + fixed.earlier_outputs + fixed.libraries
 
 
 def retained_peak_bytes(problem: Problem, plan: Plan) -> int:

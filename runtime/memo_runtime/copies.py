@@ -248,9 +248,9 @@ class _CudaLanes:
         return before.elapsed_time(after) / 1e3
 
     def settle(self, ticket: Ticket) -> None:
-        if ticket.lane in self.streams:
+        if ticket.lane in self.streams:  # also a copy whose event an interrupt left out
             self.streams[ticket.lane].synchronize()
-        if ticket.event is not None:
+        elif ticket.event is not None:  # EARLY and LATE have no streams of their own
             ticket.event.synchronize()
 
 

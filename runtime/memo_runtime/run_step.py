@@ -127,6 +127,8 @@ class StepPlan:
         if self.poison:
             self._poison(lease.slab)
             if lease.host is not None:
+                if self.device.type == "cuda":  # the host fills it while copies may still read it
+                    torch.cuda.current_stream(self.device).synchronize()
                 lease.host.bytes(self.host_bytes).fill_(255)
         return lease
 

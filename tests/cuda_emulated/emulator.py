@@ -1,8 +1,8 @@
 """Builds the emulated CUDA device: the libraries that torch's CUDA build finds before NVIDIA's.
 
-``device/cuda.cpp`` is a CUDA runtime and driver whose device memory is lazily mapped host memory.
-Functions of cuBLAS do nothing, those of graphs and of other processes' memory answer "not
-supported". Headers come with torch's CUDA build: from nvidia-cuda-runtime and from triton.
+``device/*.cpp`` is a CUDA runtime and driver; ``device/device.h`` says how it works. Functions of
+cuBLAS do nothing, those of graphs and of other processes' memory answer "not supported". Headers
+come with torch's CUDA build: from nvidia-cuda-runtime and from triton.
 """
 
 import hashlib
@@ -18,7 +18,11 @@ NOT_SUPPORTED = 801
 """``cudaErrorNotSupported``."""
 
 _LIKE_CUBLAS = """
-int cublasCreate_v2(void** handle) { *handle = (void*)64; return 0; }
+int cublasCreate_v2(void** handle) {  // torch keeps a workspace for each
+  static long made;
+  *handle = (void*)(64 * __atomic_add_fetch(&made, 1, __ATOMIC_RELAXED));
+  return 0;
+}
 int cublasGetMathMode(void* handle, int* mode) { *mode = 0; return 0; }
 int cublasGetPointerMode_v2(void* handle, int* mode) { *mode = 0; return 0; }
 """
@@ -46,7 +50,8 @@ def has_cuda_build() -> bool:
 def environment(folder: Path) -> dict[str, str]:
     """The variables with which a process finds the device of ``folder``, as built there.
 
-    Caches lie in ``folder`` too: no real device of the same name may believe what is timed here.
+    Caches lie there too: no real device of the same name may believe what is timed here. Those of
+    compiled kernels are kept when the device changes.
     """
     preloaded = ":".join(str(folder / name) for name in LIBRARIES)
     found = {
@@ -55,8 +60,8 @@ def environment(folder: Path) -> dict[str, str]:
         "TRITON_LIBCUDA_PATH": str(folder),
         "EMULATED_CUDA": str(folder),
         "XDG_CACHE_HOME": str(folder / "cache"),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache" / "inductor"),
-        "TRITON_CACHE_DIR": str(folder / "cache" / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "kernels" / "inductor"),
+        "TRITON_CACHE_DIR": str(folder.parent / "kernels" / "triton"),
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # cuDNN is not emulated
     }
     return os.environ | found
@@ -80,7 +85,8 @@ def build(root: Path) -> Path:
     _run(
         *("g++", "-shared", "-fPIC", "-O1", "-std=c++17", "-w"),
         *(f"-I{packages / header}" for header in headers),
-        *(str(SOURCE / "cuda.cpp"), str(folder / "refused.o"), "-ldl"),
+        *map(str, sorted(SOURCE.glob("*.cpp"))),
+        *(str(folder / "refused.o"), "-ldl"),
         *("-o", str(folder / "libcudart.so.13"), "-Wl,-soname,libcudart.so.13"),
         f"-Wl,--version-script={folder / 'exports.map'}",
     )

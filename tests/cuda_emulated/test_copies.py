@@ -8,14 +8,14 @@ from memo_compile.costs.bandwidth import copy_bandwidth
 
 DEVICE = torch.device("cuda", 0)
 PINNED_BYTES_PER_S = 55e9
-"""What ``device/cuda.cpp`` gives a copy to or from pinned memory."""
+"""What ``device/device.h`` gives a copy to or from pinned memory."""
 
 
 def test_a_timed_copy_is_waited_for(tmp_path):
     found = copy_bandwidth(DEVICE, "pinned", folder=tmp_path)
-    # Host time is added to the link's, so that the speed is below the link's, and never above it.
+    # The host's time is added to the link's, and on a busy machine that may be long.
     for speed in (found.d2h_bytes_per_s, found.h2d_bytes_per_s):
-        assert PINNED_BYTES_PER_S / 2 < speed < PINNED_BYTES_PER_S * 1.25
+        assert speed < PINNED_BYTES_PER_S * 1.25
 
 
 def test_speeds_of_copies_that_were_not_waited_for_are_measured_again(tmp_path):

@@ -1,0 +1,29 @@
+"""What cuBLAS keeps on a CUDA device for good: workspaces that torch makes for its handles.
+
+Each thread has a handle of its own, and a workspace belongs to a handle and a stream. So a step has
+two: the forward's thread has one, and autograd's thread, which runs the backward, has the other.
+cublasLt uses the same ones. Read in torch's ``CublasHandlePool.cpp`` (2.11 to 2.13).
+"""
+
+import re
+
+NUM_HANDLES = 2
+
+LARGE_BYTES = 32 * 2**20
+"""On Hopper and Blackwell, whose compute capability is LARGE_FROM or above."""
+LARGE_FROM = 9
+SMALL_BYTES = (2 * 4096 + 8 * 16) * 1024
+
+_PART = re.compile(r":(\d+):(\d+)")
+"""Of ``CUBLAS_WORKSPACE_CONFIG``: KiB, and how many of them."""
+
+
+def workspaces_bytes(major: int, setting: str | None = None) -> int:
+    """Bytes of a step's workspaces on a device of compute capability ``major``.
+
+    ``setting`` is what the environment says in ``CUBLAS_WORKSPACE_CONFIG``, if anything.
+    """
+    parts = _PART.findall(setting or "")
+    if parts:
+        return NUM_HANDLES * sum(int(kib) * int(count) * 1024 for kib, count in parts)
+    return NUM_HANDLES * (LARGE_BYTES if major >= LARGE_FROM else SMALL_BYTES)

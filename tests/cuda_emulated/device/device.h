@@ -1,0 +1,85 @@
+// The emulated device, as its parts see it: memory.cpp, streams.cpp, kernels.cpp, queries.cpp,
+// driver.cpp. Together they are a CUDA runtime and driver, enough for torch's CUDA build (2.11,
+// cu130) and Triton's launcher.
+//
+// Memory is lazily mapped host memory. The addresses that a program gets cannot be touched by the
+// host, as on a GPU; the device itself uses a second mapping of the same pages, their shadow.
+//
+// Streams are queues. Copies, fills and host functions really run, in their stream's order and
+// after the events that it waits for: at once, or as late as the host allows
+// (memo_device_schedule). Kernels do nothing, unless a test puts a function in their place
+// (memo_device_call).
+//
+// Time is virtual, so that a busy machine changes nothing: each call moves the host's clock a
+// little, each piece of work its stream's clock, a wait joins two clocks. Where the host waits it
+// sleeps as well, so that clocks of the program are not ahead of the device.
+//
+// Variables: EMULATED_BYTES (device memory), EMULATED_COPY_LIMIT (the largest copy that is made),
+// EMULATED_NO_PIN (refuse to register host memory), EMULATED_TRACE (print every call).
+#pragma once
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+#define X extern "C" __attribute__((visibility("default")))
+
+constexpr size_t CONTEXT_BYTES = 600ull << 20;  // what a real driver keeps for itself
+constexpr double KERNEL_S = 5e-6;
+constexpr double COPY_ON_DEVICE_BYTES_PER_S = 2e12, FILL_BYTES_PER_S = 3e12;
+constexpr double PINNED_BYTES_PER_S = 55e9, PAGEABLE_BYTES_PER_S = 10e9;
+
+bool traces();
+#define TRACE(...)                              \
+  do {                                          \
+    if (traces()) {                             \
+      fprintf(stderr, "[device] " __VA_ARGS__); \
+      fputc('\n', stderr);                      \
+    }                                           \
+  } while (0)
+
+cudaError_t fail(cudaError_t error);  // the thread's last error
+
+// ---- memory.cpp
+struct Place {
+  bool on_device, is_pinned;
+};
+Place place_of(const void* address);
+void* shadow_of(const void* address);  // where the device reads and writes it
+size_t total_bytes();
+size_t used_bytes();
+size_t peak_bytes();
+long num_host_copies();
+long num_copies();
+
+// ---- streams.cpp
+void enqueue(void* stream, double seconds, std::function<void()> run);  // run may be empty
+void synchronize(void* stream);
+void synchronize_all();
+
+// What happened, in the host's order, for a checker (tests/cuda_emulated/order.py has the names).
+enum class Did : int32_t {
+  COPY,         // a: destination, b: source, c: bytes
+  FILL,         // a: start, c: bytes
+  LAUNCH,       // a kernel
+  RECORD,       // a: event
+  WAIT,         // a: event
+  SYNC_STREAM,  // the host waited
+  SYNC_EVENT,   // a: event; the host waited, or was told that it has passed
+  SYNC_ALL,
+  FREE,  // a: start, c: bytes
+  READ,  // a: start, c: bytes; said by the program itself (memo_device_says)
+  WRITE,
+  MARK,  // a: whatever the program says
+};
+void log_did(Did did, void* stream, const void* a, const void* b, size_t c);
+int number_of(void* stream);
+
+// ---- kernels.cpp
+long num_launches();
+long num_triton_launches();
+
+// ---- queries.cpp
+int attribute(int which);

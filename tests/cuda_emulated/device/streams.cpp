@@ -1,0 +1,339 @@
+// Streams as queues, events, the virtual clocks, and the log of what happened.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <vector>
+
+#include "device.h"
+
+static constexpr double CALL_S = 2e-6;  // by which each call that enqueues moves the host's clock
+
+struct Stream;
+struct Event {
+  long number = 0;
+  double time = 0;
+  long recorded = 0;  // how often it was recorded
+  long passed = 0;    // the last of these that its stream has reached
+  Stream* on = nullptr;
+};
+struct Work {
+  std::function<void()> run;
+  std::shared_ptr<Event> records, waits;
+  long version = 0;      // of `records` or `waits`
+  Stream* on = nullptr;  // of `waits`: where it was recorded
+};
+struct Stream {
+  int number = 0, priority = 0;
+  double time = 0;
+  std::deque<Work> queue;
+  bool is_busy = false;  // its first piece of work runs now
+};
+
+static std::mutex mutex;
+static std::condition_variable changed;
+static Stream legacy;
+static std::vector<Stream*> streams{&legacy};
+static long num_events = 0;
+static double host_time = 0;
+static bool runs_late = false;
+static double chance = 0;  // LATE: that a call makes some stream go on
+static std::mt19937 dice;
+
+static Stream& at(void* stream) {
+  bool is_default = stream == nullptr || stream == (void*)1 || stream == (void*)2;
+  return is_default ? legacy : *(Stream*)stream;
+}
+int number_of(void* stream) {
+  return at(stream).number;
+}
+
+// ---- running what is queued
+using Hold = std::unique_lock<std::mutex>;
+static void run_first(Hold& hold, Stream& stream);
+static void run_until(Hold& hold, Stream& stream, const std::function<bool()>& is_enough) {
+  while (!is_enough() && (stream.is_busy || !stream.queue.empty())) {
+    if (stream.is_busy)
+      changed.wait(hold);
+    else
+      run_first(hold, stream);
+  }
+}
+static bool is_held_up(const Stream& stream) {
+  const Work& first = stream.queue.front();
+  return first.waits && first.waits->passed < first.version;
+}
+// The first piece of work of `stream`, and before it whatever it waits for on other streams.
+static void run_first(Hold& hold, Stream& stream) {
+  stream.is_busy = true;
+  Work& first = stream.queue.front();
+  if (is_held_up(stream))
+    run_until(hold, *first.on, [&] { return first.waits->passed >= first.version; });
+  if (first.run) {
+    hold.unlock();
+    first.run();
+    hold.lock();
+  }
+  if (first.records && first.records->passed < first.version) first.records->passed = first.version;
+  stream.queue.pop_front();
+  stream.is_busy = false;
+  changed.notify_all();
+}
+static void run_all(Hold& hold, Stream& stream) {
+  run_until(hold, stream, [] { return false; });
+}
+static void go_on_somewhere(Hold& hold) {
+  if (std::uniform_real_distribution<>()(dice) >= chance) return;
+  std::vector<Stream*> ready;
+  for (Stream* one : streams)
+    if (!one->is_busy && !one->queue.empty() && !is_held_up(*one)) ready.push_back(one);
+  if (!ready.empty()) run_first(hold, *ready[dice() % ready.size()]);
+}
+static void put(Hold& hold, Stream& stream, Work work) {
+  host_time += CALL_S;
+  stream.queue.push_back(std::move(work));
+  if (runs_late)
+    go_on_somewhere(hold);
+  else if (!stream.is_busy)  // else its owner goes on with what was put
+    run_all(hold, stream);
+}
+void enqueue(void* stream, double seconds, std::function<void()> run) {
+  Hold hold(mutex);
+  Stream& one = at(stream);
+  one.time = std::max(one.time, host_time) + seconds;
+  put(hold, one, {std::move(run)});
+}
+// 0: work runs when it is put into a stream. 1: as late as the host allows, but each call makes
+// some stream go on with this chance.
+X void memo_device_schedule(int late, double chance_of_progress, unsigned seed) {
+  synchronize_all();
+  Hold hold(mutex);
+  runs_late = late;
+  chance = chance_of_progress;
+  dice.seed(seed);
+}
+// A function instead of a kernel: `run(argument)`, in the stream's order.
+X void memo_device_call(void* stream, void (*run)(long), long argument) {
+  log_did(Did::LAUNCH, stream, nullptr, nullptr, 0);
+  enqueue(stream, KERNEL_S, [=] { run(argument); });
+}
+
+// ---- the host waits
+static void host_waits(Hold& hold, double time) {
+  double seconds = time - host_time;
+  if (seconds <= 0) return;
+  host_time = time;
+  hold.unlock();
+  usleep((useconds_t)(seconds * 1e6));
+  hold.lock();
+}
+void synchronize(void* stream) {
+  log_did(Did::SYNC_STREAM, stream, nullptr, nullptr, 0);
+  Hold hold(mutex);
+  run_all(hold, at(stream));
+  host_waits(hold, at(stream).time);
+}
+void synchronize_all() {
+  log_did(Did::SYNC_ALL, nullptr, nullptr, nullptr, 0);
+  Hold hold(mutex);
+  double last = 0;
+  for (size_t i = 0; i < streams.size(); i++) {
+    run_all(hold, *streams[i]);
+    last = std::max(last, streams[i]->time);
+  }
+  host_waits(hold, last);
+}
+X cudaError_t cudaDeviceSynchronize() {
+  synchronize_all();
+  return cudaSuccess;
+}
+X cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  TRACE("sync stream %d", number_of(stream));
+  synchronize(stream);
+  return cudaSuccess;
+}
+X double memo_device_time() {  // the host's clock, in seconds
+  Hold hold(mutex);
+  return host_time;
+}
+
+// ---- streams
+X cudaError_t cudaStreamCreateWithPriority(cudaStream_t* made, unsigned, int priority) {
+  Hold hold(mutex);
+  auto* one = new Stream;
+  one->priority = priority;
+  one->number = (int)streams.size();
+  streams.push_back(one);
+  *made = (cudaStream_t)one;
+  return cudaSuccess;
+}
+X cudaError_t cudaStreamCreate(cudaStream_t* made) {
+  return cudaStreamCreateWithPriority(made, 0, 0);
+}
+X cudaError_t cudaStreamDestroy(cudaStream_t) {
+  return cudaSuccess;
+}
+X cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  Hold hold(mutex);
+  Stream& one = at(stream);
+  return one.queue.empty() && one.time <= host_time ? cudaSuccess : cudaErrorNotReady;
+}
+X cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  *priority = at(stream).priority;
+  return cudaSuccess;
+}
+X cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t run, void* argument,
+                                    unsigned) {
+  enqueue(stream, 0, [=] { run(stream, cudaSuccess, argument); });
+  return cudaSuccess;
+}
+X cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t run, void* argument) {
+  enqueue(stream, 0, [=] { run(argument); });
+  return cudaSuccess;
+}
+// CUDA graphs: nothing is captured.
+X cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+X cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
+                                       unsigned long long* id, cudaGraph_t*,
+                                       const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                       size_t*) {
+  *status = cudaStreamCaptureStatusNone;
+  if (id) *id = 0;
+  return cudaSuccess;
+}
+X cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
+  return cudaSuccess;
+}
+X cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+  return fail(cudaErrorNotSupported);
+}
+X cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) {
+  return fail(cudaErrorNotSupported);
+}
+
+// ---- events
+static std::shared_ptr<Event>& at(cudaEvent_t event) {
+  return *(std::shared_ptr<Event>*)event;
+}
+X cudaError_t cudaEventCreateWithFlags(cudaEvent_t* made, unsigned) {
+  Hold hold(mutex);
+  auto one = std::make_shared<Event>();
+  one->number = ++num_events;
+  *made = (cudaEvent_t) new std::shared_ptr<Event>(one);
+  return cudaSuccess;
+}
+X cudaError_t cudaEventCreate(cudaEvent_t* made) {
+  return cudaEventCreateWithFlags(made, 0);
+}
+X cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  Hold hold(mutex);
+  delete &at(event);
+  return cudaSuccess;
+}
+X cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  log_did(Did::RECORD, stream, (void*)at(event)->number, nullptr, 0);
+  Hold hold(mutex);
+  Stream& one = at(stream);
+  auto& shared = at(event);
+  shared->time = std::max(one.time, host_time);
+  shared->recorded++;
+  shared->on = &one;
+  TRACE("record event %ld on stream %d", shared->number, one.number);
+  Work work;
+  work.records = shared;
+  work.version = shared->recorded;
+  put(hold, one, std::move(work));
+  return cudaSuccess;
+}
+X cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  return cudaEventRecord(event, stream);
+}
+X cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  log_did(Did::WAIT, stream, (void*)at(event)->number, nullptr, 0);
+  Hold hold(mutex);
+  Stream& one = at(stream);
+  auto& shared = at(event);
+  TRACE("stream %d waits for event %ld", one.number, shared->number);
+  if (!shared->recorded) return cudaSuccess;
+  one.time = std::max(one.time, shared->time);
+  Work work;
+  work.waits = shared;
+  work.version = shared->recorded;
+  work.on = shared->on;
+  put(hold, one, std::move(work));
+  return cudaSuccess;
+}
+static bool has_passed(Event& event) {
+  return event.passed >= event.recorded && event.time <= host_time;
+}
+X cudaError_t cudaEventQuery(cudaEvent_t event) {
+  {
+    Hold hold(mutex);
+    host_time += CALL_S;  // a program that asks again and again gets on
+    if (!has_passed(*at(event))) return cudaErrorNotReady;
+  }
+  log_did(Did::SYNC_EVENT, nullptr, (void*)at(event)->number, nullptr, 0);
+  return cudaSuccess;
+}
+X cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  log_did(Did::SYNC_EVENT, nullptr, (void*)at(event)->number, nullptr, 0);
+  Hold hold(mutex);
+  std::shared_ptr<Event> shared = at(event);
+  long wanted = shared->recorded;
+  if (shared->on) run_until(hold, *shared->on, [&] { return shared->passed >= wanted; });
+  host_waits(hold, shared->time);
+  return cudaSuccess;
+}
+X cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
+  Hold hold(mutex);
+  if (!has_passed(*at(begin)) || !has_passed(*at(end))) return fail(cudaErrorNotReady);
+  double elapsed_ms = (at(end)->time - at(begin)->time) * 1e3;
+  *ms = elapsed_ms > 1e-3 ? (float)elapsed_ms : 1e-3f;
+  return cudaSuccess;
+}
+
+// ---- the log
+struct Entry {
+  Did did;
+  int32_t stream;
+  int64_t a, b, c;
+};
+static std::mutex log_mutex;
+static std::vector<Entry> entries;
+static std::atomic<bool> logs{false};
+
+void log_did(Did did, void* stream, const void* a, const void* b, size_t c) {
+  if (!logs) return;
+  std::lock_guard<std::mutex> hold(log_mutex);
+  entries.push_back({did, number_of(stream), (int64_t)a, (int64_t)b, (int64_t)c});
+}
+X void memo_device_log(int on) {  // starts an empty log, or stops it
+  std::lock_guard<std::mutex> hold(log_mutex);
+  if (on) entries.clear();
+  logs = on;
+}
+X long memo_device_log_read(Entry* into, long room) {  // how many there are
+  std::lock_guard<std::mutex> hold(log_mutex);
+  for (long i = 0; into && i < room && i < (long)entries.size(); i++) into[i] = entries[i];
+  return (long)entries.size();
+}
+X void memo_device_says(int did, void* stream, void* start, size_t size) {
+  log_did((Did)did, stream, start, nullptr, size);
+}
+X void memo_device_counts(long* out) {
+  out[0] = num_launches();
+  out[1] = num_triton_launches();
+  out[2] = num_copies();
+  out[3] = (long)used_bytes();
+  out[4] = (long)peak_bytes();
+  out[5] = num_host_copies();
+}

@@ -1,0 +1,119 @@
+"""Kernels that compute: torch's CPU operators on the emulated memory, in their stream's order.
+
+So a copy that comes too early or too late changes numbers. Each also says what it reads and writes
+(``order.races``). Nothing here holds a tensor until its kernel runs: as on a GPU, memory that is
+given to another owner too early is overwritten.
+"""
+
+import ctypes
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tests.cuda_emulated.device_calls import Did, launch, say, shadow
+
+OPERATORS = (
+    *("add.out", "add.Tensor", "add_.Tensor", "mul.out", "mul.Tensor", "mul_.Tensor"),
+    *("sum.dim_IntList", "fill_.Scalar", "zero_"),
+)
+"""Those that the small steps of ``tests.steps.moving`` launch."""
+
+_library: torch.library.Library | None = None
+
+
+def install() -> None:
+    """From now on OPERATORS compute, in this process; a second call changes nothing."""
+    global _library
+    if _library is None:
+        _library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels are replaced is the point
+            for name in OPERATORS:
+                packet, overload = [*name.split("."), "default"][:2]
+                op = getattr(getattr(torch.ops.aten, packet), overload)
+                _library.impl(name, _kernel(op), "CUDA", allow_override=True)
+
+
+def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    written = {
+        argument.name
+        for argument in op._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        targets = [
+            value
+            for declared, value in zip(op._schema.arguments, args, strict=False)
+            if declared.name in written
+        ] + [kwargs[name] for name in written if name in kwargs]
+        made = targets[0] if targets else _result(op, args, kwargs)
+        for tensor in _on_device((args, kwargs)):
+            _say(Did.READ, tensor)
+        _say(Did.WRITE, made)
+        seen_args, seen_kwargs = _seen(args), _seen(kwargs)
+        seen_made = None if targets else _seen(made)
+
+        def compute() -> None:
+            with torch.no_grad(), torch._C._DisableTorchDispatch():
+                result = op(*seen_args, **seen_kwargs)
+                if seen_made is not None:
+                    seen_made.copy_(result)
+
+        launch(compute)
+        return made
+
+    return run
+
+
+def _result(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> torch.Tensor:
+    shape = op(*_mapped(args, _as_meta), **_mapped(kwargs, _as_meta))
+    return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device="cuda")
+
+
+def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _seen(values: Any) -> Any:
+    """``values`` as the device sees them: CPU tensors over the same bytes."""
+    return _mapped(values, _alias)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    memory = (ctypes.c_char * storage.nbytes()).from_address(shadow(storage.data_ptr()))
+    whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _say(did: Did, tensor: torch.Tensor) -> None:
+    extent = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    if tensor.numel():
+        say(did, tensor.data_ptr(), extent * tensor.element_size())
+
+
+def _on_device(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        if values.is_cuda:
+            yield values
+    elif isinstance(values, tuple | list | dict):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _on_device(value)
+
+
+def _mapped(values: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(values, torch.Tensor):
+        return change(values)
+    if isinstance(values, dict):
+        return {key: _mapped(value, change) for key, value in values.items()}
+    if isinstance(values, tuple | list):
+        return type(values)(_mapped(value, change) for value in values)
+    return values

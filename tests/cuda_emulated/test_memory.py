@@ -1,0 +1,90 @@
+"""Planned bytes against those that torch's own allocator counts, on a device of known size."""
+
+import gc
+
+import pytest
+import torch
+
+import memo_compile
+from tests import models
+from tests.cuda_emulated.device_calls import counts, pinned_bytes
+
+POLICIES = ("save", "full-recompute", "full-offload", "memo", "greedy")
+MOST_APART = 0.005
+"""Of what a step's peak holds beside cuBLAS's workspaces."""
+
+
+class Training:
+    """A model on the device, in bfloat16, and steps of it."""
+
+    def __init__(self, builder, **options) -> None:
+        torch._dynamo.reset()
+        gc.collect()  # plans of earlier models hold frames
+        torch.manual_seed(0)
+        torch.cuda.synchronize()
+        self.foreign_bytes = torch.cuda.memory_allocated()
+        self.model, inputs, self.loss = builder(seq=64)
+        self.model.to("cuda", torch.bfloat16)
+        self.inputs = {key: value.cuda() for key, value in inputs.items()}
+        # Kernels compute nothing here, so that no tile is believed.
+        fixed = {"strict": True, "optimizer_state_bytes_per_parameter": 0, "token_tiles": 1}
+        self.planned = torch.compile(self.model, backend="memo", options=fixed | options)
+
+    def step(self) -> int:
+        """The step's peak: what this model and memo hold, without cuBLAS's workspaces."""
+        self.model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.loss(self.planned, **self.inputs).backward()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - self.foreign_bytes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workspaces():
+    """cuBLAS's, one for each thread that multiplies; they stay, and the first step has them."""
+    weight = torch.ones(16, 16, device="cuda", requires_grad=True)
+    (weight @ weight).sum().backward()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_trains_in_the_memory_that_was_planned(policy):
+    require_as_planned(models.llama, "aten", policy)
+
+
+def require_as_planned(builder, lowering, policy):
+    training = Training(builder, lowering=lowering, policy=policy)
+    training.step()
+    before = counts().host_copies
+    peak = training.step()
+    copies = counts().host_copies - before
+    report = memo_compile.report()
+    assert report.active, (policy, report.notes)
+    assert report.unplanned_steps == 0
+    plan = report.plans[-1]
+    assert plan.check.ok
+    planned = plan.peak_bytes - plan.fixed.libraries
+    assert abs(peak - planned) <= MOST_APART * planned, (policy, peak, planned)
+    assert (copies > 0) == (plan.offloaded_bytes > 0), policy
+    assert pinned_bytes() >= plan.host_bytes, policy
+
+
+def test_cublas_keeps_what_is_counted_for_it(workspaces):
+    training = Training(models.llama, lowering="aten")
+    training.step()
+    (plan,) = memo_compile.report().plans[-1:]
+    torch._C._cuda_clearCublasWorkspaces()
+    without = torch.cuda.memory_allocated()
+    training.step()
+    assert torch.cuda.memory_allocated() - without == plan.fixed.libraries
+
+
+def test_pinned_memory_that_is_refused_is_replaced_by_pageable(monkeypatch):
+    monkeypatch.setenv("EMULATED_NO_PIN", "1")
+    before = pinned_bytes()
+    training = Training(models.llama, lowering="aten", policy="full-offload")
+    training.step()
+    training.step()
+    plan = memo_compile.report().plans[-1]
+    assert plan.offloaded_bytes > 0
+    assert pinned_bytes() - before < plan.host_bytes  # torch pins a few bytes

@@ -1,0 +1,40 @@
+"""Streams, events and copies of the runtime: with any of its waits left out, a scenario fails."""
+
+import pytest
+
+from tests.cuda_emulated import kernels
+from tests.cuda_emulated.device_calls import run_at_once
+from tests.cuda_emulated.scenarios import SCENARIOS, Scenario, failure
+from tests.cuda_emulated.waits import Site, is_exempt, sites_of, without
+
+SEEDS = range(3)
+FEWEST_SITES = 50
+"""Calls that wait, record or hold, told apart by the runtime's lines that lead to them."""
+
+
+@pytest.fixture(autouse=True)
+def _computing_kernels():
+    kernels.install()
+    yield
+    run_at_once()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_nothing_is_left_to_chance(scenario):
+    assert failure(scenario, chance=None) == ""
+    for seed in SEEDS:
+        assert failure(scenario, chance=seed / len(SEEDS), seed=seed) == ""
+
+
+def test_every_wait_that_is_left_out_is_seen():
+    used: dict[Site, list[Scenario]] = {}
+    for scenario in SCENARIOS:
+        for site in sites_of(lambda scenario=scenario: failure(scenario, chance=None)):
+            used.setdefault(site, []).append(scenario)
+    assert len(used) >= FEWEST_SITES
+    assert [site for site in used if not is_exempt(site) and not _is_seen(site, used[site])] == []
+
+
+def _is_seen(site, scenarios) -> bool:
+    with without(site):
+        return any(failure(scenario, chance=0.0) for scenario in scenarios)

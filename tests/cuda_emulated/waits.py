@@ -1,0 +1,115 @@
+"""Every wait, event and ``record_stream`` of the runtime, found by running it; and without one."""
+
+import contextlib
+import fnmatch
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import memo_runtime
+import torch
+from memo_runtime.copies import CopyEngine
+
+ROOT = str(Path(memo_runtime.__file__).parent)
+FOUND = (
+    (torch.cuda.Stream, "wait_event"),
+    (torch.cuda.Stream, "record_event"),
+    (torch.cuda.Stream, "synchronize"),
+    (torch.cuda.Event, "synchronize"),
+    (torch.cuda, "synchronize"),
+    (torch.Tensor, "record_stream"),
+    (CopyEngine, "wait"),
+    (CopyEngine, "settle"),
+)
+
+Site = tuple[str, ...]
+"""The name of what is called, and the runtime's lines on the way to it, innermost first."""
+
+
+def _site(name: str) -> Site:
+    """Where the runtime called ``name``; only the name where something else did."""
+    lines, frame = [name], sys._getframe(2)
+    while frame is not None:
+        path, _, file = frame.f_code.co_filename.rpartition("/")
+        if path == ROOT:
+            function = f"{file.removesuffix('.py')}.{frame.f_code.co_name}"
+            lines.append(f"{function}:{frame.f_lineno}")
+        frame = frame.f_back
+    return tuple(lines)
+
+
+def _instead(name: str, real: Callable[..., Any], acts: Callable[[Site], bool]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        site = _site(name)
+        if len(site) > 1 and not acts(site):
+            return torch.cuda.Event() if name.endswith("record_event") else 0.0
+        return real(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _calls(acts: Callable[[Site], bool]) -> Iterator[None]:
+    """Where ``acts`` is False of a call's site, the call is left out."""
+    with contextlib.ExitStack() as stack:
+        for owner, name in FOUND:
+            called = f"{owner.__name__}.{name}"
+            instead = _instead(called, getattr(owner, name), acts)
+            stack.enter_context(mock.patch.object(owner, name, instead))
+        yield
+
+
+def sites_of(run: Callable[[], Any]) -> set[Site]:
+    """The sites of all such calls that the runtime makes in ``run``.
+
+    The collector is off: a step that it ends would seem to end wherever it happens to run.
+    """
+    found: set[Site] = set()
+
+    def acts(site: Site) -> bool:
+        found.add(site)
+        return True
+
+    gc.collect()
+    gc.disable()
+    try:
+        with _calls(acts):
+            run()
+    finally:
+        gc.enable()
+    return found
+
+
+_END = "leases._close < leases._end < leases.release"
+_BACKWARD = "backward_run._end < backward_run.rest < run_step.run_backward"
+_OWN = "EARLY and LATE copy on the stream that computes; after SERIAL's wait another one follows"
+_KNOWN = "EARLY: the order of the frames knows the stream that computes"
+_RELEASED = "copies.settle < copies.settle < leases.settle < leases._end < leases.release"
+_SETTLED = "the host has waited for all copies of the step, and nothing else uses a host frame"
+_WAITED = "at the end of a whole backward its plan has waited for all copies"
+EXEMPT = {
+    "Stream.record_event < copies.copy_now < *": _OWN,
+    "Stream.wait_event < copies.finish < copies.begin < *": _OWN,
+    f"Event.synchronize < {_RELEASED} < run_step.run_forward": _KNOWN,
+    f"Stream.record_event < stream_order.end < host_store.release < {_END}": _SETTLED,
+    f"Stream.record_event < stream_order.end < host_store.release < {_END} < run_step.*": _SETTLED,
+    "Stream.wait_event < stream_order.begin < host_store.acquire < leases.lease_frame"
+    " < run_step._planned_lease < run_step.reserve": "it does nothing with the host frame",
+    f"CopyEngine.settle < leases.settle < {_BACKWARD}": _WAITED,
+    f"CopyEngine.settle < leases.settle < leases._end < leases.release < {_BACKWARD}": _WAITED,
+}
+"""A site without lines, as a pattern of fnmatch -> why nothing can fail without it."""
+
+
+def is_exempt(site: Site) -> bool:
+    """True for a call whose absence cannot change a number, for the reason in EXEMPT."""
+    functions = " < ".join([site[0], *(line.partition(":")[0] for line in site[1:])])
+    return any(fnmatch.fnmatchcase(functions, pattern) for pattern in EXEMPT)
+
+
+def without(site: Site) -> contextlib.AbstractContextManager[None]:
+    """The runtime does not make the calls of ``site``."""
+    return _calls(lambda called: called != site)
