@@ -215,7 +215,7 @@ class Ready:
     def numbers(self, problem: Problem, plan: Plan, schedule: str = "normal") -> list[Any]:
         """All that a step returns, and its inputs as it leaves them."""
         planned = dataclasses.replace(self.planned, problem=problem, plan=plan)
-        binder = Binder(planned, self.constants, True)
+        binder = Binder(planned, self.constants, True, torch.device("cpu"))
         step = StepPlan(
             key=next(_keys),
             device=CPU,

@@ -345,7 +345,8 @@ def test_every_candidate_names_who_proposed_it():
     step = movable_step(4)
     source = CandidateSource(step=step, recompute=recomputer(step))
     proposers = {candidate.moves.policy for candidate in source.auto()}
-    assert proposers == {"greedy", "program", "steady", "widened", *NAMED}
+    needs_shares = {"kwai"}  # of several microbatches, see test_pipeline_chunks
+    assert proposers == {"greedy", "program", "steady", "widened", *NAMED} - needs_shares
 
 
 def test_what_keeps_a_floor_is_the_same_whatever_is_measured():

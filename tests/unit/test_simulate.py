@@ -81,7 +81,8 @@ def test_a_wait_for_nothing():
     step = movable_step(1)
     problem = apply_moves(step, Moves(modes=(ONE_OUT,)), recomputer(step))
     without = tuple(call for call in problem.calls if call.name != "reload.c0")
-    with pytest.raises(InvalidPlan, match=r"wait.reload.c0 waits for reload.c0, which is no copy"):
+    words = r"wait.reload.c0 waits for reload.c0, which was not issued before it"
+    with pytest.raises(InvalidPlan, match=words):
         simulate(replace(problem, calls=without), step.costs)
 
 
