@@ -174,14 +174,14 @@ def test_one_budget_bounds_their_sum() -> None:
 
 @pytest.mark.full
 def test_a_budget_below_their_floor_is_refused_before_the_step() -> None:
-    pieces = Pieces(420_000, token_tiles=1)
+    pieces = Pieces(340_000, token_tiles=1)
     pieces.step()
     for _ in range(2):
         with pytest.raises(Infeasible, match="3 graphs of one step, planned as one") as refused:
             pieces.step()
     floor = refused.value.floor_bytes
     assert floor is not None
-    assert floor > 420_000
+    assert floor > 340_000
     pieces = Pieces(floor, token_tiles=1)
     pieces.train(3)
     (group,) = memo_compile.report().groups
