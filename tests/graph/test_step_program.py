@@ -298,9 +298,9 @@ def test_flash_attention_is_recognised(flash):
 
 
 class Llama(nn.Module):
-    """As many parameters as the 7B model, in a quarter of its layers; bfloat16."""
+    """As many parameters as the 7B model, in an eighth of its layers; bfloat16."""
 
-    def __init__(self, num_layers: int = 8, width: int = 8192, inner: int = 22016) -> None:
+    def __init__(self, num_layers: int = 4, width: int = 8192, inner: int = 56_320) -> None:
         super().__init__()
         self.embedding = nn.Embedding(32000, width)
         self.layers = nn.ModuleList()
@@ -348,6 +348,6 @@ def test_seven_billion_parameters_are_cut_without_memory():
     grown = process.memory_info().rss - before
     assert grown < 500 * 2**20
     assert time.perf_counter() - start < 240
-    assert programs.order().count("layer0_fwd") == 8
-    assert programs.order().count("layer0_bwd") == 8
+    assert programs.order().count("layer0_fwd") == 4
+    assert programs.order().count("layer0_bwd") == 4
     assert programs.num_regions == 6
