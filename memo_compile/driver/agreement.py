@@ -5,7 +5,8 @@ before a graph runs for the first time each rank tells the others, through the s
 met, what it will begin among the ranks of each process group, and compares. What else their plans
 hold may differ: a rank's waits, copies and recomputations are its own affair, and no plan changes
 the order in which collectives begin (``check.check_moves``). So a step that is planned again, on
-one rank or on several, needs no new agreement.
+one rank or on several, needs no new agreement. Nor does a graph whose collectives all ranks have
+agreed on before: a branch that only one rank takes is compiled there and nowhere else.
 """
 
 import itertools
@@ -28,19 +29,30 @@ from memo_compile.units import format_seconds
 
 
 class _Rounds:
-    """How many graphs the ranks of each group have compared since this process joined its job."""
+    """What the ranks of each group have compared since this process joined its job."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+        self._agreed: set[tuple[str, tuple[str, ...]]] = set()
         self._world: weakref.ref[Any] | None = None
 
-    def next(self, group_name: str) -> int:
-        """The number of the next one; after ``destroy_process_group`` they are counted anew."""
+    def next(self, order: "GroupOrder") -> int | None:
+        """The number of the next round; None: all ranks have agreed on ``order`` before.
+
+        After ``destroy_process_group`` nothing is agreed on, and rounds are counted anew.
+        """
         world = torch.distributed.group.WORLD
         if self._world is None or self._world() is not world:
             self._world, self._counts = weakref.ref(world), Counter()
-        self._counts[group_name] += 1
-        return self._counts[group_name]
+            self._agreed.clear()
+        if order.content in self._agreed:
+            return None
+        self._counts[order.group_name] += 1
+        return self._counts[order.group_name]
+
+    def add(self, order: "GroupOrder") -> None:
+        """All ranks have agreed on ``order``."""
+        self._agreed.add(order.content)
 
 
 _rounds = _Rounds()
@@ -61,6 +73,11 @@ class GroupOrder:
     group_name: str
     ranks: tuple[int, ...]
     begun: tuple[Begun, ...]
+
+    @property
+    def content(self) -> tuple[str, tuple[str, ...]]:
+        """What must be equal on all ranks: names of calls need not."""
+        return self.group_name, tuple(begun.what for begun in self.begun)
 
 
 def orders_of(problem: Problem, lowered: Mapping[str, LoweredRegion]) -> tuple[GroupOrder, ...]:
@@ -84,7 +101,7 @@ def orders_of(problem: Problem, lowered: Mapping[str, LoweredRegion]) -> tuple[G
 
 
 def agree(orders: Sequence[GroupOrder], graph: str, timeout_s: float) -> None:
-    """All ranks of each group will begin what ``orders`` say.
+    """All ranks of each group will begin what ``orders`` say, or have agreed on it before.
 
     Waits for the others, each group at most ``timeout_s`` seconds. Raises RanksDisagree: a rank
     begins something else, or did not come; it is named.
@@ -94,7 +111,9 @@ def agree(orders: Sequence[GroupOrder], graph: str, timeout_s: float) -> None:
 
 
 def _agree(order: GroupOrder, graph: str, timeout_s: float) -> None:
-    number = _rounds.next(order.group_name)
+    number = _rounds.next(order)
+    if number is None:
+        return
     own = torch.distributed.get_rank()
     prefix = f"memo/{order.group_name}/{number}"
     shim_distributed.tell(f"{prefix}/{own}", json.dumps(order.begun))
@@ -123,6 +142,7 @@ def _agree(order: GroupOrder, graph: str, timeout_s: float) -> None:
             f"first is {_text(first)}. It raised an error, has stepped aside to plain Inductor, or "
             "compiles longer than ranks_timeout_s"
         )
+    _rounds.add(order)
 
 
 def _difference(ours: Sequence[Begun], theirs: Sequence[Begun]) -> tuple[int, str, str] | None:

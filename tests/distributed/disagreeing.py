@@ -16,42 +16,47 @@ TIMEOUT_S = 5.0
 class Reduced(nn.Module):
     """A layer whose sum over the ranks comes ``times`` times."""
 
-    def __init__(self, times: int, operation: str) -> None:
+    def __init__(self, times: int) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.times, self.operation = times, operation
+        self.times = times
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, logs: bool = False) -> torch.Tensor:
         for _ in range(self.times):
             x = self.linear(x).tanh()
-            x = functional_collectives.all_reduce(x, self.operation, dist.group.WORLD)
-        return x.square().mean()
+            x = functional_collectives.all_reduce(x, "sum", dist.group.WORLD)
+        return x.square().mean() + (1.0 if logs else 0.0)
 
 
 def main(*, case: str) -> dict[str, Any]:
-    """What the first step of this rank raised, and after how many seconds."""
+    """What the first step of this rank raised, and after how many seconds.
+
+    Case ``branch``: of three steps; in the second one rank takes a branch that the other does not.
+    """
     torch._dynamo.reset()
     state.reset()
     is_second = dist.get_rank() == 1
-    times, operation = 2, "sum"
-    if is_second:
-        times = 3 if case == "one more" else 2
-        operation = "avg" if case == "another" else "sum"
+    times = 3 if is_second and case == "one more" else 2
+    rows = 6 if is_second and case == "another" else 4
     torch.manual_seed(0)
-    model = Reduced(times, operation)
+    model = Reduced(times)
     options = {"lowering": "aten", "ranks_timeout_s": TIMEOUT_S}
     compiled = torch.compile(model, backend="memo", options=options)
     dist.barrier()
-    start_s, error = time.monotonic(), ""
+    start_s, error, sums = time.monotonic(), "", []
     if not (is_second and case == "absent"):
         try:
-            compiled(torch.ones(4, 8)).backward()
+            for step in range(3 if case == "branch" else 1):
+                logs = is_second and step == 1
+                model.zero_grad()
+                compiled(torch.ones(rows, 8), logs=logs).backward()
+                sums.append(float(model.linear.weight.grad.abs().sum()))
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
     took_s = time.monotonic() - start_s
     if case == "absent":
         wait_for_each_other()
-    return {"error": error, "took_s": took_s}
+    return {"error": error, "took_s": took_s, "sums": sums}
 
 
 def wait_for_each_other() -> None:

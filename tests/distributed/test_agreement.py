@@ -36,3 +36,11 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     assert "the first is all_reduce sum float32[4, 8] (" in first
     assert TIMEOUT_S <= took_s <= LIMIT_S + 60  # beside whatever else the machine does
     assert second == ""
+
+
+def test_a_branch_that_one_rank_takes_is_compiled_there_alone(tmp_path):
+    """Its collectives are those that all ranks have agreed on before."""
+    for outcome in run_ranks("tests.distributed.disagreeing", tmp_path, {"case": "branch"}):
+        assert outcome.found["error"] == ""
+        first, *others = outcome.found["sums"]
+        assert others == pytest.approx([first, first])
