@@ -32,31 +32,43 @@ def main(*, case: str) -> dict[str, Any]:
     """What the first step of this rank raised, and after how many seconds.
 
     Case ``branch``: of three steps; in the second one rank takes a branch that the other does not.
+    Case ``caught``: the first of two models does not fit on one rank, and the program goes on.
     """
     torch._dynamo.reset()
     state.reset()
     is_second = dist.get_rank() == 1
     times = 3 if is_second and case == "one more" else 2
     rows = 6 if is_second and case == "another" else 4
-    torch.manual_seed(0)
-    model = Reduced(times)
-    options = {"lowering": "aten", "ranks_timeout_s": TIMEOUT_S}
-    compiled = torch.compile(model, backend="memo", options=options)
+    budget = 1 if is_second and case == "caught" else None
+    compiled = compiled_model(times, memory_budget=budget)
     dist.barrier()
     start_s, error, sums = time.monotonic(), "", []
     if not (is_second and case == "absent"):
         try:
             for step in range(3 if case == "branch" else 1):
-                logs = is_second and step == 1
-                model.zero_grad()
-                compiled(torch.ones(rows, 8), logs=logs).backward()
-                sums.append(float(model.linear.weight.grad.abs().sum()))
+                sums.append(trained(compiled, rows, logs=is_second and step == 1))
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
     took_s = time.monotonic() - start_s
     if case == "absent":
         wait_for_each_other()
+    if case == "caught":
+        sums.append(trained(compiled_model(1), rows))
     return {"error": error, "took_s": took_s, "sums": sums}
+
+
+def compiled_model(times: int, **options: Any) -> Any:
+    """The same weights on every rank."""
+    torch.manual_seed(0)
+    options = {"lowering": "aten", "ranks_timeout_s": TIMEOUT_S, **options}
+    return torch.compile(Reduced(times), backend="memo", options=options)
+
+
+def trained(compiled: Any, rows: int, *, logs: bool = False) -> float:
+    """A step's gradients, as one number."""
+    compiled.zero_grad()
+    compiled(torch.ones(rows, 8), logs=logs).backward()
+    return float(compiled.linear.weight.grad.abs().sum())
 
 
 def wait_for_each_other() -> None:
