@@ -1,6 +1,6 @@
 """What memo needs of ``torch.distributed`` that has no public name. Read in 2.11.0 and 2.13.0."""
 
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,28 @@ def tell(key: str, text: str) -> None:
     _store().set(key, text)
 
 
-def told(key: str, timeout_s: float) -> str | None:
-    """What another rank has told under ``key``; None: nothing within so many seconds."""
-    try:
-        _store().wait([key], timedelta(seconds=max(timeout_s, 0.01)))
-    except RuntimeError:  # DistStoreError is one
+def are_told(keys: Sequence[str]) -> bool:
+    """True where something is told under each of ``keys``."""
+    return bool(_store().check(list(keys)))
+
+
+def told(key: str) -> str | None:
+    """What another rank has told under ``key``; None: nothing."""
+    if not are_told([key]):
         return None
     found: bytes = _store().get(key)
     return found.decode()
+
+
+def take_back(key: str) -> None:
+    """Nothing is told under ``key`` any more."""
+    _store().delete_key(key)
+
+
+def next_number(key: str) -> int:
+    """One more than any rank was given before under ``key``."""
+    number: int = _store().add(key, 1)
+    return number
 
 
 def _store() -> Any:

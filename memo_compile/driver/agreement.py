@@ -2,20 +2,29 @@
 
 A rank that begins another collective than the others, or none, leaves them waiting for ever. So
 before a graph runs for the first time each rank tells the others, through the store at which they
-met, what it will begin among the ranks of each process group, and compares. What else their plans
-hold may differ: a rank's waits, copies and recomputations are its own affair, and no plan changes
-the order in which collectives begin (``check.check_moves``). So a step that is planned again, on
-one rank or on several, needs no new agreement.
+met, what it will begin among the ranks of each process group, and waits until all have told the
+same. What else their plans hold may differ: a rank's waits, copies and recomputations are its own
+affair, and no plan changes the order in which collectives begin (``check.check_moves``). So a step
+that is planned again, on one rank or on several, needs no new agreement. Nor does a graph whose
+collectives all ranks have agreed on before: a branch that only one rank takes is compiled there
+and nowhere else.
+
+Told under the digest of an order: that this rank begins it. Told under the rank: what it waits for
+now. Two ranks of which each waits for an order that the other has not told would wait for ever. The
+one that has waited longer raises; the other goes on, for a program may catch the error of a graph
+that did not fit on one rank, and then both are at the next graph. What it told is taken back.
 """
 
+import dataclasses
+import enum
+import hashlib
 import itertools
 import json
 import time
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import torch
 from memo_runtime.collectives import CollectiveKind
@@ -26,24 +35,8 @@ from memo_compile.errors import RanksDisagree
 from memo_compile.step.problem import CallKind, Problem
 from memo_compile.units import format_seconds
 
-
-class _Rounds:
-    """How many graphs the ranks of each group have compared since this process joined its job."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._world: weakref.ref[Any] | None = None
-
-    def next(self, group_name: str) -> int:
-        """The number of the next one; after ``destroy_process_group`` they are counted anew."""
-        world = torch.distributed.group.WORLD
-        if self._world is None or self._world() is not world:
-            self._world, self._counts = weakref.ref(world), Counter()
-        self._counts[group_name] += 1
-        return self._counts[group_name]
-
-
-_rounds = _Rounds()
+LOOK_S, MAX_LOOK_S = 0.001, 0.1
+"""Between two looks at what others have told; ever longer."""
 
 
 class Begun(NamedTuple):
@@ -61,6 +54,12 @@ class GroupOrder:
     group_name: str
     ranks: tuple[int, ...]
     begun: tuple[Begun, ...]
+
+    @property
+    def digest(self) -> str:
+        """Stands for what must be equal on all ranks: names of calls need not."""
+        content = json.dumps([begun.what for begun in self.begun])
+        return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def orders_of(problem: Problem, lowered: Mapping[str, LoweredRegion]) -> tuple[GroupOrder, ...]:
@@ -83,54 +82,154 @@ def orders_of(problem: Problem, lowered: Mapping[str, LoweredRegion]) -> tuple[G
     return tuple(order for order in orders if len(order.ranks) > 1)
 
 
+class Ended(enum.StrEnum):
+    """How a wait ended."""
+
+    NOT_YET = "not yet"
+    AGREED = "agreed"
+    GAVE_UP = "gave up"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """What a rank tells of the order that it waits for, or waited for last."""
+
+    turn: int
+    """Waits of all ranks of the job, in the order in which they began."""
+    digest: str
+    begun: tuple[Begun, ...]
+    ended: Ended = Ended.NOT_YET
+
+
+class _Told:
+    """What this process has told and agreed on since it joined its job."""
+
+    def __init__(self) -> None:
+        self.told: set[tuple[str, str]] = set()
+        """Group, digest."""
+        self.agreed: set[tuple[str, str]] = set()
+        self._world: weakref.ref[Any] | None = None
+
+    def here(self) -> "_Told":
+        """After ``destroy_process_group`` nothing is told or agreed on."""
+        world = torch.distributed.group.WORLD
+        if self._world is None or self._world() is not world:
+            self._world = weakref.ref(world)
+            self.told.clear()
+            self.agreed.clear()
+        return self
+
+
+_told = _Told()
+
+
 def agree(orders: Sequence[GroupOrder], graph: str, timeout_s: float) -> None:
-    """All ranks of each group will begin what ``orders`` say.
+    """All ranks of each group will begin what ``orders`` say, or have agreed on it before.
 
     Waits for the others, each group at most ``timeout_s`` seconds. Raises RanksDisagree: a rank
     begins something else, or did not come; it is named.
     """
     for order in orders:
-        _agree(order, graph, timeout_s)
+        if (order.group_name, order.digest) not in _told.here().agreed:
+            _Agreement(order, graph).reach(timeout_s)
 
 
-def _agree(order: GroupOrder, graph: str, timeout_s: float) -> None:
-    number = _rounds.next(order.group_name)
-    own = torch.distributed.get_rank()
-    prefix = f"memo/{order.group_name}/{number}"
-    shim_distributed.tell(f"{prefix}/{own}", json.dumps(order.begun))
-    deadline_s = time.monotonic() + timeout_s
-    missing = []
-    for rank in order.ranks:
-        if rank == own:
-            continue
-        text = shim_distributed.told(f"{prefix}/{rank}", deadline_s - time.monotonic())
-        if text is None:
-            missing.append(rank)
-            continue
-        others = [Begun(*entry) for entry in json.loads(text)]
-        if difference := _difference(order.begun, others):
-            number_of, mine, theirs = difference
-            raise RanksDisagree(
-                f"{graph}: collective {number_of} among ranks {list(order.ranks)} is {mine} on "
-                f"rank {own} and {theirs} on rank {rank}; all of them must compile the same model, "
-                "in the same order of graphs, with the same shapes and options"
-            )
-    if missing:
-        first = order.begun[0]
-        raise RanksDisagree(
-            f"{graph}: rank {', '.join(map(str, missing))} did not say within "
-            f"{format_seconds(timeout_s)} what it begins among ranks {list(order.ranks)}; here the "
-            f"first is {_text(first)}. It raised an error, has stepped aside to plain Inductor, or "
-            "compiles longer than ranks_timeout_s"
+class _Agreement:
+    """One wait of this rank for the others of a group."""
+
+    def __init__(self, order: GroupOrder, graph: str) -> None:
+        self.order, self.graph = order, graph
+        self.own = torch.distributed.get_rank()
+        self.others = [rank for rank in order.ranks if rank != self.own]
+        self.waiting = Waiting(
+            turn=shim_distributed.next_number("memo/waits"), digest=order.digest, begun=order.begun
         )
 
+    def reach(self, timeout_s: float) -> None:
+        """All ranks have told the same order. Raises RanksDisagree."""
+        told = self.order.group_name, self.order.digest
+        _told.told.add(told)
+        self._tell(Ended.NOT_YET)
+        shim_distributed.tell(self._key_of(self.own), "begins it")
+        deadline_s, look_s = time.monotonic() + timeout_s, LOOK_S
+        while missing := self._missing():
+            is_late = time.monotonic() > deadline_s
+            for rank in missing:
+                self._require_no_other(rank, is_late=is_late)
+            if is_late:
+                self._raise_missing(missing, timeout_s)
+            time.sleep(look_s)
+            look_s = min(2 * look_s, MAX_LOOK_S)
+        self._tell(Ended.AGREED)
+        _told.agreed.add(told)
 
-def _difference(ours: Sequence[Begun], theirs: Sequence[Begun]) -> tuple[int, str, str] | None:
+    def _key_of(self, rank: int) -> str:
+        return f"memo/{self.order.group_name}/{self.order.digest}/{rank}"
+
+    def _tell(self, ended: Ended) -> None:
+        text = json.dumps(dataclasses.asdict(dataclasses.replace(self.waiting, ended=ended)))
+        shim_distributed.tell(f"memo/{self.order.group_name}/{self.own}", text)
+
+    def _missing(self) -> list[int]:
+        """The ranks that have not told that they begin this order."""
+        keys = [self._key_of(rank) for rank in self.others]
+        if shim_distributed.are_told(keys):
+            return []
+        told = [shim_distributed.are_told([key]) for key in keys]
+        return [rank for rank, is_told in zip(self.others, told, strict=True) if not is_told]
+
+    def _require_no_other(self, rank: int, *, is_late: bool) -> None:
+        """Raise where ``rank`` waits for an order that this rank has not told, and began later.
+
+        Where ``is_late``, whenever it began, and also where it has given up meanwhile.
+        """
+        text = shim_distributed.told(f"memo/{self.order.group_name}/{rank}")
+        if text is None:
+            return
+        theirs = _waiting(text)
+        if (self.order.group_name, theirs.digest) in _told.told:
+            return
+        began_later = theirs.ended is Ended.NOT_YET and theirs.turn > self.waiting.turn
+        if began_later or (is_late and theirs.ended is not Ended.AGREED):
+            self._raise_difference(rank, theirs)
+
+    def _raise_difference(self, rank: int, theirs: Waiting) -> Never:
+        self._give_up()
+        number, mine, other = _difference(self.order.begun, theirs.begun)
+        raise RanksDisagree(
+            f"{self.graph}: collective {number} among ranks {list(self.order.ranks)} is {mine} on "
+            f"rank {self.own} and {other} on rank {rank}; all of them must compile the same model, "
+            "in the same order of graphs, with the same shapes and options"
+        )
+
+    def _raise_missing(self, missing: Sequence[int], timeout_s: float) -> Never:
+        self._give_up()
+        raise RanksDisagree(
+            f"{self.graph}: rank {', '.join(map(str, missing))} did not say within "
+            f"{format_seconds(timeout_s)} what it begins among ranks {list(self.order.ranks)}; "
+            f"here the first is {_text(self.order.begun[0])}. It raised an error, has stepped "
+            "aside to plain Inductor, or compiles longer than ranks_timeout_s"
+        )
+
+    def _give_up(self) -> None:
+        _told.told.discard((self.order.group_name, self.order.digest))
+        shim_distributed.take_back(self._key_of(self.own))
+        self._tell(Ended.GAVE_UP)
+
+
+def _waiting(text: str) -> Waiting:
+    found = json.loads(text)
+    begun = tuple(Begun(*entry) for entry in found.pop("begun"))
+    return Waiting(**{**found, "ended": Ended(found["ended"])}, begun=begun)
+
+
+def _difference(ours: Sequence[Begun], theirs: Sequence[Begun]) -> tuple[int, str, str]:
     """The first collective that differs, counted from 1, and what it is on both sides."""
-    for number, (mine, other) in enumerate(itertools.zip_longest(ours, theirs), start=1):
-        if mine is None or other is None or mine.what != other.what:
-            return number, _text(mine), _text(other)
-    return None
+    pairs = enumerate(itertools.zip_longest(ours, theirs), start=1)
+    number, (mine, other) = next(
+        (number, pair) for number, pair in pairs if None in pair or pair[0].what != pair[1].what
+    )
+    return number, _text(mine), _text(other)
 
 
 def _text(begun: Begun | None) -> str:

@@ -16,42 +16,59 @@ TIMEOUT_S = 5.0
 class Reduced(nn.Module):
     """A layer whose sum over the ranks comes ``times`` times."""
 
-    def __init__(self, times: int, operation: str) -> None:
+    def __init__(self, times: int) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.times, self.operation = times, operation
+        self.times = times
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, logs: bool = False) -> torch.Tensor:
         for _ in range(self.times):
             x = self.linear(x).tanh()
-            x = functional_collectives.all_reduce(x, self.operation, dist.group.WORLD)
-        return x.square().mean()
+            x = functional_collectives.all_reduce(x, "sum", dist.group.WORLD)
+        return x.square().mean() + (1.0 if logs else 0.0)
 
 
 def main(*, case: str) -> dict[str, Any]:
-    """What the first step of this rank raised, and after how many seconds."""
+    """What the first step of this rank raised, and after how many seconds.
+
+    Case ``branch``: of three steps; in the second one rank takes a branch that the other does not.
+    Case ``caught``: the first of two models does not fit on one rank, and the program goes on.
+    """
     torch._dynamo.reset()
     state.reset()
     is_second = dist.get_rank() == 1
-    times, operation = 2, "sum"
-    if is_second:
-        times = 3 if case == "one more" else 2
-        operation = "avg" if case == "another" else "sum"
-    torch.manual_seed(0)
-    model = Reduced(times, operation)
-    options = {"lowering": "aten", "ranks_timeout_s": TIMEOUT_S}
-    compiled = torch.compile(model, backend="memo", options=options)
+    times = 3 if is_second and case == "one more" else 2
+    rows = 6 if is_second and case == "another" else 4
+    budget = 1 if is_second and case == "caught" else None
+    compiled = compiled_model(times, memory_budget=budget)
     dist.barrier()
-    start_s, error = time.monotonic(), ""
+    start_s, error, sums = time.monotonic(), "", []
     if not (is_second and case == "absent"):
         try:
-            compiled(torch.ones(4, 8)).backward()
+            for step in range(3 if case == "branch" else 1):
+                sums.append(trained(compiled, rows, logs=is_second and step == 1))
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
     took_s = time.monotonic() - start_s
     if case == "absent":
         wait_for_each_other()
-    return {"error": error, "took_s": took_s}
+    if case == "caught":
+        sums.append(trained(compiled_model(1), rows))
+    return {"error": error, "took_s": took_s, "sums": sums}
+
+
+def compiled_model(times: int, **options: Any) -> Any:
+    """The same weights on every rank."""
+    torch.manual_seed(0)
+    options = {"lowering": "aten", "ranks_timeout_s": TIMEOUT_S, **options}
+    return torch.compile(Reduced(times), backend="memo", options=options)
+
+
+def trained(compiled: Any, rows: int, *, logs: bool = False) -> float:
+    """A step's gradients, as one number."""
+    compiled.zero_grad()
+    compiled(torch.ones(rows, 8), logs=logs).backward()
+    return float(compiled.linear.weight.grad.abs().sum())
 
 
 def wait_for_each_other() -> None:

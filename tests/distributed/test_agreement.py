@@ -10,11 +10,13 @@ LIMIT_S = 20.0
 """For the comparison and what is compiled before it."""
 
 
+def both_found(case, tmp_path):
+    outcomes = run_ranks("tests.distributed.disagreeing", tmp_path, case)
+    return [outcome.found for outcome in outcomes]
+
+
 def both(case, tmp_path):
-    found = [
-        outcome.found for outcome in run_ranks("tests.distributed.disagreeing", tmp_path, case)
-    ]
-    return [(rank["error"], rank["took_s"]) for rank in found]
+    return [(rank["error"], rank["took_s"]) for rank in both_found(case, tmp_path)]
 
 
 @pytest.mark.parametrize("case", in_ci(["one more", "another"], "one more"))
@@ -23,11 +25,13 @@ def test_ranks_that_differ_raise_on_both(case, tmp_path):
         "one more": "collective 5 among ranks [0, 1] is none on rank 0 and all_reduce sum",
         "another": "is all_reduce sum float32[4, 8] (",
     }[case]
-    (first, _), (second, _) = both({"case": case}, tmp_path)
-    assert first.startswith(("RanksDisagree", "BackendCompilerFailed"))
-    assert words in first
-    assert "on rank 0" in second
-    assert "all of them must compile the same model" in second
+    ranks = both({"case": case}, tmp_path)
+    for number, (error, _) in enumerate(ranks):
+        assert error.startswith(("RanksDisagree", "BackendCompilerFailed"))
+        assert f"on rank {number} and " in error
+        assert "all of them must compile the same model" in error
+    assert any(words in error for error, _ in ranks)
+    assert min(took_s for _, took_s in ranks) < LIMIT_S
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path):
@@ -36,3 +40,21 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     assert "the first is all_reduce sum float32[4, 8] (" in first
     assert TIMEOUT_S <= took_s <= LIMIT_S + 60  # beside whatever else the machine does
     assert second == ""
+
+
+def test_a_branch_that_one_rank_takes_is_compiled_there_alone(tmp_path):
+    """Its collectives are those that all ranks have agreed on before."""
+    for found in both_found({"case": "branch"}, tmp_path):
+        assert found["error"] == ""
+        first, *others = found["sums"]
+        assert others == pytest.approx([first, first])
+
+
+def test_what_one_rank_cannot_have_and_the_program_catches_leaves_nothing_behind(tmp_path):
+    """The rank that waits for the first model hears of the second, raises, and follows."""
+    first, second = both_found({"case": "caught"}, tmp_path)
+    assert "is all_reduce sum float32[4, 8] (" in first["error"]
+    assert "and none on rank 1" in first["error"]
+    assert "Infeasible" in second["error"]
+    assert first["sums"] == pytest.approx(second["sums"])
+    assert len(first["sums"]) == 1
