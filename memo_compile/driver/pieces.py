@@ -357,7 +357,7 @@ class _Pieces:
             if self.watch is not None:
                 self.watch.stop()
                 self.watch.samples = False
-                self.watch.interludes.clear()
+                self.watch.between.found.clear()
 
     def remove(self, piece: Piece) -> None:
         """No step of a graph will run any more."""
@@ -457,6 +457,7 @@ class _Pieces:
         self.num_looks += looks
         self.watch = PiecesWatch(problem.halves[1], 0, {}, looks, is_new)
         self.watch.is_pipeline = stages.num_stages > 0
+        self.watch.keep(stages.kept())
         self.watch.is_part = stages.num_stages > 1
         self.watch.num_forwards = stages.num_forwards if joint is None else 0
 

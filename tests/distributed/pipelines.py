@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from memo_runtime.arena import arena_of
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -18,6 +19,7 @@ from torch.distributed.pipelining import (
 import memo_compile
 from memo_compile.costs.measure import keep_large_blocks_apart, watch_memory
 from memo_compile.reporting import state
+from memo_compile.shim_pipelining import pipeline_stages, receive_buffers
 from tests.numerics.small import Block
 
 HIDDEN, ROWS, STEPS = 32, 64, 4
@@ -62,6 +64,8 @@ class Pipeline:
         kind = {**SINGLE, **LOOPED}[schedule]
         made = kind(stages if is_looped else stages[0], num_microbatches, loss_fn=loss_of)
         chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **options}
+        if isinstance(budgets := chosen.get("memory_budget"), list):
+            chosen["memory_budget"] = budgets[rank]
         self.run = memo_compile.pipeline(made, **chosen)
 
     def errors(self) -> dict[str, float]:
@@ -85,7 +89,8 @@ def trained(
     """Some steps of both, with an optimizer; the errors after each.
 
     Between the second step and the third the stages are evaluated. ``peaks`` are bytes from the
-    second step on: parameters and the batch, and what came on top.
+    second step on: parameters, the batch, where other ranks send to, and what came on top.
+    ``options`` may have a memory_budget for each rank.
     """
     keep_large_blocks_apart()
     both = Pipeline(schedule, num_microbatches, hidden, options or {})
@@ -100,9 +105,13 @@ def trained(
             with torch.no_grad():
                 [part(x) for part in both.own]
         gc.collect()
+        arena_of(torch.device("cpu")).release_pages()  # what is there before does not count
         with watch_memory() as memory:
             _step(both.run, x, target)
-        peaks.append(memory.growth_bytes + sum(own.nbytes for own in (*parameters, x)))
+        given = [x] if dist.get_rank() == 0 else []
+        held = [own.untyped_storage() for own in (*parameters, *given)]
+        received = receive_buffers(pipeline_stages(both.run))
+        peaks.append(memory.growth_bytes + sum(own.nbytes() for own in (*held, *received)))
         parts = zip(x.chunk(num_microbatches), target.chunk(num_microbatches), strict=True)
         for given, wanted in parts:
             (loss_of(both.eager(given), wanted) / num_microbatches).backward()
