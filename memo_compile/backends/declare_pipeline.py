@@ -69,6 +69,7 @@ def pipeline(
         )
     elif count > 1:
         options.setdefault("gradients", "accumulated")
+        options.setdefault("microbatches", count)  # torch's schedule holds on to what they had
     if len(stages) > 1:  # other tiles of one stage would change the floor of all of them
         options.setdefault("token_tiles", 1)
     for stage in stages:

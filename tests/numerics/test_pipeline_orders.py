@@ -118,3 +118,39 @@ def test_the_first_refusal_names_a_floor_that_holds(num_microbatches: int) -> No
     assert floor <= unbounded
     steps(memory_budget=floor + MEASURED_BYTES)
     assert memo_compile.report().groups[-1].peak_bytes <= floor + MEASURED_BYTES
+
+
+def held_microbatches(budget: int, **options: object) -> int:
+    """Four of a large input each, one after the other, as 1F1B's last rank runs and keeps them.
+
+    Returns in how many plans. Gradients are compared with eager's.
+    """
+    torch._dynamo.reset()
+    state.reset()
+    torch.manual_seed(0)
+    own = nn.Sequential(Block(HIDDEN), Block(HIDDEN))
+    eager = copy.deepcopy(own)
+    chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **options}
+    chosen |= {"memory_budget": budget, "gradients": "accumulated"}
+    run, held = torch.compile(own, backend="memo", dynamic=False, options=chosen), []
+    for _ in range(4):
+        x = torch.randn(2**14, HIDDEN, requires_grad=True)  # 1 MiB, as is what comes of it
+        held.append((x, run(x)))
+        held[-1][1].pow(2).mean().backward()
+        eager(x.detach()).pow(2).mean().backward()
+    for mine, theirs in zip(own.parameters(), eager.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-5, atol=1e-8)
+    return len(memo_compile.report().plans)
+
+
+def test_microbatches_that_are_held_count_before_the_first_of_them() -> None:
+    floors = []
+    for more in ({}, {"microbatches": 4}):
+        with pytest.raises(Exception, match="floor") as refused:
+            held_microbatches(1, **more)
+        floors.append(getattr(refused.value, "inner_exception", refused.value).floor_bytes)
+    alone, together = floors
+    assert 4.5 * 2**20 < together - alone < 6.5 * 2**20, "three times input and result, and slack"
+    with pytest.raises(Infeasible, match="results of .* that are held"):
+        held_microbatches(alone)
+    assert held_microbatches(together, microbatches=4) == 1
