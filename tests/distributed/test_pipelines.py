@@ -13,7 +13,11 @@ TOLERANCE = 3e-5
 ANY = {"memory_budget": "100MiB", "policy": "full-offload"}
 SETTINGS = [
     {"schedule": "1f1b", "options": {**ANY, "debug": ["poison", "copies-late"]}},
-    {"schedule": "gpipe", "options": {**ANY, "debug": ["poison", "copies-early"]}},
+    {
+        "schedule": "gpipe",
+        "is_traced": True,
+        "options": {**ANY, "debug": ["poison", "copies-early"]},
+    },
     {"schedule": "interleaved", "options": {**ANY, "debug": ["poison", "copies-late"]}},
 ]
 MORE_SETTINGS = [
@@ -22,6 +26,7 @@ MORE_SETTINGS = [
     for copies in (["copies-late"], ["copies-early"])
 ] + [
     {"schedule": "interleaved", "options": {"offload": 0.5, "debug": ["poison"]}},
+    {"schedule": "interleaved", "is_traced": True, "options": {**ANY, "debug": ["poison"]}},
     {"schedule": "bfs", "options": {"policy": "full-recompute", "debug": ["poison"]}},
     {"schedule": "gpipe", "options": {"policy": "full-recompute", "debug": ["poison"]}},
     {"schedule": "1f1b", "options": {"policy": "full-recompute", "debug": ["poison"]}},

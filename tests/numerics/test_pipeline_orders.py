@@ -1,6 +1,8 @@
 """One stage's microbatches in any order: the planned one, and steps that deviate from it."""
 
+import contextlib
 import copy
+import gc
 import random
 
 import pytest
@@ -15,6 +17,7 @@ from memo_compile.step.interludes import MEASURED_BYTES
 from tests.numerics.small import Block
 
 HIDDEN = 16
+SOME = torch.ones(4, HIDDEN)
 PLANNED = "F0 F1 B0 F2 B1 F3 B2 B3"
 DEVIATING = [
     "F0 F1 B0 F2 B1 B2",  # a microbatch is dropped
@@ -99,6 +102,33 @@ def test_random_orders_have_eagers_gradients() -> None:
             elif waiting:
                 found.append(f"B{waiting.pop(chance.randrange(len(waiting)))}")
         stage.step(" ".join([*found, *(f"B{number}" for number in waiting)]))
+
+
+def test_steps_that_deviate_under_a_budget_are_right_or_refused() -> None:
+    """What is refused leaves nothing behind: the next step is planned, and has eager's gradients."""
+
+    def refused(budget: int) -> int:
+        with pytest.raises(Infeasible, match="floor") as error:
+            stage = Stage(num_microbatches=4, memory_budget=budget)
+            for _ in range(3):
+                stage.step(PLANNED)
+        assert error.value.floor_bytes is not None
+        return error.value.floor_bytes
+
+    budget = refused(1) + MEASURED_BYTES
+    stage = Stage(num_microbatches=4, memory_budget=budget, debug=("poison", "copies-late"))
+    for _ in range(2):
+        stage.step(PLANNED)
+    for order in [*DEVIATING, *DEVIATING]:
+        with contextlib.suppress(Infeasible):
+            stage.step(order)
+        with torch.no_grad():
+            torch.testing.assert_close(stage.run(SOME), stage.eager(SOME))
+        gc.collect()
+        before = memo_compile.report().unplanned_steps
+        stage.step(PLANNED)
+        assert memo_compile.report().unplanned_steps == before, order
+        assert memo_compile.report().groups[-1].peak_bytes <= budget
 
 
 @pytest.mark.full
