@@ -9,7 +9,7 @@ what is taken behind it.
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from memo_runtime.heap import anonymous_bytes
 from memo_runtime.pages import resident_bytes, trim_heap
 
-from memo_compile.step.interludes import MEASURED_BYTES
+from memo_compile.step.interludes import IGNORED_BYTES, MEASURED_BYTES
 from memo_compile.step.problem import Interlude
 
 SAMPLE_S = 0.0001
@@ -138,13 +138,11 @@ class Between:
         self.sampler.end()
         self._after = None
 
-    def interludes(
-        self, made: Mapping[int, int], given: Mapping[int, int]
-    ) -> Iterator[Interlude]:
+    def interludes(self, made: Mapping[int, int], given: Mapping[int, int]) -> Iterator[Interlude]:
         """What was measured, in whole units, and gradients that were made.
 
-        ``made``: half -> bytes of gradients of other modules that are there from then on. ``given``:
-        half -> bytes that are there when it begins and that the plan counts while it runs.
+        ``made``: half -> bytes of gradients of other modules that are there from then on.
+        ``given``: half -> bytes that are there when it begins and that the plan counts in it.
         """
         level = counted = gradients = 0
         for half in sorted({*self.found, *made}):
@@ -164,10 +162,6 @@ class Between:
 
 
 def _in_units(num_bytes: int) -> int:
-    """What is counted of ``num_bytes`` that were measured.
-
-    Less than a unit is not: a plan's slack covers as much, and a first step's threads and imports
-    take it.
-    """
+    """What is counted of ``num_bytes`` that were measured."""
     whole = -(-num_bytes // MEASURED_BYTES) * MEASURED_BYTES
-    return whole if num_bytes >= MEASURED_BYTES else 0
+    return whole if num_bytes >= IGNORED_BYTES else 0

@@ -87,9 +87,7 @@ def declare_stages(
     """From now on the live steps of ``modules`` are microbatches of one rank of a pipeline."""
     alive = [known for known in _declared.stages if not known.is_gone()]
     refs = tuple(weakref.ref(module) for module in modules)
-    made = DeclaredStages(
-        modules=refs, num_microbatches=num_microbatches, shares=shares, kept=kept
-    )
+    made = DeclaredStages(modules=refs, num_microbatches=num_microbatches, shares=shares, kept=kept)
     _declared.stages = [*alive, made]
 
 

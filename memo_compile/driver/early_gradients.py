@@ -204,7 +204,9 @@ def is_captured() -> bool:
 
 def adds_all() -> bool:
     """True where this backward adds every gradient: none is kept, none is dropped unread."""
-    return not any(shim.captures(leaf) or not shim.engine_will_run(leaf) for leaf in _leaves_behind())
+    return not any(
+        shim.captures(leaf) or not shim.engine_will_run(leaf) for leaf in _leaves_behind()
+    )
 
 
 def _leaves_behind() -> list[Any]:

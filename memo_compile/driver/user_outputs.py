@@ -66,9 +66,7 @@ def assume_held(
     fixed = problem.fixed
     return replace(
         problem,
-        fixed=replace(
-            fixed, inputs=fixed.inputs * (others + 1), earlier_outputs=held * others
-        ),
+        fixed=replace(fixed, inputs=fixed.inputs * (others + 1), earlier_outputs=held * others),
         keeps_outputs=held > 0,
         rebound_bytes=0 if others else held,
         loss_bytes=_loss_bytes(own_gradients(backward), config),

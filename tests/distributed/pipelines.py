@@ -80,7 +80,9 @@ class Pipeline:
     def _traced(self, num_stages: int, example: torch.Tensor) -> list[Any]:
         """Stages as torch's tracing front end makes them: exported graphs, split at blocks."""
         per_stage = len(self.eager) // num_stages
-        spec = {str(at): SplitPoint.BEGINNING for at in range(per_stage, len(self.eager), per_stage)}
+        spec = {
+            str(at): SplitPoint.BEGINNING for at in range(per_stage, len(self.eager), per_stage)
+        }
         pipe = traced_pipeline(copy.deepcopy(self.eager), mb_args=(example,), split_spec=spec)
         numbers = range(dist.get_rank(), num_stages, dist.get_world_size())
         self.own = [pipe.get_stage_module(number) for number in numbers]

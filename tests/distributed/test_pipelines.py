@@ -56,7 +56,8 @@ TIGHT_SETTINGS = [
     under("bfs", [120_000_000, 110_000_000, 110_000_000, 110_000_000]),
 ]
 """The first and third are the floors, and a little. Keeping everything takes, in MB: 1F1B 85, 66,
-53 and, one microbatch after the other, 35; interleaved 130, 115, 113, 91; bfs 154, 146, 146, 147."""
+53 and, one microbatch after the other, 35; interleaved 130, 115, 113, 91; bfs
+154, 146, 146, 147."""
 
 
 def test_all_microbatches_are_planned_and_right(tmp_path, subtests):
