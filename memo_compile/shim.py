@@ -436,7 +436,7 @@ def refuse_compiled_autograd(backward: fx.GraphModule, error: Callable[[], Excep
     def graph(module: fx.GraphModule) -> fx.Graph:
         if compiles_autograd() or compiled_autograd.in_compiled_autograd_region:
             raise error()
-        return usual.fget(module)  # type: ignore[attr-defined, no-any-return]
+        return usual.fget(module)  # type: ignore[attr-defined]
 
     cls.graph = property(graph, usual.fset)  # type: ignore[attr-defined, assignment]
 

@@ -58,16 +58,16 @@ class Member:
 class _Tangent(NamedTuple):
     """A gradient that the user's code gave to a backward."""
 
-    index: int
-    """Of the backward among the calls."""
+    call: int
+    """Of the backward, its place among the calls."""
     half: HalfCall
     position: int
     storage: Any
     num_bytes: int
 
-    def is_freed_in(self, index: int) -> bool:
-        """True where call ``index`` was given it, and let go of it."""
-        return self.index == index and bool(self.storage.expired())
+    def is_freed_in(self, call: int) -> bool:
+        """True where ``call`` was given it, and let go of it."""
+        return self.call == call and bool(self.storage.expired())
 
 
 class SeenGraph(NamedTuple):
@@ -220,8 +220,8 @@ class StepWatch:
     def _note_what_stays(self, index: int) -> None:
         """Gradients that the user's code holds on to: measured like all that it holds."""
         for own in self.tangents:
-            is_known = own.index in self.between.found
-            if own.index == index - 1 and is_known and not own.storage.expired():
+            is_known = own.call in self.between.found
+            if own.call == index - 1 and is_known and not own.storage.expired():
                 self.passed.add((own.half, own.position))
 
     def _look_at_parameters(self, index: int, *, is_backward: bool) -> None:
@@ -380,7 +380,7 @@ class StepWatch:
         found: collections.Counter[int] = collections.Counter()
         for own in self.tangents:
             if (own.half, own.position) not in self.passed:
-                found[own.index] += own.num_bytes
+                found[own.call] += own.num_bytes
         return found
 
 
