@@ -11,7 +11,8 @@ In a regional run head and loss are the user's code, between two blocks, untiled
 memory; whole, they are in the graph. What they take at their most is ``between_bytes``.
 
 Each arm that is done is written at once. ``--arms N`` ends after N more of them, and with
-``--resume`` those are not run again that stand in today's result and ran the same code.
+``--resume`` those are not run again that stand in today's result and ran the same code. Arms of
+one run share compiled kernels, so that the first steps of later ones compile less.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +59,7 @@ class Arms:
         self.options = options
         self.found: dict[str, dict[str, Any]] = {}
         self._left = itertools.repeat(None, options.arms)
+        self._kernels = tempfile.TemporaryDirectory(prefix="memo-regional-")
         path = harness.results_path(NAME, {"hardware": harness.hardware()})
         known = json.loads(path.read_text()) if options.resume and path.exists() else {}
         if known.get("settings") == settings_of(options):
@@ -72,7 +75,10 @@ class Arms:
             print(key, file=sys.stderr, flush=True)
             shared = harness.passed_on(self.options, *SIZES)
             arguments = (f"--child={name}", f"--model={model}", *shared, f"--budget={budget}")
-            found = harness.run_arm(MODULE, harness.Arm(name=name, arguments=arguments))
+            kernels = {"TORCHINDUCTOR_CACHE_DIR": self._kernels.name}
+            found = harness.run_arm(
+                MODULE, harness.Arm(name=name, arguments=arguments, environment=kernels)
+            )
             load = round(os.getloadavg()[0], 2)
             self.found[key] = {**found, "code": harness.code(), "load_at_end": load}
             if not self.options.no_save:
