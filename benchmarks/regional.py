@@ -9,11 +9,19 @@ times the whole model's. The first step is watched; its peak is printed.
 
 In a regional run head and loss are the user's code, between two blocks, untiled and in ordinary
 memory; whole, they are in the graph. What they take at their most is ``between_bytes``.
+
+Each arm that is done is written at once. ``--arms N`` ends after N more of them, and with
+``--resume`` those are not run again that stand in today's result and ran the same code. Arms of
+one run share compiled kernels, so that the first steps of later ones compile less.
 """
 
 import argparse
 import importlib.util
+import itertools
+import json
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +35,7 @@ MAX_PEAK_OVER_BUDGET = 1.01
 MAX_FLOOR_RATIO = 1.15
 SMALL = 1
 MODELS = ("llama", "diffusers")
+NAME = "regional"
 
 
 def main() -> int:
@@ -34,39 +43,86 @@ def main() -> int:
     parser = harness.parser(__doc__, sizes=SIZES)
     parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--model", choices=MODELS, help="only this one")
-    return harness.run_benchmark("regional", parser.parse_args(), measure, child)
+    parser.add_argument("--resume", action="store_true", help="keep what today's result has")
+    parser.add_argument("--arms", type=int, default=1000, help="run so many at most")
+    return harness.run_benchmark(NAME, parser.parse_args(), measure, child)
+
+
+class OutOfTurns(Exception):
+    """As many arms have run as were asked for."""
+
+
+class Arms:
+    """What arms found: those of today's result, and those that run."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.found: dict[str, dict[str, Any]] = {}
+        self._left = itertools.repeat(None, options.arms)
+        self._kernels = tempfile.TemporaryDirectory(prefix="memo-regional-")
+        path = harness.results_path(NAME, {"hardware": harness.hardware()})
+        known = json.loads(path.read_text()) if options.resume and path.exists() else {}
+        if known.get("settings") == settings_of(options):
+            arms: dict[str, dict[str, Any]] = known["arms"]
+            self.found = {at: own for at, own in arms.items() if own["code"] == harness.code()}
+
+    def run(self, model: str, name: str, budget: int) -> dict[str, Any]:
+        """What the arm found. Raises OutOfTurns: it has not run, and must not."""
+        key = f"{model} {name} {budget}"
+        if key not in self.found:
+            if next(self._left, self) is self:
+                raise OutOfTurns(key)
+            print(key, file=sys.stderr, flush=True)
+            shared = harness.passed_on(self.options, *SIZES)
+            arguments = (f"--child={name}", f"--model={model}", *shared, f"--budget={budget}")
+            kernels = {"TORCHINDUCTOR_CACHE_DIR": self._kernels.name}
+            found = harness.run_arm(
+                MODULE, harness.Arm(name=name, arguments=arguments, environment=kernels)
+            )
+            load = round(os.getloadavg()[0], 2)
+            self.found[key] = {**found, "code": harness.code(), "load_at_end": load}
+            if not self.options.no_save:
+                payload = {"hardware": harness.hardware(), **self.payload()}
+                harness.write_results(NAME, {**payload, "failures": ["not all arms have run"]})
+        return self.found[key]
+
+    def payload(self) -> dict[str, Any]:
+        """What is written of them."""
+        return {"settings": settings_of(self.options), "arms": self.found}
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, int]:
+    """The sizes that were asked for."""
+    return {name: getattr(options, name) for name in SIZES}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All arms of all models, and what they did not keep."""
-    found: dict[str, Any] = {"settings": {name: getattr(options, name) for name in SIZES}}
-    failures: list[str] = []
+    arms, failures = Arms(options), list[str]()
+    found: dict[str, Any] = {}
     for model in MODELS if options.model is None else (options.model,):
         if model == "diffusers" and importlib.util.find_spec("diffusers") is None:
             print("diffusers is not installed (pip install diffusers): its model is left out")
             found[model] = "left out: diffusers is not installed"
             continue
-        found[model] = measured(options, model)
+        try:
+            found[model] = measured(options, arms, model)
+        except OutOfTurns as left:
+            failures.append(f"not run yet: {left}, and what follows")
+            continue
         failures += (f"{model}: {text}" for text in judge(found[model]))
-    return {**found, "failures": failures}
+    return {**arms.payload(), **found, "failures": failures}
 
 
-def measured(options: argparse.Namespace, model: str) -> dict[str, Any]:
-    """The floors of one model, and its steps at budgets between."""
-    shared = harness.passed_on(options, *SIZES)
-
-    def arm(name: str, budget: int) -> dict[str, Any]:
-        print(f"{model} {name} {budget}", file=sys.stderr, flush=True)
-        arguments = (f"--child={name}", f"--model={model}", *shared, f"--budget={budget}")
-        return harness.run_arm(MODULE, harness.Arm(name=name, arguments=arguments))
-
-    whole = arm("whole-floor", SMALL)["floor_bytes"]
-    block = arm("regional-floor", SMALL)["floor_bytes"]
-    floor = arm("regional-floor", block)["floor_bytes"]
-    unbounded = arm("regional", 0)
+def measured(options: argparse.Namespace, arms: Arms, model: str) -> dict[str, Any]:
+    """The floors of one model, and its steps at budgets between. Raises OutOfTurns."""
+    whole = arms.run(model, "whole-floor", SMALL)["floor_bytes"]
+    block = arms.run(model, "regional-floor", SMALL)["floor_bytes"]
+    floor = arms.run(model, "regional-floor", block)["floor_bytes"]
+    unbounded = arms.run(model, "regional", 0)
     span, count = unbounded["planned_bytes"] - floor, options.budgets - 1
     budgets = [floor + span * at // count for at in range(count)]
-    rows = [*(arm("regional", budget) for budget in budgets), unbounded]
+    rows = [*(arms.run(model, "regional", budget) for budget in budgets), unbounded]
     harness.print_table(
         f"{model}, {options.layers} blocks; floor {format_bytes(floor)}, of the model compiled "
         f"whole {format_bytes(whole)}: {floor / whole:.3f} x",

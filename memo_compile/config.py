@@ -133,6 +133,9 @@ class MemoConfig:
     """Raise instead of stepping aside to plain Inductor."""
     max_inflight: int = 1
     """Forwards of one graph that may be live at once in the arena."""
+    microbatches: int = 1
+    """Of so many forwards in a row inputs and results stay until the last one's backward has ended:
+    they count under a budget. ``memo_compile.pipeline`` sets it where each is a step by itself."""
     max_plans: int = 8
     """Plans kept for one graph whose shapes vary; the least recently used goes."""
     placement_solver: str = "auto"
@@ -160,7 +163,7 @@ class MemoConfig:
         self._require("host_store", "auto, shm or file:DIR", known)
         if self.host_store == "file:":
             raise ConfigError("host_store: file:DIR needs a folder, got 'file:'")
-        for name in ("max_inflight", "max_plans", "token_granule", "token_tiles"):
+        for name in ("max_inflight", "max_plans", "microbatches", "token_granule", "token_tiles"):
             value = getattr(self, name)
             self._require(name, "an integer of at least 1", value is None or value >= 1)
         self._require("alpha", f"one of {ALPHAS}", self.alpha is None or self.alpha in ALPHAS)

@@ -423,6 +423,24 @@ def compiles_autograd() -> bool:
     )
 
 
+def refuse_compiled_autograd(backward: fx.GraphModule, error: Callable[[], Exception]) -> None:
+    """Raise ``error`` where compiled autograd copies a backward whose forward has run by a plan.
+
+    It starts from this module, and would end in an IndexError: it does not know what was saved
+    without a version check (2.13, ``compiled_autograd.proxy_call_aot_backward``). Every GraphModule
+    has a class of its own.
+    """
+    cls = type(backward)
+    usual = cls.graph
+
+    def graph(module: fx.GraphModule) -> fx.Graph:
+        if compiles_autograd() or compiled_autograd.in_compiled_autograd_region:
+            raise error()
+        return usual.fget(module)  # type: ignore[attr-defined]
+
+    cls.graph = property(graph, usual.fset)  # type: ignore[attr-defined, assignment]
+
+
 class DynamoCounts(NamedTuple):
     """What Dynamo left out since its last reset."""
 

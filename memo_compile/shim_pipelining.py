@@ -1,6 +1,9 @@
 """What memo needs of ``torch.distributed.pipelining`` that has no public name."""
 
+from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 
 def pipeline_stages(schedule: Any) -> tuple[Any, ...]:
@@ -16,3 +19,21 @@ def pipeline_stages(schedule: Any) -> tuple[Any, ...]:
 def num_microbatches(schedule: Any) -> int:
     """How many microbatches a step has. Private in 2.13.0 (``schedules._PipelineSchedule``)."""
     return int(schedule._n_microbatches)
+
+
+def receive_buffers(stages: Iterable[Any]) -> tuple[torch.UntypedStorage, ...]:
+    """Where what other ranks send comes in: for each microbatch inputs and gradients.
+
+    They stay from step to step. Private in 2.13.0 (``stage._RecvInfo.buffer``); none where torch
+    keeps them elsewhere.
+    """
+    infos = [
+        info
+        for stage in stages
+        for known in ("args_recv_info", "grad_recv_info")
+        for found in getattr(stage, known, {}).values()
+        for info in found
+    ]
+    buffers = (getattr(info, "buffer", None) for info in infos)
+    storages = (own.untyped_storage() for own in buffers if isinstance(own, torch.Tensor))
+    return tuple({own._cdata: own for own in storages}.values())

@@ -239,7 +239,9 @@ class StepCapture:
         lease = LeaseSaved(num_fwd_outputs=self._num_results, handle_value=handle)
         forward = self.runner.run(forward, [lease], stage="forward")
         fetch = FetchLeased(leased=leased_names(forward), handle_value=handle)
-        return forward, self.runner.run(backward, [fetch], stage="backward")
+        backward = self.runner.run(backward, [fetch], stage="backward")
+        shim.refuse_compiled_autograd(backward, lambda: RuntimeMisuse(COMPILED_AUTOGRAD))
+        return forward, backward
 
     def inner(
         self, gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any

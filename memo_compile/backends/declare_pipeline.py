@@ -1,5 +1,6 @@
 """``memo_compile.pipeline``: a rank's stages, all of whose microbatches are planned together."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,9 +60,16 @@ def pipeline(
     shares = _shares(schedule, offload)
     count = shim_pipelining.num_microbatches(schedule)
     if not _runs_one_by_one(schedule):
-        declare_stages(*(stage.submod for stage in stages), num_microbatches=count, shares=shares)
+        alive = weakref.WeakSet(stages)
+        declare_stages(
+            *(stage.submod for stage in stages),
+            num_microbatches=count,
+            shares=shares,
+            kept=lambda: shim_pipelining.receive_buffers(list(alive)),
+        )
     elif count > 1:
         options.setdefault("gradients", "accumulated")
+        options.setdefault("microbatches", count)  # torch's schedule holds on to what they had
     if len(stages) > 1:  # other tiles of one stage would change the floor of all of them
         options.setdefault("token_tiles", 1)
     for stage in stages:

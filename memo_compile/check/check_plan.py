@@ -108,6 +108,8 @@ class _Replay:
         """What kernels hold now in memory of their own, and what the step before left."""
         self.most_outside_bytes = 0
         """The most of it during the call being replayed."""
+        self.left_bytes = 0
+        """What interludes have left and not freed again."""
         self.leaving = LeavingGradients(problem)
         self.keys = half_keys(problem)
         self.half_of_calls = halves_of_calls(problem)
@@ -202,6 +204,9 @@ class _Replay:
         if need > self.plan.peak_bytes:
             self._complain(f"{where} needs {need} B, the peak says {self.plan.peak_bytes}")
         self.outside_bytes += interlude.left_bytes
+        self.left_bytes += interlude.left_bytes
+        if self.left_bytes < 0:
+            self._complain(f"{where} frees {-self.left_bytes} B more than those before it left")
 
     def _check_interludes(self, half: int) -> None:
         """What runs right before ``half``; their number stands for the end."""

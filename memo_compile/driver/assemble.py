@@ -14,7 +14,14 @@ from memo_runtime.run_step import StepPlan, begin_backward, ran_before, run_forw
 from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver.bind import bind_step
-from memo_compile.driver.early_gradients import Gates, gates_here, is_captured, own_leaves, prove
+from memo_compile.driver.early_gradients import (
+    Gates,
+    adds_all,
+    gates_here,
+    is_captured,
+    own_leaves,
+    prove,
+)
 from memo_compile.driver.facts import gradient_bytes
 from memo_compile.driver.gradient_watch import GradientWatch, HandedGradients
 from memo_compile.driver.group_members import GroupMembers
@@ -231,7 +238,7 @@ class Assembly:
 
         watch = gates.watch
         assert watch is not None, "its forward ran"
-        watch.begin()
+        watch.begin(follows=adds_all())
 
         def take(number: int) -> list[Any]:
             part, last = gates.parts[number], number == len(gates.parts) - 1

@@ -1,7 +1,7 @@
 """Groups that the user named: which modules, in which order, before any of them has run."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +34,8 @@ class Stages(NamedTuple):
     find out shapes, have fewer."""
     share: float | None = None
     """The part of what a microbatch of this stage saves that goes to the host; None: not said."""
+    kept: Callable[[], Sequence[torch.UntypedStorage]] = tuple
+    """Memory of the stages that stays from step to step: where inputs and gradients come in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,8 @@ class DeclaredStages:
     num_microbatches: int
     shares: tuple[float, ...] = ()
     """Per stage ``Stages.share``; empty: not said."""
+    kept: Callable[[], Sequence[torch.UntypedStorage]] = tuple
+    """As ``Stages.kept``."""
 
     def is_gone(self) -> bool:
         """True where no module is there any more."""
@@ -75,12 +79,15 @@ def declare(modules: Sequence[torch.nn.Module]) -> None:
 
 
 def declare_stages(
-    *modules: torch.nn.Module, num_microbatches: int, shares: tuple[float, ...] = ()
+    *modules: torch.nn.Module,
+    num_microbatches: int,
+    shares: tuple[float, ...] = (),
+    kept: Callable[[], Sequence[torch.UntypedStorage]] = tuple,
 ) -> None:
     """From now on the live steps of ``modules`` are microbatches of one rank of a pipeline."""
     alive = [known for known in _declared.stages if not known.is_gone()]
     refs = tuple(weakref.ref(module) for module in modules)
-    made = DeclaredStages(modules=refs, num_microbatches=num_microbatches, shares=shares)
+    made = DeclaredStages(modules=refs, num_microbatches=num_microbatches, shares=shares, kept=kept)
     _declared.stages = [*alive, made]
 
 
@@ -92,7 +99,7 @@ def stages_around(args: Sequence[Any]) -> Stages:
         if at is not None:
             num_forwards = len(known.modules) * known.num_microbatches
             share = known.shares[at] if known.shares else None
-            return Stages(len(known.modules), num_forwards, share)
+            return Stages(len(known.modules), num_forwards, share, known.kept)
     return Stages(0, 0)
 
 

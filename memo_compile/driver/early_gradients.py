@@ -199,11 +199,23 @@ def gates_here() -> Gates | None:
 
 def is_captured() -> bool:
     """True where ``torch.autograd.grad`` keeps gradients instead of adding them."""
+    return any(map(shim.captures, _leaves_behind()))
+
+
+def adds_all() -> bool:
+    """True where this backward adds every gradient: none is kept, none is dropped unread."""
+    return not any(
+        shim.captures(leaf) or not shim.engine_will_run(leaf) for leaf in _leaves_behind()
+    )
+
+
+def _leaves_behind() -> list[Any]:
+    """Where gradients of the graph are added, whose backward autograd executes now."""
     node = shim.current_node()
     edges = [edge for edge, _ in node.next_functions if edge is not None]
     for gate in [edge for edge in edges if hasattr(edge, "gates")]:
         edges += (edge for edge, _ in gate.next_functions if edge is not None)
-    return any(shim.captures(edge) for edge in edges if hasattr(edge, "variable"))
+    return [edge for edge in edges if hasattr(edge, "variable")]
 
 
 def own_leaves(args: Sequence[Any]) -> list[Any]:

@@ -65,16 +65,21 @@ class HandedGradients:
     used_before: frozenset[int]
     """Those that hooks used up in steps before."""
     _added: frozenset[int] = frozenset()
+    _follows: bool = True
     _handed: dict[int, tuple[Any, int]] = field(default_factory=dict)
 
-    def begin(self) -> None:
-        """The backward begins: see to what gradients will be added."""
+    def begin(self, *, follows: bool = True) -> None:
+        """The backward begins: see to what gradients will be added.
+
+        One that keeps gradients (``torch.autograd.grad``), or drops some, shows nothing.
+        """
+        self._follows = follows
         self._added = frozenset(at for at, leaf in self.leaves.items() if _is_added(leaf()))
 
     def handed(self, positions: Sequence[int], gradients: Sequence[Any]) -> None:
         """Autograd gets these."""
         for at, gradient in zip(positions, gradients, strict=True):
-            if at in self.leaves and gradient is not None:
+            if self._follows and at in self.leaves and gradient is not None:
                 (self._handed[at],) = shim.storages_of([gradient])
 
     def still_there(self) -> Iterator[tuple[int, int]]:

@@ -232,6 +232,7 @@ class GroupedSteps:
             is_new,
         )
         self._watch.is_pipeline = stages.num_stages > 0
+        self._watch.keep(stages.kept())
         expects = self.planned is None and self._num_alone <= MAX_ALONE
         self._watch.num_forwards = stages.num_forwards if expects else 0
         self._watch.is_part = stages.num_stages > 1 or self._is_part

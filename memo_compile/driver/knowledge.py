@@ -63,8 +63,8 @@ def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
         problem = grouped(problem, request.group)
     fixed = problem.fixed
     gradients = gradients_at_once(problem, request.existing_gradient_bytes)
-    fixed = replace(fixed, gradients=gradients, earlier_outputs=request.earlier_output_bytes)
-    problem = replace(problem, fixed=fixed)
+    earlier = max(fixed.earlier_outputs, request.earlier_output_bytes)
+    problem = replace(problem, fixed=replace(fixed, gradients=gradients, earlier_outputs=earlier))
     if request.group is not None:  # what the user does with results was seen
         return problem
     problem = replace(problem, leaving=leaving_values(lowered, request.leaving))

@@ -357,7 +357,7 @@ class _Pieces:
             if self.watch is not None:
                 self.watch.stop()
                 self.watch.samples = False
-                self.watch.interludes.clear()
+                self.watch.between.found.clear()
 
     def remove(self, piece: Piece) -> None:
         """No step of a graph will run any more."""
@@ -456,8 +456,8 @@ class _Pieces:
         looks = is_new and on_cpu and len(self.graphs) > 1 and self.num_looks < MAX_LOOKS
         self.num_looks += looks
         self.watch = PiecesWatch(problem.halves[1], 0, {}, looks, is_new)
-        self.watch.is_pipeline = stages.num_stages > 0
-        self.watch.is_part = stages.num_stages > 1
+        self.watch.is_pipeline, self.watch.is_part = stages.num_stages > 0, stages.num_stages > 1
+        self.watch.keep(stages.kept())
         self.watch.num_forwards = stages.num_forwards if joint is None else 0
 
     def _learn(self, seen: PiecesWatch, existing: int | None = None) -> None:

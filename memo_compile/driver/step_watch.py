@@ -6,73 +6,28 @@ the halves, while the user's own code runs.
 """
 
 import collections
+import gc
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from memo_runtime.heap import anonymous_bytes
+from memo_runtime.leases import leases
 
 from memo_compile import shim
 from memo_compile.driver.around import parameters_around
+from memo_compile.driver.between import Between
 from memo_compile.driver.declared import stages_around
 from memo_compile.step.group import Group
-from memo_compile.step.interludes import MEASURED_BYTES
-from memo_compile.step.problem import FixedBytes, Half, Interlude
-
-SAMPLE_S = 0.0001
-"""Between two looks at the process's memory; a block's work takes some milliseconds."""
-
-SAMPLES_OF_ALL = 200
-"""What has taken longer is looked at so many times in all, so that looking costs it nothing."""
-
-MAX_SAMPLE_S = 0.05
+from memo_compile.step.problem import FixedBytes, Half
 
 MAX_CALLS = 4096
 """A step of more halves is no group: something keeps it from ever ending."""
 
 HalfCall = tuple[bool, int]
 """(is a backward, member)."""
-
-
-class MemorySampler:
-    """The most anonymous memory of the process since ``begin``, as far as it was looked at."""
-
-    def __init__(self) -> None:
-        self.most_bytes = 0
-        self._stop: threading.Event | None = None
-
-    def begin(self) -> int:
-        """Look from now on; returns the bytes that are there now."""
-        self.end()
-        self.most_bytes = now = anonymous_bytes()
-        stop = self._stop = threading.Event()
-        threading.Thread(target=_look, args=(weakref.ref(self), stop), daemon=True).start()
-        return now
-
-    def end(self) -> int:
-        """The most bytes that were seen; nobody looks any more."""
-        if self._stop is not None:
-            self._stop.set()
-            self._stop = None
-            self.most_bytes = max(self.most_bytes, anonymous_bytes())
-        return self.most_bytes
-
-
-def _look(sampler: "weakref.ref[MemorySampler]", stop: threading.Event) -> None:
-    """Look at memory until someone stops it, or nobody is there who wants to know."""
-    began = time.monotonic()
-    pause = SAMPLE_S
-    while not stop.wait(pause):
-        target = sampler()
-        if target is None:
-            return
-        target.most_bytes = max(target.most_bytes, anonymous_bytes())
-        del target
-        pause = min(max(SAMPLE_S, (time.monotonic() - began) / SAMPLES_OF_ALL), MAX_SAMPLE_S)
 
 
 @dataclass(slots=True)
@@ -84,6 +39,8 @@ class _Result:
     storage: Any
     num_bytes: int
     alive_at: int
+    is_given: bool
+    """It lies in memory that the half was given, or that an earlier result of it lies in."""
     is_gone: bool = False
 
 
@@ -96,6 +53,21 @@ class Member:
     parameters: list[weakref.ref[Any]] = field(default_factory=list)
     share: float | None = None
     """Of a pipeline's microbatch: the part of what it saves that goes to the host, if said."""
+
+
+class _Tangent(NamedTuple):
+    """A gradient that the user's code gave to a backward."""
+
+    call: int
+    """Of the backward, its place among the calls."""
+    half: HalfCall
+    position: int
+    storage: Any
+    num_bytes: int
+
+    def is_freed_in(self, call: int) -> bool:
+        """True where ``call`` was given it, and let go of it."""
+        return self.call == call and bool(self.storage.expired())
 
 
 class SeenGraph(NamedTuple):
@@ -126,8 +98,8 @@ class StepWatch:
     results: list[_Result] = field(default_factory=list)
     inputs: dict[int, int] = field(default_factory=dict)
     """Storage -> bytes of what forwards were given and no half had made; parameters excepted."""
-    interludes: list[tuple[HalfCall, int, int]] = field(default_factory=list)
-    """(the half that followed, most bytes, bytes that stayed)."""
+    between: Between = field(default_factory=Between)
+    """What the user's code took between the halves."""
     around: list[weakref.ref[Any]] = field(default_factory=list)
     """Parameters of the model that no member has, and that had no gradient when the step began."""
     made: list[tuple[int, int]] = field(default_factory=list)
@@ -148,13 +120,21 @@ class StepWatch:
     """Parameters are gathered before a half and freed behind it (FSDP2)."""
     most_gathered: int = 0
     """Bytes of members' parameters that were there at once."""
-    _after: int | None = None
-    _sampler: MemorySampler = field(default_factory=MemorySampler)
+    kept: frozenset[int] = frozenset()
+    """Storages of the user that stay from step to step: inputs, also where gradients come in."""
+    tangents: list[_Tangent] = field(default_factory=list)
+    _given: frozenset[int] = frozenset()
+    """Storages that the half that runs was given."""
+
+    def keep(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """``storages`` are there before the step and behind it. Called before the first half."""
+        self.kept = frozenset(storage._cdata for storage in storages)
+        self.between.sampler.apart = tuple(storages)
 
     def begin(self, half: HalfCall, args: Sequence[Any]) -> None:
         """A half is about to run on ``args``."""
         is_backward, _ = half
-        self._end_interlude(half)
+        self._end_interlude()
         if len(self.calls) >= MAX_CALLS:
             self.is_mixed, self.samples = True, False
             return
@@ -162,13 +142,14 @@ class StepWatch:
         index = len(self.calls)
         self.calls.append(half)
         self.samples &= not is_backward or len(self.members) > 1  # one alone is no group
-        alive: dict[int, _Result] = {}
+        made: set[int] = set()
         for result in self.results:
             if not result.is_gone and result.storage.expired():
                 result.is_gone = True
             if not result.is_gone:
                 result.alive_at = index
-                alive[result.storage.cdata] = result
+                if not result.is_given:
+                    made.add(result.storage.cdata)
         if not is_backward:
             member = _member(args)
             member.share = stages_around(args).share if self.is_pipeline else None
@@ -177,14 +158,31 @@ class StepWatch:
             self.members.append(member)
         if self.learns:
             self._look_at_parameters(index, is_backward=is_backward)
+        self._note_given(index, args, made)
+
+    def _note_given(self, index: int, args: Sequence[Any], made: Set[int]) -> None:
+        """Note what a half is given: by other halves, in storages ``made``, or by the user."""
+        half = self.calls[index]
+        is_backward, member = half
+        names = self.graph_of(member).backward.arguments if is_backward else ()
+        tangent_bytes = self.graph_of(member).tangent_bytes if is_backward else {}
+        given = set()
         for position, value in enumerate(args):
             if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
                 continue
             storage = value.untyped_storage()
-            if storage._cdata in alive:
+            given.add(storage._cdata)
+            if storage._cdata in made:
+                self.passed.add((half, position))
+            elif storage._cdata in self.kept:
+                self.inputs[storage._cdata] = storage.nbytes()
                 self.passed.add((half, position))
             elif not is_backward:
                 self.inputs[storage._cdata] = storage.nbytes()
+            elif names[position] in tangent_bytes:
+                for reference, num_bytes in shim.storages_of([value]):
+                    self.tangents.append(_Tangent(index, half, position, reference, num_bytes))
+        self._given = frozenset(given)
 
     def end(self, half: HalfCall, results: Sequence[Any]) -> None:
         """The half has returned ``results``."""
@@ -193,30 +191,38 @@ class StepWatch:
         index = len(self.calls) - 1
         for result in self.results:  # what went while the half ran is not freed by what follows
             result.is_gone |= result.storage.expired()
+        known = set(self._given)
         for position, value in enumerate(results):
             for storage, num_bytes in shim.storages_of([value]):
-                self.results.append(_Result(half, position, storage, num_bytes, index))
+                is_given = storage.cdata in known
+                known.add(storage.cdata)
+                self.results.append(_Result(half, position, storage, num_bytes, index, is_given))
+        self._given = frozenset()
         if self.samples and not self.is_group():  # all halves of a group have run: it is over
-            self._after = self._sampler.begin()
+            freed = (own.num_bytes for own in self.tangents if own.is_freed_in(index))
+            self.between.begin(leases.num_live(), sum(freed))
 
     def stop(self) -> None:
         """Nothing more is looked at."""
-        self._sampler.end()
-        self._after = None
+        self.between.stop()
 
-    def _end_interlude(self, half: HalfCall) -> None:
-        if self._after is None:
+    def _end_interlude(self) -> None:
+        if not self.between.is_open:
             return
-        most, now = self._sampler.end(), anonymous_bytes()
-        gone = sum(
-            result.num_bytes
-            for result in self.results
-            if not result.is_gone and result.storage.expired()
-        )
-        most -= self._after
-        left = now - self._after + gone
-        self.interludes.append((half, max(0, most), max(0, left)))
-        self._after = None
+        index = len(self.calls)
+        gone = (own for own in self.results if not (own.is_gone or own.is_given))
+        freed_bytes = sum(own.num_bytes for own in gone if own.storage.expired())
+        self.between.end(index, freed_bytes, leases.num_live())
+        if index == 1:
+            gc.collect()  # what waits for it is not the step's, and would hide what is taken
+        self._note_what_stays(index)
+
+    def _note_what_stays(self, index: int) -> None:
+        """Gradients that the user's code holds on to: measured like all that it holds."""
+        for own in self.tangents:
+            is_known = own.call in self.between.found
+            if own.call == index - 1 and is_known and not own.storage.expired():
+                self.passed.add((own.half, own.position))
 
     def _look_at_parameters(self, index: int, *, is_backward: bool) -> None:
         if is_backward:
@@ -348,7 +354,7 @@ class StepWatch:
             fixed=replace(fixed, inputs=inputs, new_gradients=new_gradients),
             gone=gone,
             passed=tuple(sorted(passed)),
-            interludes=tuple(self._interludes(number, made)),
+            interludes=tuple(self.between.interludes(made, self._given_gradients())),
             shares=self._shares(),
             order=tuple((at, is_backward) for is_backward, at in self.calls)
             if self.is_pipeline
@@ -369,34 +375,13 @@ class StepWatch:
                 found[len(self.calls)] += own.nbytes
         return found
 
-    def _interludes(
-        self, number: Callable[[HalfCall], int], made: Mapping[int, int]
-    ) -> Iterator[Interlude]:
-        """What was measured, in whole units, and the gradients that were made."""
-        seen = {number(half): (half, most, left) for half, most, left in self.interludes}
-        for at in sorted({*seen, *made}):
-            half, most, left = seen.get(at, ((False, 0), 0, 0))
-            graph = self.graph_of(half[1])
-            new = sum(
-                graph.tangent_bytes.get(name, 0)
-                for position, name in enumerate(graph.backward.arguments if half[0] else ())
-                if (half, position) not in self.passed
-            )
-            stays = made.get(at, 0)
-            stays += _in_units(left - new - stays)
-            most = max(stays, _in_units(most))
-            if most:
-                yield Interlude(half=at, most_bytes=most, left_bytes=stays)
-
-
-def _in_units(num_bytes: int) -> int:
-    """What is counted of ``num_bytes`` that were measured.
-
-    Less than a unit is not: a plan's slack covers as much, and a first step's threads and imports
-    take it.
-    """
-    whole = -(-num_bytes // MEASURED_BYTES) * MEASURED_BYTES
-    return whole if num_bytes >= MEASURED_BYTES else 0
+    def _given_gradients(self) -> Mapping[int, int]:
+        """Backward -> bytes of gradients that the user's code gave to it and let go of."""
+        found: collections.Counter[int] = collections.Counter()
+        for own in self.tangents:
+            if (own.half, own.position) not in self.passed:
+                found[own.call] += own.num_bytes
+        return found
 
 
 def _parameters(args: Sequence[Any]) -> list[torch.nn.Parameter]:

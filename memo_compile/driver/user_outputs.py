@@ -62,11 +62,13 @@ def assume_held(
     cautious = config.outputs == "auto" and config.memory_budget is not None
     if not cautious and config.outputs != "held":
         return problem
-    held = held_bytes(problem, results)
+    held, others = held_bytes(problem, results), config.microbatches - 1
+    fixed = problem.fixed
     return replace(
         problem,
+        fixed=replace(fixed, inputs=fixed.inputs * (others + 1), earlier_outputs=held * others),
         keeps_outputs=held > 0,
-        rebound_bytes=held,
+        rebound_bytes=0 if others else held,
         loss_bytes=_loss_bytes(own_gradients(backward), config),
     )
 

@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from memo_compile.step.ordinary import passing_bytes
 from memo_compile.step.problem import ArenaBuffer, Problem, call_starts
 
-MEASURED_BYTES = 2**20
-"""What user code takes is measured in units of this: measured anew, it may take one more."""
+MEASURED_BYTES = 2**18
+"""What user code takes is counted in units of this: measured anew, it may take one more. Between
+two processes readings differed by 20 KiB; the kernel may be behind by 128 KiB for each core."""
+
+IGNORED_BYTES = 2**20
+"""Less than this is not counted: a plan's slack covers as much, and a first step's threads and
+imports take it."""
 
 PAGE_BYTES = 2**16
 """Linux's largest usual page. Only whole pages go, and an arena need not begin at one."""

@@ -63,9 +63,13 @@ def ordinary_events(
 
 
 def _interlude_events(problem: Problem, half_lines: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """What code between the halves leaves is born on the last line of the half before."""
+    """What code between the halves leaves is born on the last line of the half before.
+
+    What it frees is there until that code has run.
+    """
     for interlude in problem.interludes:
-        yield half_lines[interlude.half] - 1, interlude.left_bytes
+        line = half_lines[interlude.half] - (interlude.left_bytes > 0)
+        yield line, interlude.left_bytes
 
 
 def passing_bytes(problem: Problem) -> Iterator[tuple[int, int]]:
@@ -75,7 +79,7 @@ def passing_bytes(problem: Problem) -> Iterator[tuple[int, int]]:
     """
     starts = half_starts(problem) if problem.interludes else ()
     for interlude in problem.interludes:
-        yield starts[interlude.half] - 1, interlude.most_bytes - interlude.left_bytes
+        yield starts[interlude.half] - 1, interlude.most_bytes - max(0, interlude.left_bytes)
 
 
 def outside_peak(problem: Problem) -> dict[str, int]:

@@ -327,10 +327,11 @@ class Interlude:
     most_bytes: int
     """The most at one time, above what was there when the half before had ended."""
     left_bytes: int
-    """What of it stays to the end of the step (gradients of other modules)."""
+    """What of it stays (gradients of other modules), to the end of the step or until a later
+    interlude frees it: below 0 there."""
 
     def __post_init__(self) -> None:
-        if self.half < 1 or not 0 <= self.left_bytes <= self.most_bytes:
+        if self.half < 1 or not max(0, self.left_bytes) <= self.most_bytes:
             raise InputError(f"interlude: expected a half before it and left <= most, got {self}")
 
 

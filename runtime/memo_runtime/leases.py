@@ -214,8 +214,12 @@ class LeaseTable:
 
     def any_live(self) -> bool:
         """True while the backward of some step of this process is still to come."""
+        return self.num_live() > 0
+
+    def num_live(self) -> int:
+        """How many steps of this process have their backward still to come."""
         with self._lock:
-            return any(lease.active for lease in list(self._live.values()))
+            return sum(lease.active for lease in list(self._live.values()))
 
     def find(self, handle: torch.Tensor) -> Lease | None:
         """The live lease behind ``handle``; None when its step has ended."""

@@ -49,6 +49,7 @@ def _libc() -> ctypes.CDLL | None:
         return None
     libc.mallinfo2.restype = _MallocInfo
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
     return libc
 
 
@@ -72,12 +73,30 @@ def drop_pages(address: int, num_bytes: int) -> None:
     _advise(address, num_bytes, mmap.MADV_DONTNEED)
 
 
+def resident_bytes(address: int, num_bytes: int) -> int:
+    """How much of ``[address, address + num_bytes)`` is in memory, of whole pages inside it."""
+    libc, first, last = _libc(), *_whole_pages(address, num_bytes)
+    if libc is None or last <= first:
+        return 0
+    count = (last - first) // PAGE_BYTES
+    pages = ctypes.create_string_buffer(count)
+    if libc.mincore(first, last - first, pages):
+        return 0
+    ones = int.from_bytes(b"\1" * count, "little")  # the other bits mean nothing
+    return PAGE_BYTES * (int.from_bytes(pages.raw, "little") & ones).bit_count()
+
+
 def _advise(address: int, num_bytes: int, advice: int) -> None:
     """Tell Linux ``advice`` on the whole pages inside ``[address, address + num_bytes)``."""
-    libc, end = _libc(), address + num_bytes
-    first, last = -(-address // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES
+    libc, first, last = _libc(), *_whole_pages(address, num_bytes)
     if libc is not None and last > first:
         libc.madvise(first, last - first, advice)
+
+
+def _whole_pages(address: int, num_bytes: int) -> tuple[int, int]:
+    """Where the first whole page begins, and where the last one ends."""
+    end = address + num_bytes
+    return -(-address // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES
 
 
 def own_mapping(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

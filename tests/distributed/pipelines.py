@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from memo_runtime.arena import arena_of
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -13,11 +14,14 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleLoopedBFS,
+    SplitPoint,
 )
+from torch.distributed.pipelining import pipeline as traced_pipeline
 
 import memo_compile
 from memo_compile.costs.measure import keep_large_blocks_apart, watch_memory
 from memo_compile.reporting import state
+from memo_compile.shim_pipelining import pipeline_stages, receive_buffers
 from tests.numerics.small import Block
 
 HIDDEN, ROWS, STEPS = 32, 64, 4
@@ -40,7 +44,12 @@ class Pipeline:
     """A rank's stages under memo, and the whole model in eager."""
 
     def __init__(
-        self, schedule: str, num_microbatches: int, hidden: int, options: dict[str, Any]
+        self,
+        schedule: str,
+        num_microbatches: int,
+        hidden: int,
+        options: dict[str, Any],
+        traced_rows: int = 0,
     ) -> None:
         torch._dynamo.reset()
         state.reset()
@@ -59,10 +68,25 @@ class Pipeline:
             PipelineStage(part, rank + num_ranks * at, num_stages, torch.device("cpu"))
             for at, part in enumerate(self.own)
         ]
+        if traced_rows:
+            stages = self._traced(num_stages, torch.randn(traced_rows, hidden))
         kind = {**SINGLE, **LOOPED}[schedule]
         made = kind(stages if is_looped else stages[0], num_microbatches, loss_fn=loss_of)
         chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **options}
+        if isinstance(budgets := chosen.get("memory_budget"), list):
+            chosen["memory_budget"] = budgets[rank]
         self.run = memo_compile.pipeline(made, **chosen)
+
+    def _traced(self, num_stages: int, example: torch.Tensor) -> list[Any]:
+        """Stages as torch's tracing front end makes them: exported graphs, split at blocks."""
+        per_stage = len(self.eager) // num_stages
+        spec = {
+            str(at): SplitPoint.BEGINNING for at in range(per_stage, len(self.eager), per_stage)
+        }
+        pipe = traced_pipeline(copy.deepcopy(self.eager), mb_args=(example,), split_spec=spec)
+        numbers = range(dist.get_rank(), num_stages, dist.get_world_size())
+        self.own = [pipe.get_stage_module(number) for number in numbers]
+        return [pipe.build_stage(number, torch.device("cpu")) for number in numbers]
 
     def errors(self) -> dict[str, float]:
         """Per parameter how far its gradient is from eager's, as a share of the largest."""
@@ -81,14 +105,16 @@ def trained(
     rows: int = ROWS,
     hidden: int = HIDDEN,
     options: dict[str, Any] | None = None,
+    is_traced: bool = False,
 ) -> dict[str, Any]:
     """Some steps of both, with an optimizer; the errors after each.
 
     Between the second step and the third the stages are evaluated. ``peaks`` are bytes from the
-    second step on: parameters and the batch, and what came on top.
+    second step on: parameters, the batch, where other ranks send to, and what came on top.
+    ``options`` may have a memory_budget for each rank.
     """
     keep_large_blocks_apart()
-    both = Pipeline(schedule, num_microbatches, hidden, options or {})
+    both = Pipeline(schedule, num_microbatches, hidden, options or {}, rows if is_traced else 0)
     parameters = [own for part in both.own for own in part.parameters()]
     optimizers = [torch.optim.SGD(found, lr=0.1) for found in (parameters, both.eager.parameters())]
     errors, unplanned, peaks = [], [], []
@@ -100,9 +126,13 @@ def trained(
             with torch.no_grad():
                 [part(x) for part in both.own]
         gc.collect()
+        arena_of(torch.device("cpu")).release_pages()  # what is there before does not count
         with watch_memory() as memory:
             _step(both.run, x, target)
-        peaks.append(memory.growth_bytes + sum(own.nbytes for own in (*parameters, x)))
+        given = [x] if dist.get_rank() == 0 else []
+        held = [own.untyped_storage() for own in (*parameters, *given)]
+        received = receive_buffers(pipeline_stages(both.run))
+        peaks.append(memory.growth_bytes + sum(own.nbytes() for own in (*held, *received)))
         parts = zip(x.chunk(num_microbatches), target.chunk(num_microbatches), strict=True)
         for given, wanted in parts:
             (loss_of(both.eager(given), wanted) / num_microbatches).backward()

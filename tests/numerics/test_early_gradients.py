@@ -229,6 +229,22 @@ def test_hooks_that_only_look_are_found_out_before_the_budget_breaks():
         compiled(rows(1, hidden=WIDE))
 
 
+def test_gradients_that_autograd_drops_show_nothing_of_hooks():
+    """torch's pipelines find out shapes so: gradients of inputs alone, before the first step."""
+    model, twin = wide(), wide()
+    bound = floor(model, gradients="accumulated")
+    torch._dynamo.reset()
+    compiled = memo_compiled(model, memory_budget=bound, gradients="accumulated", **NO_STATE)
+    given = [rows(seed, hidden=WIDE).requires_grad_() for seed in range(3)]
+    torch.autograd.grad(compiled(given[0]), given[:1])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for x in given[1:]:
+        compiled(x).backward()
+        twin(x).backward()
+    for ours, eager in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, eager.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_an_optimizer_in_hooks_trains_as_in_eager_at_its_floor():
     model = wide()
     for parameter in model.parameters():

@@ -18,7 +18,7 @@ import memo_compile
 from memo_compile.driver.groups import GroupedSteps
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.reporting import state
-from memo_compile.step.interludes import MEASURED_BYTES
+from memo_compile.step.interludes import IGNORED_BYTES
 from tests.steps.running import CPU, Words
 
 pytestmark = pytest.mark.filterwarnings(
@@ -372,7 +372,7 @@ def test_a_budget_below_the_floor_is_refused_with_the_floor() -> None:
         blocks.step()
     assert refused.value.floor_bytes is not None
     # What runs between blocks is measured anew, and is most of what so small a model needs.
-    budget = refused.value.floor_bytes + 2 * MEASURED_BYTES
+    budget = refused.value.floor_bytes + 2 * IGNORED_BYTES
     blocks = Regional(memory_budget=budget)
     for _ in range(3):
         blocks.zero()

@@ -109,6 +109,7 @@ def test_environment_that_cannot_be_used(monkeypatch, name, text):
         ({"mode": "fast"}, "mode: expected one of"),
         ({"debug": "poisson"}, "debug: expected one of poison, .*, got 'poisson'"),
         ({"max_inflight": 0}, "max_inflight: expected an integer of at least 1, got 0"),
+        ({"microbatches": 0}, "microbatches: expected an integer of at least 1, got 0"),
         ({"token_tiles": 2.0}, "token_tiles: expected an integer, got 2.0"),
         ({"exact": "false"}, "exact: expected True or False, got 'false'"),
         ({"strict": 1}, "strict: expected True or False, got 1"),

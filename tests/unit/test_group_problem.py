@@ -16,6 +16,7 @@ from memo_compile.reporting.html import render_html
 from memo_compile.step.group import Group, grouped_whole
 from memo_compile.step.halves import half_keys, half_starts, halves_of_calls
 from memo_compile.step.interludes import MIN_RANGE_BYTES, PAGE_BYTES, PlacedInterlude, Range
+from memo_compile.step.ordinary import passing_bytes
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import (
     CallKind,
@@ -28,6 +29,7 @@ from memo_compile.step.problem import (
     arena_buffers,
     call_starts,
 )
+from memo_compile.step.residency import ordinary_level
 from memo_compile.step.simulate import peak_live_bytes
 from memo_compile.units import format_bytes
 from tests.steps.pictures import layered
@@ -236,8 +238,24 @@ def test_what_is_left_at_the_end_counts_there(large: Problem) -> None:
         assert (plan.peak_bytes > before.peak_bytes) == grows
 
 
+def test_what_is_freed_again_counts_until_the_pause_that_frees_it(large: Problem) -> None:
+    taken = Interlude(half=1, most_bytes=MIB, left_bytes=MIB)
+    freed = Interlude(half=MEMBERS, most_bytes=0, left_bytes=-MIB)
+    problem, plan = between(large, taken, freed)
+    assert check(problem, plan).ok
+    more = ordinary_level(problem) - ordinary_level(large)
+    starts, halves = call_starts(problem), half_starts(problem)
+    begin, end = starts[halves[1]] - 1, starts[halves[MEMBERS]]
+    assert set(more[begin:end]) == {MIB}
+    assert not more[:begin].any()
+    assert not more[end:].any()
+    assert dict(passing_bytes(problem)) == {halves[1] - 1: 0, halves[MEMBERS] - 1: 0}
+    problem, plan = between(large, freed)
+    assert any(f"frees {MIB} B more than" in text for text in check(problem, plan).problems)
+
+
 @pytest.mark.parametrize(
-    ("half", "most", "left"), [(0, 1, 0), (1, 1, 2), (1, 1, -1)], ids=["first", "left", "negative"]
+    ("half", "most", "left"), [(0, 1, 0), (1, 1, 2), (1, -1, -2)], ids=["first", "left", "negative"]
 )
 def test_an_interlude_that_cannot_be_is_refused(half: int, most: int, left: int) -> None:
     with pytest.raises(InputError, match="interlude: expected a half before it"):

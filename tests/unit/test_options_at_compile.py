@@ -48,6 +48,40 @@ def test_compiled_autograd_that_is_switched_on_later_is_refused():
         model(torch.ones(2, 8))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("options", [{}, {"memory_budget": "1GiB"}], ids=["plain", "budget"])
+def test_a_backward_alone_under_compiled_autograd_is_refused_and_runs_without(options):
+    """Its forward has run by a plan: nobody else can run it. In pieces as in a whole graph."""
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x).tanh()
+            torch._dynamo.graph_break()
+            return self.second(x).tanh()
+
+    torch._dynamo.reset()
+    model, x = Broken(), torch.ones(2, 8)
+    compiled = torch.compile(model, backend="memo", options={"lowering": "aten", **options})
+    for _ in range(3):
+        loss = compiled(x).sum()
+        with (
+            torch._dynamo.compiled_autograd._enable(lambda gm: gm),
+            pytest.raises(RuntimeMisuse, match="compiled_autograd = False"),
+        ):
+            loss.backward()
+        model.zero_grad()
+        compiled(x).sum().backward()
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(x).sum().backward()
+    for own, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(own, parameter.grad)
+
+
 def test_a_host_folder_is_named_where_it_is_needed():
     error = refused(host_store="file:/nowhere/at/all", policy="full-offload")
     assert isinstance(error, ConfigError)

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from memo_compile.driver import step_watch
-from memo_compile.driver.step_watch import MemorySampler
+from memo_compile.driver import between
+from memo_compile.driver.between import MemorySampler
 
 
 def _wait_until(happened) -> None:
@@ -37,10 +37,10 @@ def test_what_takes_long_is_looked_at_less_often(monkeypatch):
         looks.append(time.monotonic())
         return len(looks)
 
-    monkeypatch.setattr(step_watch, "anonymous_bytes", look)
-    monkeypatch.setattr(step_watch, "SAMPLES_OF_ALL", 1)
+    monkeypatch.setattr(between, "anonymous_bytes", look)
+    monkeypatch.setattr(between, "SAMPLES_OF_ALL", 1)
     sampler = MemorySampler()
     sampler.begin()
     _wait_until(lambda: len(looks) >= 8)
     assert sampler.end() >= 8
-    assert looks[7] - looks[6] > 2 * step_watch.SAMPLE_S
+    assert looks[7] - looks[6] > 2 * between.SAMPLE_S
