@@ -18,7 +18,7 @@ _WIDTH, _TABLE_WIDTH = 100, 110
 
 
 def render(report: Report, *, verbose: bool) -> str:
-    """``report`` as text of at most 100 columns; verbose: tables of 110, every tensor with reason."""
+    """``report`` as text of at most 100 columns; verbose: tables of 110 with all reasons."""
     state = "active" if report.active else "NOT active"
     head = (
         f"memo is {state}: {len(report.plans)} plan(s), "
