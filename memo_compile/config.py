@@ -58,8 +58,7 @@ class MemoConfig:
     """Bound on the host memory for offloaded activations; by default what the control group and
     the ranks of this host leave."""
     policy: str = "auto"
-    """``auto``, or a named one for ablation: ``save``, ``full-recompute``, ``full-offload``,
-    ``memo``, ``greedy``."""
+    """``auto`` decides tensor by tensor; the others do one thing everywhere, for ablation."""
     outputs: str = "auto"
     """What becomes of what the forward returns: ``held`` to the end of the step, and by its name
     until the next forward has ended; ``dropped`` before the backward, a promise; ``auto``: held

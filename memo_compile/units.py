@@ -63,9 +63,9 @@ def format_bytes(num_bytes: float) -> str:
     return f"{sign}{value:.2f} TiB"
 
 
-def format_seconds(seconds: float) -> str:
+def format_seconds(seconds: float, digits: int = 2) -> str:
     """``seconds`` with the unit that keeps one to three digits before the point."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= factor:
-            return f"{seconds / factor:.2f} {unit}"
+            return f"{seconds / factor:.{digits}f} {unit}"
     return f"{seconds * 1e9:.0f} ns"

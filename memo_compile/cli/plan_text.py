@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,13 +10,13 @@ from memo_compile.reporting.decision_lines import decision_lines
 from memo_compile.units import format_bytes, format_enough, format_seconds
 
 if TYPE_CHECKING:
-    from memo_compile.offline.forecast import Forecast
+    from memo_compile.offline.forecast import Forecast, PeakAt, TensorAtPeak
 
 WIDTH = 100
 """Characters of a line: what a terminal shows beside a margin."""
 
-MOST_DECISIONS, MOST_NOTES = 12, 3
-"""Lines of decisions, and notes, that fit on the screen with the rest; ``--verbose`` has all."""
+MOST_LINES, MOST_DECISIONS, MOST_NOTE_LINES = 40, 12, 9
+"""Of the screen, and of it for decisions and for notes; ``--verbose`` has all."""
 
 NO_STALL = 0.001
 """Share of the step below which copies are said to hide."""
@@ -25,7 +26,15 @@ SEQ_GRANULE = 1024
 
 
 def plan_lines(answer: "Forecast", max_seq: int | None) -> Iterator[str]:
-    """The whole answer, at most 40 lines of WIDTH characters."""
+    """The whole answer, at most MOST_LINES lines of WIDTH characters."""
+    lines = list(_answer_lines(answer, max_seq))
+    yield from lines
+    room = MOST_LINES - len(lines) - 1  # the last line says how many notes are left out
+    yield from _note_lines(answer.notes, min(room, MOST_NOTE_LINES))
+
+
+def _answer_lines(answer: "Forecast", max_seq: int | None) -> Iterator[str]:
+    """All but the notes."""
     yield from _wrapped(verdict(answer), "  ")
     for name, text in numbers(answer, max_seq):
         yield from _wrapped(f"  {name:<18}{text}", " " * 20)
@@ -33,20 +42,25 @@ def plan_lines(answer: "Forecast", max_seq: int | None) -> Iterator[str]:
     lines = list(
         decision_lines(plan.decisions, plan.layer_classes, copies=_copies(answer), width=WIDTH)
     )
-    yield from _shown(lines, MOST_DECISIONS, "decisions")
+    for line in lines[:MOST_DECISIONS]:
+        yield textwrap.shorten(line, WIDTH, placeholder=" ...")
+    if len(lines) > MOST_DECISIONS:
+        yield f"{len(lines) - MOST_DECISIONS} more decisions: --verbose"
     if not answer.fits:
         yield "what to change:"
         for advice in _advice(answer):
             yield from _wrapped(f"  {advice}", "    ")
-    yield from _shown([f"note: {note}" for note in answer.notes], MOST_NOTES, "notes")
 
 
-def _shown(lines: Sequence[str], most: int, what: str) -> Iterator[str]:
-    """Each line cut to the screen's width, and how many there are beyond ``most``."""
-    for line in lines[:most]:
-        yield textwrap.shorten(line, WIDTH, placeholder=" ...")
-    if len(lines) > most:
-        yield f"{len(lines) - most} more {what}: --verbose"
+def _note_lines(notes: Sequence[str], room: int) -> Iterator[str]:
+    """The first notes, whole, that ``room`` lines hold, and how many more there are."""
+    for shown, note in enumerate(notes):
+        lines = _wrapped(f"note: {note}", "  ")
+        room -= len(lines)
+        if room < 0:
+            yield f"{len(notes) - shown} more notes: --verbose"
+            return
+        yield from lines
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
@@ -83,18 +97,30 @@ def numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str]
         bound = " on each device's host (no --host-budget was given)"
     yield "host", f"{format_bytes(answer.host_bytes)} of pinned memory{bound}"
     if peak is not None:
-        largest = ", ".join(f"{t.name} {format_bytes(t.size_bytes)}" for t in peak.tensors)
-        yield "set by", f"{peak.call} ({peak.phase}): {largest}"
+        yield "set by", f"{_peak_call(peak)}: {_largest(peak.tensors)}"
     speed = "" if answer.tokens_per_s is None else f", {answer.tokens_per_s:.0f} tokens/s"
     yield "step", f"{format_seconds(answer.step_s)}, MFU {answer.mfu:.1%}{speed} (roofline)"
     if plan.timeline is not None:
-        yield "stalls", format_seconds(plan.timeline.stall_s)
+        yield "stalls", format_seconds(stall_s) if (stall_s := plan.timeline.stall_s) else "none"
     if plan.step_lower_bound_s:
         above = answer.step_s / plan.step_lower_bound_s - 1
         yield (
             "at best",
             f"{format_seconds(plan.step_lower_bound_s)}: this plan is {above:.1%} above",
         )
+
+
+def _peak_call(peak: "PeakAt") -> str:
+    return peak.call if peak.layer is None else f"the {peak.phase} of layer {peak.layer}"
+
+
+def _largest(tensors: Sequence["TensorAtPeak"]) -> str:
+    """Those of one label and size together, largest first."""
+    counts = Counter((tensor.label, tensor.size_bytes) for tensor in tensors)
+    return ", ".join(
+        f"{label} {format_bytes(size)}" if count == 1 else f"{count} x {label} {format_bytes(size)}"
+        for (label, size), count in counts.items()
+    )
 
 
 def _copies(answer: "Forecast") -> str:

@@ -56,15 +56,16 @@ class Verification:
 
     def __str__(self) -> str:
         if self.faults:
-            return f"memo does not keep its promise: {'; '.join(self.faults)}"
-        peak = "peak not measured"
+            return "\n  ".join(("memo does not keep its promise:", *self.faults))
+        peak = "the peak was not measured: the first steps warm up; more --steps"
         if self.measured_peak_bytes is not None and self.planned_peak_bytes is not None:
             measured = format_bytes(self.measured_peak_bytes)
             peak = f"peak {measured}, planned {format_bytes(self.planned_peak_bytes)}"
         return (
-            f"memo keeps its promise: {self.num_steps} steps, losses within "
-            f"{self.loss_difference:.1e}, gradients within {self.gradient_difference:.1e} of "
-            f"eager's; {peak}"
+            f"memo keeps its promise: {self.num_steps} steps\n"
+            f"  losses within {self.loss_difference:.1e} of eager's, gradients within "
+            f"{self.gradient_difference:.1e}\n"
+            f"  {peak}"
         )
 
 

@@ -106,6 +106,8 @@ class TensorAtPeak:
     name: str
     size_bytes: int
     source: str | None
+    label: str
+    """For people: the role of what lies there, or its name; ``temporary`` is what a call needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,8 @@ class PeakAt:
     call: str
     region: str
     phase: str
+    layer: int | None
+    """Which layer of its class the call is a pass of; None for what is no layer."""
     tensors: tuple[TensorAtPeak, ...]
     """The largest ones in the arena, largest first."""
 
@@ -354,6 +358,13 @@ def _peak_at(step: OfflineStep) -> PeakAt | None:
                 name=f"{problem.calls[buffer.call].name}/{value}" if value else buffer.id,
                 size_bytes=buffer.size_bytes,
                 source=None if info is None else info.source,
+                label=(info.role if info is not None else "") or value or "temporary",
             )
         )
-    return PeakAt(call=call.name, region=call.region, phase=call.phase.value, tensors=tuple(found))
+    return PeakAt(
+        call=call.name,
+        region=call.region,
+        phase=call.phase.value,
+        layer=None if call.layer_class is None else call.instance,
+        tensors=tuple(found),
+    )

@@ -89,11 +89,12 @@ def require_budget(plan: Plan) -> None:
     if plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes:
         return
     fixed = plan.fixed
+    why = "" if plan.layer_classes else "; everything is kept, since no repeating layers were found"
     raise Infeasible(
         f"budget {format_bytes(plan.budget_bytes)} < floor {format_enough(plan.peak_bytes)} "
         f"(parameters {format_bytes(fixed.parameters)}, gradients {format_bytes(fixed.gradients)}, "
         f"optimizer state {format_bytes(fixed.optimizer_state)}, arena "
-        f"{format_bytes(plan.arena_bytes)}, outside {format_bytes(plan.outside_bytes)}); "
+        f"{format_bytes(plan.arena_bytes)}, outside {format_bytes(plan.outside_bytes)}{why}); "
         "raise memory_budget or shorten the sequence",
         floor_bytes=plan.peak_bytes,
     )

@@ -4,6 +4,7 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from memo_compile.reporting import svg
@@ -104,8 +105,17 @@ def _short_bytes(size: float) -> str:
     return _short(format_bytes(size))
 
 
-def _short_seconds(seconds: float) -> str:
-    return _short(format_seconds(seconds)) if seconds else "0"
+def _short_seconds(seconds: float, *, digits: int) -> str:
+    return _short(format_seconds(seconds, digits)) if seconds else "0"
+
+
+def _second_ticks(values: Sequence[float], low: float, high: float) -> list[dict[str, Any]]:
+    """Of an axis of time, with as many digits as tell them apart."""
+    for digits in range(2, 7):
+        ticks = _ticks(values, low, high, partial(_short_seconds, digits=digits))
+        if len({tick["text"] for tick in ticks}) == len(ticks):
+            break
+    return ticks
 
 
 def _short(text: str) -> str:
@@ -233,7 +243,7 @@ def lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None
         ],
         "dense": max(map(len, rows.values())) > DENSE_LANE,
         "kinds": {shape.css for group in rows.values() for shape in group},
-        "ticks": _ticks(svg.nice_ticks(end), 0, end, _short_seconds),
+        "ticks": _second_ticks(svg.nice_ticks(end), 0, end),
         "data": {lane: hover(group) for lane, group in rows.items()},
     }
 
@@ -283,7 +293,7 @@ def frontier(plan: Plan) -> dict[str, Any] | None:
         "dots": dots,
         "chosen": next((dot for dot in dots if dot["chosen"]), None),
         "x_ticks": _ticks(byte_ticks, left, right, _short_bytes),
-        "y_ticks": _ticks(svg.nice_ticks(high, low=low), low, high, _short_seconds),
+        "y_ticks": _second_ticks(svg.nice_ticks(high, low=low), low, high),
         "budget": _percent(budget, left, right) if budget else None,
     }
 

@@ -42,7 +42,8 @@ def decision_lines(
                 same = [row for row in rows if row.decision == decision]
                 if same:
                     tail = f"; {copies}" if copies and decision == "OFFLOAD" else ""
-                    rest = f" {verb}, {_a_layer(same)}{tail}"
+                    each = " a layer" if label in sizes else ""
+                    rest = f" {verb}, {_size(same)}{each}{tail}"
                     yield f"{where}: {_names(same, width - len(where) - 2 - len(rest))}{rest}"
 
 
@@ -96,6 +97,5 @@ def _name(row: Decision) -> str:
     return name if row.token_fraction == 1.0 else f"{name} ({row.token_fraction:.0%} of tokens)"
 
 
-def _a_layer(rows: Sequence[Decision]) -> str:
-    size = sum(row.bytes * row.token_fraction for row in rows)
-    return f"{format_bytes(size)} a layer"
+def _size(rows: Sequence[Decision]) -> str:
+    return format_bytes(sum(row.bytes * row.token_fraction for row in rows))

@@ -13,11 +13,12 @@ from memo_compile.reporting.view import short_source
 from memo_compile.step.plans import ReportedGroup, ReportedPlan
 from memo_compile.units import format_bytes, format_seconds
 
-_WIDTH = 110
+_WIDTH, _TABLE_WIDTH = 100, 110
+"""Of lines, as the commands print them; a table has seven columns, of which four are text."""
 
 
 def render(report: Report, *, verbose: bool) -> str:
-    """``report`` as text of at most 110 columns; verbose: tables with every tensor's reason."""
+    """``report`` as text of at most 100 columns; verbose: tables of 110 with all reasons."""
     state = "active" if report.active else "NOT active"
     head = (
         f"memo is {state}: {len(report.plans)} plan(s), "
@@ -88,7 +89,7 @@ def _lines(plan: ReportedPlan) -> Iterator[str]:
 
 def _tables(report: Report) -> str:
     text = io.StringIO()
-    console = Console(file=text, width=_WIDTH, highlight=False, no_color=True)
+    console = Console(file=text, width=_TABLE_WIDTH, highlight=False, no_color=True)
     for plan in report.plans:
         console.print(_numbers(plan))
         if plan.decisions:

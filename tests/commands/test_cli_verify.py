@@ -147,7 +147,7 @@ def test_a_script_that_computes_something_else_with_memo_is_caught(verify):
     source = "import sys\n" + textwrap.dedent(TRAINING).replace("SCALE", scale)
     code, out, _ = verify(source, "--steps", "2")
     assert code == 1
-    assert "memo does not keep its promise: step 1: losses differ by 2.1e-01" in out
+    assert "memo does not keep its promise:\n  step 1: losses differ by 2.1e-01" in out
 
 
 def refused(capsys, *arguments):

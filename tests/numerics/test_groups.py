@@ -118,6 +118,14 @@ def test_all_forwards_are_planned_from_the_second_step_on(policy: str, schedule:
     assert (group.recomputed_bytes > 0) == (policy == "full-recompute")
 
 
+def test_a_budget_that_the_first_step_may_exceed_is_said() -> None:
+    blocks = Regional(memory_budget="1GiB")
+    blocks.step()
+    (note,) = (note for note in memo_compile.report().notes if "memory_budget" in note)
+    assert "its first step is watched, runs in ordinary memory and may exceed memory_budget" in note
+    assert "memo_compile.group(modules) plans them from the first step on" in note
+
+
 def test_a_frame_holds_what_one_member_needs_when_all_others_are_offloaded() -> None:
     sizes = {}
     for num_layers in (4, 8):

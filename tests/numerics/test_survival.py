@@ -285,6 +285,18 @@ def test_more_shapes_than_plans():
     assert leased_slabs() == 0
 
 
+def test_shapes_that_never_settle_break_no_budget():
+    """Row 9: plain Inductor knows no budget."""
+    pair = Pair(Stack(), max_plans=1, memory_budget="1GiB")
+
+    def many_shapes() -> None:
+        for num_rows in (6, 8, 10, 12, 14, 16):
+            pair.assert_step(rows(1, num_rows))
+
+    with pytest.raises(Infeasible, match=r"kept for a graph after .* pad to fewer shapes"):
+        many_shapes()
+
+
 @pytest.mark.parametrize("budget", in_ci([None, "1GiB"], "1GiB"))
 def test_inference_of_any_number_of_shapes(budget):
     """Row 10: it has no plan, so that new shapes are neither compiled for ever nor refused."""

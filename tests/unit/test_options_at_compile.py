@@ -145,6 +145,18 @@ def test_settings_that_inductor_lacks_are_refused():
     assert "unknown setting 'max_autotun'; did you mean 'max_autotune'?" in str(error)
 
 
+def test_a_step_without_layers_fits_where_it_keeps_everything_and_says_so():
+    """Its floor is the peak that it has under a budget that asks for nothing."""
+    error = refused(memory_budget="64KiB")
+    assert "; everything is kept, since no repeating layers were found); raise" in str(error)
+    torch._dynamo.reset()
+    options = {"memory_budget": error.floor_bytes, "lowering": "aten"}
+    model = torch.compile(nn.Linear(64, 64), backend="memo", options=options)
+    model(torch.ones(512, 64)).sum().backward()
+    (plan,) = memo_compile.report().plans
+    assert plan.peak_bytes == error.floor_bytes
+
+
 def test_a_budget_below_the_floor_says_the_floor():
     error = refused(memory_budget="64KiB")
     assert isinstance(error, Infeasible)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from memo_compile.errors import InputError
 from memo_compile.planners.place_step import place_step
+from memo_compile.reporting import charts
 from memo_compile.reporting.svg import Shape, merge_along, merge_small, nice_ticks, path_of
 from memo_compile.reporting.view import Role, view_step
 from memo_compile.step.plans import Decision
@@ -176,3 +177,13 @@ def test_every_buffer_has_a_box():
     assert sum(box.size_bytes for box in view.boxes if box.role is Role.RELOADED) == 2 * ATTN
     assert view.constant_bytes == 4 * 60 * MIB + 16 * MIB
     assert KIB * 1024 == MIB
+
+
+def test_ticks_of_a_time_axis_differ_however_close_they_are():
+    close = charts._second_ticks((3.055, 3.06, 3.065), 3.05, 3.07)
+    assert [tick["text"] for tick in close] == ["3.055 s", "3.06 s", "3.065 s"]
+    assert [tick["text"] for tick in charts._second_ticks((0.0, 1.0, 2.0), 0.0, 2.0)] == [
+        "0",
+        "1 s",
+        "2 s",
+    ]

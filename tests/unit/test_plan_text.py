@@ -7,7 +7,7 @@ import pytest
 
 from memo_compile.cli import plan_text
 from memo_compile.costs.hardware import find_hardware
-from memo_compile.offline.forecast import Forecast, PeakAt, Question
+from memo_compile.offline.forecast import Forecast, PeakAt, Question, TensorAtPeak
 from memo_compile.offline.shapes.transformer import Degrees
 from memo_compile.reporting.decision_lines import decision_lines
 from memo_compile.step.plans import Decision, Timeline
@@ -80,7 +80,7 @@ def test_a_whole_class_names_its_layers():
     rows = [row("a", "SAVE"), row("b", "SAVE", "epilogue_fwd")]
     assert list(decision_lines(rows, [LAYERS])) == [
         "layers 0-31: a kept, 1.00 GiB a layer",
-        "epilogue_fwd: b kept, 1.00 GiB a layer",
+        "epilogue_fwd: b kept, 1.00 GiB",
     ]
 
 
@@ -105,7 +105,7 @@ def answer(peak: int, budget: int, *, constant: int = 10 * GIB, stall_s: float =
         host_bytes=0,
         in_flight=1,
         tokens_per_s=None,
-        peak_at=PeakAt(call="c", region="r", phase="backward", tensors=()),
+        peak_at=PeakAt(call="c", region="r", phase="backward", layer=None, tensors=()),
         notes=tuple(f"note {number}: " + "many words " * 30 for number in range(9)),
     )
 
@@ -121,7 +121,21 @@ def test_the_screen_is_kept_whatever_there_is_to_say(fits):
     assert len(lines) <= 40
     assert max(map(len, lines)) <= plan_text.WIDTH
     assert "38 more decisions: --verbose" in lines
-    assert "6 more notes: --verbose" in lines
+    assert "7 more notes: --verbose" in lines
+
+
+def test_what_sets_the_peak_is_said_in_words():
+    tensors = [
+        TensorAtPeak(
+            name=f"layer0_bwd@2/buf{n}", size_bytes=3 * GIB, source=None, label="temporary"
+        )
+        for n in (1, 3)
+    ]
+    tensors.append(TensorAtPeak(name="l/mm_3", size_bytes=GIB, source=None, label="mlp.up"))
+    peak = PeakAt(call="layer0_bwd@2", region="r", phase="backward", layer=29, tensors=(*tensors,))
+    said = dict(plan_text.numbers(dataclasses.replace(answer(GIB, GIB), peak_at=peak), None))
+    assert said["set by"] == ("the backward of layer 29: 2 x temporary 3.00 GiB, mlp.up 1.00 GiB")
+    assert said["stalls"] == "none"
 
 
 def test_what_to_change_is_said_with_numbers():
