@@ -398,6 +398,13 @@ def cublas_setting() -> str | None:
     return os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 
 
+def cublas_lt_setting() -> str | None:
+    """The same of cublasLt; "0": it uses those of cuBLAS."""
+    if os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE") == "1":
+        return "0"
+    return os.environ.get("CUBLASLT_WORKSPACE_SIZE")
+
+
 def cache_folder() -> Path | None:
     """``$XDG_CACHE_HOME/memo``, else ``~/.cache/memo``; None where the user has no home."""
     base = os.environ.get("XDG_CACHE_HOME")

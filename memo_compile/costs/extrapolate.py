@@ -41,16 +41,20 @@ class RegionWork:
 
 
 def extrapolated_seconds(
-    region: RegionGraph, config: MemoConfig, profile: HardwareProfile, runner: PassRunner
+    region: RegionGraph,
+    config: MemoConfig,
+    profile: HardwareProfile,
+    runner: PassRunner,
+    room_bytes: int | None = None,
 ) -> float:
-    """Seconds of ``region`` at its full length.
+    """Seconds of ``region`` at its full length; at most ``room_bytes`` are allocated for that.
 
     Raises UnsupportedGraph: it cannot be cut to fewer tokens, or these do not fit either.
     """
     with shim.failing_fakes_unlogged():
         shorter = [shorten(region, part, runner) for part in PARTS]
     lowered = lower_regions(shorter, config, runner)
-    seconds = [measure(lowered[graph.name], graph) for graph in shorter]
+    seconds = [measure(lowered[graph.name], graph, room_bytes=room_bytes) for graph in shorter]
     faster = _grows_faster(region.gm, shorter[-1].gm, profile)
     works = [_work(graph.gm, faster, profile) for graph in (*shorter, region)]
     return extrapolate(works[:-1], seconds, works[-1])

@@ -24,7 +24,7 @@ from memo_compile.analysis.regions import LoweredRegion, RegionGraph, layout_ele
 from memo_compile.costs.host import host_memory
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.planners.placement import Buffer, PlacementProblem, place
-from memo_compile.step.problem import ALIGNMENT_BYTES, CallKind, RegionProfile
+from memo_compile.step.problem import ALIGNMENT_BYTES, CallKind, RegionProfile, align
 from memo_compile.units import format_bytes
 
 INPUT_SCALE = 0.02
@@ -53,6 +53,7 @@ def measure_all(
     repeats: int = 3,
     average: Average = statistics.median,
     too_large: Callable[[RegionGraph, str], float] | None = None,
+    room_bytes: int | None = None,
 ) -> dict[str, float]:
     """Seconds of every lowered region, by name; memory is freed between two regions.
 
@@ -69,7 +70,13 @@ def measure_all(
     for name, lowered_region in computing.items():
         refused = None
         try:
-            seconds[name] = measure(lowered_region, graphs[name], repeats=repeats, average=average)
+            seconds[name] = measure(
+                lowered_region,
+                graphs[name],
+                repeats=repeats,
+                average=average,
+                room_bytes=room_bytes,
+            )
         except TooLarge as error:
             if too_large is None:
                 raise
@@ -88,19 +95,20 @@ def measure(
     *,
     repeats: int = 3,
     average: Average = statistics.median,
+    room_bytes: int | None = None,
 ) -> float:
     """The average seconds of ``repeats`` runs of one region, after one run to warm up.
 
     The median forgets what disturbed one run; a whole step does not: compare the mean with it.
     Inputs and frame are made for the call, so that writes into inputs are lost. Random number
-    generators are as before.
+    generators are as before. All that it allocates is at most ``room_bytes``.
 
     Raises:
         TooLarge: the region does not fit into the memory that is left.
         UnsupportedGraph: the region talks to other ranks, or a kernel failed.
     """
     _require_runs_alone(region)
-    with _alone(lowered, region, _inputs) as run:
+    with _alone(lowered, region, _inputs, room_bytes) as run:
         timed = _cuda_s if region.device.type == "cuda" else _cpu_s
         run()
         return average([timed(run) for _ in range(repeats)])
@@ -129,9 +137,10 @@ def _alone(
     lowered: LoweredRegion,
     region: RegionGraph,
     inputs_of: Callable[[RegionGraph], Sequence[torch.Tensor]],
+    room_bytes: int | None = None,
 ) -> Iterator[Callable[[], object]]:
     """What runs the region, its memory there while the block runs; raises as ``measure``."""
-    _require_fits(lowered, region)
+    _require_fits(lowered, region, room_bytes)
     try:
         with torch_as_before(region.device):
             inputs = inputs_of(region)
@@ -163,12 +172,18 @@ def _is_custom(node: fx.Node) -> bool:
     return any(operator.namespace not in ("aten", "prims", "memo") for operator in operators)
 
 
-def _require_fits(lowered: LoweredRegion, region: RegionGraph) -> None:
-    """Refuse what the system would kill the process for."""
+def _require_fits(lowered: LoweredRegion, region: RegionGraph, room_bytes: int | None) -> None:
+    """Refuse what the system would kill the process for, and what breaks a budget."""
     inputs = (value for value in region.example_inputs() if isinstance(value, torch.Tensor))
-    needed = sum(map(storage_bytes, inputs))
+    needed = sum(align(storage_bytes(value)) for value in inputs)
     needed += _offsets(lowered.profile)[1]
     needed += sum(buffer.size_bytes for buffer in lowered.profile.outside)
+    made = sum(output.size_bytes for output in lowered.profile.outputs if output.same_as is None)
+    if room_bytes is not None and needed + made > room_bytes:
+        raise TooLarge(
+            f"region {region.name} does not fit to run alone: {format_bytes(needed + made)} of "
+            f"{format_bytes(max(0, room_bytes))} that the budget leaves"
+        )
     free = _free_bytes(region.device)
     if free is not None and needed > ROOM * free:
         raise TooLarge(

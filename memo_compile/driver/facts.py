@@ -10,12 +10,12 @@ from torch import fx
 
 from memo_compile.analysis.joint_units import is_tangent
 from memo_compile.analysis.views import is_tensor
-from memo_compile.config import cublas_setting
+from memo_compile.config import cublas_lt_setting, cublas_setting
 from memo_compile.costs.host import host_memory
 from memo_compile.costs.measure import resident_bytes
 from memo_compile.errors import RuntimeMisuse
 from memo_compile.lowering.cublas import workspaces_bytes
-from memo_compile.step.problem import FixedBytes
+from memo_compile.step.problem import FixedBytes, align
 
 OPTIMIZER_TENSORS = 2
 """Tensors of optimizer state assumed for each trained parameter, in its dtype: Adam's moments."""
@@ -43,12 +43,12 @@ class GraphFacts:
             for value in example_inputs
         ]
         self._trainable = [weakref.ref(parameter) for parameter in parameters]
-        self._parameter_bytes = sum(map(_bytes, parameters))
-        self._trained_bytes = sum(map(_bytes, trained))
+        self._parameter_bytes = sum(map(allocated_bytes, parameters))
+        self._trained_bytes = sum(map(allocated_bytes, trained))
         self._num_trained = sum(parameter.numel() for parameter in trained)
         self.device = _main_device(tensors)
         self.static_names: frozenset[str] = frozenset()
-        self._untraced_bytes = sum(map(_bytes, untraced))
+        self._untraced_bytes = sum(map(allocated_bytes, untraced))
         self._static_bytes = 0
         self._input_bytes = 0
 
@@ -73,7 +73,8 @@ class GraphFacts:
     def read_forward(self, placeholders: Sequence[fx.Node], static: frozenset[str]) -> None:
         """Take the bytes of the AOT forward's inputs; ``static`` are parameters and buffers."""
         self.static_names = static
-        sizes = {node.name: _bytes(node.meta["val"]) for node in placeholders if is_tensor(node)}
+        tensors = filter(is_tensor, placeholders)
+        sizes = {node.name: allocated_bytes(node.meta["val"]) for node in tensors}
         static_bytes = sum(size for name, size in sizes.items() if name in static)
         self._static_bytes = self._untraced_bytes + static_bytes
         self._input_bytes = sum(sizes.values()) - static_bytes
@@ -96,13 +97,15 @@ class GraphFacts:
         outputs_bytes: int,
         state_bytes_per_parameter: float | None = None,
         gradients: str = "auto",
+        *,
+        tunes: bool = False,
     ) -> FixedBytes:
         """Device memory of the step outside the arena.
 
         A gradient counts twice where a ``.grad`` exists already (it is accumulated into), or is
         said to (the option ``gradients``).
         Optimizer state is ``state_bytes_per_parameter`` for each trainable number, by default
-        OPTIMIZER_TENSORS tensors of its dtype.
+        OPTIMIZER_TENSORS tensors of its dtype. ``tunes`` where Inductor makes the kernels.
         """
         state = OPTIMIZER_TENSORS * self._trained_bytes
         if state_bytes_per_parameter is not None:
@@ -118,26 +121,27 @@ class GraphFacts:
             new_gradients=self._trained_bytes,
             inputs=self._input_bytes,
             outputs=outputs_bytes,
-            libraries=self._libraries_bytes(),
+            libraries=self._libraries_bytes(tunes=tunes),
         )
 
-    def _libraries_bytes(self) -> int:
+    def _libraries_bytes(self, *, tunes: bool) -> int:
         if self.device.type != "cuda":
             return 0
         major, _ = torch.cuda.get_device_capability(self.device)
-        return workspaces_bytes(major, cublas_setting())
+        kept = workspaces_bytes(major, cublas_setting(), cublas_lt_setting())
+        return kept + tunes * flushed_bytes(self.device)
 
 
 def gradient_bytes(inputs: Sequence[Any]) -> int:
     """Bytes of the gradients that the parameters among a step's own inputs hold now."""
     leaves = (value for value in inputs if isinstance(value, torch.Tensor) and value.is_leaf)
-    return sum(_bytes(leaf.grad) for leaf in leaves if leaf.grad is not None)
+    return sum(allocated_bytes(leaf.grad) for leaf in leaves if leaf.grad is not None)
 
 
 def tangents(placeholders: Sequence[fx.Node]) -> dict[str, int]:
     """Bytes of a backward's incoming gradients; autograd makes zeros for unused outputs."""
     return {
-        node.name: _bytes(node.meta["val"])
+        node.name: allocated_bytes(node.meta["val"])
         for node in placeholders
         if is_tangent(node) and is_tensor(node)
     }
@@ -148,14 +152,26 @@ def profile_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def flushed_bytes(device: torch.device) -> int:
+    """What Inductor allocates while it tunes a kernel, which it does where the kernel first runs.
+
+    It writes a buffer of the size of the device's L2 cache between two timings, to empty that.
+    """
+    if device.type != "cuda":
+        return 0
+    return align(int(torch.cuda.get_device_properties(device).L2_cache_size))
+
+
+def allocated_bytes(tensor: torch.Tensor) -> int:
+    """What a tensor takes of its device. CUDA's allocator rounds up, as the arena does."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    return align(size_bytes) if tensor.device.type == "cuda" else size_bytes
 
 
 def _main_device(tensors: Sequence[torch.Tensor]) -> torch.device:
     """The device that holds most of the inputs' bytes; the CPU only where no other holds any."""
     held: collections.Counter[torch.device] = collections.Counter()
     for tensor in tensors:
-        held[tensor.device] += _bytes(tensor)
+        held[tensor.device] += allocated_bytes(tensor)
     cpu = torch.device("cpu")
     return max(held, key=lambda device: (device.type != "cpu", held[device]), default=cpu)

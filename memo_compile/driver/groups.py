@@ -31,7 +31,7 @@ from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
 from memo_compile.driver.declared import assumed_group, declared_around, stages_around
 from memo_compile.driver.early_gradients import own_leaves
-from memo_compile.driver.facts import OPTIMIZER_TENSORS
+from memo_compile.driver.facts import OPTIMIZER_TENSORS, allocated_bytes
 from memo_compile.driver.group_members import GroupMembers
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
@@ -301,12 +301,12 @@ class GroupedSteps:
         ``found`` were there at once; None: all of them may be.
         """
         single = self.assembly.lowered.cut.facts.fixed_bytes(0)
-        own_bytes = sum(own.nbytes for own in apart(found) if own.requires_grad)
+        own_bytes = sum(allocated_bytes(own) for own in apart(found) if own.requires_grad)
         sharded = sharded_around(found)
         parameters = apart([*found, *parameters_around(found)])
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        held_bytes = sum(parameter.nbytes for parameter in parameters)
-        trained_bytes = sum(parameter.nbytes for parameter in trained)
+        held_bytes = sum(map(allocated_bytes, parameters))
+        trained_bytes = sum(map(allocated_bytes, trained))
         if sharded is not None:
             most = sum(own.numel() * own.element_size() for own in apart(found))
             held_bytes = sharded.own + sharded.gathered + (most if gathered is None else gathered)
@@ -324,7 +324,7 @@ class GroupedSteps:
             gradients=trained_bytes + (0 if sharded is None else own_bytes),
             optimizer_state=optimizer,
             new_gradients=own_bytes,
-            libraries=single.libraries,
+            libraries=self.assembly.lowered.problem.fixed.libraries,
         )
 
     def _plan_group(self, group: Group, members: GroupMembers, existing: int | None = None) -> None:

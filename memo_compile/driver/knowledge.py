@@ -21,7 +21,7 @@ from memo_compile.costs.extrapolate import extrapolated_seconds
 from memo_compile.costs.hardware import HardwareProfile, hardware_of
 from memo_compile.costs.measure_regions import measure_all, run_once
 from memo_compile.costs.roofline import graph_seconds
-from memo_compile.driver.facts import profile_name
+from memo_compile.driver.facts import flushed_bytes, profile_name
 from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.movable_step import Movable, movable_step
 from memo_compile.driver.recompute_library import RecomputeLibrary
@@ -333,7 +333,12 @@ class StepKnowledge:
         if self._measures():
             try:
                 with shim.real_tensors():
-                    seconds = measure_all(lowered, graphs, too_large=self._extrapolated)
+                    seconds = measure_all(
+                        lowered,
+                        graphs,
+                        too_large=self._extrapolated,
+                        room_bytes=self._room_bytes(),
+                    )
                 whole = seconds.keys() - self._timed_in_part
                 self._ran |= {(torch.get_num_threads(), name): "" for name in whole}
                 return seconds
@@ -348,10 +353,26 @@ class StepKnowledge:
             for key in lowered
         }
 
+    def _room_bytes(self) -> int | None:
+        """What the budget leaves for a region that runs alone; None: nothing bounds it (CPU)."""
+        budget, device = self.config.budget_bytes(self.device_bytes()), self.device_type
+        if budget is None or device != "cuda":
+            return None
+        facts = self.lowered.cut.facts
+        torch.mm(*2 * [torch.ones(1, 1, device=facts.device)])  # cuBLAS makes its workspace
+        tuning_bytes = flushed_bytes(facts.device) if self.config.lowering == "inductor" else 0
+        return budget - torch.cuda.memory_allocated(facts.device) - tuning_bytes
+
     def _extrapolated(self, region: RegionGraph, reason: str) -> float:
         """Seconds of a region that does not fit whole."""
         self._timed_in_part.add(region.name)
-        seconds = extrapolated_seconds(region, self.config, self.profile(), self.lowered.cut.runner)
+        seconds = extrapolated_seconds(
+            region,
+            self.config,
+            self.profile(),
+            self.lowered.cut.runner,
+            room_bytes=self._room_bytes(),
+        )
         note = f"{reason}: timed on an eighth and a quarter of its tokens"
         if state.add_note(note):
             log.info("memo: %s", note)

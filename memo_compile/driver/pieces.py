@@ -31,7 +31,7 @@ from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
 from memo_compile.driver.declared import Stages, stages_around
 from memo_compile.driver.early_gradients import own_leaves
-from memo_compile.driver.facts import OPTIMIZER_TENSORS
+from memo_compile.driver.facts import OPTIMIZER_TENSORS, allocated_bytes
 from memo_compile.driver.group_members import GroupMembers
 from memo_compile.driver.groups import PERSISTS, PIPELINE_FIRST_STEP, GroupedSteps
 from memo_compile.driver.out_of_memory import OutOfMemory
@@ -575,19 +575,19 @@ class _Pieces:
         own = apart(found)
         parameters = apart([*found, *parameters_around(found)])
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        trained_bytes = sum(parameter.nbytes for parameter in trained)
+        trained_bytes = sum(map(allocated_bytes, trained))
         state_bytes = OPTIMIZER_TENSORS * trained_bytes
         if config.optimizer_state_bytes_per_parameter is not None:
             numbers = sum(parameter.numel() for parameter in trained)
             state_bytes = int(config.optimizer_state_bytes_per_parameter * numbers)
         each = [piece.assembly.lowered.cut.facts.fixed_bytes(0) for piece in pieces]
         return FixedBytes(
-            parameters=sum(parameter.nbytes for parameter in parameters),
+            parameters=sum(map(allocated_bytes, parameters)),
             buffers=sum(fixed.buffers for fixed in each),
             gradients=trained_bytes,
             optimizer_state=state_bytes,
-            new_gradients=sum(parameter.nbytes for parameter in own if parameter.requires_grad),
-            libraries=max(fixed.libraries for fixed in each),
+            new_gradients=sum(allocated_bytes(each) for each in own if each.requires_grad),
+            libraries=max(piece.assembly.lowered.problem.fixed.libraries for piece in pieces),
         )
 
 

@@ -48,7 +48,10 @@ def step_problem(
         inputs=(*forward.constants, *forward.arguments, *backward.constants, *backward.arguments),
         halves=(_half(forward), _half(backward)),
         fixed=step.facts.fixed_bytes(
-            outputs_bytes, config.optimizer_state_bytes_per_parameter, config.gradients
+            outputs_bytes,
+            config.optimizer_state_bytes_per_parameter,
+            config.gradients,
+            tunes=config.lowering == "inductor",
         ),
         tangents=tangents(backward.half_graph.graph.find_nodes(op="placeholder")),
         layer_classes=_layer_classes(step.units, calls),

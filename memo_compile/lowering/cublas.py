@@ -2,7 +2,8 @@
 
 Each thread has a handle of its own, and a workspace belongs to a handle and a stream. So a step has
 two: the forward's thread has one, and autograd's thread, which runs the backward, has the other.
-cublasLt uses the same ones. Read in torch's ``CublasHandlePool.cpp`` (2.11 to 2.13).
+cublasLt, which multiplies and adds a bias, has its own beside them, as measured with torch 2.11.
+Read in torch's ``CublasHandlePool.cpp`` (2.11 to 2.13).
 """
 
 import re
@@ -14,16 +15,22 @@ LARGE_BYTES = 32 * 2**20
 LARGE_FROM = 9
 SMALL_BYTES = (2 * 4096 + 8 * 16) * 1024
 
+LT_KIB = 1024
+"""cublasLt's workspace, unless ``CUBLASLT_WORKSPACE_SIZE`` says another."""
+
 _PART = re.compile(r":(\d+):(\d+)")
 """Of ``CUBLAS_WORKSPACE_CONFIG``: KiB, and how many of them."""
 
 
-def workspaces_bytes(major: int, setting: str | None = None) -> int:
+def workspaces_bytes(major: int, setting: str | None = None, lt_setting: str | None = None) -> int:
     """Bytes of a step's workspaces on a device of compute capability ``major``.
 
-    ``setting`` is what the environment says in ``CUBLAS_WORKSPACE_CONFIG``, if anything.
+    ``setting`` and ``lt_setting`` are what the environment says in ``CUBLAS_WORKSPACE_CONFIG`` and
+    in ``CUBLASLT_WORKSPACE_SIZE`` (KiB), if anything.
     """
     parts = _PART.findall(setting or "")
+    size_bytes = LARGE_BYTES if major >= LARGE_FROM else SMALL_BYTES
     if parts:
-        return NUM_HANDLES * sum(int(kib) * int(count) * 1024 for kib, count in parts)
-    return NUM_HANDLES * (LARGE_BYTES if major >= LARGE_FROM else SMALL_BYTES)
+        size_bytes = sum(int(kib) * int(count) * 1024 for kib, count in parts)
+    lt_kib = int(lt_setting) if (lt_setting or "").isdecimal() else LT_KIB
+    return NUM_HANDLES * (size_bytes + lt_kib * 1024)

@@ -10,6 +10,7 @@ from memo_compile.config import resolve, user_store
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.errors import Infeasible, InputError
+from memo_compile.lowering.cublas import LARGE_FROM, workspaces_bytes
 from memo_compile.offline.length_search import LengthSearch, Need
 from memo_compile.offline.model_plans import Say, nobody_watches
 from memo_compile.offline.offline_step import OfflineStep
@@ -22,8 +23,11 @@ from memo_compile.units import parse_size
 CONTEXT_BYTES = 2**30
 """A GPU's memory that no step can have: CUDA's context and loaded kernels take 0.5 to 0.8 GiB."""
 
-CUBLAS_BYTES = 32 * 2**20
-"""Bytes of cuBLAS's workspace: as much on Hopper and Blackwell, 8 MiB elsewhere."""
+CACHE_BYTES = 126 * 2**20
+"""The largest L2 cache of a GPU, a B200's: Inductor writes as much between two timings."""
+
+LIBRARIES_BYTES = workspaces_bytes(LARGE_FROM) + CACHE_BYTES
+"""At most what libraries take on a GPU beside the plan; the backend counts the device's own."""
 
 ESTIMATE_MARGIN = 0.01
 """Share of the arena that is added where a GPU's step is planned without a GPU: Triton splits long
@@ -90,7 +94,7 @@ class Question:
         """The bytes of the budget that a plan may take: an estimate may miss the rest."""
         if self.hardware.name == "cpu":
             return self.budget_bytes
-        return int(max(0, self.budget_bytes - CUBLAS_BYTES) / (1 + ESTIMATE_MARGIN))
+        return int(max(0, self.budget_bytes - LIBRARIES_BYTES) / (1 + ESTIMATE_MARGIN))
 
     def state_bytes_per_parameter(self, parameter_bytes: float) -> float:
         """Optimizer state of a parameter of that size, sharded over dp x cp (ZeRO-1)."""
@@ -320,7 +324,7 @@ def _answer(question: Question, subject: Subject, step: OfflineStep) -> Forecast
     plan, in_flight = step.plan, question.degrees.pp
     assert plan.timeline is not None, "an offline plan is simulated"
     frames = in_flight * plan.arena_bytes
-    missed = 0 if step.exact else CUBLAS_BYTES + int(ESTIMATE_MARGIN * frames)
+    missed = 0 if step.exact else LIBRARIES_BYTES + int(ESTIMATE_MARGIN * frames)
     tokens_per_s = None
     if subject.facts.num_tokens is not None and plan.timeline.step_s:
         tokens_per_s = subject.facts.num_tokens * question.degrees.dp / plan.timeline.step_s

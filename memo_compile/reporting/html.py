@@ -113,7 +113,7 @@ def _parts(plan: Plan, view: StepView) -> list[dict[str, Any]]:
         ("optimizer state", fixed.optimizer_state, "p2"),
         ("gradients and outputs", old + (peak.made_bytes if peak else 0), "p3"),
         ("buffers and inputs", fixed.buffers + fixed.inputs, "p4"),
-        ("kept by cuBLAS", fixed.libraries, "p5"),
+        ("kept by libraries", fixed.libraries, "p5"),
         ("allocated by kernels", peak.outside_bytes if peak else 0, "p5"),
     ]
     arena = plan.peak_bytes - sum(size for _, size, _ in rows)

@@ -112,7 +112,7 @@ def _constant_segment(plan: Plan, address: int) -> dict[str, Any]:
         ("optimizer state", fixed.optimizer_state),
         ("buffers", fixed.buffers),
         ("inputs", fixed.inputs),
-        ("cuBLAS's workspaces", fixed.libraries),
+        ("kept by libraries", fixed.libraries),
         ("gradients of earlier steps", max(0, fixed.gradients - fixed.new_gradients)),
     )
     blocks, at = [], address

@@ -135,7 +135,8 @@ def _numbers(plan: ReportedPlan) -> Table:
     if isinstance(plan, ReportedGroup) and plan.between_bytes:
         table.add_row("code between blocks", format_bytes(plan.between_bytes), "as measured")
     if fixed.libraries:
-        table.add_row("cuBLAS's workspaces", format_bytes(fixed.libraries), "two, for good")
+        what = "cuBLAS's workspaces; Inductor's tuning"
+        table.add_row("kept by libraries", format_bytes(fixed.libraries), what)
     if fixed.earlier_outputs:
         table.add_row("results of earlier steps", format_bytes(fixed.earlier_outputs), "held")
     for cls in plan.layer_classes:

@@ -6,15 +6,17 @@ from memo_compile.lowering.cublas import workspaces_bytes
 
 
 @pytest.mark.parametrize(
-    ("major", "setting", "num_bytes"),
+    ("major", "setting", "kib"),
     [
-        (8, None, 2 * 8320 * 1024),
-        (9, None, 2 * 32 * 2**20),
-        (12, "", 2 * 32 * 2**20),
-        (9, ":4096:8", 2 * 32 * 2**20),
-        (8, ":16:8:4096:2", 2 * (16 * 8 + 4096 * 2) * 1024),
-        (9, "nonsense", 2 * 32 * 2**20),
+        (8, None, 8320),
+        (9, None, 32 * 1024),
+        (12, "", 32 * 1024),
+        (9, ":4096:8", 32 * 1024),
+        (8, ":16:8:4096:2", 16 * 8 + 4096 * 2),
+        (9, "nonsense", 32 * 1024),
     ],
 )
-def test_two_workspaces_of_the_size_that_torch_chooses(major, setting, num_bytes):
-    assert workspaces_bytes(major, setting) == num_bytes
+def test_two_workspaces_of_the_size_that_torch_chooses(major, setting, kib):
+    assert workspaces_bytes(major, setting, "0") == 2 * kib * 1024
+    assert workspaces_bytes(major, setting) == 2 * (kib + 1024) * 1024
+    assert workspaces_bytes(major, setting, "2048") == 2 * (kib + 2048) * 1024

@@ -15,6 +15,7 @@ from memo_compile.costs.measure_regions import TooLarge, measure, measure_all, r
 from memo_compile.driver import knowledge
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering import aten
+from memo_compile.step.problem import ALIGNMENT_BYTES
 from tests import models
 from tests.numerics.small import Stack, rows
 from tests.numerics.training import memo_compiled
@@ -266,3 +267,11 @@ def test_nor_does_one_that_torch_has_wrapped_because_it_writes():
         sine.args = (torch.ops.measure_test.note.default, *sine.args)
         with pytest.raises(UnsupportedGraph, match=r"auto_functionalized_v2 is no operator"):
             run_once(aten.lower(region_of(lambda x: (x.sin(),), (4,))), region)
+
+
+def test_a_region_that_the_budget_has_no_room_for_is_not_run():
+    region, runs = region_of(lambda x: (x @ x,), (64, 64)), []
+    lowered = replace(aten.lower(region), run=runs.append)
+    with pytest.raises(TooLarge, match="that the budget leaves"):
+        measure(lowered, region, room_bytes=ALIGNMENT_BYTES)
+    assert not runs
