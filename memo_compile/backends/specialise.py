@@ -21,6 +21,7 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.errors import Infeasible
+from memo_compile.lowering.varying_sizes import VaryingRegions, varying
 from memo_compile.passes.numbers import PutNumbers
 from memo_compile.passes.runner import PassRunner
 from memo_compile.reporting import state
@@ -68,6 +69,8 @@ class Specialised:
     _num_compiled: int = 0
     _plain: Callable[..., Any] | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
+    _regions: VaryingRegions = field(default_factory=VaryingRegions)
+    """What is lowered once for all lengths."""
 
     def __post_init__(self) -> None:
         dump, folder = self._config.dump, f"symbolic{next(_graph_numbers)}"
@@ -97,17 +100,20 @@ class Specialised:
             limit = self._config.max_plans * MAX_COMPILATIONS_PER_PLAN
             if self._num_compiled >= limit:
                 return self._plainly(limit, any(isinstance(number, float) for number in numbers))
-            self._num_compiled += 1
+            lowered = self._regions.num_lowered
             if len(self._known) >= self._config.max_plans:
                 self._known.popitem(last=False)
             put = PutNumbers(numbers=dict(zip(self._symbols, numbers, strict=True)))
             gm = self._runner.run(shim.copied(self._gm), [put], stage="dynamo")
             self._runner.write_times()
-            with shim.fresh_static_tracing() as context:
+            with varying(self._regions, numbers), shim.fresh_static_tracing() as context:
                 run = self._compile_static(gm, rest, self._config)
             if self._written is None:
                 self._written = shim.written_inputs(context, len(rest))
             self._known[self._key(numbers, rest)] = run
+            if self._regions.counts.reused == 0 or self._regions.num_lowered != lowered:
+                self._num_compiled += 1  # another one takes a compiler's time
+            log.info("memo: regions for changing sizes so far: %s", self._regions.counts)
             return run
 
     def _plainly(self, limit: int, has_floats: bool) -> Callable[..., Any]:

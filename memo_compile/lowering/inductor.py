@@ -11,7 +11,7 @@ so that the same code serves every layer of a class, each call with a table of i
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,8 @@ class _Recorder:
     region: RegionGraph
     poison: bool
     convolutions: tuple[Convolution, ...]
+    number: Callable[[Any], int] | None = None
+    """Evaluates sizes, where the graph's first input is a size."""
     scan: LineScan | None = None
 
 
@@ -65,7 +67,7 @@ class ArenaWrapper(shim.PythonWrapperCodegen):
         recorder = _recorders[-1]
         self.header.writeline("from memo_runtime.current import current as memo_current")
         self.header.writeline("from memo_runtime.pages import own_mapping as memo_own_mapping")
-        scan = LineScan(self, recorder.region, recorder.convolutions)
+        scan = LineScan(self, recorder.region, recorder.convolutions, recorder.number)
         self.lines = list(scan.rewrite(poison=recorder.poison))
         recorder.scan = scan
 
@@ -140,6 +142,19 @@ def lower(
     if failed is not None:
         say_broken(failed)
     return made
+
+
+def lower_symbolic(
+    region: RegionGraph, number: Callable[[Any], int], *, poison: bool
+) -> tuple[LineScan, Callable[[list[Any]], Any]] | None:
+    """A region whose first input is a size, as code; None: it has no kernels.
+
+    ``number`` evaluates sizes. What is known of the code for another size: the scan's
+    ``profile()`` and ``views``, once its ``number`` is another. Call it inside a ``session``.
+    """
+    recorder = _Recorder(region=region, poison=poison, convolutions=(), number=number)
+    compiled = _compiled(recorder, ArenaWrapper)
+    return None if recorder.scan is None else (recorder.scan, compiled)
 
 
 CACHED_TRIES = 2

@@ -5,7 +5,7 @@ ExternKernelAllocLine, MultiOutputLine) have the same fields in torch 2.11 to 2.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from memo_compile import shim
@@ -48,30 +48,41 @@ class LineScan:
     """One pass over a region's wrapper lines. A buffer never freed lives to the region's end."""
 
     def __init__(
-        self, wrapper: Any, region: RegionGraph, convolutions: Sequence[Convolution]
+        self,
+        wrapper: Any,
+        region: RegionGraph,
+        convolutions: Sequence[Convolution],
+        number: Callable[[Any], int] | None = None,
     ) -> None:
-        """``convolutions`` are those of the region's graph."""
+        """``convolutions`` are those of the region's graph.
+
+        ``number`` evaluates a size that depends on the graph's first input, which is a size.
+        """
         self._wrapper = wrapper
+        self._has_symbol = number is not None
+        self.number: Callable[[Any], int] = number or int
         self._region = region
         self._convolutions = convolutions
-        self._graph = shim.current_graph()
+        self.graph = shim.current_graph()
         self._lines: list[Any] = list(wrapper.lines)
         self._groups = _Groups()
         self._births: dict[str, tuple[int, Any]] = {}
         self._frees: dict[str, int] = {}
         self._handed_over: set[str] = set()
-        self._outside: dict[str, tuple[int, int, str]] = {}
-        self._copied: list[OutsideBuffer] = []
-        self.views: list[ViewSpec] = []
+        self._outside: dict[str, tuple[int, Any, str]] = {}
+        """Name -> the line that allocates it, its node, its kind."""
+        self._copied: list[tuple[int, Sequence[Any], str]] = []
+        """Line, the nodes whose bytes are taken beside the arena while it runs, kind."""
+        self._workspaces: list[OutsideBuffer] = []
         self._arena: dict[str, int] = {}
         self._read_lines()
-        names = self._graph.get_output_names()
+        names = self.graph.get_output_names()
         self._outputs = {self._groups.root(name) for name in names}
         self._external = {self._groups.root(names[at]) for at in region.external_outputs}
         self._choose_arena()
 
     def _removed(self, name: str) -> bool:
-        return name in self._graph.removed_buffers
+        return name in self.graph.removed_buffers
 
     def _read_lines(self) -> None:
         for number, line in enumerate(self._lines):
@@ -90,19 +101,16 @@ class LineScan:
 
     def _read_extern(self, number: int, node: Any) -> None:
         name, kind = node.get_name(), _kernel_name(node)
-        written = [self._graph.get_buffer(buffer) for buffer in shim.written_buffers(node)]
+        written = [self.graph.get_buffer(buffer) for buffer in shim.written_buffers(node)]
         self._read_convolution(number, node, written)
         if shim.copies_results(node):  # they exist beside the buffers that they are copied to
-            size = sum(map(self._size_bytes, written))
-            self._copied.append(
-                OutsideBuffer(kind=kind, size_bytes=size, start=number, end=number + 1)
-            )
+            self._copied.append((number, written, kind))
             return
         aliased = node.get_inputs_that_alias_output()
         for source in aliased:
             self._groups.join(name, source)
         if not aliased and not shim.has_multi_output_layout(node):
-            self._outside[name] = (number, self._size_bytes(node), kind)
+            self._outside[name] = (number, node, kind)
 
     def _read_convolution(self, number: int, node: Any, written: Sequence[Any]) -> None:
         """What a convolution on a CPU allocates for itself, while its line runs."""
@@ -124,27 +132,26 @@ class LineScan:
         )
         alike = [found for found in self._convolutions if found.key == plain.key] or [plain]
         size_bytes = max(map(convolution_bytes, alike))
-        self._copied.append(
+        self._workspaces.append(
             OutsideBuffer(kind=CONVOLUTION, size_bytes=size_bytes, start=number, end=number + 1)
         )
 
     def _read_multi_output(self, number: int, line: Any) -> None:
-        node = self._graph.name_to_buffer.get(line.result_name)
-        source = self._graph.name_to_buffer.get(line.arg_name)
+        node = self.graph.name_to_buffer.get(line.result_name)
+        source = self.graph.name_to_buffer.get(line.arg_name)
         if node is None or source is None or not shim.is_tensor_buffer(node):
             return
         aliased = source.get_inputs_that_alias_output()
         for name in aliased:
             self._groups.join(line.result_name, name)
         if not aliased:
-            size = self._size_bytes(node)
-            self._outside[line.result_name] = (number, size, _kernel_name(source))
+            self._outside[line.result_name] = (number, node, _kernel_name(source))
 
     def _size_bytes(self, node: Any) -> int:
         """Bytes of the storage of ``node``, aligned."""
-        elements = self._graph.get_allocation_storage_size(node)
+        elements = self.graph.get_allocation_storage_size(node)
         try:
-            return align(int(elements) * node.get_dtype().itemsize)
+            return align(self.number(elements) * node.get_dtype().itemsize)
         except TypeError as error:
             raise UnsupportedGraph(
                 f"region {self._region.name}: the size of {node.get_name()} depends on data"
@@ -153,7 +160,7 @@ class LineScan:
     def _ends(self) -> dict[str, int]:
         """Group root -> the line after its storage's last use."""
         members: dict[str, list[str]] = {}
-        names = [*self._births, *self._outside, *self._graph.graph_inputs, *self._frees]
+        names = [*self._births, *self._outside, *self.graph.graph_inputs, *self._frees]
         names += list(self._groups._parent)
         for name in dict.fromkeys(names):
             members.setdefault(self._groups.root(name), []).append(name)
@@ -171,9 +178,24 @@ class LineScan:
             device = node.get_device()
             fits = device is not None and device.type == self._region.device.type
             is_own = self._groups.root(name) == name and name not in self._external
-            if fits and is_own and not self._removed(name) and shim.is_static(node):
-                self._arena[name] = len(self.views)
-                self.views.append(_view_spec(node))
+            if fits and is_own and not self._removed(name) and self._is_known(node):
+                self._arena[name] = len(self._arena)
+
+    def _is_known(self, node: Any) -> bool:
+        """True where the node's size and strides are numbers, or depend on the one symbol."""
+        return self._has_symbol or shim.is_static(node)
+
+    @property
+    def views(self) -> list[ViewSpec]:
+        """How the arena's buffers are read."""
+        return [self._view_spec(self._births[name][1]) for name in self._arena]
+
+    def _view_spec(self, node: Any) -> ViewSpec:
+        return ViewSpec(
+            dtype=node.get_dtype(),
+            size=tuple(map(self.number, node.get_size())),
+            stride=tuple(map(self.number, node.get_stride())),
+        )
 
     def _results(self) -> set[str]:
         """Buffers that a forward region makes for the user in the host's memory."""
@@ -182,7 +204,9 @@ class LineScan:
         return {
             name
             for name, (_, node) in self._births.items()
-            if name in self._external and node.get_device().type == "cpu" and shim.is_static(node)
+            if name in self._external
+            and node.get_device().type == "cpu"
+            and self._is_known(node)
         }
 
     def rewrite(self, *, poison: bool) -> Iterator[Any]:
@@ -192,7 +216,7 @@ class LineScan:
         for name in self._arena:
             if poison and name not in self._outputs:
                 dying.setdefault(ends[name] - 1, []).append(name)
-        inputs = list(self._graph.graph_input_names)
+        inputs = self._inputs()
         results = self._results()
         for number, line in enumerate(self._lines):
             yield self._replaced(line, results)
@@ -213,9 +237,14 @@ class LineScan:
         if isinstance(line, shim.AllocateLine) and name in self._arena:
             return f"{name} = memo_current.views[{self._arena[name]}]"
         if isinstance(line, shim.AllocateLine) and name in results:
-            spec = _view_spec(line.node)
-            return f"{name} = memo_own_mapping({spec.size}, {spec.stride}, {spec.dtype})"
+            written = self._wrapper.codegen_python_shape_tuple
+            size, stride = (written(get()) for get in (line.node.get_size, line.node.get_stride))
+            return f"{name} = memo_own_mapping({size}, {stride}, {line.node.get_dtype()})"
         return line
+
+    def _inputs(self) -> list[str]:
+        """Names of the inputs that are tensors."""
+        return list(self.graph.graph_input_names)[int(self._has_symbol) :]
 
     def profile(self) -> RegionProfile:
         """The region's buffers, outputs and memory outside, in lines."""
@@ -229,55 +258,50 @@ class LineScan:
             )
             for name in self._arena
         )
-        inputs = self._graph.graph_input_names
+        inputs = self._inputs()
         return RegionProfile(
             name=self._region.name,
             num_lines=len(self._lines),
             buffers=buffers,
             input_ends=tuple(ends[self._groups.root(name)] for name in inputs),
             outputs=counted_once(
-                itertools.starmap(self._region_output, enumerate(self._graph.get_output_names()))
+                itertools.starmap(self._region_output, enumerate(self.graph.get_output_names()))
             ),
             outside=tuple(self._outside_buffers(ends)),
         )
 
     def _region_output(self, index: int, name: str) -> tuple[str, RegionOutput]:
         """Its storage, and where that lies."""
-        root, inputs = self._groups.root(name), list(self._graph.graph_input_names)
+        root, inputs = self._groups.root(name), self._inputs()
         if root in self._arena:
             return root, RegionOutput(storage=Storage.ARENA, index=self._arena[root])
         if root in inputs:
             return root, RegionOutput(storage=Storage.INPUT, index=inputs.index(root))
         if root not in self._births and root not in self._outside:
             return root, RegionOutput(storage=Storage.NONE)
-        size = self._size_bytes(self._graph.name_to_buffer[root])
+        size = self._size_bytes(self.graph.name_to_buffer[root])
         if index not in self._region.external_outputs:
             return root, RegionOutput(storage=Storage.OUTSIDE, size_bytes=size)
         start = self._births[root][0] if root in self._births else self._outside[root][0]
         return root, RegionOutput(storage=Storage.EXTERNAL, size_bytes=size, start=start)
 
     def _outside_buffers(self, ends: dict[str, int]) -> Iterator[OutsideBuffer]:
-        yield from self._copied
-        for name, (start, size_bytes, kind) in self._outside.items():
-            root = self._groups.root(name)
+        yield from self._workspaces
+        for start, written, kind in self._copied:
+            size_bytes = sum(map(self._size_bytes, written))
+            yield OutsideBuffer(kind=kind, size_bytes=size_bytes, start=start, end=start + 1)
+        for name, (start, node, kind) in self._outside.items():
+            root, size_bytes = self._groups.root(name), self._size_bytes(node)
             if root not in self._outputs and size_bytes:
                 end = max(ends[root], start + 1)
                 yield OutsideBuffer(kind=kind, size_bytes=size_bytes, start=start, end=end)
         for name, (start, node) in self._births.items():
             root = self._groups.root(name)
             left = name not in self._arena and root == name and root not in self._outputs
-            if left and not self._removed(name) and shim.is_static(node):
+            if left and not self._removed(name) and self._is_known(node):
                 size = self._size_bytes(node)
                 end = max(ends[root], start + 1)
                 yield OutsideBuffer(kind="other device", size_bytes=size, start=start, end=end)
-
-
-def _view_spec(node: Any) -> ViewSpec:
-    return ViewSpec(
-        dtype=node.get_dtype(),
-        size=tuple(int(value) for value in node.get_size()),
-        stride=tuple(int(value) for value in node.get_stride()),
-    )
 
 
 def _kernel_name(node: Any) -> str:

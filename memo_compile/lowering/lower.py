@@ -11,7 +11,13 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.config import MemoConfig
-from memo_compile.lowering import aten, collective_profile, inductor, region_cache
+from memo_compile.lowering import (
+    aten,
+    collective_profile,
+    inductor,
+    region_cache,
+    varying_sizes,
+)
 from memo_compile.lowering.region_cache import RegionCache
 from memo_compile.passes.own_outputs import OwnOutputs
 from memo_compile.passes.runner import PassRunner
@@ -51,7 +57,13 @@ def _lowered(
     own = OwnOutputs(external_outputs=region.external_outputs)
     copied = shim.copied(region.gm)  # lowering rewrites it, and others still read the first
     gm = runner.run(copied, [own], stage=region.name)
-    return inductor.lower(replace(region, gm=gm), poison=poison, cache=cache)
+    own_region = replace(region, gm=gm)
+
+    def alone() -> LoweredRegion:
+        return inductor.lower(own_region, poison=poison, cache=cache)
+
+    varying = varying_sizes.current()
+    return alone() if varying is None else varying.lower(own_region, poison=poison, alone=alone)
 
 
 def plain_inner(

@@ -1,0 +1,463 @@
+"""Regions that differ in one size only are lowered once, with that size as a symbol.
+
+When a graph is compiled for another length, its regions are the same but for numbers: sizes,
+strides, and integers among arguments. Two regions with equal texts say what each number is of the
+length: a multiple, a square, or that and a constant. With the length as a symbol in their place the
+region goes through Inductor once more; for later lengths there is nothing to lower.
+
+Code that is used for a length it is not right for would compute wrong gradients. So nothing is
+believed that was guessed: for each length the region is cut anew, and the symbolic graph, with that
+length in the symbol's place, must have every number of it, in arguments and in each value's size
+and strides as torch's own rules derive them. What torch and Inductor assumed of the symbol while
+they wrote the code (guards) must hold for the length. Else the region is lowered for itself.
+"""
+
+import contextlib
+import hashlib
+import logging
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from memo_compile import shim
+from memo_compile.analysis.purity import runs_once
+from memo_compile.analysis.regions import LoweredRegion, RegionGraph
+from memo_compile.analysis.structure import op_name
+from memo_compile.errors import UnsupportedGraph, described
+from memo_compile.lowering import inductor
+from memo_compile.lowering.lines import LineScan
+from memo_compile.lowering.workspace import convolution_of
+from memo_compile.passes.cut import KERNEL_ALIGNMENT_BYTES
+from memo_compile.shim_symbols import SizeSymbol
+
+log = logging.getLogger("memo")
+
+MAX_KNOWN = 4
+"""Regions and symbolic codes that are remembered for one text, at most; the oldest goes."""
+
+SMALLEST = 2
+"""Torch takes a size that varies to be at least this: 1 broadcasts, 0 is empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formula:
+    """``square * n * n + scale * n + constant`` of the size ``n``."""
+
+    square: int = 0
+    scale: int = 0
+    constant: int = 0
+
+    def at(self, n: Any) -> Any:
+        """For a number, or for a symbol."""
+        if not self.square and not self.scale:
+            return self.constant
+        return self.square * n * n + self.scale * n + self.constant
+
+
+def formula(first: int, second: int, base: tuple[int, int]) -> Formula | None:
+    """The simplest of the size, which gives ``first`` and ``second`` for those in ``base``."""
+    if first == second:
+        return Formula(constant=first)
+    n, m = base
+    if first % n == 0 and second % m == 0 and first // n == second // m:
+        return Formula(scale=first // n)
+    if first % (n * n) == 0 and second % (m * m) == 0 and first // (n * n) == second // (m * m):
+        return Formula(square=first // (n * n))
+    scale, rest = divmod(second - first, m - n)
+    return None if rest else Formula(scale=scale, constant=first - scale * n)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A region's graph as a text without its numbers, and the numbers in order."""
+
+    text: str
+    arguments: tuple[int, ...]
+    layouts: tuple[Any, ...]
+    """Sizes and strides of all values."""
+
+
+def written(gm: fx.GraphModule) -> Written:
+    """``gm`` taken apart. Raises UnsupportedGraph: it holds graphs or tensors of its own."""
+    names: dict[fx.Node, str] = {}
+    arguments: list[int] = []
+    layouts: list[Any] = []
+    lines = []
+
+    def argument(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return names[value]
+        if isinstance(value, int) and not isinstance(value, bool):
+            arguments.append(value)
+            return "#"
+        if isinstance(value, tuple | list):
+            return f"[{','.join(map(argument, value))}]"
+        if isinstance(value, slice):
+            return f"slice{argument((value.start, value.stop, value.step))}"
+        if isinstance(value, Mapping):
+            return f"{{{','.join(f'{key}:{argument(of)}' for key, of in value.items())}}}"
+        return repr(value)
+
+    for node in gm.graph.nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise UnsupportedGraph(f"{node.op} {node.target}")
+        if "as_strided" in op_name(node):
+            raise UnsupportedGraph("an operator counts from the start of its input's memory")
+        names[node] = f"v{len(names)}"
+        target = _start(node) if node.op == "placeholder" else str(node.target)
+        once = " once" if runs_once(node) else ""
+        is_given = node.op == "placeholder"
+        given = "" if is_given else f"{argument(node.args)} {argument(node.kwargs)}"
+        lines.append(f"{node.op} {target}{once} {given} {_value(node.meta.get('val'), layouts)}")
+    return Written(text="\n".join(lines), arguments=tuple(arguments), layouts=tuple(layouts))
+
+
+def _value(value: Any, layouts: list[Any]) -> str:
+    """What a value is; its sizes and strides go to ``layouts``."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise UnsupportedGraph(f"a value is {value.layout}")
+        layouts += [*value.shape, *value.stride()]
+        return f"{value.dtype} {value.dim()} {value.device}"
+    if isinstance(value, tuple | list):
+        return f"[{';'.join(_value(item, layouts) for item in value)}]"
+    return repr(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """A region that was lowered for itself, and the sizes for which the graph was compiled."""
+
+    numbers: tuple[float, ...]
+    written: Written
+
+
+@dataclass(slots=True, kw_only=True)
+class _Code:
+    """A region's code for all lengths that its guards admit."""
+
+    symbol: SizeSymbol
+    position: int
+    """Which of the graph's numbers the symbol stands for."""
+    arguments: tuple[Formula, ...]
+    layouts: tuple[Any, ...]
+    scan: LineScan
+    compiled: Callable[[list[Any]], Any]
+
+    def is_of(self, region: Written, n: int) -> bool:
+        """True where the symbolic graph is ``region`` when the symbol is ``n``."""
+        symbol = self.symbol
+        return _equal(symbol, self.arguments, self.layouts, region, n) and symbol.admits(n)
+
+    def lowered(self, name: str, n: int) -> LoweredRegion:
+        """The code for ``n``."""
+        self.scan.number = lambda value: self.symbol.number(value, n)
+        profile, compiled = self.scan.profile(), self.compiled
+
+        def run(args: list[Any]) -> Any:
+            args.insert(0, n)
+            return compiled(args)
+
+        views = tuple(self.scan.views)
+        return LoweredRegion(profile=replace(profile, name=name), views=views, run=run)
+
+
+def _equal(
+    symbol: SizeSymbol,
+    arguments: Sequence[Formula],
+    layouts: Sequence[Any],
+    region: Written,
+    n: int,
+) -> bool:
+    given = (formula.at(n) for formula in arguments)
+    made = (symbol.number(value, n) for value in layouts)
+    return tuple(given) == region.arguments and tuple(made) == region.layouts
+
+
+@dataclass(slots=True)
+class VaryingCounts:
+    """What became of the regions of graphs that are compiled for several lengths."""
+
+    reused: int = 0
+    symbolic: int = 0
+    """Lowered with a symbol."""
+    alone: int = 0
+    """Lowered for one length: the first, or what no symbolic code serves."""
+
+
+@dataclass(eq=False)
+class VaryingRegions:
+    """The regions of one graph, which is compiled for one combination of sizes after another."""
+
+    counts: VaryingCounts = field(default_factory=VaryingCounts)
+    _numbers: tuple[float, ...] = ()
+    _seen: dict[str, list[_Seen]] = field(default_factory=dict)
+    _codes: dict[str, list[_Code]] = field(default_factory=dict)
+    _refused: set[str] = field(default_factory=set)
+    """Texts that cannot be lowered with a symbol."""
+
+    @property
+    def num_lowered(self) -> int:
+        """How many regions were lowered and not reused."""
+        return self.counts.symbolic + self.counts.alone
+
+    def lower(
+        self,
+        region: RegionGraph,
+        *,
+        poison: bool,
+        alone: Callable[[], LoweredRegion],
+    ) -> LoweredRegion:
+        """``region``, which nothing has rewritten, by code with a symbol where that is right."""
+        try:
+            mine = written(region.gm)
+        except UnsupportedGraph as error:
+            log.debug("memo: region %s is of its sizes only: %s", region.name, error)
+            self.counts.alone += 1
+            return alone()
+        key = self._key(region, mine, poison)
+        if key in self._refused:
+            self.counts.alone += 1
+            return alone()
+        codes = self._codes.setdefault(key, [])
+        for code in codes:
+            n = self._numbers[code.position]
+            if isinstance(n, int) and n >= SMALLEST and code.is_of(mine, n):
+                self.counts.reused += 1
+                return code.lowered(region.name, n)
+        seen = self._seen.setdefault(key, [])
+        for before in seen:
+            code = self._symbolic(region, mine, before, key, poison=poison)
+            if code is not None:
+                self.counts.symbolic += 1
+                codes[:] = [*codes, code][-MAX_KNOWN:]
+                return code.lowered(region.name, int(self._numbers[code.position]))
+        self.counts.alone += 1
+        seen[:] = [*seen, _Seen(numbers=self._numbers, written=mine)][-MAX_KNOWN:]
+        return alone()
+
+    def _key(self, region: RegionGraph, mine: Written, poison: bool) -> str:
+        said = (
+            mine.text,
+            sorted(region.external_outputs),
+            region.static_inputs,
+            region.is_backward,
+            str(region.device),
+            poison,
+            torch.get_num_threads(),
+        )
+        return hashlib.sha256(repr(said).encode()).hexdigest()
+
+    def _symbolic(
+        self, region: RegionGraph, mine: Written, before: _Seen, key: str, *, poison: bool
+    ) -> _Code | None:
+        """Code with a symbol for what differs from ``before``; None: nothing of that kind does."""
+        changed = _changed(before.numbers, self._numbers)
+        if changed is None or any(map(convolution_of, region.gm.graph.nodes)):
+            return None
+        base = (int(before.numbers[changed]), int(self._numbers[changed]))
+        pairs = zip(before.written.arguments, mine.arguments, strict=True)
+        arguments = [formula(*pair, base) for pair in pairs]
+        pairs = zip(before.written.layouts, mine.layouts, strict=True)
+        layouts = [formula(*pair, base) for pair in pairs]
+        if None in arguments or None in layouts or mine.layouts == before.written.layouts:
+            return None
+        formulas = tuple(of for of in arguments if of is not None)
+        try:
+            return self._lowered(region, mine, before, changed, formulas, layouts, poison=poison)
+        except Exception as error:  # of torch with a symbol: the region is lowered for itself
+            self._refused.add(key)
+            log.info(
+                "memo: region %s is lowered anew for each length: %s",
+                region.name,
+                described(error),
+            )
+            return None
+
+    def _lowered(
+        self,
+        region: RegionGraph,
+        mine: Written,
+        before: _Seen,
+        changed: int,
+        arguments: tuple[Formula, ...],
+        layouts: Sequence[Formula | None],
+        *,
+        poison: bool,
+    ) -> _Code:
+        """Raises UnsupportedGraph: the symbolic graph is not that of both lengths."""
+        first, n = int(before.numbers[changed]), int(self._numbers[changed])
+        symbol = SizeSymbol(n)
+        gm, made = _with_symbol(region.gm, symbol, arguments, layouts)
+        if not _equal(symbol, arguments, made, mine, n):
+            raise UnsupportedGraph("with a symbol it has other values")
+        if not _equal(symbol, arguments, made, before.written, first):
+            raise UnsupportedGraph("its numbers are no function of the length")
+        static = tuple(at + 1 for at in region.static_inputs)
+        own = replace(region, gm=gm, static_inputs=static)
+        with symbol.tracing():
+            found = inductor.lower_symbolic(
+                own, lambda value: symbol.number(value, n), poison=poison
+            )
+        if found is None:
+            raise UnsupportedGraph("it has no kernels")
+        scan, compiled = found
+        if not symbol.admits(n) or not symbol.was_used_by(scan.graph):
+            raise UnsupportedGraph("torch has taken the length for a constant")
+        return _Code(
+            symbol=symbol,
+            position=changed,
+            arguments=arguments,
+            layouts=made,
+            scan=scan,
+            compiled=compiled,
+        )
+
+
+def _changed(before: Sequence[float], now: Sequence[float]) -> int | None:
+    """The first position of the one number that differs; None where several do, or a float does."""
+    if len(before) != len(now):
+        return None
+    found = [at for at, pair in enumerate(zip(before, now, strict=True)) if pair[0] != pair[1]]
+    if not found or len({(before[at], now[at]) for at in found}) != 1:
+        return None
+    both = (before[found[0]], now[found[0]])
+    return found[0] if all(isinstance(n, int) and n >= SMALLEST for n in both) else None
+
+
+def _with_symbol(
+    gm: fx.GraphModule,
+    symbol: SizeSymbol,
+    arguments: Sequence[Formula],
+    layouts: Sequence[Formula | None],
+) -> tuple[fx.GraphModule, tuple[Any, ...]]:
+    """``gm`` with a size as its first input, and the sizes and strides that its values then have.
+
+    Only those of the inputs are taken from ``layouts``; torch's rules make the others.
+    """
+    graph = fx.Graph()
+    size = graph.placeholder("memo_size")
+    size.meta["val"] = symbol.value
+    made: dict[fx.Node, fx.Node] = {}
+    numbers: dict[Formula, fx.Node] = {}
+    next_argument, next_layout = iter(arguments), iter(layouts)
+    found: list[Any] = []
+
+    def node_of(of: Formula) -> Any:
+        if not of.square and not of.scale:
+            return of.constant
+        if of not in numbers:
+            numbers[of] = _computed(graph, size, of)
+        return numbers[of]
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return made[value]
+        if isinstance(value, int) and not isinstance(value, bool):
+            return node_of(next(next_argument))
+        if isinstance(value, slice):
+            return slice(*map(changed, (value.start, value.stop, value.step)))
+        if isinstance(value, tuple | list):
+            return type(value)(map(changed, value))
+        if isinstance(value, Mapping):
+            return {key: changed(of) for key, of in value.items()}
+        return value
+
+    for node in gm.graph.nodes:
+        count = len(_layouts_of(node))
+        own = [next(next_layout) for _ in range(count)]
+        if node.op == "placeholder":
+            made[node] = graph.placeholder(str(node.target))
+            value = _fake(node.meta["val"], symbol, own)
+        elif node.op == "output":
+            made[node] = graph.output(changed(tuple(node.args[0])))
+            value = None
+        else:
+            args, kwargs = changed(tuple(node.args)), changed(dict(node.kwargs))
+            made[node] = new = graph.call_function(node.target, args, kwargs)
+            given = fx.node.map_arg((new.args, new.kwargs), lambda source: source.meta["val"])
+            with symbol.mode:
+                value = node.target(*given[0], **given[1])
+        made[node].name = node.name
+        made[node].meta = {
+            key: note for key, note in node.meta.items() if key not in ("eager_input_vals",)
+        }
+        made[node].meta["val"] = value
+        _value(value, found)
+    return shim.graph_module(gm, graph), tuple(found)
+
+
+def _layouts_of(node: fx.Node) -> list[Any]:
+    found: list[Any] = []
+    _value(node.meta.get("val"), found)
+    return found
+
+
+def _start(placeholder: fx.Node) -> str:
+    """Where an input begins, as far as code depends on it."""
+    value = placeholder.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedGraph("an input is no tensor")
+    return f"+{_misaligned(value)}"
+
+
+def _misaligned(value: torch.Tensor) -> int:
+    """Elements by which a value begins behind an address that kernels take for aligned."""
+    return int(value.storage_offset()) * value.itemsize % KERNEL_ALIGNMENT_BYTES // value.itemsize
+
+
+def _fake(value: torch.Tensor, symbol: SizeSymbol, layout: Sequence[Formula | None]) -> Any:
+    """A placeholder's value, aligned as it was."""
+    numbers = [of.at(symbol.value) for of in layout if of is not None]
+    size, stride = numbers[: value.dim()], numbers[value.dim() :]
+    start = _misaligned(value)
+    with symbol.mode:
+        if not start:
+            return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+        last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        base = torch.empty(start + last + 1, dtype=value.dtype, device=value.device)
+        return base.as_strided(size, stride, start)
+
+
+def _computed(graph: fx.Graph, size: fx.Node, of: Formula) -> fx.Node:
+    """Nodes that compute ``of`` the size."""
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.name = f"memo_size_{len(graph.nodes)}"
+        values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
+        node.meta["val"] = target(*values)
+        return node
+
+    terms: list[fx.Node] = []
+    if of.square:
+        squared = call(operator.mul, size, size)
+        terms.append(squared if of.square == 1 else call(operator.mul, squared, of.square))
+    if of.scale:
+        terms.append(size if of.scale == 1 else call(operator.mul, size, of.scale))
+    total = terms[0] if len(terms) == 1 else call(operator.add, *terms)
+    return call(operator.add, total, of.constant) if of.constant else total
+
+
+_current: list[VaryingRegions] = []
+"""Those of the graph that is compiled for another length, on top. Lowering holds torch's lock."""
+
+
+def current() -> VaryingRegions | None:
+    """Those of the graph that is being compiled; None where its sizes do not vary."""
+    return _current[-1] if _current else None
+
+
+@contextlib.contextmanager
+def varying(regions: VaryingRegions, numbers: Sequence[float]) -> Iterator[None]:
+    """Inside, a graph is compiled for ``numbers``, and ``regions`` are its."""
+    regions._numbers = tuple(numbers)
+    _current.append(regions)
+    try:
+        yield
+    finally:
+        _current.pop()
