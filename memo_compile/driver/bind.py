@@ -259,6 +259,7 @@ class _Half:
             planned_bytes=0 if begin is None else resident[begin] + before[begin],
             resident_bytes=after,
             dropped=self._dropped(),
+            is_paused=any(own.half == next_half for own in self.problem.interludes),
             handle=self.registers[half.handle],
             **({} if is_forward else self._between()),
         )

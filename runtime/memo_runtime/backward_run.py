@@ -65,7 +65,7 @@ class BackwardRun:
         found = [self._take(position) for position in results]
         lease, group, counted = self.lease, self.lease.group, self.running.counted
         if group is not None:
-            self.running.leave(self.plan.backward.resident_bytes, self.plan.backward.dropped)
+            self.running.leave(self.plan.backward)
         self._end()
         lease.ran = True
         if group is None:

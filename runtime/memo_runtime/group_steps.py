@@ -152,7 +152,7 @@ class GroupStep:
             for call in self.instructions(half):
                 if isinstance(call, StartReload | WaitCopy):
                     call.execute(running)
-            running.leave(half.resident_bytes, half.dropped)
+            running.leave(half)
             self.position += 1
 
     def _copy_frame(self) -> None:

@@ -7,7 +7,7 @@ frame and host frame. Their order in ``RunHalf.calls`` is the schedule; each exe
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,7 +16,15 @@ from memo_runtime.copies import Lane
 from memo_runtime.current import current, poison
 from memo_runtime.heap import HeapWatch
 from memo_runtime.leases import Lease, StepCounters
-from memo_runtime.pages import own_mapping
+from memo_runtime.pages import own_mapping, trim_heap
+
+
+class EndedHalf(Protocol):
+    """What is known of the end of a half; a ``run_step.RunHalf``."""
+
+    resident_bytes: int | None
+    dropped: tuple[tuple[int, int], ...]
+    is_paused: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,12 +54,14 @@ class Running:
             self.lease.slab.drop_tail(resident_bytes)
         self.resident_bytes = resident_bytes
 
-    def leave(self, resident_bytes: int | None, dropped: Sequence[tuple[int, int]]) -> None:
-        """The half has ended: keep so much of the frame, and give the ranges ``dropped`` back."""
-        if resident_bytes is not None:
-            self.keep(resident_bytes)
+    def leave(self, half: EndedHalf) -> None:
+        """The half has ended: keep what it says of the frame; before a pause free heap goes too."""
+        if half.resident_bytes is not None:
+            self.keep(half.resident_bytes)
+        if half.is_paused and self.heap is not None:
+            trim_heap()
         slab = self.lease.slab
-        for start, end in dropped:
+        for start, end in half.dropped:
             if self.poison:
                 poison(slab.bytes(end - start, start))
             else:

@@ -42,6 +42,8 @@ class RunHalf:
     once: autograd makes gradients of the results in ordinary memory before the backward begins."""
     dropped: tuple[tuple[int, int], ...] = ()
     """Ranges of the frame that go back when the half has ended: nothing in them is read again."""
+    is_paused: bool = False
+    """Code of the user that takes much memory runs behind the half: free heap goes back before."""
     ready: tuple[int, ...] = ()
     """BACKWARD: per result after how many calls it is made and nobody reads it any more. Empty
     where results and the forward's arguments do not belong together one by one."""
@@ -315,7 +317,7 @@ def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> Ste
     try:
         for call in _calls(half, lease):
             call.execute(running)
-        running.leave(half.resident_bytes, half.dropped)
+        running.leave(half)
     except BaseException:
         running.lease.settle_ranks()  # a group's frame may go on to serve other members
         raise

@@ -4,9 +4,13 @@ import dataclasses
 from collections.abc import Iterator
 
 import pytest
+from memo_runtime import instructions
+from memo_runtime.heap import HeapWatch
+from memo_runtime.leases import StepCounters
 
 from memo_compile.check.check_plan import check
 from memo_compile.check.prove import prove
+from memo_compile.driver.bind import bind_group
 from memo_compile.driver.knowledge import requested_problem
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlannedStep, PlanRequest
@@ -236,6 +240,37 @@ def test_what_is_left_at_the_end_counts_there(large: Problem) -> None:
         problem, plan = between(large, at_end)
         assert check(problem, plan).ok
         assert (plan.peak_bytes > before.peak_bytes) == grows
+
+
+def test_free_heap_goes_back_before_code_that_was_measured(
+    ready: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small blocks that were freed would else lie beside what that code takes."""
+    pause = Interlude(half=2, most_bytes=MIB, left_bytes=0)
+    config, count = ready.assembly.config, MEMBERS
+    found = plan_step(ready.lowered, config, of(count, interludes=(pause,)), ready.assembly.known)
+    bound = bind_group(found, [ready.lowered.cut] * count, config)
+    halves = [
+        bound.members[member].backward if is_backward else bound.members[member].forward
+        for member, is_backward in bound.order
+    ]
+    assert [half.is_paused for half in halves] == [False, True, False, False, False, False]
+    trims: list[int] = []
+    monkeypatch.setattr(instructions, "trim_heap", lambda: trims.append(1))
+    step = bound.begin()
+    running = instructions.Running(
+        lease=step.frame,
+        env=[],
+        tables=[],
+        resident_bytes=bound.members[0].arena_bytes,
+        poison=False,
+        counted=StepCounters(),
+        heap=HeapWatch(allowed_bytes=0),
+    )
+    for half in halves:
+        running.leave(half)
+    assert len(trims) == 1
+    step.frame.release()
 
 
 def test_what_is_freed_again_counts_until_the_pause_that_frees_it(large: Problem) -> None:
