@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from memo_compile.cli.options import AsJson, Script, require_script, stdout_to_stderr
+from memo_compile.cli.progress import working
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.errors import InputError, require_at_least
 from memo_compile.reporting.decision_lines import decision_lines
@@ -112,12 +111,10 @@ def _answered(script: Path, arguments: list[str], question: "FitQuestion") -> "F
     from memo_compile.offline.fit import Fitting
 
     found: list[FitAnswer] = []
-    console = Console(stderr=True, highlight=False)
 
     def take(call: "FirstCall") -> None:
-        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("planning")
+        with working("planning") as progress:
+            (task,) = progress.task_ids
 
             def tried(what: "Vary", size: int, fits: bool) -> None:
                 says = "fits" if fits else "does not fit"

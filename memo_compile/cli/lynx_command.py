@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from memo_compile.cli.options import EXIT_CODES
+from memo_compile.cli.progress import working
 from memo_compile.errors import InputError
 from memo_compile.papers.lynx.fields import read_object, unwrap_instance
 from memo_compile.papers.lynx.heu import solve_heu
@@ -39,7 +40,8 @@ def heu(
 ) -> None:
     """What one layer keeps, and in which of five phases it recomputes the rest."""
     instance = HeuInstance.from_json(read_object(file))
-    solution = solve_heu(instance, token_split=token_split, time_limit_s=time_limit)
+    with working("choosing what a layer keeps"):
+        solution = solve_heu(instance, token_split=token_split, time_limit_s=time_limit)
     _finish(
         solution.status,
         solution.conflict,
@@ -56,7 +58,8 @@ def opt(
 ) -> None:
     """The best schedule of a small graph, with recomputation behind its communications."""
     instance = OptInstance.from_json(read_object(file))
-    solution = solve_opt(instance, token_split=token_split, time_limit_s=time_limit)
+    with working("searching the best schedule"):
+        solution = solve_opt(instance, token_split=token_split, time_limit_s=time_limit)
     matrices = {"S": solution.resident, "Rc": solution.critical, "Ro": solution.overlapped}
     _finish(
         solution.status,
@@ -96,7 +99,8 @@ def stages(
         return
     if method == "paper":
         raise InputError("method: the paper's greedy needs a table of stage times")
-    plan = plan_stages(JointProblem.from_json(data), token_split=token_split)
+    with working("planning stages"):
+        plan = plan_stages(JointProblem.from_json(data), token_split=token_split)
     _require_split(plan.status, plan.conflict)
     body = {
         "objective": plan.slowest_s,

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from memo_compile.cli.options import EXIT_CODES, AsJson
+from memo_compile.cli.progress import working
 from memo_compile.errors import InputError
 from memo_compile.planners.placement import Placement, check_placement, place
 from memo_compile.planners.placement.files import format_csv, read_problem
@@ -35,7 +36,8 @@ def place_file(
     if alignment_bytes < 1:
         raise InputError(f"--alignment: expected at least 1 byte, got {alignment}")
     problem = read_problem(file, capacity=capacity_bytes, alignment=alignment_bytes)
-    placement = place(problem, solver=solver, time_limit_s=time_limit)
+    with working("placing buffers"):
+        placement = place(problem, solver=solver, time_limit_s=time_limit)
     status = placement.status.value
     fits = EXIT_CODES[status] == 0
     if placement.offsets:

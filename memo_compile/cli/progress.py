@@ -1,9 +1,33 @@
 """How far a plan is: a bar on stderr, where that is a terminal."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+
+@contextmanager
+def working(what: str) -> Iterator[Progress]:
+    """Says ``what`` is done, and since when, where nobody knows how much of it there is.
+
+    On stderr, if that is a terminal; the line is gone at the end of the block.
+    """
+    console = Console(stderr=True, highlight=False)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        progress.add_task(what)
+        yield progress
 
 
 class StepBar:

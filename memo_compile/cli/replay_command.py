@@ -11,6 +11,7 @@ import typer
 
 from memo_compile.cli.diff_command import as_text
 from memo_compile.cli.options import AsJson, read_data
+from memo_compile.cli.progress import working
 from memo_compile.errors import InputError
 from memo_compile.planners.place_step import place_step
 from memo_compile.reporting.differences import Differences, differences
@@ -53,7 +54,8 @@ def replay(
     before = read_data(folder / "plan.json", ReportedPlan)
     costs_file = folder / "costs.json"
     costs = read_data(costs_file, StepCosts) if costs_file.is_file() else None
-    after = _replan(problem, before, costs, solver, time_limit)
+    with working("planning again"):
+        after = _replan(problem, before, costs, solver, time_limit)
     if out is not None:
         for path in write_pictures(out, problem, after, costs):
             print(f"wrote {path}", file=sys.stderr)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from memo_compile.cli.options import AsJson, Count, Hardware, Model, format_table, parse_budget
+from memo_compile.cli.progress import working
 from memo_compile.costs.hardware import HardwareProfile, find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.papers.search.calibrate import calibrate, read_cost_model
@@ -47,7 +48,8 @@ def search_command(
         budget_bytes=None if budget is None else parse_budget(budget, device.memory_bytes),
         model=_cost_model(measurements, device),
     )
-    result = search(question, top)
+    with working("comparing configurations"):
+        result = search(question, top)
     if report is not None:
         write_search_report(report, question, result)
     if as_json:

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from memo_compile.cli.main import main
-from memo_compile.cli.progress import StepBar
+from memo_compile.cli.progress import StepBar, working
 from memo_compile.file_store import UNKNOWN, FileStore
 
 
@@ -100,3 +100,13 @@ def test_the_bar_is_silent_where_nobody_looks():
     with StepBar(Console(file=screen, width=100), 1) as bar:
         bar("planning")
     assert screen.getvalue() == ""
+
+
+@pytest.mark.parametrize(("is_terminal", "said"), [("1", True), ("0", False)])
+def test_work_of_unknown_length_is_said_on_a_terminal(is_terminal, said, capsys, monkeypatch):
+    monkeypatch.setenv("TTY_COMPATIBLE", is_terminal)
+    with working("placing buffers"):
+        pass
+    out, err = capsys.readouterr()
+    assert ("placing buffers" in err) == said
+    assert out == ""
