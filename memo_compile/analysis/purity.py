@@ -17,6 +17,8 @@ from memo_compile.analysis.views import is_item, storage_of
 _RANDOM_PRIMS = ("inductor_seeds", "inductor_seed")
 """Inductor's random numbers are pure functions of a seed; only drawing the seeds is random."""
 
+_FLASH_FORWARDS = ("_flash_attn_forward", "_flash_attn_varlen_forward")
+
 READS_OVERWRITTEN = "memo_reads_overwritten"
 """Key of ``node.meta``: the operator reads an input that is overwritten, and runs once."""
 
@@ -72,11 +74,14 @@ def must_be_saved(node: fx.Node) -> bool:
 def is_repeatable(node: fx.Node) -> bool:
     """True for an operator that gives the same each time: pure ones, and attention without dropout.
 
-    Attention kernels are declared random whatever their dropout is.
+    Attention kernels are declared random whatever their dropout is. Those of the package flash-attn
+    are custom operators whose effects are known.
     """
     if node.target is operator.getitem:
         return is_repeatable(node.all_input_nodes[0])
     if namespace(node) == "aten" and op_name(node).startswith("_scaled_dot_product"):
+        return not argument(node, "dropout_p")
+    if namespace(node) == "flash_attn" and op_name(node) in _FLASH_FORWARDS:
         return not argument(node, "dropout_p")
     return is_pure(node)
 

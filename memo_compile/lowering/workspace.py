@@ -37,6 +37,9 @@ GROUP_BLOCK = 16
 PARTIAL_SUMS_BYTES = 2 * 2**20
 """Partial sums of a weight's gradient, at most; each thread has its own."""
 
+_FLASH_BACKWARD = re.compile("^flash_attn::_flash_attn_(varlen_)?backward$")
+"""The package flash-attn's own operators."""
+
 CONVOLUTION = "convolution workspace"
 """Kind of what ``convolution_bytes`` counts."""
 
@@ -237,6 +240,8 @@ def _with_workspace(lowered: LoweredRegion, region: RegionGraph) -> LoweredRegio
 
 def attention_bytes(node: fx.Node) -> int:
     """What an attention kernel allocates for itself while it runs; 0 for another operator."""
+    if found := _FLASH_BACKWARD.search(_called(node)):
+        return _flash_package_bytes(node, has_lengths=bool(found[1]))
     if node.op != "call_function" or "attention" not in op_name(node):
         return 0
     is_backward, is_ring = "backward" in op_name(node), "ring" in op_name(node)
@@ -253,6 +258,37 @@ def attention_bytes(node: fx.Node) -> int:
     sums = batch * heads * rows * (width + 1) * FLOAT32_BYTES
     expanded = 2 * key.nbytes * heads // key.shape[1] if key.shape[1] != heads else 0
     return align(sums) + align(expanded) + align(arriving)
+
+
+def _called(node: fx.Node) -> str:
+    """The operator's name; of one that is wrapped because it writes, the name of that one."""
+    target = node.target
+    if node.op == "call_function" and "auto_functionalized" in str(target):
+        target = node.args[0]
+    return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _flash_package_bytes(node: fx.Node, *, has_lengths: bool) -> int:
+    """A backward of the package flash-attn: (B, T, H, D), or (T, H, D) of sequences in a row.
+
+    Its kernel takes what that of torch does (``mha_bwd``, ``mha_varlen_bwd``).
+    """
+    wrapped = not isinstance(node.target, torch._ops.OpOverload)
+    query, key, ends = (
+        _fake(node.kwargs.get(name) if wrapped else argument(node, name))
+        for name in ("q", "k", "cu_seqlens_q" if has_lengths else "q")
+    )
+    if query is None or key is None or ends is None:
+        return 0
+    *outer, heads, width = query.shape
+    if has_lengths:
+        rows = outer[0] + ROW_GRANULE * (ends.numel() - 1)
+    else:
+        rows = outer[0] * -(-outer[1] // ROW_GRANULE) * ROW_GRANULE
+    width = -(-width // WIDTH_GRANULE) * WIDTH_GRANULE
+    key_heads = key.shape[-2]
+    expanded = 2 * key.nbytes * heads // key_heads if key_heads != heads else 0
+    return align(rows * heads * (width + 1) * FLOAT32_BYTES) + align(expanded)
 
 
 def _fake(argument: object) -> torch.Tensor | None:

@@ -41,7 +41,7 @@ ASKED = Question(model=SHAPE.name, hardware=find_hardware("h200"), seq=1024)
 RECOMPUTES = {"policy": "full-recompute"}
 KEEPS = {"policy": "save"}
 OFFLOADS = {"policy": "full-offload"}
-BUDGETED = {"policy": "greedy", "budget": "204MiB"}
+BUDGETED = {"policy": "greedy", "budget": "206MiB"}
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,8 @@ HERE = Path(__file__).parent
 IS_EMULATED = "EMULATED_CUDA" in os.environ
 
 
-collect_ignore = [] if IS_EMULATED else ["test_memory.py", "test_order.py"]
+CALLS_THE_DEVICE = ["test_budget.py", "test_memory.py", "test_order.py", "test_refusals.py"]
+collect_ignore = [] if IS_EMULATED else CALLS_THE_DEVICE
 """What calls the emulated device itself does not even import without it."""
 
 

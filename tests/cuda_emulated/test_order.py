@@ -5,7 +5,7 @@ import pytest
 from tests.cuda_emulated import kernels
 from tests.cuda_emulated.device_calls import run_at_once
 from tests.cuda_emulated.scenarios import SCENARIOS, Scenario, failure
-from tests.cuda_emulated.waits import Site, is_exempt, sites_of, without
+from tests.cuda_emulated.waits import FOUND, Site, is_exempt, sites_of, without
 
 SEEDS = range(3)
 FEWEST_SITES = 50
@@ -32,6 +32,7 @@ def test_every_wait_that_is_left_out_is_seen():
         for site in sites_of(lambda scenario=scenario: failure(scenario, chance=None)):
             used.setdefault(site, []).append(scenario)
     assert len(used) >= FEWEST_SITES
+    assert {site[0] for site in used} == {f"{owner.__name__}.{name}" for owner, name in FOUND}
     assert [site for site in used if not is_exempt(site) and not _is_seen(site, used[site])] == []
 
 
