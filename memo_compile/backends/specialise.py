@@ -100,6 +100,7 @@ class Specialised:
             limit = self._config.max_plans * MAX_COMPILATIONS_PER_PLAN
             if self._num_compiled >= limit:
                 return self._plainly(limit, any(isinstance(number, float) for number in numbers))
+            self._num_compiled += 1
             lowered = self._regions.num_lowered
             if len(self._known) >= self._config.max_plans:
                 self._known.popitem(last=False)
@@ -111,8 +112,8 @@ class Specialised:
             if self._written is None:
                 self._written = shim.written_inputs(context, len(rest))
             self._known[self._key(numbers, rest)] = run
-            if self._regions.counts.reused == 0 or self._regions.num_lowered != lowered:
-                self._num_compiled += 1  # another one takes a compiler's time
+            if self._regions.counts.reused and self._regions.num_lowered == lowered:
+                self._num_compiled -= 1  # without a compiler's time
             log.info("memo: regions for changing sizes so far: %s", self._regions.counts)
             return run
 
