@@ -18,7 +18,7 @@ class SizeSymbol:
     """One size that varies, at least 2, in a shape environment of its own."""
 
     def __init__(self, hint: int) -> None:
-        """``hint`` is a value that it has; torch may look at it, and must then say so in a guard."""
+        """``hint`` is a value that it has; where torch looks at it, it writes a guard."""
         self._env = ShapeEnv()
         source = ConstantSource("memo_size")
         self._symbol = self._env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)

@@ -69,6 +69,8 @@ class Specialised:
     _num_compiled: int = 0
     _plain: Callable[..., Any] | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
+    _fitted: set[tuple[float, ...]] = field(default_factory=set)
+    """The numbers for which there was a plan."""
     _regions: VaryingRegions = field(default_factory=VaryingRegions)
     """What is lowered once for all lengths."""
 
@@ -100,6 +102,7 @@ class Specialised:
             limit = self._config.max_plans * MAX_COMPILATIONS_PER_PLAN
             if self._num_compiled >= limit:
                 return self._plainly(limit, any(isinstance(number, float) for number in numbers))
+            self._num_compiled += 1
             lowered = self._regions.num_lowered
             if len(self._known) >= self._config.max_plans:
                 self._known.popitem(last=False)
@@ -107,12 +110,16 @@ class Specialised:
             gm = self._runner.run(shim.copied(self._gm), [put], stage="dynamo")
             self._runner.write_times()
             with varying(self._regions, numbers), shim.fresh_static_tracing() as context:
-                run = self._compile_static(gm, rest, self._config)
+                try:
+                    run = self._compile_static(gm, rest, self._config)
+                except Infeasible as error:
+                    raise _with_what_fits(error, numbers, self._fitted) from None
+            self._fitted.add(numbers)
             if self._written is None:
                 self._written = shim.written_inputs(context, len(rest))
             self._known[self._key(numbers, rest)] = run
-            if self._regions.counts.reused == 0 or self._regions.num_lowered != lowered:
-                self._num_compiled += 1  # another one takes a compiler's time
+            if self._regions.counts.reused and self._regions.num_lowered == lowered:
+                self._num_compiled -= 1  # without a compiler's time
             log.info("memo: regions for changing sizes so far: %s", self._regions.counts)
             return run
 
@@ -131,6 +138,23 @@ class Specialised:
             self._plain = torch.compile(self._gm, dynamic=True)
         state.count_unplanned()
         return self._plain
+
+
+def _with_what_fits(
+    error: Infeasible, numbers: tuple[float, ...], fitted: Collection[tuple[float, ...]]
+) -> Infeasible:
+    """``error`` with the largest of the numbers that had a plan and are nowhere larger."""
+    smaller = [
+        known for known in fitted if all(n <= m for n, m in zip(known, numbers, strict=True))
+    ]
+    if not smaller:
+        return error
+    sizes, largest = (", ".join(map(str, found)) for found in (numbers, max(smaller)))
+    text = (
+        f"{error}. This graph's changing sizes are {sizes}; the largest so far that fit: "
+        f"{largest}. memo_compile.longest finds the largest that fits"
+    )
+    return Infeasible(text, floor_bytes=error.floor_bytes)
 
 
 def shared_memory(inputs: Sequence[Any], written: Collection[int]) -> tuple[str, ...]:

@@ -204,9 +204,7 @@ class LineScan:
         return {
             name
             for name, (_, node) in self._births.items()
-            if name in self._external
-            and node.get_device().type == "cpu"
-            and self._is_known(node)
+            if name in self._external and node.get_device().type == "cpu" and self._is_known(node)
         }
 
     def rewrite(self, *, poison: bool) -> Iterator[Any]:

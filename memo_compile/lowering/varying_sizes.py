@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import logging
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,12 +33,16 @@ from memo_compile.lowering import inductor
 from memo_compile.lowering.lines import LineScan
 from memo_compile.lowering.workspace import convolution_of
 from memo_compile.passes.cut import KERNEL_ALIGNMENT_BYTES
+from memo_compile.reporting import state
 from memo_compile.shim_symbols import SizeSymbol
 
 log = logging.getLogger("memo")
 
 MAX_KNOWN = 4
 """Regions and symbolic codes that are remembered for one text, at most; the oldest goes."""
+
+MAX_REFUSALS = 2
+"""A length that equals another size may be one that torch takes for it; the next need not be."""
 
 SMALLEST = 2
 """Torch takes a size that varies to be at least this: 1 broadcasts, 0 is empty."""
@@ -197,8 +202,8 @@ class VaryingRegions:
     _numbers: tuple[float, ...] = ()
     _seen: dict[str, list[_Seen]] = field(default_factory=dict)
     _codes: dict[str, list[_Code]] = field(default_factory=dict)
-    _refused: set[str] = field(default_factory=set)
-    """Texts that cannot be lowered with a symbol."""
+    _refusals: Counter[str] = field(default_factory=Counter)
+    """How often torch could not lower a text with a symbol."""
 
     @property
     def num_lowered(self) -> int:
@@ -220,9 +225,6 @@ class VaryingRegions:
             self.counts.alone += 1
             return alone()
         key = self._key(region, mine, poison)
-        if key in self._refused:
-            self.counts.alone += 1
-            return alone()
         codes = self._codes.setdefault(key, [])
         for code in codes:
             n = self._numbers[code.position]
@@ -230,12 +232,12 @@ class VaryingRegions:
                 self.counts.reused += 1
                 return code.lowered(region.name, n)
         seen = self._seen.setdefault(key, [])
-        for before in seen:
-            code = self._symbolic(region, mine, before, key, poison=poison)
-            if code is not None:
+        for before in seen if self._refusals[key] < MAX_REFUSALS else ():
+            made = self._symbolic(region, mine, before, key, poison=poison)
+            if made is not None:
                 self.counts.symbolic += 1
-                codes[:] = [*codes, code][-MAX_KNOWN:]
-                return code.lowered(region.name, int(self._numbers[code.position]))
+                codes[:] = [*codes, made][-MAX_KNOWN:]
+                return made.lowered(region.name, int(self._numbers[made.position]))
         self.counts.alone += 1
         seen[:] = [*seen, _Seen(numbers=self._numbers, written=mine)][-MAX_KNOWN:]
         return alone()
@@ -270,12 +272,10 @@ class VaryingRegions:
         try:
             return self._lowered(region, mine, before, changed, formulas, layouts, poison=poison)
         except Exception as error:  # of torch with a symbol: the region is lowered for itself
-            self._refused.add(key)
-            log.info(
-                "memo: region %s is lowered anew for each length: %s",
-                region.name,
-                described(error),
-            )
+            self._refusals[key] += 1
+            note = f"region {region.name} is lowered anew for each length: {described(error)}"
+            if state.add_note(note):
+                log.info("memo: %s", note)
             return None
 
     def _lowered(
@@ -292,13 +292,14 @@ class VaryingRegions:
         """Raises UnsupportedGraph: the symbolic graph is not that of both lengths."""
         first, n = int(before.numbers[changed]), int(self._numbers[changed])
         symbol = SizeSymbol(n)
-        gm, made = _with_symbol(region.gm, symbol, arguments, layouts)
+        rewritten = _WithSymbol(region.gm, symbol, arguments, layouts)
+        made = tuple(rewritten.made)
         if not _equal(symbol, arguments, made, mine, n):
             raise UnsupportedGraph("with a symbol it has other values")
         if not _equal(symbol, arguments, made, before.written, first):
             raise UnsupportedGraph("its numbers are no function of the length")
         static = tuple(at + 1 for at in region.static_inputs)
-        own = replace(region, gm=gm, static_inputs=static)
+        own = replace(region, gm=rewritten.gm, static_inputs=static)
         with symbol.tracing():
             found = inductor.lower_symbolic(
                 own, lambda value: symbol.number(value, n), poison=poison
@@ -319,82 +320,112 @@ class VaryingRegions:
 
 
 def _changed(before: Sequence[float], now: Sequence[float]) -> int | None:
-    """The first position of the one number that differs; None where several do, or a float does."""
+    """The first position of a number that differs; the others that do are formulas of it.
+
+    None where they are not, or where one is no size.
+    """
     if len(before) != len(now):
         return None
-    found = [at for at, pair in enumerate(zip(before, now, strict=True)) if pair[0] != pair[1]]
-    if not found or len({(before[at], now[at]) for at in found}) != 1:
+    pairs = list(zip(before, now, strict=True))
+    changed = [at for at, (first, second) in enumerate(pairs) if first != second]
+    if any(not isinstance(n, int) or n < SMALLEST for at in changed for n in pairs[at]):
         return None
-    both = (before[found[0]], now[found[0]])
-    return found[0] if all(isinstance(n, int) and n >= SMALLEST for n in both) else None
+    sizes = [(int(first), int(second)) for first, second in (pairs[at] for at in changed)]
+    found = [formula(*pair, sizes[0]) for pair in sizes]
+    return None if not found or None in found else changed[0]
 
 
-def _with_symbol(
-    gm: fx.GraphModule,
-    symbol: SizeSymbol,
-    arguments: Sequence[Formula],
-    layouts: Sequence[Formula | None],
-) -> tuple[fx.GraphModule, tuple[Any, ...]]:
-    """``gm`` with a size as its first input, and the sizes and strides that its values then have.
+class _WithSymbol:
+    """A region's graph rewritten: a size is its first input, and stands where ``arguments`` say.
 
-    Only those of the inputs are taken from ``layouts``; torch's rules make the others.
+    Of sizes and strides only those of the inputs are taken from ``layouts``; torch's rules make the
+    others, which are then in ``made``.
     """
-    graph = fx.Graph()
-    size = graph.placeholder("memo_size")
-    size.meta["val"] = symbol.value
-    made: dict[fx.Node, fx.Node] = {}
-    numbers: dict[Formula, fx.Node] = {}
-    next_argument, next_layout = iter(arguments), iter(layouts)
-    found: list[Any] = []
 
-    def node_of(of: Formula) -> Any:
-        if not of.square and not of.scale:
-            return of.constant
-        if of not in numbers:
-            numbers[of] = _computed(graph, size, of)
-        return numbers[of]
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        symbol: SizeSymbol,
+        arguments: Sequence[Formula],
+        layouts: Sequence[Formula | None],
+    ) -> None:
+        self._symbol, self._arguments = symbol, iter(arguments)
+        self._graph = fx.Graph()
+        self._size = self._graph.placeholder("memo_size")
+        self._size.meta["val"] = symbol.value
+        self._nodes: dict[fx.Node, fx.Node] = {}
+        self._numbers: dict[Formula, fx.Node] = {}
+        self.made: list[Any] = []
+        remaining = iter(layouts)
+        for node in gm.graph.nodes:
+            before: list[Any] = []
+            _value(node.meta.get("val"), before)
+            value = self._copied(node, [next(remaining) for _ in before])
+            _value(value, self.made)
+        self.gm = shim.graph_module(gm, self._graph)
 
-    def changed(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return made[value]
-        if isinstance(value, int) and not isinstance(value, bool):
-            return node_of(next(next_argument))
-        if isinstance(value, slice):
-            return slice(*map(changed, (value.start, value.stop, value.step)))
-        if isinstance(value, tuple | list):
-            return type(value)(map(changed, value))
-        if isinstance(value, Mapping):
-            return {key: changed(of) for key, of in value.items()}
+    def _copied(self, node: fx.Node, layout: Sequence[Formula | None]) -> Any:
+        """The value of the copy."""
+        value = None
+        if node.op == "placeholder":
+            new = self._graph.placeholder(str(node.target))
+            value = _fake(node.meta["val"], self._symbol, layout)
+        elif node.op == "output":
+            new = self._graph.output(self._changed(node.args[0]))
+        else:
+            args, kwargs = self._changed(node.args), self._changed(node.kwargs)
+            new = self._graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+            args, kwargs = fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
+            with self._symbol.mode:
+                value = node.target(*args, **kwargs)  # type: ignore[operator]
+        self._nodes[node] = new
+        new.name = node.name
+        new.meta = {key: note for key, note in node.meta.items() if key != "eager_input_vals"}
+        new.meta["val"] = value
         return value
 
-    for node in gm.graph.nodes:
-        count = len(_layouts_of(node))
-        own = [next(next_layout) for _ in range(count)]
-        if node.op == "placeholder":
-            made[node] = graph.placeholder(str(node.target))
-            value = _fake(node.meta["val"], symbol, own)
-        elif node.op == "output":
-            made[node] = graph.output(changed(tuple(node.args[0])))
-            value = None
-        else:
-            args, kwargs = changed(tuple(node.args)), changed(dict(node.kwargs))
-            made[node] = new = graph.call_function(node.target, args, kwargs)
-            given = fx.node.map_arg((new.args, new.kwargs), lambda source: source.meta["val"])
-            with symbol.mode:
-                value = node.target(*given[0], **given[1])
-        made[node].name = node.name
-        made[node].meta = {
-            key: note for key, note in node.meta.items() if key not in ("eager_input_vals",)
-        }
-        made[node].meta["val"] = value
-        _value(value, found)
-    return shim.graph_module(gm, graph), tuple(found)
+    def _changed(self, value: Any) -> Any:
+        """An argument, with nodes of the new graph, and in place of numbers what they are."""
+        if isinstance(value, fx.Node):
+            return self._nodes[value]
+        if isinstance(value, int) and not isinstance(value, bool):
+            return self._number(next(self._arguments))
+        if isinstance(value, slice):
+            return slice(*map(self._changed, (value.start, value.stop, value.step)))
+        if isinstance(value, tuple | list):
+            changed = map(self._changed, value)
+            return list(changed) if isinstance(value, list) else tuple(changed)
+        if isinstance(value, Mapping):
+            return {key: self._changed(of) for key, of in value.items()}
+        return value
 
+    def _number(self, of: Formula) -> Any:
+        if not of.square and not of.scale:
+            return of.constant
+        if of not in self._numbers:
+            self._numbers[of] = self._computed(of)
+        return self._numbers[of]
 
-def _layouts_of(node: fx.Node) -> list[Any]:
-    found: list[Any] = []
-    _value(node.meta.get("val"), found)
-    return found
+    def _computed(self, of: Formula) -> fx.Node:
+        """The node that computes ``of`` the size."""
+        size = self._size
+        terms: list[fx.Node] = []
+        if of.square:
+            squared = self._call(operator.mul, size, size)
+            terms.append(
+                squared if of.square == 1 else self._call(operator.mul, squared, of.square)
+            )
+        if of.scale:
+            terms.append(size if of.scale == 1 else self._call(operator.mul, size, of.scale))
+        total = terms[0] if len(terms) == 1 else self._call(operator.add, *terms)
+        return self._call(operator.add, total, of.constant) if of.constant else total
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        node = self._graph.call_function(target, args)
+        node.name = f"memo_size_{len(self._graph.nodes)}"
+        values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
+        node.meta["val"] = target(*values)
+        return node
 
 
 def _start(placeholder: fx.Node) -> str:
@@ -421,26 +452,6 @@ def _fake(value: torch.Tensor, symbol: SizeSymbol, layout: Sequence[Formula | No
         last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         base = torch.empty(start + last + 1, dtype=value.dtype, device=value.device)
         return base.as_strided(size, stride, start)
-
-
-def _computed(graph: fx.Graph, size: fx.Node, of: Formula) -> fx.Node:
-    """Nodes that compute ``of`` the size."""
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(target, args)
-        node.name = f"memo_size_{len(graph.nodes)}"
-        values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
-        node.meta["val"] = target(*values)
-        return node
-
-    terms: list[fx.Node] = []
-    if of.square:
-        squared = call(operator.mul, size, size)
-        terms.append(squared if of.square == 1 else call(operator.mul, squared, of.square))
-    if of.scale:
-        terms.append(size if of.scale == 1 else call(operator.mul, size, of.scale))
-    total = terms[0] if len(terms) == 1 else call(operator.add, *terms)
-    return call(operator.add, total, of.constant) if of.constant else total
 
 
 _current: list[VaryingRegions] = []

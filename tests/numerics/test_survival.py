@@ -320,6 +320,17 @@ def test_training_of_shapes_that_never_settle():
     assert any("pad to fewer shapes" in note for note in report.notes)
 
 
+def test_a_length_that_does_not_fit_is_refused_with_one_that_does():
+    """Row 43: nothing of it has run, and shorter ones run on."""
+    pair = Pair(Stack(), memory_budget="2MiB", costs="roofline", token_tiles=1)
+    for num_rows in (8, 40, 12):
+        pair.assert_step(rows(num_rows, num_rows))
+    with pytest.raises(Infeasible, match=r"sizes are 40000; the largest so far that fit: 40\."):
+        pair.compiled(rows(1, 40000))
+    pair.assert_step(rows(2, 40))
+    assert leased_slabs() == 0
+
+
 def test_a_float_that_never_settles_is_named():
     """An annealed weight: each value is a plan, and the refusal says what to pass instead."""
     model = Stack()

@@ -73,7 +73,8 @@ def test_private_torch_is_imported_in_the_shims_only():
         if name.startswith("torch._")
     }
     assert users == {
-        f"memo_compile/{name}.py" for name in ("shim", "shim_cache", "shim_partitioner")
+        f"memo_compile/{name}.py"
+        for name in ("shim", "shim_cache", "shim_partitioner", "shim_symbols")
     }
 
 
