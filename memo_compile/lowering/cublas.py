@@ -32,5 +32,5 @@ def workspaces_bytes(major: int, setting: str | None = None, lt_setting: str | N
     size_bytes = LARGE_BYTES if major >= LARGE_FROM else SMALL_BYTES
     if parts:
         size_bytes = sum(int(kib) * int(count) * 1024 for kib, count in parts)
-    lt_kib = int(lt_setting) if (lt_setting or "").isdecimal() else LT_KIB
+    lt_kib = int(lt_setting) if lt_setting and lt_setting.isdecimal() else LT_KIB
     return NUM_HANDLES * (size_bytes + lt_kib * 1024)

@@ -262,7 +262,7 @@ def attention_bytes(node: fx.Node) -> int:
 
 def _called(node: fx.Node) -> str:
     """The operator's name; of one that is wrapped because it writes, the name of that one."""
-    target = node.target
+    target: object = node.target
     if node.op == "call_function" and "auto_functionalized" in str(target):
         target = node.args[0]
     return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""

@@ -48,7 +48,7 @@ def test_a_real_layer_is_extrapolated_by_what_its_operators_do(monkeypatch):
     region = layer_region(models.llama, seq=112)
     wholes = []
 
-    def slow(_, part):
+    def slow(_, part, **_more):
         faster = module._grows_faster(region.gm, wholes[0].gm, CPU)
         made = module._work(part.gm, faster, CPU)
         return 3 * made.in_proportion_s + 2 * made.faster_s
