@@ -19,9 +19,9 @@ measured; here too the results of the forward are held to the end of the step.
   from the accelerator to the CPU: on a CPU alone, that is nowhere.
 
 torchtitan and DeepSpeed are not among memo's requirements: a way whose package is missing is said,
-and the others are measured. To have both:
-``DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation torchtitan==0.2.2 deepspeed hjson
-py-cpuinfo einops msgpack ninja``.
+and the others are measured. The environment of ``make examples`` has torchtitan. DeepSpeed comes
+with ``DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation deepspeed hjson py-cpuinfo einops
+msgpack ninja``.
 """
 
 import argparse
