@@ -77,7 +77,7 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
 
     model = make_model(options)
     if options.child == "memo":
-        memo_options = {"lowering": options.lowering, "strict": True}
+        memo_options = {"lowering": options.lowering, "strict": True, "max_plans": options.lengths}
         step = torch.compile(model, backend="memo", options=memo_options)
     else:
         step = torch.compile(model, dynamic=True)
