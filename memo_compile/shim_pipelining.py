@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch._dynamo.config
 
 
 def pipeline_stages(schedule: Any) -> tuple[Any, ...]:
@@ -23,7 +22,7 @@ def num_microbatches(schedule: Any) -> int:
     return int(schedule._n_microbatches)
 
 
-def room_for_graphs(num_stages: int) -> dict[str, int]:
+def room_for_graphs(num_stages: int) -> dict[str, Any]:
     """What torch.compile is told so that each stage may have as many graphs as one alone.
 
     Stages of one class share Dynamo's limit, and beyond it ``fullgraph`` is an error: three stages,
