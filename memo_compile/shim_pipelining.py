@@ -1,5 +1,6 @@
 """What memo needs of ``torch.distributed.pipelining`` that has no public name."""
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,18 @@ def pipeline_stages(schedule: Any) -> tuple[Any, ...]:
 def num_microbatches(schedule: Any) -> int:
     """How many microbatches a step has. Private in 2.13.0 (``schedules._PipelineSchedule``)."""
     return int(schedule._n_microbatches)
+
+
+def room_for_graphs(num_stages: int) -> dict[str, Any]:
+    """What torch.compile is told so that each stage may have as many graphs as one alone.
+
+    Stages of one class share Dynamo's limit, and beyond it ``fullgraph`` is an error: three stages,
+    two batch sizes and an evaluation are nine graphs. Empty where torch.compile (2.11) has no such
+    parameter.
+    """
+    if "recompile_limit" not in inspect.signature(torch.compile).parameters:
+        return {}
+    return {"recompile_limit": num_stages * torch._dynamo.config.recompile_limit}
 
 
 def receive_buffers(stages: Iterable[Any]) -> tuple[torch.UntypedStorage, ...]:

@@ -72,9 +72,15 @@ def pipeline(
         options.setdefault("microbatches", count)  # torch's schedule holds on to what they had
     if len(stages) > 1:  # other tiles of one stage would change the floor of all of them
         options.setdefault("token_tiles", 1)
+    room = shim_pipelining.room_for_graphs(len(stages))
     for stage in stages:
         stage.submod = torch.compile(
-            stage.submod, backend="memo", dynamic=False, fullgraph=True, options=dict(options)
+            stage.submod,
+            backend="memo",
+            dynamic=False,
+            fullgraph=True,
+            options=dict(options),
+            **room,
         )
     return schedule
 

@@ -1,8 +1,12 @@
-"""What ``memo_compile.pipeline`` refuses before anything is compiled."""
+"""What ``memo_compile.pipeline`` refuses before anything is compiled, and how it compiles."""
 
+import inspect
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.pipelining import schedules
 
 import memo_compile
@@ -36,3 +40,33 @@ def test_an_option_that_cannot_be_used_is_refused():
     schedule = object.__new__(schedules.ScheduleGPipe)
     with pytest.raises(ConfigError, match="memory_budget"):
         memo_compile.pipeline(schedule, memory_budget="lots")
+
+
+@dataclass(eq=False)
+class Stage:
+    """What ``pipeline`` needs of a stage."""
+
+    stage_index: int
+    submod: nn.Module
+    num_stages: int = 3
+
+
+@pytest.mark.skipif(
+    "recompile_limit" not in inspect.signature(torch.compile).parameters,
+    reason="torch.compile takes no limit of its own",
+)
+def test_three_stages_of_one_class_in_three_batch_sizes():
+    """Nine graphs of one code object: Dynamo's limit, an error under fullgraph, is eight."""
+    torch._dynamo.reset()
+    kinds = (nn.Tanh, nn.Sigmoid, nn.ReLU)  # other kinds, so that no graph serves two stages
+    own = [nn.Sequential(nn.Linear(4, 4), kind()) for kind in kinds]
+    schedule = object.__new__(schedules.ScheduleInterleaved1F1B)
+    schedule._stages = [Stage(at, part) for at, part in enumerate(own)]
+    schedule._n_microbatches = 2
+    memo_compile.pipeline(schedule, lowering="aten", strict=True, costs="roofline")
+    for rows in (2, 3, 5):
+        for stage, part in zip(schedule._stages, own, strict=True):
+            x = torch.randn(rows, 4)
+            found = torch.autograd.grad(stage.submod(x).sum(), list(part.parameters()))
+            wanted = torch.autograd.grad(part(x).sum(), list(part.parameters()))
+            torch.testing.assert_close(found, wanted)
