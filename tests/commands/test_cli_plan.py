@@ -17,6 +17,7 @@ from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
 from memo_compile.driver import step_planner
 from memo_compile.errors import InputError, RuntimeMisuse
+from memo_compile.file_store import FileStore
 from memo_compile.offline import forecast as forecasting
 from memo_compile.offline.forecast import Need, Question, forecast, longest
 from memo_compile.offline.shapes.parallel import all_gather
@@ -69,8 +70,15 @@ FIELDS = {
 """What ``--json`` promises."""
 
 
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """What is traced once for all tests here; answers are the same (``test_remembered``)."""
+    return FileStore(folder=tmp_path_factory.mktemp("steps"))
+
+
 @pytest.fixture(autouse=True)
-def _tiny(monkeypatch):
+def _tiny(monkeypatch, steps):
+    monkeypatch.setattr(forecasting, "user_store", lambda: steps)
     monkeypatch.setitem(models.MODELS, GPT.name, GPT)
     monkeypatch.setitem(models.MODELS, LLAMA.name, LLAMA)
     monkeypatch.setitem(models.MODELS, DEEP_GPT.name, DEEP_GPT)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from memo_compile.step.interludes import IGNORED_BYTES
 from tests.distributed.pipelines import CHUNKS, LOOPED
 from tests.distributed.ranks import run_ranks
 
@@ -18,7 +19,6 @@ SETTINGS = [
         "is_traced": True,
         "options": {**ANY, "debug": ["poison", "copies-early"]},
     },
-    {"schedule": "interleaved", "options": {**ANY, "debug": ["poison", "copies-late"]}},
 ]
 MORE_SETTINGS = [
     {"schedule": kind, "num_microbatches": 8, "options": {**ANY, "debug": ["poison", *copies]}}
@@ -44,10 +44,7 @@ def under(schedule, budgets, num_microbatches=8):
     }
 
 
-FEW_TIGHT_SETTINGS = [
-    under("1f1b", [34_000_000, 19_000_000], num_microbatches=4),
-    under("interleaved", [52_000_000, 46_000_000], num_microbatches=4),
-]
+FEW_TIGHT_SETTINGS = [under("1f1b", [34_000_000, 19_000_000], num_microbatches=4)]
 TIGHT_SETTINGS = [
     under("1f1b", [45_100_000, 37_800_000, 36_700_000, 37_000_000]),
     under("1f1b", [65_000_000, 52_000_000, 45_000_000, 37_000_000]),
@@ -93,7 +90,7 @@ def assert_right(folder, subtests, settings, num_ranks):
                     assert not {n: e for n, e in errors.items() if math.isnan(e) or e > TOLERANCE}
                 budget = setting["options"].get("memory_budget")
                 if isinstance(budget, list):
-                    assert max(found["peaks"]) <= budget[number]
+                    assert max(found["peaks"]) <= budget[number] + IGNORED_BYTES
                 if num_live == 1:  # each microbatch is a step of its own
                     assert found["unplanned"][0] == 0
                     assert not found["groups"]

@@ -11,6 +11,7 @@ from memo_compile.analysis.segments import MAX_SEGMENTS, with_segments
 from memo_compile.analysis.structure import make_tape
 from memo_compile.passes.hoist import hoist_invariants
 from tests import models
+from tests.numerics.training import in_ci
 from tests.steps.joint_graphs import capture_joint, capture_model
 
 
@@ -26,7 +27,7 @@ def assert_covers(nodes, structure):
     assert others == list(range(len(others)))
 
 
-@pytest.mark.parametrize("builder", [models.resnet, models.unet])
+@pytest.mark.parametrize("builder", in_ci([models.resnet, models.unet], models.unet))
 def test_a_model_without_layers_is_cut_where_few_bytes_cross(builder):
     nodes = capture_model(builder).forward_nodes
     structure = with_segments(nodes, find_layers(nodes))
@@ -50,7 +51,12 @@ def test_cuts_lie_where_a_model_is_narrow():
     assert {tape.border_bytes(unit.start, 0) for unit in structure.units[1:]} == {x.nbytes}
 
 
-@pytest.mark.parametrize("builder", [models.llama, models.gpt2, models.t5, models.vit, models.bert])
+@pytest.mark.parametrize(
+    "builder",
+    in_ci(
+        [models.llama, models.gpt2, models.t5, models.vit, models.bert], models.llama, models.vit
+    ),
+)
 def test_layers_and_loss_heads_stay_whole(builder):
     nodes = hoist_invariants(capture_model(builder).forward_nodes)
     structure = find_layers(nodes)

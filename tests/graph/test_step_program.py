@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from memo_compile.passes.own_outputs import OwnOutputs
 from memo_compile.passes.runner import graph_text
+from tests.steps.flash_attention import flash_attn_func
 from tests.steps.programs import Programs, step_programs
 
 
@@ -206,60 +207,6 @@ def test_the_backward_fetches_exactly_what_the_forward_leases():
     assert not set(programs.forward.leased) & set(programs.forward.arguments)
 
 
-@pytest.fixture(scope="module")
-def flash():
-    """Operators with the schemas of the flash-attn package, 2.7 and later, on fakes only."""
-    with torch.library._scoped_library("flash_attn", "DEF") as library:
-        window = "int window_size_left, int window_size_right, float softcap, Tensor? alibi_slopes"
-        library.define(
-            "_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, "
-            f"float softmax_scale, bool causal, {window}, bool return_softmax)"
-            " -> (Tensor, Tensor, Tensor, Tensor)"
-        )
-        library.define(
-            "_flash_attn_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, "
-            "Tensor softmax_lse, Tensor(a6!)? dq, Tensor(a7!)? dk, Tensor(a8!)? dv, "
-            f"float dropout_p, float softmax_scale, bool causal, {window}, bool deterministic, "
-            "Tensor? rng_state=None) -> Tensor"
-        )
-
-        def forward(q, k, v, *_):
-            batch, tokens, heads, _width = q.shape
-            lse = q.new_empty((batch, heads, tokens), dtype=torch.float32)
-            nothing = q.new_empty((0,))
-            return torch.empty_like(q), lse, nothing, q.new_empty((2,), dtype=torch.int64)
-
-        def backward(dout, q, k, v, out, softmax_lse, *_):
-            return torch.empty_like(softmax_lse)
-
-        torch.library.register_fake("flash_attn::_flash_attn_forward", forward, lib=library)
-        torch.library.register_fake("flash_attn::_flash_attn_backward", backward, lib=library)
-        yield torch.ops.flash_attn
-
-
-class FlashAttention(torch.autograd.Function):
-    """What the package's own autograd function does with its two operators."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        ops = torch.ops.flash_attn
-        out, lse, _, rng = ops._flash_attn_forward(
-            q, k, v, 0.0, 0.25, True, -1, -1, 0.0, None, False
-        )
-        ctx.save_for_backward(q, k, v, out, lse, rng)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v, out, lse, rng = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        torch.ops.flash_attn._flash_attn_backward(
-            grad, q, k, v, out, lse, dq, dk, dv,
-            0.0, 0.25, True, -1, -1, 0.0, None, False, rng,
-        )  # fmt: skip
-        return dq, dk, dv
-
-
 def flash_layers(num_layers: int = 3, width: int = 64, heads: int = 4):
     entry = parameter(width, width)
     mixes = [parameter(width, 3 * width) for _ in range(num_layers)]
@@ -269,13 +216,13 @@ def flash_layers(num_layers: int = 3, width: int = 64, heads: int = 4):
         x = (x @ entry).tanh()
         for mix, out in zip(weights[:num_layers], weights[num_layers:], strict=True):
             q, k, v = (x @ mix).view(2, 32, 3, heads, width // heads).unbind(2)
-            x = x + FlashAttention.apply(q, k, v).reshape(2, 32, width) @ out
+            x = x + flash_attn_func(q, k, v, causal=True).reshape(2, 32, width) @ out
         return x.pow(2).mean()
 
     return loss, [torch.empty(2, 32, width), entry, *mixes, *outs]
 
 
-def test_flash_attention_is_recognised(flash):
+def test_flash_attention_is_recognised():
     """Its output and log-sum-exp are saved, never run again, and lie in planned buffers."""
     programs = step_programs(flash_layers)
     assert programs.order().count("layer0_fwd") == 3
