@@ -23,7 +23,7 @@ from memo_compile.planners import solver
 from memo_compile.units import format_bytes
 
 OLDEST_TORCH = (2, 11)
-NEWEST_TRIED_TORCH = (2, 13)
+NEWEST_TRIED_TORCH = (2, 15)
 COMPILE_TIMEOUT_S = 60.0
 """Seconds to compile three lines: only a hanging compiler takes so long."""
 _LOCKED_BYTES_WANTED = 2**30

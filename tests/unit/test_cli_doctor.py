@@ -73,7 +73,7 @@ def test_json_names_what_is_missing():
         ("1.13.0", Health.BROKEN),
         ("2.11.0+cu130", Health.OK),
         ("2.13.0a0+git1234", Health.OK),
-        ("2.14.0.dev20260101", Health.LIMITED),
+        ("2.16.0.dev20260101", Health.LIMITED),
         ("3.0.0", Health.LIMITED),
     ],
 )
