@@ -21,17 +21,11 @@ from memo_runtime.leases import StepCounters, leases
 from memo_runtime.run_step import run_backward
 
 from memo_compile import shim
-from memo_compile.driver.around import (
-    apart,
-    has_fsdp_modules,
-    parameters_around,
-    sharded_around,
-)
+from memo_compile.driver.around import fixed_beside, has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
 from memo_compile.driver.declared import assumed_group, declared_around, stages_around
 from memo_compile.driver.early_gradients import own_leaves
-from memo_compile.driver.facts import OPTIMIZER_TENSORS, allocated_bytes
 from memo_compile.driver.group_members import GroupMembers
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
@@ -144,11 +138,17 @@ class GroupedSteps:
             self._learn_at_end(watch)
         return results
 
+    def end_interlude(self) -> None:
+        """A half is about to begin: what others do for it is not the user's."""
+        with self._lock:
+            if self._watch is not None:
+                self._watch.end_interlude()
+
     def _learn_at_end(self, seen: StepWatch) -> None:
         """Plan for what was seen as soon as all of a step has run, so that no later step does it.
 
-        What planning takes of a CPU's memory would be on top of the next step. An error waits for
-        that step, which plans again: there it is the user's, and other tiles may be tried.
+        What planning takes of a CPU's memory would be on top of the next step; so would other
+        tiles. An error waits for that step, which plans again: there it is the user's.
         """
         with self._lock:
             is_first = self.planned is None or self.planned.members.is_assumed
@@ -157,8 +157,19 @@ class GroupedSteps:
                 return
             seen.stop()
             with contextlib.suppress(MemoError, RuntimeError), torch.enable_grad():
-                self._plan(seen, seen.existing_gradient_bytes())
+                self._plan_or_retile(seen)
                 seen.is_learned = True
+
+    def _plan_or_retile(self, seen: StepWatch) -> None:
+        """Plan for a step that has run. Raises Infeasible: it fits in other tiles only, if ever."""
+        try:
+            self._plan(seen, seen.existing_gradient_bytes())
+            return
+        except Infeasible as error:
+            why = error.with_traceback(None)  # which holds the step's frames
+        if self.assembly.retile is not None:
+            self.assembly.retile(why)
+        raise why
 
     @property
     def runs_as_group(self) -> bool:
@@ -294,38 +305,11 @@ class GroupedSteps:
     def _fixed(
         self, found: Sequence[torch.nn.Parameter], num_members: int, gathered: int | None = None
     ) -> FixedBytes:
-        """What all members hold beside the frame, and the model around them.
-
-        ``found`` are the members' parameters. Gradients of others count from the beginning on,
-        since a group does not see when they are made. Of a sharded model ``gathered`` bytes of
-        ``found`` were there at once; None: all of them may be.
-        """
+        """What all members hold beside the frame, as ``fixed_beside``."""
         single = self.assembly.lowered.cut.facts.fixed_bytes(0)
-        own_bytes = sum(allocated_bytes(own) for own in apart(found) if own.requires_grad)
-        sharded = sharded_around(found)
-        parameters = apart([*found, *parameters_around(found)])
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        held_bytes = sum(map(allocated_bytes, parameters))
-        trained_bytes = sum(map(allocated_bytes, trained))
-        if sharded is not None:
-            most = sum(own.numel() * own.element_size() for own in apart(found))
-            held_bytes = sharded.own + sharded.gathered + (most if gathered is None else gathered)
-            trained_bytes = sharded.trained
-        optimizer = OPTIMIZER_TENSORS * trained_bytes
-        per_parameter = self.assembly.config.optimizer_state_bytes_per_parameter
-        if per_parameter is not None:
-            count = sum(parameter.numel() for parameter in trained)
-            if sharded is not None and trained:
-                count = trained_bytes // trained[0].element_size()
-            optimizer = int(per_parameter * count)
-        return FixedBytes(
-            parameters=held_bytes,
-            buffers=num_members * single.buffers,
-            gradients=trained_bytes + (0 if sharded is None else own_bytes),
-            optimizer_state=optimizer,
-            new_gradients=own_bytes,
-            libraries=self.assembly.lowered.problem.fixed.libraries,
-        )
+        fixed = fixed_beside(found, self.assembly.config, gathered)
+        libraries = self.assembly.lowered.problem.fixed.libraries
+        return replace(fixed, buffers=num_members * single.buffers, libraries=libraries)
 
     def _plan_group(self, group: Group, members: GroupMembers, existing: int | None = None) -> None:
         """Plan ``group``, beside ``existing`` bytes of gradients; None: those that are there now.

@@ -15,7 +15,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memo_compile
+from memo_compile.backends import retile
+from memo_compile.driver import groups
 from memo_compile.driver.groups import GroupedSteps
+from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.reporting import state
 from memo_compile.step.interludes import IGNORED_BYTES
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 WORDS, LAYERS = 64, 4
+ANEW = "a graph was compiled anew, in other tiles, because its steps needed more"
 LIMIT = 2e-6
 """Of each parameter's largest gradient: sums in another order."""
 
@@ -487,3 +491,33 @@ def test_models_of_transformers(kind: str, policy: str) -> None:
     assert memo_compile.report().active
     assert memo_compile.report().unplanned_steps == 4
     assert blocks.group().num_instances == 5
+
+
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_other_tiles_are_compiled_in_the_first_step(
+    autocasts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no tiles of the block serve is compiled before the next step, under its modes."""
+    refused: list[PlanRequest] = []
+
+    def refuse(*args: Any) -> Any:
+        refused.append(args[2])
+        raise Infeasible("in these tiles", floor_bytes=1)
+
+    def run(model: nn.Module, ids: torch.Tensor) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocasts):
+            loss = model(ids)
+        loss.backward()
+
+    blocks = Regional(memory_budget=50 * 2**20, token_tiles=None)
+    with monkeypatch.context() as patched:
+        patched.setattr(groups, "plan_step", refuse)
+        blocks.step(run=run)
+    assert [request.group.num_members for request in refused if request.group] == [LAYERS]
+    monkeypatch.setattr(retile, "shared_memory", lambda *_: pytest.fail("compiled in a later step"))
+    assert ANEW in memo_compile.report().notes
+    for _ in range(3):
+        blocks.zero()
+        blocks.step(run=run)
+    assert memo_compile.report().unplanned_steps == LAYERS - 1
+    assert blocks.group().check.ok
