@@ -49,7 +49,9 @@ PIPELINE_FIRST_STEP = (
 )
 
 MAX_ALONE = 2
-"""A pipeline runs a microbatch by itself to find out shapes, or where a step fails."""
+"""A pipeline runs a microbatch by itself to find out shapes, or where a step fails. After more
+steps of one forward nobody looks at memory: that costs a whole graph a tenth of its time. A group
+that comes later is planned without it first."""
 
 PERSISTS = 2
 """So many steps in a row with the same number of further members are planned for."""
@@ -222,8 +224,7 @@ class GroupedSteps:
             self._waiting_bytes = seen.waiting_gradient_bytes()
             if not seen.is_learned:
                 self._learn(seen)
-        problem, facts = self.assembly.problem, self.assembly.lowered.cut.facts
-        budget, stages = self.assembly.config.memory_budget, stages_around(args)
+        problem, stages = self.assembly.problem, stages_around(args)
         self._num_alone = 0 if seen is None or seen.is_group() else self._num_alone + 1
         if stages.num_stages == 1 and self.planned is None and self._num_alone > MAX_ALONE:
             self.assembly.keep_budget()  # nobody else does
@@ -232,9 +233,8 @@ class GroupedSteps:
         if self.planned is None and seen is None:
             self._plan_declared(args)
         is_new = self.planned is None or self.planned.members.is_assumed
-        is_first = (
-            is_new and facts.device.type == "cpu" and (budget is not None or stages.num_stages == 1)
-        )
+        may_be_first = is_new and self._num_alone <= MAX_ALONE
+        is_first = may_be_first and self._looks_at_memory(stages.num_stages == 1)
         self._watch = StepWatch(
             problem.halves[1],
             num_user_results(*problem.halves),
@@ -251,6 +251,11 @@ class GroupedSteps:
         self._members.clear()
         if self.planned is not None:
             self._count_existing(self.planned)
+
+    def _looks_at_memory(self, is_pipeline: bool) -> bool:
+        """True where what the user's code takes between the halves counts, and can be measured."""
+        on_cpu = self.assembly.step.device.type == "cpu"
+        return on_cpu and (is_pipeline or self.assembly.config.memory_budget is not None)
 
     def _plan_declared(self, args: Sequence[Any]) -> None:
         """Plan the group that the user named, where the call is of its first module."""
@@ -300,7 +305,9 @@ class GroupedSteps:
         references = [reference() for reference in seen.parameters()]
         found = [own for own in references if own is not None]
         group = seen.group(self._fixed(found, seen.num_members, seen.gathered_bytes))
-        self._plan_group(group, GroupMembers.of(seen.keys, found, group), existing)
+        is_assumed = not seen.samples and self._looks_at_memory(seen.is_pipeline)
+        members = GroupMembers.of(seen.keys, found, group, is_assumed=is_assumed)
+        self._plan_group(group, members, existing)
 
     def _fixed(
         self, found: Sequence[torch.nn.Parameter], num_members: int, gathered: int | None = None
