@@ -20,7 +20,7 @@ from memo_compile.backends.specialise import shared_memory
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.left_whole import say_dropped
 from memo_compile.driver.stages import PlanRequest
-from memo_compile.errors import Infeasible
+from memo_compile.errors import Infeasible, without_frames
 from memo_compile.reporting import state
 
 
@@ -164,10 +164,10 @@ class Retiled:
             request = planned.assembly.unplanned_request
             if request is None:
                 raise
-            why = _without_frames(error)
+            why = without_frames(error)
         # Outside of the block that handles the error, whose frames hold the arguments.
         if request in self._asked:
-            raise _without_frames(self._asked[request])
+            raise without_frames(self._asked[request])
         with shim.nothing_else_compiles():
             if self._planned is planned:  # and no other thread has compiled meanwhile
                 self._asked[request] = why
@@ -183,7 +183,7 @@ class Retiled:
         if request is None or request in self._asked:
             return
         args, gone = self._called.inputs_again()
-        self._asked[request] = _without_frames(why)
+        self._asked[request] = without_frames(why)
         with (
             shim.nothing_else_compiles(),
             self._called.ambient(),
@@ -208,22 +208,17 @@ class Retiled:
             with shim.fresh_static_tracing() as context:
                 planned = self._plan(shim.copied(self._gm), args, request)
         except Infeasible as error:
-            self._asked[request] = _without_frames(error)
+            self._asked[request] = without_frames(error)
             raise
         except Exception as error:  # what did not fit is what the user is told
             say_dropped("a step that needs more than its tiles allow", error)
-            raise _without_frames(self._asked[request]) from None
+            raise without_frames(self._asked[request]) from None
         written = shim.written_inputs(context, len(args))
         if shared_memory(args, written) or not written.isdisjoint(gone):
-            raise _without_frames(self._asked[request])
+            raise without_frames(self._asked[request])
         assert planned.assembly is not None, "it trained before"
         planned.assembly.follow(before)
         before.retire()
         state.add_plan(planned.assembly.reported)
         state.add_note("a graph was compiled anew, in other tiles, because its steps needed more")
         return planned
-
-
-def _without_frames(error: Infeasible) -> Infeasible:
-    """``error`` without its traceback, which holds the arguments of a step."""
-    return Infeasible(str(error), floor_bytes=error.floor_bytes)

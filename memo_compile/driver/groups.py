@@ -31,7 +31,7 @@ from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.driver.step_watch import StepWatch, key_of
-from memo_compile.errors import Infeasible, MemoError
+from memo_compile.errors import Infeasible, MemoError, without_frames
 from memo_compile.reporting import state
 from memo_compile.reporting.write import write_pictures
 from memo_compile.step.group import Group, num_user_results
@@ -159,19 +159,18 @@ class GroupedSteps:
                 return
             seen.stop()
             with contextlib.suppress(MemoError, RuntimeError), torch.enable_grad():
-                self._plan_or_retile(seen)
-                seen.is_learned = True
+                seen.is_learned = self._plan_or_retile(seen)
 
-    def _plan_or_retile(self, seen: StepWatch) -> None:
-        """Plan for a step that has run. Raises Infeasible: it fits in other tiles only, if ever."""
+    def _plan_or_retile(self, seen: StepWatch) -> bool:
+        """Plan for a step that has run; False where it fits in other tiles only, if ever."""
         try:
             self._plan(seen, seen.existing_gradient_bytes())
-            return
+            return True
         except Infeasible as error:
-            why = error.with_traceback(None)  # which holds the step's frames
+            why = without_frames(error)
         if self.assembly.retile is not None:
             self.assembly.retile(why)
-        raise why
+        return False
 
     @property
     def runs_as_group(self) -> bool:
