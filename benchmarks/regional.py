@@ -208,7 +208,7 @@ def video_transformer(options: argparse.Namespace) -> tuple[Any, list[Any], Call
     from diffusers import WanTransformer3DModel
 
     torch.manual_seed(0)
-    side = round((4 * options.tokens) ** 0.5)
+    side = 2 * round(options.tokens**0.5)  # patches of two by two
     model = WanTransformer3DModel(
         num_attention_heads=options.hidden // 64,
         attention_head_dim=64,
