@@ -34,8 +34,8 @@ from memo_compile.driver.library_buffers import (
 )
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
-from memo_compile.driver.step_messages import NO_FLOOR, no_room, not_gone, taken_beyond
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
+from memo_compile.driver.step_messages import NO_FLOOR, no_room, not_gone, taken_beyond
 from memo_compile.driver.step_planner import LOSS_OUTSIDE
 from memo_compile.driver.user_outputs import (
     LossWatch,
