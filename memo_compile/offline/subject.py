@@ -233,20 +233,26 @@ class Subject:
             from memo_compile.offline.other_length import TracedLengths
             from memo_compile.offline.plan_offline import not_tracing, tracing
 
-            known = None
-            if self.lengths is not None and self.seq is not None:
+            known, length = None, self._length
+            if self.lengths is not None and length is not None:
                 known = self.lengths.traced.setdefault(shortened, TracedLengths())
-                if (other := known.at(self.seq)) is not None:
+                if (other := known.at(length)) is not None:
                     with not_tracing(other, hardware=self.hardware) as made:
                         yield made
                     return
             model, args, kwargs, more = self._traced(shortened=shortened)
             with tracing(model, args, kwargs, hardware=self.hardware, more=more) as traced:
                 yield traced
-                if known is not None and self.seq is not None:
-                    known.add(traced.at_length(self.seq))
+                if known is not None and length is not None:
+                    known.add(traced.at_length(length))
 
         return trace
+
+    @property
+    def _length(self) -> int | None:
+        """Tokens of a sequence on one device; None where devices have different numbers."""
+        tokens, rest = divmod(self.seq or 0, self.degrees.tp * self.degrees.cp)
+        return tokens if tokens and not rest else None
 
     def _traced(self, *, shortened: bool) -> "tuple[Any, Any, Any, MoreLayers | None]":
         """What is traced, its arguments, and the layers that it lacks."""

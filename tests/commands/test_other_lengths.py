@@ -58,26 +58,43 @@ def answer(shape, seq, lengths=None, degrees=ONE, **more):
     return to_json(found.step.problem), to_json(plan), to_json(found.step.costs), facts
 
 
+KEEPS = {"policy": "save"}
+_traced: list[ModelLengths] = []
+
+
+@pytest.fixture
+def lengths():
+    """GPT as it was traced at 64 and at 96 tokens."""
+    if not _traced:
+        made = ModelLengths()
+        for seq in (64, 96):
+            answer(GPT, seq, made, **KEEPS)
+        _traced.append(made)
+    found = _traced[0].traced[False]
+    return ModelLengths(
+        facts=_traced[0].facts, traced={False: dataclasses.replace(found, _known={**found._known})}
+    )
+
+
+def test_a_length_that_was_not_traced_has_the_plan_of_one_that_was(lengths, traces):
+    found = answer(GPT, 250, lengths, **KEEPS)
+    assert not traces
+    assert found == answer(GPT, 250, **KEEPS)
+    assert traces
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "degrees", "traced", "others", "more"),
     [
-        (GPT, ONE, (1024, 1536), (2048,), {"policy": "save"}),
-        (LLAMA, ONE, (1024, 1536), (512,), BUDGETED),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                (GPT, ONE, (512, 4096), (768, 1024, 1000, 8192), BUDGETED),
-                (GPT, ONE, (1000, 999), (777, 1024, 4097), BUDGETED),
-                (GPT, ONE, (512, 4096), (256, 5000), {"budget": "30MiB", "batch": 3}),
-                (LLAMA, TWO, (2048, 1024), (512, 1536, 16384), BUDGETED),
-                (LLAMA, ONE, (4096, 8192), (65536,), {"budget": "160MiB"}),
-            )
-        ),
+        (LLAMA, ONE, (1024, 1536), (512, 1537), {"policy": "full-recompute"}),
+        (LLAMA, TWO, (2048, 1024), (512, 4096), {"policy": "save"}),
+        (GPT, ONE, (512, 4096), (768, 1000, 8192), BUDGETED),
+        (GPT, ONE, (1000, 999), (777, 1024, 4097), {"budget": "200MiB", "batch": 3}),
+        (LLAMA, ONE, (4096, 8192), (65536,), BUDGETED),
     ],
 )
-def test_a_length_that_was_not_traced_has_the_plan_of_one_that_was(
-    traces, shape, degrees, traced, others, more
-):
+def test_all_policies_at_lengths_that_were_not_traced(traces, shape, degrees, traced, others, more):
     lengths = ModelLengths()
     for seq in traced:
         answer(shape, seq, lengths, degrees, **more)
@@ -85,19 +102,23 @@ def test_a_length_that_was_not_traced_has_the_plan_of_one_that_was(
     found = [answer(shape, seq, lengths, degrees, **more) for seq in others]
     assert not traces
     assert found == [answer(shape, seq, None, degrees, **more) for seq in others]
-    assert traces
 
 
-def test_a_length_whose_sizes_are_no_functions_of_it_is_traced(traces, caplog):
+def test_a_length_whose_sizes_are_no_functions_of_it_is_traced(lengths, traces, caplog):
     """Of one token, whose dimension torch takes away here and there."""
-    lengths, keep = ModelLengths(), {"policy": "save"}
-    for seq in (64, 96):
-        answer(GPT, seq, lengths, **keep)
-    traces.clear()
-    found = answer(GPT, 1, lengths, **keep)
+    found = answer(GPT, 1, lengths, **KEEPS)
     assert traces
     assert "length 1 is traced anew" in caplog.text
-    assert found == answer(GPT, 1, **keep)
+    assert found == answer(GPT, 1, **KEEPS)
+
+
+def test_a_model_with_other_parameters_at_another_length_is_traced(lengths, traces, caplog):
+    traced = lengths.traced[False]
+    traced._functions = None
+    traced._known[96] = dataclasses.replace(traced._known[96], constant_bytes=1)
+    answer(GPT, 128, lengths, **KEEPS)
+    assert traces
+    assert "two lengths have other parameters" in caplog.text
 
 
 def test_what_the_user_wrote_is_traced_at_every_length(tmp_path):
@@ -105,16 +126,3 @@ def test_what_the_user_wrote_is_traced_at_every_length(tmp_path):
     assert is_shape("llama3-8b")
     assert not is_shape("models:small")
     assert not is_shape(str(tmp_path / "config.json"))
-
-
-def test_a_model_with_other_parameters_at_another_length_is_traced(traces, caplog):
-    lengths, keep = ModelLengths(), {"policy": "save"}
-    answer(GPT, 64, lengths, **keep)
-    answer(GPT, 96, lengths, **keep)
-    traced = lengths.traced[False]
-    first, second = traced._known.values()
-    traced._known[96] = dataclasses.replace(second, constant_bytes=first.constant_bytes + 1)
-    traces.clear()
-    answer(GPT, 128, lengths, **keep)
-    assert traces
-    assert "two lengths have other parameters" in caplog.text
