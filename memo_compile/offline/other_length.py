@@ -161,9 +161,10 @@ class _Rebuilt:
         layouts: Sequence[Formula],
     ) -> None:
         self._length, self._arguments = length, iter(arguments)
-        self._mode = shim.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
-        if self._mode is None:
+        mode = shim.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
+        if mode is None:
             raise UnsupportedGraph("the joint graph carries no fake tensors")
+        self._mode = mode
         self._graph = fx.Graph()
         self._nodes: dict[fx.Node, fx.Node] = {}
         remaining = iter(layouts)
