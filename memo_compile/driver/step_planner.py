@@ -339,15 +339,16 @@ class StepPlanner:
 
     def _choose_within(self, budget_bytes: int | None) -> Choice:
         policy = "kwai" if self.request.shares else self.config.policy
+        host_bytes = self._host_budget_bytes()
         return decide(
             self.step,
             self.known.library(self.config.host_store),
             replace(self.config, policy=policy),
             budget_bytes=budget_bytes,
-            host_budget_bytes=self._host_budget_bytes(),
+            host_budget_bytes=host_bytes,
             place=lambda problem: self._place_candidate(problem, budget_bytes),
             wanted_s=self._wanted_s(),
-            memory=self.known.searches(self._host_budget_bytes(), exact=self.config.exact),
+            memory=self.known.searches(host_bytes, exact=self.config.exact),
         )
 
     def _placed(self, choice: Choice) -> Plan:

@@ -182,10 +182,10 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_busy_machine_places_as_a_quiet_one(request):
     hard = read_problem(DATA / "I.1048576.csv")
-    quiet = place(hard, solver="search", time_limit_s=0.5, use_numba=False)
+    quiet = place(hard, solver="search", time_limit_s=0.1, use_numba=False)
     assert quiet.height_bytes > quiet.lower_bound_bytes  # the limit ended it
     request.getfixturevalue("hurried")
-    busy = place(hard, solver="search", time_limit_s=0.5, use_numba=False)
+    busy = place(hard, solver="search", time_limit_s=0.1, use_numba=False)
     assert busy.offsets == quiet.offsets
     assert busy.height_bytes < place(hard, solver="greedy", time_limit_s=0.0).height_bytes
 
