@@ -17,6 +17,7 @@ from memo_compile.planners.placement import (
     find_violations,
     greedy,
     place,
+    planner,
 )
 from memo_compile.planners.placement.compiled import has_numba
 from memo_compile.planners.placement.effort import Effort
@@ -182,10 +183,10 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_busy_machine_places_as_a_quiet_one(request):
     hard = read_problem(DATA / "I.1048576.csv")
-    quiet = place(hard, solver="search", time_limit_s=0.1, use_numba=False)
+    quiet = place(hard, solver="search", time_limit_s=0.02, use_numba=False)
     assert quiet.height_bytes > quiet.lower_bound_bytes  # the limit ended it
     request.getfixturevalue("hurried")
-    busy = place(hard, solver="search", time_limit_s=0.1, use_numba=False)
+    busy = place(hard, solver="search", time_limit_s=0.02, use_numba=False)
     assert busy.offsets == quiet.offsets
     assert busy.height_bytes < place(hard, solver="greedy", time_limit_s=0.0).height_bytes
 
@@ -196,6 +197,21 @@ def test_a_search_that_the_clock_ends_says_so(monkeypatch, caplog):
     monkeypatch.setattr("time.thread_time", lambda: float(next(hours)))
     check_placement(hard, place(hard, solver="search", use_numba=False))
     assert "ended by the clock" in caplog.text
+
+
+def test_what_compiling_takes_is_not_searched_less(monkeypatch, caplog):
+    hard = read_problem(DATA / "B.1048576.csv")
+    clock, made = [0.0], planner.Searcher
+
+    def compiled_for_an_hour(*args):
+        clock[0] += 3600.0
+        return made(*args)
+
+    monkeypatch.setattr("time.thread_time", lambda: clock[0])
+    monkeypatch.setattr(planner, "Searcher", compiled_for_an_hour)
+    found = place(hard, solver="search", time_limit_s=2.0, use_numba=False)
+    assert found.height_bytes == found.lower_bound_bytes
+    assert "clock" not in caplog.text
 
 
 @pytest.mark.skipif(not has_numba(), reason="without numba nothing is compiled")

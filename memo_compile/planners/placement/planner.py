@@ -192,7 +192,8 @@ def _search(answer: _Answer, effort: Effort, use_numba: bool | None) -> _Answer:
         if found.bound > found.target or found.height <= found.enough:
             return found
     searcher = Searcher(answer.instance, use_numba)  # which compiles, once for a machine
-    return _narrow(searcher, answer, effort.part(effort.left_s))
+    effort.restart_clock()
+    return _narrow(searcher, answer, effort)
 
 
 def _narrow(searcher: Searcher, answer: _Answer, effort: Effort) -> _Answer:

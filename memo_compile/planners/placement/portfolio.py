@@ -14,7 +14,13 @@ import numpy as np
 
 from memo_compile.planners.placement import kernel
 from memo_compile.planners.placement.compiled import compiled_search, has_numba, warm_up
-from memo_compile.planners.placement.effort import COMPILED_S, PLAIN_S, Effort
+from memo_compile.planners.placement.effort import (
+    COMPILED_NODE_S,
+    COMPILED_S,
+    PLAIN_NODE_S,
+    PLAIN_S,
+    Effort,
+)
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, Overlaps, find_overlaps
 
 _NODES_PER_BUFFER = 2
@@ -65,7 +71,9 @@ class Searcher:
         """False when a single descent would take too long or too much memory."""
         if compiled and self.is_practical:
             warm_up(self._tables(np.arange(instance.num_buffers)), self._fresh_state())
-        self._unit_s = COMPILED_S if compiled else PLAIN_S
+        self._unit_s, self._node_s = (
+            (COMPILED_S, COMPILED_NODE_S) if compiled else (PLAIN_S, PLAIN_NODE_S)
+        )
         self.nodes = 0
         """Choices tried so far, over all runs."""
         self.seconds = 0.0
@@ -78,7 +86,7 @@ class Searcher:
         """
         tables, state, slack = self._tables(rank), self._fresh_state(), self._instance.max_slack
         outcome, nodes = self._kernel(tables, state, capacity, slack, max_nodes, jump)
-        self.seconds += float(state.tally[kernel.WORK]) * self._unit_s
+        self.seconds += float(state.tally[kernel.WORK]) * self._unit_s + nodes * self._node_s
         self.nodes += nodes
         return outcome, np.array(state.offset, dtype=np.int64)
 
