@@ -22,9 +22,9 @@ COMPILED_S, COMPILED_NODE_S = 1e-9, 4e-6
 PLAIN_S, PLAIN_NODE_S = 1e-7, 8e-5
 """The same in plain Python: 0.7 to 1.3 times."""
 
-ORDER_S, ORDER_PAIR_S = 5e-6, 6e-9
-"""Seconds of a greedy order for each buffer, and for each pair of buffers: 0.7 to 1.7 times, where
-it is compiled."""
+ORDER_S, ORDER_PAIR_S = 5e-6, 3e-10
+"""Seconds of a greedy order for each buffer, and for each pair of buffers: for the 1,168 to 4,687
+buffers of Llama-3-8B 0.7 to 1.5 times what it takes where it is compiled, a seventh where it is not."""
 
 
 class Effort:
