@@ -24,7 +24,7 @@ PLAIN_S, PLAIN_NODE_S = 1e-7, 8e-5
 
 ORDER_S, ORDER_PAIR_S = 5e-6, 3e-10
 """Seconds of a greedy order for each buffer, and for each pair of buffers: for the 1,168 to 4,687
-buffers of Llama-3-8B 0.7 to 1.5 times what it takes where it is compiled, a seventh where it is not."""
+buffers of Llama-3-8B 0.7 to 1.5 times what it takes where it is compiled, else a seventh."""
 
 
 class Effort:
