@@ -277,6 +277,7 @@ class SearchedMoves:
     """What is known of the step's regions: those that are lowered, and those that are refused."""
     greedy: tuple[Moves, ...] | None = None
     near_floor: tuple[Moves, ...] | None = None
+    filled: tuple[Moves, ...] | None = None
     program: tuple[Moves, ...] | None = None
 
     def once(self, search: str, found: Iterable[Moves]) -> tuple[Moves, ...]:
@@ -304,7 +305,7 @@ class CandidateSource:
 
     def auto(self) -> list[Candidate]:
         """All that policy ``auto`` chooses from: greedy's, the program's and the named plans."""
-        found = dict.fromkeys(self._greedy())
+        found = dict.fromkeys((*self._greedy(), *self._filled()))
         if self.solver and self.step.layers:
             found.update(dict.fromkeys(self._program()))
         known: list[Candidate] = []
@@ -351,18 +352,28 @@ class CandidateSource:
         return self.searched.near_floor
 
     def _floor_moves(self) -> Iterator[Moves]:
+        modes = layer_modes(self.step, self.recompute, exact=self.exact)
         for price in COPY_PRICES:
-            model = build_model(self.step, self._modes(), ONCE, price)
-            yield from self._refilled(model, self._near_floor_of(model))
+            model = build_model(self.step, modes, ONCE, price)
+            for chosen in self._near_floor_of(model):
+                yield model.moves(chosen, "greedy")
 
-    def _refilled(self, model: StepModel, some: Iterable[tuple[int, ...]]) -> Iterator[Moves]:
-        """The moves, then the same with as many copies as a host that is short has room for."""
-        found = dict.fromkeys(some)
-        if self.host_budget_bytes is not None and self._is_short:
-            most = self.host_budget_bytes
-            found.update(dict.fromkeys(refilled(model, chosen, most) for chosen in [*found]))
-        for chosen in found:
-            yield model.moves(chosen, "greedy")
+    def _filled(self) -> tuple[Moves, ...]:
+        """Greedy's plans with as many copies as a host that is short has room for."""
+        if self.searched.filled is None:
+            self.searched.filled = self.searched.once("filled", self._filled_moves())
+        return self.searched.filled
+
+    def _filled_moves(self) -> Iterator[Moves]:
+        most = self.host_budget_bytes
+        if most is None or not self._is_short:
+            return
+        models = [(model, self._spread(model)) for model in self._models((NEXT, WIDE)).values()]
+        near = (build_model(self.step, self._modes(), ONCE, price) for price in COPY_PRICES)
+        models += [(model, self._near_floor_of(model)) for model in near]
+        for model, some in models:
+            for chosen in dict.fromkeys(refilled(model, chosen, most) for chosen in some):
+                yield model.moves(chosen, "greedy")
 
     @property
     def _is_short(self) -> bool:
@@ -371,7 +382,7 @@ class CandidateSource:
         return most is not None and most < sum(map(self._copied_bytes, self.step.layers))
 
     def _modes(self) -> tuple[tuple[ModeCost, ...], ...]:
-        """Per layer the modes that plans choose from."""
+        """Per layer the modes that the program chooses from."""
         return layer_modes(self.step, self.recompute, exact=self.exact, fills_host=self._is_short)
 
     def _copied_bytes(self, layer: Layer) -> int:
@@ -463,12 +474,19 @@ class CandidateSource:
         return tuple(sorted(found))
 
     def _greedy_moves(self) -> Iterator[Moves]:
-        for model in self._models((NEXT, WIDE)).values():
-            sequence = greedy_sequence(model, host_budget_bytes=self.host_budget_bytes)
-            last = len(sequence) - 1
-            count = min(MAX_GREEDY, len(sequence))
-            numbers = sorted({last * at // max(1, count - 1) for at in range(count)})
-            yield from self._refilled(model, (sequence[number] for number in numbers))
+        modes = layer_modes(self.step, self.recompute, exact=self.exact)
+        for schedule in (NEXT, WIDE):
+            model = build_model(self.step, modes, schedule)
+            for chosen in self._spread(model):
+                yield model.moves(chosen, "greedy")
+
+    def _spread(self, model: StepModel) -> Iterator[tuple[int, ...]]:
+        """Plans of greedy's sequence, spread evenly over it."""
+        sequence = greedy_sequence(model, host_budget_bytes=self.host_budget_bytes)
+        last = len(sequence) - 1
+        count = min(MAX_GREEDY, len(sequence))
+        for number in sorted({last * at // max(1, count - 1) for at in range(count)}):
+            yield sequence[number]
 
     def _near_floor_of(self, model: StepModel) -> Iterator[tuple[int, ...]]:
         """The last plans of greedy's sequence, and with other modes of the last layer."""
