@@ -33,6 +33,7 @@ from memo_compile.planners.placement import (
 )
 from memo_compile.planners.placement.bilevel import bilevel_offsets
 from memo_compile.planners.placement.compiled import has_numba
+from memo_compile.planners.placement.effort import Effort
 from memo_compile.planners.placement.files import read_problem
 from memo_compile.planners.placement.instance import build_instance
 from memo_compile.planners.solver import SolveStatus
@@ -283,7 +284,7 @@ def level1_seconds(problem: PlacementProblem) -> float:
     )
     instance = build_instance(part)
     begin = time.perf_counter()
-    bilevel_offsets(instance, 0, begin)
+    bilevel_offsets(instance, 0, Effort(0.0))
     return time.perf_counter() - begin
 
 

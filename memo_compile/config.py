@@ -140,7 +140,8 @@ class MemoConfig:
     placement_solver: str = "auto"
     """How offsets are found: ``auto``, ``greedy``, ``mip`` or ``search``."""
     placement_time_limit_s: float = 5.0
-    """Seconds that the search for offsets may take, where greed alone is not good enough."""
+    """Seconds that the search for offsets may take, where greed alone is not good enough; counted
+    by its work, which takes so long on a quiet machine."""
     cache: bool = True
     """What was found out before, in this process or another, comes from a cache: code of regions
     from Inductor's own, what memo must know of it, and cuts, from memo's (``memo cache show``)."""

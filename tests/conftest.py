@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from memo_compile.planners.placement.compiled import compiled_greedy, has_numba, is_cold
+from memo_compile.planners.placement.effort import Effort
 from memo_compile.planners.placement.greedy import greedy_offsets
 from memo_compile.planners.placement.instance import build_instance
 from memo_compile.planners.placement.placement_problem import Buffer, PlacementProblem
@@ -58,7 +59,7 @@ def _compile_placement() -> None:
     buffer = Buffer(id="any", lower=0, upper=1, size=1)
     instance = build_instance(PlacementProblem(buffers=(buffer,)))
     compiled_greedy()
-    greedy_offsets(instance, 0, 0.0)
+    greedy_offsets(instance, 0, Effort(0.0))
     if os.environ["PYTEST_XDIST_WORKER"] == "gw0" and is_cold():
         Searcher(instance, use_numba=True)
 

@@ -28,7 +28,7 @@ from memo_compile.driver.stages import CapturedStep
 from memo_compile.errors import RuntimeMisuse, UnsupportedGraph
 from memo_compile.lowering.lower import plain_inner
 from memo_compile.passes.cse import MergeCommonSubexpressions
-from memo_compile.passes.equal_cut import EqualCut, SaveMinCut, SufficientCut
+from memo_compile.passes.equal_cut import EqualCut, SaveMinCut, SufficientCut, dropped_sizes
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import FetchLeased, LeaseSaved, leased_names
 from memo_compile.passes.loss_gradient import GradientOfLoss
@@ -83,6 +83,7 @@ class StepCapture:
     _num_results: int = 0
     """How many results the forward has; behind them it returns what autograd keeps."""
     _own_results: tuple[int, ...] = ()
+    _droppable: tuple[int, ...] = ()
     _made_outside: tuple[int, ...] = ()
     """Positions of inputs that other differentiable code made."""
     _num_examples: int = 0
@@ -131,27 +132,42 @@ class StepCapture:
         ):
             yield
 
-    def captured_again(self, step: CapturedStep, config: MemoConfig) -> CapturedStep:
+    @property
+    def joint(self) -> fx.GraphModule | None:
+        """What the partitioner was given, where nothing is going to run."""
+        return None if self._joint is None else self._joint[0]
+
+    def captured_again(
+        self, step: CapturedStep, config: MemoConfig, joint: fx.GraphModule | None = None
+    ) -> "tuple[CapturedStep, StepCapture]":
         """``step``, which this captured and nothing runs, as it is under another ``config``.
 
         Only the joint graph is cut anew: what AOTAutograd traced does not depend on memo's options.
+        With ``joint`` it is that graph in its place, which differs in sizes only.
         """
         assert self._joint is not None, "nothing runs, and the partitioner was called"
-        joint, joint_inputs, settings = self._joint
+        traced, joint_inputs, settings = self._joint
+        if joint is not None:
+            values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+            num_primals = len(joint_inputs[0])
+            joint_inputs = values[:num_primals], values[num_primals:]
         other = StepCapture(config, self.facts, next_graph_name(), self.finish, is_run=False)
         other._made_outside, other._num_examples = self._made_outside, self._num_examples
         with other._settings():
-            forward, backward = other.partition(shim.copied(joint), joint_inputs, **settings)
+            graph = shim.copied(traced if joint is None else joint)
+            forward, backward = other.partition(graph, joint_inputs, **settings)
         other.runner.write_times()
         assert other._units is not None, "the partitioner has run"
-        return replace(
+        made = replace(
             step,
             name=other.name,
             forward=shim.copied(forward),
             backward=shim.copied(backward),
             units=other._units,
+            droppable=other._droppable,
             runner=other.runner,
         )
+        return made, other
 
     def partition(
         self,
@@ -197,7 +213,9 @@ class StepCapture:
             EqualCut(units=units, drops_above=self.config.drops_above()),
             SufficientCut(units=units, num_fwd_outputs=num_fwd_outputs),
         )
-        joint = self.runner.run(joint, cuts, stage="joint")
+        joint = self.runner.run(joint, cuts[:1], stage="joint")
+        self._droppable = dropped_sizes(joint, units)
+        joint = self.runner.run(joint, cuts[1:], stage="joint")
 
         def halves() -> tuple[fx.GraphModule, fx.GraphModule]:
             forward, backward = extract_halves(
@@ -287,6 +305,7 @@ class StepCapture:
             facts=self.facts,
             num_results=self._num_results,
             own_results=self._own_results,
+            droppable=self._droppable,
             runner=self.runner,
         )
         try:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from memo_compile.config import MemoConfig
 from memo_compile.driver.recompute_library import RecomputeLibrary
 from memo_compile.planners.policy import Choice, choose
-from memo_compile.planners.policy.candidates import SearchedMoves
+from memo_compile.planners.policy.candidates import SearchedMoves, SearchMemory
 from memo_compile.planners.policy.frontier import NothingFits, confirmed
 from memo_compile.step.movable import MovableStep
 from memo_compile.step.plans import Plan
@@ -33,18 +33,24 @@ def decide(
     host_budget_bytes: int | None,
     place: Callable[[Problem], Plan],
     wanted_s: float = math.inf,
+    memory: SearchMemory | None = None,
 ) -> Choice:
     """The fastest step that fits, every region that it calls lowered.
+
+    ``memory`` holds what was found of the same step under other budgets, and does not change the
+    choice.
 
     Raises:
         TooSlow: all plans are slower than ``config`` wants, or than ``wanted_s``.
         Infeasible: nothing fits; the message names the floor (of lowered regions) and its parts.
             All candidates near the budget were lowered by then, so that the named floor will fit.
     """
-    searched, num_refused = SearchedMoves(), len(library.refused)
+    memory = memory or SearchMemory()
+    searched, num_refused = SearchedMoves(memory=memory), len(library.refused)
     for number in itertools.count(1):
         if len(library.refused) != num_refused:  # a plan found before may call what is refused now
-            searched, num_refused = SearchedMoves(), len(library.refused)
+            searched, num_refused = SearchedMoves(memory=memory), len(library.refused)
+        searched.regions = library.known_names()
         only_lowered = number == LOWERED_ROUND
         try:
             choice = choose(

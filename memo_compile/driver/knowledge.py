@@ -189,6 +189,9 @@ class StepKnowledge:
             self._library = RecomputeLibrary(step=layers.step, maker=self._maker)
         return self._library
 
+    def searches(self, host_budget_bytes: int | None, *, exact: bool) -> None:
+        """Nothing is kept: a step that runs is mostly planned once."""
+
     def place(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
         """Offsets for the buffers of ``problem``."""
         return place(problem, solver=solver, time_limit_s=time_limit_s)

@@ -129,6 +129,9 @@ class PieceKnowledge:
             self._library = RecomputeLibrary(step=step, maker=maker)
         return self._library
 
+    def searches(self, host_budget_bytes: int | None, *, exact: bool) -> None:
+        """Nothing is kept: a step that runs is mostly planned once."""
+
     def place(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
         """Offsets for the buffers of ``problem``."""
         return self.graphs[0].place(problem, solver=solver, time_limit_s=time_limit_s)

@@ -76,6 +76,11 @@ class RecomputeLibrary:
         self.refused[key] = f"{key.region}: {reason}"
         self.regions.pop(key, None)
 
+    def known_names(self) -> tuple[str, ...]:
+        """What tells apart what is known of the regions: which are lowered, and which refused."""
+        refused = (f"no {key.region}" for key in self.refused)
+        return *sorted(self.lowered), *sorted(refused)
+
     def known(self, key: RecomputeKey) -> RecomputeRegion:
         """The region of ``key``. Raises UnsupportedGraph: it is not lowered."""
         if key in self.refused or key.region not in self.lowered:

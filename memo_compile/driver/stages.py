@@ -33,6 +33,8 @@ class CapturedStep:
     """How many results the forward has; behind them it returns what autograd keeps."""
     own_results: tuple[int, ...]
     """Positions of the forward's results that alias nothing in the user's program."""
+    droppable: tuple[int, ...]
+    """Bytes that were compared with the option ``drop_above_bytes``; only those above it count."""
     runner: "PassRunner"
     """Runs what is still to be done to graphs of this step."""
 

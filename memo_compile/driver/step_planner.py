@@ -40,7 +40,7 @@ from memo_compile.planners.comm_windows import (
 from memo_compile.planners.place_step import placed_step, require_budget
 from memo_compile.planners.placement import Placement, PlacementProblem
 from memo_compile.planners.policy import Choice
-from memo_compile.planners.policy.candidates import costs_with
+from memo_compile.planners.policy.candidates import SearchMemory, costs_with
 from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.reporting import state
 from memo_compile.step.group import grouped_whole
@@ -115,6 +115,10 @@ class KnownStep(Protocol):
 
         ``unmoved`` is the group's step that keeps everything, where it is of several members.
         """
+        ...
+
+    def searches(self, host_budget_bytes: int | None, *, exact: bool) -> SearchMemory | None:
+        """What was found for other budgets, and is to be kept for more; None: nothing is kept."""
         ...
 
     def place(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
@@ -335,14 +339,16 @@ class StepPlanner:
 
     def _choose_within(self, budget_bytes: int | None) -> Choice:
         policy = "kwai" if self.request.shares else self.config.policy
+        host_bytes = self._host_budget_bytes()
         return decide(
             self.step,
             self.known.library(self.config.host_store),
             replace(self.config, policy=policy),
             budget_bytes=budget_bytes,
-            host_budget_bytes=self._host_budget_bytes(),
+            host_budget_bytes=host_bytes,
             place=lambda problem: self._place_candidate(problem, budget_bytes),
             wanted_s=self._wanted_s(),
+            memory=self.known.searches(host_bytes, exact=self.config.exact),
         )
 
     def _placed(self, choice: Choice) -> Plan:

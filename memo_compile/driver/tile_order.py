@@ -34,6 +34,10 @@ HEAD_TILES = 16
 small beside the gradient of their weight. Each tile reads and writes that gradient, so there are
 fewer tiles where logits fit."""
 
+MANY_BYTES = 2**33
+"""Logits of so many bytes run in HEAD_TILES even where they fit: a tile of half a gibibyte takes a
+hundred times as long as the gradient's way through memory, and other budgets find the same step."""
+
 REST = 0.1
 """Share of the budget that layers are taken to need beside parameters and logits."""
 
@@ -219,7 +223,7 @@ def order_of(sizes: Sizes, config: MemoConfig, budget_bytes: int | None) -> tupl
     """
     whole, everywhere = Tiles(1), Tiles(TOKEN_TILES)
     widest, second = sizes.products_bytes
-    head = Tiles(TOKEN_TILES, widest, sys.maxsize)
+    head = Tiles(HEAD_TILES if widest >= MANY_BYTES else TOKEN_TILES, widest, sys.maxsize)
     first = head if widest >= max(HEAD_BYTES, HEAD_FACTOR * second) else whole
     if budget_bytes is None:
         return (first, whole, everywhere) if first is head else (whole, everywhere)

@@ -6,7 +6,7 @@ the try that will fit comes first, where that can be told before (``tile_order``
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -73,22 +73,22 @@ def tile_order(
     gm: fx.GraphModule, facts: GraphFacts, config: MemoConfig, device_bytes: int | None
 ) -> tuple[Tiles, ...]:
     """The tiles to try, the more promising first, for a Dynamo graph under a budget."""
-    return order_of(sizes_of(gm, facts, config), config, config.budget_bytes(device_bytes))
+    sizes = sizes_of(products_bytes(gm), facts, config)
+    return order_of(sizes, config, config.budget_bytes(device_bytes))
 
 
-def sizes_of(gm: fx.GraphModule, facts: GraphFacts, config: MemoConfig) -> Sizes:
-    """What the order of tiles is made of."""
-    widest, second, *_ = _products_bytes(gm)
+def sizes_of(products: Iterable[int], facts: GraphFacts, config: MemoConfig) -> Sizes:
+    """What the order of tiles is made of; ``products`` are a graph's ``products_bytes``."""
+    widest, second, *_ = sorted({0, -1, *products}, reverse=True)
     constant_bytes = facts.constant_bytes(config.optimizer_state_bytes_per_parameter)
     return Sizes((widest, second), constant_bytes)
 
 
-def _products_bytes(gm: fx.GraphModule) -> list[int]:
-    """Distinct bytes of the results of products in ``gm``, largest first; two at least."""
-    sizes = {0, -1}
-    for node in gm.graph.nodes:
-        value = node.meta.get("example_value")
-        if node.target in _PRODUCTS and isinstance(value, torch.Tensor):
-            if all(isinstance(size, int) for size in value.shape):
-                sizes.add(value.numel() * value.element_size())
-    return sorted(sizes, reverse=True)
+def products_bytes(gm: fx.GraphModule) -> tuple[int, ...]:
+    """Bytes of the results of products in ``gm``, in its order."""
+    values = (node.meta.get("example_value") for node in gm.graph.nodes if node.target in _PRODUCTS)
+    return tuple(
+        value.numel() * value.element_size()
+        for value in values
+        if isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
+    )

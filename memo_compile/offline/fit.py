@@ -237,9 +237,7 @@ class Fitting:
         if size:
             say(f"{what.value} of {size:,}: the fastest plan")
         while size and (step := sizes.fastest(size)) is None:
-            size -= (
-                granule  # what fits at any speed, fits: but placements are searched by the clock
-            )
+            size -= granule  # what fits at any speed, fits: but the clock may end a placement
         return Fitted(
             varied=varied,
             multiple_of=granule,

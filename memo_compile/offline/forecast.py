@@ -15,7 +15,7 @@ from memo_compile.offline.length_search import LengthSearch, Need
 from memo_compile.offline.model_plans import Say, nobody_watches
 from memo_compile.offline.offline_step import OfflineStep
 from memo_compile.offline.shapes.degrees import Degrees
-from memo_compile.offline.subject import Subject
+from memo_compile.offline.subject import ModelLengths, Subject, is_shape
 from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts
 from memo_compile.step.simulate import memory_level
 from memo_compile.units import parse_size
@@ -176,16 +176,18 @@ class Forecast:
         return self.step.model_flops / (self.step_s * rate) if self.step_s else 0.0
 
 
-def forecast(question: Question, say: Say = nobody_watches) -> Forecast:
+def forecast(
+    question: Question, say: Say = nobody_watches, lengths: ModelLengths | None = None
+) -> Forecast:
     """The plan of the step that is asked for; where nothing fits, that of the smallest peak.
 
-    ``say`` is told what is done next.
+    ``say`` is told what is done next. ``lengths`` is shared by questions that differ in ``seq``.
 
     Raises:
         InputError: the model or a degree cannot be used.
         MemoError: the model cannot be planned.
     """
-    with _subject(question, say) as subject:
+    with _subject(question, say, lengths) as subject:
         return _forecast(question, subject)
 
 
@@ -218,10 +220,10 @@ def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
         yield replace(most, budget_bytes=most.peak_bytes)
 
 
-def least_needed(question: Question) -> Need:
+def least_needed(question: Question, lengths: ModelLengths | None = None) -> Need:
     """The smallest plan in tiles, made without solvers; known long before the fastest plan is."""
     if question.degrees.pp > 1:
-        return needed(question)
+        return needed(question, lengths)
     policy = "greedy" if question.policy == "auto" else question.policy
     smallest = replace(question, policy=policy)
     with _subject(question) as subject:
@@ -233,9 +235,9 @@ def least_needed(question: Question) -> Need:
     return Need(num_bytes, num_bytes <= question.available_bytes)
 
 
-def needed(question: Question) -> Need:
+def needed(question: Question, lengths: ModelLengths | None = None) -> Need:
     """Whether any plan fits, by the whole choice."""
-    with _subject(question) as subject:
+    with _subject(question, lengths=lengths) as subject:
         try:
             answer = _within_budget(question, subject)
         except Infeasible as error:
@@ -243,12 +245,15 @@ def needed(question: Question) -> Need:
     return Need(math.inf if answer.fits else answer.peak_bytes, answer.fits)
 
 
-def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
+def longest(
+    question: Question, tried: Callable[[int, bool], None], lengths: ModelLengths | None = None
+) -> int:
     """The longest sequence that fits, a multiple of SEQ_GRANULE x tp x cp; 0 where none does.
 
     ``tried`` is told each length and whether it fits. The least bytes of a length grow about
     linearly from those of the parameters and their state, so that those of one length tell which
-    one just fits. Cost: mostly three to five lengths, and the whole choice for the next longer one.
+    one just fits. Cost: mostly three to five lengths, of which two are traced where ``lengths`` is
+    given, and the whole choice for the next longer one.
     """
     granule = SEQ_GRANULE * question.degrees.tp * question.degrees.cp
     search = LengthSearch(
@@ -257,11 +262,11 @@ def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
         constant_bytes=_constant_bytes(replace(question, seq=granule)),
     )
     while (count := search.next_count()) is not None:
-        need = least_needed(replace(question, seq=count * granule))
+        need = least_needed(replace(question, seq=count * granule), lengths)
         search.tell(count, need)
         tried(count * granule, need.fits)
     longest = search.low + 1
-    while needed(replace(question, seq=longest * granule)).fits:
+    while needed(replace(question, seq=longest * granule), lengths).fits:
         tried(longest * granule, True)
         longest += 1
     return (longest - 1) * granule
@@ -274,7 +279,9 @@ def _constant_bytes(question: Question) -> int:
         return subject.constant_bytes(state)
 
 
-def _subject(question: Question, say: Say = nobody_watches) -> Subject:
+def _subject(
+    question: Question, say: Say = nobody_watches, lengths: ModelLengths | None = None
+) -> Subject:
     return Subject(
         model=question.model,
         seq=question.seq,
@@ -284,6 +291,7 @@ def _subject(question: Question, say: Say = nobody_watches) -> Subject:
         hardware=question.hardware,
         store=user_store() if question.remembers else None,
         say=say,
+        lengths=lengths if is_shape(question.model) else None,
     )
 
 

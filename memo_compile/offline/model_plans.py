@@ -28,6 +28,7 @@ from memo_compile.offline.offline_step import (
     planned_offline,
 )
 from memo_compile.offline.remembered_places import RememberedPlaces
+from memo_compile.offline.remembered_searches import RememberedSearches
 from memo_compile.offline.remembered_step import (
     NotRemembered,
     RememberedRegions,
@@ -35,11 +36,12 @@ from memo_compile.offline.remembered_step import (
     StepRecord,
     Threshold,
 )
+from memo_compile.planners.policy.candidates import SearchMemory
 from memo_compile.step.serialise import plain, restore
 
 if TYPE_CHECKING:
     from memo_compile.driver.knowledge import StepKnowledge
-    from memo_compile.offline.plan_offline import TracedModel
+    from memo_compile.offline.plan_offline import OfflineModel
 
 log = logging.getLogger("memo")
 
@@ -73,7 +75,7 @@ class Memory:
 class ModelPlans:
     """Plans of one model; a context, at whose end what was traced is gone."""
 
-    trace: Callable[[], AbstractContextManager["TracedModel"]]
+    trace: Callable[[], AbstractContextManager["OfflineModel"]]
     """Traces the model. Inside, it can be lowered."""
     hardware: HardwareProfile
     """Another device than the one that the fake tensors lie on."""
@@ -91,7 +93,7 @@ class ModelPlans:
         self._stack.__exit__(None, None, None)
 
     @functools.cached_property
-    def traced(self) -> "TracedModel":
+    def traced(self) -> "OfflineModel":
         """The model's graph."""
         self.say("tracing the model", 2)
         return self._stack.enter_context(self.trace())
@@ -101,6 +103,11 @@ class ModelPlans:
         """Places buffers; the same ones once."""
         store = None if self.memory is None else self.memory.store
         return RememberedPlaces(store=store, code=code_version())
+
+    @functools.cached_property
+    def searches(self) -> RememberedSearches:
+        """What was found of a step under any budget."""
+        return RememberedSearches(store=None if self.memory is None else self.memory.store)
 
     def plan(self, config: MemoConfig) -> OfflineStep:
         """The plan under ``config``, in the tiles that suit its budget.
@@ -155,8 +162,19 @@ class ModelPlans:
         self, record: StepRecord, options: MemoConfig, name: str, maker: RememberedRegions
     ) -> tuple[RememberedStep, Any, OfflineStep]:
         self.say(f"planning, {_in_tiles(options)}", 0)
+        tiles = digest_of(plain((record.tile_above, record.drop_above)))
+        step = {**self._step_key(options), "tiles": tiles}
+
+        def searches_of(host_budget_bytes: int | None, exact: bool) -> SearchMemory:
+            return self.searches.of({**step, "host": host_budget_bytes, "exact": exact})
+
         known = RememberedStep(
-            record=record, name=name, hardware=self.hardware, maker=maker, places=self.places
+            record=record,
+            name=name,
+            hardware=self.hardware,
+            maker=maker,
+            places=self.places,
+            searches_of=searches_of,
         )
         facts = OfflineFacts(
             costs=record.costs,
@@ -164,7 +182,10 @@ class ModelPlans:
             exact=record.exact,
             tiled=record.tiled,
         )
-        return (known, *planned_offline(known, options, facts))
+        try:
+            return (known, *planned_offline(known, options, facts))
+        finally:
+            self.searches.write()
 
     def _traced_plan(
         self, record: StepRecord | None, options: MemoConfig, name: str

@@ -6,6 +6,7 @@ be fakes.
 """
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from memo_compile.driver.pipeline import cut_step, first_request, lower_step
 from memo_compile.driver.stages import CapturedStep, PlannedStep
 from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.tile_order import Sizes
-from memo_compile.driver.tries import first_that_fits, sizes_of
+from memo_compile.driver.tries import first_that_fits, products_bytes, sizes_of
 from memo_compile.errors import MemoError, UnsupportedGraph
 from memo_compile.offline.more_layers import MoreLayers, with_layers
 from memo_compile.offline.offline_step import (
@@ -35,6 +36,7 @@ from memo_compile.offline.offline_step import (
     offline_config,
     planned_offline,
 )
+from memo_compile.offline.other_length import OtherLength, TracedLength
 from memo_compile.reporting import state
 from memo_compile.step.plans import ReportedPlan
 
@@ -116,15 +118,15 @@ def tracing(
 ) -> "Iterator[TracedModel]":
     """The Dynamo graph of ``model``; inside it can be captured and lowered, without kernels."""
     step = _with_loss(model, loss)
-    plain = hardware is not None and hardware.name != "cpu"
-    with torch.enable_grad(), shim.without_kernels(without_vectors=plain), ExitStack() as stack:
+    with torch.enable_grad(), _without_kernels(hardware), ExitStack() as stack:
         try:
             traced = stack.enter_context(shim.traced_whole(step, args, kwargs))
             if traced is None:
                 raise UnsupportedGraph(NOTHING_TRAINS)
         except Exception as error:
             raise_bare(error)
-        yield TracedModel(*traced, hardware=hardware, more=more)
+        gm, examples = traced
+        yield TracedModel(gm=gm, examples=examples, hardware=hardware, more=more)
 
 
 Tiling = tuple[int | None, ...]
@@ -132,38 +134,24 @@ Tiling = tuple[int | None, ...]
 
 
 @dataclass
-class TracedModel:
-    """A Dynamo graph that is lowered in one tiling after another, each once."""
+class OfflineModel(ABC):
+    """A model that is lowered in one tiling after another, each once."""
 
-    gm: fx.GraphModule
-    examples: Sequence[Any]
     hardware: HardwareProfile | None = None
     more: MoreLayers | None = None
     _captured: dict[int | None, CapturedStep] = field(default_factory=dict)
-    """By what may be saved; the first was traced, the others are cut from its joint graph."""
+    """By what may be saved; all are cut from one joint graph."""
     _capture: StepCapture | None = None
-    _planned: dict[Tiling, tuple[StepKnowledge, PlannedStep, OfflineStep]] = field(
-        default_factory=dict
-    )
 
-    def facts(self) -> GraphFacts:
-        """What is known of the graph's inputs."""
-        return GraphFacts(self.examples, self.more.untraced if self.more else ())
-
+    @abstractmethod
     def sizes(self, config: MemoConfig) -> Sizes:
         """What the order of tiles is made of."""
-        return sizes_of(self.gm, self.facts(), config)
 
-    def attempt(self, graph: fx.GraphModule, options: MemoConfig) -> OfflineStep:
-        """The plan in the tiles that ``options`` name. Raises TooSlow, Infeasible."""
-        tiles = options.token_tiles, options.tile_above_bytes, options.drops_above()
-        if tiles not in self._planned:
-            known = self.lowered(options, graph)
-            facts, request = offline_facts(known), first_request(known)
-            self._planned[tiles] = known, *planned_offline(known, options, facts, request)
-        known, planned, made = self._planned[tiles]
-        require_fast(planned.plan, options, known)
-        return made
+    @abstractmethod
+    def _captured_first(
+        self, options: MemoConfig, graph: fx.GraphModule | None
+    ) -> tuple[CapturedStep, StepCapture]:
+        """The step and its joint graph. Raises UnsupportedGraph: nothing trains."""
 
     def lowered(self, options: MemoConfig, graph: fx.GraphModule | None = None) -> StepKnowledge:
         """The step in the tiles that ``options`` name, lowered."""
@@ -184,13 +172,90 @@ class TracedModel:
         drops = options.drops_above()
         if drops not in self._captured:
             if self._capture is None:
-                graph = shim.copied(self.gm) if graph is None else graph
-                step, self._capture = _captured(graph, self.facts(), self.examples, options)
+                step, self._capture = self._captured_first(options, graph)
             else:
                 first = next(iter(self._captured.values()))
-                step = self._capture.captured_again(first, options)
+                step, _ = self._capture.captured_again(first, options)
             self._captured[drops] = step
         return self._captured[drops]
+
+
+@dataclass(kw_only=True)
+class TracedModel(OfflineModel):
+    """A Dynamo graph."""
+
+    gm: fx.GraphModule
+    examples: Sequence[Any]
+    _planned: dict[Tiling, tuple[StepKnowledge, PlannedStep, OfflineStep]] = field(
+        default_factory=dict
+    )
+
+    def facts(self) -> GraphFacts:
+        """What is known of the graph's inputs."""
+        return GraphFacts(self.examples, self.more.untraced if self.more else ())
+
+    def sizes(self, config: MemoConfig) -> Sizes:
+        """What the order of tiles is made of."""
+        return sizes_of(products_bytes(self.gm), self.facts(), config)
+
+    def attempt(self, graph: fx.GraphModule, options: MemoConfig) -> OfflineStep:
+        """The plan in the tiles that ``options`` name. Raises TooSlow, Infeasible."""
+        tiles = options.token_tiles, options.tile_above_bytes, options.drops_above()
+        if tiles not in self._planned:
+            known = self.lowered(options, graph)
+            facts, request = offline_facts(known), first_request(known)
+            self._planned[tiles] = known, *planned_offline(known, options, facts, request)
+        known, planned, made = self._planned[tiles]
+        require_fast(planned.plan, options, known)
+        return made
+
+    def at_length(self, length: int) -> TracedLength | None:
+        """What was traced, of ``length`` tokens; None where nothing was captured."""
+        if self._capture is None:
+            return None
+        return TracedLength(
+            length=length,
+            step=next(iter(self._captured.values())),
+            capture=self._capture,
+            products=products_bytes(self.gm),
+            constant_bytes=self.facts().constant_bytes(),
+            more=self.more,
+        )
+
+    def _captured_first(
+        self, options: MemoConfig, graph: fx.GraphModule | None
+    ) -> tuple[CapturedStep, StepCapture]:
+        graph = shim.copied(self.gm) if graph is None else graph
+        return _captured(graph, self.facts(), self.examples, options)
+
+
+@dataclass(kw_only=True)
+class ModelAtLength(OfflineModel):
+    """A model at a length at which it was not traced."""
+
+    other: OtherLength
+
+    def sizes(self, config: MemoConfig) -> Sizes:
+        """What the order of tiles is made of."""
+        return sizes_of(self.other.products, self.other.facts, config)
+
+    def _captured_first(
+        self, options: MemoConfig, graph: fx.GraphModule | None
+    ) -> tuple[CapturedStep, StepCapture]:
+        assert graph is None, "there is no Dynamo graph"
+        return self.other.captured(options)
+
+
+@contextlib.contextmanager
+def not_tracing(other: OtherLength, *, hardware: HardwareProfile | None) -> Iterator[ModelAtLength]:
+    """As ``tracing``, of what needs no trace."""
+    with torch.enable_grad(), _without_kernels(hardware), shim.fresh_static_tracing():
+        yield ModelAtLength(other=other, hardware=hardware, more=other.first.more)
+
+
+def _without_kernels(hardware: HardwareProfile | None) -> contextlib.AbstractContextManager[None]:
+    plain = hardware is not None and hardware.name != "cpu"
+    return shim.without_kernels(without_vectors=plain)
 
 
 def offline_facts(known: StepKnowledge) -> OfflineFacts:

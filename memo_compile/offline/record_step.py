@@ -12,7 +12,6 @@ from memo_compile.driver.stages import CapturedStep
 from memo_compile.offline.offline_step import OfflineFacts
 from memo_compile.offline.remembered_step import ClassRecord, StepRecord, Threshold
 from memo_compile.passes.cut import Cut
-from memo_compile.passes.equal_cut import dropped_sizes
 
 
 def record_of(
@@ -29,7 +28,7 @@ def record_of(
         tile_above=Threshold(bound_bytes=options.tile_above_bytes, sizes=tuple(transients)),
         drop_above=Threshold(
             bound_bytes=drops or 0,
-            sizes=() if drops is None else dropped_sizes(captured.units),
+            sizes=() if drops is None else captured.droppable,
         ),
         problem=problem,
         whole=known.whole,

@@ -5,7 +5,7 @@ that was asked for. A region that was not raises ``NotRemembered``: the step is 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.offline.remembered_places import RememberedPlaces
 from memo_compile.planners.placement import Placement, PlacementProblem
+from memo_compile.planners.policy.candidates import SearchMemory
 from memo_compile.step.movable import (
     Layer,
     LayerClass,
@@ -175,6 +176,8 @@ class RememberedStep:
     hardware: HardwareProfile
     maker: RememberedRegions
     places: RememberedPlaces
+    searches_of: Callable[[int | None, bool], SearchMemory]
+    """By the bound on the host, and whether slices of rows are forbidden."""
     _library: RecomputeLibrary | None = None
     _classes: dict[str, LayerClass] = field(default_factory=dict)
 
@@ -230,6 +233,10 @@ class RememberedStep:
         if self._library is None:
             return {}
         return recomputations_of(self._library.step, moved, self._library.regions.values())
+
+    def searches(self, host_budget_bytes: int | None, *, exact: bool) -> SearchMemory:
+        """What was found for other budgets, and is kept for more."""
+        return self.searches_of(host_budget_bytes, exact)
 
     def place(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
         """Offsets for the buffers of ``problem``, those that were found before."""

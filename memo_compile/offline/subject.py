@@ -1,9 +1,10 @@
 """The model that a question is about: loaded when it must be, else known from an earlier answer."""
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +30,9 @@ from memo_compile.step.serialise import plain, restore
 if TYPE_CHECKING:
     import torch
 
-    from memo_compile.offline.plan_offline import TracedModel
+    from memo_compile.offline.more_layers import MoreLayers
+    from memo_compile.offline.other_length import TracedLengths
+    from memo_compile.offline.plan_offline import OfflineModel
     from memo_compile.offline.shapes.load import Loaded
 
 
@@ -47,6 +50,16 @@ class ModelFacts:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(slots=True)
+class ModelLengths:
+    """What questions about one model have in common that differ in the length of the sequence."""
+
+    facts: ModelFacts | None = None
+    """Of the length that was asked for first."""
+    traced: "dict[bool, TracedLengths]" = field(default_factory=dict)
+    """Of the shortened model, and of the whole one."""
+
+
 @dataclass(kw_only=True)
 class Subject:
     """One model with its inputs on one device; a context, at whose end what was traced is gone."""
@@ -61,6 +74,8 @@ class Subject:
     store: FileStore | None = None
     """Where steps are remembered; None: nowhere."""
     say: Say = nobody_watches
+    lengths: ModelLengths | None = None
+    """Shared with other lengths of the same model; for a named shape only, whose code is memo's."""
     _stack: ExitStack = field(default_factory=ExitStack)
     _plans: dict[bool, ModelPlans] = field(default_factory=dict)
 
@@ -109,14 +124,19 @@ class Subject:
         return found
 
     def _facts(self) -> ModelFacts:
+        if self.lengths is not None and self.lengths.facts is not None and self.seq is not None:
+            return replace(self.lengths.facts, num_tokens=self.seq * self.batch)
         loaded = self.loaded
-        return ModelFacts(
+        found = ModelFacts(
             name=loaded.name,
             num_tokens=loaded.num_tokens,
             parameter_bytes=_parameter_bytes(loaded, self.torch_dtype),
             is_shortened=loaded.shorter is not None,
             notes=tuple(loaded.notes),
         )
+        if self.lengths is not None:
+            self.lengths.facts = found
+        return found
 
     @functools.cached_property
     def _memory(self) -> Memory | None:
@@ -207,18 +227,45 @@ class Subject:
             )
         return self._plans[shortened]
 
-    def _trace_of(self, *, shortened: bool) -> "Callable[[], AbstractContextManager[TracedModel]]":
-        def trace() -> "AbstractContextManager[TracedModel]":
-            from memo_compile.offline.plan_offline import tracing
+    def _trace_of(self, *, shortened: bool) -> "Callable[[], AbstractContextManager[OfflineModel]]":
+        @contextlib.contextmanager
+        def trace() -> "Iterator[OfflineModel]":
+            from memo_compile.offline.other_length import TracedLengths
+            from memo_compile.offline.plan_offline import not_tracing, tracing
 
-            loaded = self.loaded
-            if shortened:
-                assert loaded.shorter is not None, "a shortened model has fewer layers"
-                few = loaded.shorter
-                return tracing(few.model, few.args, {}, hardware=self.hardware, more=few.more)
-            return tracing(loaded.model, loaded.args, loaded.kwargs, hardware=self.hardware)
+            known, length = None, self._length
+            if self.lengths is not None and length is not None:
+                known = self.lengths.traced.setdefault(shortened, TracedLengths())
+                if (other := known.at(length)) is not None:
+                    with not_tracing(other, hardware=self.hardware) as made:
+                        yield made
+                    return
+            model, args, kwargs, more = self._traced(shortened=shortened)
+            with tracing(model, args, kwargs, hardware=self.hardware, more=more) as traced:
+                yield traced
+                if known is not None and length is not None:
+                    known.add(traced.at_length(length))
 
         return trace
+
+    @property
+    def _length(self) -> int | None:
+        """Tokens of a sequence on one device; None where devices have different numbers."""
+        tokens, rest = divmod(self.seq or 0, self.degrees.tp * self.degrees.cp)
+        return tokens if tokens and not rest else None
+
+    def _traced(self, *, shortened: bool) -> "tuple[Any, Any, Any, MoreLayers | None]":
+        """What is traced, its arguments, and the layers that it lacks."""
+        loaded = self.loaded
+        if not shortened:
+            return loaded.model, loaded.args, loaded.kwargs, None
+        assert loaded.shorter is not None, "a shortened model has fewer layers"
+        return loaded.shorter.model, loaded.shorter.args, {}, loaded.shorter.more
+
+
+def is_shape(model: str) -> bool:
+    """True for the name of a shape, false for a file or a function of the user's."""
+    return ":" not in model and not model.endswith(".json") and not Path(model).exists()
 
 
 def _file_content(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ layer's input from the layer before. A region is lowered once for all its layers
 The halves are cut out of the joint graph by these tags (``shim_partitioner.extract_halves``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -101,8 +101,7 @@ class EqualCut:
         units, saved = self.units, set(saved_nodes(gm))
         above = self.drops_above
         if above is not None:
-            wide = (node for node in _wide(units) if 2 * bytes_of(node) > above)
-            saved -= {node for node in wide if not must_be_saved(node)}
+            saved -= {node for node in _droppable(units, saved) if 2 * bytes_of(node) > above}
         chosen = {node for node in saved if node.op == "placeholder" or UNIT not in node.meta}
         spans, classes = units.structure.units, units.structure.classes
         middle_of = {cls.class_key: spans[cls.units[len(cls.units) // 2]] for cls in classes}
@@ -171,9 +170,15 @@ def _made_in_forward(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
     return sources if sum(map(bytes_of, sources)) <= bytes_of(node) else [node]
 
 
-def dropped_sizes(units: JointUnits) -> tuple[int, ...]:
-    """What is compared with ``EqualCut.drops_above``, each size once."""
-    return tuple(sorted({2 * bytes_of(node) for node in _wide(units)}))
+def dropped_sizes(gm: fx.GraphModule, units: JointUnits) -> tuple[int, ...]:
+    """What ``EqualCut`` compares with ``drops_above`` in ``gm``, each size once."""
+    return tuple(sorted({2 * bytes_of(node) for node in _droppable(units, saved_nodes(gm))}))
+
+
+def _droppable(units: JointUnits, saved: Iterable[fx.Node]) -> set[fx.Node]:
+    """What of ``saved`` may be recomputed instead where it is too wide."""
+    wide = _wide(units)
+    return {node for node in saved if node in wide and not must_be_saved(node)}
 
 
 def _wide(units: JointUnits) -> set[fx.Node]:

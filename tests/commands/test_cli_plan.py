@@ -367,7 +367,7 @@ def test_the_operators_of_shapes_do_not_run():
 def _needing(limit, curve=1.0):
     """A model of which ``limit`` tokens fit; the bytes of all grow with that exponent."""
 
-    def needed(setting):
+    def needed(setting, _lengths=None):
         constant = forecasting._constant_bytes(setting)
         room = setting.available_bytes - constant
         num_bytes = constant + room * (setting.seq / (limit + 1)) ** curve
@@ -394,7 +394,7 @@ def test_the_longest_sequence_fits_and_the_next_does_not(monkeypatch, limit, sta
 
 
 def test_the_longest_sequence_is_found_where_nothing_is_known_of_the_floor(monkeypatch):
-    def unknown(setting):
+    def unknown(setting, _lengths=None):
         return Need(math.inf, setting.seq <= 77 * 1024)
 
     monkeypatch.setattr(forecasting, "least_needed", unknown)

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from memo_compile import shim
+from memo_compile import file_store, shim
 from memo_compile.config import resolve
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
@@ -25,6 +25,7 @@ from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.shapes.load import load
 from memo_compile.passes.runner import graph_text
 from memo_compile.planners.placement import Buffer, PlacementProblem, place
+from memo_compile.planners.policy import candidates
 from memo_compile.step.serialise import plain, restore, to_json
 
 SHAPE = ModelShape(
@@ -93,6 +94,51 @@ def test_answers_are_the_same_with_and_without_memory(store, traces):
     traces.clear()
     assert [answer(**question) for question in questions] == without
     assert not traces
+
+
+@pytest.fixture
+def simulations(monkeypatch):
+    """How many candidates were simulated."""
+    seen, simulated = [], candidates.simulated
+
+    def counted(*args):
+        seen.append(1)
+        return simulated(*args)
+
+    monkeypatch.setattr(candidates, "simulated", counted)
+    return seen
+
+
+def test_what_was_simulated_for_one_budget_is_known_for_another(store, simulations):
+    alone = answer(**BUDGETED, remembers=False)
+    answer(**BUDGETED | {"budget": "204MiB"})
+    simulations.clear()
+    assert answer(**BUDGETED) == alone
+    assert not simulations
+
+
+def test_searches_under_another_bound_on_the_host_are_others(store, simulations):
+    other = BUDGETED | {"host_budget": "1MiB"}
+    alone = answer(**other, remembers=False)
+    answer(**BUDGETED)
+    simulations.clear()
+    assert answer(**other) == alone
+    assert simulations
+
+
+def test_searches_that_are_damaged_are_made_anew(store, simulations, caplog):
+    found = answer(**BUDGETED)
+    (path,) = (known.path for known in store.stored() if known.kind == "searches")
+    head, body = path.read_text().split("\n", 1)
+    content = json.loads(body)
+    content["figures"][0]["moves"] = len(content["moves"])
+    wrong = json.dumps(content, separators=(",", ":"))
+    said = json.loads(head) | {"sha256": file_store._digest(wrong.encode())}
+    path.write_text(json.dumps(said) + "\n" + wrong)
+    simulations.clear()
+    assert answer(**BUDGETED) == found
+    assert simulations
+    assert "what was searched before is not used" in caplog.text
 
 
 def test_what_takes_seconds_is_said(store):

@@ -1,6 +1,7 @@
 """Placement: problems small enough to draw, statuses, refusals, and the public hard instances."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from memo_compile.planners.placement import (
     find_violations,
     greedy,
     place,
+    planner,
 )
 from memo_compile.planners.placement.compiled import has_numba
+from memo_compile.planners.placement.effort import Effort
 from memo_compile.planners.placement.files import parse_csv, read_problem
 from memo_compile.planners.placement.instance import FREE, build_instance
 from memo_compile.planners.placement.mip import mip_offsets
@@ -170,6 +173,56 @@ def test_time_without_a_limit_is_a_limit():
     check_placement(hard, found)
 
 
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks of a machine that has hours of other work between any two looks at them."""
+    hours = itertools.count(step=3600)
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(hours)))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(hours)))
+
+
+def test_a_busy_machine_places_as_a_quiet_one(request):
+    hard = read_problem(DATA / "I.1048576.csv")
+    quiet = place(hard, solver="search", time_limit_s=0.02, use_numba=False)
+    assert quiet.height_bytes > quiet.lower_bound_bytes  # the limit ended it
+    request.getfixturevalue("hurried")
+    busy = place(hard, solver="search", time_limit_s=0.02, use_numba=False)
+    assert busy.offsets == quiet.offsets
+    assert busy.height_bytes < place(hard, solver="greedy", time_limit_s=0.0).height_bytes
+
+
+def test_a_search_that_the_clock_ends_says_so(monkeypatch, caplog):
+    hard = read_problem(DATA / "I.1048576.csv")
+    hours = itertools.count(step=3600)
+    monkeypatch.setattr("time.thread_time", lambda: float(next(hours)))
+    check_placement(hard, place(hard, solver="search", use_numba=False))
+    assert "ended by the clock" in caplog.text
+
+
+def test_what_compiling_takes_is_not_searched_less(monkeypatch, caplog):
+    hard = read_problem(DATA / "B.1048576.csv")
+    clock, made = [0.0], planner.Searcher
+
+    def compiled_for_an_hour(*args):
+        clock[0] += 3600.0
+        return made(*args)
+
+    monkeypatch.setattr("time.thread_time", lambda: clock[0])
+    monkeypatch.setattr(planner, "Searcher", compiled_for_an_hour)
+    found = place(hard, solver="search", time_limit_s=2.0, use_numba=False)
+    assert found.height_bytes == found.lower_bound_bytes
+    assert "clock" not in caplog.text
+
+
+@pytest.mark.skipif(not has_numba(), reason="without numba nothing is compiled")
+@pytest.mark.parametrize("name", ["B.1048576.csv", "H.1048576.csv"])
+def test_a_search_that_must_be_compiled_first_places_alike(monkeypatch, name):
+    hard = read_problem(DATA / name)
+    warm = place(hard, solver="search", time_limit_s=1.0)
+    monkeypatch.setattr("memo_compile.planners.placement.planner.is_cold", lambda: True)
+    assert place(hard, solver="search", time_limit_s=1.0).offsets == warm.offsets
+
+
 @pytest.mark.parametrize("engine", available_engines())
 def test_mip_proves_the_optimum_with_each_engine(engine: Engine):
     twins = [Buffer(id=f"t{i}", lower=0, upper=3, size=2) for i in range(3)]
@@ -179,7 +232,7 @@ def test_mip_proves_the_optimum_with_each_engine(engine: Engine):
         instance,
         np.array([start[buffer.id] for buffer in instance.buffers]),
         instance.lower_bound(),
-        float("inf"),
+        Effort(float("inf")),
         engine=engine,
     )
     assert result.status is SolveStatus.OPTIMAL

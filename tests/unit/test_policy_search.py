@@ -19,7 +19,7 @@ from memo_compile.planners.policy.candidates import (
     last_layer_kept,
     simulated,
 )
-from memo_compile.planners.policy.cheapest_first import MAX_KEYS, greedy_sequence
+from memo_compile.planners.policy.cheapest_first import MAX_KEYS, greedy_sequence, refilled
 from memo_compile.planners.policy.frontier import is_steady
 from memo_compile.planners.policy.milp import lowest_peak, make_bundles, solve_modes
 from memo_compile.planners.policy.model import StepModel, build_model
@@ -172,6 +172,39 @@ def test_what_is_left_of_the_host_is_filled_by_one_layer():
     largest = max(mode.host_bytes for mode in model.modes[0])
     limited = greedy_sequence(model, host_budget_bytes=7 * largest)
     assert max(map(model.host_bytes, limited)) > 6.5 * largest  # layers go two by two
+
+
+def test_of_a_short_host_each_layer_may_have_a_share():
+    """Modes that keep least copy c, the dearest to recompute, then b, then d."""
+    step = movable_step(3)
+    some = class_modes(step, "L", recomputer(step))
+    more = class_modes(step, "L", recomputer(step), fills_host=True)
+    assert set(some) < set(more)
+    cls = step.classes["L"]
+    copies_inputs_and_c = make_mode(cls, offload=(0, 1, 3), recompute=(2, 4))
+    assert copies_inputs_and_c in {cost.mode for cost in more}
+    least = min(cost.kept_bytes for cost in some)
+    assert all(cost.kept_bytes == least for cost in set(more) - set(some))
+
+
+def test_what_is_left_of_the_host_is_filled_with_copies_that_are_quicker():
+    step = movable_step(3, bytes_per_s=256 * KIB)
+    modes = layer_modes(step, recomputer(step), fills_host=True)
+    model = build_model(step, modes, ONCE, 0.2)
+    recomputes = next(
+        at
+        for at, cost in enumerate(modes[0])
+        if cost.kept_bytes == 0 and cost.mode.slots(Action.RECOMPUTE) == (2, 3, 4)
+    )
+    chosen = tuple(recomputes if len(some) > recomputes else 0 for some in modes)
+    chosen = refilled(model, chosen, model.host_bytes(chosen))  # the last layer keeps all
+    own = model.host_bytes(chosen)
+    for more in (0, 40 * KIB, 400 * KIB):
+        found = refilled(model, chosen, own + more)
+        assert model.host_bytes(found) <= own + more
+        assert model.peak_bytes(found) <= model.peak_bytes(chosen)
+        assert (model.cost_s(found) < model.cost_s(chosen)) == (more > 0)
+        assert (found == chosen) == (more == 0)
 
 
 def test_a_chain_through_attention_is_not_split():

@@ -299,6 +299,18 @@ def test_wide_logits_run_in_tiles_without_a_budget_and_are_saved_if_the_backward
     assert first.drop_above_bytes > 2**60
 
 
+def test_very_wide_logits_run_in_the_same_tiles_whether_they_fit_or_not(monkeypatch):
+    gm, facts = with_logits(tokens=8192, hidden=16, vocabulary=16384)
+    logits = 8192 * 16384 * 4
+    monkeypatch.setattr(tile_order, "MANY_BYTES", logits)
+    (fits, *_), (breaks, *_) = (
+        tries.tile_order(gm, facts, MemoConfig(memory_budget=budget), None)
+        for budget in (2**34, facts.constant_bytes() + logits)
+    )
+    assert fits.number == breaks.number == tile_order.HEAD_TILES
+    assert fits.above_bytes == logits > breaks.above_bytes > 16 * 8192 * 4
+
+
 @pytest.mark.parametrize("costs", ["roofline", "measured"])
 def test_where_logits_just_fit_the_whole_is_taken_only_if_it_is_fast(costs):
     gm, facts = with_logits(tokens=4096, hidden=16, vocabulary=1024)

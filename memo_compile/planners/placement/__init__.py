@@ -1,6 +1,7 @@
 """PlacementProblem -> Placement: offsets of buffers in an arena.
 
-Every ``deadline_s`` here is on the clock of ``time.perf_counter``.
+How long something is searched is counted by its work (``effort``), so that it does not depend on
+what else the machine does.
 """
 
 from memo_compile.planners.placement.placement_problem import (

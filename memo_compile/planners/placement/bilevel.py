@@ -9,12 +9,12 @@ Blocks whose transients differ from their class (times relative to ``lower``, si
 gaps) form a class of their own; a block with a transient at a fixed offset is dissolved.
 """
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from memo_compile.planners.placement.effort import Effort
 from memo_compile.planners.placement.greedy import greedy_offsets, lowest
 from memo_compile.planners.placement.instance import (
     FREE,
@@ -48,18 +48,18 @@ class _Body(NamedTuple):
 
 
 def bilevel_offsets(
-    instance: Instance, target: int, deadline_s: float, level1: str = "search"
+    instance: Instance, target: int, effort: Effort, level1: str = "search"
 ) -> Ints:
     """Offsets (N,) of the lowest of several level-2 orders; stops at ``target`` bytes.
 
     ``level1`` is the solver of the classes: greedy, mip, or search (also for auto).
     """
-    bodies = _bodies(instance, deadline_s, level1)
+    bodies = _bodies(instance, effort, level1)
     placements = (
         _place_bodies(instance, [bodies[i] for i in sequence])
         for sequence in _sequences(instance, bodies)
     )
-    return lowest(instance, placements, target, deadline_s)
+    return lowest(instance, placements, target, effort)
 
 
 def _sequences(instance: Instance, bodies: Sequence[_Body]) -> Iterator[Ints]:
@@ -80,7 +80,7 @@ def _sequences(instance: Instance, bodies: Sequence[_Body]) -> Iterator[Ints]:
         yield np.lexsort((-height, birth))
 
 
-def _bodies(instance: Instance, deadline_s: float, level1: str) -> list[_Body]:
+def _bodies(instance: Instance, effort: Effort, level1: str) -> list[_Body]:
     """All buffers of the instance, each in one body; classes are solved on the way."""
     by_block: dict[str | None, list[int]] = {}
     for index, buffer in enumerate(instance.buffers):
@@ -97,11 +97,10 @@ def _bodies(instance: Instance, deadline_s: float, level1: str) -> list[_Body]:
         shapes = tuple(_shape(instance.buffers[i], block.lower) for i in members)
         groups.setdefault((block.class_key, shapes), []).append(members)
     bodies = [_Body(np.array([i]), np.zeros(1, dtype=np.int64)) for i in singles]
-    begin = time.perf_counter()
-    share_s = max(deadline_s - begin, 0.0) * _CLASS_SHARE / max(len(groups), 1)
+    share_s = effort.left_s * _CLASS_SHARE / max(len(groups), 1)
     for group in groups.values():
-        until = time.perf_counter() + min(share_s, _CLASS_SECONDS)
-        relative = _solve_class(instance, group[0], until, level1)
+        part = effort.part(min(share_s, _CLASS_SECONDS))
+        relative = _solve_class(instance, group[0], part, level1)
         bodies += [_Body(np.array(members), relative) for members in group]
     return bodies
 
@@ -111,16 +110,16 @@ def _shape(buffer: Buffer, origin: int) -> tuple[object, ...]:
     return buffer.lower - origin, buffer.upper - origin, buffer.size, buffer.alignment, gaps
 
 
-def _solve_class(instance: Instance, members: list[int], deadline_s: float, level1: str) -> Ints:
+def _solve_class(instance: Instance, members: list[int], effort: Effort, level1: str) -> Ints:
     """(K,) offsets of one block's transients, as low as ``level1`` finds them."""
     ids = [instance.buffers[i].id for i in members]
     part = build_instance(instance.problem, ids)
     bound = part.lower_bound()
-    offsets = greedy_offsets(part, bound, deadline_s)
+    offsets = greedy_offsets(part, bound, effort)
     if part.height(offsets) > bound and level1 == "mip":
-        offsets = mip_offsets(part, offsets, bound, deadline_s).offsets
+        offsets = mip_offsets(part, offsets, bound, effort).offsets
     elif part.height(offsets) > bound and level1 != "greedy":
-        outcome, found = Searcher(part).decide(bound, deadline_s)
+        outcome, found = Searcher(part).decide(bound, effort)
         offsets = found if outcome == FOUND else offsets
     at = {buffer.id: int(offset) for buffer, offset in zip(part.buffers, offsets, strict=True)}
     return np.array([at[name] for name in ids], dtype=np.int64)

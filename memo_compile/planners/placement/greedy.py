@@ -4,12 +4,12 @@ Several orders are tried and the lowest result is kept. With numpy alone a thous
 about 30 ms for each order, so this stands in wherever a better solver is absent or out of time.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
 from memo_compile.planners.placement.compiled import compiled_greedy, greedy_is_loaded, has_numba
+from memo_compile.planners.placement.effort import Effort, order_s
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, PlacedSpans
 
 _COMPILED_FROM = 2000
@@ -46,7 +46,7 @@ backward runs."""
 
 
 def greedy_offsets(
-    instance: Instance, target: int, deadline_s: float, orders: Mapping[str, Order] = ORDERS
+    instance: Instance, target: int, effort: Effort, orders: Mapping[str, Order] = ORDERS
 ) -> Ints:
     """Offsets (N,) of the lowest greedy placement; stops early at ``target`` bytes."""
     if any(buffer.hint is not None for buffer in instance.buffers):
@@ -63,19 +63,20 @@ def greedy_offsets(
         for sequence in sequences:
             yield place_in_order(instance, sequence, best_fit=True)
 
-    return lowest(instance, candidates(), target, deadline_s)
+    return lowest(instance, candidates(), target, effort)
 
 
-def lowest(instance: Instance, candidates: Iterable[Ints], target: int, deadline_s: float) -> Ints:
+def lowest(instance: Instance, candidates: Iterable[Ints], target: int, effort: Effort) -> Ints:
     """The lowest of ``candidates``, offsets (N,), which are made one by one.
 
-    No more are made once ``target`` bytes are reached or the time is up; the first always is.
+    No more are made once ``target`` bytes are reached or ``effort`` is over; the first always is.
     """
     best: Ints | None = None
     for offsets in candidates:
         if best is None or instance.height(offsets) < instance.height(best):
             best = offsets
-        if instance.height(best) <= target or time.perf_counter() > deadline_s:
+        effort.spend(order_s(instance.num_buffers))
+        if instance.height(best) <= target or effort.is_over:
             break
     assert best is not None, "no candidate was made"
     return best

@@ -29,8 +29,8 @@ BITS = 62
 """How many bits of each word of ``State.blame`` are used: those below the sign of int64."""
 
 # Slots of State.tally.
-CHOSEN, TRAIL, JUMPED, DIRTY_LOWER, DIRTY_UPPER, WORDS = 0, 1, 2, 3, 4, 5
-NUM_TALLIES = 6
+CHOSEN, TRAIL, JUMPED, DIRTY_LOWER, DIRTY_UPPER, WORDS, WORK = 0, 1, 2, 3, 4, 5, 6
+NUM_TALLIES = 7
 
 
 class Tables(NamedTuple):
@@ -103,7 +103,8 @@ class State(NamedTuple):
     """Offsets overwritten: the old value."""
     tally: Any
     """(NUM_TALLIES,) lengths of ``chosen`` and of the offset trail; whether a jump was made; the
-    stretch of sections that the last choice changed; words in a row of blame."""
+    stretch of sections that the last choice changed; words in a row of blame; turns of inner loops,
+    for which the search takes time."""
 
 
 def search(
@@ -196,6 +197,7 @@ def open_frame(
         item = state.items[position]
         first = min(first, tables.first[item])
         last = max(last, tables.last[item])
+    state.tally[WORK] += end - start + last - first
     most = 0
     for section in range(first, last):
         if state.left[section] > most:
@@ -215,6 +217,7 @@ def crowded(tables: Tables, state: State, depth: int, begin: int, end: int, roof
     first = state.tally[DIRTY_LOWER]
     last = state.tally[DIRTY_UPPER]
     items = state.items
+    state.tally[WORK] += end - begin
     for position in range(begin + 1, end):
         item = items[position]
         low = state.offset[item]
@@ -233,6 +236,7 @@ def crowded(tables: Tables, state: State, depth: int, begin: int, end: int, roof
         for span in range(tables.span_start[item], tables.span_start[item + 1]):
             lower = max(first, tables.span_lower[span])
             upper = min(last, tables.span_upper[span])
+            state.tally[WORK] += max(0, upper - lower)
             for section in range(lower, upper):
                 lowest[section] -= padded
                 if lowest[section] < room:
@@ -257,6 +261,7 @@ def next_choice(tables: Tables, state: State, depth: int) -> int:
     best_rank = 0
     lowest_end = -1
     dominator = state.items[state.begin[depth]]
+    state.tally[WORK] += state.end[depth] - state.begin[depth]
     for position in range(state.begin[depth], state.end[depth]):
         item = state.items[position]
         low = offset[item]
@@ -306,6 +311,7 @@ def put(tables: Tables, state: State, item: int, depth: int, capacity: int, roof
                 fits = False
     tally[DIRTY_LOWER] = tables.first[item]
     tally[DIRTY_UPPER] = tables.last[item]
+    tally[WORK] += 2 * (tables.last[item] - tables.first[item])
     for section in range(tables.first[item] + 1, tables.last[item]):
         state.cross[section] -= 1
     if not fits:
@@ -318,6 +324,7 @@ def lift(tables: Tables, state: State, item: int, depth: int, capacity: int) -> 
     """The unplaced buffers that overlap the placed ``item`` start above it; False: one cannot."""
     tally = state.tally
     end = state.offset[item] + tables.size[item]
+    tally[WORK] += tables.near_start[item + 1] - tables.near_start[item]
     for row in range(tables.near_start[item], tables.near_start[item + 1]):
         other = tables.near[row]
         if state.placed[other] == 1:
@@ -356,6 +363,7 @@ def blame_item(state: State, depth: int, item: int) -> None:
 
 def blame_section(tables: Tables, state: State, depth: int, section: int, low: int) -> None:
     """Blame what lies below the unplaced buffers of ``section`` at offset ``low`` or above."""
+    state.tally[WORK] += state.end[depth] - state.begin[depth]
     for position in range(state.begin[depth], state.end[depth]):
         item = state.items[position]
         if state.placed[item] == 1 or state.offset[item] < low:

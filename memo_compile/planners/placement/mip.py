@@ -15,17 +15,20 @@ All quantities are in units of the common divisor of sizes, alignments and fixed
 big-M stays small. A_i is an integer multiple of its alignment where that exceeds the unit.
 """
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from memo_compile.planners.placement.effort import SLOWER, Effort
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, Overlaps, find_overlaps
-from memo_compile.planners.solver import Engine, SolveStatus, make_model, solve
+from memo_compile.planners.solver import Engine, SolveStatus, limit_nodes, make_model, solve
 
 MOST_PAIRS = 30_000
 """With more pairs the program is not even written down: it would not beat its warm start."""
+
+NODES_PER_S, MOST_NODES = 50, 10**6
+"""Nodes of the search tree that stand for a second of a quiet machine, and the most of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,18 +40,26 @@ class MipResult:
 
 
 def mip_offsets(
-    instance: Instance, start: Ints, bound: int, deadline_s: float, *, engine: Engine | None = None
+    instance: Instance,
+    start: Ints,
+    bound: int,
+    effort: Effort,
+    *,
+    engine: Engine | None = None,
+    by_nodes: bool = False,
 ) -> MipResult:
     """Solves the program from the valid offsets ``start`` (N,); ``bound`` in bytes.
 
     Offsets are read as an order and sunk in exact integers, so that the solver's tolerances cannot
-    make two buffers overlap.
+    make two buffers overlap. ``by_nodes`` bounds the search tree in the place of the clock.
     """
     overlaps = find_overlaps(instance)
     if len(overlaps.other) // 2 > MOST_PAIRS:
         return MipResult(offsets=start, status=SolveStatus.TIME_LIMIT)
     model, offsets = _program(instance, overlaps, start, bound, engine)
-    status = solve(model, deadline_s - time.perf_counter())
+    if by_nodes:
+        limit_nodes(model, int(min(NODES_PER_S * effort.left_s, MOST_NODES)))
+    status = solve(model, effort.left_s * (SLOWER if by_nodes else 1))
     if not status.has_solution:
         return MipResult(offsets=start, status=status)
     low = np.array([float(a.x) for a in offsets])

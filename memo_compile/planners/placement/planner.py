@@ -19,6 +19,7 @@ from memo_compile.planners.placement import kernel
 from memo_compile.planners.placement.bilevel import bilevel_offsets
 from memo_compile.planners.placement.compiled import has_numba, is_cold
 from memo_compile.planners.placement.conflict import load_conflict, search_conflict
+from memo_compile.planners.placement.effort import Effort
 from memo_compile.planners.placement.greedy import ORDERS, greedy_offsets
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, build_instance
 from memo_compile.planners.placement.mip import mip_offsets
@@ -81,13 +82,14 @@ def place(
     bilevel: bool = False,
     use_numba: bool | None = None,
 ) -> Placement:
-    """Offsets for every buffer of ``problem``, as low as ``solver`` finds them in the time.
+    """Offsets for every buffer of ``problem``, as low as ``solver`` finds them with the effort.
 
     With a capacity it stops at the first placement that fits, else at the lower bound. A slow
-    solver never fails the planning: what greedy found stands. ``time_limit_s`` is a soft limit; the
-    first greedy placement always completes. ``bilevel`` plans blocks before the whole.
-    ``use_numba`` is the search's: None chooses by what is installed and by size. Raises
-    ConfigError: an unknown ``solver``, or a negative time limit.
+    solver never fails the planning: what greedy found stands. ``time_limit_s`` are seconds of a
+    quiet machine, counted by the work that is done (``effort``), so that a busy one gives the same
+    answer; only solver ``mip`` goes by the clock. The first greedy placement always completes.
+    ``bilevel`` plans blocks before the whole. ``use_numba`` is the search's: None chooses by what
+    is installed and by size. Raises ConfigError: an unknown ``solver``, or a negative time limit.
     """
     try:
         chosen = Solver(solver)
@@ -101,7 +103,7 @@ def place(
     bound = _round_up(instance.lower_bound(), step_bytes(instance))
     if capacity is not None and bound > capacity:
         return _infeasible(bound, load_conflict(instance, capacity), "bound", begin)
-    answer = _solve(instance, bound, begin + time_limit_s, chosen, bilevel, use_numba)
+    answer = _solve(instance, bound, Effort(time_limit_s), chosen, bilevel, use_numba)
     if capacity is not None and answer.bound > capacity:
         # The proof is worth an explanation: it gets as long again as the limit was, at most 10 s.
         explain_by = time.perf_counter() + min(max(time_limit_s, 1.0), 10.0)
@@ -120,7 +122,7 @@ def step_bytes(instance: Instance) -> int:
 def _solve(
     instance: Instance,
     bound: int,
-    deadline_s: float,
+    effort: Effort,
     solver: Solver,
     bilevel: bool,
     use_numba: bool | None,
@@ -137,67 +139,64 @@ def _solve(
         instance=instance,
         target=target,
         enough=enough,
-        offsets=greedy_offsets(instance, enough, deadline_s, orders),
+        offsets=greedy_offsets(instance, enough, effort, orders),
         bound=bound,
         solver="greedy",
     )
     if bilevel and problem.blocks:
-        answer = _bilevel(answer, deadline_s, solver)
+        answer = _bilevel(answer, effort, solver)
         if not is_auto:
             return answer
     if solver is Solver.GREEDY or answer.height <= enough:
         return answer
     if not bilevel and is_auto and not has_numba():
         # The plain search may be too slow for a whole step; two levels are a second greedy.
-        answer = _bilevel(answer, deadline_s, solver)
+        answer = _bilevel(answer, effort, solver)
     if solver is Solver.MIP:
-        return _mip(answer, deadline_s)
+        return _mip(answer, effort)
     tries_mip = is_auto and instance.num_buffers <= _MIP_MOST_BUFFERS and bool(available_engines())
     share = _SEARCH_SHARE if tries_mip else 1.0
-    search_until = deadline_s - (1 - share) * (deadline_s - time.perf_counter())
-    answer = _search(answer, search_until, use_numba)
+    answer = _search(answer, effort.part(share * effort.left_s), use_numba)
     if tries_mip and answer.bound <= target < answer.height:
-        answer = _mip(answer, deadline_s)
+        answer = _mip(answer, effort, by_nodes=True)
     return answer
 
 
-def _bilevel(answer: _Answer, deadline_s: float, solver: Solver) -> _Answer:
-    offsets = bilevel_offsets(answer.instance, answer.enough, deadline_s, solver.value)
+def _bilevel(answer: _Answer, effort: Effort, solver: Solver) -> _Answer:
+    offsets = bilevel_offsets(answer.instance, answer.enough, effort, solver.value)
     found = replace(answer, offsets=offsets, solver=f"{solver.value}-bilevel")
     return answer if solver is Solver.AUTO and found.height >= answer.height else found
 
 
-def _mip(answer: _Answer, deadline_s: float) -> _Answer:
-    result = mip_offsets(answer.instance, answer.offsets, answer.bound, deadline_s)
+def _mip(answer: _Answer, effort: Effort, *, by_nodes: bool = False) -> _Answer:
+    result = mip_offsets(answer.instance, answer.offsets, answer.bound, effort, by_nodes=by_nodes)
     found = replace(answer, offsets=result.offsets, solver="mip")
     if result.status is SolveStatus.OPTIMAL:
         return replace(found, bound=found.height)
     return found if found.height < answer.height else answer
 
 
-def _search(answer: _Answer, deadline_s: float, use_numba: bool | None) -> _Answer:
+def _search(answer: _Answer, effort: Effort, use_numba: bool | None) -> _Answer:
     """Narrows the gap between bound and height: at the target first, then in between.
 
     A capacity that no run reaches within its turn is raised halfway to the best height; a proof
     raises the bound; a success lowers the height, and the target gets its turn again.
     """
-    now = time.perf_counter()
-    if now >= deadline_s:  # no searcher: its tables are quadratic, and it may have to compile
+    if effort.is_over:  # no searcher: its tables are quadratic, and it may have to compile
         return answer
     if use_numba is None and is_cold():
-        # A few seconds of the plain search may spare the compiler's; many problems are easy.
+        # A few seconds of the plain search may spare the compiler's; many problems are easy. What
+        # it has not ended the compiled one begins anew: its answer must not depend on the cache.
         plain = Searcher(answer.instance, use_numba=False)
-        answer = _narrow(plain, answer, now + min(_PLAIN_FIRST_S, (deadline_s - now) / 4))
-        if answer.bound > answer.target or answer.height <= answer.enough:
-            return answer
-    compiles, now = is_cold(), time.perf_counter()
-    searcher = Searcher(answer.instance, use_numba)
-    if compiles:  # once for a machine: it must not cost the first plan its search
-        deadline_s += time.perf_counter() - now
-    return _narrow(searcher, answer, deadline_s)
+        found = _narrow(plain, answer, Effort(min(_PLAIN_FIRST_S, effort.left_s / 4)))
+        if found.bound > found.target or found.height <= found.enough:
+            return found
+    searcher = Searcher(answer.instance, use_numba)  # which compiles, once for a machine
+    effort.restart_clock()
+    return _narrow(searcher, answer, effort)
 
 
-def _narrow(searcher: Searcher, answer: _Answer, deadline_s: float) -> _Answer:
+def _narrow(searcher: Searcher, answer: _Answer, effort: Effort) -> _Answer:
     """The loop of ``_search`` with one searcher."""
     if not searcher.is_practical:
         return answer
@@ -205,11 +204,11 @@ def _narrow(searcher: Searcher, answer: _Answer, deadline_s: float) -> _Answer:
     capacity = target = answer.target
     turn = 0
     while answer.bound <= target and answer.height > max(answer.enough, target):
-        if time.perf_counter() >= deadline_s:
+        if effort.is_over:
             break
         last_chance = capacity + step >= answer.height and turn > 0
         runs = 0 if is_bounded or last_chance else 6 + 2 * turn
-        outcome, offsets = searcher.decide(capacity, deadline_s, runs)
+        outcome, offsets = searcher.decide(capacity, effort, runs)
         if outcome == kernel.FOUND:
             answer = replace(answer, offsets=offsets, solver="search")
             capacity, turn = target, turn + 1

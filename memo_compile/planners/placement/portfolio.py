@@ -7,7 +7,6 @@ limit is made, which can prove that a capacity is out of reach. The kernel runs 
 numba is installed and the problem is not small.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,13 @@ import numpy as np
 
 from memo_compile.planners.placement import kernel
 from memo_compile.planners.placement.compiled import compiled_search, has_numba, warm_up
+from memo_compile.planners.placement.effort import (
+    COMPILED_NODE_S,
+    COMPILED_S,
+    PLAIN_NODE_S,
+    PLAIN_S,
+    Effort,
+)
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, Overlaps, find_overlaps
 
 _NODES_PER_BUFFER = 2
@@ -65,10 +71,13 @@ class Searcher:
         """False when a single descent would take too long or too much memory."""
         if compiled and self.is_practical:
             warm_up(self._tables(np.arange(instance.num_buffers)), self._fresh_state())
+        self._unit_s, self._node_s = (
+            (COMPILED_S, COMPILED_NODE_S) if compiled else (PLAIN_S, PLAIN_NODE_S)
+        )
         self.nodes = 0
         """Choices tried so far, over all runs."""
         self.seconds = 0.0
-        """Time spent in the kernel so far."""
+        """What the kernel's work so far is taken to last."""
 
     def run(self, capacity: int, rank: Ints, max_nodes: int, jump: bool) -> tuple[int, Ints]:
         """One run: (FOUND | EXHAUSTED | LIMIT, offsets (N,) that hold on FOUND).
@@ -76,9 +85,8 @@ class Searcher:
         With ``jump`` a failure goes back to the last choice that had a part in it: no proof.
         """
         tables, state, slack = self._tables(rank), self._fresh_state(), self._instance.max_slack
-        begin = time.perf_counter()
         outcome, nodes = self._kernel(tables, state, capacity, slack, max_nodes, jump)
-        self.seconds += time.perf_counter() - begin
+        self.seconds += float(state.tally[kernel.WORK]) * self._unit_s + nodes * self._node_s
         self.nodes += nodes
         return outcome, np.array(state.offset, dtype=np.int64)
 
@@ -94,32 +102,34 @@ class Searcher:
                 yield np.argsort(order)
             noisy = True
 
-    def decide(self, capacity: int, deadline_s: float, max_runs: int = 0) -> tuple[int, Ints]:
-        """Searches until found, proved impossible, out of time, or ``max_runs`` (0: no limit)."""
+    def decide(self, capacity: int, effort: Effort, max_runs: int = 0) -> tuple[int, Ints]:
+        """Searches until found, proved impossible, or all effort or ``max_runs`` are spent."""
         limit = float(max(_NODES_PER_BUFFER * self._instance.num_buffers, _LEAST_NODES))
         outcome, offsets = kernel.LIMIT, np.zeros(0, dtype=np.int64)
         every = _PROOF_EVERY if self._instance.num_buffers <= _FEW else _RARE_PROOF_EVERY
         for count, rank in enumerate(self.ranks(), start=1):
             proof = count % every == 0
             nodes = int(limit) * (_PROOF_FACTOR if proof else 1)
-            outcome, offsets = self._timed_run(capacity, rank, nodes, not proof, deadline_s)
-            out_of_time = not len(offsets) or time.perf_counter() > deadline_s
-            if outcome != kernel.LIMIT or count == max_runs or out_of_time:
+            outcome, offsets = self._bounded_run(capacity, rank, nodes, not proof, effort)
+            is_over = not len(offsets) or effort.is_over
+            if outcome != kernel.LIMIT or count == max_runs or is_over:
                 break
             if count % len(self._keys) == 0:
                 limit *= _LIMIT_GROWTH
         return outcome, offsets
 
-    def _timed_run(
-        self, capacity: int, rank: Ints, nodes: int, jump: bool, deadline_s: float
+    def _bounded_run(
+        self, capacity: int, rank: Ints, nodes: int, jump: bool, effort: Effort
     ) -> tuple[int, Ints]:
-        """A run whose nodes are also bounded by the time that is left; none if too few remain."""
-        left_s = deadline_s - time.perf_counter()
+        """A run whose nodes are also bounded by the effort that is left; none if too few remain."""
         if self.nodes and self.seconds > 0:
-            nodes = int(min(nodes, max(left_s, 0.0) * self.nodes / self.seconds))
+            nodes = int(min(nodes, effort.left_s * self.nodes / self.seconds))
         if self.nodes and nodes <= self._instance.num_buffers:
             return kernel.LIMIT, np.zeros(0, dtype=np.int64)
-        return self.run(capacity, rank, nodes, jump)
+        before_s = self.seconds
+        found = self.run(capacity, rank, nodes, jump)
+        effort.spend(self.seconds - before_s)
+        return found
 
     def _tables(self, rank: Ints) -> kernel.Tables:
         return kernel.Tables(rank=self._convert(rank), **self._static)

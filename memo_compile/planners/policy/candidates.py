@@ -3,11 +3,12 @@
 The set does not depend on the budget, which makes the choice monotone (``frontier.py``).
 """
 
+import functools
 import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,12 +17,13 @@ from memo_compile.errors import InvalidPlan
 from memo_compile.planners.copy_windows import Widened, widened
 from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_keys
 from memo_compile.planners.moves import apply_moves
-from memo_compile.planners.policy.cheapest_first import greedy_sequence
+from memo_compile.planners.policy.cheapest_first import greedy_sequence, refilled
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
 from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel, build_model
-from memo_compile.planners.policy.modes import layer_modes
+from memo_compile.planners.policy.modes import ModeCost, layer_modes
 from memo_compile.planners.policy.named import NAMED, QUANTA, named_moves, steady_moves
-from memo_compile.step.movable import MovableStep, Moves, Schedule, StepCosts
+from memo_compile.planners.solver import SolveStatus
+from memo_compile.step.movable import Layer, MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.plans import Timeline
 from memo_compile.step.problem import CallKind, Problem
 from memo_compile.step.simulate import most_per_call, peak_live_bytes, simulate
@@ -74,30 +76,68 @@ does when its regions are lowered and a few bytes larger."""
 STALLED = 0.001
 """A plan that stalls for at most this share of its step is left as it is."""
 
+ENDED_BY_CLOCK = (
+    "the solver was ended by the clock: the plan may be another one on a faster machine"
+)
+
 MAX_GREEDY = 20
 """Most plans of one greedy sequence that are simulated; they are spread evenly over it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A plan before it is placed."""
+class Figures:
+    """What a simulation tells of a plan."""
 
-    moves: Moves
-    problem: Problem
     timeline: Timeline
     """Without spans."""
     live_bytes: int
-    """A lower bound of its placed peak."""
+    """A lower bound of the placed peak."""
+    host_bytes: int
+    """Bytes of the step's host frame."""
     cost_s: float
     """Seconds of the step, and a little for each second of copying; cheaper plans come first."""
     next_times: float = math.inf
     """With how many times its peak its copies get more time."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """A plan before it is placed."""
+
+    moves: Moves
+    figures: Figures
+    make: Callable[[], Problem]
     notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The step program."""
+        return self.make()
+
+    @property
+    def timeline(self) -> Timeline:
+        """Without spans."""
+        return self.figures.timeline
+
+    @property
+    def live_bytes(self) -> int:
+        """A lower bound of its placed peak."""
+        return self.figures.live_bytes
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the step's host frame."""
-        return self.problem.host_bytes
+        return self.figures.host_bytes
+
+    @property
+    def cost_s(self) -> float:
+        """As of ``Figures``."""
+        return self.figures.cost_s
+
+    @property
+    def next_times(self) -> float:
+        """As of ``Figures``."""
+        return self.figures.next_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,15 +168,14 @@ def simulated(
     wide = program.widened(moves.schedule.widen)
     problem = wide.problem
     timeline = simulate(problem, program.costs, spans=False)
-    return Candidate(
-        moves=moves,
-        problem=problem,
+    figures = Figures(
         timeline=timeline,
         live_bytes=peak_live_bytes(problem),
+        host_bytes=problem.host_bytes,
         cost_s=timeline.step_s + COPY_WEIGHT * copy_seconds(step, problem),
         next_times=wide.next_times,
-        notes=notes,
     )
+    return Candidate(moves=moves, figures=figures, make=lambda: problem, notes=notes)
 
 
 def program_before(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> Program:
@@ -220,12 +259,33 @@ def last_layer_kept(
 
 
 @dataclass(slots=True, kw_only=True)
+class SearchMemory:
+    """What was found for one step, one bound on the host and one ``exact``: for every budget."""
+
+    moves: dict[tuple[str, ...], tuple[Moves, ...]] = field(default_factory=dict)
+    """By which search found them, and what was known of the step's regions then."""
+    figures: dict[tuple[Moves, tuple[str, ...]], Figures] = field(default_factory=dict)
+    """Of moves, and of which of the regions that they recompute with are estimated."""
+
+
+@dataclass(slots=True, kw_only=True)
 class SearchedMoves:
     """The moves that were found for one step; a later round simulates them with better costs."""
 
+    memory: SearchMemory = field(default_factory=SearchMemory)
+    regions: tuple[str, ...] = ()
+    """What is known of the step's regions: those that are lowered, and those that are refused."""
     greedy: tuple[Moves, ...] | None = None
     near_floor: tuple[Moves, ...] | None = None
+    filled: tuple[Moves, ...] | None = None
     program: tuple[Moves, ...] | None = None
+
+    def once(self, search: str, found: Iterable[Moves]) -> tuple[Moves, ...]:
+        """All that ``found`` makes, where the same ``search`` has not found it before."""
+        key = search, *self.regions
+        if key not in self.memory.moves:
+            self.memory.moves[key] = tuple(found)
+        return self.memory.moves[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,14 +297,15 @@ class CandidateSource:
     host_budget_bytes: int | None = None
     exact: bool = False
     solver: bool = True
-    time_limit_s: float = 20.0
-    """Seconds for the solver, all programs together."""
+    time_limit_s: float = 160.0
+    """Seconds for the solver by the clock, all programs together. They end by their nodes, on a
+    quiet machine within 20 s; a plan that the clock has changed says so."""
     searched: SearchedMoves = field(default_factory=SearchedMoves)
     _evaluations: dict[tuple[Moves, tuple[str, ...]], Candidate] = field(default_factory=dict)
 
     def auto(self) -> list[Candidate]:
         """All that policy ``auto`` chooses from: greedy's, the program's and the named plans."""
-        found = dict.fromkeys(self._greedy())
+        found = dict.fromkeys((*self._greedy(), *self._filled()))
         if self.solver and self.step.layers:
             found.update(dict.fromkeys(self._program()))
         known: list[Candidate] = []
@@ -282,26 +343,60 @@ class CandidateSource:
 
     def _far_from_floor(self) -> tuple[Moves, ...]:
         if self.searched.greedy is None:
-            models = self._models((NEXT, WIDE)).values()
-            found = map(self._greedy_moves, models)
-            self.searched.greedy = tuple(itertools.chain.from_iterable(found))
+            self.searched.greedy = self.searched.once("greedy", self._greedy_moves())
         return self.searched.greedy
 
     def _near_floor(self) -> tuple[Moves, ...]:
         if self.searched.near_floor is None:
-            modes = layer_modes(self.step, self.recompute, exact=self.exact)
-            models = (build_model(self.step, modes, ONCE, price) for price in COPY_PRICES)
-            found = map(self._moves_near_floor, models)
-            self.searched.near_floor = tuple(itertools.chain.from_iterable(found))
+            self.searched.near_floor = self.searched.once("near floor", self._floor_moves())
         return self.searched.near_floor
+
+    def _floor_moves(self) -> Iterator[Moves]:
+        modes = layer_modes(self.step, self.recompute, exact=self.exact)
+        for price in COPY_PRICES:
+            model = build_model(self.step, modes, ONCE, price)
+            for chosen in self._near_floor_of(model):
+                yield model.moves(chosen, "greedy")
+
+    def _filled(self) -> tuple[Moves, ...]:
+        """Greedy's plans with as many copies as a host that is short has room for."""
+        if self.searched.filled is None:
+            self.searched.filled = self.searched.once("filled", self._filled_moves())
+        return self.searched.filled
+
+    def _filled_moves(self) -> Iterator[Moves]:
+        most = self.host_budget_bytes
+        if most is None or not self._is_short:
+            return
+        models = [(model, self._spread(model)) for model in self._models((NEXT, WIDE)).values()]
+        near = (build_model(self.step, self._modes(), ONCE, price) for price in COPY_PRICES)
+        models += [(model, self._near_floor_of(model)) for model in near]
+        for model, some in models:
+            for chosen in dict.fromkeys(refilled(model, chosen, most) for chosen in some):
+                yield model.moves(chosen, "greedy")
+
+    @property
+    def _is_short(self) -> bool:
+        """True where the host has no room for all that may be copied."""
+        most = self.host_budget_bytes
+        return most is not None and most < sum(map(self._copied_bytes, self.step.layers))
+
+    def _modes(self) -> tuple[tuple[ModeCost, ...], ...]:
+        """Per layer the modes that the program chooses from."""
+        return layer_modes(self.step, self.recompute, exact=self.exact, fills_host=self._is_short)
+
+    def _copied_bytes(self, layer: Layer) -> int:
+        """What a layer copies that copies all it can."""
+        slots = self.step.class_of(layer).slots
+        return sum(slot.size_bytes for slot in slots if slot.can_offload)
 
     def _program(self) -> tuple[Moves, ...]:
         if self.searched.program is None:
-            self.searched.program = tuple(self._milp_moves(self._models(GRIDS)))
+            self.searched.program = self.searched.once("program", self._milp_moves())
         return self.searched.program
 
     def _models(self, schedules: Iterable[Schedule]) -> dict[Schedule, StepModel]:
-        modes = layer_modes(self.step, self.recompute, exact=self.exact)
+        modes = self._modes()
         return {schedule: build_model(self.step, modes, schedule) for schedule in schedules}
 
     def named(self, policy: str, alphas: Sequence[float | None] = (None,)) -> list[Candidate]:
@@ -348,34 +443,68 @@ class CandidateSource:
         self, moves: Moves, notes: tuple[str, ...] = (), program: Program | None = None
     ) -> Candidate:
         if (moves, notes) not in self._evaluations:
-            candidate = simulated(self.step, moves, self.recompute, notes, program)
-            self._evaluations[moves, notes] = candidate
+            self._evaluations[moves, notes] = self._known_or_simulated(moves, notes, program)
         return self._evaluations[moves, notes]
 
-    def _greedy_moves(self, model: StepModel) -> Iterator[Moves]:
+    def _known_or_simulated(
+        self, moves: Moves, notes: tuple[str, ...], program: Program | None
+    ) -> Candidate:
+        key = moves, self._estimated(moves)
+        figures = self.searched.memory.figures.get(key)
+        if figures is None:
+            candidate = simulated(self.step, moves, self.recompute, notes, program)
+            self.searched.memory.figures[key] = candidate.figures
+            return candidate
+
+        def make() -> Problem:
+            return program_of(self.step, moves, self.recompute)[0]
+
+        return Candidate(moves=moves, figures=figures, make=make, notes=notes)
+
+    def _estimated(self, moves: Moves) -> tuple[str, ...]:
+        """The regions of ``moves`` that are not lowered: what is known of a region changes then."""
+        classes = (layer.class_key for layer in self.step.layers)
+        pairs = dict.fromkeys(zip(classes, moves.modes, strict=False))
+        keys = (recompute_keys(self.step.classes[class_key], mode) for class_key, mode in pairs)
+        found = {
+            key.region
+            for key in itertools.chain.from_iterable(keys)
+            if not self.recompute(key).is_lowered
+        }
+        return tuple(sorted(found))
+
+    def _greedy_moves(self) -> Iterator[Moves]:
+        modes = layer_modes(self.step, self.recompute, exact=self.exact)
+        for schedule in (NEXT, WIDE):
+            model = build_model(self.step, modes, schedule)
+            for chosen in self._spread(model):
+                yield model.moves(chosen, "greedy")
+
+    def _spread(self, model: StepModel) -> Iterator[tuple[int, ...]]:
+        """Plans of greedy's sequence, spread evenly over it."""
         sequence = greedy_sequence(model, host_budget_bytes=self.host_budget_bytes)
         last = len(sequence) - 1
         count = min(MAX_GREEDY, len(sequence))
         for number in sorted({last * at // max(1, count - 1) for at in range(count)}):
-            yield model.moves(sequence[number], "greedy")
+            yield sequence[number]
 
-    def _moves_near_floor(self, model: StepModel) -> Iterator[Moves]:
+    def _near_floor_of(self, model: StepModel) -> Iterator[tuple[int, ...]]:
         """The last plans of greedy's sequence, and with other modes of the last layer."""
         sequence = greedy_sequence(model, host_budget_bytes=self.host_budget_bytes)
         most = self.host_budget_bytes
         if most is not None and model.host_bytes(sequence[-1]) > FULL * most:
-            for chosen in sequence[-NEAR_FULL:]:
-                yield model.moves(chosen, "greedy")
+            yield from sequence[-NEAR_FULL:]
             return
         smaller = list(_ever_smaller(model, sequence))[-NEAR_FLOOR - 1 :]
         for (above, _), (_, chosen) in itertools.pairwise([smaller[0], *smaller]):
-            yield model.moves(chosen, "greedy")
+            yield chosen
             for other in last_layer_kept(model, chosen, above):
                 if most is None or model.host_bytes(other) <= most:
-                    yield model.moves(other, "greedy")
+                    yield other
 
-    def _milp_moves(self, models: dict[Schedule, StepModel]) -> Iterator[Moves]:
+    def _milp_moves(self) -> Iterator[Moves]:
         """The program's answers, floor to save-all; solving frees the GIL, hence threads."""
+        models = self._models(GRIDS)
         deadline = time.monotonic() + self.time_limit_s
         top = models[NEXT].peak_bytes([0] * models[NEXT].num_layers)
         with ThreadPoolExecutor(max_workers=len(GRIDS)) as pool:
@@ -406,6 +535,8 @@ class CandidateSource:
                 host_budget_bytes=self.host_budget_bytes,
                 time_limit_s=deadline - time.monotonic(),
             )
+            if solution.status is SolveStatus.TIME_LIMIT:
+                log.warning("memo: %s", ENDED_BY_CLOCK)
             chosen = solution.chosen if solution.status.has_solution else lowest.chosen
             found.append(model.moves(chosen, "program"))
         return found

@@ -33,9 +33,9 @@ def greedy_sequence(
         best: tuple[float, float, tuple[int, ...]] | None = None
         now = model.bytes_at(chosen)
         for layers, mode, candidate in _moves(model, chosen):
-            if _exceeds(model, candidate, host_budget_bytes):
-                layers, candidate = layers[:1], _moved(chosen, layers[:1], mode)
-                if _exceeds(model, candidate, host_budget_bytes):
+            if exceeds(model, candidate, host_budget_bytes):
+                layers, candidate = layers[:1], moved(chosen, layers[:1], mode)
+                if exceeds(model, candidate, host_budget_bytes):
                     continue
             changes = (model.deltas[at][mode] - model.deltas[at][chosen[at]] for at in layers)
             less = over - _bytes_over(sum(changes, start=now), floor)
@@ -51,7 +51,8 @@ def greedy_sequence(
         sequence.append(chosen)
 
 
-def _exceeds(model: StepModel, chosen: Sequence[int], host_budget_bytes: int | None) -> bool:
+def exceeds(model: StepModel, chosen: Sequence[int], host_budget_bytes: int | None) -> bool:
+    """True where the host has no room for the copies."""
     return host_budget_bytes is not None and model.host_bytes(chosen) > host_budget_bytes
 
 
@@ -61,12 +62,36 @@ def _uniform_floor(model: StepModel) -> int:
     return min(model.peak_bytes(lowest), model.peak_bytes((0,) * model.num_layers))
 
 
+def refilled(model: StepModel, chosen: tuple[int, ...], host_budget_bytes: int) -> tuple[int, ...]:
+    """``chosen`` with quicker modes of single layers, the first ones first, in the same bytes.
+
+    A sequence of moves fills the host with what is cheapest at first, and at its end all layers may
+    recompute though there is room for the copies of some.
+    """
+    now, cost = model.bytes_at(chosen), model.cost_s(chosen)
+    peak = now.max()
+    for layer, key in enumerate(model.class_keys):
+        modes, deltas, own = model.modes[layer], model.deltas[layer], chosen[layer]
+        fits = (now - deltas[own] + deltas).max(axis=1) <= peak
+        best = own
+        for mode in range(len(modes)):
+            if not fits[mode] or modes[mode].recompute_s >= modes[own].recompute_s:
+                continue
+            other = moved(chosen, [layer], mode)
+            if exceeds(model, other, host_budget_bytes) or not few_keys(model, other, key):
+                continue
+            if (other_s := model.cost_s(other)) < cost:
+                best, cost = mode, other_s
+        chosen, now = moved(chosen, [layer], best), now - deltas[own] + deltas[best]
+    return chosen
+
+
 def _bytes_over(at: Any, floor: int) -> float:
     """Bytes above ``floor``, on average over the points; the highest point counts once more."""
     return float((at - floor).clip(min=0).mean()) + float(max(int(at.max()) - floor, 0))
 
 
-def _moved(chosen: Sequence[int], layers: Sequence[int], mode: int) -> tuple[int, ...]:
+def moved(chosen: Sequence[int], layers: Sequence[int], mode: int) -> tuple[int, ...]:
     """``chosen`` with ``mode`` for ``layers``."""
     changed = list(chosen)
     for layer in layers:
@@ -85,12 +110,12 @@ def _moves(
         size = max(1, model.class_keys.count(class_key) // NUM_CHUNKS)
         movable = layers[:size]
         for other in range(1, len(model.modes[movable[0]])):
-            candidate = _moved(chosen, movable, other)
-            if other != mode and _few_keys(model, candidate, class_key):
+            candidate = moved(chosen, movable, other)
+            if other != mode and few_keys(model, candidate, class_key):
                 yield movable, other, candidate
 
 
-def _few_keys(model: StepModel, chosen: Sequence[int], class_key: str) -> bool:
+def few_keys(model: StepModel, chosen: Sequence[int], class_key: str) -> bool:
     """True when the layers of the class use at most MAX_KEYS ways to recompute."""
     keys = {
         model.modes[layer][mode].keys

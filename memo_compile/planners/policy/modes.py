@@ -6,7 +6,7 @@ and some price of a byte copied, and mixes whose copy just hides behind one laye
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memo_compile.errors import UnsupportedGraph
@@ -16,6 +16,7 @@ from memo_compile.planners.move_rules import (
     facts_of,
     recomputable,
     recompute_keys,
+    recompute_seconds,
     slots_s,
 )
 from memo_compile.planners.policy.subsets import recompute_sets
@@ -48,6 +49,9 @@ COPIED = 2
 
 MAX_MIXES = 3
 """Most token-wise mixes among ``MAX_MODES``, since a chosen mix needs a region of its own."""
+
+MAX_FILLING = 3
+"""Most slots that are copied one after the other beside what a mode copies, to fill a host."""
 
 PRICES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 3.0, 10.0, 100.0)
 """Prices for which the cheapest mode is found: of a byte kept, in units of what recomputing the
@@ -159,15 +163,16 @@ def layer_rights(step: MovableStep) -> tuple[Rights, ...]:
 
 
 def layer_modes(
-    step: MovableStep, recompute: RecomputeOf, *, exact: bool = False
+    step: MovableStep, recompute: RecomputeOf, *, exact: bool = False, fills_host: bool = False
 ) -> tuple[tuple[ModeCost, ...], ...]:
     """Per layer the modes of its class, by the same numbers for all layers of the class.
 
+    With ``fills_host`` there are more, for a host that has room for some copies of each layer.
     A mode saves a slot that its layer may not copy, and saves every slot if the layer may not
     recompute one. Layers with the same rights share one tuple.
     """
     by_class = {
-        key: class_modes(step, key, recompute, exact=exact)
+        key: class_modes(step, key, recompute, exact=exact, fills_host=fills_host)
         for key in dict.fromkeys(layer.class_key for layer in step.layers)
     }
     shared: dict[tuple[str, Rights], tuple[ModeCost, ...]] = {}
@@ -194,7 +199,12 @@ def restricted(cls: LayerClass, mode: Mode, rights: Rights) -> Mode:
 
 
 def class_modes(
-    step: MovableStep, class_key: str, recompute: RecomputeOf, *, exact: bool = False
+    step: MovableStep,
+    class_key: str,
+    recompute: RecomputeOf,
+    *,
+    exact: bool = False,
+    fills_host: bool = False,
 ) -> tuple[ModeCost, ...]:
     """The modes of one class that plans choose from, SAVE of everything first.
 
@@ -215,6 +225,10 @@ def class_modes(
     picked += [cost for cost in apart_modes if cost.mode not in known][:MAX_APART]
     half = _half_copied(cls, picked, step.costs)
     picked += [cost for cost in _costs(cls, [half], recompute) if cost.mode not in known]
+    if fills_host:
+        known = {cost.mode for cost in picked}
+        filling = _costs(cls, _filling(step, cls, picked), recompute)
+        picked += [cost for cost in filling if cost.mode not in known]
     first, *others = picked
     others.sort(key=lambda cost: (-cost.kept_bytes, cost.host_bytes, cost.recompute_s))
     return (first, *others)
@@ -239,6 +253,40 @@ def _whole_modes(cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int)
         yield make_mode(cls, recompute=recomputed)
         yield make_mode(cls, recompute=recomputed, offload=prefix)
         yield make_mode(cls, recompute=recomputed, offload=order)
+
+
+def _filling(step: MovableStep, cls: LayerClass, modes: Sequence[ModeCost]) -> Iterator[Mode]:
+    """Modes that keep least and copy little, and of each some that copy one more slot, and another.
+
+    Those slots are copied that save most seconds of recomputation for a byte.
+    """
+    least = min(mode.kept_bytes for mode in modes)
+    for cost in modes:
+        if cost.kept_bytes > least or not cost.keys or cost.mode.recompute_rows is not None:
+            continue
+        mode = cost.mode
+        for _ in range(MAX_FILLING):
+            more = [_copying(cls, mode, slot) for slot in mode.slots(Action.RECOMPUTE)]
+            gains = [
+                ((_again_s(step, cls, mode) - _again_s(step, cls, other)) / size_bytes, other)
+                for other, size_bytes in filter(None, more)
+            ]
+            gain, mode = max(gains, key=lambda found: found[0], default=(0.0, mode))
+            if gain <= 0:
+                break
+            yield mode
+
+
+def _copying(cls: LayerClass, mode: Mode, slot: int) -> tuple[Mode, int] | None:
+    """``mode`` with ``slot`` offloaded, and its bytes; None where it may not be."""
+    if not cls.slots[slot].can_offload:
+        return None
+    actions = (*mode.actions[:slot], Action.OFFLOAD, *mode.actions[slot + 1 :])
+    return replace(mode, actions=actions), cls.slots[slot].size_bytes
+
+
+def _again_s(step: MovableStep, cls: LayerClass, mode: Mode) -> float:
+    return sum(recompute_seconds(step, key) for key in recompute_keys(cls, mode))
 
 
 def _half_copied(cls: LayerClass, modes: Sequence[ModeCost], costs: StepCosts) -> Mode:

@@ -1,0 +1,128 @@
+"""A length at which a named shape was not traced: the same plan as if it had been."""
+
+import dataclasses
+
+import pytest
+
+from memo_compile.costs import models
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.costs.models import ModelShape
+from memo_compile.offline import plan_offline
+from memo_compile.offline.forecast import Question, forecast
+from memo_compile.offline.shapes.degrees import Degrees
+from memo_compile.offline.subject import ModelLengths, is_shape
+from memo_compile.step.serialise import to_json
+
+GPT = ModelShape(
+    name="tiny-lengths",
+    hidden=64,
+    num_layers=2,
+    ffn=256,
+    num_heads=4,
+    num_kv_heads=4,
+    vocab=512,
+    gated=False,
+)
+LLAMA = dataclasses.replace(GPT, name="tiny-long-llama", num_layers=8, num_kv_heads=2, gated=True)
+ONE, TWO = Degrees(), Degrees(tp=2)
+BUDGETED = {"policy": "greedy", "budget": 1}
+
+
+@pytest.fixture(autouse=True)
+def tiny_models(monkeypatch):
+    for shape in (GPT, LLAMA):
+        monkeypatch.setitem(models.MODELS, shape.name, shape)
+    monkeypatch.setenv("MEMO_LOWERING", "aten")
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """How often a model was traced."""
+    seen, traced = [], plan_offline.tracing
+
+    def counted(*args, **kwargs):
+        seen.append(1)
+        return traced(*args, **kwargs)
+
+    monkeypatch.setattr(plan_offline, "tracing", counted)
+    return seen
+
+
+def answer(shape, seq, lengths=None, degrees=ONE, **more):
+    """All that is answered, as text, but for how long it took."""
+    hardware = find_hardware("h200")
+    asked = Question(model=shape.name, hardware=hardware, seq=seq, degrees=degrees, **more)
+    found = forecast(asked, lengths=lengths)
+    plan = dataclasses.replace(found.step.plan, planning_s=0.0, lowering_s=0.0)
+    facts = (found.name, found.peak_bytes, found.tokens_per_s, found.mfu, found.notes)
+    return to_json(found.step.problem), to_json(plan), to_json(found.step.costs), facts
+
+
+KEEPS = {"policy": "save"}
+_traced: list[ModelLengths] = []
+
+
+@pytest.fixture
+def lengths():
+    """GPT as it was traced at 64 and at 96 tokens."""
+    if not _traced:
+        made = ModelLengths()
+        for seq in (64, 96):
+            answer(GPT, seq, made, **KEEPS)
+        _traced.append(made)
+    found = _traced[0].traced[False]
+    return ModelLengths(
+        facts=_traced[0].facts, traced={False: dataclasses.replace(found, _known={**found._known})}
+    )
+
+
+def test_a_length_that_was_not_traced_has_the_plan_of_one_that_was(lengths, traces):
+    found = answer(GPT, 250, lengths, **KEEPS)
+    assert not traces
+    assert found == answer(GPT, 250, **KEEPS)
+    assert traces
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("shape", "degrees", "traced", "others", "more"),
+    [
+        (LLAMA, ONE, (1024, 1536), (512, 1537), {"policy": "full-recompute"}),
+        (LLAMA, TWO, (2048, 1024), (512, 4096), {"policy": "save"}),
+        (GPT, ONE, (512, 4096), (768, 1000, 8192), BUDGETED),
+        (GPT, ONE, (1000, 999), (777, 1024, 4097), {"budget": "200MiB", "batch": 3}),
+        (LLAMA, ONE, (4096, 8192), (65536,), BUDGETED),
+    ],
+)
+def test_all_policies_at_lengths_that_were_not_traced(traces, shape, degrees, traced, others, more):
+    lengths = ModelLengths()
+    for seq in traced:
+        answer(shape, seq, lengths, degrees, **more)
+    traces.clear()
+    found = [answer(shape, seq, lengths, degrees, **more) for seq in others]
+    assert not traces
+    assert found == [answer(shape, seq, None, degrees, **more) for seq in others]
+
+
+def test_a_length_whose_sizes_are_no_functions_of_it_is_traced(lengths, traces, caplog):
+    """Of one token, whose dimension torch takes away here and there."""
+    found = answer(GPT, 1, lengths, **KEEPS)
+    assert traces
+    assert "length 1 is traced anew" in caplog.text
+    assert found == answer(GPT, 1, **KEEPS)
+
+
+def test_a_model_with_other_parameters_at_another_length_is_traced(lengths, traces, caplog):
+    traced = lengths.traced[False]
+    traced._functions = None
+    traced._known[96] = dataclasses.replace(traced._known[96], constant_bytes=1)
+    answer(GPT, 128, lengths, **KEEPS)
+    assert traces
+    assert "two lengths have other parameters" in caplog.text
+
+
+def test_what_the_user_wrote_is_traced_at_every_length(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert is_shape("llama3-8b")
+    assert not is_shape("models:small")
+    assert not is_shape(str(tmp_path / "config.json"))
