@@ -1,7 +1,7 @@
 """Random steps with moves, and random bugs in them: what the checker lets pass is right.
 
-Right means: with the arena of the plan, and copies as early or as late as their waits allow, the
-step computes what the step without moves computes (``byte_machine``).
+Right means: with the arena of the plan, and copies and collectives as early or as late as their
+waits allow, the step computes what the step without moves computes (``byte_machine``).
 """
 
 import dataclasses
@@ -12,14 +12,16 @@ from hypothesis import given, settings
 
 from memo_compile.check.check_moves import check_moves, recomputations_of
 from memo_compile.check.check_plan import check
+from memo_compile.planners.comm_windows import filled, late
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import place_step
 from memo_compile.step.movable import Action, Mode, Moves, RecomputeKey, RecomputeRegion, Schedule
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, Copy, Phase, Problem, StepCall
 from tests.steps.byte_machine import is_right, roomy
-from tests.steps.movable import KIB, movable_step, recomputer
+from tests.steps.movable import KIB, costs_of, movable_step, recomputer
 from tests.steps.moved import Shape
+from tests.steps.parallel_gpt import ROWS, SLOTS, parallel_step
 
 SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
 
@@ -54,6 +56,43 @@ def moved_steps(draw) -> Shape:
     )
 
 
+@st.composite
+def talking_steps(draw) -> Shape:
+    """Tensor parallel layers with moves; waits as they are drawn, recomputations in windows."""
+    names = st.sampled_from([512, 1024])
+    saved = {name: draw(names) for name in SLOTS}
+    step = parallel_step(
+        saved,
+        dict.fromkeys(ROWS, 1.0),
+        num_rows=2,
+        num_layers=draw(st.integers(1, 3)),
+        copy_bytes_per_s=draw(st.sampled_from([100, 1000])),
+        comm_bytes_per_s=draw(st.sampled_from([50, 500, 5000])),
+    )
+    step = dataclasses.replace(step, waits_late=draw(st.booleans()))
+    kinds = [
+        st.sampled_from([SAVE, OFFLOAD, RECOMPUTE] if slot.can_recompute else [SAVE, OFFLOAD])
+        for slot in step.classes["L"].slots
+    ]
+    moves = Moves(
+        modes=tuple(Mode(actions=tuple(map(draw, kinds))) for _ in step.layers),
+        schedule=Schedule(offload_lag=draw(st.sampled_from([None, 0, 1]))),
+    )
+    regions: list[RecomputeRegion] = []
+    known = recomputer(step)
+
+    def recompute(key: RecomputeKey) -> RecomputeRegion:
+        regions.append(known(key))
+        return regions[-1]
+
+    moved = apply_moves(step, moves, recompute)
+    if draw(st.booleans()):
+        moved = filled(late(moved), costs_of(step, *regions), limit_bytes=1 << 40)
+    return Shape(
+        original=step.problem, moved=moved, recomputations=recomputations_of(step, moved, regions)
+    )
+
+
 def faults(shape: Shape, moved: Problem, plan: Plan) -> list[str]:
     found = check_moves(shape.original, moved, shape.recomputations).problems
     return [*check(moved, plan).problems, *found]
@@ -64,7 +103,7 @@ def works(shape: Shape, moved: Problem, plan: Plan) -> bool:
 
 
 @settings(max_examples=40, deadline=None)
-@given(moved_steps())
+@given(st.one_of(moved_steps(), talking_steps()))
 def test_moves_compute_what_the_step_computes(shape):
     plan = place_step(dataclasses.replace(shape.moved, releases_pages=True), solver="greedy")
     assert faults(shape, shape.moved, plan) == []
@@ -122,6 +161,9 @@ def displace(data: st.DataObject, calls: Calls) -> Calls:
 def wait_for_another(data: st.DataObject, calls: Calls) -> Calls:
     index = _pick(data, calls, waits_for=True)
     other = calls[_pick(data, calls, copy=True)]
+    if calls[index].kind is CallKind.COMM_WAIT:
+        issued = [call.name for call in calls if call.kind is CallKind.ISSUE]
+        return _change(calls, index, waits_for=data.draw(st.sampled_from(issued)))
     if calls[index].kind is not CallKind.WAIT or other.copy is None:
         return calls
     return _change(calls, index, waits_for=other.name)
@@ -187,7 +229,7 @@ def lenient(plan: Plan, num_calls: int) -> Plan:
 
 
 @settings(max_examples=120, deadline=None)
-@given(moved_steps(), st.sampled_from(BUGS), st.booleans(), st.data())
+@given(st.one_of(moved_steps(), talking_steps()), st.sampled_from(BUGS), st.booleans(), st.data())
 def test_what_passes_is_right(shape, bug, is_tight, data):
     plan = place_step(shape.moved, solver="greedy")
     calls = bug(data, shape.moved.calls)
@@ -198,7 +240,7 @@ def test_what_passes_is_right(shape, bug, is_tight, data):
 
 
 @settings(max_examples=40, deadline=None)
-@given(moved_steps(), st.data())
+@given(st.one_of(moved_steps(), talking_steps()), st.data())
 def test_placements_that_pass_are_right(shape, data):
     """A buffer anywhere in the arena: if the checker says nothing, nothing is destroyed."""
     plan = place_step(shape.moved, solver="greedy")
