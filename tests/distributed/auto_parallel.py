@@ -1,4 +1,4 @@
-"""transformers' Llama, made parallel by its own plan (``tp_plan="auto"``), under memo and in eager."""
+"""transformers' Llama, parallel by its own plan (``tp_plan="auto"``), under memo and in eager."""
 
 from pathlib import Path
 from typing import Any

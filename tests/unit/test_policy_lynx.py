@@ -12,7 +12,7 @@ from memo_compile.planners.place_step import place_step
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import costs_with
 from memo_compile.planners.policy.frontier import NothingFits
-from memo_compile.planners.policy.lynx import LYNX
+from memo_compile.planners.policy.lynx_policies import LYNX
 from memo_compile.step.movable import Action
 from tests.numerics.training import in_ci
 from tests.steps.movable import movable_step, recomputer

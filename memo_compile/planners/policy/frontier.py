@@ -23,7 +23,7 @@ from memo_compile.planners.policy.candidates import (
     costs_with,
     program_of,
 )
-from memo_compile.planners.policy.lynx import LYNX
+from memo_compile.planners.policy.lynx_policies import LYNX
 from memo_compile.planners.policy.modes import with_launches
 from memo_compile.planners.policy.named import NAMED, QUANTA
 from memo_compile.step.interludes import MEASURED_BYTES
