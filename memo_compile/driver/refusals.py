@@ -82,7 +82,7 @@ def graph_key(gm: fx.GraphModule, inputs: Sequence[object]) -> str:
 
 def begin(key: str) -> None:
     """This rank plans the graph ``key``, whatever it has refused before."""
-    if key in _known.here().refused:
+    if key and key in _known.here().refused:
         _known.refused.discard(key)
         shim_distributed.tell(_refused(key, torch.distributed.get_rank()), "")
 

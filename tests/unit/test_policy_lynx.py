@@ -1,17 +1,19 @@
 """Lynx's policies by name: what they may do, and that the choice is never slower than theirs."""
 
 import dataclasses
+import itertools
 
 import pytest
 
-from memo_compile.check.check_moves import check_moves
+from memo_compile.check.check_moves import check_moves, recomputations_of
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.planners.comm_windows import window_recompute_s
+from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.place_step import place_step
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import costs_with
-from memo_compile.planners.policy.frontier import NothingFits
+from memo_compile.planners.policy.frontier import GOOD_ENOUGH, NothingFits
 from memo_compile.planners.policy.lynx_policies import LYNX
 from memo_compile.step.movable import Action
 from tests.numerics.training import in_ci
@@ -50,6 +52,13 @@ def budgets(step, shares=(0.15, 0.4, 0.7)):
     return [int(floor + share * (top - floor)) for share in shares]
 
 
+def keys_of(step, moves):
+    """The regions that recompute."""
+    pairs = zip(step.layers, moves.modes, strict=True)
+    found = (recompute_keys(step.class_of(layer), mode) for layer, mode in pairs)
+    return dict.fromkeys(itertools.chain.from_iterable(found))
+
+
 @pytest.mark.parametrize("policy", LYNX)
 def test_nothing_is_copied_and_all_is_proved(policy):
     step = step_of()
@@ -59,7 +68,9 @@ def test_nothing_is_copied_and_all_is_proved(policy):
         actions = {action for mode in found.moves.modes for action in mode.actions}
         assert actions == {Action.SAVE, Action.RECOMPUTE}
         assert found.problem.host_bytes == 0
-        assert check_moves(step.problem, found.problem).ok
+        regions = map(recomputer(step), keys_of(step, found.moves))
+        made = recomputations_of(step, found.problem, regions)
+        assert check_moves(step.problem, found.problem, made).ok
 
 
 def test_heu_decides_once_for_a_class_and_opt_for_each_layer():
@@ -92,12 +103,14 @@ def test_recomputation_hides_where_a_link_is_slow():
     ("shape", "tp", "hardware"),
     in_ci(
         [(shape, tp, name) for shape in SHAPES for tp in (2, 4, 8) for name in ("a100", "h100")],
-        ("gpt-1.3b", 2, "a100"),
         ("gpt-23b", 8, "a100"),
     ),
 )
 def test_the_choice_is_never_slower_than_lynx_at_its_memory(shape, tp, hardware):
-    """At the memory that Lynx's plan takes, with and without copies."""
+    """At the memory that Lynx's plan takes, with and without copies.
+
+    The integer program of ``lynx-opt`` is not solved where another plan is good enough.
+    """
     slow = {"link_bytes_per_s": 30e9}
     for changed in ({}, slow):
         step = step_of(shape, tp, hardware=hardware, **changed)
@@ -107,7 +120,8 @@ def test_the_choice_is_never_slower_than_lynx_at_its_memory(shape, tp, hardware)
                 for host_bytes in (0, None):
                     own = chosen(step, "auto", lynx.plan.peak_bytes, host_bytes)
                     assert own.plan.peak_bytes <= lynx.plan.peak_bytes
-                    assert own.timeline.step_s <= lynx.timeline.step_s * (1 + 1e-9)
+                    slack = GOOD_ENOUGH if policy == "lynx-opt" else 1e-9
+                    assert own.timeline.step_s <= lynx.timeline.step_s * (1 + slack)
 
 
 def test_a_step_of_one_device_has_lynx_without_windows():
