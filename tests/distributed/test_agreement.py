@@ -86,7 +86,7 @@ def measured(tmp_path, **given):
 
 @pytest.mark.parametrize("cheaper", in_ci([0, 1], 1))
 def test_ranks_of_other_costs_plan_the_same(cheaper, tmp_path):
-    """Each region counts as one rank has measured it, and no rank measures what another has."""
+    """Each region counts as one rank has measured it."""
     first, second = measured(tmp_path, is_shared=True, strict=True, cheaper=cheaper)
     assert first["error"] == second["error"] == ""
     assert first["planned"] == second["planned"]
@@ -106,6 +106,7 @@ def test_other_plans_are_named_in_time(tmp_path):
         assert found["took_s"] < LIMIT_S
 
 
+@pytest.mark.full
 def test_other_plans_are_a_note_and_right(tmp_path):
     first, second = measured(tmp_path, is_shared=False, strict=False, cheaper=0)
     assert first["error"] == second["error"] == ""
