@@ -285,9 +285,9 @@ def _note_distributed() -> None:
         return
     if shim_distributed.num_ranks() > 1:
         state.warn_once(
-            "each rank plans its own graph. Where graphs hold collectives, ranks take the costs "
-            "that one of them has measured, and that all begin the same ones is checked; where "
-            "plans differ all the same, a note says so"
+            "each rank plans its own graph. That all begin the same collectives inside a graph is "
+            "checked; where there are any, ranks take the costs that one of them has measured, and "
+            "a note says where plans differ all the same"
         )
     if has_fsdp_modules():
         state.warn_once(

@@ -19,9 +19,9 @@ from memo_compile.step.movable import Action, Mode, Moves, RecomputeKey, Recompu
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, Copy, Phase, Problem, StepCall
 from tests.steps.byte_machine import is_right, roomy
+from tests.steps.drawn_moves import regions_of, talking_steps
 from tests.steps.movable import KIB, costs_of, movable_step, recomputer
 from tests.steps.moved import Shape
-from tests.steps.parallel_gpt import ROWS, SLOTS, parallel_step
 
 SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
 
@@ -57,35 +57,10 @@ def moved_steps(draw) -> Shape:
 
 
 @st.composite
-def talking_steps(draw) -> Shape:
+def talking_shapes(draw) -> Shape:
     """Tensor parallel layers with moves; waits as they are drawn, recomputations in windows."""
-    names = st.sampled_from([512, 1024])
-    saved = {name: draw(names) for name in SLOTS}
-    step = parallel_step(
-        saved,
-        dict.fromkeys(ROWS, 1.0),
-        num_rows=2,
-        num_layers=draw(st.integers(1, 3)),
-        copy_bytes_per_s=draw(st.sampled_from([100, 1000])),
-        comm_bytes_per_s=draw(st.sampled_from([50, 500, 5000])),
-    )
-    step = dataclasses.replace(step, waits_late=draw(st.booleans()))
-    kinds = [
-        st.sampled_from([SAVE, OFFLOAD, RECOMPUTE] if slot.can_recompute else [SAVE, OFFLOAD])
-        for slot in step.classes["L"].slots
-    ]
-    moves = Moves(
-        modes=tuple(Mode(actions=tuple(map(draw, kinds))) for _ in step.layers),
-        schedule=Schedule(offload_lag=draw(st.sampled_from([None, 0, 1]))),
-    )
-    regions: list[RecomputeRegion] = []
-    known = recomputer(step)
-
-    def recompute(key: RecomputeKey) -> RecomputeRegion:
-        regions.append(known(key))
-        return regions[-1]
-
-    moved = apply_moves(step, moves, recompute)
+    step, moves, moved = draw(talking_steps())
+    regions = regions_of(step, moves)
     if draw(st.booleans()):
         moved = filled(late(moved), costs_of(step, *regions), limit_bytes=1 << 40)
     return Shape(
@@ -103,7 +78,7 @@ def works(shape: Shape, moved: Problem, plan: Plan) -> bool:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.one_of(moved_steps(), talking_steps()))
+@given(st.one_of(moved_steps(), talking_shapes()))
 def test_moves_compute_what_the_step_computes(shape):
     plan = place_step(dataclasses.replace(shape.moved, releases_pages=True), solver="greedy")
     assert faults(shape, shape.moved, plan) == []
@@ -229,7 +204,7 @@ def lenient(plan: Plan, num_calls: int) -> Plan:
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.one_of(moved_steps(), talking_steps()), st.sampled_from(BUGS), st.booleans(), st.data())
+@given(st.one_of(moved_steps(), talking_shapes()), st.sampled_from(BUGS), st.booleans(), st.data())
 def test_what_passes_is_right(shape, bug, is_tight, data):
     plan = place_step(shape.moved, solver="greedy")
     calls = bug(data, shape.moved.calls)
@@ -240,7 +215,7 @@ def test_what_passes_is_right(shape, bug, is_tight, data):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.one_of(moved_steps(), talking_steps()), st.data())
+@given(st.one_of(moved_steps(), talking_shapes()), st.data())
 def test_placements_that_pass_are_right(shape, data):
     """A buffer anywhere in the arena: if the checker says nothing, nothing is destroyed."""
     plan = place_step(shape.moved, solver="greedy")
