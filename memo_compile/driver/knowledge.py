@@ -378,9 +378,9 @@ class StepKnowledge:
 
         if not self._is_shared():
             return own(lowered)
-        config = self.config
-        around = (profile_name(self.lowered.cut.facts.device), config.lowering)
-        around += (config.mode, *sorted(config.inductor_options.items()))
+        config, device = self.config, self.lowered.cut.facts.device
+        options = sorted(config.inductor_options.items())
+        around = [profile_name(device), config.lowering, config.mode, *options]
         return first_told({name: region_key(graphs[name], around) for name in lowered}, own)
 
     def _is_shared(self) -> bool:

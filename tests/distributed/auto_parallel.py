@@ -1,6 +1,5 @@
 """transformers' Llama, parallel by its own plan (``tp_plan="auto"``), under memo and in eager."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,35 +14,39 @@ from tests.distributed.llama import gradient_errors
 VOCABULARY = 96
 
 
-def main(*, settings: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
+def main(*, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each setting's training gives, one after the other in the same processes."""
-    path = Path(folder) / "model"
-    if dist.get_rank() == 0:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=False,
-            use_cache=False,
-        )
-        LlamaForCausalLM(config).double().save_pretrained(path)
-    dist.barrier()
-    return [trained(path, **setting) for setting in settings]
+    return [trained(**setting) for setting in settings]
 
 
-def trained(path: Path, **options: Any) -> dict[str, Any]:
+def llama() -> LlamaForCausalLM:
+    """The same weights on every rank."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def parallel(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """What ``from_pretrained`` does with the model's plan, which needs accelerate for the rest."""
+    given = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
+    config, _, mesh = type(model).prepare_distribute_model(given)
+    return type(model).maybe_distribute_model(model, config, mesh)
+
+
+def trained(**options: Any) -> dict[str, Any]:
     """Two fresh steps and one accumulated; the errors after each."""
     torch._dynamo.reset()
     state.reset()
-    tensor_parallel = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
-    ours = LlamaForCausalLM.from_pretrained(
-        path, dtype=torch.float64, distributed_config=tensor_parallel
-    )
-    eager = LlamaForCausalLM.from_pretrained(path, dtype=torch.float64)
+    ours, eager = parallel(llama()), llama()
     compiled = torch.compile(ours, backend="memo", options={"strict": True, **options})
     ids = torch.randint(VOCABULARY, (3, 2, 16), generator=torch.Generator().manual_seed(3))
     errors = []

@@ -73,23 +73,24 @@ def test_gradients_are_those_of_one_process(settings, num_ranks, tmp_path, subte
 @pytest.mark.parametrize("lowering", ["aten", "inductor"])
 def test_a_model_that_transformers_parallelizes(lowering, tmp_path, subtests):
     """``tp_plan="auto"``, which every rank reads from the model's own configuration."""
-    policies = POLICIES if lowering == "aten" else ("auto", "full-recompute")
+    pytest.importorskip("transformers.distributed.mixin")
+    policies = ("auto", "full-recompute", "full-offload", "lynx-opt")
     settings = [{"policy": policy, "lowering": lowering, "debug": LATE} for policy in policies]
-    given = {"settings": [{**setting, **MOVING} for setting in settings], "folder": str(tmp_path)}
+    given = {"settings": [{**setting, **MOVING} for setting in settings]}
     for outcome in run_ranks("tests.distributed.auto_parallel", tmp_path, given, 2):
         for setting, found in zip(settings, outcome.found, strict=True):
             with subtests.test(**setting):
-                assert_right(found)
+                assert_right(found, tolerance=1e-6)  # its norms compute in float32
                 assert found["num_collectives"] > 0
 
 
-def assert_right(found):
+def assert_right(found, tolerance=TOLERANCE):
     assert found["active"]
     assert found["num_unwaited"] == 0
     assert found["unplanned_steps"] == 0
     assert not any("FSDP" in note for note in found["notes"])
     for errors in found["errors"]:
         wrong = {
-            name: error for name, error in errors.items() if math.isnan(error) or error > TOLERANCE
+            name: error for name, error in errors.items() if math.isnan(error) or error > tolerance
         }
         assert not wrong
