@@ -37,11 +37,10 @@ OTHERS = [
 ]
 
 NAMED = [
-    {"sequence": sequence, "lowering": "aten", "debug": LATE, "policy": policy, **MOVING}
-    for policy in POLICIES
-    for sequence in (False, True)
+    {"sequence": bool(number % 2), "lowering": "aten", "debug": LATE, "policy": policy, **MOVING}
+    for number, policy in enumerate(POLICIES)
 ]
-"""Under each policy."""
+"""Under each policy, tensor and sequence parallel in turns."""
 
 COMPILED = [{**setting, "lowering": "inductor"} for setting in SETTINGS]
 
