@@ -7,6 +7,7 @@ compile the same; those who wait look there (``driver.agreement``).
 
 import dataclasses
 import json
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from torch import fx
 from memo_compile import shim_distributed
 from memo_compile.errors import RanksDisagree, RankSteppedAside
 from memo_compile.file_store import digest_of
+
+log = logging.getLogger("memo")
 
 
 class ThisJob:
@@ -96,15 +99,19 @@ def refuse(key: str, error: Exception, *, steps_aside: bool) -> None:
     """
     if not key:
         return
-    planned = shim_distributed.told(_planned(key)) if steps_aside else None
     why = f"{type(error).__name__}: {error}".partition("\n")[0]
     number = error.refusal if isinstance(error, RanksDisagree) else None
-    if number is None:
-        number = shim_distributed.next_number("memo/refusals")
-    refusal = Refusal(number=number, steps_aside=planned is None and steps_aside, why=why)
-    text = json.dumps(dataclasses.asdict(refusal))
+    try:
+        planned = shim_distributed.told(_planned(key)) if steps_aside else None
+        if number is None:
+            number = shim_distributed.next_number("memo/refusals")
+        refusal = Refusal(number=number, steps_aside=planned is None and steps_aside, why=why)
+        text = json.dumps(dataclasses.asdict(refusal))
+        shim_distributed.tell(_refused(key, torch.distributed.get_rank()), text)
+    except RuntimeError as failed:  # the store went with the rank that held it: nobody waits
+        log.warning("memo: the other ranks were not told of an error: %s", failed)
+        return
     _known.here().refused.add(key)
-    shim_distributed.tell(_refused(key, torch.distributed.get_rank()), text)
     if planned is not None:
         raise RanksDisagree(
             f"rank {planned} runs a plan of a graph for which this rank has none: {why}"
