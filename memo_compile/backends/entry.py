@@ -27,7 +27,7 @@ from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.host import missing_store
 from memo_compile.costs.measure import keep_large_blocks_apart
-from memo_compile.driver import refusals
+from memo_compile.driver import rank_refusals
 from memo_compile.driver.agreement import RankStep, agree, orders_of, program_of
 from memo_compile.driver.around import has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
@@ -156,7 +156,9 @@ def compile_static(
     except shim.RestartAnalysis:
         raise
     except (ConfigError, RanksDisagree) as error:
-        refusals.refuse(refusals.graph_key(original, example_inputs), error, steps_aside=False)
+        rank_refusals.refuse(
+            rank_refusals.graph_key(original, example_inputs), error, steps_aside=False
+        )
         raise
     except Exception as error:
         return _step_aside(original, example_inputs, config, error)
@@ -172,8 +174,8 @@ def plan_graph(
     """
     plan = functools.partial(_planned, config)
     untouched = shim.copied(gm)
-    key = refusals.graph_key(gm, example_inputs)
-    refusals.begin(key)
+    key = rank_refusals.graph_key(gm, example_inputs)
+    rank_refusals.begin(key)
     planned = plan(gm, example_inputs, PlanRequest())
     if planned.assembly is None:
         return planned.run
@@ -254,8 +256,8 @@ def _step_aside(
     needs more, is no way out.
     """
     raises = config.strict or config.memory_budget is not None or isinstance(error, refused())
-    key = refusals.graph_key(gm, example_inputs)
-    refusals.refuse(key, error, steps_aside=not raises)
+    key = rank_refusals.graph_key(gm, example_inputs)
+    rank_refusals.refuse(key, error, steps_aside=not raises)
     if raises:
         raise _named(error)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]

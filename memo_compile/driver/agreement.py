@@ -30,8 +30,8 @@ from memo_runtime.collectives import CollectiveKind
 
 from memo_compile import shim_distributed
 from memo_compile.analysis.regions import LoweredRegion
-from memo_compile.driver import refusals
-from memo_compile.driver.refusals import ThisJob
+from memo_compile.driver import rank_refusals
+from memo_compile.driver.rank_refusals import ThisJob
 from memo_compile.errors import MemoError, RanksDisagree
 from memo_compile.file_store import digest_of
 from memo_compile.reporting import state
@@ -133,7 +133,7 @@ class RankStep:
     name: str
     """For messages."""
     key: str
-    """``refusals.graph_key`` of the graph that it was made of."""
+    """``rank_refusals.graph_key`` of the graph that it was made of."""
     orders: tuple[GroupOrder, ...]
     program: tuple[str, ...]
     """Its calls in order, copies and waits among them."""
@@ -158,7 +158,7 @@ def agree(step: RankStep, timeout_s: float, *, strict: bool) -> None:
         if (order.group_name, order.digest) not in _told.here().agreed:
             _Agreement(order, step, timeout_s).reach(strict=strict)
     if step.orders:
-        refusals.tell_planned(step.key)
+        rank_refusals.tell_planned(step.key)
 
 
 class _Agreement:
@@ -214,7 +214,9 @@ class _Agreement:
 
     def _require_not_refused(self, rank: int) -> None:
         try:
-            refusals.require_not_refused(self.step.key, rank, f"{self.step.name} ({self._first()})")
+            rank_refusals.require_not_refused(
+                self.step.key, rank, f"{self.step.name} ({self._first()})"
+            )
         except MemoError:
             self._give_up()
             raise

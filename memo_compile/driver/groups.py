@@ -57,10 +57,6 @@ PIPELINE_FIRST_STEP = (
 MAX_ALONE = 2
 """A pipeline runs a microbatch by itself to find out shapes, or where a step fails."""
 
-MAX_COLLECTED = 3
-"""After so many steps in a row of which each was alone the next one hardly is of a group: Python's
-garbage is no longer collected in each."""
-
 PERSISTS = 2
 """So many steps in a row with the same number of further members are planned for."""
 
@@ -235,7 +231,6 @@ class GroupedSteps:
             is_first,
             is_new,
         )
-        self._watch.collects = self._num_alone < MAX_COLLECTED
         self._watch.is_pipeline = stages.num_stages > 0
         self._watch.keep(stages.kept())
         expects = self.planned is None and self._num_alone <= MAX_ALONE

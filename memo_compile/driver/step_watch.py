@@ -90,8 +90,6 @@ class StepWatch:
     """Memory is read between the halves."""
     learns: bool = True
     """What is seen is planned for."""
-    collects: bool = True
-    """Python's garbage is collected before memory is first read, which takes up to seconds."""
     thread: int = field(default_factory=threading.get_ident)
     members: list[Member] = field(default_factory=list)
     calls: list[HalfCall] = field(default_factory=list)
@@ -215,7 +213,7 @@ class StepWatch:
         gone = (own for own in self.results if not (own.is_gone or own.is_given))
         freed_bytes = sum(own.num_bytes for own in gone if own.storage.expired())
         self.between.end(index, freed_bytes, leases.num_live())
-        if index == 1 and self.collects:
+        if index == 1:
             gc.collect()  # what waits for it is not the step's, and would hide what is taken
         self._note_what_stays(index)
 

@@ -15,11 +15,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memo_compile
-from memo_compile.driver.groups import MAX_COLLECTED, GroupedSteps
+from memo_compile.driver.groups import GroupedSteps
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.reporting import state
 from memo_compile.step.interludes import IGNORED_BYTES
-from tests.numerics.small import Pair, Stack, rows
 from tests.steps.running import CPU, Words
 
 pytestmark = pytest.mark.filterwarnings(
@@ -488,17 +487,3 @@ def test_models_of_transformers(kind: str, policy: str) -> None:
     assert memo_compile.report().active
     assert memo_compile.report().unplanned_steps == 4
     assert blocks.group().num_instances == 5
-
-
-def test_steps_that_are_alone_collect_garbage_at_first_only(monkeypatch):
-    """It takes up to seconds where a program holds much."""
-    collected = []
-    monkeypatch.setattr(gc, "collect", lambda *_: collected.append(1))
-    pair = Pair(Stack(), memory_budget="1GiB")
-    per_step = []
-    for step in range(MAX_COLLECTED + 3):
-        before = len(collected)
-        pair.assert_step(rows(step))
-        per_step.append(len(collected) - before)
-    assert all(per_step[:MAX_COLLECTED])
-    assert not any(per_step[MAX_COLLECTED:])
