@@ -25,7 +25,10 @@ from memo_compile.units import parse_size
 
 log = logging.getLogger("memo")
 
-POLICIES = ("auto", "save", "full-recompute", "full-offload", "memo", "kwai", "greedy")
+POLICIES = (
+    *("auto", "save", "full-recompute", "full-offload", "memo", "kwai", "lynx-heu", "lynx-opt"),
+    "greedy",
+)
 _CHOICES = {
     "lowering": ("inductor", "aten"),
     "mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),

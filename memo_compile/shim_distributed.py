@@ -6,6 +6,13 @@ from typing import Any
 import torch
 
 
+def num_ranks() -> int:
+    """Ranks of the process group; 0 without one."""
+    distributed = torch.distributed
+    has_group = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if has_group else 0
+
+
 def ranks_of_group(name: str) -> tuple[int, ...]:
     """The global ranks of the process group that functional collectives call ``name``."""
     names: Any = torch.distributed.distributed_c10d
@@ -16,6 +23,12 @@ def ranks_of_group(name: str) -> tuple[int, ...]:
 def tell(key: str, text: str) -> None:
     """Other ranks of this job find ``text`` under ``key``."""
     _store().set(key, text)
+
+
+def tell_first(key: str, text: str) -> str:
+    """What stands under ``key`` for good: ``text``, unless another rank was first."""
+    found: bytes = _store().compare_set(key, "", text)
+    return found.decode()
 
 
 def are_told(keys: Sequence[str]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile import shim, shim_cache
+from memo_compile import shim, shim_cache, shim_distributed
 from memo_compile.backends.capture import (
     COMPILED_AUTOGRAD,
     Finish,
@@ -27,7 +27,8 @@ from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.host import missing_store
 from memo_compile.costs.measure import keep_large_blocks_apart
-from memo_compile.driver.agreement import agree, orders_of
+from memo_compile.driver import rank_refusals
+from memo_compile.driver.agreement import RankStep, agree, orders_of, program_of
 from memo_compile.driver.around import has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
@@ -152,7 +153,12 @@ def compile_static(
     original = shim.copied(gm)
     try:
         return plan_graph(gm, example_inputs, config)
-    except (ConfigError, RanksDisagree, shim.RestartAnalysis):
+    except shim.RestartAnalysis:
+        raise
+    except (ConfigError, RanksDisagree) as error:
+        rank_refusals.refuse(
+            rank_refusals.graph_key(original, example_inputs), error, steps_aside=False
+        )
         raise
     except Exception as error:
         return _step_aside(original, example_inputs, config, error)
@@ -168,12 +174,19 @@ def plan_graph(
     """
     plan = functools.partial(_planned, config)
     untouched = shim.copied(gm)
+    key = rank_refusals.graph_key(gm, example_inputs)
+    rank_refusals.begin(key)
     planned = plan(gm, example_inputs, PlanRequest())
     if planned.assembly is None:
         return planned.run
     lowered = planned.assembly.lowered
-    orders = orders_of(lowered.problem, lowered.regions)
-    agree(orders, lowered.cut.name, config.ranks_timeout_s)
+    step = RankStep(
+        name=lowered.cut.name,
+        key=key,
+        orders=orders_of(lowered.problem, lowered.regions),
+        program=program_of(planned.assembly.problem),
+    )
+    agree(step, config.ranks_timeout_s, strict=config.strict)
     state.add_plan(planned.assembly.reported)
     if config.memory_budget is None or config.exact or config.token_tiles is not None:
         return planned.run
@@ -242,7 +255,10 @@ def _step_aside(
     Where the device or the host refused the memory of every plan, plain Inductor, which mostly
     needs more, is no way out.
     """
-    if config.strict or config.memory_budget is not None or isinstance(error, refused()):
+    raises = config.strict or config.memory_budget is not None or isinstance(error, refused())
+    key = rank_refusals.graph_key(gm, example_inputs)
+    rank_refusals.refuse(key, error, steps_aside=not raises)
+    if raises:
         raise _named(error)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     state.mark_failed(f"a graph runs through plain Inductor, without a plan: {reason}")
@@ -265,21 +281,15 @@ def _named(error: Exception) -> Exception:
     return named
 
 
-def _num_ranks() -> int:
-    """Ranks of the process group; 0 without one."""
-    distributed = torch.distributed
-    has_group = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if has_group else 0
-
-
 def _note_distributed() -> None:
     """Name what memo does not do yet when several ranks train together."""
-    if not _num_ranks():
+    if not shim_distributed.num_ranks():
         return
-    if _num_ranks() > 1:
+    if shim_distributed.num_ranks() > 1:
         state.warn_once(
             "each rank plans its own graph. That all begin the same collectives inside a graph is "
-            "checked; what they move and recompute may differ"
+            "checked; where there are any, ranks take the costs that one of them has measured, and "
+            "a note says where plans differ all the same"
         )
     if has_fsdp_modules():
         state.warn_once(
@@ -316,7 +326,7 @@ def _with_own_dump(config: MemoConfig) -> MemoConfig:
     if config.dump is None:
         return config
     folder = Path(config.dump)
-    if _num_ranks() > 1:
+    if shim_distributed.num_ranks() > 1:
         folder /= f"rank{torch.distributed.get_rank()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,11 +3,11 @@
 A rank that begins another collective than the others, or none, leaves them waiting for ever. So
 before a graph runs for the first time each rank tells the others, through the store at which they
 met, what it will begin among the ranks of each process group, and waits until all have told the
-same. What else their plans hold may differ: a rank's waits, copies and recomputations are its own
-affair, and no plan changes the order in which collectives begin (``check.check_moves``). So a step
-that is planned again, on one rank or on several, needs no new agreement. Nor does a graph whose
-collectives all ranks have agreed on before: a branch that only one rank takes is compiled there
-and nowhere else.
+same. What else their plans hold may differ: no plan changes the order in which collectives begin
+(``check.check_moves``). So a step that is planned again, on one rank or on several, needs no new
+agreement. Nor does a graph whose collectives all ranks have agreed on before: a branch that only
+one rank takes is compiled there and nowhere else. Ranks plan with equal costs
+(``driver.shared_costs``), so that first plans that differ are a surprise, which is said.
 
 Told under the digest of an order: that this rank begins it. Told under the rank: what it waits for
 now. Two ranks of which each waits for an order that the other has not told would wait for ever. The
@@ -21,19 +21,24 @@ import hashlib
 import itertools
 import json
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Never
+from typing import NamedTuple, Never, TypeVar
 
 import torch
 from memo_runtime.collectives import CollectiveKind
 
 from memo_compile import shim_distributed
 from memo_compile.analysis.regions import LoweredRegion
-from memo_compile.errors import RanksDisagree
+from memo_compile.driver import rank_refusals
+from memo_compile.driver.rank_refusals import ThisJob
+from memo_compile.errors import MemoError, RanksDisagree
+from memo_compile.file_store import digest_of
+from memo_compile.reporting import state
 from memo_compile.step.problem import CallKind, Problem
 from memo_compile.units import format_seconds
+
+T = TypeVar("T")
 
 LOOK_S, MAX_LOOK_S = 0.001, 0.1
 """Between two looks at what others have told; ever longer."""
@@ -108,13 +113,11 @@ class _Told:
         self.told: set[tuple[str, str]] = set()
         """Group, digest."""
         self.agreed: set[tuple[str, str]] = set()
-        self._world: weakref.ref[Any] | None = None
+        self._job = ThisJob()
 
     def here(self) -> "_Told":
         """After ``destroy_process_group`` nothing is told or agreed on."""
-        world = torch.distributed.group.WORLD
-        if self._world is None or self._world() is not world:
-            self._world = weakref.ref(world)
+        if self._job.is_new():
             self.told.clear()
             self.agreed.clear()
         return self
@@ -123,48 +126,79 @@ class _Told:
 _told = _Told()
 
 
-def agree(orders: Sequence[GroupOrder], graph: str, timeout_s: float) -> None:
-    """All ranks of each group will begin what ``orders`` say, or have agreed on it before.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """A step as this rank has planned it."""
 
-    Waits for the others, each group at most ``timeout_s`` seconds. Raises RanksDisagree: a rank
-    begins something else, or did not come; it is named.
+    name: str
+    """For messages."""
+    key: str
+    """``rank_refusals.graph_key`` of the graph that it was made of."""
+    orders: tuple[GroupOrder, ...]
+    program: tuple[str, ...]
+    """Its calls in order, copies and waits among them."""
+
+
+def program_of(problem: Problem) -> tuple[str, ...]:
+    """The calls of ``problem`` by kind, name and region."""
+    return tuple(f"{call.kind.value} {call.name} ({call.region})" for call in problem.calls)
+
+
+def agree(step: RankStep, timeout_s: float, *, strict: bool) -> None:
+    """All ranks of each group will begin what ``step`` begins, or have agreed on it before.
+
+    Waits for the others, each group at most ``timeout_s`` seconds. That their programs are others
+    is noted, and raised where ``strict``.
+
+    Raises:
+        RanksDisagree: a rank begins something else, has raised, or did not come; it is named.
+        RankSteppedAside: a rank runs the graph through plain Inductor.
     """
-    for order in orders:
+    for order in step.orders:
         if (order.group_name, order.digest) not in _told.here().agreed:
-            _Agreement(order, graph).reach(timeout_s)
+            _Agreement(order, step, timeout_s).reach(strict=strict)
+    if step.orders:
+        rank_refusals.tell_planned(step.key)
 
 
 class _Agreement:
     """One wait of this rank for the others of a group."""
 
-    def __init__(self, order: GroupOrder, graph: str) -> None:
-        self.order, self.graph = order, graph
+    def __init__(self, order: GroupOrder, step: RankStep, timeout_s: float) -> None:
+        self.order, self.step, self.timeout_s = order, step, timeout_s
+        self.deadline_s = time.monotonic() + timeout_s
         self.own = torch.distributed.get_rank()
         self.others = [rank for rank in order.ranks if rank != self.own]
         self.waiting = Waiting(
             turn=shim_distributed.next_number("memo/waits"), digest=order.digest, begun=order.begun
         )
 
-    def reach(self, timeout_s: float) -> None:
-        """All ranks have told the same order. Raises RanksDisagree."""
+    def reach(self, *, strict: bool) -> None:
+        """All ranks have told the same order. Raises as ``agree``."""
         told = self.order.group_name, self.order.digest
         _told.told.add(told)
         self._tell(Ended.NOT_YET)
+        shim_distributed.tell(self._program_key(self.own), digest_of(self.step.program))
         shim_distributed.tell(self._key_of(self.own), "begins it")
-        deadline_s, look_s = time.monotonic() + timeout_s, LOOK_S
+        look_s = LOOK_S
         while missing := self._missing():
-            is_late = time.monotonic() > deadline_s
+            is_late = time.monotonic() > self.deadline_s
             for rank in missing:
+                self._require_not_refused(rank)
                 self._require_no_other(rank, is_late=is_late)
             if is_late:
-                self._raise_missing(missing, timeout_s)
+                self._raise_missing(missing)
             time.sleep(look_s)
             look_s = min(2 * look_s, MAX_LOOK_S)
         self._tell(Ended.AGREED)
         _told.agreed.add(told)
+        self._compare_programs(strict=strict)
 
     def _key_of(self, rank: int) -> str:
         return f"memo/{self.order.group_name}/{self.order.digest}/{rank}"
+
+    def _program_key(self, rank: int) -> str:
+        return f"{self._key_of(rank)}/program"
 
     def _tell(self, ended: Ended) -> None:
         text = json.dumps(dataclasses.asdict(dataclasses.replace(self.waiting, ended=ended)))
@@ -177,6 +211,19 @@ class _Agreement:
             return []
         told = [shim_distributed.are_told([key]) for key in keys]
         return [rank for rank, is_told in zip(self.others, told, strict=True) if not is_told]
+
+    def _require_not_refused(self, rank: int) -> None:
+        try:
+            rank_refusals.require_not_refused(
+                self.step.key, rank, f"{self.step.name} ({self._first()})"
+            )
+        except MemoError:
+            self._give_up()
+            raise
+
+    def _first(self) -> str:
+        """The first of what is to begin, for messages."""
+        return f"the first is {_text(self.order.begun[0])}"
 
     def _require_no_other(self, rank: int, *, is_late: bool) -> None:
         """Raise where ``rank`` waits for an order that this rank has not told, and began later.
@@ -195,26 +242,60 @@ class _Agreement:
 
     def _raise_difference(self, rank: int, theirs: Waiting) -> Never:
         self._give_up()
-        number, mine, other = _difference(self.order.begun, theirs.begun)
+        ours = self.order.begun
+        number = _first_difference(
+            [begun.what for begun in ours], [begun.what for begun in theirs.begun]
+        )
+        mine, other = _text(_at(ours, number)), _text(_at(theirs.begun, number))
         raise RanksDisagree(
-            f"{self.graph}: collective {number} among ranks {list(self.order.ranks)} is {mine} on "
-            f"rank {self.own} and {other} on rank {rank}; all of them must compile the same model, "
-            "in the same order of graphs, with the same shapes and options"
+            f"{self.step.name}: collective {number + 1} among ranks {list(self.order.ranks)} is "
+            f"{mine} on rank {self.own} and {other} on rank {rank}; all of them must compile the "
+            "same model, in the same order of graphs, with the same shapes and options"
         )
 
-    def _raise_missing(self, missing: Sequence[int], timeout_s: float) -> Never:
+    def _raise_missing(self, missing: Sequence[int]) -> Never:
         self._give_up()
         raise RanksDisagree(
-            f"{self.graph}: rank {', '.join(map(str, missing))} did not say within "
-            f"{format_seconds(timeout_s)} what it begins among ranks {list(self.order.ranks)}; "
-            f"here the first is {_text(self.order.begun[0])}. It raised an error, has stepped "
-            "aside to plain Inductor, or compiles longer than ranks_timeout_s"
+            f"{self.step.name}: rank {', '.join(map(str, missing))} did not say within "
+            f"{format_seconds(self.timeout_s)} what it begins among ranks "
+            f"{list(self.order.ranks)}; here {self._first()}. It raised an error elsewhere, "
+            "compiles something else, or compiles longer than ranks_timeout_s"
         )
 
     def _give_up(self) -> None:
         _told.told.discard((self.order.group_name, self.order.digest))
         shim_distributed.take_back(self._key_of(self.own))
         self._tell(Ended.GAVE_UP)
+
+    def _compare_programs(self, *, strict: bool) -> None:
+        """Note that a rank has planned another program, or raise RanksDisagree where ``strict``."""
+        own = digest_of(self.step.program)
+        told = {rank: shim_distributed.told(self._program_key(rank)) for rank in self.others}
+        differing = [rank for rank, digest in told.items() if digest not in (own, None)]
+        if not differing:
+            return
+        other = differing[0]
+        shim_distributed.tell(f"memo/program/{own}", json.dumps(self.step.program))
+        theirs = self._program(f"memo/program/{told[other]}")
+        number = _first_difference(self.step.program, theirs)
+        mine, there = _at(self.step.program, number), _at(theirs, number)
+        text = (
+            f"{self.step.name}: call {number + 1} of the step is {mine or 'none'} on rank "
+            f"{self.own} and {there or 'none'} on rank {other}, of ranks {list(self.order.ranks)}: "
+            "they have planned with other costs, options, or memory that is left"
+        )
+        if strict:
+            raise RanksDisagree(text)
+        state.warn_once(f"{text}. Their numbers are right, but one may wait for the other")
+
+    def _program(self, key: str) -> Sequence[str]:
+        """What another rank tells that has found the same difference; empty where it is late."""
+        while (text := shim_distributed.told(key)) is None:
+            if time.monotonic() > self.deadline_s:
+                return ()
+            time.sleep(LOOK_S)
+        found: Sequence[str] = json.loads(text)
+        return found
 
 
 def _waiting(text: str) -> Waiting:
@@ -223,13 +304,14 @@ def _waiting(text: str) -> Waiting:
     return Waiting(**{**found, "ended": Ended(found["ended"])}, begun=begun)
 
 
-def _difference(ours: Sequence[Begun], theirs: Sequence[Begun]) -> tuple[int, str, str]:
-    """The first collective that differs, counted from 1, and what it is on both sides."""
-    pairs = enumerate(itertools.zip_longest(ours, theirs), start=1)
-    number, (mine, other) = next(
-        (number, pair) for number, pair in pairs if None in pair or pair[0].what != pair[1].what
-    )
-    return number, _text(mine), _text(other)
+def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> int:
+    """Where two sequences that differ do so first."""
+    pairs = enumerate(itertools.zip_longest(ours, theirs))
+    return next(number for number, (mine, other) in pairs if mine != other)
+
+
+def _at(entries: Sequence[T], number: int) -> T | None:
+    return entries[number] if number < len(entries) else None
 
 
 def _text(begun: Begun | None) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from memo_runtime.pages import gives_pages_back
 
-from memo_compile import shim
+from memo_compile import shim, shim_distributed
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.check.check_moves import Recomputation, recomputations_of
 from memo_compile.config import MemoConfig
@@ -26,6 +26,7 @@ from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.movable_step import Movable, movable_step
 from memo_compile.driver.recompute_library import RecomputeLibrary
 from memo_compile.driver.recompute_regions import RecomputeGraphs
+from memo_compile.driver.shared_costs import first_told, region_key
 from memo_compile.driver.stages import LoweredStep, PlanRequest
 from memo_compile.driver.user_outputs import held_bytes, outside_loss_bytes, own_gradients
 from memo_compile.errors import MemoError, UnsupportedGraph, described
@@ -265,21 +266,35 @@ class StepKnowledge:
 
     def _speeds(self, host_store: str) -> Mapping[str, float]:
         slowest = self.config.copy_speeds()
-        if not self._measures():
-            link = self.profile()
-            d2h, h2d, latency = link.d2h_bytes_per_s, link.h2d_bytes_per_s, 0.0
+        if self._measures():
+            speeds = self._measured_speeds(host_store)
         else:
-            with shim.real_tensors():
-                device = self.lowered.cut.facts.device
-                kind = replace(self.config, host_store=host_store).host_kind(device.type)
-                measured = copy_bandwidth(device, kind)
-            d2h, h2d = measured.d2h_bytes_per_s, measured.h2d_bytes_per_s
-            latency = measured.latency_s
+            link = self.profile()
+            speeds = {"d2h": link.d2h_bytes_per_s, "h2d": link.h2d_bytes_per_s, "latency": 0.0}
         return {
-            "d2h_bytes_per_s": min(d2h, slowest[0] or d2h),
-            "h2d_bytes_per_s": min(h2d, slowest[1] or h2d),
-            "copy_latency_s": latency,
+            "d2h_bytes_per_s": min(speeds["d2h"], slowest[0] or speeds["d2h"]),
+            "h2d_bytes_per_s": min(speeds["h2d"], slowest[1] or speeds["h2d"]),
+            "copy_latency_s": speeds["latency"],
         }
+
+    def _measured_speeds(self, host_store: str) -> Mapping[str, float]:
+        """Copies to the host and back, measured by this rank or by another one before it."""
+        device = self.lowered.cut.facts.device
+        kind = replace(self.config, host_store=host_store).host_kind(device.type)
+
+        def own(names: Iterable[str] = ()) -> Mapping[str, float]:
+            with shim.real_tensors():
+                found = copy_bandwidth(device, kind)
+            return {
+                "d2h": found.d2h_bytes_per_s,
+                "h2d": found.h2d_bytes_per_s,
+                "latency": found.latency_s,
+            }
+
+        if not self._is_shared():
+            return own()
+        path = f"copies/{profile_name(device)}/{kind}"
+        return first_told({name: f"{path}/{name}" for name in ("d2h", "h2d", "latency")}, own)
 
     def _comm_bytes_per_s(self) -> float | None:
         """Speed of the link between ranks, as declared; None where the step does not use it."""
@@ -335,16 +350,7 @@ class StepKnowledge:
     ) -> Mapping[str, float]:
         if self._measures():
             try:
-                with shim.real_tensors():
-                    seconds = measure_all(
-                        lowered,
-                        graphs,
-                        too_large=self._extrapolated,
-                        room_bytes=self._room_bytes(),
-                    )
-                whole = seconds.keys() - self._timed_in_part
-                self._ran |= {(torch.get_num_threads(), name): "" for name in whole}
-                return seconds
+                return self._measured_seconds(lowered, graphs)
             except (UnsupportedGraph, *UNEXPECTED) as error:
                 if not isinstance(error, UnsupportedGraph) and not is_bug(error):
                     raise
@@ -355,6 +361,34 @@ class StepKnowledge:
             else 0.0
             for key in lowered
         }
+
+    def _measured_seconds(
+        self, lowered: Mapping[str, LoweredRegion], graphs: Mapping[str, RegionGraph]
+    ) -> Mapping[str, float]:
+        """What this rank has measured, or another one before it. Raises as ``measure_all``."""
+
+        def own(names: Iterable[str]) -> Mapping[str, float]:
+            with shim.real_tensors():
+                seconds = measure_all(
+                    {name: lowered[name] for name in names},
+                    graphs,
+                    too_large=self._extrapolated,
+                    room_bytes=self._room_bytes(),
+                )
+            whole = seconds.keys() - self._timed_in_part
+            self._ran |= {(torch.get_num_threads(), name): "" for name in whole}
+            return seconds
+
+        if not self._is_shared():
+            return own(lowered)
+        config, device = self.config, self.lowered.cut.facts.device
+        options = sorted(config.inductor_options.items())
+        around = [profile_name(device), config.lowering, config.mode, *options]
+        return first_told({name: region_key(graphs[name], around) for name in lowered}, own)
+
+    def _is_shared(self) -> bool:
+        """True where this step waits for other ranks, so that equal plans suit all of them."""
+        return shim_distributed.num_ranks() > 1 and has_collectives(self.lowered.problem)
 
     def _room_bytes(self) -> int | None:
         """What the budget leaves for a region that runs alone; None: nothing bounds it (CPU)."""

@@ -12,13 +12,20 @@ further, from behind a call that reads the result to before the wait: the window
 (arXiv 2406.08756). Nothing is recomputed that the plan does not recompute anyway.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from memo_compile.step.hand_over import storage_roots
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
-from memo_compile.step.simulate import STALL, peak_live_bytes, simulate
+from memo_compile.step.residency import step_constant_bytes
+from memo_compile.step.simulate import STALL, most_per_call, simulate
+
+MAX_WAITS = 8
+"""Most waits that a recomputation is tried at: what is made further ahead is alive for longer."""
 
 _IN_HALF = (CallKind.RUN, CallKind.RECOMPUTE, CallKind.ISSUE, CallKind.COMM_WAIT)
 
@@ -139,21 +146,25 @@ def filled(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
     Raises:
         InputError: a region has no seconds.
     """
-    recomputed = _beside_nothing(problem)
+    recomputed = _beside_nothing(problem) if has_collectives(problem) else []
     if not recomputed:
         return problem
     before = simulate(problem, costs)
     stall_s = {span.name: span.end_s - span.start_s for span in before.spans if span.lane == STALL}
     calls = list(problem.calls)
+    alive = most_per_call(problem) + step_constant_bytes(problem)
+    if alive.max() > limit_bytes:
+        return problem
     for call in recomputed:
         place = next(at for at, other in enumerate(calls) if other is call)
-        for at in _waits_before(calls, place):
+        region = problem.regions[call.region]
+        made_bytes = sum(region.buffers[index].size_bytes for index in region.outputs_of_buffers())
+        for at in itertools.islice(_waits_before(calls, place, stall_s), MAX_WAITS):
             wait = calls[at]
-            if stall_s.get(wait.name, 0.0) <= 0:
-                continue
-            moved = [*calls[:at], call, *calls[at:place], *calls[place + 1 :]]
-            if peak_live_bytes(replace(problem, calls=tuple(moved))) <= limit_bytes:
-                calls = moved
+            during, beside = alive[at] + region.most_bytes(), alive[at:place] + made_bytes
+            if max(during, beside.max()) <= limit_bytes:
+                calls.insert(at, calls.pop(place))
+                alive = np.concatenate((alive[:at], [during], beside, alive[place + 1 :]))
                 stall_s[wait.name] -= costs.call_s(call)
                 break
     better = replace(problem, calls=tuple(calls))
@@ -173,8 +184,10 @@ def _beside_nothing(problem: Problem) -> list[StepCall]:
     return found
 
 
-def _waits_before(calls: Sequence[StepCall], place: int) -> Iterator[int]:
-    """The waits for other ranks before which call ``place`` could run, the nearest one first."""
+def _waits_before(
+    calls: Sequence[StepCall], place: int, stall_s: Mapping[str, float]
+) -> Iterator[int]:
+    """The waits that stand still before which call ``place`` could run, the nearest one first."""
     call = calls[place]
     for at in range(place - 1, -1, -1):
         other = calls[at]
@@ -182,7 +195,7 @@ def _waits_before(calls: Sequence[StepCall], place: int) -> Iterator[int]:
         arrives = other.inputs if other.kind is CallKind.WAIT else other.outputs
         if (other.kind in _IN_HALF and is_other_half) or not set(arrives).isdisjoint(call.inputs):
             return
-        if other.kind is CallKind.COMM_WAIT:
+        if other.kind is CallKind.COMM_WAIT and stall_s.get(other.name, 0.0) > 0:
             yield at
 
 

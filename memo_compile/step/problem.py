@@ -190,6 +190,17 @@ class RegionProfile:
                 found.setdefault(output.index, []).append(position)
         return found
 
+    def most_bytes(self, *, own_outputs: bool = True) -> int:
+        """Most bytes of buffers at one line; without ``own_outputs`` outputs lie elsewhere."""
+        outputs = self.outputs_of_buffers()
+        events: list[tuple[int, int]] = []
+        for index, buffer in enumerate(self.buffers):
+            if own_outputs or index not in outputs:
+                end = self.num_lines if index in outputs else buffer.end
+                events += [(buffer.start, buffer.size_bytes), (end, -buffer.size_bytes)]
+        most = max(running_sums(events).values(), default=0)
+        return most + max((buffer.size_bytes for buffer in self.outside), default=0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:

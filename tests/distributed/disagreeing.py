@@ -1,13 +1,18 @@
 """Two ranks that compile something else, or one of them nothing, and what each of them is told."""
 
 import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
-from torch import nn
+from torch import fx, nn
 
+from memo_compile.backends import entry
+from memo_compile.errors import UnsupportedGraph
 from memo_compile.reporting import state
 
 TIMEOUT_S = 5.0
@@ -33,10 +38,14 @@ def main(*, case: str) -> dict[str, Any]:
 
     Case ``branch``: of three steps; in the second one rank takes a branch that the other does not.
     Case ``caught``: the first of two models does not fit on one rank, and the program goes on.
+    Cases ``aside`` and ``aside after``: one rank has no plan. In the second case both had one
+    before, so that they have agreed on these collectives.
     """
     torch._dynamo.reset()
     state.reset()
     is_second = dist.get_rank() == 1
+    if case.startswith("aside"):
+        return stepping_aside(is_second=is_second, after=case == "aside after")
     times = 3 if is_second and case == "one more" else 2
     rows = 6 if is_second and case == "another" else 4
     budget = 1 if is_second and case == "caught" else None
@@ -55,6 +64,39 @@ def main(*, case: str) -> dict[str, Any]:
     if case == "caught":
         sums.append(trained(compiled_model(1), rows))
     return {"error": error, "took_s": took_s, "sums": sums}
+
+
+def stepping_aside(*, is_second: bool, after: bool) -> dict[str, Any]:
+    """The sum of a step that memo does not plan, what was said, and after how many seconds."""
+    dist.barrier()
+    if after:
+        trained(compiled_model(2), 4)
+        torch._dynamo.reset()
+    plain, start_s, found = [], time.monotonic(), {"error": "", "sums": []}
+    with ExitStack() as patched:
+        patched.enter_context(mock.patch.object(entry.shim, "compile_fx", eagerly(plain)))
+        if is_second:
+            failing = mock.Mock(side_effect=UnsupportedGraph("not here"))
+            patched.enter_context(mock.patch.object(entry, "assemble", failing))
+        try:
+            if is_second or not after:
+                found["sums"].append(trained(compiled_model(2), 4))
+        except Exception as raised:
+            found["error"] = f"{type(raised).__name__}: {raised}"
+    return {**found, "took_s": time.monotonic() - start_s, "num_plain": len(plain)}
+
+
+def eagerly(seen: list[fx.GraphModule]) -> Callable[..., Any]:
+    """Stands for plain Inductor, whose compilation takes seconds; counts what it is given."""
+    original = entry.shim.compile_fx
+
+    def compiled(gm: fx.GraphModule, inputs: Sequence[Any], **of_memo: Any) -> Any:
+        if of_memo:
+            return original(gm, inputs, **of_memo)
+        seen.append(gm)
+        return gm.forward
+
+    return compiled
 
 
 def compiled_model(times: int, **options: Any) -> Any:

@@ -51,10 +51,66 @@ def test_a_branch_that_one_rank_takes_is_compiled_there_alone(tmp_path):
 
 
 def test_what_one_rank_cannot_have_and_the_program_catches_leaves_nothing_behind(tmp_path):
-    """The rank that waits for the first model hears of the second, raises, and follows."""
+    """The rank that waits for the first model hears at once, raises, and follows."""
     first, second = both_found({"case": "caught"}, tmp_path)
-    assert "is all_reduce sum float32[4, 8] (" in first["error"]
-    assert "and none on rank 1" in first["error"]
+    assert "rank 1 raised in place of graph" in first["error"]
+    assert "the first is all_reduce sum float32[4, 8] (" in first["error"]
+    assert "Infeasible: " in first["error"]
+    assert first["took_s"] < TIMEOUT_S
     assert "Infeasible" in second["error"]
     assert first["sums"] == pytest.approx(second["sums"])
     assert len(first["sums"]) == 1
+
+
+def test_where_one_rank_steps_aside_all_do_at_once(tmp_path):
+    first, second = both_found({"case": "aside"}, tmp_path)
+    assert first["error"] == second["error"] == ""
+    assert first["num_plain"] == second["num_plain"] == 1
+    assert first["sums"] == pytest.approx(second["sums"])
+    assert first["took_s"] < TIMEOUT_S
+
+
+def test_no_rank_steps_aside_where_others_run_a_plan(tmp_path):
+    first, second = both_found({"case": "aside after"}, tmp_path)
+    assert "rank 0 runs a plan of a graph for which this rank has none" in second["error"] or (
+        "rank 1 runs a plan of a graph for which this rank has none" in second["error"]
+    )
+    assert "UnsupportedGraph: not here" in second["error"]
+    assert first["num_plain"] == second["num_plain"] == 0
+
+
+def measured(tmp_path, **given):
+    outcomes = run_ranks("tests.distributed.measuring", tmp_path, given)
+    return [outcome.found for outcome in outcomes]
+
+
+@pytest.mark.parametrize("cheaper", in_ci([0, 1], 1))
+def test_ranks_of_other_costs_plan_the_same(cheaper, tmp_path):
+    """Each region counts as one rank has measured it."""
+    first, second = measured(tmp_path, is_shared=True, strict=True, cheaper=cheaper)
+    assert first["error"] == second["error"] == ""
+    assert first["planned"] == second["planned"]
+    assert first["gradient"] == pytest.approx(second["gradient"])
+    assert sum(first["planned"][:2]) > 0
+
+
+def test_other_plans_are_named_in_time(tmp_path):
+    """Each rank plans with its own costs; under ``strict`` that is an error on both, at once."""
+    for number, found in enumerate(measured(tmp_path, is_shared=False, strict=True, cheaper=1)):
+        assert "RanksDisagree" in found["error"] or "BackendCompilerFailed" in found["error"]
+        assert f"on rank {number} and " in found["error"]
+        assert (
+            f"on rank {1 - number}, of ranks [0, 1]: they have planned with other" in found["error"]
+        )
+        assert "call " in found["error"]
+        assert found["took_s"] < LIMIT_S
+
+
+@pytest.mark.full
+def test_other_plans_are_a_note_and_right(tmp_path):
+    first, second = measured(tmp_path, is_shared=False, strict=False, cheaper=0)
+    assert first["error"] == second["error"] == ""
+    assert first["planned"] != second["planned"]
+    assert first["gradient"] == pytest.approx(second["gradient"])
+    for found in (first, second):
+        assert any("Their numbers are right" in note for note in found["notes"])

@@ -1,7 +1,7 @@
 """Random steps with moves, and random bugs in them: what the checker lets pass is right.
 
-Right means: with the arena of the plan, and copies as early or as late as their waits allow, the
-step computes what the step without moves computes (``byte_machine``).
+Right means: with the arena of the plan, and copies and collectives as early or as late as their
+waits allow, the step computes what the step without moves computes (``byte_machine``).
 """
 
 import dataclasses
@@ -12,13 +12,15 @@ from hypothesis import given, settings
 
 from memo_compile.check.check_moves import check_moves, recomputations_of
 from memo_compile.check.check_plan import check
+from memo_compile.planners.comm_windows import filled, late
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import place_step
 from memo_compile.step.movable import Action, Mode, Moves, RecomputeKey, RecomputeRegion, Schedule
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, Copy, Phase, Problem, StepCall
 from tests.steps.byte_machine import is_right, roomy
-from tests.steps.movable import KIB, movable_step, recomputer
+from tests.steps.drawn_moves import regions_of, talking_steps
+from tests.steps.movable import KIB, costs_of, movable_step, recomputer
 from tests.steps.moved import Shape
 
 SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
@@ -54,6 +56,18 @@ def moved_steps(draw) -> Shape:
     )
 
 
+@st.composite
+def talking_shapes(draw) -> Shape:
+    """Tensor parallel layers with moves; waits as they are drawn, recomputations in windows."""
+    step, moves, moved = draw(talking_steps())
+    regions = regions_of(step, moves)
+    if draw(st.booleans()):
+        moved = filled(late(moved), costs_of(step, *regions), limit_bytes=1 << 40)
+    return Shape(
+        original=step.problem, moved=moved, recomputations=recomputations_of(step, moved, regions)
+    )
+
+
 def faults(shape: Shape, moved: Problem, plan: Plan) -> list[str]:
     found = check_moves(shape.original, moved, shape.recomputations).problems
     return [*check(moved, plan).problems, *found]
@@ -64,7 +78,7 @@ def works(shape: Shape, moved: Problem, plan: Plan) -> bool:
 
 
 @settings(max_examples=40, deadline=None)
-@given(moved_steps())
+@given(st.one_of(moved_steps(), talking_shapes()))
 def test_moves_compute_what_the_step_computes(shape):
     plan = place_step(dataclasses.replace(shape.moved, releases_pages=True), solver="greedy")
     assert faults(shape, shape.moved, plan) == []
@@ -122,6 +136,9 @@ def displace(data: st.DataObject, calls: Calls) -> Calls:
 def wait_for_another(data: st.DataObject, calls: Calls) -> Calls:
     index = _pick(data, calls, waits_for=True)
     other = calls[_pick(data, calls, copy=True)]
+    if calls[index].kind is CallKind.COMM_WAIT:
+        issued = [call.name for call in calls if call.kind is CallKind.ISSUE]
+        return _change(calls, index, waits_for=data.draw(st.sampled_from(issued)))
     if calls[index].kind is not CallKind.WAIT or other.copy is None:
         return calls
     return _change(calls, index, waits_for=other.name)
@@ -187,7 +204,7 @@ def lenient(plan: Plan, num_calls: int) -> Plan:
 
 
 @settings(max_examples=120, deadline=None)
-@given(moved_steps(), st.sampled_from(BUGS), st.booleans(), st.data())
+@given(st.one_of(moved_steps(), talking_shapes()), st.sampled_from(BUGS), st.booleans(), st.data())
 def test_what_passes_is_right(shape, bug, is_tight, data):
     plan = place_step(shape.moved, solver="greedy")
     calls = bug(data, shape.moved.calls)
@@ -198,7 +215,7 @@ def test_what_passes_is_right(shape, bug, is_tight, data):
 
 
 @settings(max_examples=40, deadline=None)
-@given(moved_steps(), st.data())
+@given(st.one_of(moved_steps(), talking_shapes()), st.data())
 def test_placements_that_pass_are_right(shape, data):
     """A buffer anywhere in the arena: if the checker says nothing, nothing is destroyed."""
     plan = place_step(shape.moved, solver="greedy")

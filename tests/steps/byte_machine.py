@@ -1,12 +1,15 @@
-"""Runs a planned step on cells that stand for bytes, under the worst timings of its copies.
+"""Runs a planned step on cells that stand for bytes, under the worst timings of what is in flight.
 
 An oracle for the checker that knows nothing of lifetimes or of rules: kernels read and write cells
-at the offsets of the plan, copies happen as early or as late as their waits allow (a wait ends its
-own copy only, though lanes are in order), and what counts is whether the step's results are those
-of the step without moves.
+at the offsets of the plan, copies and collectives happen as early or as late as their waits allow
+(a wait ends what it waits for only, though lanes are in order), and what counts is whether the
+step's results are those of the step without moves. A collective reads its input and writes its
+output when it happens; until then its output, where that has a place of its own, is undefined.
+Collectives must begin in the order of the step without moves, since other ranks begin them so.
 """
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Mapping
 
@@ -78,21 +81,31 @@ class Machine:
         self.ordinary: dict = {}
         self.values: dict[str, Cells] = {}
         self.last_read: dict[str, tuple] = {}
-        self.lanes: dict[str, list[tuple[StepCall, Cells]]] = {"d2h": [], "h2d": []}
-        """The copies in flight."""
+        self.lanes: dict[str, list[tuple[str, Callable[[], None]]]] = {
+            "d2h": [],
+            "h2d": [],
+            "ranks": [],
+        }
+        """The copies and collectives in flight: the name of the call, and what it does."""
+        self.begun: list[tuple] = []
+        """The collectives in the order in which they begin: region, and what they are given."""
         self.results: dict[str, tuple] = {}
 
     def run(self) -> "Machine":
         for value in self.problem.inputs:
             self.values[value] = self._ordinary(value, 1, ("given", value))
         for call in self.problem.calls:
-            if call.kind is CallKind.WAIT:
+            region = self.problem.regions[call.region]
+            if call.kind in (CallKind.WAIT, CallKind.COMM_WAIT):
                 self._wait(call)
-            else:
-                self._run(call, self.problem.regions[call.region])
+            if call.kind is CallKind.ISSUE:
+                self._issue(call, region)
+            elif call.kind is not CallKind.WAIT:
+                self._run(call, region)
                 if call.kind in LANES:
                     value = (call.inputs or call.outputs)[0]
-                    self.lanes[LANES[call.kind]].append((call, self.values[value]))
+                    copies = functools.partial(self._copy, call, self.values[value])
+                    self.lanes[LANES[call.kind]].append((call.name, copies))
             self._progress()
         for name in self.lanes:
             self._drain(name)
@@ -107,11 +120,34 @@ class Machine:
     def _progress(self) -> None:
         for name, lane in self.lanes.items():
             while lane and self.hurry(name):
-                self._copy(*lane.pop(0))
+                lane.pop(0)[1]()
 
     def _drain(self, name: str) -> None:
         while self.lanes[name]:
-            self._copy(*self.lanes[name].pop(0))
+            self.lanes[name].pop(0)[1]()
+
+    def _issue(self, call: StepCall, region: RegionProfile) -> None:
+        if call.inputs[0] not in self.values:
+            raise Broken(f"{call.name} reads what is not there")
+        (output,), (name,) = region.outputs, call.outputs
+        given = self.values[call.inputs[0]]
+        if output.storage is Storage.INPUT:
+            made = given
+        elif output.storage is Storage.ARENA:
+            made = self._place(call, region, output.index)
+            self._scribble(call, made)
+        else:
+            made = self._ordinary(name, 1, ("in flight", call.name))
+        self.values[name] = made
+        self.begun.append((call.region, given.all()))
+        self.lanes["ranks"].append((call.name, functools.partial(self._talk, call, given, made)))
+
+    def _talk(self, call: StepCall, given: Cells, made: Cells) -> None:
+        digest = hash((call.region, given.all()))
+        for index in range(made.count):
+            made.put(index, (digest, index))
+        if made.is_ordinary and made is not given:
+            self.results[call.outputs[0]] = made.all()
 
     def _copy(self, call: StepCall, storage: Cells) -> None:
         copy = call.copy
@@ -126,10 +162,10 @@ class Machine:
 
     def _wait(self, call: StepCall) -> None:
         for lane in self.lanes.values():
-            for at, (copied, storage) in enumerate(lane):
-                if copied.name == call.waits_for:
+            for at, (name, act) in enumerate(lane):
+                if name == call.waits_for:
                     del lane[at]
-                    self._copy(copied, storage)
+                    act()
                     return
 
     def _run(self, call: StepCall, region: RegionProfile) -> None:
@@ -227,7 +263,7 @@ def is_right(
             machine.run()
         except Broken:
             return False
-        if machine.results != reference.results:
+        if (machine.results, machine.begun) != (reference.results, reference.begun):
             return False
     return True
 

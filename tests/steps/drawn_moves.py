@@ -1,5 +1,7 @@
 """Random decisions on synthetic steps, for laws that hold for all of them."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 
 from memo_compile.planners.moves import apply_moves
@@ -12,6 +14,8 @@ from memo_compile.step.movable import (
     Schedule,
 )
 from tests.steps.movable import KIB, NUM_ROWS, movable_step, recomputer
+from tests.steps.parallel_gpt import ROWS, parallel_step
+from tests.steps.parallel_gpt import SLOTS as PARALLEL_SLOTS
 
 SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
 CHOICES = ((SAVE, OFFLOAD),) * 2 + ((SAVE, OFFLOAD, RECOMPUTE),) * 3
@@ -42,6 +46,35 @@ def moved_steps(draw):
         schedule=Schedule(
             offload_lag=draw(waiting), reload_lead=draw(waiting), at_once=draw(st.booleans())
         ),
+    )
+    return step, moves, apply_moves(step, moves, recomputer(step))
+
+
+@st.composite
+def talking_steps(draw):
+    """The same of tensor parallel layers, whose waits stand at once or late."""
+    sizes = st.sampled_from([512, 1024, 2048])
+    seconds = st.sampled_from([0.0, 0.5, 1.0, 3.0])
+    step = parallel_step(
+        {name: draw(sizes) for name in PARALLEL_SLOTS},
+        {row: draw(seconds) for row in ROWS},
+        num_rows=2,
+        num_layers=draw(st.integers(1, 4)),
+        copy_bytes_per_s=draw(st.sampled_from([100, 1000])),
+        comm_bytes_per_s=draw(st.sampled_from([100, 500, 5000])),
+    )
+    step = replace(step, waits_late=draw(st.booleans()))
+    choices = [
+        (SAVE, OFFLOAD, RECOMPUTE) if slot.can_recompute else (SAVE, OFFLOAD)
+        for slot in step.classes["L"].slots
+    ]
+    waiting = st.none() | st.integers(0, 2)
+    moves = Moves(
+        modes=tuple(
+            Mode(actions=tuple(draw(st.sampled_from(some)) for some in choices))
+            for _ in step.layers
+        ),
+        schedule=Schedule(offload_lag=draw(waiting), reload_lead=draw(waiting)),
     )
     return step, moves, apply_moves(step, moves, recomputer(step))
 

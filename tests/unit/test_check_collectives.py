@@ -13,7 +13,7 @@ from memo_compile.step.problem import CallKind, Into
 from memo_compile.step.tilings import WholeStep
 from tests.steps.among_ranks import BACKWARD, FORWARD, among_ranks
 from tests.steps.bugs import dropped, expect, named, replaced, with_calls
-from tests.steps.byte_machine import roomy
+from tests.steps.byte_machine import is_right, roomy
 from tests.steps.parts import call
 
 
@@ -21,6 +21,11 @@ def faults(moved, plan=None):
     """What the checker says; without a plan, on one in which no buffers share bytes."""
     of_plan = check(moved, roomy(moved) if plan is None else plan).problems
     return [*of_plan, *check_moves(among_ranks(), moved).problems]
+
+
+def works(moved, plan=None):
+    """What the machine of cells says of the same."""
+    return is_right(among_ranks(), moved, roomy(moved) if plan is None else plan)
 
 
 def swapped(problem, first, second):
@@ -37,12 +42,19 @@ def problem(request):
 
 def test_a_right_step_passes(problem):
     assert faults(problem) == []
-    assert faults(problem, place_step(problem, solver="greedy")) == []
+    assert works(problem)
+    plan = place_step(problem, solver="greedy")
+    assert faults(problem, plan) == []
+    assert works(problem, plan)
 
 
 def test_a_reader_before_its_wait():
-    expect(faults(swapped(late(among_ranks()), "wait.gather@5", "Ab")), "Ab reads e before it is")
-    expect(faults(swapped(among_ranks(), "wait.reduce@1", "B")), "B reads z0 before it is made")
+    for moved, words in (
+        (swapped(late(among_ranks()), "wait.gather@5", "Ab"), "Ab reads e before it is"),
+        (swapped(among_ranks(), "wait.reduce@1", "B"), "B reads z0 before it is made"),
+    ):
+        expect(faults(moved), words)
+        assert not works(moved)
 
 
 @pytest.mark.parametrize(("reader", "value", "name"), [("W", "c", "gather@5"), ("E", "q0", "")])
@@ -54,6 +66,7 @@ def test_a_reader_of_what_is_in_flight(reader, value, name):
     found = check(moved, roomy(moved)).problems
     if name:
         expect(found, f"{reader} reads {value} before a wait for {name}")
+        assert not works(moved)
     else:
         assert not found
 
@@ -61,6 +74,7 @@ def test_a_reader_of_what_is_in_flight(reader, value, name):
 def test_a_reader_of_what_was_overwritten(problem):
     moved = replaced(problem, named(problem, "E"), inputs=("p0",))
     expect(faults(moved), "E reads p0, which reduce@1 overwrites")
+    assert not works(moved)
 
 
 @pytest.mark.parametrize("name", ["wait.reduce@1", "wait.gather@5"])
@@ -122,6 +136,8 @@ def test_memory_is_used_again_while_it_is_in_flight(owner):
     plan = roomy(used)
     plan = dataclasses.replace(plan, offsets={**plan.offsets, "X/y": plan.offsets[owner]})
     expect(check(used, plan).problems, f"X/y and {owner} share bytes while both are alive")
+    assert works(used)
+    assert not works(used, plan)
 
 
 def test_collectives_that_change_places():
@@ -133,6 +149,8 @@ def test_collectives_that_change_places():
     at = named(problem, "gather@5")
     two = with_calls(problem, (*problem.calls[:at], first, *problem.calls[at:]))
     other = swapped(two, "second@6", "gather@5")
+    assert is_right(two, two, roomy(two))
+    assert not is_right(two, other, roomy(other))
     found = check_moves(two, other).problems
     expect(found, "gather@5 runs where the step without moves runs second@6")
 

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memo_compile.errors import InvalidPlan
+from memo_compile.planners.comm_windows import filled
 from memo_compile.planners.copy_windows import Widened, widened
 from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_keys
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.cheapest_first import greedy_sequence, refilled
+from memo_compile.planners.policy.lynx_policies import lynx_moves
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
 from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel, build_model
 from memo_compile.planners.policy.modes import ModeCost, layer_modes
@@ -26,6 +28,7 @@ from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.movable import Layer, MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.plans import Timeline
 from memo_compile.step.problem import CallKind, Problem
+from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import most_per_call, peak_live_bytes, simulate
 
 log = logging.getLogger("memo")
@@ -148,12 +151,22 @@ class Program:
     costs: StepCosts
     alive: Any
     """Per call the most bytes alive during it; None where the copies' times stay as they are."""
+    has_windows: bool
+    """True where recomputations may move to where the step waits for other ranks."""
 
     def widened(self, times: float) -> Widened:
-        """The program whose copies get more time within ``times`` its peak; 0: no more."""
+        """The program whose copies get more time within ``times`` its peak; 0: no more.
+
+        Likewise recomputations move into the windows of collectives.
+        """
         if not times:
             return Widened(problem=self.problem, next_times=math.inf)
-        return widened(self.problem, self.costs, times, alive=self.alive)
+        wide = widened(self.problem, self.costs, times, alive=self.alive)
+        if self.has_windows:
+            peak_bytes = int(self.alive.max()) + step_constant_bytes(self.problem)
+            limit_bytes = int(times * peak_bytes)
+            wide.problem = filled(wide.problem, self.costs, limit_bytes=limit_bytes)
+        return wide
 
 
 def simulated(
@@ -182,7 +195,12 @@ def program_before(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> P
     """The program of ``moves`` before copies get more time."""
     problem = apply_moves(step, moves, recompute)
     alive = most_per_call(problem) if moves.schedule.widen else None
-    return Program(problem=problem, costs=costs_with(step, moves, recompute), alive=alive)
+    return Program(
+        problem=problem,
+        costs=costs_with(step, moves, recompute),
+        alive=alive,
+        has_windows=step.waits_late and facts_of(step).talks,
+    )
 
 
 def program_of(
@@ -279,6 +297,7 @@ class SearchedMoves:
     near_floor: tuple[Moves, ...] | None = None
     filled: tuple[Moves, ...] | None = None
     program: tuple[Moves, ...] | None = None
+    lynx: dict[str, tuple[Moves, ...]] = field(default_factory=dict)
 
     def once(self, search: str, found: Iterable[Moves]) -> tuple[Moves, ...]:
         """All that ``found`` makes, where the same ``search`` has not found it before."""
@@ -313,6 +332,8 @@ class CandidateSource:
         for policy in NAMED:
             known += self.named(policy, alphas.get(policy, (None,)))
         known += self.steady()
+        if facts_of(self.step).talks:
+            known += self.lynx("lynx-opt" if self.solver else "lynx-heu")
         slow = (plan for plan in known if plan.moves.policy != "memo" and _stalls(plan))
         found.update(dict.fromkeys(map(_widened, slow)))
         return [*self._valid(found), *known]
@@ -337,6 +358,13 @@ class CandidateSource:
     def steady(self) -> list[Candidate]:
         """Plans that do not depend on measured seconds."""
         return self._valid(steady_moves(self.step, self.recompute))
+
+    def lynx(self, policy: str) -> list[Candidate]:
+        """What one of the policies ``LYNX`` chooses from; it copies nothing."""
+        if policy not in self.searched.lynx:
+            found = lynx_moves(self.step, policy, self.recompute, time_limit_s=self.time_limit_s)
+            self.searched.lynx[policy] = tuple(found)
+        return self._valid(self.searched.lynx[policy])
 
     def _greedy(self) -> tuple[Moves, ...]:
         return *self._far_from_floor(), *self._near_floor()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from memo_compile.errors import ConfigError, Infeasible, TooSlow
-from memo_compile.planners.move_rules import RecomputeOf
+from memo_compile.planners.move_rules import RecomputeOf, facts_of
 from memo_compile.planners.policy.candidates import (
     Candidate,
     CandidateSource,
@@ -23,6 +23,7 @@ from memo_compile.planners.policy.candidates import (
     costs_with,
     program_of,
 )
+from memo_compile.planners.policy.lynx_policies import LYNX
 from memo_compile.planners.policy.modes import with_launches
 from memo_compile.planners.policy.named import NAMED, QUANTA
 from memo_compile.step.interludes import MEASURED_BYTES
@@ -197,11 +198,13 @@ def _search(
         found = chooser.pick(saved)
         if found is not None:
             return saved, found
-        steady = source.steady() if policy == "greedy" else []
+        others = [*saved, *(source.steady() if policy == "greedy" else [])]
+        if policy == "auto" and facts_of(source.step).talks:  # no choice is slower than Lynx's
+            others += source.lynx("lynx-heu")
         fast_s = min(wanted_s, chooser.max_step_s)
-        ordered, found = _far_from_floor(source, chooser, [*saved, *steady], fast_s)
+        ordered, found = _far_from_floor(source, chooser, others, fast_s)
         if found is None:
-            ordered = in_order([*saved, *source.greedy(), *steady], chooser.host_budget_bytes)
+            ordered = in_order([*others, *source.greedy()], chooser.host_budget_bytes)
             chooser.require_fast(ordered, fast_s)
             found = chooser.pick(ordered)
         limit_s = saved[0].cost_s * (1 + GOOD_ENOUGH)
@@ -209,8 +212,12 @@ def _search(
             return ordered, found
         ordered = in_order(source.auto(), chooser.host_budget_bytes)
         return ordered, chooser.pick(ordered)
+    if policy in LYNX:
+        ordered = in_order(source.lynx(policy), chooser.host_budget_bytes)
+        return ordered, chooser.pick(ordered)
     if policy not in NAMED:
-        raise ConfigError(f"policy: expected auto, greedy, {', '.join(NAMED)}, got {policy!r}")
+        known = ", ".join((*NAMED, *LYNX))
+        raise ConfigError(f"policy: expected auto, greedy, {known}, got {policy!r}")
     considered = source.named(policy, (alpha,))
     if policy == "memo" and alpha is None and chooser.budget_bytes is not None:
         considered += sorted(source.named(policy, QUANTA), key=_preference)

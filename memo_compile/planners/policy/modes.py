@@ -29,7 +29,7 @@ from memo_compile.step.movable import (
     RecomputeRegion,
     StepCosts,
 )
-from memo_compile.step.problem import RegionProfile, align, running_sums
+from memo_compile.step.problem import align
 
 MAX_MODES = 12
 """Most modes of one class: the program of the whole step has a variable per mode and layer."""
@@ -120,20 +120,10 @@ def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
         num_copies=len(moved),
         recompute_s=sum(region.seconds for region in regions),
         keys=keys,
-        recompute_peaks=tuple(_peak(region.profile, own_outputs) for region in regions),
+        recompute_peaks=tuple(
+            region.profile.most_bytes(own_outputs=own_outputs) for region in regions
+        ),
     )
-
-
-def _peak(profile: RegionProfile, own_outputs: bool) -> int:
-    """The most bytes of a recompute region's buffers that live at one line."""
-    outputs = profile.outputs_of_buffers()
-    events: list[tuple[int, int]] = []
-    for index, buffer in enumerate(profile.buffers):
-        if own_outputs or index not in outputs:
-            end = profile.num_lines if index in outputs else buffer.end
-            events += [(buffer.start, buffer.size_bytes), (end, -buffer.size_bytes)]
-    most = max(running_sums(events).values(), default=0)
-    return most + max((buffer.size_bytes for buffer in profile.outside), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

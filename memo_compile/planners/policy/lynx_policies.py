@@ -1,0 +1,153 @@
+"""Lynx's answers to this step, by name, for ablation (arXiv 2406.08756, docs/many-gpus.md).
+
+    lynx-heu    all layers of a class recompute the same, wherever they stand.
+    lynx-opt    each layer recomputes what suits its place; what lynx-heu tries is tried too.
+
+Nothing is copied. What hides behind collectives is found in the step's own program: each plan is
+simulated with its recomputations in windows (``planners.comm_windows``), within its own peak and
+within ``ROOM`` times that. The papers' programs on instances of their own are ``memo lynx``.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from memo_compile.errors import UnsupportedGraph
+from memo_compile.planners.move_rules import RecomputeOf
+from memo_compile.planners.policy.milp import lowest_peak, solve_modes
+from memo_compile.planners.policy.model import build_model
+from memo_compile.planners.policy.modes import (
+    ModeCost,
+    Rights,
+    layer_rights,
+    make_mode,
+    mode_cost,
+    restricted,
+)
+from memo_compile.planners.policy.named import repeating_layers
+from memo_compile.planners.policy.subsets import recompute_sets
+from memo_compile.step.movable import LayerClass, Mode, MovableStep, Moves, Schedule
+from memo_compile.step.simulate import STALL, simulate
+
+LYNX = ("lynx-heu", "lynx-opt")
+
+ROOM = (1.0, 1.1, 1.5)
+"""With so many times its peak a plan is tried: what a window makes early is alive for longer."""
+
+MAX_PRODUCT = 64
+"""Most combinations of the sets of several classes; beyond, all classes take their n-th set."""
+
+SHARES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.75)
+"""Bounds in bytes for which layers are solved apart, from the smallest peak (0) to save-all (1)."""
+
+HIDDEN_PRICE = 0.01
+"""A second of recomputation that hides costs this much, so that of equal plans the lesser wins."""
+
+
+def lynx_moves(
+    step: MovableStep, policy: str, recompute: RecomputeOf, *, time_limit_s: float
+) -> list[Moves]:
+    """The plans among which ``policy``, one of LYNX, takes the fastest that fits."""
+    modes = _bare_modes(step, recompute)
+    plans = list(_uniform(step, modes))
+    if policy == "lynx-opt":
+        plans += _by_place(step, modes, time_limit_s)
+    return [
+        Moves(modes=plan, schedule=Schedule(widen=room), policy=policy)
+        for plan in dict.fromkeys(plans)
+        for room in ROOM
+    ]
+
+
+def _bare_modes(step: MovableStep, recompute: RecomputeOf) -> list[tuple[ModeCost, ...]]:
+    """Per layer what it may do without copies, by the same numbers for a class; 0 keeps all."""
+    repeating = set(repeating_layers(step))
+    sets = {key: _possible(cls, recompute) for key, cls in step.classes.items()}
+    shared: dict[tuple[str, Rights, bool], tuple[ModeCost, ...]] = {}
+    found = []
+    for index, (layer, rights) in enumerate(zip(step.layers, layer_rights(step), strict=True)):
+        key = layer.class_key, rights, index in repeating
+        if key not in shared:
+            cls = step.class_of(layer)
+            modes = sets[layer.class_key] if index in repeating else sets[layer.class_key][:1]
+            own = (restricted(cls, mode, rights) for mode in modes)
+            shared[key] = tuple(mode_cost(cls, mode, recompute) for mode in own)
+        found.append(shared[key])
+    return found
+
+
+def _possible(cls: LayerClass, recompute: RecomputeOf) -> list[Mode]:
+    """What a class may recompute, ascending in bytes freed; nothing first."""
+    found = []
+    for slots in recompute_sets(cls):
+        mode = make_mode(cls, recompute=slots)
+        try:
+            mode_cost(cls, mode, recompute)
+        except UnsupportedGraph:
+            continue
+        found.append(mode)
+    return found
+
+
+def _uniform(
+    step: MovableStep, modes: Sequence[tuple[ModeCost, ...]]
+) -> Iterator[tuple[Mode, ...]]:
+    """One decision for each class."""
+    count = {
+        layer.class_key: len(own)
+        for layer, own in zip(step.layers, modes, strict=True)
+        if len(own) > 1
+    }
+    numbers = list(
+        itertools.islice(itertools.product(*map(range, count.values())), MAX_PRODUCT + 1)
+    )
+    if len(numbers) > MAX_PRODUCT:
+        most = max(count.values())
+        numbers = [tuple(min(at, last - 1) for last in count.values()) for at in range(most)]
+    for chosen in numbers:
+        number_of = dict(zip(count, chosen, strict=True))
+        yield tuple(
+            own[min(number_of.get(layer.class_key, 0), len(own) - 1)].mode
+            for layer, own in zip(step.layers, modes, strict=True)
+        )
+
+
+def _by_place(
+    step: MovableStep, modes: Sequence[tuple[ModeCost, ...]], time_limit_s: float
+) -> Iterator[tuple[Mode, ...]]:
+    """Each layer by itself: the program of the whole step, where windows make seconds cheap."""
+    window_s = _window_s(step)
+    once = Schedule(offload_lag=0, reload_lead=0, at_once=True)
+    cheap: dict[int, tuple[ModeCost, ...]] = {}
+    for own in modes:
+        cheap.setdefault(id(own), tuple(_with_window(cost, window_s) for cost in own))
+    model = build_model(step, [cheap[id(own)] for own in modes], once)
+    lowest = lowest_peak(model, time_limit_s=time_limit_s / (1 + len(SHARES)))
+    if not lowest.status.has_solution:
+        return
+    floor, top = model.peak_bytes(lowest.chosen), model.peak_bytes([0] * model.num_layers)
+    for share in SHARES:
+        solved = solve_modes(
+            model,
+            bound_bytes=int(floor + share * (top - floor)),
+            time_limit_s=time_limit_s / (1 + len(SHARES)),
+        )
+        if solved.status.has_solution:
+            yield model.moves(solved.chosen, "lynx-opt").modes
+
+
+def _window_s(step: MovableStep) -> float:
+    """Seconds for which the backward of a layer stands still until other ranks have come."""
+    problem = step.problem
+    backward = {call.name for call in problem.calls[problem.first_backward :]}
+    spans = simulate(problem, step.costs).spans
+    waits = sum(
+        span.end_s - span.start_s for span in spans if span.lane == STALL and span.name in backward
+    )
+    return waits / max(1, len(repeating_layers(step)))
+
+
+def _with_window(cost: ModeCost, window_s: float) -> ModeCost:
+    """``cost`` where as much of its recomputation as fits a layer's windows is nearly free."""
+    beyond_s = max(0.0, cost.recompute_s - window_s)
+    return replace(cost, recompute_s=beyond_s + HIDDEN_PRICE * (cost.recompute_s - beyond_s))
