@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -34,7 +34,6 @@ from memo_compile.driver.library_buffers import (
 )
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
-from memo_compile.driver.refusals import NO_FLOOR, no_room, not_gone, taken_beyond
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
 from memo_compile.driver.step_planner import LOSS_OUTSIDE
 from memo_compile.driver.user_outputs import (
@@ -64,6 +63,12 @@ MAX_REFUSALS = 6
 TOLERANCE = 0.005
 """An excess below this share of the budget is not reported: the C allocator causes as much."""
 
+NO_FLOOR = (
+    "Or raise memory_budget; to how much is not known, for under a larger one the step may have a "
+    "larger plan"
+)
+"""Said where what is needed beside a plan grows with the plan."""
+
 MIN_KEPT_BYTES = 2**20
 """Fewer bytes of kept results cause no new plan: losses and small statistics are always held."""
 
@@ -79,8 +84,6 @@ class Assembly:
     """The last request: what is known by now of the device and of what the user keeps."""
     unplanned_request: PlanRequest | None = None
     """What the last forward asked for and got no plan for; in other tiles there may be one."""
-    retile: Callable[[Infeasible], None] | None = None
-    """Given why there was none, compiles the graph in tiles in which there is, for later steps."""
     planned: PlannedStep
     plan: Plan = field(init=False)
     """The plan of ``planned``, which also counts what was found to exist beside it since."""
@@ -219,9 +222,7 @@ class Assembly:
         if self._may_hide_a_loss():
             self._losses.look(args)
         gates = gates_here() if leaves_early and not keep_graph else None
-        self._require_room(
-            args, keep_graph=keep_graph, stays=gates is None, is_part=not leaves_early
-        )
+        self._require_room(args, keep_graph=keep_graph, stays=leaves_early and gates is None)
         if gates is not None:
             return self._first_part(gates, args)
         with self._memory.explained(self.problem, self.reported):
@@ -263,11 +264,12 @@ class Assembly:
         self.gradients.learn(tuple(watch.used_up()), waiting)
         peak, budget = self.plan.peak_bytes + sum(waiting.values()), self.plan.budget_bytes
         if budget is not None and waiting.keys() & set(self._leaving) and peak > budget:
-            raise Infeasible(not_gone(peak, budget, sum(waiting.values())), floor_bytes=peak)
+            raise Infeasible(_not_gone(peak, budget, sum(waiting.values())), floor_bytes=peak)
 
     def _backward_ended(self) -> None:
         """See what is held in memory now."""
         self._say_beyond()
+        self._memory.step_ended(self.step.device)
         kept = self._watch.end()
         if not self.problem.keeps_outputs:
             self._kept_bytes = kept
@@ -281,7 +283,7 @@ class Assembly:
         beyond = heap.beyond_bytes - (fixed.gradients - fixed.new_gradients) - fixed.earlier_outputs
         if self.plan.peak_bytes + max(0, beyond) > budget * (1 + TOLERANCE):
             self._said_beyond = True
-            state.warn_once(taken_beyond(beyond, self._could_not_run))
+            state.warn_once(_beyond(beyond, self._could_not_run))
 
     def _require_room_beside_others(self) -> None:
         """Raise Infeasible if a forward beyond the planned frames does not fit beside them."""
@@ -302,14 +304,11 @@ class Assembly:
                 f"all are planned together. {NO_FLOOR}"
             )
 
-    def _require_room(
-        self, args: list[Any], *, keep_graph: bool, stays: bool, is_part: bool
-    ) -> None:
+    def _require_room(self, args: list[Any], *, keep_graph: bool, stays: bool) -> None:
         """Raise Infeasible if what stays, though it was planned as gone, does not fit as well.
 
         Results that are held; retain_graph's copy; gradients that do not leave early (``stays``),
-        or not into ``.grad``. A step that ``is_part`` of a group is not refused: others hold its
-        results.
+        or not into ``.grad``.
         """
         plan, problem = self.plan, self.problem
         planned, counted = plan.fixed.earlier_outputs, args
@@ -317,8 +316,6 @@ class Assembly:
             planned += problem.live_steps * held_bytes(problem, self.lowered.cut.forward.results)
             counted = []
         held = max(0, self._watch.turn(counted) - planned)
-        if is_part:
-            return
         second = plan.fixed.new_gradients if ran_before(self.step, args) else 0
         if self._leaving and (stays or is_captured()):
             problem = self._problem_with(self._existing, ())
@@ -328,7 +325,7 @@ class Assembly:
         copied = retained_peak_bytes(problem, plan) - plan.peak_bytes if keep_graph else 0
         peak, budget = plan.peak_bytes + held + second + staying + copied, plan.budget_bytes
         if budget is not None and peak > budget:
-            message = no_room(
+            message = _no_room(
                 peak, budget, held=held, second_gradients=second, staying=staying, copied=copied
             )
             raise Infeasible(message, floor_bytes=None if copied else peak)
@@ -550,3 +547,52 @@ def _say_unplanned() -> None:
             "a forward began while another of the same graph was waiting for its backward; it "
             "runs in ordinary memory. Set max_inflight to the number of live forwards"
         )
+
+
+def _beyond(num_bytes: int, could_not_run: Mapping[str, str]) -> str:
+    """What took memory beside the plan, as far as it is known."""
+    text = (
+        f"{format_bytes(num_bytes)} that no plan knows of were taken while a step ran, which may "
+        "have exceeded memory_budget: "
+    )
+    if could_not_run:
+        text += (
+            "in a first step by what libraries keep for the kernels of regions that could not run "
+            f"before it ({'; '.join(could_not_run.values())}), or "
+        )
+    return text + (
+        "by a loss, a penalty or other graphs outside the compiled function. Compute them inside, "
+        "or lower memory_budget by that"
+    )
+
+
+def _not_gone(peak: int, budget: int, waiting: int) -> str:
+    """Why a backward stops in the middle."""
+    return (
+        f"this backward would need {format_enough(peak)} > memory_budget {format_bytes(budget)}, "
+        f"and has been stopped. {format_bytes(waiting)} of gradients are still there after they "
+        "were given to autograd: their parameters are used outside of this graph too, or a hook "
+        "keeps them. Steps from now on are planned for that; or raise memory_budget"
+    )
+
+
+def _no_room(
+    peak: int, budget: int, *, held: int, second_gradients: int, staying: int, copied: int
+) -> str:
+    """What a backward needs beside its plan, and what to do."""
+    why = {
+        "results of forwards that are held, though they were planned as gone by now; set "
+        "outputs='held', or let go of them": held,
+        "gradients that stay to the end of the backward, because retain_graph=True, create_graph="
+        "True, torch.autograd.grad or inputs= are used": staying,
+        "gradients of this graph's first backward; add the losses up and call backward "
+        "once": second_gradients,
+        "the copy of the arena that retain_graph=True makes; add the losses up and call backward "
+        "once, or run the forward twice": copied,
+    }
+    parts = "; ".join(f"{format_bytes(size)}: {what}" for what, size in why.items() if size)
+    raised = f". {NO_FLOOR}" if copied else "; or raise memory_budget"
+    return (
+        f"this backward would need {format_enough(peak)} > memory_budget {format_bytes(budget)}, "
+        f"and has not begun. Beside its plan: {parts}{raised}"
+    )
