@@ -52,11 +52,6 @@ class Infeasible(MemoError):
         self.floor_bytes = floor_bytes
 
 
-def without_frames(error: Infeasible) -> Infeasible:
-    """``error`` without its traceback, which holds the arguments and results of a step."""
-    return Infeasible(str(error), floor_bytes=error.floor_bytes)
-
-
 class TooSlow(MemoError):
     """A plan fits, and with other tiles the step may be faster than its ``step_s`` seconds.
 

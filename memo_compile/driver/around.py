@@ -7,10 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from memo_compile.config import MemoConfig
-from memo_compile.driver.facts import OPTIMIZER_TENSORS, allocated_bytes
-from memo_compile.step.problem import FixedBytes
-
 
 def parameters_around(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """The other parameters of the largest module that has all of ``parameters``.
@@ -72,40 +68,6 @@ def sharded_around(parameters: Sequence[nn.Parameter]) -> ShardedBytes | None:
         own=sum(map(held, all_of_them)),
         trained=sum(held(each) for each in all_of_them if each.requires_grad),
         gathered=max(0, gathered - sum(map(_whole_bytes, parameters))),
-    )
-
-
-def fixed_beside(
-    found: Sequence[nn.Parameter], config: MemoConfig, gathered: int | None = None
-) -> FixedBytes:
-    """Bytes that the members of a group and the model around them hold beside the group's frame.
-
-    ``found`` are the members' parameters. Gradients of others count from the beginning on, since a
-    group does not see when they are made. Of a sharded model ``gathered`` bytes of ``found`` were
-    there at once; None: all of them may be. Inputs, buffers and libraries are not among them.
-    """
-    own_bytes = sum(allocated_bytes(own) for own in apart(found) if own.requires_grad)
-    sharded = sharded_around(found)
-    parameters = apart([*found, *parameters_around(found)])
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    held_bytes = sum(map(allocated_bytes, parameters))
-    trained_bytes = sum(map(allocated_bytes, trained))
-    if sharded is not None:
-        most = sum(map(_whole_bytes, apart(found)))
-        held_bytes = sharded.own + sharded.gathered + (most if gathered is None else gathered)
-        trained_bytes = sharded.trained
-    optimizer = OPTIMIZER_TENSORS * trained_bytes
-    per_parameter = config.optimizer_state_bytes_per_parameter
-    if per_parameter is not None:
-        count = sum(parameter.numel() for parameter in trained)
-        if sharded is not None and trained:
-            count = trained_bytes // trained[0].element_size()
-        optimizer = int(per_parameter * count)
-    return FixedBytes(
-        parameters=held_bytes,
-        gradients=trained_bytes + (0 if sharded is None else own_bytes),
-        optimizer_state=optimizer,
-        new_gradients=own_bytes,
     )
 
 

@@ -21,17 +21,23 @@ from memo_runtime.leases import StepCounters, leases
 from memo_runtime.run_step import run_backward
 
 from memo_compile import shim
-from memo_compile.driver.around import fixed_beside, has_fsdp_modules
+from memo_compile.driver.around import (
+    apart,
+    has_fsdp_modules,
+    parameters_around,
+    sharded_around,
+)
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
 from memo_compile.driver.declared import assumed_group, declared_around, stages_around
 from memo_compile.driver.early_gradients import own_leaves
+from memo_compile.driver.facts import OPTIMIZER_TENSORS, allocated_bytes
 from memo_compile.driver.group_members import GroupMembers
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.driver.step_watch import StepWatch, key_of
-from memo_compile.errors import Infeasible, MemoError, without_frames
+from memo_compile.errors import Infeasible, MemoError
 from memo_compile.reporting import state
 from memo_compile.reporting.write import write_pictures
 from memo_compile.step.group import Group, num_user_results
@@ -49,9 +55,7 @@ PIPELINE_FIRST_STEP = (
 )
 
 MAX_ALONE = 2
-"""A pipeline runs a microbatch by itself to find out shapes, or where a step fails. After more
-steps of one forward nobody looks at memory: that costs a whole graph a tenth of its time. A group
-that comes later is planned without it first."""
+"""A pipeline runs a microbatch by itself to find out shapes, or where a step fails."""
 
 PERSISTS = 2
 """So many steps in a row with the same number of further members are planned for."""
@@ -140,17 +144,11 @@ class GroupedSteps:
             self._learn_at_end(watch)
         return results
 
-    def end_interlude(self) -> None:
-        """A half is about to begin: what others do for it is not the user's."""
-        with self._lock:
-            if self._watch is not None:
-                self._watch.end_interlude()
-
     def _learn_at_end(self, seen: StepWatch) -> None:
         """Plan for what was seen as soon as all of a step has run, so that no later step does it.
 
-        What planning takes of a CPU's memory would be on top of the next step; so would other
-        tiles. An error waits for that step, which plans again: there it is the user's.
+        What planning takes of a CPU's memory would be on top of the next step. An error waits for
+        that step, which plans again: there it is the user's, and other tiles may be tried.
         """
         with self._lock:
             is_first = self.planned is None or self.planned.members.is_assumed
@@ -159,18 +157,8 @@ class GroupedSteps:
                 return
             seen.stop()
             with contextlib.suppress(MemoError, RuntimeError), torch.enable_grad():
-                seen.is_learned = self._plan_or_retile(seen)
-
-    def _plan_or_retile(self, seen: StepWatch) -> bool:
-        """Plan for a step that has run; False where it fits in other tiles only, if ever."""
-        try:
-            self._plan(seen, seen.existing_gradient_bytes())
-            return True
-        except Infeasible as error:
-            why = without_frames(error)
-        if self.assembly.retile is not None:
-            self.assembly.retile(why)
-        return False
+                self._plan(seen, seen.existing_gradient_bytes())
+                seen.is_learned = True
 
     @property
     def runs_as_group(self) -> bool:
@@ -223,7 +211,8 @@ class GroupedSteps:
             self._waiting_bytes = seen.waiting_gradient_bytes()
             if not seen.is_learned:
                 self._learn(seen)
-        problem, stages = self.assembly.problem, stages_around(args)
+        problem, facts = self.assembly.problem, self.assembly.lowered.cut.facts
+        budget, stages = self.assembly.config.memory_budget, stages_around(args)
         self._num_alone = 0 if seen is None or seen.is_group() else self._num_alone + 1
         if stages.num_stages == 1 and self.planned is None and self._num_alone > MAX_ALONE:
             self.assembly.keep_budget()  # nobody else does
@@ -232,8 +221,9 @@ class GroupedSteps:
         if self.planned is None and seen is None:
             self._plan_declared(args)
         is_new = self.planned is None or self.planned.members.is_assumed
-        may_be_first = is_new and self._num_alone <= MAX_ALONE
-        is_first = may_be_first and self._looks_at_memory(stages.num_stages == 1)
+        is_first = (
+            is_new and facts.device.type == "cpu" and (budget is not None or stages.num_stages == 1)
+        )
         self._watch = StepWatch(
             problem.halves[1],
             num_user_results(*problem.halves),
@@ -250,11 +240,6 @@ class GroupedSteps:
         self._members.clear()
         if self.planned is not None:
             self._count_existing(self.planned)
-
-    def _looks_at_memory(self, is_pipeline: bool) -> bool:
-        """True where what the user's code takes between the halves counts, and can be measured."""
-        on_cpu = self.assembly.step.device.type == "cpu"
-        return on_cpu and (is_pipeline or self.assembly.config.memory_budget is not None)
 
     def _plan_declared(self, args: Sequence[Any]) -> None:
         """Plan the group that the user named, where the call is of its first module."""
@@ -304,18 +289,43 @@ class GroupedSteps:
         references = [reference() for reference in seen.parameters()]
         found = [own for own in references if own is not None]
         group = seen.group(self._fixed(found, seen.num_members, seen.gathered_bytes))
-        is_assumed = not seen.samples and self._looks_at_memory(seen.is_pipeline)
-        members = GroupMembers.of(seen.keys, found, group, is_assumed=is_assumed)
-        self._plan_group(group, members, existing)
+        self._plan_group(group, GroupMembers.of(seen.keys, found, group), existing)
 
     def _fixed(
         self, found: Sequence[torch.nn.Parameter], num_members: int, gathered: int | None = None
     ) -> FixedBytes:
-        """What all members hold beside the frame, as ``fixed_beside``."""
+        """What all members hold beside the frame, and the model around them.
+
+        ``found`` are the members' parameters. Gradients of others count from the beginning on,
+        since a group does not see when they are made. Of a sharded model ``gathered`` bytes of
+        ``found`` were there at once; None: all of them may be.
+        """
         single = self.assembly.lowered.cut.facts.fixed_bytes(0)
-        fixed = fixed_beside(found, self.assembly.config, gathered)
-        libraries = self.assembly.lowered.problem.fixed.libraries
-        return replace(fixed, buffers=num_members * single.buffers, libraries=libraries)
+        own_bytes = sum(allocated_bytes(own) for own in apart(found) if own.requires_grad)
+        sharded = sharded_around(found)
+        parameters = apart([*found, *parameters_around(found)])
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        held_bytes = sum(map(allocated_bytes, parameters))
+        trained_bytes = sum(map(allocated_bytes, trained))
+        if sharded is not None:
+            most = sum(own.numel() * own.element_size() for own in apart(found))
+            held_bytes = sharded.own + sharded.gathered + (most if gathered is None else gathered)
+            trained_bytes = sharded.trained
+        optimizer = OPTIMIZER_TENSORS * trained_bytes
+        per_parameter = self.assembly.config.optimizer_state_bytes_per_parameter
+        if per_parameter is not None:
+            count = sum(parameter.numel() for parameter in trained)
+            if sharded is not None and trained:
+                count = trained_bytes // trained[0].element_size()
+            optimizer = int(per_parameter * count)
+        return FixedBytes(
+            parameters=held_bytes,
+            buffers=num_members * single.buffers,
+            gradients=trained_bytes + (0 if sharded is None else own_bytes),
+            optimizer_state=optimizer,
+            new_gradients=own_bytes,
+            libraries=self.assembly.lowered.problem.fixed.libraries,
+        )
 
     def _plan_group(self, group: Group, members: GroupMembers, existing: int | None = None) -> None:
         """Plan ``group``, beside ``existing`` bytes of gradients; None: those that are there now.

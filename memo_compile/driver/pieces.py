@@ -26,11 +26,12 @@ from memo_runtime.leases import StepCounters, leases
 
 from memo_compile import shim
 from memo_compile.config import MemoConfig
-from memo_compile.driver.around import fixed_beside
+from memo_compile.driver.around import apart, parameters_around
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
 from memo_compile.driver.declared import Stages, stages_around
 from memo_compile.driver.early_gradients import own_leaves
+from memo_compile.driver.facts import OPTIMIZER_TENSORS, allocated_bytes
 from memo_compile.driver.group_members import GroupMembers
 from memo_compile.driver.groups import PERSISTS, PIPELINE_FIRST_STEP, GroupedSteps
 from memo_compile.driver.out_of_memory import OutOfMemory
@@ -372,7 +373,6 @@ class _Pieces:
     def forward(self, piece: Piece, args: list[Any], stages: Stages) -> list[Any]:
         """The results of ``piece``'s forward."""
         with self.lock:
-            piece.own.end_interlude()
             leaves = own_leaves(args)
             if self.watch is None or not any(known.is_live for known in list(self.graphs)):
                 self._begin_step(piece, stages)
@@ -407,7 +407,6 @@ class _Pieces:
             watch = self.watch
             number = None if lease is None else self.numbers.get(lease.number)
             del lease
-            piece.own.end_interlude()
             if watch is not None and number is not None:
                 watch.begin((True, number), args)
         results = piece.own.backward(args)
@@ -570,12 +569,25 @@ class _Pieces:
 
     def _fixed(self, seen: PiecesWatch) -> FixedBytes:
         """What all graphs hold beside the frame, and the model around them."""
-        assemblies = [piece.assembly for piece in dict.fromkeys(seen.pieces)]
+        pieces = tuple(dict.fromkeys(seen.pieces))
+        config = pieces[0].assembly.config
         found = [own for own in (reference() for reference in seen.parameters()) if own is not None]
-        return replace(
-            fixed_beside(found, assemblies[0].config, seen.gathered_bytes),
-            buffers=sum(own.lowered.cut.facts.fixed_bytes(0).buffers for own in assemblies),
-            libraries=max(own.lowered.problem.fixed.libraries for own in assemblies),
+        own = apart(found)
+        parameters = apart([*found, *parameters_around(found)])
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained_bytes = sum(map(allocated_bytes, trained))
+        state_bytes = OPTIMIZER_TENSORS * trained_bytes
+        if config.optimizer_state_bytes_per_parameter is not None:
+            numbers = sum(parameter.numel() for parameter in trained)
+            state_bytes = int(config.optimizer_state_bytes_per_parameter * numbers)
+        each = [piece.assembly.lowered.cut.facts.fixed_bytes(0) for piece in pieces]
+        return FixedBytes(
+            parameters=sum(map(allocated_bytes, parameters)),
+            buffers=sum(fixed.buffers for fixed in each),
+            gradients=trained_bytes,
+            optimizer_state=state_bytes,
+            new_gradients=sum(allocated_bytes(each) for each in own if each.requires_grad),
+            libraries=max(piece.assembly.lowered.problem.fixed.libraries for piece in pieces),
         )
 
 

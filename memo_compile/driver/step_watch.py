@@ -134,7 +134,7 @@ class StepWatch:
     def begin(self, half: HalfCall, args: Sequence[Any]) -> None:
         """A half is about to run on ``args``."""
         is_backward, _ = half
-        self.end_interlude()
+        self._end_interlude()
         if len(self.calls) >= MAX_CALLS:
             self.is_mixed, self.samples = True, False
             return
@@ -206,8 +206,7 @@ class StepWatch:
         """Nothing more is looked at."""
         self.between.stop()
 
-    def end_interlude(self) -> None:
-        """The user's code has ended: what is taken from now on is not its."""
+    def _end_interlude(self) -> None:
         if not self.between.is_open:
             return
         index = len(self.calls)

@@ -14,7 +14,7 @@ import memo_compile
 from memo_compile.reporting import state
 from tests.numerics.small import Block
 
-HIDDEN, ROWS, STEPS = 64, 256, 3
+HIDDEN, ROWS, STEPS = 32, 64, 3
 
 
 class Blocks(nn.Module):

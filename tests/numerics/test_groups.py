@@ -15,11 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memo_compile
-from memo_compile.backends import retile
-from memo_compile.driver import groups
-from memo_compile.driver.between import Between
-from memo_compile.driver.groups import MAX_ALONE, GroupedSteps
-from memo_compile.driver.stages import PlanRequest
+from memo_compile.driver.groups import GroupedSteps
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.reporting import state
 from memo_compile.step.interludes import IGNORED_BYTES
@@ -30,7 +26,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 WORDS, LAYERS = 64, 4
-ANEW = "a graph was compiled anew, in other tiles, because its steps needed more"
 LIMIT = 2e-6
 """Of each parameter's largest gradient: sums in another order."""
 
@@ -92,10 +87,6 @@ class Regional:
 
 def _plainly(model: nn.Module, ids: torch.Tensor) -> None:
     model(ids).backward()
-
-
-def first_block(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return model.layers[0](model.entry(ids)).pow(2).mean()
 
 
 @pytest.fixture(autouse=True)
@@ -496,59 +487,3 @@ def test_models_of_transformers(kind: str, policy: str) -> None:
     assert memo_compile.report().active
     assert memo_compile.report().unplanned_steps == 4
     assert blocks.group().num_instances == 5
-
-
-def test_other_tiles_are_compiled_in_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no tiles of the block serve is compiled before the next step, under its modes."""
-    refused: list[PlanRequest] = []
-
-    def refuse(*args: Any) -> Any:
-        refused.append(args[2])
-        raise Infeasible("in these tiles", floor_bytes=1)
-
-    def run(model: nn.Module, ids: torch.Tensor) -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(ids)
-        loss.backward()
-
-    blocks = Regional(memory_budget=50 * 2**20, token_tiles=None)
-    with monkeypatch.context() as patched:
-        patched.setattr(groups, "plan_step", refuse)
-        blocks.step(run=run)
-    assert [request.group.num_members for request in refused if request.group] == [LAYERS]
-    monkeypatch.setattr(retile, "shared_memory", lambda *_: pytest.fail("compiled in a later step"))
-    assert ANEW in memo_compile.report().notes
-    for _ in range(3):
-        blocks.zero()
-        blocks.step(run=run)
-    assert memo_compile.report().unplanned_steps == LAYERS - 1
-    assert blocks.group().check.ok
-
-
-def test_nobody_looks_at_the_memory_of_a_graph_that_is_no_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It takes a garbage collection each time. What becomes a group later is looked at then."""
-    looks = []
-    begin = Between.begin
-
-    def count(self: Between, *args: int) -> None:
-        looks.append(len(looks))
-        begin(self, *args)
-
-    monkeypatch.setattr(Between, "begin", count)
-    blocks = Regional(memory_budget=50 * 2**20)
-    for _ in range(MAX_ALONE + 1):
-        blocks.zero()
-        blocks.step(run=lambda model, ids: first_block(model, ids).backward())
-    assert looks
-    looks.clear()
-    for _ in range(3):
-        blocks.zero()
-        blocks.step(run=lambda model, ids: first_block(model, ids).backward())
-    assert not looks
-    for _ in range(4):
-        blocks.zero()
-        blocks.step()
-    assert blocks.group().between_bytes >= 0
-    assert len(looks) == 2 * LAYERS - 1, "in one step, between its halves"
