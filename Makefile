@@ -27,7 +27,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist work
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo examples quick test numerics-full fuzz mutate check lint types layers sizes \
-	format docs package torch-versions cuda-emulated clean
+	format docs package torch-versions cuda-emulated \
+	mutate-cuda clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -109,6 +110,9 @@ $(CUDA)/.memo-stamp: requirements-dev.txt pyproject.toml
 
 cuda-emulated: $(CUDA)/.memo-stamp ## tests with torch's CUDA build on an emulated device (4.6 GB, no GPU)
 	OMP_NUM_THREADS=1 $(CUDA)/bin/python -m tests.cuda_emulated $(ARGS)
+
+mutate-cuda: $(CUDA)/.memo-stamp ## leaves 50 random waits, events, holds, lane orders of the runtime out: are they seen?
+	OMP_NUM_THREADS=1 $(CUDA)/bin/python -m tests.cuda_emulated mutations --seed $(SEED) $(ARGS)
 
 format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

@@ -1,10 +1,16 @@
-"""Everything that needs a GPU, stopped after eight minutes: ``python -m benchmarks.gpu``.
+"""Everything that needs a GPU, in eight minutes or in parts: ``python -m benchmarks.gpu``.
 
-Runs ``tests/gpu``, then trains a 1B-shaped and a Llama-3-8B-shaped model in bf16 with AdamW at
-growing lengths until memory ends: memo under a budget, eager with checkpointing, the same with the
-checkpoints on the host, Inductor, and Inductor with an activation memory budget. Each is a process
-of its own with its part of the time. Printed are the longest sequence that trained, tokens/s and
-the peak of forward and backward; memo's peak must lie within its budget and within 1 % of its plan.
+    --part tests      tests/gpu: numerics, budgets, streams
+    --part fits       the longest sequence that trains in each arm
+    --part speed      tokens/s at one length in each arm
+    --part overlap    copies beside kernels: measured, and as the simulator says; a trace is kept
+
+The arms train a 1B-shaped and a Llama-3-8B-shaped model in bf16 with AdamW: memo under a budget,
+eager with checkpointing, the same with the checkpoints on the host, Inductor, and Inductor with an
+activation memory budget. Each is a process of its own with its share of its part's time, and each
+part ends at its limit. Results are written as they come; ``--resume`` measures what is missing
+in the result of this day and this code. memo's peak must lie within its budget and within
+1 % of its plan.
 
 ``--dry-run`` takes the same ways through the code with a tiny model on the CPU.
 """
@@ -12,6 +18,8 @@ the peak of forward and backward; memo's peak must lie within its budget and wit
 import argparse
 import contextlib
 import gc
+import json
+import math
 import statistics
 import subprocess
 import sys
@@ -25,8 +33,16 @@ from memo_compile.units import format_bytes
 
 MODULE = "benchmarks.gpu"
 ARMS = ("memo", "checkpointing", "offloaded-checkpointing", "inductor", "inductor-budget")
-TIME_LIMIT_S = 440.0
-"""For tests and arms together; what one arm leaves over is shared by those after it."""
+LIMITS_S = {"tests": 90.0, "fits": 220.0, "speed": 110.0, "overlap": 50.0}
+"""Of each part; together below eight minutes. What an arm leaves over is for those after it."""
+OVERLAP = "memo-offload"
+"""memo with everything that layers save on the host: an arm of the part ``overlap``."""
+KERNELS = harness.ROOT / "build" / "gpu_kernels"
+"""Inductor's cache of the arms."""
+MANY_STEPS = 10
+"""Timed steps where only one length is trained."""
+NO_TESTS = 5
+"""pytest's exit code where all are skipped or none is there."""
 MIN_ARM_S = 20.0
 """Less is not enough to build a model and to run one length."""
 MAX_PEAK_DIFFERENCE = 0.01
@@ -36,6 +52,10 @@ ACTIVATION_BUDGET = 0.1
 """Inductor's ratio; it is a wish, and memory decides what comes of it."""
 GROWTH = (2.0, 1.5)
 """Each length is twice the one before; when that fails, half as long again as the last is tried."""
+
+
+Interval = tuple[float, float]
+"""Start and end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +79,7 @@ SHAPES = {
 
 
 def main() -> int:
-    """Run tests and arms, print the table, write the results, judge."""
+    """Run the parts, print their tables, write the results, judge."""
     options = arguments()
     if options.child:
         harness.send_result(run_child(options))
@@ -69,19 +89,59 @@ def main() -> int:
     if not options.dry_run and not torch.cuda.is_available():
         print("benchmarks.gpu: no CUDA device here; --dry-run needs none", file=sys.stderr)
         return 2
-    deadline = time.monotonic() + options.time_limit
-    tests = 0
-    if not options.no_tests:
-        tests = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "tests/gpu"], check=False
-        ).returncode
-    rows = run_arms(options, deadline)
-    failures = judge(rows)
-    show(rows)
-    payload = {"hardware": harness.hardware(), "tests_exit_code": tests, "rows": rows}
-    payload["failures"] = failures
-    benchmark = harness.conclude("gpu", payload, save=not options.no_save)
-    return tests or benchmark
+    return max(run_part(part, options) for part in options.part.split(","))
+
+
+def run_part(part: str, options: argparse.Namespace) -> int:
+    """One part within its limit; the exit code."""
+    begin = time.monotonic()
+    limit_s = LIMITS_S[part] if options.time_limit is None else options.time_limit
+    at_start = {"hardware": harness.hardware(), "code": harness.code(), "limit_s": limit_s}
+    if part == "tests":
+        payload = {**at_start, **run_tests(limit_s, dry_run=options.dry_run)}
+    else:
+        payload = {**at_start, "rows": kept_rows(part, at_start) if options.resume else []}
+
+        def save() -> None:
+            if not options.no_save:
+                harness.write_results(name_of(part), payload)
+
+        run_arms(part, options, begin + limit_s, payload["rows"], save)
+        payload["failures"] = judge(payload["rows"])
+        show(part, payload["rows"])
+    payload["took_s"] = time.monotonic() - begin
+    print(f"{part}: {payload['took_s']:.0f} s of {limit_s:.0f}")
+    return harness.conclude(name_of(part), payload, save=not options.no_save)
+
+
+def name_of(part: str) -> str:
+    """Of the part's result."""
+    return f"gpu_{part}"
+
+
+def run_tests(limit_s: float, *, dry_run: bool) -> dict[str, Any]:
+    """``tests/gpu``, stopped at the limit."""
+    command = [sys.executable, "-m", "pytest", "-q", "tests/gpu"]
+    try:
+        code = subprocess.run(command, check=False, timeout=limit_s).returncode
+    except subprocess.TimeoutExpired:
+        return {"tests_exit_code": None, "failures": [f"tests: not done after {limit_s:.0f} s"]}
+    passed = code == 0 or (dry_run and code == NO_TESTS)
+    failures = [] if passed else [f"tests: exit code {code}"]
+    return {"tests_exit_code": code, "failures": failures}
+
+
+def kept_rows(part: str, at_start: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the result of this day has of this code and this machine, but for what failed."""
+    path = harness.results_path(name_of(part), at_start)
+    if not path.exists():
+        return []
+    known = json.loads(path.read_text())
+    same = (known["code"], known["hardware"]["gpus"]) == (
+        at_start["code"],
+        at_start["hardware"]["gpus"],
+    )
+    return [row for row in known["rows"] if "failure" not in row] if same else []
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -89,26 +149,40 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = harness.parser(__doc__)
     parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--models", default=None, help="comma-separated, of 1b, 8b, tiny")
+    parser.add_argument("--part", default=",".join(LIMITS_S), help="comma-separated")
+    parser.add_argument("--resume", action="store_true", help="measure what is missing")
     parser.add_argument("--arms", default=",".join(ARMS), help="comma-separated")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each length")
     parser.add_argument("--max-lengths", type=int, default=8)
     parser.add_argument("--memory-budget", default=None, help=f"memo's; {MEMO_BUDGET}% by default")
-    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="in seconds")
-    parser.add_argument("--no-tests", action="store_true", help="without tests/gpu")
+    parser.add_argument("--time-limit", type=float, default=None, help="of each part, in seconds")
     options = parser.parse_args(argv)
     if options.models is None:
         options.models = "tiny" if options.dry_run else "1b,8b"
-    for name, known in (("models", tuple(SHAPES)), ("arms", ARMS)):
+    known_of = {"models": tuple(SHAPES), "arms": ARMS, "part": tuple(LIMITS_S)}
+    for name, known in known_of.items():
         for value in getattr(options, name).split(","):
             if value not in known:
                 parser.error(f"--{name}: unknown {value!r}; known: {', '.join(known)}")
     return options
 
 
-def run_arms(options: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
-    """One row per model and arm; what went wrong instead of lengths when it failed."""
-    jobs = [(m, a) for m in options.models.split(",") for a in options.arms.split(",")]
-    rows = []
+def run_arms(
+    part: str,
+    options: argparse.Namespace,
+    deadline: float,
+    rows: list[dict[str, Any]],
+    save: Callable[[], None],
+) -> None:
+    """Add a row per model and arm to ``rows``; what went wrong instead of lengths when it failed.
+
+    What ``rows`` has already is not measured again.
+    """
+    arms = (OVERLAP,) if part == "overlap" else options.arms.split(",")
+    measured = {(row["model"], row["arm"]) for row in rows}
+    jobs = [(m, a) for m in options.models.split(",") for a in arms if (m, a) not in measured]
+    if part == "overlap":
+        jobs = jobs[:1]
     for index, (model, name) in enumerate(jobs):
         share_s = (deadline - time.monotonic()) / (len(jobs) - index)
         row: dict[str, Any] = {"model": model, "arm": name, "lengths": []}
@@ -116,23 +190,28 @@ def run_arms(options: argparse.Namespace, deadline: float) -> list[dict[str, Any
         if share_s < MIN_ARM_S and not options.dry_run:
             row["failure"] = "out of time"
             continue
-        flags = [f"--child={name}", f"--models={model}", f"--steps={options.steps}"]
-        flags += [f"--time-limit={share_s:.0f}", f"--max-lengths={options.max_lengths}"]
+        most = options.max_lengths if part == "fits" else 1
+        steps = options.steps if part == "fits" else max(options.steps, MANY_STEPS)
+        flags = [f"--child={name}", f"--models={model}", f"--steps={steps}"]
+        flags += [f"--time-limit={share_s:.0f}", f"--max-lengths={most}"]
         flags += ["--dry-run"] * options.dry_run
         if options.memory_budget:
             flags.append(f"--memory-budget={options.memory_budget}")
-        arm = harness.Arm(name=name, arguments=tuple(flags))
-        limit_s = max(share_s + MIN_ARM_S, deadline - time.monotonic())
+        # Kernels that one run has compiled are there for the next part, and for the next run.
+        kernels = {"TORCHINDUCTOR_CACHE_DIR": str(KERNELS)}
+        arm = harness.Arm(name=name, arguments=tuple(flags), environment=kernels)
+        limit_s = max(share_s, deadline - time.monotonic())
         try:
             row.update(harness.run_arm(MODULE, arm, timeout_s=limit_s))
         except harness.ChildFailed as error:
             row["failure"] = str(error).splitlines()[-1]
-    return rows
+        save()
 
 
 def run_child(options: argparse.Namespace) -> dict[str, Any]:
     """One model in one arm at growing lengths, until memory or time ends."""
-    deadline = time.monotonic() + options.time_limit
+    limit_s = math.inf if options.time_limit is None else options.time_limit
+    deadline = time.monotonic() + limit_s
     trainer = Trainer(options.child, SHAPES[options.models], options)
     rows: list[dict[str, Any]] = []
     tokens, growth = trainer.shape.tokens, list(GROWTH)
@@ -178,8 +257,14 @@ class Trainer:
         if "checkpointing" in self.arm:
             self.model._set_gradient_checkpointing(gradient_checkpointing_func=self._checkpoint)
             return loss
-        if self.arm == "memo":
+        if self.arm in ("memo", OVERLAP):
             more = {"lowering": "aten"} if self.options.dry_run else {}
+            if self.arm == OVERLAP:
+                return torch.compile(
+                    loss,
+                    backend="memo",
+                    options={"policy": "full-offload", "strict": True, **more},
+                )
             budget = self.options.memory_budget or (None if self.options.dry_run else MEMO_BUDGET)
             return torch.compile(
                 loss, backend="memo", options={"memory_budget": budget, "strict": True, **more}
@@ -220,7 +305,7 @@ class Trainer:
         self._step(ids)
         first_s = time.perf_counter() - begin
         self.model.zero_grad(set_to_none=True)
-        arena = self.device if self.arm == "memo" else None
+        arena = self.device if self.arm in ("memo", OVERLAP) else None
         held = harness.held_bytes(self.model, self.optimizer, [ids], arena_device=arena)
         with harness.physical_peak(self.device, held) as peak:
             self._forward_backward(ids)
@@ -232,6 +317,32 @@ class Trainer:
             "tokens_per_s": tokens / statistics.median(times),
             "first_step_s": first_s,
             **memo_facts(self.arm),
+            **(self._copies(ids) if self.arm == OVERLAP else {}),
+        }
+
+    def _copies(self, ids: Any) -> dict[str, Any]:
+        """One step under the profiler: seconds of copies, and of them beside a kernel."""
+        from torch.profiler import ProfilerActivity, profile
+
+        on_gpu = self.device.type == "cuda"
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+        with profile(activities=activities) as profiler:
+            self._step(ids)
+        path = harness.RESULTS / "gpu_overlap-trace.json.gz"
+        if on_gpu:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        events = [event for event in profiler.events() if "CUDA" in str(event.device_type)]
+        copies = [event.time_range for event in events if "Memcpy" in event.name]
+        kernels = [event.time_range for event in events if "Mem" not in event.name]
+        hidden_us = overlap_us(
+            [(each.start, each.end) for each in copies],
+            [(each.start, each.end) for each in kernels],
+        )
+        return {
+            "copies_s": sum(each.end - each.start for each in copies) / 1e6,
+            "hidden_s": hidden_us / 1e6,
+            "trace": str(path.name) if on_gpu else None,
         }
 
     def _timed(self, ids: Any) -> float:
@@ -262,6 +373,21 @@ class Trainer:
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
+def overlap_us(copies: list[Interval], kernels: list[Interval]) -> float:
+    """How long a copy of ``copies`` ran while a kernel did; kernels may overlap each other."""
+    busy: list[list[float]] = []
+    for start, end in sorted(kernels):
+        if busy and start <= busy[-1][1]:
+            busy[-1][1] = max(busy[-1][1], end)
+        else:
+            busy.append([start, end])
+    return sum(
+        max(0.0, min(end, until) - max(start, since))
+        for start, end in copies
+        for since, until in busy
+    )
+
+
 def make_model(shape: Shape, device: Any) -> Any:
     """A bf16 Llama from transformers on ``device``, unmodified, from a config: no download."""
     import torch
@@ -289,7 +415,7 @@ def make_model(shape: Shape, device: Any) -> Any:
 
 def memo_facts(arm: str) -> dict[str, Any]:
     """What memo planned for the last length, in the arm that is memo's."""
-    if arm != "memo":
+    if arm not in ("memo", OVERLAP):
         return {}
     plan = harness.memo_plan()
     return {
@@ -309,10 +435,12 @@ def judge(rows: list[dict[str, Any]]) -> list[str]:
     failures = []
     for row in rows:
         where = f"{row['model']} {row['arm']}"
-        if row["arm"] == "memo" and "failure" in row:
+        if row["arm"] in ("memo", OVERLAP) and "failure" in row:
             failures.append(f"{where}: {row['failure']}")
         for length in row["lengths"]:
-            if row["arm"] != "memo" or row["model"] == "tiny":  # a few pages decide there
+            if (
+                not row["arm"].startswith("memo") or row["model"] == "tiny"
+            ):  # a few pages decide there
                 continue
             peak, planned, budget = (
                 length["peak_bytes"],
@@ -326,9 +454,9 @@ def judge(rows: list[dict[str, Any]]) -> list[str]:
     return failures
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+def show(part: str, rows: list[dict[str, Any]]) -> None:
     """The lengths of every arm, and what ended each."""
-    cells = []
+    cells: list[tuple[str, ...]] = []
     for row in rows:
         for length in row["lengths"]:
             planned = length.get("planned_bytes")
@@ -343,11 +471,27 @@ def show(rows: list[dict[str, Any]]) -> None:
                 )
             )
     columns = ("arm", "tokens", "peak", "planned", "tokens/s", "first step")
-    harness.print_table("training, bf16, forward and backward's peak", columns, cells)
+    harness.print_table(f"{part}: bf16, forward and backward's peak", columns, cells)
+    if part == "overlap":
+        show_copies(rows)
+        return
     for row in rows:
         longest = max((length["tokens"] for length in row["lengths"]), default=0)
         reason = row.get("failure") or row["ended"]
         print(f"{row['model']} {row['arm']}: longest {longest} tokens; ended by: {reason}")
+
+
+def show_copies(rows: list[dict[str, Any]]) -> None:
+    """What was copied, how much of it beside kernels, and what the simulator expected."""
+    for row in rows:
+        for length in row["lengths"]:
+            print(
+                f"{row['model']} {row['arm']}: {format_bytes(length['offloaded_bytes'])}, "
+                f"copies {length['copies_s']:.3f} s, beside kernels {length['hidden_s']:.3f} s; "
+                f"step {length['step_s']:.3f} s, simulated {length['simulated_s'] or 0:.3f} s"
+            )
+        if "failure" in row:
+            print(f"{row['model']} {row['arm']}: {row['failure']}")
 
 
 if __name__ == "__main__":

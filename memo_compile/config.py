@@ -397,6 +397,13 @@ def torch_settings() -> dict[str, str]:
     return {key: os.environ[key] for key in sorted(os.environ) if key.startswith(prefixes)}
 
 
+def expands_segments() -> bool:
+    """True where torch's CUDA allocator was told to grow its segments, which leaves no gaps."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    said = "".join(os.environ.get(name, "") for name in names)
+    return "expandable_segments:true" in said.replace(" ", "").lower()
+
+
 def cublas_setting() -> str | None:
     """What sizes the workspaces of cuBLAS, for torch and for cuBLAS; None: their default."""
     return os.environ.get("CUBLAS_WORKSPACE_CONFIG")

@@ -16,6 +16,7 @@ import sympy
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+from memo_runtime import ops
 from torch import fx
 from torch._dynamo import compiled_autograd, convert_frame
 from torch._dynamo.eval_frame import innermost_fn, set_enable_dynamic
@@ -73,14 +74,17 @@ def has_multi_output_layout(node: Any) -> bool:
 
 def copies_results(node: Any) -> bool:
     """True for a kernel of ``memo_runtime.ops.into``: it copies its results into given buffers."""
-    target = getattr(node, "op_overload", None)
-    known = isinstance(target, torch._ops.OpOverload) and target.namespace == "memo"
-    return known and target is not torch.ops.memo.copy_into.default
+    return ops.copies_results(getattr(node, "op_overload", None))
 
 
 def written_buffers(node: Any) -> list[str]:
     """Names of the buffers that an extern kernel without results of its own writes into."""
     return [name for output in node.mutation_outputs for name in output.get_mutation_names()]
+
+
+def writes_first(node: Any) -> bool:
+    """True for a kernel that ``copies_results``, all but the first: that is made in its buffer."""
+    return ops.writes_first(node.op_overload)
 
 
 def is_tensor_buffer(node: Any) -> bool:

@@ -18,6 +18,7 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.analysis.joint_units import JointUnits, saved_nodes, tag_saved, tag_units
+from memo_compile.analysis.masks import large_masks
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.early_gradients import Gating
@@ -36,6 +37,7 @@ from memo_compile.passes.order import selection
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.own_inputs import OwnInputs, with_history
 from memo_compile.passes.remembered_cut import MinCut
+from memo_compile.passes.retarget import Retarget
 from memo_compile.passes.runner import PassRunner
 from memo_compile.reporting import state
 from memo_compile.shim_partitioner import (
@@ -43,6 +45,7 @@ from memo_compile.shim_partitioner import (
     extract_halves,
     reordering_to_mimic_autograd_engine,
 )
+from memo_compile.units import format_bytes
 
 COMPILED_AUTOGRAD = (
     "compiled autograd traces the backward itself, which memo has planned; set "
@@ -190,8 +193,12 @@ class StepCapture:
                 **others,
             }
             self._joint = shim.copied(joint), joint_inputs, settings
+        if self.facts.gpu is not None:
+            retarget = Retarget(device=self.facts.device)
+            joint = self.runner.run(joint, (retarget,), stage="joint")
         _require_known(joint)
         _note_users_checkpoints(joint)
+        _note_masks(joint)
         passes = (
             MergeCommonSubexpressions(),
             HoistInvariants(),
@@ -336,6 +343,22 @@ def _note_users_checkpoints(joint: fx.GraphModule) -> None:
         state.add_note(
             f"the model's own checkpoint(): {len(tags) - prefers} MUST_* tags are obeyed, "
             f"{prefers} PREFER_* tags give way to the plan"
+        )
+
+
+def _note_masks(joint: fx.GraphModule) -> None:
+    """Name masks as large as attention's scores, and what to do in their place."""
+    for mask in large_masks(joint.graph):
+        size = f"{mask.rows} x {mask.columns} numbers ({format_bytes(mask.size_bytes)})"
+        cause = (
+            "of what it is given (an attention_mask): where no token is padding, leave that out"
+            if mask.is_given
+            else "of positions alone, as transformers does while it is compiled"
+        )
+        state.warn_once(
+            f"attention reads a mask of {size}, which the graph makes {cause}. If each token sees "
+            "all before it and nothing else, attention needs no mask, and takes a faster kernel "
+            "without one: docs/how-to/does-not-fit.md, masks"
         )
 
 

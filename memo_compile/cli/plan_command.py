@@ -289,6 +289,7 @@ def _as_dict(answer: "Forecast") -> dict[str, Any]:
         "tokens_per_s": answer.tokens_per_s,
         "peak_at": None if peak is None else dataclasses.asdict(peak) | {"tensors": tensors},
         "buffers": "exact" if answer.step.exact else "estimated",
+        **answer.lowered_by,
         "layer_classes": [dataclasses.asdict(cls) for cls in plan.layer_classes],
         "decisions": [dataclasses.asdict(decision) for decision in plan.decisions],
         "fixed_bytes": fixed,

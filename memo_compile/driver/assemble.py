@@ -268,6 +268,7 @@ class Assembly:
     def _backward_ended(self) -> None:
         """See what is held in memory now."""
         self._say_beyond()
+        self._memory.step_ended(self.step.device)
         kept = self._watch.end()
         if not self.problem.keeps_outputs:
             self._kept_bytes = kept

@@ -10,11 +10,11 @@ from torch import fx
 
 from memo_compile.analysis.joint_units import is_tangent
 from memo_compile.analysis.views import is_tensor
-from memo_compile.config import cublas_lt_setting, cublas_setting
 from memo_compile.costs.host import host_memory
 from memo_compile.costs.measure import resident_bytes
 from memo_compile.errors import RuntimeMisuse
-from memo_compile.lowering.cublas import workspaces_bytes
+from memo_compile.gpus import GpuFacts
+from memo_compile.lowering.cublas import libraries_bytes
 from memo_compile.step.problem import FixedBytes, align
 
 OPTIMIZER_TENSORS = 2
@@ -26,10 +26,15 @@ class GraphFacts:
 
     ``untraced`` are parameters and buffers of layers that the graph lacks and the step has (see
     ``offline.more_layers``). No reference is kept to a tensor: the model alone keeps them alive.
+    With ``gpu`` the step is planned for such a GPU, which need not be here; the inputs lie on the
+    CPU then.
     """
 
     def __init__(
-        self, example_inputs: Sequence[Any], untraced: Sequence[torch.Tensor] = ()
+        self,
+        example_inputs: Sequence[Any],
+        untraced: Sequence[torch.Tensor] = (),
+        gpu: GpuFacts | None = None,
     ) -> None:
         tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
         parameters = {  # one for each storage: tied weights count once
@@ -43,14 +48,20 @@ class GraphFacts:
             for value in example_inputs
         ]
         self._trainable = [weakref.ref(parameter) for parameter in parameters]
-        self._parameter_bytes = sum(map(allocated_bytes, parameters))
-        self._trained_bytes = sum(map(allocated_bytes, trained))
+        self.gpu = gpu
+        self.device = _main_device(tensors) if gpu is None else torch.device("cuda", 0)
+        self._parameter_bytes = sum(map(self._allocated_bytes, parameters))
+        self._trained_bytes = sum(map(self._allocated_bytes, trained))
         self._num_trained = sum(parameter.numel() for parameter in trained)
-        self.device = _main_device(tensors)
         self.static_names: frozenset[str] = frozenset()
-        self._untraced_bytes = sum(map(allocated_bytes, untraced))
+        self._untraced_bytes = sum(map(self._allocated_bytes, untraced))
         self._static_bytes = 0
         self._input_bytes = 0
+
+    def _allocated_bytes(self, tensor: torch.Tensor) -> int:
+        """As ``allocated_bytes``, on the device that is planned for."""
+        size_bytes = allocated_bytes(tensor)
+        return size_bytes if self.gpu is None else align(size_bytes)
 
     def device_bytes(self) -> int | None:
         """All memory of the device that the arena lies on; None where it is unknown."""
@@ -60,6 +71,8 @@ class GraphFacts:
 
     def bytes_left(self) -> int | None:
         """Device memory that this process holds or may still take; None where it is unknown."""
+        if self.gpu is not None:
+            return None
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
             cached = torch.cuda.memory_reserved(self.device)
@@ -127,9 +140,10 @@ class GraphFacts:
     def _libraries_bytes(self, *, tunes: bool) -> int:
         if self.device.type != "cuda":
             return 0
+        if self.gpu is not None:
+            return libraries_bytes(self.gpu.major, self.gpu.l2_bytes if tunes else 0)
         major, _ = torch.cuda.get_device_capability(self.device)
-        kept = workspaces_bytes(major, cublas_setting(), cublas_lt_setting())
-        return kept + tunes * flushed_bytes(self.device)
+        return libraries_bytes(major, flushed_bytes(self.device) if tunes else 0)
 
 
 def gradient_bytes(inputs: Sequence[Any]) -> int:

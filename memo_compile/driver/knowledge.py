@@ -307,6 +307,10 @@ class StepKnowledge:
         """False for a step that is planned for another kind of device than its tensors lie on."""
         return self.hardware is None or self.hardware.name == self.lowered.cut.facts.device.type
 
+    def is_exact(self) -> bool:
+        """True where the backend makes the same plan: the step was lowered for its own device."""
+        return self.runs_here() or self.lowered.cut.facts.gpu is not None
+
     def profile(self) -> HardwareProfile:
         """The declared figures of the device that the step is planned for."""
         return self.hardware or hardware_of(profile_name(self.lowered.cut.facts.device))

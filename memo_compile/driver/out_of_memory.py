@@ -1,4 +1,8 @@
-"""Explains memory that ran out outside the arena: the error is raised on, with the plan's sizes."""
+"""Memory beside the arena: why it ran out, and how much of it lies in pieces that nothing uses.
+
+The arena is one block. Around it torch's allocator keeps what it once took from the device
+(``reserved``), and hands parts of it out (``allocated``).
+"""
 
 import contextlib
 import logging
@@ -10,12 +14,19 @@ from pathlib import Path
 import torch
 from memo_runtime.arena import ArenaError
 
+from memo_compile.config import expands_segments
+from memo_compile.reporting import state
 from memo_compile.reporting.write import write_pictures
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.units import format_bytes
 
 log = logging.getLogger("memo")
+
+FRAGMENTED = 0.02
+"""Share of the device's memory in unused pieces from which on the report names them."""
+
+EXPAND = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +36,16 @@ class OutOfMemory:
     dump: str | None
     """Where the plan is written to; None: a new folder among the temporary ones."""
     _folder: Path | None = None
+    _steps: int = 0
+
+    def step_ended(self, device: torch.device) -> None:
+        """Name what lies in pieces beside the arena, on CUDA, after steps 2, 4, 8 and so on."""
+        self._steps += 1
+        if device.type == "cuda" and self._steps > 1 and self._steps.bit_count() == 1:
+            total = torch.cuda.get_device_properties(device).total_memory
+            unused = unused_bytes(device)
+            if unused > FRAGMENTED * total:
+                state.warn_once(fragmentation(unused, total))
 
     @contextlib.contextmanager
     def explained(self, problem: Problem, plan: Plan) -> Iterator[None]:
@@ -34,7 +55,8 @@ class OutOfMemory:
         except ArenaError:
             raise
         except torch.OutOfMemoryError as error:
-            text = explanation(plan, self._dumped(problem, plan))
+            unused = unused_bytes(torch.device("cuda")) if torch.cuda.is_available() else 0
+            text = explanation(plan, self._dumped(problem, plan), unused)
             error.add_note(text)
             log.error("%s", text)
             raise
@@ -50,8 +72,24 @@ class OutOfMemory:
         return self._folder
 
 
-def explanation(plan: Plan, folder: Path | None) -> str:
-    """What the step was planned to hold, and what to change."""
+def unused_bytes(device: torch.device) -> int:
+    """What torch's allocator has taken from ``device`` beyond all that was in use at one time."""
+    most_reserved = torch.cuda.max_memory_reserved(device)
+    return max(0, most_reserved - torch.cuda.max_memory_allocated(device))
+
+
+def fragmentation(unused: int, total: int) -> str:
+    """That ``unused`` of the ``total`` bytes of a device lie in pieces, and what to change."""
+    text = (
+        f"torch's allocator has taken {format_bytes(unused)} of the device ({unused / total:.0%}) "
+        "beyond the most that was in use at one time: beside the arena they lie in pieces. A plan "
+        "counts what is in use"
+    )
+    return text if expands_segments() else f"{text}; {EXPAND}"
+
+
+def explanation(plan: Plan, folder: Path | None, unused: int = 0) -> str:
+    """What the step was planned to hold, and what to change; ``unused`` bytes lie in pieces."""
     fixed = plan.fixed
     parts = {
         "parameters and buffers": fixed.parameters + fixed.buffers,
@@ -64,6 +102,10 @@ def explanation(plan: Plan, folder: Path | None) -> str:
     }
     sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     where = "" if folder is None else f" The plan lies in {folder}."
+    if unused:
+        remedy = "" if expands_segments() else f": {EXPAND}"
+        size = format_bytes(unused)
+        where = f" {size} of the device lie in pieces that nothing uses{remedy}.{where}"
     peak = format_bytes(plan.peak_bytes)
     return (
         f"memo: the device ran out of memory beside the arena, in a step that was planned to hold "

@@ -14,6 +14,7 @@ from memo_compile.driver.recompute_library import Estimated, Lowered
 from memo_compile.errors import MemoError, described
 from memo_compile.lowering.aten import estimate
 from memo_compile.lowering.lower import lower_regions
+from memo_compile.lowering.workspace import with_workspaces
 from memo_compile.passes.recompute import ClassGraph, recompute_graph
 from memo_compile.passes.runner import PassRunner
 from memo_compile.step.movable import RecomputeKey, RegionInput
@@ -56,6 +57,8 @@ class RecomputeGraphs:
         kept = [key for key in keys if self._agrees(key, refused)]
         graphs = {key.region: self.region_graphs[key] for key in kept}
         found = self._lowered(kept, refused)
+        if any(graph.device.type == "cuda" for graph in graphs.values()):
+            found = with_workspaces(found, graphs)
         seconds = self.measure(found, {name: graphs[name] for name in found})
         made: dict[RecomputeKey, Lowered | str] = dict(refused)
         for key in kept:

@@ -8,6 +8,9 @@ Read in torch's ``CublasHandlePool.cpp`` (2.11 to 2.13).
 
 import re
 
+from memo_compile.config import cublas_lt_setting, cublas_setting
+from memo_compile.step.problem import align
+
 NUM_HANDLES = 2
 
 LARGE_BYTES = 32 * 2**20
@@ -34,3 +37,12 @@ def workspaces_bytes(major: int, setting: str | None = None, lt_setting: str | N
         size_bytes = sum(int(kib) * int(count) * 1024 for kib, count in parts)
     lt_kib = int(lt_setting) if lt_setting and lt_setting.isdecimal() else LT_KIB
     return NUM_HANDLES * (size_bytes + lt_kib * 1024)
+
+
+def libraries_bytes(major: int, flushed: int) -> int:
+    """What a step's libraries keep on a GPU of compute capability ``major``, and tuning takes.
+
+    ``flushed`` is its L2 cache in bytes where Inductor tunes kernels: it writes as much between two
+    timings. The backend and ``memo plan`` count by this.
+    """
+    return workspaces_bytes(major, cublas_setting(), cublas_lt_setting()) + align(flushed)

@@ -104,7 +104,7 @@ class LineScan:
         written = [self.graph.get_buffer(buffer) for buffer in shim.written_buffers(node)]
         self._read_convolution(number, node, written)
         if shim.copies_results(node):  # they exist beside the buffers that they are copied to
-            self._copied.append((number, written, kind))
+            self._copied.append((number, written[shim.writes_first(node) :], kind))
             return
         aliased = node.get_inputs_that_alias_output()
         for source in aliased:

@@ -20,7 +20,8 @@ from memo_compile.lowering import (
 )
 from memo_compile.lowering.region_cache import RegionCache
 from memo_compile.passes.own_outputs import OwnOutputs
-from memo_compile.passes.runner import PassRunner
+from memo_compile.passes.runner import GraphPass, PassRunner
+from memo_compile.passes.spread_seeds import SpreadSeeds
 from memo_compile.step.problem import CallKind
 
 log = logging.getLogger("memo")
@@ -54,9 +55,11 @@ def _lowered(
         return collective_profile.lower(region)
     if region.op_by_op or config.lowering == "aten":
         return aten.lower(region, poison=poison)
-    own = OwnOutputs(external_outputs=region.external_outputs)
+    own: list[GraphPass] = [OwnOutputs(external_outputs=region.external_outputs)]
+    if region.device.type == "cuda":  # each kernel is launched there, and launches cost time
+        own.append(SpreadSeeds(external_outputs=region.external_outputs))
     copied = shim.copied(region.gm)  # lowering rewrites it, and others still read the first
-    gm = runner.run(copied, [own], stage=region.name)
+    gm = runner.run(copied, own, stage=region.name)
     own_region = replace(region, gm=gm)
 
     def alone() -> LoweredRegion:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from memo_runtime import ops
 
 from memo_compile import shim_cache
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph, ViewSpec
@@ -70,6 +71,7 @@ def tag_of(region: RegionGraph, convolutions: tuple[Convolution, ...], *, poison
         "external": sorted(external),
         "content": content_of(region.gm, external, region.static_inputs),
         "convolutions": list(map(repr, convolutions)),
+        "in_place": [ops.writes_first(node.target) for node in region.gm.graph.nodes].count(True),
         "device": str(region.device),
         "is_backward": region.is_backward,
         "threads": torch.get_num_threads(),

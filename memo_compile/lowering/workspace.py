@@ -6,7 +6,9 @@ one and two threads, the rest with one (``tests/numerics/test_convolutions.py`` 
 
 CUDA: read in FlashAttention-2's ``mha_bwd`` (torch 2.11 to 2.13): it sums the queries' gradient in
 float32, keeps one float32 number for each row of scores, and where keys have fewer heads than
-queries it makes their gradients for every query head first.
+queries it makes their gradients for every query head first. cuDNN 9 does the same (cudnn_frontend's
+``CompositeSDPABackwardNode``). Memory-efficient attention: torch's ``attention_backward.cu`` and
+``kernel_backward.h`` (2.11); ``tests/cuda_emulated/test_attention.py`` compares what they allocate.
 """
 
 import math
@@ -29,6 +31,15 @@ WIDTH_GRANULE = 32
 """Head widths are rounded up to a multiple of this."""
 RING_BUFFERS = 4
 """Buffers of a key's size in which ring attention receives while it reads others."""
+
+WIDE_HEAD = 128
+"""Memory-efficient attention sums wider heads of 16-bit numbers in memory, in float32."""
+EFFICIENT_GRANULE = 64
+"""Its blocks of rows and of columns; WIDE_HEAD of each from that width of heads on."""
+EFFICIENT_BLOCKS = 200
+"""Of keys, at most, in all heads of all batches: their gradients' sums of wide heads."""
+EFFICIENT_LOCK_BYTES = 16
+"""Beside the sums of a block."""
 
 CHANNEL_BLOCK_BYTES = 64
 """oneDNN's own layouts round channels up to blocks of this size."""
@@ -249,6 +260,8 @@ def attention_bytes(node: fx.Node) -> int:
     query, key = (_fake(node.args[at]) for at in (first, first + 1))
     if query is None or key is None or query.dim() != 4:
         return 0
+    if "efficient" in op_name(node):
+        return _efficient_bytes(query, key, is_backward=is_backward)
     arriving = RING_BUFFERS * key.nbytes if is_ring else 0
     if not is_backward:
         return arriving
@@ -258,6 +271,28 @@ def attention_bytes(node: fx.Node) -> int:
     sums = batch * heads * rows * (width + 1) * FLOAT32_BYTES
     expanded = 2 * key.nbytes * heads // key.shape[1] if key.shape[1] != heads else 0
     return align(sums) + align(expanded) + align(arriving)
+
+
+def _efficient_bytes(query: torch.Tensor, key: torch.Tensor, *, is_backward: bool) -> int:
+    """Memory-efficient attention, (B, H, T, D): sums in float32, and a number for each row.
+
+    The numbers of rows are computed beside the kernel where the heads are float32.
+    """
+    batch, heads, rows, width = query.shape
+    is_wide = query.itemsize < FLOAT32_BYTES and width > WIDE_HEAD
+    if not is_backward:
+        return align(is_wide * query.numel() * FLOAT32_BYTES)
+    granule = EFFICIENT_GRANULE if width <= EFFICIENT_GRANULE else WIDE_HEAD
+    blocks = batch * heads * -(-rows // granule) * -(-width // granule)
+    sums = blocks * (granule * granule * FLOAT32_BYTES + EFFICIENT_LOCK_BYTES)
+    if is_wide:
+        of_keys = max(
+            1, min(-(-key.shape[2] // EFFICIENT_GRANULE), EFFICIENT_BLOCKS // (batch * heads))
+        )
+        columns = -(-width // WIDE_HEAD) * WIDE_HEAD
+        sums += 2 * batch * heads * of_keys * EFFICIENT_GRANULE * columns * FLOAT32_BYTES
+    of_rows = batch * heads * rows * FLOAT32_BYTES
+    return align(sums) + 2 * align(of_rows)
 
 
 def _called(node: fx.Node) -> str:

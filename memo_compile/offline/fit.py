@@ -20,7 +20,7 @@ from memo_compile.driver.tile_order import TOKEN_TILES, first_of, order_of
 from memo_compile.driver.tries import ends_planning
 from memo_compile.errors import ConfigError, Infeasible, InputError, described
 from memo_compile.offline.first_call import FirstCall, parameter_names
-from memo_compile.offline.forecast import CONTEXT_BYTES, ESTIMATE_MARGIN, LIBRARIES_BYTES
+from memo_compile.offline.forecast import CONTEXT_BYTES, ESTIMATE_MARGIN, is_exact, missed_bytes
 from memo_compile.offline.length_search import LengthSearch, Need
 from memo_compile.offline.offline_step import OfflineStep, offline_config, planned_offline
 from memo_compile.offline.plan_offline import (
@@ -203,13 +203,11 @@ class Fitting:
     @property
     def available_bytes(self) -> int:
         """The bytes of the budget that a plan may take: an estimate may miss the rest."""
-        if self._is_exact():
-            return self._budget_bytes
-        return int(max(0, self._budget_bytes - LIBRARIES_BYTES) / (1 + ESTIMATE_MARGIN))
-
-    def _is_exact(self) -> bool:
         hardware = self._question.hardware
-        return hardware is None or hardware.name == self._device.type
+        if hardware is None or hardware.name == self._device.type or is_exact(hardware):
+            return self._budget_bytes
+        missed = missed_bytes(hardware)
+        return int(max(0, self._budget_bytes - missed) / (1 + ESTIMATE_MARGIN))
 
     def options(self) -> Mapping[str, Any]:
         """What to give torch.compile, so that the step is planned for the same memory."""

@@ -10,7 +10,8 @@ from memo_compile.config import resolve, user_store
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.errors import Infeasible, InputError
-from memo_compile.lowering.cublas import LARGE_FROM, workspaces_bytes
+from memo_compile.gpus import GPUS, missing_for_target, target_of, version_of
+from memo_compile.lowering.cublas import libraries_bytes
 from memo_compile.offline.length_search import LengthSearch, Need
 from memo_compile.offline.model_plans import Say, nobody_watches
 from memo_compile.offline.offline_step import OfflineStep
@@ -23,11 +24,8 @@ from memo_compile.units import parse_size
 CONTEXT_BYTES = 2**30
 """A GPU's memory that no step can have: CUDA's context and loaded kernels take 0.5 to 0.8 GiB."""
 
-CACHE_BYTES = 126 * 2**20
-"""The largest L2 cache of a GPU, a B200's: Inductor writes as much between two timings."""
-
-LIBRARIES_BYTES = workspaces_bytes(LARGE_FROM) + CACHE_BYTES
-"""At most what libraries take on a GPU beside the plan; the backend counts the device's own."""
+LARGEST = GPUS["b200"]
+"""Where a GPU is not known: its libraries and its L2 cache take no less than others'."""
 
 ESTIMATE_MARGIN = 0.01
 """Share of the arena that is added where a GPU's step is planned without a GPU: Triton splits long
@@ -56,6 +54,17 @@ UNBOUNDED_BYTES = 2**60
 
 NUM_LARGEST = 5
 """How many tensors are named at the peak."""
+
+
+def is_exact(hardware: HardwareProfile) -> bool:
+    """True where a plan for ``hardware`` is the backend's: it is lowered for that very device."""
+    return hardware.name == "cpu" or target_of(hardware.name) is not None
+
+
+def missed_bytes(hardware: HardwareProfile) -> int:
+    """What libraries take on a GPU beside an estimate, which counts none."""
+    gpu = GPUS.get(hardware.name, LARGEST)
+    return libraries_bytes(gpu.major, gpu.l2_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +101,10 @@ class Question:
     @property
     def available_bytes(self) -> int:
         """The bytes of the budget that a plan may take: an estimate may miss the rest."""
-        if self.hardware.name == "cpu":
+        if is_exact(self.hardware):
             return self.budget_bytes
-        return int(max(0, self.budget_bytes - LIBRARIES_BYTES) / (1 + ESTIMATE_MARGIN))
+        missed = missed_bytes(self.hardware)
+        return int(max(0, self.budget_bytes - missed) / (1 + ESTIMATE_MARGIN))
 
     def state_bytes_per_parameter(self, parameter_bytes: float) -> float:
         """Optimizer state of a parameter of that size, sharded over dp x cp (ZeRO-1)."""
@@ -156,6 +166,13 @@ class Forecast:
         timeline = self.step.plan.timeline
         assert timeline is not None, "an offline plan is simulated"
         return timeline.step_s
+
+    @property
+    def lowered_by(self) -> dict[str, str | None]:
+        """Versions of what lowered the step for a GPU that is not here; empty for another."""
+        if target_of(self.question.hardware.name) is None:
+            return {}
+        return {name: version_of(name) for name in ("torch", "triton")}
 
     @property
     def offloaded_bytes(self) -> int:
@@ -332,7 +349,8 @@ def _answer(question: Question, subject: Subject, step: OfflineStep) -> Forecast
     plan, in_flight = step.plan, question.degrees.pp
     assert plan.timeline is not None, "an offline plan is simulated"
     frames = in_flight * plan.arena_bytes
-    missed = 0 if step.exact else LIBRARIES_BYTES + int(ESTIMATE_MARGIN * frames)
+    missed = int(ESTIMATE_MARGIN * frames) + missed_bytes(question.hardware)
+    missed = 0 if step.exact else missed
     tokens_per_s = None
     if subject.facts.num_tokens is not None and plan.timeline.step_s:
         tokens_per_s = subject.facts.num_tokens * question.degrees.dp / plan.timeline.step_s
@@ -347,7 +365,19 @@ def _answer(question: Question, subject: Subject, step: OfflineStep) -> Forecast
         in_flight=in_flight,
         tokens_per_s=tokens_per_s,
         peak_at=_peak_at(step),
-        notes=(*subject.facts.notes, *step.notes),
+        notes=(*subject.facts.notes, *step.notes, *_why_estimated(question.hardware)),
+    )
+
+
+def _why_estimated(hardware: HardwareProfile) -> tuple[str, ...]:
+    if is_exact(hardware):
+        return ()
+    missing = missing_for_target()
+    if not missing:
+        return (f"{hardware.name}: not a GPU that is known, so that buffers are estimated",)
+    return (
+        f"buffers are estimated from the CPU's, because {missing} is not installed; with it they "
+        f"are lowered for {hardware.name}, and are exact",
     )
 
 

@@ -21,6 +21,7 @@ from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.tile_order import Sizes, first_of, order_of
 from memo_compile.errors import ConfigError, InputError
 from memo_compile.file_store import FileStore, code_digest, digest_of
+from memo_compile.gpus import target_of, version_of
 from memo_compile.offline.offline_step import (
     OfflineFacts,
     OfflineStep,
@@ -233,6 +234,7 @@ class ModelPlans:
             "drops": options.drops_above() is not None,
             "options": chosen,
             "hardware": plain(self.hardware),
+            "target": [plain(target_of(self.hardware.name)), version_of("triton")],
         }
 
     def _record(self, options: MemoConfig) -> StepRecord | None:

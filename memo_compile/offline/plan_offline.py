@@ -29,6 +29,8 @@ from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.tile_order import Sizes
 from memo_compile.driver.tries import first_that_fits, products_bytes, sizes_of
 from memo_compile.errors import MemoError, UnsupportedGraph
+from memo_compile.gpus import GpuFacts, target_of
+from memo_compile.offline import cuda_operators
 from memo_compile.offline.more_layers import MoreLayers, with_layers
 from memo_compile.offline.offline_step import (
     OfflineFacts,
@@ -38,6 +40,7 @@ from memo_compile.offline.offline_step import (
 )
 from memo_compile.offline.other_length import OtherLength, TracedLength
 from memo_compile.reporting import state
+from memo_compile.shim_gpu import lowering_for
 from memo_compile.step.plans import ReportedPlan
 
 NOTHING_TRAINS = (
@@ -126,7 +129,13 @@ def tracing(
         except Exception as error:
             raise_bare(error)
         gm, examples = traced
-        yield TracedModel(gm=gm, examples=examples, hardware=hardware, more=more)
+        here = GraphFacts(examples).device.type
+        gpu = target_of(hardware.name) if hardware is not None and here == "cpu" else None
+        if gpu is not None:
+            assert hardware is not None, "a target is given"
+            cuda_operators.for_gpu(gm, gpu)
+            stack.enter_context(lowering_for(gpu, hardware.memory_bytes))
+        yield TracedModel(gm=gm, examples=examples, hardware=hardware, more=more, gpu=gpu)
 
 
 Tiling = tuple[int | None, ...]
@@ -139,6 +148,8 @@ class OfflineModel(ABC):
 
     hardware: HardwareProfile | None = None
     more: MoreLayers | None = None
+    gpu: GpuFacts | None = None
+    """The GPU that it is lowered for, though its tensors lie on the CPU."""
     _captured: dict[int | None, CapturedStep] = field(default_factory=dict)
     """By what may be saved; all are cut from one joint graph."""
     _capture: StepCapture | None = None
@@ -192,7 +203,7 @@ class TracedModel(OfflineModel):
 
     def facts(self) -> GraphFacts:
         """What is known of the graph's inputs."""
-        return GraphFacts(self.examples, self.more.untraced if self.more else ())
+        return GraphFacts(self.examples, self.more.untraced if self.more else (), self.gpu)
 
     def sizes(self, config: MemoConfig) -> Sizes:
         """What the order of tiles is made of."""
@@ -210,8 +221,11 @@ class TracedModel(OfflineModel):
         return made
 
     def at_length(self, length: int) -> TracedLength | None:
-        """What was traced, of ``length`` tokens; None where nothing was captured."""
-        if self._capture is None:
+        """What was traced, of ``length`` tokens; None where nothing was captured.
+
+        None also for a GPU that is not here, whose operators are chosen by their sizes.
+        """
+        if self._capture is None or self.gpu is not None:
             return None
         return TracedLength(
             length=length,
@@ -270,7 +284,7 @@ def offline_facts(known: StepKnowledge) -> OfflineFacts:
     return OfflineFacts(
         costs=known.costs(host_store),
         model_flops=FORWARD_AND_BACKWARD * forward_flops,
-        exact=known.runs_here(),
+        exact=known.is_exact(),
         tiled=[*step.forward.tilings, *step.backward.tilings],
         lowering_s=known.lowered.lowering_s,
     )

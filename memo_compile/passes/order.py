@@ -16,6 +16,7 @@ from memo_compile.passes.own_outputs import OwnOutputs
 from memo_compile.passes.runner import GraphPass, PassSelection, required
 from memo_compile.passes.separate import SeparateResults
 from memo_compile.passes.shorten import ShortenTokens
+from memo_compile.passes.spread_seeds import SpreadSeeds
 
 PASSES: tuple[type[GraphPass], ...] = (
     PutNumbers,  # Dynamo's graph, where it has sizes as symbols
@@ -32,6 +33,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     SeparateResults,  # both halves, as Inductor simplified them
     AccumulateInPlace,  # backward half
     OwnOutputs,  # each region that Inductor lowers
+    SpreadSeeds,  # the same, on CUDA
     ShortenTokens,  # a copy of a region that is too large to be timed whole
 )
 """The joint graph is cut into halves behind ``SufficientCut``; the halves are cut into regions, and

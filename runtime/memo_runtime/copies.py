@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from memo_runtime.host_store import parts
+
 log = logging.getLogger("memo")
 
 _THROTTLED_PIECE_S = 0.02
@@ -228,12 +230,18 @@ class _CudaLanes:
         # The current stream is read at each use: a cached one would race with the user's own.
         lane.wait_event(torch.cuda.current_stream(self.device).record_event())
         with torch.cuda.stream(lane):
-            ticket.destination.copy_(ticket.source, non_blocking=True)
+            self._copy(ticket)
             ticket.event = lane.record_event()
 
     def copy_now(self, ticket: Ticket) -> None:
-        ticket.destination.copy_(ticket.source, non_blocking=True)
+        self._copy(ticket)
         ticket.event = torch.cuda.current_stream(self.device).record_event()
+
+    def _copy(self, ticket: Ticket) -> None:
+        """Issue the copy to the current stream, a piece for each part of the host's memory."""
+        to, source = ticket.destination, ticket.source
+        for start, end in parts(source if to.is_cuda else to):
+            to[start:end].copy_(source[start:end], non_blocking=True)
 
     def finish(self, ticket: Ticket) -> float:
         assert ticket.event is not None

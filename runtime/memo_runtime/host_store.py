@@ -6,11 +6,14 @@ over them has gone: a view that is still in use can never dangle.
 """
 
 import contextlib
+import logging
 import mmap
 import os
 import tempfile
 import threading
+import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +21,16 @@ import torch
 
 from memo_runtime.stream_order import StreamOrder
 
+log = logging.getLogger("memo")
+
 _CPU = torch.device("cpu")
+
+PART_BYTES = 2**30
+"""Memory is registered with CUDA in parts of this size, a multiple of a page. One call for tens of
+GB takes seconds in which nothing can be said and no interrupt ends it."""
+
+SILENT_S = 2.0
+"""Seconds of registering after which its progress is logged, and again after as many."""
 
 FILE_PREFIX = "file:"
 """A kind ``file:DIR`` is a memory-mapped temporary file in DIR."""
@@ -54,7 +66,10 @@ class HostStore:
             self._unpin = _pin(self, self._tensor)
 
     def bytes(self, num_bytes: int, offset_bytes: int = 0) -> torch.Tensor:
-        """``num_bytes`` of the store from ``offset_bytes`` as a uint8 tensor, without a copy."""
+        """``num_bytes`` of the store from ``offset_bytes`` as a uint8 tensor, without a copy.
+
+        Its storage offset is ``offset_bytes``; a copy of it is one for each of ``parts``.
+        """
         if self._tensor is None:
             raise AssertionError("the host store is closed")
         if not 0 <= offset_bytes <= offset_bytes + num_bytes <= self.size_bytes:
@@ -99,26 +114,53 @@ def _mapped_file(folder: Path, size_bytes: int) -> mmap.mmap:
         return mmap.mmap(file.fileno(), size_bytes)
 
 
+def parts(host: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """``[start, end)`` of the pieces of ``host``, bytes of a store, each within one part.
+
+    CUDA refuses a copy that begins in one registered part and ends in another.
+    """
+    first, size = host.storage_offset(), host.numel()
+    borders = range((first // PART_BYTES + 1) * PART_BYTES - first, size, PART_BYTES)
+    yield from zip((0, *borders), (*borders, size), strict=True)
+
+
 def _pin(store: HostStore, memory: torch.Tensor) -> weakref.finalize:
     """Registers ``memory`` with CUDA; the finalizer undoes it, at the latest when Python exits."""
     if not torch.cuda.is_available():
         raise HostStoreError("memo: expected a CUDA device to pin memory for; set host_store='shm'")
-    code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), store.size_bytes, 0)
+    registered: list[int] = []
+    unpin = weakref.finalize(store, _unpin, memory, store.pid, registered)
+    said_s = time.monotonic()
+    try:
+        for start, end in parts(memory):
+            _register(memory.data_ptr() + start, end - start, store.size_bytes)
+            registered.append(memory.data_ptr() + start)
+            if time.monotonic() - said_s >= SILENT_S:
+                said_s = time.monotonic()
+                log.info("memo: %d of %d B of host memory are pinned", end, store.size_bytes)
+    except BaseException:
+        unpin()
+        raise
+    return unpin
+
+
+def _register(address: int, num_bytes: int, all_bytes: int) -> None:
+    code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
     if int(code) != 0:
         reason = torch.cuda.cudart().cudaGetErrorString(code)
         _clear_cuda_error()
         raise HostStoreError(
-            f"memo: CUDA refused to pin {store.size_bytes} B of host memory ({reason}). Raise the "
+            f"memo: CUDA refused to pin {all_bytes} B of host memory ({reason}). Raise the "
             "limit of locked memory (ulimit -l), lower host_budget, or set host_store='shm' "
             "for pageable memory, which copies more slowly"
         )
-    return weakref.finalize(store, _unpin, memory, store.pid)
 
 
-def _unpin(memory: torch.Tensor, pid: int) -> None:
-    if pid == os.getpid():  # a forked child has no CUDA context to ask
+def _unpin(memory: torch.Tensor, pid: int, registered: list[int]) -> None:
+    if pid == os.getpid() and registered:  # a forked child has no CUDA context to ask
         torch.cuda.synchronize()
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        for address in registered:
+            torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _clear_cuda_error() -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from memo_runtime import flash_attention
+
 
 def lease(*saved: Any) -> Any:
     """Stands in a forward graph for "keep ``saved`` in this step's frame"; returns the handle.
@@ -36,7 +38,8 @@ def into(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     """``op`` with its results copied into buffers given first: ``(Tensor(a!) o0, ...) -> ()``.
 
     For kernels without an ``out`` argument, so that their results can lie in the arena. The
-    kernel's own result and the copy exist at once; the planner counts both.
+    kernel's own result and the copy exist at once; the planner counts both, but for the first
+    result of an operator that ``writes_first``.
     """
     schema = op._schema
     name = f"{schema.name}_{schema.overload_name}_into".replace("::", "_").replace(".", "_")
@@ -48,15 +51,56 @@ def into(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
     def run(*args: Any) -> None:
         targets, rest = args[:num_outputs], args[num_outputs:]
-        split = len(positional)
-        result = op(*rest[:split], **dict(zip(keyword_names, rest[split:], strict=True)))
-        results = result if isinstance(result, tuple | list) else (result,)
+        if flash_attention.takes_output(schema.name) and targets[0].stride(-1) == 1:
+            results = flash_attention.forward_into(schema.name, targets[0], rest)
+        else:
+            split = len(positional)
+            result = op(*rest[:split], **dict(zip(keyword_names, rest[split:], strict=True)))
+            results = result if isinstance(result, tuple | list) else (result,)
         for target, value in zip(targets, results, strict=True):
-            target.copy_(value)
+            if value.data_ptr() != target.data_ptr():
+                target.copy_(value)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"memo::{name}", lambda *args: None, lib=_library)
-    return getattr(torch.ops.memo, name).default
+    made: torch._ops.OpOverload = getattr(torch.ops.memo, name).default
+    _calls[made] = schema.name
+    return made
+
+
+_calls: dict[torch._ops.OpOverload, str] = {}
+"""An operator of ``into`` -> the one that it calls."""
+
+
+def writes_first(operator: Any) -> bool:
+    """True for an operator of ``into`` whose first result is written where it belongs."""
+    return operator in _calls and flash_attention.takes_output(_calls[operator])
+
+
+@functools.cache
+def spread(num_numbers: int) -> torch._ops.OpOverload:
+    """Puts so many numbers of a tensor into tensors of one number each (1,), by one kernel.
+
+    ``(Tensor(a!) out0, ..., Tensor numbers, int[] at) -> ()``; nothing is allocated.
+    """
+    name = f"spread_{num_numbers}"
+    outputs = [f"Tensor(a{number}!) out{number}" for number in range(num_numbers)]
+    _library.define(f"{name}({', '.join(outputs)}, Tensor numbers, int[] at) -> ()")
+
+    def run(*args: Any) -> None:
+        *targets, numbers, at = args
+        parts = numbers.unsqueeze(1).unbind()
+        torch._foreach_copy_(targets, [parts[position] for position in at])
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"memo::{name}", lambda *args: None, lib=_library)
+    made: torch._ops.OpOverload = getattr(torch.ops.memo, name).default
+    return made
+
+
+def copies_results(operator: Any) -> bool:
+    """True for an operator of ``into``: what it calls allocates, beside the given buffers."""
+    return operator in _calls
 
 
 def _declarations(schema: Any) -> list[str]:

@@ -1,5 +1,8 @@
 """The GPU benchmark's way through memory: on the CPU with a tiny model, and made-up results."""
 
+import json
+import subprocess
+
 import pytest
 import torch
 
@@ -101,13 +104,15 @@ def test_arms_share_the_time_and_a_dead_one_is_a_row(monkeypatch):
 
     monkeypatch.setattr(harness, "run_arm", run_arm)
     chosen = gpu.arguments(["--models=1b", "--arms=memo,inductor", "--time-limit=100"])
-    rows = gpu.run_arms(chosen, gpu.time.monotonic() + 100)
+    rows, late, saved = [], [], []
+    gpu.run_arms("fits", chosen, gpu.time.monotonic() + 100, rows, lambda: saved.append(len(rows)))
+    assert saved == [1, 2]
     assert [call[0] for call in asked] == ["memo", "inductor"]
     assert rows[0]["lengths"] == [length()]
     assert rows[1]["failure"] == "last line"
-    late = gpu.run_arms(chosen, gpu.time.monotonic() + 10)
+    gpu.run_arms("fits", chosen, gpu.time.monotonic() + 10, late, lambda: None)
     assert [row["failure"] for row in late] == ["out of time"] * 2
-    gpu.show([*rows, *late])
+    gpu.show("fits", [*rows, *late])
 
 
 def length(peak: int = 1000, budget: int = 1100) -> dict:
@@ -146,3 +151,53 @@ def test_help_names_the_budget(capsys):
     with pytest.raises(SystemExit, match="0"):
         gpu.arguments(["--help"])
     assert "memo's; 92% by default" in capsys.readouterr().out
+
+
+def test_what_was_measured_by_this_code_is_not_measured_again(monkeypatch, tmp_path):
+    """Of the result that lies there; what failed is tried again."""
+    monkeypatch.setattr(harness, "results_path", lambda *_: tmp_path / "result.json")
+    asked = []
+
+    def run_arm(_module, arm, *, timeout_s):
+        asked.append(arm.name)
+        return {"lengths": [length()], "ended": "out of time"}
+
+    monkeypatch.setattr(harness, "run_arm", run_arm)
+    at_start = {"hardware": {"gpus": ["NVIDIA H200"]}, "code": "abc"}
+    done, failed = (
+        {"model": "1b", "arm": arm, "lengths": [], **more}
+        for arm, more in (("memo", {"ended": ""}), ("inductor", {"failure": "out of time"}))
+    )
+    known = {**at_start, "rows": [done, failed]}
+    (tmp_path / "result.json").write_text(json.dumps(known))
+    rows = gpu.kept_rows("speed", at_start)
+    assert rows == [done]
+    assert gpu.kept_rows("speed", {**at_start, "code": "abd"}) == []
+    chosen = gpu.arguments(["--models=1b", "--arms=memo,inductor"])
+    gpu.run_arms("speed", chosen, gpu.time.monotonic() + 100, rows, lambda: None)
+    assert asked == ["inductor"]
+
+
+def test_tests_that_take_too_long_are_a_failure(monkeypatch):
+    def runs_on(command, **_):
+        raise subprocess.TimeoutExpired(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", runs_on)
+    assert gpu.run_tests(1.0, dry_run=True)["failures"] == ["tests: not done after 1 s"]
+
+
+@pytest.mark.parametrize(
+    ("copies", "kernels", "hidden"),
+    [
+        ([(0, 10)], [], 0),
+        ([(0, 10)], [(2, 4), (3, 6), (9, 20)], 5),
+        ([(0, 4), (4, 8)], [(2, 6)], 4),
+        ([], [(0, 4)], 0),
+    ],
+)
+def test_copies_beside_kernels(copies, kernels, hidden):
+    assert gpu.overlap_us(copies, kernels) == hidden
+
+
+def test_the_parts_fit_in_eight_minutes():
+    assert sum(gpu.LIMITS_S.values()) < 480

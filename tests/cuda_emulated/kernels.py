@@ -7,7 +7,7 @@ given to another owner too early is overwritten.
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,17 +20,23 @@ OPERATORS = (
 )
 """Those that the small steps of ``tests.steps.moving`` launch."""
 
-_library: torch.library.Library | None = None
+FILLS = ("fill_.Scalar", "zero_")
+"""By which Inductor learns the values of constants, when it folds them."""
+
+MOST_BYTES = 2**20
+"""What is larger is not computed: it would take the host's memory."""
+
+_library = torch.library.Library("aten", "IMPL")
+_installed: set[str] = set()
 
 
-def install() -> None:
-    """From now on OPERATORS compute, in this process; a second call changes nothing."""
-    global _library
-    if _library is None:
-        _library = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels are replaced is the point
-            for name in OPERATORS:
+def install(names: Iterable[str] = OPERATORS) -> None:
+    """From now on ``names`` compute, in this process; a second call changes nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that kernels are replaced is the point
+        for name in names:
+            if name not in _installed:
+                _installed.add(name)
                 packet, overload = [*name.split("."), "default"][:2]
                 op = getattr(getattr(torch.ops.aten, packet), overload)
                 _library.impl(name, _kernel(op), "CUDA", allow_override=True)
@@ -62,7 +68,7 @@ def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
                 if seen_made is not None:
                     seen_made.copy_(result)
 
-        launch(compute)
+        launch(compute if made.nbytes <= MOST_BYTES else lambda: None)
         return made
 
     return run

@@ -1,6 +1,7 @@
 """Attention's kernels on CUDA: what they return, and where it lies."""
 
 import ctypes
+import warnings
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import memo_compile
+from memo_compile.lowering.workspace import _efficient_bytes
 
 WIDTH, HEADS, TOKENS, NUM_LAYERS = 256, 4, 128, 4
 
@@ -97,3 +99,127 @@ def test_regions_are_timed_with_random_states_where_their_kernels_read_them(lowe
     assert report.active
     assert report.plans[-1].offloaded_bytes > 0
     assert report.plans[-1].check.ok
+
+
+class Biased(Attention):
+    """A learned bias on every score, as a relative position's."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0, HEADS)
+        self.bias = nn.Parameter(torch.zeros(HEADS, TOKENS, TOKENS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, _ = x.shape
+        query = self.queries(x).view(batch, tokens, HEADS, -1).transpose(1, 2)
+        keys = self.keys(x).view(batch, tokens, HEADS, 2, -1)
+        key, value = keys.permute(3, 0, 2, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, self.bias)
+        return x + self.output(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class CudnnAttention(Attention):
+    """As torch 2.11 chooses it for a long sequence on an H200."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, _ = x.shape
+        query = self.queries(x).view(batch, tokens, HEADS, -1).transpose(1, 2)
+        keys = self.keys(x).view(batch, tokens, HEADS, 2, -1)
+        key, value = keys.permute(3, 0, 2, 1, 4)
+        attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+        mixed = attention(query, key, value, None, True, self.dropout, True)[0]
+        return x + self.output(mixed.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.fixture(scope="module")
+def cudnn():
+    """cuDNN is not emulated: kernels that allocate what it does, and compute nothing."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def forward(query, key, value, *settings, **more):
+        out = torch.empty_like(query.transpose(1, 2)).transpose(1, 2)
+        sums = torch.empty(*query.shape[:3], 1, dtype=torch.float32, device=query.device)
+        state = torch.empty((), dtype=torch.int64, device=query.device)
+        lengths = (query.shape[2], key.shape[2])
+        return out, sums, None, None, *lengths, state, torch.empty_like(state), None
+
+    def backward(gradient, query, key, value, *settings, **more):
+        made = [torch.empty_like(given) for given in (query, key, value)]
+        float32 = {"dtype": torch.float32, "device": query.device}
+        workspace = torch.empty(query.numel(), **float32), torch.empty(*query.shape[:3], **float32)
+        del workspace
+        return tuple(made)
+
+    name = "_scaled_dot_product_cudnn_attention"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that kernels are replaced is the point
+        library.impl(name, forward, "CUDA", allow_override=True)
+        library.impl(f"{name}_backward", backward, "CUDA", allow_override=True)
+    yield
+    del library
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("policy", ["save", "full-recompute", "full-offload"])
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [(Biased, torch.bfloat16), (Biased, torch.float32), (CudnnAttention, torch.bfloat16)],
+)
+def test_what_attention_allocates_is_planned(layer, dtype, policy, lowering, cudnn):
+    """With a bias torch takes memory-efficient attention, whose host code is torch's own."""
+    made = [layer() if layer is Biased else layer(0.0, HEADS) for _ in range(NUM_LAYERS)]
+    model = nn.Sequential(*made).to("cuda", dtype)
+    x = torch.zeros(2, TOKENS, WIDTH, device="cuda", dtype=dtype)
+    options = {"strict": True, "policy": policy, "lowering": lowering}
+    options |= {"optimizer_state_bytes_per_parameter": 0, "token_tiles": 1}
+    planned = torch.compile(model, backend="memo", options=options)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        planned(x).sum().backward()
+    torch.cuda.synchronize()
+    plan = memo_compile.report().plans[-1]
+    assert memo_compile.report().active
+    assert plan.check.ok
+    assert plan.outside_bytes_by_kind["attention workspace"] > 0
+    fixed = plan.fixed
+    rest = plan.peak_bytes - fixed.libraries - fixed.parameters - fixed.buffers - fixed.inputs
+    peak = torch.cuda.max_memory_allocated() - held + plan.arena_bytes
+    assert 0.95 * rest <= peak <= 1.005 * rest, (peak, rest, plan)
+
+
+def taken(run) -> int:
+    """The most that ``run`` asks for beside its results; a block may be larger by up to 1 MiB."""
+
+    def asked(what: str) -> int:
+        return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    results = run()
+    kept = asked("current")
+    del results
+    return asked("peak") - kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 32, 40, 64, 72, 96, 128, 136, 200, 256])
+def test_what_memory_efficient_attention_allocates(width, dtype):
+    """By its own host code: never more than is counted, and mostly as much."""
+    attention = torch.ops.aten._scaled_dot_product_efficient_attention
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    for batch, heads, rows, columns in ((1, 2, 64, 64), (2, 4, 200, 72), (3, 7, 130, 513)):
+        query = torch.empty(batch, heads, rows, width, dtype=dtype, device="cuda")
+        key = torch.empty(batch, heads, columns, width, dtype=dtype, device="cuda")
+        query, key = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (query, key))
+        found = attention(query, key, key, None, True)
+        counted = [_efficient_bytes(query, key, is_backward=way) for way in (False, True)]
+        given = (torch.empty_like(found[0]), query, key, key, None, *found)
+        own = [
+            taken(lambda query=query, key=key: attention(query, key, key, None, True)),
+            taken(lambda given=given: backward(*given, 0.0, [True, True, True, False])),
+        ]
+        for most, measured in zip(counted, own, strict=True):
+            assert measured <= most, (batch, heads, rows, columns, own, counted)
+            assert measured >= 0.4 * most, (batch, heads, rows, columns, own, counted)

@@ -1,7 +1,10 @@
-"""A host frame goes from one step to the next, whose stream may be another."""
+"""Host frames: pinned in parts, and from one step to the next, whose stream may be another."""
 
+import pytest
 import torch
-from memo_runtime.host_store import HostPool
+from memo_runtime import host_store
+from memo_runtime.copies import CopyEngine, CopySchedule, Lane
+from memo_runtime.host_store import HostPool, HostStore
 
 DEVICE = torch.device("cuda", 0)
 FRAME_BYTES = 64 << 20
@@ -32,3 +35,23 @@ def test_the_next_user_s_stream_waits_for_the_last_user_s_copy():
     assert begin.elapsed_time(end) >= 0.9 * copies_ms
     pool.release(store)
     pool.forget(1)
+
+
+@pytest.mark.parametrize("schedule", list(CopySchedule))
+def test_a_copy_across_the_border_of_two_pinned_parts(monkeypatch, schedule):
+    """CUDA refuses it as one copy: memory that was registered in two calls is not one."""
+    monkeypatch.setattr(host_store, "PART_BYTES", 8192)
+    store, engine = HostStore("pinned", 5 * 8192 + 100, DEVICE), CopyEngine(DEVICE, schedule)
+    wanted = torch.arange(store.size_bytes, dtype=torch.int32).to(torch.uint8)
+    store.bytes(store.size_bytes).copy_(wanted)
+    for start, end in ((0, store.size_bytes), (8000, 30000), (8192, 16384), (41000, 41060)):
+        host, own = store.bytes(end - start, start), torch.empty(end - start, device=DEVICE)
+        own = own.to(torch.uint8)
+        assert host.is_pinned()
+        engine.wait(engine.issue(Lane.H2D, own, host))
+        torch.cuda.synchronize()
+        host.zero_()
+        engine.wait(engine.issue(Lane.D2H, host, own))
+        torch.cuda.synchronize()
+        assert torch.equal(host, wanted[start:end])
+    store.close()

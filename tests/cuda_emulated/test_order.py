@@ -4,8 +4,9 @@ import pytest
 
 from tests.cuda_emulated import kernels
 from tests.cuda_emulated.device_calls import run_at_once
-from tests.cuda_emulated.scenarios import SCENARIOS, Scenario, failure
-from tests.cuda_emulated.waits import FOUND, Site, is_exempt, sites_of, without
+from tests.cuda_emulated.mutations import all_sites, is_seen
+from tests.cuda_emulated.scenarios import SCENARIOS, failure
+from tests.cuda_emulated.waits import FOUND, is_exempt
 
 SEEDS = range(3)
 FEWEST_SITES = 50
@@ -27,15 +28,7 @@ def test_nothing_is_left_to_chance(scenario):
 
 
 def test_every_wait_that_is_left_out_is_seen():
-    used: dict[Site, list[Scenario]] = {}
-    for scenario in SCENARIOS:
-        for site in sites_of(lambda scenario=scenario: failure(scenario, chance=None)):
-            used.setdefault(site, []).append(scenario)
+    used = all_sites()
     assert len(used) >= FEWEST_SITES
     assert {site[0] for site in used} == {f"{owner.__name__}.{name}" for owner, name in FOUND}
-    assert [site for site in used if not is_exempt(site) and not _is_seen(site, used[site])] == []
-
-
-def _is_seen(site, scenarios) -> bool:
-    with without(site):
-        return any(failure(scenario, chance=0.0) for scenario in scenarios)
+    assert [site for site in used if not is_exempt(site) and not is_seen([site], used)] == []

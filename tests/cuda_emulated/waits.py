@@ -1,4 +1,4 @@
-"""Every wait, event and ``record_stream`` of the runtime, found by running it; and without one."""
+"""Every wait, event, ``record_stream`` and order of a lane in the runtime; and without some."""
 
 import contextlib
 import fnmatch
@@ -11,7 +11,7 @@ from unittest import mock
 
 import memo_runtime
 import torch
-from memo_runtime.copies import CopyEngine
+from memo_runtime.copies import CopyEngine, Ticket, _CudaLanes
 
 ROOT = str(Path(memo_runtime.__file__).parent)
 FOUND = (
@@ -23,7 +23,9 @@ FOUND = (
     (torch.Tensor, "record_stream"),
     (CopyEngine, "wait"),
     (CopyEngine, "settle"),
+    (_CudaLanes, "start"),
 )
+"""Calls that wait, record, hold, or put a copy into its lane, behind those before it."""
 
 Site = tuple[str, ...]
 """The name of what is called, and the runtime's lines on the way to it, innermost first."""
@@ -45,10 +47,27 @@ def _instead(name: str, real: Callable[..., Any], acts: Callable[[Site], bool]) 
     def call(*args: Any, **kwargs: Any) -> Any:
         site = _site(name)
         if len(site) > 1 and not acts(site):
-            return torch.cuda.Event() if name.endswith("record_event") else 0.0
+            return _without(real, *args)
         return real(*args, **kwargs)
 
     return call
+
+
+def _without(real: Callable[..., Any], *args: Any) -> Any:
+    """What a call that is left out gives back."""
+    if real.__name__ == "start":
+        return _beside_its_lane(real, *args)
+    return torch.cuda.Event() if real.__name__ == "record_event" else 0.0
+
+
+def _beside_its_lane(start: Callable[..., Any], lanes: _CudaLanes, ticket: Ticket) -> None:
+    """The copy runs in no order with the others of its lane."""
+    lane = lanes.streams.get(ticket.lane) or torch.cuda.Stream(lanes.device)
+    lanes.streams[ticket.lane] = torch.cuda.Stream(lanes.device)
+    try:
+        start(lanes, ticket)
+    finally:
+        lanes.streams[ticket.lane] = lane
 
 
 @contextlib.contextmanager
@@ -106,10 +125,16 @@ EXEMPT = {
 
 def is_exempt(site: Site) -> bool:
     """True for a call whose absence cannot change a number, for the reason in EXEMPT."""
+    return reason_of(site) != ""
+
+
+def reason_of(site: Site) -> str:
+    """Why nothing can fail without the call; "" where something must."""
     functions = " < ".join([site[0], *(line.partition(":")[0] for line in site[1:])])
-    return any(fnmatch.fnmatchcase(functions, pattern) for pattern in EXEMPT)
+    reasons = (why for pattern, why in EXEMPT.items() if fnmatch.fnmatchcase(functions, pattern))
+    return next(reasons, "")
 
 
-def without(site: Site) -> contextlib.AbstractContextManager[None]:
-    """The runtime does not make the calls of ``site``."""
-    return _calls(lambda called: called != site)
+def without(*sites: Site) -> contextlib.AbstractContextManager[None]:
+    """The runtime does not make the calls of ``sites``."""
+    return _calls(lambda called: called not in sites)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -13,8 +14,8 @@ from torch._dynamo.backends.common import aot_autograd
 import memo_compile
 from memo_compile.lowering.workspace import attention_bytes
 from memo_compile.step.problem import align
-from tests.numerics.training import memo_compiled
-from tests.steps.flash_attention import flash_attn_func, flash_attn_varlen_func
+from tests.numerics.training import in_ci, memo_compiled
+from tests.steps.flash_attention import Kernels, flash_attn_func, flash_attn_varlen_func
 
 HEADS, KEY_HEADS, WIDTH, TOKENS, LAYERS = 4, 2, 16, 23, 3
 HIDDEN = HEADS * WIDTH
@@ -70,6 +71,31 @@ def test_attention_is_recomputed_and_right(varlen, lowering):
     # Queries, keys and values, and what attention made of them: four sizes of x in each layer.
     assert plan.recomputed_bytes > (LAYERS - 1) * 2 * x.nbytes
     assert memo_compile.report().unplanned_steps == 0
+
+
+@pytest.mark.parametrize("varlen", in_ci([False, True], False), ids=["rows", "varlen"])
+def test_the_forward_writes_its_output_into_the_arena(varlen, monkeypatch):
+    """Where the package's kernels are there; else its output exists twice while it is copied."""
+    memory, kernels = [], Kernels()
+    for number_of_kernels in (0, 1):
+        if number_of_kernels:
+            monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+        model, x = stack(varlen=varlen)
+        twin = copy.deepcopy(model)
+        planned = memo_compiled(model, lowering="inductor", debug="poison")
+        for _ in range(2):
+            for step in (planned, twin):
+                step.zero_grad()
+                step(x).square().mean().backward()
+            for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+        plan = memo_compile.report().plans[-1]
+        assert plan.check.ok
+        names = [kind for kind in plan.outside_bytes_by_kind if "flash_attn" in kind]
+        memory.append([plan.outside_bytes_by_kind[name] for name in names if "fwd" not in name])
+        assert kernels.num_given == 2 * LAYERS * number_of_kernels
+    (copied,), (made,) = ([max(found)] for found in memory)
+    assert copied - made == align(x.nbytes)
 
 
 def test_attention_with_dropout_is_not_recomputed():

@@ -5,6 +5,7 @@ be compared with eager on any device. What the package's kernels allocate is not
 """
 
 import math
+import types
 
 import torch
 
@@ -188,3 +189,33 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens, max_seqlen, dropout_p=0.0, causa
     """As the package's function of that name, for sequences of keys as long as those of queries."""
     scale = q.shape[-1] ** -0.5
     return FlashAttnVarlenFunc.apply(q, k, v, cu_seqlens, max_seqlen, dropout_p, scale, causal)
+
+
+class Kernels(types.ModuleType):
+    """The package's module, and the kernels in it; counts outputs that were given to them."""
+
+    def __init__(self):
+        super().__init__("flash_attn.flash_attn_interface")
+        self.flash_attn_gpu = self
+        self.num_given = 0
+
+    def fwd(self, q, k, v, out, slopes, dropout, scale, causal, *settings):
+        *windows, softcap, returns_scores, generator = settings
+        assert windows == [-1, -1]
+        assert (slopes, softcap, returns_scores, generator) == (None, 0.0, False, None)
+        return self._into(out, _forward(q, k, v, dropout, scale, causal))
+
+    def varlen_fwd(self, q, k, v, out, ends_q, ends_k, *settings):
+        used, padding, blocks, slopes, most_q, most_k, dropout, scale, zeroes = settings[:9]
+        causal, left, right, softcap, returns_scores, generator = settings[9:]
+        assert (used, padding, blocks, slopes, zeroes, generator) == (*4 * [None], False, None)
+        assert (left, right, softcap, returns_scores) == (-1, -1, 0.0, False)
+        found = _varlen_forward(q, k, v, ends_q, ends_k, most_q, most_k, dropout, scale, causal)
+        return self._into(out, found)
+
+    def _into(self, out, results):
+        if out is None:
+            return results
+        self.num_given += 1
+        assert out.stride(-1) == 1
+        return (out.copy_(results[0]), *results[1:])

@@ -101,15 +101,17 @@ class FakeCudart:
 
     def __init__(self, code: int) -> None:
         self.code = code
-        self.registered: set[int] = set()
+        self.limit_bytes = 2**62
+        self.registered: dict[int, int] = {}
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        if not self.code:
-            self.registered.add(address)
-        return self.code
+        code = 2 if sum(self.registered.values()) + size > self.limit_bytes else self.code
+        if not code:
+            self.registered[address] = size
+        return code
 
     def cudaHostUnregister(self, address: int) -> int:
-        self.registered.remove(address)
+        del self.registered[address]
         return 0
 
     def cudaGetErrorString(self, code: int) -> str:
@@ -127,9 +129,54 @@ def cudart(monkeypatch):
 
 def test_pinned_memory_is_registered_until_closed(cudart):
     store = HostStore("pinned", 8192)
-    assert cudart.registered == {store.bytes(1).data_ptr()}
+    assert cudart.registered == {store.bytes(1).data_ptr(): 8192}
     store.close()
-    assert cudart.registered == set()
+    assert cudart.registered == {}
+
+
+def test_pinned_memory_is_registered_in_parts_and_its_progress_is_said(cudart, monkeypatch, caplog):
+    monkeypatch.setattr(host_store, "PART_BYTES", 8192)
+    monkeypatch.setattr(host_store, "SILENT_S", 0.0)
+    caplog.set_level("INFO", "memo")
+    store = HostStore("pinned", 20000)
+    start = store.bytes(1).data_ptr()
+    assert cudart.registered == {start: 8192, start + 8192: 8192, start + 16384: 3616}
+    assert "8192 of 20000 B of host memory are pinned" in caplog.text
+    store.close()
+    assert cudart.registered == {}
+
+
+@pytest.mark.parametrize("error", [HostStoreError, KeyboardInterrupt])
+def test_parts_are_given_back_when_one_is_refused_or_interrupted(cudart, monkeypatch, error):
+    monkeypatch.setattr(host_store, "PART_BYTES", 8192)
+    monkeypatch.setattr(host_store, "_clear_cuda_error", lambda: None)
+    cudart.limit_bytes = 20000
+    if error is KeyboardInterrupt:
+        monkeypatch.setattr(host_store, "_clear_cuda_error", interrupted)
+    with pytest.raises(error):
+        HostStore("pinned", 30000)
+    assert cudart.registered == {}
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("offset", "num_bytes", "expected"),
+    [
+        (0, 100, [(0, 100)]),
+        (0, 8192, [(0, 8192)]),
+        (8191, 2, [(0, 1), (1, 2)]),
+        (8192, 9000, [(0, 8192), (8192, 9000)]),
+        (100, 20000, [(0, 8092), (8092, 16284), (16284, 20000)]),
+        (5, 0, [(0, 0)]),
+    ],
+)
+def test_parts_of_a_range(monkeypatch, offset, num_bytes, expected):
+    monkeypatch.setattr(host_store, "PART_BYTES", 8192)
+    store = HostStore("shm", 30000)
+    assert list(host_store.parts(store.bytes(num_bytes, offset))) == expected
 
 
 def test_pinned_memory_is_unregistered_by_the_finalizer(cudart):
@@ -138,7 +185,7 @@ def test_pinned_memory_is_unregistered_by_the_finalizer(cudart):
     del store
     gc.collect()
     assert alive() is None
-    assert cudart.registered == set()
+    assert cudart.registered == {}
 
 
 def test_refused_pinning_clears_the_error_and_names_the_options(cudart, monkeypatch):

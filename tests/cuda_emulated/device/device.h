@@ -1,5 +1,5 @@
-// The emulated device, as its parts see it: memory.cpp, streams.cpp, kernels.cpp, queries.cpp,
-// driver.cpp. Together they are a CUDA runtime and driver, enough for torch's CUDA build (2.11,
+// The emulated device, as its parts see it: memory.cpp, virtual.cpp, streams.cpp, kernels.cpp,
+// queries.cpp, driver.cpp. Together they are a CUDA runtime and driver, enough for torch's CUDA build (2.11,
 // cu130) and Triton's launcher.
 //
 // Memory is lazily mapped host memory. The addresses that a program gets cannot be touched by the
@@ -14,8 +14,9 @@
 // little, each piece of work its stream's clock, a wait joins two clocks. Where the host waits it
 // sleeps as well, so that clocks of the program are not ahead of the device.
 //
-// Variables: EMULATED_BYTES (device memory), EMULATED_COPY_LIMIT (the largest copy that is made),
-// EMULATED_NO_PIN (refuse to register host memory), EMULATED_TRACE (print every call).
+// Variables: EMULATED_KIND (h200, a100, b200), EMULATED_BYTES (device memory), EMULATED_COPY_LIMIT
+// (the largest copy that is made), EMULATED_NO_PIN (refuse to register host memory),
+// EMULATED_TRACE (print every call).
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -48,6 +49,10 @@ struct Place {
 };
 Place place_of(const void* address);
 void* shadow_of(const void* address);  // where the device reads and writes it
+void keep_place(char* start, size_t size, char* shadow);  // of the device, filled later
+void drop_place(char* start);
+bool take_bytes(size_t size);  // false: the device has no more
+void give_bytes(size_t size);
 size_t total_bytes();
 size_t used_bytes();
 size_t peak_bytes();
@@ -82,4 +87,5 @@ long num_launches();
 long num_triton_launches();
 
 // ---- queries.cpp
+size_t kind_bytes();
 int attribute(int which);

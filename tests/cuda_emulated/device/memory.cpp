@@ -32,7 +32,7 @@ static size_t number_in(const char* variable, size_t otherwise) {
   return text ? strtoull(text, nullptr, 10) : otherwise;
 }
 size_t total_bytes() {
-  static size_t declared = number_in("EMULATED_BYTES", 150109880320ull);  // an H200's
+  static size_t declared = number_in("EMULATED_BYTES", kind_bytes());
   size_t limit = limit_bytes;
   return limit ? limit : declared;
 }
@@ -73,11 +73,37 @@ Place place_of(const void* address) {
   std::lock_guard<std::mutex> hold(mutex);
   return {on_device(address) != device_memory.end(), in_pinned(address) != pinned.end()};
 }
+// True for bytes of which only the first lie in the pinned memory around them: CUDA copies none.
+static bool leaves_pinned(const void* start, size_t size) {
+  std::lock_guard<std::mutex> hold(mutex);
+  auto found = in_pinned(start);
+  return found != pinned.end() && (char*)start + size > found->first + found->second;
+}
 void* shadow_of(const void* address) {
   std::lock_guard<std::mutex> hold(mutex);
   auto found = on_device(address);
   if (found == device_memory.end()) return (void*)address;
   return found->second.shadow + ((char*)address - found->first);
+}
+
+void keep_place(char* start, size_t size, char* shadow) {
+  std::lock_guard<std::mutex> hold(mutex);
+  device_memory[start] = {size, shadow};
+}
+void drop_place(char* start) {
+  std::lock_guard<std::mutex> hold(mutex);
+  device_memory.erase(start);
+}
+bool take_bytes(size_t size) {
+  std::lock_guard<std::mutex> hold(mutex);
+  if (used + size + CONTEXT_BYTES > total_bytes()) return false;
+  used += size;
+  if (used > peak) peak = used;
+  return true;
+}
+void give_bytes(size_t size) {
+  std::lock_guard<std::mutex> hold(mutex);
+  used -= size;
 }
 
 // ---- allocation
@@ -203,9 +229,11 @@ X void* memo_device_shadow(const void* address) {
 // ---- copies
 // A copy between the device and pageable memory holds the host up, unless it is small and goes to
 // the device: then it is made from a copy of its source.
-static void copy(void* to, const void* from, size_t size, void* stream, bool async) {
+static cudaError_t copy(void* to, const void* from, size_t size, void* stream, bool async) {
   Place target = place_of(to), source = place_of(from);
   bool crosses = target.on_device != source.on_device;
+  if (crosses && leaves_pinned(target.on_device ? from : to, size))
+    return fail(cudaErrorInvalidValue);
   bool is_pinned = crosses && (target.on_device ? source.is_pinned : target.is_pinned);
   TRACE("copy %s->%s %zu B stream %d %s%s", target.on_device ? "dev" : "host",
         source.on_device ? "dev" : "host", size, number_of(stream), is_pinned ? "pinned " : "",
@@ -231,20 +259,18 @@ static void copy(void* to, const void* from, size_t size, void* stream, bool asy
     if (crosses && !is_pinned) synchronize(stream);
   }
   if (!async) synchronize(stream);
+  return cudaSuccess;
 }
 X cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) {
-  copy(to, from, size, nullptr, false);
-  return cudaSuccess;
+  return copy(to, from, size, nullptr, false);
 }
 X cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind,
                               cudaStream_t stream) {
-  copy(to, from, size, stream, true);
-  return cudaSuccess;
+  return copy(to, from, size, stream, true);
 }
 X cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size,
                                   cudaStream_t stream) {
-  copy(to, from, size, stream, true);
-  return cudaSuccess;
+  return copy(to, from, size, stream, true);
 }
 X cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) {
   return cudaSuccess;

@@ -1,4 +1,4 @@
-// What the device says of itself: an H200. And the errors of a thread.
+// What the device says of itself: an H200, or what EMULATED_KIND names. And the errors of a thread.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -8,6 +8,28 @@
 static thread_local int current_device = 0;
 static thread_local cudaError_t last_error = cudaSuccess;
 
+struct Kind {
+  const char *id, *name;
+  int major, minor, processors, l2_bytes, shared_bytes;
+  size_t bytes;
+};
+static const Kind KINDS[] = {
+    {"h200", "NVIDIA H200", 9, 0, 132, 62914560, 233472, 150109880320ull},
+    {"a100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, 41943040, 167936, 85097971712ull},
+    {"b200", "NVIDIA B200", 10, 0, 148, 132644864, 233472, 191505629184ull},
+};
+static const Kind& kind() {
+  static const Kind* found = [] {
+    const char* wanted = getenv("EMULATED_KIND");
+    for (auto& one : KINDS)
+      if (wanted && !strcmp(wanted, one.id)) return &one;
+    return &KINDS[0];
+  }();
+  return *found;
+}
+size_t kind_bytes() {
+  return kind().bytes;
+}
 bool traces() {
   static bool on = getenv("EMULATED_TRACE") != nullptr;
   return on;
@@ -27,7 +49,7 @@ X cudaError_t cudaSetDevice(int d) {
 }
 X cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   memset(p, 0, sizeof *p);
-  strcpy(p->name, "NVIDIA H200");
+  strcpy(p->name, kind().name);
   p->totalGlobalMem = total_bytes();
   p->sharedMemPerBlock = 49152;
   p->regsPerBlock = 65536;
@@ -38,22 +60,22 @@ X cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   p->maxGridSize[0] = 2147483647;
   p->maxGridSize[1] = p->maxGridSize[2] = 65535;
   p->totalConstMem = 65536;
-  p->major = 9;
-  p->minor = 0;
+  p->major = kind().major;
+  p->minor = kind().minor;
   p->textureAlignment = 512;
-  p->multiProcessorCount = 132;
+  p->multiProcessorCount = kind().processors;
   p->unifiedAddressing = 1;
   p->concurrentKernels = 1;
   p->asyncEngineCount = 3;
   p->memoryBusWidth = 6144;
-  p->l2CacheSize = 62914560;
+  p->l2CacheSize = kind().l2_bytes;
   p->maxThreadsPerMultiProcessor = 2048;
   p->streamPrioritiesSupported = 1;
-  p->sharedMemPerMultiprocessor = 233472;
+  p->sharedMemPerMultiprocessor = kind().shared_bytes;
   p->regsPerMultiprocessor = 65536;
   p->managedMemory = 1;
   p->cooperativeLaunch = 1;
-  p->sharedMemPerBlockOptin = 232448;
+  p->sharedMemPerBlockOptin = kind().shared_bytes - 1024;
   p->maxBlocksPerMultiProcessor = 32;
   p->reservedSharedMemPerBlock = 1024;
   p->hostRegisterSupported = 1;
@@ -74,20 +96,20 @@ int attribute(int which) {
     case cudaDevAttrWarpSize: return 32;
     case cudaDevAttrMaxRegistersPerBlock: return 65536;
     case cudaDevAttrClockRate: return 1980000;
-    case cudaDevAttrMultiProcessorCount: return 132;
+    case cudaDevAttrMultiProcessorCount: return kind().processors;
     case cudaDevAttrMemoryClockRate: return 3201000;
     case cudaDevAttrGlobalMemoryBusWidth: return 6144;
-    case cudaDevAttrL2CacheSize: return 62914560;
+    case cudaDevAttrL2CacheSize: return kind().l2_bytes;
     case cudaDevAttrMaxThreadsPerMultiProcessor: return 2048;
     case cudaDevAttrAsyncEngineCount: return 3;
     case cudaDevAttrUnifiedAddressing: return 1;
-    case cudaDevAttrComputeCapabilityMajor: return 9;
-    case cudaDevAttrComputeCapabilityMinor: return 0;
+    case cudaDevAttrComputeCapabilityMajor: return kind().major;
+    case cudaDevAttrComputeCapabilityMinor: return kind().minor;
     case cudaDevAttrStreamPrioritiesSupported: return 1;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return 233472;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return kind().shared_bytes;
     case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
     case cudaDevAttrCooperativeLaunch: return 1;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return 232448;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return kind().shared_bytes - 1024;
     case cudaDevAttrMaxBlocksPerMultiprocessor: return 32;
     case cudaDevAttrReservedSharedMemoryPerBlock: return 1024;
     default: return 0;

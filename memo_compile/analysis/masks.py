@@ -1,0 +1,64 @@
+"""Attention masks as large as the scores, which causal attention needs none of."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from memo_compile.analysis.structure import argument, op_name, schema_of
+from memo_compile.analysis.views import makers_of, storage_of
+
+LARGE_NUMBERS = 2**20
+"""A mask of fewer scores is not worth a word: 1,024 tokens that see 1,024."""
+
+_ARGUMENTS = ("attn_bias", "attn_mask")
+"""What torch's attention kernels call a mask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargeMask:
+    """A mask that attention reads, (..., rows, columns)."""
+
+    rows: int
+    columns: int
+    size_bytes: int
+    """Of its storage."""
+    is_given: bool
+    """True where it is made of an input; else of positions alone."""
+
+
+def large_masks(graph: fx.Graph) -> list[LargeMask]:
+    """The distinct masks that attention reads in ``graph``, largest first.
+
+    A bias that is learned, or given as it is, is left out: the model means it.
+    """
+    found = {storage_of(mask): _described(mask) for mask in _masks(graph)}
+    return sorted({mask for mask in found.values() if mask}, key=lambda mask: -mask.size_bytes)
+
+
+def _masks(graph: fx.Graph) -> Iterator[fx.Node]:
+    for node in graph.nodes:
+        if "attention" not in op_name(node) or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        declared = {given.name for given in schema_of(node).arguments}
+        for name in declared.intersection(_ARGUMENTS):
+            mask = argument(node, name)
+            if isinstance(mask, fx.Node) and isinstance(mask.meta.get("val"), torch.Tensor):
+                yield mask
+
+
+def _described(mask: fx.Node) -> LargeMask | None:
+    value = mask.meta["val"]
+    if value.dim() < 2 or 0 in value.stride()[-2:]:
+        return None
+    rows, columns = value.shape[-2:]
+    made_of = [node for node in makers_of([mask]) if node.op == "placeholder"]
+    inputs = [node.meta["val"] for node in made_of]
+    given = any(value.numel() >= rows * columns for value in inputs)
+    learned = any(value.is_floating_point() for value in inputs)
+    if rows * columns < LARGE_NUMBERS or given or learned:
+        return None
+    size_bytes = storage_of(mask).meta["val"].untyped_storage().nbytes()
+    is_given = bool(made_of)
+    return LargeMask(rows=rows, columns=columns, size_bytes=size_bytes, is_given=is_given)

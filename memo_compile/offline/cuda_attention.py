@@ -1,0 +1,213 @@
+"""Which of its attention kernels torch takes on CUDA, for a graph that is traced without a GPU.
+
+torch decides in C++, by the device at hand (``sdp_utils.cpp``, ``attention.cpp``, 2.11 to 2.13).
+Here its rules are applied to a device that is not here.
+"""
+
+import enum
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from memo_compile.config import torch_settings
+from memo_compile.gpus import GpuFacts
+
+_aten = torch.ops.aten
+
+
+class Kernel(enum.Enum):
+    """An implementation of attention."""
+
+    FLASH = "flash"
+    CUDNN = "cudnn"
+    EFFICIENT = "efficient"
+    MATH = "math"
+
+
+FLASH_WIDTH = 256
+CUDNN_WIDTH = 128
+"""The widest heads of either, with a backward."""
+HALVES = (torch.float16, torch.bfloat16)
+FLASH_PADDING = 8
+"""Flash attention pads heads to a multiple of this."""
+MASK_ALIGNMENT = 8
+"""Memory-efficient attention pads a mask's last dimension to a multiple of this."""
+
+
+def prefers_cudnn(gpu: GpuFacts) -> bool:
+    """True where torch tries cuDNN first: on Hopper and Blackwell, unless it is told not to."""
+    told = torch_settings().get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+    return gpu.major in (9, 10) and not told
+
+
+def kernel_for(
+    gpu: GpuFacts,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> Kernel:
+    """What torch takes on ``gpu`` for a step that trains; (B, H, T, D) each."""
+    order = [Kernel.FLASH, Kernel.EFFICIENT]
+    if prefers_cudnn(gpu):
+        order.insert(0, Kernel.CUDNN)
+    if not _is_plain(query, key, value):
+        return Kernel.MATH
+    grouped = query.shape[-3] != key.shape[-3] or key.shape[-3] != value.shape[-3]
+    if grouped and not (enable_gqa and query.shape[-3] % key.shape[-3] == 0):
+        return Kernel.MATH
+    fits = {
+        Kernel.FLASH: _fits_flash(gpu, query, key, value, mask, dropout_p, is_causal),
+        Kernel.CUDNN: _fits_cudnn(query, key, value, mask),
+        Kernel.EFFICIENT: not grouped and _fits_efficient(query, key, value, mask, is_causal),
+    }
+    return next((kernel for kernel in order if fits[kernel]), Kernel.MATH)
+
+
+def _is_plain(*tensors: torch.Tensor) -> bool:
+    """Four dimensions each, of one dtype, none empty, the last one dense."""
+    return all(
+        tensor.dim() == 4
+        and tensor.dtype == tensors[0].dtype
+        and tensor.shape[0] == tensors[0].shape[0]
+        and tensor.numel() > 0
+        and tensor.stride(-1) == 1
+        for tensor in tensors
+    )
+
+
+def _fits_flash(
+    gpu: GpuFacts,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+) -> bool:
+    width = query.shape[-1]
+    same = width == key.shape[-1] == value.shape[-1]
+    square = query.shape[-2] == key.shape[-2]
+    # Ada and small Amperes lack the shared memory that a backward of wide heads needs.
+    narrow = gpu.capability not in range(86, 90) or width <= 192 or (width > 224 and not dropout_p)
+    return (
+        mask is None
+        and query.dtype in HALVES
+        and same
+        and width <= FLASH_WIDTH
+        and (square or not is_causal)
+        and narrow
+    )
+
+
+def _fits_cudnn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> bool:
+    widths = (query.shape[-1], key.shape[-1], value.shape[-1])
+    return (
+        query.dtype in HALVES
+        and all(width % 8 == 0 and width <= CUDNN_WIDTH for width in widths)
+        and query.shape[-2] > 1
+        and key.shape[-2] > 1
+        and (mask is None or not mask.requires_grad)
+    )
+
+
+def _fits_efficient(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+) -> bool:
+    alignment = 8 if query.dtype in HALVES else 4
+    return (
+        query.dtype in (*HALVES, torch.float32)
+        and query.shape[-1] == key.shape[-1]
+        and query.shape[-1] % alignment == 0
+        and value.shape[-1] % alignment == 0
+        and not (mask is not None and is_causal)
+    )
+
+
+def attention_of(gpu: GpuFacts) -> Callable[..., torch.Tensor]:
+    """``scaled_dot_product_attention`` as torch runs it on ``gpu``, for a step that trains."""
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        settings: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal}
+        kernel = kernel_for(gpu, query, key, value, attn_mask, enable_gqa=enable_gqa, **settings)
+        if kernel is Kernel.MATH:
+            return functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa, **settings
+            )
+        if kernel is Kernel.FLASH:
+            return _flash(query, key, value, scale, **settings)
+        mask = None if attn_mask is None else _as_bias(attn_mask, query)
+        if kernel is Kernel.CUDNN:
+            cudnn = _aten._scaled_dot_product_cudnn_attention.default
+            given = (query, key, value, mask, True, dropout_p, is_causal)
+            made: torch.Tensor = cudnn(*given, False, scale=scale)[0]
+            return made
+        if mask is not None:
+            mask = _aligned(mask, query, key)
+        efficient = _aten._scaled_dot_product_efficient_attention.default
+        found: torch.Tensor = efficient(
+            query, key, value, mask, True, dropout_p, is_causal, scale=scale
+        )[0]
+        return found
+
+    return attention
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    *,
+    dropout_p: float,
+    is_causal: bool,
+) -> torch.Tensor:
+    width = query.shape[-1]
+    scale = 1 / math.sqrt(width) if scale is None else scale
+    given = [query, key, value]
+    if more := -width % FLASH_PADDING:
+        given = [functional.pad(each, [0, more]) for each in given]
+    flash = _aten._scaled_dot_product_flash_attention.default
+    out: torch.Tensor = flash(*given, dropout_p, is_causal, False, scale=scale)[0]
+    return out[..., :width] if more else out
+
+
+def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """A mask of True and False as what is added to the scores."""
+    if mask.dtype is not torch.bool:
+        return mask
+    nothing, never = (
+        torch.full((), number, dtype=query.dtype, device=mask.device) for number in (0.0, -math.inf)
+    )
+    return torch.where(mask, nothing, never)
+
+
+def _aligned(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    mask = mask.expand(*query.shape[:3], key.shape[2])
+    columns = mask.shape[-1]
+    if more := -columns % MASK_ALIGNMENT:
+        return functional.pad(mask, [0, more])[..., :columns]
+    unaligned = any(step % MASK_ALIGNMENT for step in mask.stride()[:3])
+    return mask.contiguous() if unaligned else mask

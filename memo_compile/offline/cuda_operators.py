@@ -1,0 +1,123 @@
+"""What torch traces otherwise on CUDA than on a CPU, for a graph that is traced without a GPU.
+
+Some functions are one operator there, with a backward of its own, and several here: read in torch's
+``layer_norm.cpp``, ``Dropout.cpp`` and ``attention.cpp``, 2.11 to 2.13. In the Dynamo graph each
+becomes a function that is traced as on CUDA; Inductor takes the operators apart again.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from memo_compile.gpus import GpuFacts
+from memo_compile.offline.cuda_attention import HALVES, attention_of
+from memo_compile.shim_gpu import decomposed
+
+_aten = torch.ops.aten
+
+
+class _RmsNorm(torch.autograd.Function):
+    """``_fused_rms_norm`` and its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        given: torch.Tensor,
+        weight: torch.Tensor | None,
+        shape: Sequence[int],
+        eps: float | None,
+    ) -> torch.Tensor:
+        forward = decomposed(_aten._fused_rms_norm.default)
+        out, scale = forward(given, list(shape), weight, eps)
+        ctx.save_for_backward(given, weight, scale)
+        ctx.shape = list(shape)
+        result: torch.Tensor = out
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        given, weight, scale = ctx.saved_tensors
+        backward = decomposed(_aten._fused_rms_norm_backward.default)
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
+        return (*backward(gradient, given, ctx.shape, scale, weight, wanted), None, None)
+
+
+class _LayerNorm(torch.autograd.Function):
+    """``native_layer_norm`` of 16-bit numbers: its statistics are float32, and 16 bits on a CPU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        given: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        shape: Sequence[int],
+        eps: float,
+    ) -> torch.Tensor:
+        dims = list(range(given.dim() - len(shape), given.dim()))
+        wide = given.to(torch.float32)
+        variance, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+        scale = torch.rsqrt(variance + eps)
+        out = (wide - mean) * scale
+        out = out if weight is None else out * weight
+        out = out if bias is None else out + bias
+        ctx.save_for_backward(given, mean, scale, weight, bias)
+        ctx.shape = list(shape)
+        return out.to(given.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        given, mean, scale, weight, bias = ctx.saved_tensors
+        backward = decomposed(_aten.native_layer_norm_backward.default)
+        wanted = list(ctx.needs_input_grad[:3])
+        made = backward(gradient, given, ctx.shape, mean, scale, weight, bias, wanted)
+        return (*made, None, None)
+
+
+def _layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if input.dtype not in HALVES:
+        return functional.layer_norm(input, normalized_shape, weight, bias, eps)
+    return _LayerNorm.apply(input, weight, bias, normalized_shape, eps)
+
+
+def _rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
+    return _RmsNorm.apply(input, weight, normalized_shape, eps)
+
+
+def _dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    if not training or not 0 < p < 1 or inplace:
+        return functional.dropout(input, p, training, inplace)
+    out, _ = torch.native_dropout(input, p, training)
+    return out
+
+
+def for_gpu(gm: fx.GraphModule, gpu: GpuFacts) -> None:
+    """``gm``, Dynamo's graph, is traced as on ``gpu``."""
+    instead: dict[Any, Callable[..., Any]] = {
+        functional.scaled_dot_product_attention: attention_of(gpu),
+        functional.layer_norm: _layer_norm,
+        functional.rms_norm: _rms_norm,
+        torch.rms_norm: _rms_norm,
+        functional.dropout: _dropout,
+        torch.dropout: _dropout,
+    }
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in instead:
+            node.target = instead[node.target]
+    gm.recompile()

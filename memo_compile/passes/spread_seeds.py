@@ -1,0 +1,67 @@
+"""Dropout's seeds, which each are a tensor of one number, made by one kernel."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from memo_runtime.ops import spread
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from memo_compile.analysis.views import results_of
+
+FEWEST = 2
+"""A single seed is one kernel either way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadSeeds:
+    """Seeds that leave a region for others lie in buffers that one operator fills.
+
+    Each would be a kernel of its own: three for each layer of GPT-2, before the first layer.
+
+    Rewrite:
+        a = lookup_seed(seeds, 1)           p = empty_strided([1]); q = empty_strided([1])
+        b = lookup_seed(seeds, 2)     ->    spread(p, q, seeds, [1, 2])
+        return a, b                         return view(p, []), view(q, [])
+    """
+
+    external_outputs: frozenset[int]
+    """Positions of results that go to the user, and are left as they are."""
+    name: ClassVar[str] = "spread-seeds"
+    is_required: ClassVar[bool] = False
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        """Rewrite in place."""
+        results = results_of(gm.graph)
+        leaving = {node for at, node in enumerate(results) if at not in self.external_outputs}
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in gm.graph.nodes:
+            if node.target is torch.ops.prims.inductor_lookup_seed.default and node in leaving:
+                found.setdefault(node.args[0], []).append(node)
+        together = {seeds: nodes for seeds, nodes in found.items() if len(nodes) >= FEWEST}
+        for seeds, nodes in together.items():
+            _spread(seeds, nodes)
+        return PassResult(gm, bool(together))
+
+
+def _spread(seeds: fx.Node, lookups: list[fx.Node]) -> None:
+    graph = seeds.graph
+    with graph.inserting_before(lookups[0]):
+        buffers = [_empty(graph, node.meta["val"]) for node in lookups]
+        numbers = [node.args[1] for node in lookups]
+        call = graph.call_function(spread(len(lookups)), (*buffers, seeds, numbers))
+        call.meta["val"] = None
+        shown = [graph.call_function(torch.ops.aten.view.default, (each, [])) for each in buffers]
+    for node, view in zip(lookups, shown, strict=True):
+        view.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(view)
+        graph.erase_node(node)
+
+
+def _empty(graph: fx.Graph, value: Any) -> fx.Node:
+    """One number. Inductor launches a kernel for an empty tensor without dimensions."""
+    settings = {"dtype": value.dtype, "device": value.device}
+    node = graph.call_function(torch.ops.aten.empty_strided.default, ([1], [1]), settings)
+    node.meta["val"] = value.reshape(1)
+    return node
