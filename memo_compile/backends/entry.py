@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from memo_compile import shim, shim_cache
+from memo_compile.backends.all_lengths import LENGTHS
 from memo_compile.backends.capture import (
     COMPILED_AUTOGRAD,
     Finish,
@@ -34,7 +35,7 @@ from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import REPORT, is_bug, refused
 from memo_compile.driver.pipeline import assemble
 from memo_compile.driver.probe import TilingProbes
-from memo_compile.driver.stages import CapturedStep, PlanRequest
+from memo_compile.driver.stages import CapturedStep, CutStep, PlanRequest
 from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import (
     ConfigError,
@@ -150,6 +151,7 @@ def compile_static(
 ) -> Callable[..., Any]:
     """``gm`` for inputs of known shapes, planned or, if that is not possible, plain."""
     original = shim.copied(gm)
+    original.meta.pop(LENGTHS, None)
     try:
         return plan_graph(gm, example_inputs, config)
     except (ConfigError, RanksDisagree, shim.RestartAnalysis):
@@ -210,7 +212,7 @@ def _planned_once(
 
 
 def _compiled_step(
-    captured: CapturedStep, config: MemoConfig, probes: TilingProbes, request: PlanRequest
+    captured: CapturedStep | CutStep, config: MemoConfig, probes: TilingProbes, request: PlanRequest
 ) -> Assembly:
     """The step through all stages; its memory is taken now."""
     assembly = assemble(captured, config, probes, request)
