@@ -303,7 +303,7 @@ class _Traced:
             backward=run_backward,
             capture=capture,
         )
-        if capture.assembly is not None:
+        if capture.assembly is not None and not capture.numbers:  # which are of these sizes
             self._learn(capture.config, capture.assembly.lowered.cut, numbers)
         return step
 
@@ -311,8 +311,13 @@ class _Traced:
         """The step for ``numbers``, as one of their size class was cut; None: there is none."""
         for known in self._cuts:
             if known.config == capture.config and _size_class(numbers) in known.classes:
+                try:
+                    cut = known.at(numbers)
+                except Exception as error:  # it goes all the way
+                    log.info("memo: sizes %s are cut anew: %s", numbers, described(error))
+                    continue
                 num_results = self._settings["num_fwd_outputs"]
-                forward, backward = capture.cut_before(known.at(numbers), num_results)
+                forward, backward = capture.cut_before(cut, num_results)
                 return _Step(
                     num_results=num_results, forward=forward, backward=backward, capture=capture
                 )

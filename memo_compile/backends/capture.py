@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Never
 
@@ -18,6 +18,7 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.analysis.joint_units import JointUnits, saved_nodes, tag_saved, tag_units
+from memo_compile.analysis.views import results_of
 from memo_compile.backends.all_lengths import LENGTHS, AtLength
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
@@ -86,6 +87,8 @@ class StepCapture:
     _num_results: int = 0
     """How many results the forward has; behind them it returns what autograd keeps."""
     _own_results: tuple[int, ...] = ()
+    numbers: dict[int, float] = field(default_factory=dict)
+    """The forward's results that are no tensors, by position: sizes."""
     _made_outside: tuple[int, ...] = ()
     """Positions of inputs that other differentiable code made."""
     _num_examples: int = 0
@@ -274,6 +277,12 @@ class StepCapture:
         static = frozenset(placeholders[i].name for i in kwargs.get("static_input_idxs", ()))
         self.facts.read_forward(placeholders, static)
         self._own_results = shim.results_of_their_own()
+        results = enumerate(results_of(gm.graph)[: self._num_results])
+        self.numbers = {
+            at: value
+            for at, value in results
+            if value is not None and not isinstance(value, fx.Node)
+        }
         self._forward = shim.copied(gm)
 
         return self._run_forward()
@@ -299,7 +308,10 @@ class StepCapture:
                     "two offloaders: saved_tensors_hooks are active around a forward that memo "
                     "planned; they move only memo's handle. Switch the other offloader off"
                 )
-            return self.steps.forward(args)
+            results = self.steps.forward(args)
+            for at, number in self.numbers.items():
+                results[at] = number
+            return results
 
         forward._boxed_call = True  # type: ignore[attr-defined]
         return forward

@@ -169,7 +169,9 @@ def plan_graph(
     run in tiles of tokens: other ones where it turns out while it runs that it needs more.
     """
     plan = functools.partial(_planned, config)
-    untouched = shim.copied(gm)
+    has_tiles = not config.exact and config.token_tiles is None
+    retiles = has_tiles and config.memory_budget is not None
+    untouched = shim.copied(gm) if retiles else gm
     planned = plan(gm, example_inputs, PlanRequest())
     if planned.assembly is None:
         return planned.run
@@ -177,9 +179,7 @@ def plan_graph(
     orders = orders_of(lowered.problem, lowered.regions)
     agree(orders, lowered.cut.name, config.ranks_timeout_s)
     state.add_plan(planned.assembly.reported)
-    if config.memory_budget is None or config.exact or config.token_tiles is not None:
-        return planned.run
-    return Retiled(untouched, plan, planned)
+    return Retiled(untouched, plan, planned) if retiles else planned.run
 
 
 def _planned(

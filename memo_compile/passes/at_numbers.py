@@ -20,6 +20,7 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.analysis.joint_units import is_tangent
+from memo_compile.analysis.structure import spec_of
 from memo_compile.analysis.views import is_view, results_of, viewed
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.shim_symbols import SizeSymbols, StaticFakes
@@ -39,6 +40,20 @@ class Said:
     numbers: tuple[Any, ...]
     """The integers among its arguments, in order: numbers or expressions."""
     value: Any
+    text: str
+    """Both in words: what is equal at some sizes only, has other words."""
+
+    @staticmethod
+    def of(node: fx.Node) -> "Said":
+        """What is to be noted of ``node``."""
+        numbers, value = _numbers(node), node.meta["val"]
+        return Said(numbers=numbers, value=value, text=f"{numbers} {spec_of(value)}")
+
+
+def words_of(gm: fx.GraphModule) -> str:
+    """What the symbols say of all nodes; empty for a graph without symbols."""
+    notes = (node.meta.get(SIZES) for node in gm.graph.nodes)
+    return "\n".join("" if said is None else said.text for said in notes).strip()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,6 +66,7 @@ class SymbolicJoint:
     fakes: StaticFakes = field(default_factory=StaticFakes)
     _fixed: dict[fx.Node, Any] = field(default_factory=dict)
     """Values in which there is no symbol."""
+    _said: dict[fx.Node, Said] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raises UnsupportedGraph: it is of a kind that is not taken apart."""
@@ -61,8 +77,6 @@ class SymbolicJoint:
             raise UnsupportedGraph("it has inputs of torch's own")
         if len(results) != self.num_fwd_outputs + len(inputs):
             raise UnsupportedGraph("its backward returns more than gradients of its inputs")
-        if any(isinstance(node, fx.Node) and _is_number(node) for node in results):
-            raise UnsupportedGraph("it returns a size")
         for node in graph.find_nodes(op="get_attr"):
             if not isinstance(getattr(self.gm, str(node.target), None), torch.Tensor):
                 raise UnsupportedGraph("an operator in it is given a graph")
@@ -127,13 +141,14 @@ class _Copying:
             self._finish(node)
             return
         args, kwargs = self._mapped((node.args, node.kwargs))
-        made = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
-        made.name = node.name
+        made = shim.like_node(self.graph, node, args, kwargs)
         made.meta = {key: note for key, note in node.meta.items() if key not in _NOT_KEPT}
         self.made[node] = made
         if "val" in node.meta:
             made.meta["val"] = self._value(node, args, kwargs)
-            made.meta[SIZES] = Said(numbers=_numbers(node), value=node.meta["val"])
+            if node not in self.of._said:
+                self.of._said[node] = Said.of(node)
+            made.meta[SIZES] = self.of._said[node]
 
     def _mapped(self, value: Any) -> Any:
         return fx.node.map_aggregate(value, self._argument)

@@ -7,7 +7,7 @@ step that went all the way.
 """
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +17,13 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.structure import spec_of
-from memo_compile.analysis.views import is_view
+from memo_compile.analysis.views import is_view, storage_of
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.passes.at_numbers import SIZES, Said, is_fixed
+from memo_compile.passes.at_numbers import SIZES, Said, is_fixed, words_of
 from memo_compile.passes.cut import Cut, CutCall, content_of
 from memo_compile.passes.lease import is_given
 from memo_compile.shim_symbols import SizeSymbols, StaticFakes
-from memo_compile.step.problem import CallKind
+from memo_compile.step.problem import CallKind, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +44,21 @@ class CutTemplate:
         for call in cut.calls:
             if call.kind is not CallKind.RUN or call.into or call.reads != self._reads(call):
                 raise UnsupportedGraph(f"call {call.name} is not by its region alone")
-        for region in cut.regions.values():
-            for value in region.example_inputs():
-                if isinstance(value, torch.Tensor) and value.storage_offset() != 0:
-                    raise UnsupportedGraph("an input of a region begins inside of a value")
+        ends = {cut.nodes[name] for name in cut.results if name in cut.nodes}
+        if len({storage_of(node) for node in ends}) < len(ends):
+            raise UnsupportedGraph("results share memory, which depends on sizes")
+        _require_beginnings(cut.regions)
 
     def _reads(self, call: CutCall) -> Any:
         return self.cut.regions[call.region].input_layouts()
 
     def at(self, numbers: tuple[int, ...]) -> Cut:
-        """The half at ``numbers``. Raises Exception: torch's, where an operator refuses them."""
+        """The half at ``numbers``.
+
+        Raises:
+            UnsupportedGraph: a number in it is no function of the sizes that is known.
+            Exception: torch's own, where an operator refuses the sizes.
+        """
         number, before = self.symbols.at(numbers), self.symbols.at(self.numbers)
 
         def again(gm: fx.GraphModule) -> fx.GraphModule:
@@ -61,9 +66,10 @@ class CutTemplate:
 
         cut = self.cut
         regions = {name: replace(of, gm=again(of.gm)) for name, of in cut.regions.items()}
+        _require_beginnings(regions)
         layouts = {name: region.input_layouts() for name, region in regions.items()}
         calls = tuple(replace(call, reads=layouts[call.region]) for call in cut.calls)
-        names = set(cut.leased) & cut.nodes.keys()
+        names = set(cut.leased) & cut.nodes.keys() if cut.phase is Phase.FORWARD else set()
         return replace(
             cut,
             regions=regions,
@@ -74,6 +80,17 @@ class CutTemplate:
             half_graph=again(cut.half_graph),
             nodes={name: _node_again(cut.nodes[name], self.fakes, number) for name in names},
         )
+
+
+def _require_beginnings(regions: Mapping[str, RegionGraph]) -> None:
+    """Raises UnsupportedGraph: a region is given what begins inside of a value.
+
+    Calls say in which layout they read, and count that from the value's beginning.
+    """
+    for region in regions.values():
+        for value in region.example_inputs():
+            if isinstance(value, torch.Tensor) and value.storage_offset() != 0:
+                raise UnsupportedGraph("an input of a region begins inside of a value")
 
 
 def is_same(first: Cut, second: Cut) -> bool:
@@ -92,7 +109,7 @@ def is_same(first: Cut, second: Cut) -> bool:
         and all(
             spec_of(first.nodes[name].meta["val"]) == spec_of(second.nodes[name].meta["val"])
             for name in first.leased
-            if name in first.nodes
+            if first.phase is Phase.FORWARD
         )
     )
 
@@ -108,8 +125,10 @@ def _inputs(half: fx.GraphModule) -> list[tuple[str, str]]:
 
 def _is_same_region(first: RegionGraph, second: RegionGraph) -> bool:
     contents = (content_of(of.gm, of.external_outputs, of.static_inputs) for of in (first, second))
+    words = [words_of(of.gm) for of in (first, second)]
     kinds = ((of.is_backward, of.kind, of.op_by_op, of.device) for of in (first, second))
-    return next(contents) == next(contents) and next(kinds) == next(kinds)
+    is_like = next(contents) == next(contents) and next(kinds) == next(kinds)
+    return is_like and words[0] == words[1]
 
 
 class _Again:
@@ -127,9 +146,7 @@ class _Again:
         graph = fx.Graph()
         for node in gm.graph.nodes:
             said = self._said(node)
-            args, kwargs = self._arguments(node, said)
-            made = graph.create_node(node.op, node.target, args, kwargs, node.name)
-            made.name = node.name
+            made = shim.like_node(graph, node, *self._arguments(node, said))
             made.meta = dict(node.meta)
             self.made[node] = made
             if "val" in node.meta:
@@ -143,20 +160,26 @@ class _Again:
             return None
         if not is_given(node):  # an input notes what made it elsewhere
             own = [n for n in _leaves(node) if isinstance(n, int) and not isinstance(n, bool)]
-            if None in said.numbers or [*map(self.before, said.numbers)] != own:
+            if None in said.numbers:
+                raise UnsupportedGraph(f"{node.name} has a float that depends on sizes")
+            if [*map(self.before, said.numbers)] != own:
                 return None
         return said if _is_like(said.value, node.meta.get("val"), self.before) else None
 
     def _arguments(self, node: fx.Node, said: Said | None) -> Any:
-        takes = said is not None and not is_given(node)
-        numbers = map(self.number, said.numbers if takes and said is not None else ())
+        value = node.meta.get("val")
+        is_number = isinstance(value, torch.Tensor) and not value.dim()
+        stays = is_given(node) or (said is None and ("val" not in node.meta or is_number))
+        numbers = map(self.number, () if said is None or is_given(node) else said.numbers)
 
         def changed(value: Any) -> Any:
             if isinstance(value, fx.Node):
                 return self.made[value]
-            if takes and isinstance(value, int) and not isinstance(value, bool):
-                return next(numbers)
-            return value
+            if stays or not isinstance(value, int) or isinstance(value, bool):
+                return value
+            if said is None:
+                raise UnsupportedGraph(f"{node.name} has a number that no symbol says")
+            return next(numbers)
 
         return fx.node.map_aggregate((node.args, node.kwargs), changed)
 

@@ -58,7 +58,7 @@ LENGTHS: tuple[tuple[int, ...], ...] = (
     (3, 7, 5, 6, 4),
     (16, 9, 11, 14, 31),
 )
-"""``lengths`` of a run: tokens of all forwards behind the first, in turn; mostly the model's own."""
+"""``lengths`` of a run: tokens of the forwards behind the first, in turn; mostly none."""
 
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "policy": ("auto", "auto", "auto", "full-recompute", "full-offload", "memo", "greedy", "save"),

@@ -52,9 +52,7 @@ def model_source(case: Case) -> str:
         vocabulary=sizes.vocabulary,
     )
     sizes_at = ["B, T = ids.shape"] if case.run["lengths"] else []
-    blocks = [
-        _block(f"Block{number}", group, sizes_at) for number, group in enumerate(case.groups)
-    ]
+    blocks = [_block(f"Block{number}", group, sizes_at) for number, group in enumerate(case.groups)]
     parts = [header.strip(), *blocks, _model(case, sizes_at), _loss_of(case)]
     return "\n\n".join(parts) + "\n"
 
