@@ -3,7 +3,8 @@
 Unmodified models of transformers, small, each trained on one length after another; memo, and
 plain Inductor with ``dynamic=True``, each in a process of its own with empty caches. A new length
 costs what its first step takes beyond its second. Printed are the first compilation, the median
-and the largest of the new lengths, and the sum of all first steps.
+and the largest of the new lengths, and the sum of all first steps. A new length is judged by the
+processor time of the process, which other work on the machine does not lengthen.
 """
 
 import argparse
@@ -143,8 +144,8 @@ def judge(results: dict[str, dict[str, Any]], models: list[str]) -> list[str]:
     found = []
     for model in models:
         memo, inductor = results[f"memo-{model}"], results[f"inductor-{model}"]
-        if memo["new_length_s"] > MAX_NEW_LENGTH_S:
-            found.append(f"{model}: a new length takes {memo['new_length_s']:.2f} s")
+        if memo["new_length_cpu_s"] > MAX_NEW_LENGTH_S:
+            found.append(f"{model}: a new length takes {memo['new_length_cpu_s']:.2f} s")
         ratio = memo["total_s"] / inductor["total_s"]
         if ratio > MAX_TOTAL_RATIO:
             found.append(f"{model}: all lengths take {ratio:.2f} x Inductor's")
@@ -153,14 +154,16 @@ def judge(results: dict[str, dict[str, Any]], models: list[str]) -> list[str]:
 
 def show(results: dict[str, dict[str, Any]], models: list[str]) -> None:
     """The table."""
-    keys = ("first_length_s", "settling_s", "new_length_s", "worst_new_length_s", "total_s")
+    keys = ("first_length_s", "settling_s", "new_length_s", "new_length_cpu_s")
+    keys += ("worst_new_length_s", "total_s")
     rows = [
         [f"{model} {arm}", *(f"{results[f'{arm}-{model}'][key]:.2f} s" for key in keys)]
         for model in models
         for arm in ARMS
     ]
-    columns = ["model", "first", f"next {NUM_SETTLING - 1}", "new length", "worst", "all lengths"]
-    harness.print_table("seconds beyond a step for a new sequence length", columns, rows)
+    columns = ["model", "first", f"next {NUM_SETTLING - 1}", "new length", "processor", "worst"]
+    title = "seconds beyond a step for a new sequence length"
+    harness.print_table(title, [*columns, "all lengths"], rows)
 
 
 if __name__ == "__main__":
