@@ -28,7 +28,7 @@ from memo_compile.analysis.joint_units import is_tangent
 from memo_compile.analysis.views import is_tensor, results_of
 from memo_compile.config import MemoConfig
 from memo_compile.driver.stages import CutStep
-from memo_compile.errors import RuntimeMisuse, UnsupportedGraph, described
+from memo_compile.errors import Infeasible, RuntimeMisuse, UnsupportedGraph, described
 from memo_compile.passes.at_numbers import SymbolicJoint
 from memo_compile.passes.cut import Cut
 from memo_compile.passes.cut_again import CutTemplate, is_same
@@ -70,6 +70,7 @@ class AllLengths:
     """Inputs that are sizes."""
     _traces: list["_Traced"] = field(default_factory=list)
     _refused: bool = False
+    """Torch could not trace it with symbols, which is not tried again."""
 
     def compiled(
         self, capture: "StepCapture", numbers: tuple[int, ...], inputs: Sequence[Any]
@@ -78,24 +79,26 @@ class AllLengths:
 
         It is called with ``inputs``, those that are no sizes. None: no trace serves these numbers.
         """
-        if self._refused or any(n < SMALLEST for n in numbers):
+        if any(n < SMALLEST for n in numbers):
             return None
-        for traced in self._traces:
-            if traced.symbols.admits(*numbers) and traced.takes(inputs, numbers):
-                try:
-                    run = traced.compiled(capture, numbers)
-                except UnsupportedGraph as error:
-                    log.info("memo: sizes %s are traced by themselves: %s", numbers, error)
+        try:
+            for traced in self._traces:
+                if not traced.symbols.admits(*numbers):
+                    continue
+                if not traced.takes(inputs, numbers):
                     return None
-                if run is not None:
+                if (run := traced.compiled(capture, numbers)) is not None:
                     return run
-        return self._first(capture, numbers, inputs)
+            return self._first(capture, numbers, inputs)
+        except UnsupportedGraph as error:
+            log.info("memo: sizes %s are traced by themselves: %s", numbers, error)
+            return None
 
     def _first(
         self, capture: "StepCapture", numbers: tuple[int, ...], inputs: Sequence[Any]
     ) -> Callable[..., Any] | None:
         """As ``compiled``, by a new trace."""
-        if len(self._traces) == MAX_TRACES:
+        if self._refused or len(self._traces) == MAX_TRACES:
             return None
         try:
             traced = _Traced(self.gm, self.positions, capture, numbers, inputs)
@@ -194,6 +197,8 @@ class _Traced:
         """What autograd keeps beside the handle, by names in the joint graph."""
         self._settings: dict[str, Any] = {}
         self._static: tuple[int, ...] = ()
+        self._written: list[int] = []
+        """Inputs that are no sizes and that it writes into, by their positions among those."""
         self._metadata: Any = None
         self._chosen: dict[tuple[int, ...], Chosen] = {}
         """What torch's partitioner saves, by size class."""
@@ -243,7 +248,8 @@ class _Traced:
         if all(isinstance(number, int) for number in numbers):
             with self.symbols.mode:
                 return self.symbols.mode.from_tensor(given, static_shapes=True)
-        if type(given) is not torch.Tensor or example.storage_offset() != 0:
+        start = example.storage_offset()
+        if type(given) is not torch.Tensor or not isinstance(start, int) or start:
             raise UnsupportedGraph("an input whose size varies is no plain tensor")
         size = [self.symbols.like(number, known) for number in example.shape]
         stride = [self.symbols.like(number, known) for number in example.stride()]
@@ -317,7 +323,10 @@ class _Traced:
                     log.info("memo: sizes %s are cut anew: %s", numbers, described(error))
                     continue
                 num_results = self._settings["num_fwd_outputs"]
-                forward, backward = capture.cut_before(cut, num_results)
+                try:
+                    forward, backward = capture.cut_before(cut, num_results)
+                except Infeasible:  # what is saved depends on sizes; all the way it may fit
+                    continue
                 return _Step(
                     num_results=num_results, forward=forward, backward=backward, capture=capture
                 )

@@ -21,7 +21,7 @@ from memo_compile.analysis.views import is_view, storage_of
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.at_numbers import SIZES, Said, is_fixed, words_of
 from memo_compile.passes.cut import Cut, CutCall, content_of
-from memo_compile.passes.lease import is_given
+from memo_compile.passes.lease import HANDLE, is_given
 from memo_compile.shim_symbols import SizeSymbols, StaticFakes
 from memo_compile.step.problem import CallKind, Phase
 
@@ -44,7 +44,7 @@ class CutTemplate:
         for call in cut.calls:
             if call.kind is not CallKind.RUN or call.into or call.reads != self._reads(call):
                 raise UnsupportedGraph(f"call {call.name} is not by its region alone")
-        ends = {cut.nodes[name] for name in cut.results if name in cut.nodes}
+        ends = {cut.nodes[name] for name in cut.results if name is not None and name in cut.nodes}
         if len({storage_of(node) for node in ends}) < len(ends):
             raise UnsupportedGraph("results share memory, which depends on sizes")
         _require_beginnings(cut.regions)
@@ -69,16 +69,16 @@ class CutTemplate:
         _require_beginnings(regions)
         layouts = {name: region.input_layouts() for name, region in regions.items()}
         calls = tuple(replace(call, reads=layouts[call.region]) for call in cut.calls)
-        names = set(cut.leased) & cut.nodes.keys() if cut.phase is Phase.FORWARD else set()
+        saved = set(cut.leased) & cut.nodes.keys() if cut.phase is Phase.FORWARD else ()
+        nodes = {name: _node_again(cut.nodes[name], self.fakes, before, number) for name in saved}
         return replace(
             cut,
             regions=regions,
             calls=calls,
             whole_calls=calls,
             layer_calls=calls,
-            layer_regions=regions if cut.layer_regions else {},
             half_graph=again(cut.half_graph),
-            nodes={name: _node_again(cut.nodes[name], self.fakes, number) for name in names},
+            nodes=nodes,
         )
 
 
@@ -187,10 +187,15 @@ class _Again:
         value = node.meta["val"]
         if node.target is operator.getitem:
             source, at = made.args
-            return source.meta["val"][at]  # type: ignore[union-attr,index]
-        if is_given(node) or node.op != "call_function" or (said is not None and not is_view(node)):
-            is_one = said is None or is_fixed(said.value)
-            return value if is_one else self.fakes.like(said.value, self.number)
+            return source.meta["val"][at]  # type: ignore[union-attr]
+        if is_given(node) and said is None:
+            if isinstance(value, torch.Tensor) and node.name != HANDLE:
+                raise UnsupportedGraph(f"{node.name} is a value that no symbol says")
+            return value
+        if said is not None and not (node.op == "call_function" and is_view(node)):
+            return value if is_fixed(said.value) else self.fakes.like(said.value, self.number)
+        if node.op != "call_function":
+            return value
         args, kwargs = fx.node.map_arg((made.args, made.kwargs), lambda of: of.meta["val"])
         with self.fakes.mode:
             return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -206,7 +211,7 @@ def _is_like(said: Any, value: Any, number: Callable[[Any], int]) -> bool:
     """True where ``value`` is what the symbols say."""
     if isinstance(said, tuple | list):
         several = isinstance(value, tuple | list) and len(value) == len(said)
-        return several and all(map(lambda *pair: _is_like(*pair, number), said, value))
+        return several and all(_is_like(*pair, number) for pair in zip(said, value, strict=True))
     if not isinstance(said, torch.Tensor):
         return not isinstance(value, torch.Tensor)
     return (
@@ -218,7 +223,12 @@ def _is_like(said: Any, value: Any, number: Callable[[Any], int]) -> bool:
     )
 
 
-def _node_again(node: fx.Node, fakes: StaticFakes, number: Callable[[Any], int]) -> fx.Node:
+def _node_again(
+    node: fx.Node,
+    fakes: StaticFakes,
+    before: Callable[[Any], int],
+    number: Callable[[Any], int],
+) -> fx.Node:
     """A node by itself, for what is read of a saved value: its layout, and where it comes from."""
     graph = fx.Graph()
     made = graph.create_node("call_function", node.target, (), {}, node.name)
@@ -226,8 +236,8 @@ def _node_again(node: fx.Node, fakes: StaticFakes, number: Callable[[Any], int])
         source, at = node.args
         assert isinstance(source, fx.Node), "an element of what a node makes"
         made.args = (graph.create_node(source.op, source.target, (), {}, source.name), at)
-    made.meta = dict(node.meta)
     said = node.meta.get(SIZES)
-    if isinstance(node.meta.get("val"), torch.Tensor) and said is not None:
-        made.meta["val"] = fakes.like(said.value, number)
+    if said is None or not _is_like(said.value, node.meta["val"], before):
+        raise UnsupportedGraph(f"{node.name} is saved, and no symbol says how large it is")
+    made.meta = {**node.meta, "val": fakes.like(said.value, number)}
     return made
