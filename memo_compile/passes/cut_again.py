@@ -6,6 +6,7 @@ the decisions on the way are the same. That is not taken for granted: ``is_same`
 step that went all the way.
 """
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.at_numbers import SIZES, Said, is_fixed, words_of
 from memo_compile.passes.cut import Cut, CutCall, content_of
 from memo_compile.passes.lease import HANDLE, is_given
+from memo_compile.passes.separate import overlap
 from memo_compile.shim_symbols import SizeSymbols, StaticFakes
 from memo_compile.step.problem import CallKind, Phase
 
@@ -45,8 +47,9 @@ class CutTemplate:
             if call.kind is not CallKind.RUN or call.into or call.reads != self._reads(call):
                 raise UnsupportedGraph(f"call {call.name} is not by its region alone")
         ends = {cut.nodes[name] for name in cut.results if name is not None and name in cut.nodes}
-        if len({storage_of(node) for node in ends}) < len(ends):
-            raise UnsupportedGraph("results share memory, which depends on sizes")
+        for first, second in itertools.combinations(ends, 2):
+            if storage_of(first) is storage_of(second) and not overlap(first, second):
+                raise UnsupportedGraph("results are parts of one value, apart at these sizes")
         _require_beginnings(cut.regions)
 
     def _reads(self, call: CutCall) -> Any:
