@@ -42,7 +42,7 @@ class Words(nn.Module):
     def __init__(self, body, hidden: int = 8, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(13, hidden)
-        self.mix = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(3))
+        self.mix = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(2))
         self.head = nn.Linear(hidden, 13)
         self.body, self.dropout = body, dropout
 
@@ -158,7 +158,7 @@ def test_dropout_at_every_length():
 def test_a_step_whose_plan_is_gone_still_has_its_backward(counts):
     pair = Pair(Words(attends), max_plans=1)
     pair.zero_grad()
-    lengths = (9, 12, 13, 10, 15)
+    lengths = (9, 12, 13, 10)
     for model in (pair.compiled, pair.eager):
         losses = [model(words(tokens)) for tokens in lengths]
         for loss in losses:
@@ -186,7 +186,7 @@ class Returns(nn.Module):
 
 def test_results_of_many_kinds_and_a_buffer():
     pair = Pair(Returns())
-    for rows in (9, 12, 13, 10, 15, 11):
+    for rows in (9, 12, 13, 10):
         x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
         pair.zero_grad()
         grads = []
@@ -215,7 +215,7 @@ def test_inputs_that_share_memory_and_are_written():
             return (self.weight * x * y).sum()
 
     pair = Pair(Writes())
-    for rows in (9, 12, 13, 10, 15):
+    for rows in (9, 12, 13):
         for shares in (False, True):
             pair.zero_grad()
             for model in (pair.compiled, pair.eager):
