@@ -3,7 +3,8 @@
 Unmodified models of transformers, small, each trained on one length after another; memo, and
 plain Inductor with ``dynamic=True``, each in a process of its own with empty caches. A new length
 costs what its first step takes beyond its second. Printed are the first compilation, the median
-and the largest of the new lengths, and the sum of all first steps.
+and the largest of the new lengths, and the sum of all first steps. A new length is judged by the
+processor time of the process, which other work on the machine does not lengthen.
 """
 
 import argparse
@@ -81,19 +82,22 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
         step = torch.compile(model, backend="memo", options=memo_options)
     else:
         step = torch.compile(model, dynamic=True)
-    firsts, extras = [], []
+    firsts, extras, extras_cpu = [], [], []
     for length in order_of(options.lengths):
         ids = torch.randint(model.config.vocab_size, (2, length))
-        seconds = [_step_s(step, model, ids) for _ in range(2)]
-        firsts.append(seconds[0])
-        extras.append(seconds[0] - seconds[1])
-    settled = extras[NUM_SETTLING:]
+        (first, first_cpu), (second, second_cpu) = (_step_s(step, model, ids) for _ in range(2))
+        firsts.append(first)
+        extras.append(first - second)
+        extras_cpu.append(first_cpu - second_cpu)
+        print(f"{length:6} tokens: {extras_cpu[-1]:7.2f} s of processor time", file=sys.stderr)
     result = {
         "first_length_s": firsts[0],
         "settling_s": sum(firsts[1:NUM_SETTLING]),
-        "new_length_s": statistics.median(settled),
-        "worst_new_length_s": max(settled),
+        "new_length_s": statistics.median(extras[NUM_SETTLING:]),
+        "new_length_cpu_s": statistics.median(extras_cpu[NUM_SETTLING:]),
+        "worst_new_length_s": max(extras[NUM_SETTLING:]),
         "total_s": sum(firsts),
+        "total_cpu_s": sum(extras_cpu),
     }
     if options.child == "memo":
         import memo_compile
@@ -104,11 +108,12 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _step_s(step: Any, model: Any, ids: Any) -> float:
+def _step_s(step: Any, model: Any, ids: Any) -> tuple[float, float]:
+    """Seconds of a step, and of this process's processor time."""
     model.zero_grad()
-    begin = time.perf_counter()
+    begin, begin_cpu = time.perf_counter(), time.process_time()
     step(input_ids=ids, labels=ids).loss.backward()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - begin_cpu
 
 
 def make_model(options: argparse.Namespace) -> Any:
@@ -139,8 +144,8 @@ def judge(results: dict[str, dict[str, Any]], models: list[str]) -> list[str]:
     found = []
     for model in models:
         memo, inductor = results[f"memo-{model}"], results[f"inductor-{model}"]
-        if memo["new_length_s"] > MAX_NEW_LENGTH_S:
-            found.append(f"{model}: a new length takes {memo['new_length_s']:.2f} s")
+        if memo["new_length_cpu_s"] > MAX_NEW_LENGTH_S:
+            found.append(f"{model}: a new length takes {memo['new_length_cpu_s']:.2f} s")
         ratio = memo["total_s"] / inductor["total_s"]
         if ratio > MAX_TOTAL_RATIO:
             found.append(f"{model}: all lengths take {ratio:.2f} x Inductor's")
@@ -149,14 +154,16 @@ def judge(results: dict[str, dict[str, Any]], models: list[str]) -> list[str]:
 
 def show(results: dict[str, dict[str, Any]], models: list[str]) -> None:
     """The table."""
-    keys = ("first_length_s", "settling_s", "new_length_s", "worst_new_length_s", "total_s")
+    keys = ("first_length_s", "settling_s", "new_length_s", "new_length_cpu_s")
+    keys += ("worst_new_length_s", "total_s")
     rows = [
         [f"{model} {arm}", *(f"{results[f'{arm}-{model}'][key]:.2f} s" for key in keys)]
         for model in models
         for arm in ARMS
     ]
-    columns = ["model", "first", f"next {NUM_SETTLING - 1}", "new length", "worst", "all lengths"]
-    harness.print_table("seconds beyond a step for a new sequence length", columns, rows)
+    columns = ["model", "first", f"next {NUM_SETTLING - 1}", "new length", "processor", "worst"]
+    title = "seconds beyond a step for a new sequence length"
+    harness.print_table(title, [*columns, "all lengths"], rows)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ NUM_STEPS = 5
 MAX_PEAK_OVER_BUDGET = 1.01
 MAX_FLOOR_RATIO = 1.15
 SMALL = 1
+MAX_REFUSALS = 6
 MODELS = ("llama", "diffusers")
 NAME = "regional"
 
@@ -117,8 +118,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def measured(options: argparse.Namespace, arms: Arms, model: str) -> dict[str, Any]:
     """The floors of one model, and its steps at budgets between. Raises OutOfTurns."""
     whole = arms.run(model, "whole-floor", SMALL)["floor_bytes"]
-    block = arms.run(model, "regional-floor", SMALL)["floor_bytes"]
-    floor = arms.run(model, "regional-floor", block)["floor_bytes"]
+    floor = regional_floor(arms, model)
     unbounded = arms.run(model, "regional", 0)
     span, count = unbounded["planned_bytes"] - floor, options.budgets - 1
     budgets = [floor + span * at // count for at in range(count)]
@@ -130,6 +130,17 @@ def measured(options: argparse.Namespace, arms: Arms, model: str) -> dict[str, A
         [table_row(row) for row in rows],
     )
     return {"whole_floor_bytes": whole, "floor_bytes": floor, "rows": rows}
+
+
+def regional_floor(arms: Arms, model: str) -> int:
+    """The smallest budget whose refusals name no other: first of the block, then of the group."""
+    budget = SMALL
+    for _ in range(MAX_REFUSALS):
+        floor: int = arms.run(model, "regional-floor", budget)["floor_bytes"]
+        if floor == budget:
+            return floor
+        budget = floor
+    raise RuntimeError(f"floor after floor is refused, the last: {budget}")
 
 
 def table_row(row: dict[str, Any]) -> tuple[str, ...]:
@@ -228,7 +239,7 @@ def video_transformer(options: argparse.Namespace) -> tuple[Any, list[Any], Call
 
 
 def run_floor(options: argparse.Namespace) -> dict[str, Any]:
-    """The floor that a budget's refusal names: of the block where that is refused, of the group."""
+    """The floor that a budget's refusal names, of the block or the group; or the budget itself."""
     from memo_compile.errors import Infeasible
 
     _, _, run = make_step(options)
@@ -240,7 +251,7 @@ def run_floor(options: argparse.Namespace) -> dict[str, Any]:
         if isinstance(inner, Infeasible) and inner.floor_bytes is not None:
             return {"floor_bytes": inner.floor_bytes}
         raise
-    raise RuntimeError(f"a budget of {options.budget} bytes was accepted")
+    return {"floor_bytes": options.budget}
 
 
 def run_regional(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,52 +1,95 @@
-"""A size that is a symbol to torch's shape environment, and what was assumed of it.
+"""Sizes that are symbols to torch's shape environment, and what was assumed of them.
 
 Read in torch 2.11.0 and 2.13.0.
 """
 
 import contextlib
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import compiled_autograd
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._mode_utils import no_dispatch
 
 
-class SizeSymbol:
-    """One size that varies, at least 2, in a shape environment of its own."""
+class SizeSymbols:
+    """Sizes that vary, each at least 2, in a shape environment of their own."""
 
-    def __init__(self, hint: int) -> None:
-        """``hint`` is a value that it has; where torch looks at it, it writes a guard."""
+    def __init__(self, hints: Sequence[int]) -> None:
+        """``hints`` are values that they have; where torch looks at one, it writes a guard."""
         self._env = ShapeEnv()
-        source = ConstantSource("memo_size")
-        self._symbol = self._env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
-        self.value = self._env.create_symintnode(self._symbol, hint=hint, source=source)
+        self._hints = tuple(hints)
+        self._symbols: list[Any] = []
+        self.values: list[torch.SymInt] = []
+        for at, hint in enumerate(hints):
+            source = ConstantSource(f"memo_size_{at}")
+            symbol = self._env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+            value = self._env.create_symintnode(symbol, hint=hint, source=source)
+            assert isinstance(value, torch.SymInt), "a size of at least 2 is a symbol"
+            self._symbols.append(symbol)
+            self.values.append(value)
         self.mode = FakeTensorMode(shape_env=self._env)
 
     def is_free(self) -> bool:
-        """False once torch has put something else in the symbol's place, or asserts at run time."""
+        """False once torch has put something else in a symbol's place, or asserts at run time."""
         return not self._env.replacements and not self._env.deferred_runtime_asserts
 
-    def admits(self, number: int) -> bool:
-        """True where all that was assumed, so far, of the symbol holds for ``number``."""
-        bounds = self._env.var_to_range[self._symbol]
-        return (
-            self.is_free()
-            and bool(bounds.lower <= number <= bounds.upper)
-            and all(self._replaced(guard.expr, number) == sympy.true for guard in self._env.guards)
-        )
+    def admits(self, *numbers: int) -> bool:
+        """True where all that was assumed, so far, of the symbols holds for ``numbers``."""
+        if not self.is_free():
+            return False
+        bounds = (self._env.var_to_range[symbol] for symbol in self._symbols)
+        if not all(b.lower <= n <= b.upper for b, n in zip(bounds, numbers, strict=True)):
+            return False
+        put = self._put(numbers)
+        return all(guard.expr.xreplace(put) == sympy.true for guard in self._env.guards)
 
-    def number(self, value: Any, number: int) -> int:
-        """``value``, a number or an expression, where the symbol is ``number``.
+    def number(self, value: Any, *numbers: int) -> int:
+        """``value``, a number or an expression, where the symbols are ``numbers``.
 
         Raises TypeError: it depends on another symbol.
         """
         if isinstance(value, int):
             return value
-        expression = value.node.expr if isinstance(value, torch.SymInt) else value
-        return int(self._replaced(expression, number))
+        return int(sympy.sympify(_expression(value)).xreplace(self._put(numbers)))
+
+    def at(self, numbers: Sequence[int]) -> Callable[[Any], int]:
+        """``number`` for these; each expression is evaluated once."""
+        put = self._put(numbers)
+        known: dict[Any, int] = {}
+
+        def number(value: Any) -> int:
+            if isinstance(value, int):
+                return value
+            expression = _expression(value)
+            found = known.get(expression)
+            if found is None:
+                found = known[expression] = int(sympy.sympify(expression).xreplace(put))
+            return found
+
+        return number
+
+    def like(self, value: Any, others: Mapping[Any, int]) -> Any:
+        """A size of another environment in this one.
+
+        ``others`` are symbols there, each with the position of its own here. Raises KeyError:
+        there are more.
+        """
+        if isinstance(value, int):
+            return value
+        expression = _expression(value)
+        put = {symbol: self._symbols[others[symbol]] for symbol in expression.free_symbols}
+        own = expression.xreplace(put)
+        hint = int(own.xreplace(self._put(self._hints)))
+        return self._env.create_symintnode(own, hint=hint)
 
     def tracing(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, what is compiled keeps its assumptions in this environment."""
@@ -56,5 +99,81 @@ class SizeSymbol:
         """True for a graph of Inductor's that was lowered inside ``tracing``."""
         return graph.sizevars.shape_env is self._env
 
-    def _replaced(self, expression: Any, number: int) -> Any:
-        return sympy.sympify(expression).xreplace({self._symbol: sympy.Integer(number)})
+    def _put(self, numbers: Sequence[int]) -> dict[Any, Any]:
+        return dict(zip(self._symbols, map(sympy.Integer, numbers), strict=True))
+
+
+def symbol_of(value: Any) -> Any:
+    """What stands for a size, where that is one symbol and no expression; else None."""
+    expression = _expression(value) if isinstance(value, torch.SymInt) else None
+    return expression if isinstance(expression, sympy.Symbol) else None
+
+
+def _expression(value: Any) -> Any:
+    return value.node.expr if isinstance(value, torch.SymInt) else value
+
+
+class StaticFakes:
+    """Fake tensors whose sizes are numbers, in a mode of their own."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def like(self, value: Any, number: Callable[[Any], int]) -> Any:
+        """``value``, a symbolic fake or several, with sizes that ``number`` evaluates.
+
+        What is no tensor stays. Raises TypeError: a tensor has no strides.
+        """
+        if isinstance(value, tuple | list):
+            return type(value)([self.like(item, number) for item in value])
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.layout is not torch.strided:
+            raise TypeError(f"a value is {value.layout}")
+        size, stride = ([*map(number, part)] for part in (value.shape, value.stride()))
+        start = number(value.storage_offset())
+        with no_dispatch():  # through the mode it would take ten times as long
+            meta = torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
+            if start:
+                last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+                meta = meta.new_empty(start + last + 1).as_strided(size, stride, start)
+            return FakeTensor(self.mode, meta, value.device)
+
+    @contextlib.contextmanager
+    def tracing(self, metadata: Any) -> Iterator[None]:
+        """Inside, graphs of these are compiled, which AOTAutograd says ``metadata`` of.
+
+        As AOTAutograd and ``compile_fx`` call a compiler (2.11, 2.13).
+        """
+        context = TracingContext(self.mode)
+        context.fw_metadata = metadata
+        with (
+            tracing(context),
+            V.set_fake_mode(self.mode),
+            enable_python_dispatcher(),
+            compiled_autograd._disable(),
+            torch.no_grad(),
+            torch._C._DisableAutocast(),
+        ):
+            yield
+
+
+def known_metadata() -> Any:
+    """What AOTAutograd says of the graph that is being compiled (2.11, 2.13)."""
+    context = TracingContext.try_get()
+    return None if context is None else context.fw_metadata
+
+
+def note_metadata(metadata: Any) -> None:
+    """As if AOTAutograd had said ``metadata`` of the graph that is being compiled."""
+    context = TracingContext.try_get()
+    if context is not None:
+        context.fw_metadata = metadata
+
+
+def metadata_of_inputs(metadata: Any, left_out: Collection[int]) -> Any:
+    """What AOTAutograd knows of a graph, as if it had no inputs ``left_out`` (2.11, 2.13)."""
+    known = copy.copy(metadata)
+    infos = enumerate(metadata.input_info)
+    known.input_info = [info for at, info in infos if at not in left_out]
+    return known

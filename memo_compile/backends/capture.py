@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Never
 
@@ -19,13 +19,15 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.analysis.joint_units import JointUnits, saved_nodes, tag_saved, tag_units
 from memo_compile.analysis.masks import large_masks
+from memo_compile.analysis.views import results_of
+from memo_compile.backends.all_lengths import LENGTHS, AtLength
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.early_gradients import Gating
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.groups import GroupedSteps
 from memo_compile.driver.pieces import Piece
-from memo_compile.driver.stages import CapturedStep
+from memo_compile.driver.stages import CapturedStep, CutStep
 from memo_compile.errors import RuntimeMisuse, UnsupportedGraph
 from memo_compile.lowering.lower import plain_inner
 from memo_compile.passes.cse import MergeCommonSubexpressions
@@ -36,7 +38,7 @@ from memo_compile.passes.loss_gradient import GradientOfLoss
 from memo_compile.passes.order import selection
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.own_inputs import OwnInputs, with_history
-from memo_compile.passes.remembered_cut import MinCut
+from memo_compile.passes.remembered_cut import Chosen, MinCut
 from memo_compile.passes.retarget import Retarget
 from memo_compile.passes.runner import PassRunner
 from memo_compile.reporting import state
@@ -61,8 +63,8 @@ def next_graph_name() -> str:
     return f"graph{next(_graph_numbers)}"
 
 
-Finish = Callable[[CapturedStep], Assembly | None]
-"""The stages that a captured step goes through; None where it is not going to run."""
+Finish = Callable[[CapturedStep | CutStep], Assembly | None]
+"""The stages that a step goes through; None where it is not going to run."""
 
 
 @dataclass(eq=False)
@@ -79,6 +81,8 @@ class StepCapture:
     """What runs the step, once ``finish`` has made it."""
     steps: Piece | None = None
     """The steps of ``assembly``, by themselves, in a group, or with those of other graphs."""
+    chosen: Chosen | None = None
+    """What is saved of graphs with these nodes' names."""
     _finished: bool = False
     """True once both halves were captured and ``finish`` has returned."""
     _units: JointUnits | None = None
@@ -87,6 +91,8 @@ class StepCapture:
     """How many results the forward has; behind them it returns what autograd keeps."""
     _own_results: tuple[int, ...] = ()
     _droppable: tuple[int, ...] = ()
+    numbers: dict[int, float] = field(default_factory=dict)
+    """The forward's results that are no tensors, by position: sizes."""
     _made_outside: tuple[int, ...] = ()
     """Positions of inputs that other differentiable code made."""
     _num_examples: int = 0
@@ -104,8 +110,11 @@ class StepCapture:
         Raises UnsupportedGraph: a step that trains was not captured whole.
         """
         self._made_outside, self._num_examples = with_history(examples), len(examples)
-        with self._settings():
-            compiled = shim.compile_fx(gm, examples, inner_compile=self.inner)
+        lengths: AtLength | None = gm.meta.pop(LENGTHS, None)
+        compiled = None if lengths is None else lengths.compiled(self, examples)
+        if compiled is None:
+            with self.settings(self.partition):
+                compiled = shim.compile_fx(gm, examples, inner_compile=self.inner)
         if self._units is not None and not self._finished:
             raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
         if self._units is None or not self.config.early_gradients:
@@ -121,10 +130,15 @@ class StepCapture:
 
         return gated
 
+    @property
+    def num_results(self) -> int:
+        """How many results the forward has, once it is known."""
+        return self._num_results
+
     @contextlib.contextmanager
-    def _settings(self) -> Iterator[None]:
-        """Those of torch under which a graph is captured."""
-        partitioner = Partitioner(self.partition)
+    def settings(self, partition: Callable[..., Any]) -> Iterator[None]:
+        """Those of torch under which a graph is captured, and cut by ``partition``."""
+        partitioner = Partitioner(partition)
         with (
             shim.functorch_patch(
                 force_non_lazy_backward_lowering=True,
@@ -156,7 +170,7 @@ class StepCapture:
             joint_inputs = values[:num_primals], values[num_primals:]
         other = StepCapture(config, self.facts, next_graph_name(), self.finish, is_run=False)
         other._made_outside, other._num_examples = self._made_outside, self._num_examples
-        with other._settings():
+        with other.settings(other.partition):
             graph = shim.copied(traced if joint is None else joint)
             forward, backward = other.partition(graph, joint_inputs, **settings)
         other.runner.write_times()
@@ -215,6 +229,7 @@ class StepCapture:
                     num_fwd_outputs=num_fwd_outputs,
                     static_lifetime_input_indices=static_lifetime_input_indices,
                     store=self.config.store(),
+                    chosen=self.chosen,
                 ),
             ),
             EqualCut(units=units, drops_above=self.config.drops_above()),
@@ -265,8 +280,12 @@ class StepCapture:
         forward = self.runner.run(forward, [lease], stage="forward")
         fetch = FetchLeased(leased=leased_names(forward), handle_value=handle)
         backward = self.runner.run(backward, [fetch], stage="backward")
-        shim.refuse_compiled_autograd(backward, lambda: RuntimeMisuse(COMPILED_AUTOGRAD))
+        self.refuse_compiled_autograd(backward)
         return forward, backward
+
+    def refuse_compiled_autograd(self, backward: fx.GraphModule) -> None:
+        """RuntimeMisuse where compiled autograd copies ``backward``."""
+        shim.refuse_compiled_autograd(backward, lambda: RuntimeMisuse(COMPILED_AUTOGRAD))
 
     def inner(
         self, gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any
@@ -283,8 +302,27 @@ class StepCapture:
         static = frozenset(placeholders[i].name for i in kwargs.get("static_input_idxs", ()))
         self.facts.read_forward(placeholders, static)
         self._own_results = shim.results_of_their_own()
+        results = enumerate(results_of(gm.graph)[: self._num_results])
+        self.numbers = {
+            at: value
+            for at, value in results
+            if value is not None and not isinstance(value, fx.Node)
+        }
         self._forward = shim.copied(gm)
 
+        return self._run_forward()
+
+    def cut_before(
+        self, cut: CutStep, num_results: int
+    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """What runs the halves of a step that is cut already, as one like it was before."""
+        placeholders = cut.forward.half_graph.graph.find_nodes(op="placeholder")
+        self.facts.read_forward(placeholders, cut.facts.static_names)
+        self._units, self._num_results = cut.units, num_results
+        self._assemble(replace(cut, name=self.name, facts=self.facts, runner=self.runner))
+        return self._run_forward(), self._run_backward()
+
+    def _run_forward(self) -> Callable[..., Any]:
         def forward(args: list[Any]) -> Any:
             if self.steps is None:
                 raise UnsupportedGraph("the backward of this graph was never compiled")
@@ -295,7 +333,10 @@ class StepCapture:
                     "two offloaders: saved_tensors_hooks are active around a forward that memo "
                     "planned; they move only memo's handle. Switch the other offloader off"
                 )
-            return self.steps.forward(args)
+            results = self.steps.forward(args)
+            for at, number in self.numbers.items():
+                results[at] = number
+            return results
 
         forward._boxed_call = True  # type: ignore[attr-defined]
         return forward
@@ -315,14 +356,19 @@ class StepCapture:
             droppable=self._droppable,
             runner=self.runner,
         )
+        self._assemble(captured)
+        return self._run_backward()
+
+    def _assemble(self, step: CapturedStep | CutStep) -> None:
         try:
-            self.assembly = self.finish(captured)
+            self.assembly = self.finish(step)
         finally:
             self.runner.write_times()
         self._finished = True
         if self.assembly is not None:
             self.steps = Piece(GroupedSteps(self.assembly))
 
+    def _run_backward(self) -> Callable[..., Any]:
         def backward(args: list[Any]) -> Any:
             assert self.steps is not None, "its forward ran"
             return self.steps.backward(args)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from memo_compile import shim, shim_cache, shim_distributed
+from memo_compile.backends.all_lengths import LENGTHS
 from memo_compile.backends.capture import (
     COMPILED_AUTOGRAD,
     Finish,
@@ -35,7 +36,7 @@ from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import REPORT, is_bug, refused
 from memo_compile.driver.pipeline import assemble
 from memo_compile.driver.probe import TilingProbes
-from memo_compile.driver.stages import CapturedStep, PlanRequest
+from memo_compile.driver.stages import CapturedStep, CutStep, PlanRequest
 from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import (
     ConfigError,
@@ -151,6 +152,7 @@ def compile_static(
 ) -> Callable[..., Any]:
     """``gm`` for inputs of known shapes, planned or, if that is not possible, plain."""
     original = shim.copied(gm)
+    original.meta.pop(LENGTHS, None)
     try:
         return plan_graph(gm, example_inputs, config)
     except shim.RestartAnalysis:
@@ -173,7 +175,9 @@ def plan_graph(
     run in tiles of tokens: other ones where it turns out while it runs that it needs more.
     """
     plan = functools.partial(_planned, config)
-    untouched = shim.copied(gm)
+    has_tiles = not config.exact and config.token_tiles is None
+    retiles = has_tiles and config.memory_budget is not None
+    untouched = shim.copied(gm) if retiles else gm
     key = rank_refusals.graph_key(gm, example_inputs)
     rank_refusals.begin(key)
     planned = plan(gm, example_inputs, PlanRequest())
@@ -188,9 +192,7 @@ def plan_graph(
     )
     agree(step, config.ranks_timeout_s, strict=config.strict)
     state.add_plan(planned.assembly.reported)
-    if config.memory_budget is None or config.exact or config.token_tiles is not None:
-        return planned.run
-    return Retiled(untouched, plan, planned)
+    return Retiled(untouched, plan, planned) if retiles else planned.run
 
 
 def _planned(
@@ -223,7 +225,7 @@ def _planned_once(
 
 
 def _compiled_step(
-    captured: CapturedStep, config: MemoConfig, probes: TilingProbes, request: PlanRequest
+    captured: CapturedStep | CutStep, config: MemoConfig, probes: TilingProbes, request: PlanRequest
 ) -> Assembly:
     """The step through all stages; its memory is taken now."""
     assembly = assemble(captured, config, probes, request)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from memo_compile import shim
-from memo_compile.backends.specialise import shared_memory
+from memo_compile.backends.all_lengths import shared_memory
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.left_whole import say_dropped
 from memo_compile.driver.stages import PlanRequest

@@ -1,7 +1,8 @@
 """Graphs whose sizes are symbols: one plan per concrete shape, made when the shape first runs.
 
 Dynamo hands a second shape over as symbols (``dynamic=None``). A plan needs numbers, so the graph
-is copied with the numbers of each call in place of the symbols and compiled for them. The plans
+is copied with the numbers of each call in place of the symbols and compiled for them; what
+AOTAutograd makes of it is made once, with symbols, where it can be (``all_lengths``). The plans
 share one arena. The least recently used plan goes when there are ``max_plans``; a graph whose
 shapes never settle runs through plain Inductor.
 """
@@ -19,6 +20,7 @@ import torch
 from torch import fx
 
 from memo_compile import shim
+from memo_compile.backends.all_lengths import LENGTHS, AllLengths, AtLength, shared_memory
 from memo_compile.config import MemoConfig
 from memo_compile.errors import Infeasible
 from memo_compile.lowering.varying_sizes import VaryingRegions, varying
@@ -77,6 +79,7 @@ class Specialised:
     def __post_init__(self) -> None:
         dump, folder = self._config.dump, f"symbolic{next(_graph_numbers)}"
         self._runner = PassRunner(Path(dump) / folder if dump else None)
+        self._lengths = AllLengths(gm=self._gm, positions=self._symbols)
 
     def __call__(self, *args: Any) -> Any:
         """Run with the plan of these sizes."""
@@ -109,6 +112,8 @@ class Specialised:
             put = PutNumbers(numbers=dict(zip(self._symbols, numbers, strict=True)))
             gm = self._runner.run(shim.copied(self._gm), [put], stage="dynamo")
             self._runner.write_times()
+            if all(isinstance(number, int) for number in numbers):
+                gm.meta[LENGTHS] = AtLength(self._lengths, tuple(map(int, numbers)))
             with varying(self._regions, numbers), shim.fresh_static_tracing() as context:
                 try:
                     run = self._compile_static(gm, rest, self._config)
@@ -155,32 +160,6 @@ def _with_what_fits(
         f"{largest}. memo_compile.longest finds the largest that fits"
     )
     return Infeasible(text, floor_bytes=error.floor_bytes)
-
-
-def shared_memory(inputs: Sequence[Any], written: Collection[int]) -> tuple[str, ...]:
-    """How inputs lie in memory that several of them share and into which the graph writes.
-
-    AOTAutograd compiles for that, and leaves it to Dynamo's guards to see another way.
-    """
-    if not written:
-        return ()
-    sharing: dict[int, list[int]] = {}
-    for at, value in enumerate(inputs):
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            sharing.setdefault(value.untyped_storage()._cdata, []).append(at)
-    return tuple(
-        f"{at} {_place(inputs[at])}"
-        for group in sharing.values()
-        if len(group) > 1 and not set(written).isdisjoint(group)
-        for at in group
-    )
-
-
-def _place(value: torch.Tensor) -> str:
-    """Where ``value`` lies, and of what it is a view."""
-    base = value if value._base is None else value._base
-    num_bytes = value.untyped_storage().nbytes()
-    return f"at {value.storage_offset()} of {num_bytes} B, {tuple(base.shape)} by {base.stride()}"
 
 
 def _number(value: Any) -> float:

@@ -44,19 +44,19 @@ from memo_compile.step.problem import Phase
 
 
 def assemble(
-    captured: CapturedStep,
+    captured: CapturedStep | CutStep,
     config: MemoConfig,
     accepts: Callable[[RegionTiling], bool],
     request: PlanRequest,
 ) -> Assembly:
-    """The step through all stages, its memory granted.
+    """The step through all stages, its memory granted; one that is cut already, from there on.
 
     Raises:
         Infeasible: no plan fits the budget; nothing has run.
         TooSlow: other tiles are to be tried.
         ArenaError, HostStoreError: as ``Assembly.reserve``.
     """
-    step = cut_step(captured, config, accepts)
+    step = captured if isinstance(captured, CutStep) else cut_step(captured, config, accepts)
     lowered = lower_step(step, config, for_cuda=step.facts.device.type == "cuda")
     return assemble_lowered(lowered, config, request)
 

@@ -34,7 +34,7 @@ from memo_compile.lowering.lines import LineScan
 from memo_compile.lowering.workspace import convolution_of
 from memo_compile.passes.cut import KERNEL_ALIGNMENT_BYTES
 from memo_compile.reporting import state
-from memo_compile.shim_symbols import SizeSymbol
+from memo_compile.shim_symbols import SizeSymbols
 
 log = logging.getLogger("memo")
 
@@ -145,7 +145,7 @@ class _Seen:
 class _Code:
     """A region's code for all lengths that its guards admit."""
 
-    symbol: SizeSymbol
+    symbol: SizeSymbols
     position: int
     """Which of the graph's numbers the symbol stands for."""
     arguments: tuple[Formula, ...]
@@ -172,7 +172,7 @@ class _Code:
 
 
 def _equal(
-    symbol: SizeSymbol,
+    symbol: SizeSymbols,
     arguments: Sequence[Formula],
     layouts: Sequence[Any],
     region: Written,
@@ -291,7 +291,7 @@ class VaryingRegions:
     ) -> _Code:
         """Raises UnsupportedGraph: the symbolic graph is not that of both lengths."""
         first, n = int(before.numbers[changed]), int(self._numbers[changed])
-        symbol = SizeSymbol(n)
+        symbol = SizeSymbols([n])
         rewritten = _WithSymbol(region.gm, symbol, arguments, layouts)
         made = tuple(rewritten.made)
         if not _equal(symbol, arguments, made, mine, n):
@@ -345,14 +345,14 @@ class _WithSymbol:
     def __init__(
         self,
         gm: fx.GraphModule,
-        symbol: SizeSymbol,
+        symbol: SizeSymbols,
         arguments: Sequence[Formula],
         layouts: Sequence[Formula | None],
     ) -> None:
         self._symbol, self._arguments = symbol, iter(arguments)
         self._graph = fx.Graph()
         self._size = self._graph.placeholder("memo_size")
-        self._size.meta["val"] = symbol.value
+        self._size.meta["val"] = symbol.values[0]
         self._nodes: dict[fx.Node, fx.Node] = {}
         self._numbers: dict[Formula, fx.Node] = {}
         self.made: list[Any] = []
@@ -441,9 +441,9 @@ def _misaligned(value: torch.Tensor) -> int:
     return int(value.storage_offset()) * value.itemsize % KERNEL_ALIGNMENT_BYTES // value.itemsize
 
 
-def _fake(value: torch.Tensor, symbol: SizeSymbol, layout: Sequence[Formula | None]) -> Any:
+def _fake(value: torch.Tensor, symbol: SizeSymbols, layout: Sequence[Formula | None]) -> Any:
     """A placeholder's value, aligned as it was."""
-    numbers = [of.at(symbol.value) for of in layout if of is not None]
+    numbers = [of.at(symbol.values[0]) for of in layout if of is not None]
     size, stride = numbers[: value.dim()], numbers[value.dim() :]
     start = _misaligned(value)
     with symbol.mode:

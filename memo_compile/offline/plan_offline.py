@@ -24,7 +24,7 @@ from memo_compile.costs.roofline import node_cost
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.pipeline import cut_step, first_request, lower_step
-from memo_compile.driver.stages import CapturedStep, PlannedStep
+from memo_compile.driver.stages import CapturedStep, CutStep, PlannedStep
 from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.tile_order import Sizes
 from memo_compile.driver.tries import first_that_fits, products_bytes, sizes_of
@@ -294,7 +294,12 @@ def _captured(
     graph: fx.GraphModule, facts: GraphFacts, examples: Sequence[Any], config: MemoConfig
 ) -> tuple[CapturedStep, StepCapture]:
     found: list[CapturedStep] = []
-    capture = StepCapture(config, facts, next_graph_name(), found.append, is_run=False)
+
+    def finish(step: CapturedStep | CutStep) -> None:
+        assert isinstance(step, CapturedStep), "no step was cut before"
+        found.append(step)
+
+    capture = StepCapture(config, facts, next_graph_name(), finish, is_run=False)
     capture.run(graph, examples)
     if not found:
         raise UnsupportedGraph(NOTHING_TRAINS)

@@ -11,6 +11,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.purity import is_constant, is_pure
 from memo_compile.analysis.views import storage_of
+from memo_compile.passes.at_numbers import SIZES
 from memo_compile.passes.hoist import apply_order
 
 
@@ -79,6 +80,9 @@ def _signature(node: fx.Node) -> Hashable | None:
         result: Any = (value.dtype, tuple(value.shape), value.device)
     else:
         result = type(value).__name__
+    said = node.meta.get(SIZES)
+    if said is not None:  # equal at these sizes is not equal at all
+        result = (result, said.text)
     try:
         key = (node.target, _frozen(node.args), _frozen(node.kwargs), result)
         hash(key)

@@ -12,7 +12,8 @@ Only whole tensors cross a border, and they cross as their reader sees them: whe
 ``view(a, [2, 32, 64])`` and ``a`` is a matrix product of the epilogue, the region's input is that
 view, made between the calls, so that the last layer's region is the same as the others'. Views of
 the step's own inputs, expanded tensors and constants are made inside each region that reads
-them. Two regions with the same text are one region, called twice.
+them. Two regions with the same text are one region, called twice; where sizes are those of a
+symbolic graph (``at_numbers``), that must be so at all sizes.
 """
 
 import hashlib
@@ -38,6 +39,7 @@ from memo_compile.analysis.views import (
     results_of,
     storage_of,
 )
+from memo_compile.passes.at_numbers import words_of
 from memo_compile.passes.collective_cut import pieces
 from memo_compile.passes.extract import copied
 from memo_compile.passes.lease import HANDLE, is_given
@@ -349,7 +351,7 @@ class _Calls:
         may_reuse_input: bool = False,
     ) -> str:
         """The name of the region; a new one where no other place has the same."""
-        key = content_of(gm, external, static)
+        key = f"{content_of(gm, external, static)} {words_of(gm)}"
         if place.kind is not CallKind.RUN:
             key = f"{place.kind.value} {may_reuse_input} {key}"
         if key not in self.keys:

@@ -7,12 +7,13 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.analysis.views import makers_of
+from memo_compile.passes.at_numbers import SIZES
 
 
 def placeholder_like(graph: fx.Graph, name: str, node: fx.Node) -> fx.Node:
     """A placeholder behind the others of ``graph``, of a value like that of ``node``."""
     made = graph.placeholder(name)
-    made.meta = {"val": node.meta["val"]}
+    made.meta = {key: node.meta[key] for key in ("val", SIZES) if key in node.meta}
     return made
 
 

@@ -14,6 +14,7 @@ from memo_compile import shim_partitioner
 from memo_compile.analysis.joint_units import UNIT
 from memo_compile.analysis.structure import spec_of
 from memo_compile.file_store import FileStore, code_digest, digest_of
+from memo_compile.passes.at_numbers import SIZES
 
 log = logging.getLogger("memo")
 
@@ -27,6 +28,10 @@ NOT_READ = frozenset(
 """Of a node's notes, where it comes from; ``val`` is said by itself. All others are in the key."""
 
 
+Chosen = dict[tuple[str, ...], list[str]]
+"""Names of a joint graph's nodes -> those that were chosen."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinCut:
     """Asks torch's partitioner, each question once if there is a ``store``."""
@@ -34,9 +39,19 @@ class MinCut:
     num_fwd_outputs: int
     static_lifetime_input_indices: list[int] | None
     store: FileStore | None = None
+    chosen: Chosen | None = None
+    """What was chosen of this graph at other sizes, which is chosen again."""
 
     def names(self, joint: fx.GraphModule, joint_inputs: Any) -> list[str]:
         """Names of the nodes to save. ``joint`` is unchanged."""
+        if self.chosen is None:
+            return self._found(joint, joint_inputs)
+        nodes = tuple(node.name for node in joint.graph.nodes)
+        if nodes not in self.chosen:
+            self.chosen[nodes] = self._found(joint, joint_inputs)
+        return self.chosen[nodes]
+
+    def _found(self, joint: fx.GraphModule, joint_inputs: Any) -> list[str]:
         store = None if shim_partitioner.ranks_cut_together() else self.store
         if store is None:
             return self._made(joint, joint_inputs)
@@ -82,7 +97,7 @@ def _said(node: fx.Node) -> list[str]:
     notes = [
         f"{key}={value!r}"
         for key, value in sorted(node.meta.items(), key=lambda item: str(item[0]))
-        if key not in NOT_READ and key != UNIT
+        if key not in NOT_READ and key not in (UNIT, SIZES)
     ]
     made = f"{node.name} = {node.op} {node.target} {node.args} {node.kwargs}"
     return [made, spec_of(node.meta.get("val")), *notes]

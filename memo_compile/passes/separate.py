@@ -50,7 +50,7 @@ class SeparateResults:
             node = nodes.get(at)
             if node is None or not is_tensor(node):
                 continue
-            if is_given(storage_of(node)) or any(_overlap(node, other) for other in taken):
+            if is_given(storage_of(node)) or any(overlap(node, other) for other in taken):
                 separated[at] = _clone(node)
             else:
                 taken.append(node)
@@ -60,7 +60,8 @@ class SeparateResults:
         return PassResult(gm, True)
 
 
-def _overlap(first: fx.Node, second: fx.Node) -> bool:
+def overlap(first: fx.Node, second: fx.Node) -> bool:
+    """True for values in one storage that have a byte between their first and last in common."""
     if storage_of(first) is not storage_of(second):
         return False
     (a_start, a_end), (b_start, b_end) = _range(first.meta["val"]), _range(second.meta["val"])

@@ -66,6 +66,8 @@ class Lease:
     """The step's inputs and results behind ``saved``, and their versions when its forward ended."""
     group: Any = None
     """The GroupStep whose frame this is a member's hold on; None for a step by itself."""
+    owner: Any = None
+    """What runs its backward, where autograd does not keep that alive."""
     active: bool = True
     ran: bool = False
     """Its backward has run, and may run again (retain_graph)."""
@@ -162,7 +164,7 @@ class Lease:
         A result that the user holds keeps the handle alive, and through it this lease. The memory
         of a plan that is no longer run must go all the same.
         """
-        self.plan = self.host = self.engine = self.ranks = self.group = None
+        self.plan = self.host = self.engine = self.ranks = self.group = self.owner = None
         del self.slab
 
     def snapshot(self) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,14 @@ RUN: Mapping[str, tuple[Any, ...]] = {
 ``overlap``: two forwards, then their backwards; ``frozen``: the first parameters need no gradient;
 ``checkpoint``: the user checkpoints every layer.
 """
+
+LENGTHS: tuple[tuple[int, ...], ...] = (
+    *((), (), ()),
+    (9, 12, 15, 10, 13),
+    (3, 7, 5, 6, 4),
+    (16, 9, 11, 14, 31),
+)
+"""``lengths`` of a run: tokens of the forwards behind the first, in turn; mostly none."""
 
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "policy": ("auto", "auto", "auto", "full-recompute", "full-offload", "memo", "greedy", "save"),
@@ -131,12 +140,14 @@ def from_dict(data: Mapping[str, Any]) -> Case:
         for group in data["groups"]
     )
     options = {**data["options"], "debug": tuple(data["options"]["debug"])}
+    run = {**data["run"], "lengths": tuple(data["run"].get("lengths", ()))}
     return Case(
         **{
             **data,
             "sizes": Sizes(**data["sizes"]),
             "groups": groups,
             "loss": Piece(**data["loss"]),
+            "run": run,
             "options": options,
             "budgets": tuple(data["budgets"]),
         }
@@ -154,7 +165,19 @@ def is_allowed(case: Case) -> bool:
         return False
     if any(kind.stateful for kind in kinds) and not _once(case):
         return False
+    if case.run["lengths"] and _knows_tokens(case):
+        return False
     return all(kind.allowed(case.sizes) for kind in kinds)
+
+
+def _knows_tokens(case: Case) -> bool:
+    """True where the model's parameters or buffers are of one number of tokens."""
+    chosen = [(KINDS[piece.kind], piece.options) for piece in case.pieces()]
+    texts = [losses.STEMS[case.stem].init]
+    for kind, options in chosen:
+        texts.append(kind.init)
+        texts += (fragment.init for fragment in kind.fragments(options).values())
+    return any(re.search(r"\bT\b(?!\()", text) for text in texts)
 
 
 def _once(case: Case) -> bool:
@@ -196,7 +219,8 @@ def draw_case(seed: int, lowering: str) -> Case:
         options["alpha"] = None
     if options["exact"]:
         options["token_tiles"] = None
-    return Case(
+    run["lengths"] = ()
+    case = Case(
         seed=seed,
         sizes=sizes,
         dtype=dtype,
@@ -209,6 +233,10 @@ def draw_case(seed: int, lowering: str) -> Case:
         options={**options, "lowering": lowering},
         budgets=source.choice(BUDGETS),
     )
+    lengths = source.choice(LENGTHS)  # last, so that other seeds keep their models
+    several = {"lengths": lengths, "steps": 3, "accumulate": 2} if lengths else {}
+    varied = dataclasses.replace(case, run={**case.run, **several})
+    return varied if is_allowed(varied) else case
 
 
 def _group(

@@ -46,13 +46,14 @@ def train(
     optimizer = make(trained, lr=0.01)
     called = compile(model)
     held: list[Any] = []
+    lengths = itertools.cycle((namespace["T"], *run["lengths"]))
     for step in range(run["steps"]):
         if starts is not None:
             _load(model, starts[step])
         record.starts.append({name: value.detach().clone() for name, value in _state(model)})
         optimizer.zero_grad(set_to_none=not run["keep_zero"])
         batches = [
-            _inputs(namespace, 100 * step + number, dtype, model, run)
+            _inputs(namespace, 100 * step + number, dtype, model, run, next(lengths))
             for number in range(run["accumulate"])
         ]
         seen: dict[str, torch.Tensor] = {}
@@ -103,10 +104,11 @@ def _inputs(
     dtype: torch.dtype,
     model: nn.Module,
     run: Mapping[str, Any],
+    tokens: int,
 ) -> tuple[Any, ...]:
     """Made in ``dtype``, then as precise as the model is."""
     precise = next(parameter.dtype for parameter in model.parameters())
-    made = namespace["inputs_of"](seed, dtype)
+    made = namespace["inputs_of"](seed, dtype, tokens)
     made = [value.to(precise) if value.is_floating_point() else value for value in made]
     made[1].requires_grad_(run["input_gradient"])
     return tuple(made)

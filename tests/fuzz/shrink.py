@@ -12,6 +12,7 @@ from tests.fuzz.case import (
     BEFORE,
     DTYPES,
     KINDS,
+    LENGTHS,
     OPTIONS,
     RUN,
     Case,
@@ -72,7 +73,7 @@ def _plainer_runs(case: Case) -> Iterator[Case]:
     for budgets in ((), *((budget,) for budget in case.budgets)):
         if len(budgets) < len(case.budgets):
             yield replace(case, budgets=budgets)
-    for name, value in _simpler(case.run, RUN):
+    for name, value in _simpler(case.run, {"lengths": LENGTHS, **RUN}):
         yield replace(case, run={**case.run, name: value})
     for name, value in _simpler(case.options, OPTIONS):
         yield replace(case, options={**case.options, name: value})

@@ -22,7 +22,7 @@ def no_grad_mean(h):
     return h.mean(-1, keepdim=True)
 
 
-def inputs_of(seed, dtype):
+def inputs_of(seed, dtype, T=T):
     \"\"\"Token ids, vectors, which tokens count, labels (some -100), soft targets.\"\"\"
     source = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, V, (B, T), generator=source)
@@ -51,12 +51,14 @@ def model_source(case: Case) -> str:
         head=sizes.head,
         vocabulary=sizes.vocabulary,
     )
-    blocks = [_block(f"Block{number}", group) for number, group in enumerate(case.groups)]
-    return "\n\n".join([header.strip(), *blocks, _model(case), _loss_of(case)]) + "\n"
+    sizes_at = ["B, T = ids.shape"] if case.run["lengths"] else []
+    blocks = [_block(f"Block{number}", group, sizes_at) for number, group in enumerate(case.groups)]
+    parts = [header.strip(), *blocks, _model(case, sizes_at), _loss_of(case)]
+    return "\n\n".join(parts) + "\n"
 
 
-def _block(name: str, group: Group) -> str:
-    init, body = [], []
+def _block(name: str, group: Group, sizes_at: list[str]) -> str:
+    init, body = [], [*sizes_at]
     for number, piece in enumerate(group.pieces):
         lines = _lines(KINDS[piece.kind], piece.options, f"p{number}")
         init += lines[0]
@@ -64,11 +66,11 @@ def _block(name: str, group: Group) -> str:
     return _class(name, init, [("forward(self, x, ids, keep)", [*body, "return x"])])
 
 
-def _model(case: Case) -> str:
+def _model(case: Case, sizes_at: list[str]) -> str:
     stem = losses.STEMS[case.stem]
     head = _lines(losses.HEADS, case.head, "head")
     init = [*stem.init.splitlines()]
-    body = [*stem.text.splitlines(), "hidden = [x]"]
+    body = [*sizes_at, *stem.text.splitlines(), "hidden = [x]"]
     for number, group in enumerate(case.groups):
         many = "[Block{0}()] * {1}" if group.shared else "Block{0}() for _ in range({1})"
         init.append(f"self.layers{number} = nn.ModuleList({many.format(number, group.repeats)})")
@@ -90,7 +92,8 @@ def _loss_of(case: Case) -> str:
     if case.run["loss_inside"]:
         body = ["return outputs[0]"]
     else:
-        body = ["logits, x = outputs[:2]", *_loss_lines(case.loss), "return loss"]
+        lengths = ["B, T = labels.shape"] if case.run["lengths"] else []
+        body = [*lengths, "logits, x = outputs[:2]", *_loss_lines(case.loss), "return loss"]
     return _function("loss_of(outputs, labels, soft)", body)
 
 

@@ -21,7 +21,7 @@ from memo_compile.lowering.varying_sizes import (
     varying,
     written,
 )
-from memo_compile.shim_symbols import SizeSymbol
+from memo_compile.shim_symbols import SizeSymbols
 from memo_compile.step.problem import Storage, align
 
 
@@ -64,11 +64,11 @@ def test_one_number_may_change(before, now, position):
 
 
 def test_what_torch_assumes_of_a_length_is_asked_of_another():
-    symbol = SizeSymbol(24)
+    symbol = SizeSymbols([24])
     assert all(symbol.admits(n) for n in (2, 3, 37, 4096))
     assert not symbol.admits(1)  # which broadcasts
     with symbol.mode:
-        value = torch.empty(2, symbol.value, 16)
+        value = torch.empty(2, symbol.values[0], 16)
     assert symbol.number(value.stride(0), 5) == 80
     if value.shape[1] % 8 == 0:  # a guard
         pass
@@ -79,9 +79,9 @@ def test_what_torch_assumes_of_a_length_is_asked_of_another():
 
 
 def test_a_length_that_torch_takes_for_a_constant_is_admitted_nowhere():
-    symbol = SizeSymbol(24)
+    symbol = SizeSymbols([24])
     with symbol.mode:
-        value = torch.empty(symbol.value) + torch.empty(24)
+        value = torch.empty(symbol.values[0]) + torch.empty(24)
     assert value.shape == (24,)
     assert not symbol.admits(24)
     assert not symbol.admits(32)
@@ -193,7 +193,7 @@ def test_code_is_not_used_where_what_torch_assumed_does_not_hold(monkeypatch):
     lowered_by(regions, region_of(6), 6)
     lowered_by(regions, region_of(8), 8)
     (code,) = next(iter(regions._codes.values()))
-    assert bool(code.symbol.value % 8 == 0)  # as a kernel for aligned rows would ask
+    assert bool(code.symbol.values[0] % 8 == 0)  # as a kernel for aligned rows would ask
     lowered_by(regions, region_of(9), 9)
     assert regions.counts == VaryingCounts(alone=1, symbolic=2)
     lowered_by(regions, region_of(11), 11)

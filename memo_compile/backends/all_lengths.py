@@ -1,0 +1,523 @@
+"""A graph of changing sizes goes through AOTAutograd once, with its sizes as symbols.
+
+AOTAutograd's trace of forward and backward takes most of the time of a compilation. So it is made
+once, with a shape environment of its own: the joint graph is kept, and what AOTAutograd makes to
+run around the two halves serves all sizes for which its assumptions hold. What it is given as
+halves is hollow: inputs and results, nothing between. For a concrete length the joint graph with
+numbers in place of its symbols takes the way of a captured step (``capture``), and when the graph
+runs, its sizes say which step it is. Where two lengths less than a factor of two apart were cut
+alike, later ones of their size are not cut out of the joint graph again: the cut of the first is
+taken with other numbers (``cut_again``).
+
+Where torch cannot trace with symbols, or takes one for a constant, each length is traced by itself.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from memo_runtime import ops
+from memo_runtime.leases import leases
+from torch import fx
+
+from memo_compile import shim
+from memo_compile.analysis.joint_units import is_tangent
+from memo_compile.analysis.views import is_tensor, results_of
+from memo_compile.config import MemoConfig
+from memo_compile.driver.stages import CutStep
+from memo_compile.errors import Infeasible, RuntimeMisuse, UnsupportedGraph, described
+from memo_compile.passes.at_numbers import SymbolicJoint
+from memo_compile.passes.cut import Cut
+from memo_compile.passes.cut_again import CutTemplate, is_same
+from memo_compile.passes.lease import HANDLE
+from memo_compile.passes.remembered_cut import Chosen
+from memo_compile.reporting import state
+from memo_compile.shim_symbols import (
+    SizeSymbols,
+    known_metadata,
+    metadata_of_inputs,
+    note_metadata,
+    symbol_of,
+)
+
+if TYPE_CHECKING:
+    from memo_compile.backends.capture import StepCapture
+
+log = logging.getLogger("memo")
+
+MAX_TRACES = 3
+"""A graph is traced so often with symbols: each trace has assumptions of its own."""
+
+MAX_CUTS = 8
+"""So many ways to cut a graph are remembered; the oldest goes."""
+
+SMALLEST = 2
+"""Torch takes a size that varies to be at least this."""
+
+LENGTHS = "memo_lengths"
+"""Key of a Dynamo graph's ``meta``, where it has numbers in place of symbols: an ``AtLength``."""
+
+
+@dataclass(eq=False, kw_only=True)
+class AllLengths:
+    """A Dynamo graph with symbols, and what AOTAutograd made of it."""
+
+    gm: fx.GraphModule
+    positions: tuple[int, ...]
+    """Inputs that are sizes."""
+    _traces: list["_Traced"] = field(default_factory=list)
+    _refused: bool = False
+    """Torch could not trace it with symbols, which is not tried again."""
+
+    def compiled(
+        self, capture: "StepCapture", numbers: tuple[int, ...], inputs: Sequence[Any]
+    ) -> Callable[..., Any] | None:
+        """What runs the graph for ``numbers``, its step captured by ``capture``.
+
+        It is called with ``inputs``, those that are no sizes. None: no trace serves these numbers.
+        """
+        if any(n < SMALLEST for n in numbers):
+            return None
+        try:
+            for traced in self._traces:
+                if not traced.symbols.admits(*numbers):
+                    continue
+                if not traced.takes(inputs, numbers):
+                    return None
+                if (run := traced.compiled(capture, numbers)) is not None:
+                    return run
+            return self._first(capture, numbers, inputs)
+        except UnsupportedGraph as error:
+            log.info("memo: sizes %s are traced by themselves: %s", numbers, error)
+            return None
+
+    def _first(
+        self, capture: "StepCapture", numbers: tuple[int, ...], inputs: Sequence[Any]
+    ) -> Callable[..., Any] | None:
+        """As ``compiled``, by a new trace."""
+        if self._refused or len(self._traces) == MAX_TRACES:
+            return None
+        try:
+            traced = _Traced(self.gm, self.positions, capture, numbers, inputs)
+        except Exception as error:  # of torch with symbols: each length is traced by itself
+            self._refused = True
+            note = f"a graph is traced anew for each length: {described(error)}"
+            if state.add_note(note):
+                log.info("memo: %s", note)
+            return None
+        self._traces.append(traced)
+        return traced.compiled(capture, numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class AtLength:
+    """A graph at some of its sizes."""
+
+    graph: AllLengths
+    numbers: tuple[int, ...]
+
+    def compiled(self, capture: "StepCapture", inputs: Sequence[Any]) -> Callable[..., Any] | None:
+        """As ``AllLengths.compiled``."""
+        return self.graph.compiled(capture, self.numbers, inputs)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Step:
+    """The step of one length."""
+
+    num_results: int
+    forward: Callable[[list[Any]], Any]
+    backward: Callable[[list[Any]], Any]
+    capture: "StepCapture"
+    """Kept alive: with it the step's memory goes."""
+
+
+def _size_class(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of a class differ by less than a factor of two."""
+    return tuple(number.bit_length() for number in numbers)
+
+
+@dataclass(eq=False, kw_only=True)
+class KnownCut:
+    """A step that was cut out of a joint graph at some sizes, and is the same at others."""
+
+    config: MemoConfig
+    cut: CutStep
+    halves: tuple[CutTemplate, CutTemplate]
+    classes: set[tuple[int, ...]] = field(default_factory=set)
+    """Size classes in which another length went all the way, and was what this says of it."""
+
+    @classmethod
+    def of(
+        cls, cut: CutStep, config: MemoConfig, joint: SymbolicJoint, numbers: tuple[int, ...]
+    ) -> "KnownCut":
+        """Raises UnsupportedGraph: the cut is more than calls of regions."""
+
+        def template(half: Cut) -> CutTemplate:
+            return CutTemplate(cut=half, symbols=joint.symbols, fakes=joint.fakes, numbers=numbers)
+
+        halves = (template(cut.forward), template(cut.backward))
+        return cls(config=config, cut=cut, halves=halves)
+
+    def at(self, numbers: tuple[int, ...]) -> CutStep:
+        """The step at ``numbers``."""
+        forward, backward = (half.at(numbers) for half in self.halves)
+        return replace(self.cut, forward=forward, backward=backward)
+
+    def is_like(self, cut: CutStep, numbers: tuple[int, ...]) -> bool:
+        """True where ``cut``, at ``numbers``, is what this is there."""
+        made = self.at(numbers)
+        return is_same(made.forward, cut.forward) and is_same(made.backward, cut.backward)
+
+
+class _Traced:
+    """What AOTAutograd made of a graph, and the captured step of each length that has one."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        positions: tuple[int, ...],
+        capture: "StepCapture",
+        numbers: tuple[int, ...],
+        inputs: Sequence[Any],
+    ) -> None:
+        """Raises Exception: torch's own; UnsupportedGraph: the trace would serve no other sizes."""
+        self._positions, self._capture, self._numbers = positions, capture, numbers
+        self.symbols = SizeSymbols(numbers)
+        self._layouts: dict[int, tuple[list[Any], list[Any]]] = {}
+        """Sizes and strides of the inputs in which there are symbols."""
+        self._steps: weakref.WeakValueDictionary[tuple[int, ...], _Step] = (
+            weakref.WeakValueDictionary()
+        )
+        self._joint: SymbolicJoint | None = None
+        self._kept: list[str] = []
+        """What autograd keeps beside the handle, by names in the joint graph."""
+        self._settings: dict[str, Any] = {}
+        self._static: tuple[int, ...] = ()
+        self._written: list[int] = []
+        """Inputs that are no sizes and that it writes into, by their positions among those."""
+        self._metadata: Any = None
+        self._chosen: dict[tuple[int, ...], Chosen] = {}
+        """What torch's partitioner saves, by size class."""
+        self._cuts: list[KnownCut] = []
+        self._halves_at_first: tuple[fx.GraphModule, fx.GraphModule] | None = None
+        fakes = self._fakes(gm, inputs)
+        with self.symbols.tracing(), capture.settings(self._partition):
+            self._run = shim.compile_fx(shim.copied(gm), fakes, inner_compile=self._inner)
+        del self._capture
+        if self._joint is None or self._metadata is None:
+            raise UnsupportedGraph("it was not captured whole")
+        if not self.symbols.admits(*numbers):
+            raise UnsupportedGraph("torch takes a size for a constant")
+        infos = enumerate(self._metadata.input_info)
+        written = [at for at, info in infos if info.mutates_data or info.mutates_metadata]
+        if not self._layouts.keys().isdisjoint(written):
+            raise UnsupportedGraph("it writes into an input whose size varies")
+        self._written = [self._position(at) for at in written]
+        if not self.takes(inputs, numbers):
+            raise UnsupportedGraph("its inputs do not lie as Dynamo says, or share memory")
+
+    def _fakes(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+        """An input for each placeholder, with symbols in the sizes that vary."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        examples = [node.meta["example_value"] for node in placeholders]
+        known: dict[Any, int] = {}
+        for number, at in enumerate(self._positions):
+            if not isinstance(examples[at], torch.SymInt):
+                raise UnsupportedGraph("a number among its inputs is no size")
+            symbol = symbol_of(examples[at])
+            if symbol is None:
+                raise UnsupportedGraph("a size among its inputs is an expression")
+            known[symbol] = number
+        rest = iter(inputs)
+        values = []
+        for at, example in enumerate(examples):
+            if at in self._positions:
+                values.append(self.symbols.values[self._positions.index(at)])
+                continue
+            values.append(self._fake(at, example, next(rest), known))
+        return values
+
+    def _fake(self, at: int, example: Any, given: Any, known: dict[Any, int]) -> Any:
+        if not isinstance(given, torch.Tensor):
+            return given
+        numbers = [*example.shape, *example.stride()]
+        if all(isinstance(number, int) for number in numbers):
+            with self.symbols.mode:
+                return self.symbols.mode.from_tensor(given, static_shapes=True)
+        start = example.storage_offset()
+        if type(given) is not torch.Tensor or not isinstance(start, int) or start:
+            raise UnsupportedGraph("an input whose size varies is no plain tensor")
+        size = [self.symbols.like(number, known) for number in example.shape]
+        stride = [self.symbols.like(number, known) for number in example.stride()]
+        self._layouts[at] = (size, stride)
+        with self.symbols.mode, torch.enable_grad():
+            fake = torch.empty_strided(size, stride, dtype=given.dtype, device=given.device)
+            fake.requires_grad_(given.requires_grad)
+            return fake if given.is_leaf else fake.clone()
+
+    def _position(self, at: int) -> int:
+        """Of an input among those that are no sizes."""
+        return at - sum(position < at for position in self._positions)
+
+    def takes(self, inputs: Sequence[Any], numbers: tuple[int, ...]) -> bool:
+        """True where the inputs lie as the trace says of ``numbers``."""
+        number = self.symbols.at(numbers)
+        for at, (size, stride) in self._layouts.items():
+            value = inputs[self._position(at)]
+            own = ([*value.shape], [*value.stride()], value.storage_offset())
+            if own != ([*map(number, size)], [*map(number, stride)], 0):
+                return False
+        return not shared_memory(inputs, self._written)
+
+    def compiled(
+        self, capture: "StepCapture", numbers: tuple[int, ...]
+    ) -> Callable[..., Any] | None:
+        """What runs the graph for ``numbers``; None where autograd would have to keep others."""
+        metadata = metadata_of_inputs(self._metadata, self._positions)
+        note_metadata(metadata)
+        assert self._joint is not None, "it was traced"
+        with self._joint.fakes.tracing(metadata):
+            step = self._like_before(capture, numbers) or self._whole(capture, numbers)
+        if step is None:
+            return None
+
+        def run(*args: Any) -> Any:
+            self._steps[numbers] = step  # another may have been compiled for them
+            given = list(args)
+            for at, number in zip(self._positions, numbers, strict=True):
+                given.insert(at, number)
+            return self._run(*given)
+
+        return run
+
+    def _whole(self, capture: "StepCapture", numbers: tuple[int, ...]) -> "_Step | None":
+        """The step for ``numbers``, cut out of the joint graph."""
+        found, self._halves_at_first = self._halves_at_first, None
+        forward, backward = found or self._halves(capture, numbers)
+        if _kept(forward, capture.num_results) != self._kept:
+            return None
+        static = tuple(map(self._position, self._static))
+        run_forward = capture.inner(forward, _examples(forward), static_input_idxs=static)
+        run_backward = capture.inner(backward, _examples(backward), is_backward=True)
+        step = _Step(
+            num_results=capture.num_results,
+            forward=run_forward,
+            backward=run_backward,
+            capture=capture,
+        )
+        if capture.assembly is not None and not capture.numbers:  # which are of these sizes
+            self._learn(capture.config, capture.assembly.lowered.cut, numbers)
+        return step
+
+    def _like_before(self, capture: "StepCapture", numbers: tuple[int, ...]) -> "_Step | None":
+        """The step for ``numbers``, as one of their size class was cut; None: there is none."""
+        for known in self._cuts:
+            if known.config == capture.config and _size_class(numbers) in known.classes:
+                try:
+                    cut = known.at(numbers)
+                except Exception as error:  # it goes all the way
+                    log.info("memo: sizes %s are cut anew: %s", numbers, described(error))
+                    continue
+                num_results = self._settings["num_fwd_outputs"]
+                try:
+                    forward, backward = capture.cut_before(cut, num_results)
+                except Infeasible:  # what is saved depends on sizes; all the way it may fit
+                    continue
+                return _Step(
+                    num_results=num_results, forward=forward, backward=backward, capture=capture
+                )
+        return None
+
+    def _learn(self, config: MemoConfig, cut: CutStep, numbers: tuple[int, ...]) -> None:
+        """A step went all the way: others like it need not."""
+        assert self._joint is not None, "it was traced"
+        try:
+            for known in self._cuts:
+                if known.config == config and known.is_like(cut, numbers):
+                    known.classes.add(_size_class(numbers))
+                    return
+            made = KnownCut.of(cut, config, self._joint, numbers)
+            self._cuts[:] = [*self._cuts, made][-MAX_CUTS:]
+        except Exception as error:  # then every length goes all the way
+            log.info("memo: each length is cut anew: %s", described(error))
+
+    def _halves(
+        self, capture: "StepCapture", numbers: tuple[int, ...]
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint = self._joint
+        assert joint is not None, "it was traced"
+        given = dict(zip((node.name for node in joint.sizes), numbers, strict=True))
+        gm = capture.runner.derive(
+            "numbers",
+            joint.gm,
+            lambda: joint.at(given, numbers),
+            stage="joint",
+            graphs=lambda made: {"joint": made},
+        )
+        capture.chosen = self._chosen.setdefault(_size_class(numbers), {})
+        return capture.partition(gm, joint.inputs_of(gm), **self._settings)
+
+    def _partition(
+        self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **settings: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Hollow halves, of what the first length's autograd keeps."""
+        self._settings = {"num_fwd_outputs": num_fwd_outputs, **settings}
+        known = settings.get("static_lifetime_input_indices")
+        if known is not None:
+            positions = [self._position(at) for at in known if at not in self._positions]
+            self._settings["static_lifetime_input_indices"] = positions
+        self._joint = SymbolicJoint(
+            gm=shim.copied(joint), symbols=self.symbols, num_fwd_outputs=num_fwd_outputs
+        )
+        inputs = self._joint.gm.graph.find_nodes(op="placeholder")
+        sizes = [at for at, node in enumerate(inputs) if node in self._joint.sizes]
+        if tuple(sizes) != self._positions:
+            raise UnsupportedGraph("AOTAutograd gives it other inputs")
+        with self._joint.fakes.tracing(None):
+            self._halves_at_first = self._halves(self._capture, self._numbers)
+        forward, _ = self._halves_at_first
+        self._kept = _kept(forward, num_fwd_outputs)
+        halves = _hollow(self._joint, forward, self._kept)
+        self._capture.refuse_compiled_autograd(halves[1])
+        return halves
+
+    def _inner(self, gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
+        if self._joint is None or kwargs.get("is_inference"):
+            raise UnsupportedGraph("it is inference")
+        if kwargs.get("is_backward"):
+            shim.allow_second_backward()
+            return _boxed(self._backward)
+        static = kwargs.get("static_input_idxs", ())
+        self._static = tuple(at for at in static if at not in self._positions)
+        self._metadata = known_metadata()
+        return _boxed(self._forward)
+
+    def _forward(self, args: list[Any]) -> list[Any]:
+        numbers = tuple(int(args[at]) for at in self._positions)
+        rest = [value for at, value in enumerate(args) if at not in self._positions]
+        args.clear()
+        step = self._steps[numbers]
+        results = list(step.forward(rest))
+        lease = leases.find(results[step.num_results + len(self._kept)])
+        if lease is not None:
+            lease.owner = step
+        return [*results, *numbers]
+
+    def _backward(self, args: list[Any]) -> list[Any]:
+        first = len(self._positions)
+        numbers, rest = tuple(map(int, args[:first])), args[first:]
+        args.clear()
+        lease = leases.find(rest[len(self._kept)])
+        step = self._steps.get(numbers) if lease is None else lease.owner
+        del lease
+        if step is None:
+            raise RuntimeMisuse(
+                f"the plan for sizes {numbers} is gone, and its step has ended; raise max_plans"
+            )
+        results = list(step.backward(rest))
+        for at in self._positions:
+            results.insert(at, None)
+        return results
+
+
+def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def boxed(args: list[Any]) -> Any:
+        return run(args)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
+
+
+def _examples(half: fx.GraphModule) -> list[Any]:
+    return [node.meta["val"] for node in half.graph.find_nodes(op="placeholder")]
+
+
+def _kept(forward: fx.GraphModule, num_results: int) -> list[str]:
+    """Names of what autograd keeps of a forward, up to the handle.
+
+    Raises UnsupportedGraph: it keeps more than tensors that it checks for writes.
+    """
+    saved = results_of(forward.graph)[num_results:]
+    *kept, handle = saved
+    unchecked = [node.meta.get("saved_tensor_with_no_vc_check", False) for node in kept]
+    if not all(map(is_tensor, kept)) or any(unchecked) or handle.target is not ops.lease:
+        raise UnsupportedGraph("autograd keeps what memo does not know")
+    return [node.name for node in kept]
+
+
+def _hollow(
+    joint: SymbolicJoint, forward: fx.GraphModule, kept: Sequence[str]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of ``joint`` as AOTAutograd wants them, without what is between.
+
+    Rewrite:
+        joint: (n, x, w, t) -> loss, None, None, grad_w
+            -> forward: (n, x, w) -> loss, x, w, handle, n
+               backward: (n, x, w, handle, t) -> None, None, grad_w
+    """
+    nodes = {node.name: node for node in joint.gm.graph.nodes}
+    if not nodes.keys() >= set(kept):
+        raise UnsupportedGraph("autograd keeps what the symbolic graph does not have")
+    handle = results_of(forward.graph)[-1]
+    results, first = results_of(joint.gm.graph), joint.num_fwd_outputs
+    inputs = joint.gm.graph.find_nodes(op="placeholder")
+    primals = [node for node in inputs if not is_tangent(node)]
+    tangents = [node for node in inputs if is_tangent(node)]
+    ends = [*results[:first], *(nodes[name] for name in kept), handle, *joint.sizes]
+    starts = [*joint.sizes, *(nodes[name] for name in kept), handle, *tangents]
+    return (
+        _between(joint.gm, primals, ends),
+        _between(joint.gm, starts, results[first:]),
+    )
+
+
+def _between(
+    owner: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[Any]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        name = HANDLE if node.target is ops.lease else node.name
+        made[node] = graph.placeholder(name)
+        made[node].meta = dict(node.meta)
+    for node in results:
+        if isinstance(node, fx.Node) and node not in made:
+            made[node] = graph.call_function(_hollow_value, ())
+            made[node].meta = dict(node.meta)
+    graph.output(tuple(made[n] if isinstance(n, fx.Node) else None for n in results))
+    return shim.graph_module(owner, graph)
+
+
+def _hollow_value() -> Any:
+    """Stands for a value of a half that each length's own step makes."""
+    raise AssertionError("the halves of all lengths are hollow; those of one length run")
+
+
+def shared_memory(inputs: Sequence[Any], written: Collection[int]) -> tuple[str, ...]:
+    """How inputs lie in memory that several of them share and into which the graph writes.
+
+    AOTAutograd compiles for that, and leaves it to Dynamo's guards to see another way.
+    """
+    if not written:
+        return ()
+    sharing: dict[int, list[int]] = {}
+    for at, value in enumerate(inputs):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            sharing.setdefault(value.untyped_storage()._cdata, []).append(at)
+    return tuple(
+        f"{at} {_place(inputs[at])}"
+        for group in sharing.values()
+        if len(group) > 1 and not set(written).isdisjoint(group)
+        for at in group
+    )
+
+
+def _place(value: torch.Tensor) -> str:
+    """Where ``value`` lies, and of what it is a view."""
+    base = value if value._base is None else value._base
+    num_bytes = value.untyped_storage().nbytes()
+    return f"at {value.storage_offset()} of {num_bytes} B, {tuple(base.shape)} by {base.stride()}"
