@@ -312,14 +312,25 @@ def _out_overload(node: fx.Node) -> torch._ops.OpOverload | None:
     packet = target.overloadpacket
     name = "out" if target._overloadname == "default" else f"{target._overloadname}_out"
     known = packet.overloads()
-    others = (name for name in known if name.endswith("out"))  # sum.dim_IntList has sum.IntList_out
+    # sum.dim_IntList has sum.IntList_out, div.Tensor_mode has div.out_mode.
+    others = (name for name in known if "out" in name.split("_"))
     for candidate in (name, "out", *others):
         if candidate in known:
             overload = getattr(packet, candidate)
             plain = len(overload._schema.returns) == 1 and torch.Tag.generated not in overload.tags
-            if plain and _same_arguments(target, overload):
+            if plain and _same_arguments(target, overload) and not _lost(node, overload):
                 return overload
     return None
+
+
+_OF_RESULT = frozenset(("dtype", "layout", "device", "pin_memory", "memory_format"))
+"""Keywords that say what the result is like; the tensor that is written into is."""
+
+
+def _lost(node: fx.Node, out: torch._ops.OpOverload) -> set[str]:
+    """Keywords of ``node`` that ``out`` does not know: ``div.out`` has no ``rounding_mode``."""
+    given = {name for name, value in node.kwargs.items() if value is not None}
+    return given - _OF_RESULT - {arg.name for arg in out._schema.arguments}
 
 
 def _same_arguments(target: torch._ops.OpOverload, out: torch._ops.OpOverload) -> bool:

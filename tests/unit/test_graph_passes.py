@@ -1,6 +1,7 @@
 """Views, equal computations, out= overloads and the cut, on graphs of a few nodes."""
 
 import operator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from memo_compile.passes.separate import SeparateResults
 from memo_compile.step.problem import Phase, Storage
 
 CPU = torch.device("cpu")
+OF_RESULT = {"dtype", "layout", "device", "pin_memory", "memory_format"}
 
 
 def traced(function, *shapes) -> fx.GraphModule:
@@ -243,9 +245,16 @@ def test_other_sums_are_new_tensors(early, total):
         (lambda x: (torch.cat([x, x]),), True),
         (lambda x: (x.sum(0),), True),
         (lambda x: (torch.nn.functional.gelu(x),), True),
+        (lambda x: (torch.div(x, 0.3, rounding_mode="floor"),), True),
+        (lambda x: (torch.div(x, x.t(), rounding_mode="trunc"),), True),
+        (lambda x: (torch.add(x, x, alpha=3),), True),
+        (lambda x: (torch.var(x, 0, correction=2),), True),
         (lambda x: (torch.ops.aten.native_layer_norm(x, [4], None, None, 1e-5)[0],), False),
     ],
-    ids=["add", "mm", "cat", "sum", "gelu", "layer-norm"],
+    ids=[
+        *("add", "mm", "cat", "sum", "gelu", "div-floor", "div-trunc", "alpha", "correction"),
+        "layer-norm",
+    ],
 )
 def test_what_has_an_out_overload_writes_into_its_buffer(function, direct):
     """Otherwise the copy is counted as memory outside; either way the numbers are right."""
@@ -266,6 +275,23 @@ def test_what_has_an_out_overload_writes_into_its_buffer(function, direct):
         torch.testing.assert_close(result, expected)
         assert output.storage is Storage.ARENA
         assert result.data_ptr() == views[output.index].data_ptr()
+
+
+def test_no_out_overload_loses_a_keyword():
+    """All of torch's operators: what is written into a buffer must be what was asked for."""
+    lost = []
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if not isinstance(packet, torch._ops.OpOverloadPacket):
+            continue
+        for target in (getattr(packet, overload) for overload in packet.overloads()):
+            keywords = {arg.name for arg in target._schema.arguments if arg.kwarg_only}
+            node = SimpleNamespace(target=target, kwargs=dict.fromkeys(keywords, 1))
+            out = aten._out_overload(node)
+            if out is not None:
+                known = {arg.name for arg in out._schema.arguments}
+                lost += [f"{target}: {key}" for key in keywords - known - OF_RESULT]
+    assert not lost
 
 
 def test_the_users_outputs_get_no_buffer():
