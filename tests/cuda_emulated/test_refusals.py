@@ -91,6 +91,6 @@ def test_memory_that_runs_out_in_a_step_is_said_and_the_next_step_is_whole(polic
         finally:
             limit_device(0)
         assert launches_of(training) == normal
-    assert refused > 1
+    assert refused > 0
     assert memo_compile.report().active
     assert memo_compile.report().unplanned_steps == 0
