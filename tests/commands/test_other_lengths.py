@@ -7,11 +7,17 @@ import pytest
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
+from memo_compile.gpus import target_of
 from memo_compile.offline import plan_offline
 from memo_compile.offline.forecast import Question, forecast
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.subject import ModelLengths, is_shape
 from memo_compile.step.serialise import to_json
+
+pytestmark = pytest.mark.skipif(
+    target_of("h200") is not None,
+    reason="lowered for the GPU, whose operators go by their sizes: each length is traced",
+)
 
 GPT = ModelShape(
     name="tiny-lengths",
