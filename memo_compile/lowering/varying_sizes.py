@@ -63,6 +63,26 @@ class Formula:
         return self.square * n * n + self.scale * n + self.constant
 
 
+def with_numbers(value: Any, nodes: Mapping[fx.Node, fx.Node], number: Callable[[], Any]) -> Any:
+    """An argument with other ``nodes``, and ``number()`` for each number in turn.
+
+    In the order of ``written``.
+    """
+    if isinstance(value, fx.Node):
+        return nodes[value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return number()
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return slice(*(with_numbers(part, nodes, number) for part in parts))
+    if isinstance(value, tuple | list):
+        changed = (with_numbers(part, nodes, number) for part in value)
+        return list(changed) if isinstance(value, list) else tuple(changed)
+    if isinstance(value, Mapping):
+        return {key: with_numbers(of, nodes, number) for key, of in value.items()}
+    return value
+
+
 def formula(first: int, second: int, base: tuple[int, int]) -> Formula | None:
     """The simplest of the size, which gives ``first`` and ``second`` for those in ``base``."""
     if first == second:
@@ -386,18 +406,7 @@ class _WithSymbol:
 
     def _changed(self, value: Any) -> Any:
         """An argument, with nodes of the new graph, and in place of numbers what they are."""
-        if isinstance(value, fx.Node):
-            return self._nodes[value]
-        if isinstance(value, int) and not isinstance(value, bool):
-            return self._number(next(self._arguments))
-        if isinstance(value, slice):
-            return slice(*map(self._changed, (value.start, value.stop, value.step)))
-        if isinstance(value, tuple | list):
-            changed = map(self._changed, value)
-            return list(changed) if isinstance(value, list) else tuple(changed)
-        if isinstance(value, Mapping):
-            return {key: self._changed(of) for key, of in value.items()}
-        return value
+        return with_numbers(value, self._nodes, lambda: self._number(next(self._arguments)))
 
     def _number(self, of: Formula) -> Any:
         if not of.square and not of.scale:

@@ -8,7 +8,7 @@ only if every size and stride is then what the two lengths say, too; else the mo
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,13 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.stages import CapturedStep
 from memo_compile.errors import UnsupportedGraph, described
-from memo_compile.lowering.varying_sizes import Formula, Written, formula, written
+from memo_compile.lowering.varying_sizes import (
+    Formula,
+    Written,
+    formula,
+    with_numbers,
+    written,
+)
 from memo_compile.offline.more_layers import MoreLayers
 
 log = logging.getLogger("memo")
@@ -209,19 +215,8 @@ class _Rebuilt:
             )
 
     def _changed(self, value: Any) -> Any:
-        """An argument, with the new graph's nodes and numbers; in the order of ``written``."""
-        if isinstance(value, fx.Node):
-            return self._nodes[value]
-        if isinstance(value, int) and not isinstance(value, bool):
-            return next(self._arguments).at(self._length)
-        if isinstance(value, slice):
-            return slice(*map(self._changed, (value.start, value.stop, value.step)))
-        if isinstance(value, tuple | list):
-            changed = map(self._changed, value)
-            return list(changed) if isinstance(value, list) else tuple(changed)
-        if isinstance(value, Mapping):
-            return {key: self._changed(of) for key, of in value.items()}
-        return value
+        """An argument, with the new graph's nodes and numbers."""
+        return with_numbers(value, self._nodes, lambda: next(self._arguments).at(self._length))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
