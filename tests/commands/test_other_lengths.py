@@ -8,7 +8,6 @@ from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
 from memo_compile.gpus import target_of
-from memo_compile.offline import plan_offline
 from memo_compile.offline.forecast import Question, forecast
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.subject import ModelLengths, is_shape
@@ -39,19 +38,6 @@ def tiny_models(monkeypatch):
     for shape in (GPT, LLAMA):
         monkeypatch.setitem(models.MODELS, shape.name, shape)
     monkeypatch.setenv("MEMO_LOWERING", "aten")
-
-
-@pytest.fixture
-def traces(monkeypatch):
-    """How often a model was traced."""
-    seen, traced = [], plan_offline.tracing
-
-    def counted(*args, **kwargs):
-        seen.append(1)
-        return traced(*args, **kwargs)
-
-    monkeypatch.setattr(plan_offline, "tracing", counted)
-    return seen
 
 
 def answer(shape, seq, lengths=None, degrees=ONE, **more):

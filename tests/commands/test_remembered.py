@@ -67,19 +67,6 @@ def answer(**changes):
     return to_json(step.problem), to_json(plan), to_json(step.costs), facts
 
 
-@pytest.fixture
-def traces(monkeypatch):
-    """How often a model was traced."""
-    seen, traced = [], plan_offline.tracing
-
-    def counted(*args, **kwargs):
-        seen.append(1)
-        return traced(*args, **kwargs)
-
-    monkeypatch.setattr(plan_offline, "tracing", counted)
-    return seen
-
-
 def records(store):
     return sorted(store.folder.glob("*.json"), key=lambda path: path.stat().st_size)
 
