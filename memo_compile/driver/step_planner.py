@@ -216,7 +216,7 @@ class StepPlanner:
         if self.config.policy in ("auto", "save") and not self.request.shares:
             may_fit = budget_bytes is None or peak_live_bytes(self.problem) <= budget_bytes
             if may_fit or self._can_only_save():
-                saved = self._place(self.problem)
+                saved = self._place_within(self.problem, budget_bytes)
                 fits = budget_bytes is None or saved.peak_bytes <= budget_bytes
                 if fits or self._can_only_save():
                     return self._all_saved(saved, self._declared_budget_bytes())
@@ -235,7 +235,8 @@ class StepPlanner:
         for note in (*choice.notes, *step_notes(self.problem, rows, self.config)):
             state.add_note(note)
         costs = costs_with(self.step, choice.moves, self.known.library(self.config.host_store))
-        problem, placed = self._with_windows(choice.problem, self._placed(choice), costs)
+        placed = self._placed(choice, budget_bytes)
+        problem, placed = self._with_windows(choice.problem, placed, costs)
         plan = replace(
             placed,
             decisions=rows,
@@ -260,7 +261,7 @@ class StepPlanner:
             return problem, plan
         budget_bytes = self._budget_bytes()
         for better in self._orders(problem, plan, costs, budget_bytes):
-            placed = self._place(better)
+            placed = self._place_within(better, budget_bytes)
             if budget_bytes is None or placed.peak_bytes <= budget_bytes:
                 problem, plan = better, placed
                 break
@@ -351,8 +352,10 @@ class StepPlanner:
             memory=self.known.searches(host_bytes, exact=self.config.exact),
         )
 
-    def _placed(self, choice: Choice) -> Plan:
-        """The chosen step placed with all effort; candidates were placed with less."""
+    def _placed(self, choice: Choice, budget_bytes: int | None) -> Plan:
+        """The chosen step, as low as it can be placed; under a budget as it was found to fit."""
+        if budget_bytes is not None and self._is_solver_free():
+            return choice.plan
         best = self._place(choice.problem)
         return best if best.peak_bytes <= choice.plan.peak_bytes else choice.plan
 
@@ -366,6 +369,20 @@ class StepPlanner:
             return quick
         better = self._place(problem, at_most_s=CANDIDATE_PLACEMENT_S)
         return better if better.peak_bytes < quick.peak_bytes else quick
+
+    def _place_within(self, problem: Problem, budget_bytes: int | None) -> Plan:
+        """The first placement within the budget. With all effort where there is none, or none fits.
+
+        What a budget leaves free helps nobody, and the effort is most of the time of planning.
+        """
+        if budget_bytes is not None and self._is_solver_free():
+            quick = self._place_candidate(problem, budget_bytes)
+            if quick.peak_bytes <= budget_bytes:
+                return quick
+        return self._place(problem)
+
+    def _is_solver_free(self) -> bool:
+        return self.config.placement_solver == "auto"
 
     def _place(
         self, problem: Problem, solver: str | None = None, at_most_s: float = math.inf

@@ -138,10 +138,10 @@ class _Late:
 def filled(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
     """``problem`` with recomputations before waits for other ranks at which it would stand still.
 
-    One that runs beside no collective moves up to the next wait that still has time for it, behind
-    everything that it reads, and only where no more than ``limit_bytes`` are alive at one time then
-    (``peak_live_bytes``). The program is as it was where the step takes no less time. Cost: calls
-    times recomputations.
+    One that runs beside no collective moves up to the next wait that still has time for it, and
+    past further ones until it has hidden all of itself; behind everything that it reads, and only
+    where no more than ``limit_bytes`` are alive at one time then (``peak_live_bytes``). The program
+    is as it was where the step takes no less time. Cost: calls times recomputations.
 
     Raises:
         InputError: a region has no seconds.
@@ -157,18 +157,31 @@ def filled(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
         return problem
     for call in recomputed:
         place = next(at for at, other in enumerate(calls) if other is call)
-        region = problem.regions[call.region]
+        region, seconds = problem.regions[call.region], costs.call_s(call)
         made_bytes = sum(region.buffers[index].size_bytes for index in region.outputs_of_buffers())
+        to, hidden_s = place, 0.0
         for at in itertools.islice(_waits_before(calls, place, stall_s), MAX_WAITS):
-            wait = calls[at]
-            during, beside = alive[at] + region.most_bytes(), alive[at:place] + made_bytes
-            if max(during, beside.max()) <= limit_bytes:
-                calls.insert(at, calls.pop(place))
-                alive = np.concatenate((alive[:at], [during], beside, alive[place + 1 :]))
-                stall_s[wait.name] -= costs.call_s(call)
+            if alive[at:place].max() + made_bytes > limit_bytes or hidden_s >= seconds:
                 break
+            hidden_s += stall_s[calls[at].name]
+            if alive[at] + region.most_bytes() <= limit_bytes:
+                to = at
+        if to < place:
+            during, beside = alive[to] + region.most_bytes(), alive[to:place] + made_bytes
+            alive = np.concatenate((alive[:to], [during], beside, alive[place + 1 :]))
+            calls.insert(to, calls.pop(place))
+            _spend(stall_s, calls[to + 1 : place + 1], seconds)
     better = replace(problem, calls=tuple(calls))
     return better if simulate(better, costs, spans=False).step_s < before.step_s else problem
+
+
+def _spend(stall_s: dict[str, float], calls: Sequence[StepCall], seconds: float) -> None:
+    """The waits among ``calls``, which now stand behind so much work, stall for less."""
+    for call in calls:
+        if call.kind is CallKind.COMM_WAIT:
+            spent = min(seconds, stall_s.get(call.name, 0.0))
+            stall_s[call.name] = stall_s.get(call.name, 0.0) - spent
+            seconds -= spent
 
 
 def _beside_nothing(problem: Problem) -> list[StepCall]:

@@ -15,12 +15,12 @@ from memo_compile.planners.comm_windows import (
 )
 from memo_compile.planners.place_step import place_step
 from memo_compile.step.communication import comm_bytes, handed_on, value_sizes
-from memo_compile.step.problem import Problem
+from memo_compile.step.problem import CallKind, Phase, Problem
 from memo_compile.step.program_text import program_text
 from memo_compile.step.serialise import from_json, to_json
 from memo_compile.step.simulate import peak_live_bytes, simulate
-from tests.steps.among_ranks import GATHER, REDUCE, among_ranks, costs
-from tests.steps.parts import KIB
+from tests.steps.among_ranks import GATHER, REDUCE, among_ranks, costs, issue, wait
+from tests.steps.parts import KIB, call
 from tests.steps.small import two_layers
 
 ROOMY = 1 << 30
@@ -44,6 +44,53 @@ def test_a_recomputation_that_stands_before_the_reader_runs_before_the_wait():
     better = filled(late(problem), costs(), limit_bytes=ROOMY)
     assert names(better)[5:] == ["Bb", "gather@5", "W", "R", "wait.gather@5", "Ab"]
     assert simulate(better, costs()).step_s == simulate(late(problem), costs()).step_s - 1
+
+
+def two_gathers() -> Problem:
+    """Two gathers in flight at once; between their waits W runs, and R behind both."""
+    problem = among_ranks(recomputes=True)
+    second = issue("gather@6", "gather", Phase.BACKWARD, "d2", "c2")
+    at = names(problem).index("gather@5")
+    calls = (
+        *problem.calls[:at],
+        replace(problem.calls[at - 1], name="Bb2", outputs=("d2",)),
+        GATHER,
+        second,
+        wait(GATHER, "e"),
+        call("W", "W", Phase.BACKWARD, ("e", "x1"), ("w1",)),
+        wait(second, "e2"),
+        call("R", "R", Phase.BACKWARD, ("in",), ("s",), kind=CallKind.RECOMPUTE),
+        call("Ab", "Ab", Phase.BACKWARD, ("e2", "s"), ("w0",)),
+    )
+    return replace(problem, calls=calls)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "room", "end", "step_s"),
+    [
+        (1.0, ROOMY, ["W", "R", "wait.gather@6", "Ab"], 12.0),
+        (3.0, ROOMY, ["R", "wait.gather@5", "W", "wait.gather@6", "Ab"], 12.0),
+        (3.0, 0, ["W", "R", "wait.gather@6", "Ab"], 14.0),
+    ],
+)
+def test_a_recomputation_hides_behind_as_many_waits_as_it_is_long(seconds, room, end, step_s):
+    """The first gather stalls for two seconds, the other for one more; room: as little as works."""
+    problem, known = two_gathers(), costs()
+    known = replace(known, region_s={**known.region_s, "R": seconds})
+    limit_bytes = room or peak_live_bytes(at_last_wait(problem))
+    better = filled(problem, known, limit_bytes=limit_bytes)
+    assert names(better)[-len(end) :] == end
+    assert simulate(better, known).step_s == step_s
+    assert peak_live_bytes(better) <= limit_bytes
+    assert check(better, place_step(better, solver="greedy")).ok
+
+
+def at_last_wait(problem: Problem) -> Problem:
+    """R before the wait that it stands behind."""
+    calls = list(problem.calls)
+    at = names(problem).index("R")
+    calls[at - 1 : at + 1] = calls[at], calls[at - 1]
+    return replace(problem, calls=tuple(calls))
 
 
 def test_nothing_is_moved_where_more_would_be_alive():
