@@ -102,12 +102,26 @@ def numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str]
     yield "step", f"{format_seconds(answer.step_s)}, MFU {answer.mfu:.1%}{speed} (roofline)"
     if plan.timeline is not None:
         yield "stalls", format_seconds(stall_s) if (stall_s := plan.timeline.stall_s) else "none"
+    if plan.num_collectives:
+        yield "collectives", _collectives(answer)
     if plan.step_lower_bound_s:
         above = answer.step_s / plan.step_lower_bound_s - 1
         yield (
             "at best",
             f"{format_seconds(plan.step_lower_bound_s)}: this plan is {above:.1%} above",
         )
+
+
+def _collectives(answer: "Forecast") -> str:
+    """How many, over which link, and what becomes of their time."""
+    plan, rate = answer.step.plan, answer.question.hardware.link_bytes_per_s
+    recompute = ""
+    if plan.window_recompute_s:
+        recompute = f", {format_seconds(plan.window_recompute_s)} of it recomputation"
+    return (
+        f"{plan.num_collectives} at {format_bytes(rate)}/s: {format_seconds(plan.hidden_comm_s)} "
+        f"beside computation{recompute}; the step waits {format_seconds(plan.exposed_comm_s)}"
+    )
 
 
 def _peak_call(peak: "PeakAt") -> str:

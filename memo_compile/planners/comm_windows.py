@@ -47,20 +47,29 @@ def at_once(problem: Problem) -> Problem:
     return replace(problem, calls=tuple(calls))
 
 
-def late(problem: Problem) -> Problem:
+def late(problem: Problem, *, holds_inputs: bool = False) -> Problem:
     """``problem`` that waits for a collective as late as order allows. Cost: linear.
 
     Where a collective's input lies apart from its output, and nobody else reads it by then, it
-    would be held longer: there the wait stays.
+    would be held longer: there the wait stays, but with ``holds_inputs``.
     """
     if not has_collectives(problem):
         return problem
-    return replace(problem, calls=tuple(_Late(problem).run()))
+    return replace(problem, calls=tuple(_Late(problem, holds_inputs).run()))
+
+
+def least_s(problem: Problem, costs: StepCosts) -> float:
+    """Seconds that every plan of ``problem`` takes at least, however much memory there is.
+
+    No plan begins a collective earlier, needs its result later, or computes less.
+    """
+    return simulate(late(problem, holds_inputs=True), costs, spans=False).step_s
 
 
 class _Late:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, holds_inputs: bool) -> None:
         self.problem = problem
+        self.holds_inputs = holds_inputs
         self.roots = storage_roots(problem)
         self.given = frozenset(problem.inputs)
         self.in_place = {
@@ -108,16 +117,16 @@ class _Late:
 
     def _must_stay(self, wait: StepCall, at: int) -> bool:
         """True where to wait later would hold the input for longer."""
-        held = self._held(wait)
-        if wait.waits_for in self.in_place or held in self.given:
-            return False
-        return self.last_read.get(held, -1) < at
+        return not self._is_kept(wait) and self.last_read.get(self._held(wait), -1) < at
 
     def _is_released(self, wait: StepCall, at: int) -> bool:
         """True behind the last call that reads the input for itself."""
-        held = self._held(wait)
-        is_kept = wait.waits_for in self.in_place or held in self.given
-        return not is_kept and self.last_read.get(held, -1) <= at
+        return not self._is_kept(wait) and self.last_read.get(self._held(wait), -1) <= at
+
+    def _is_kept(self, wait: StepCall) -> bool:
+        """True where to wait later costs no memory, or memory does not count."""
+        is_in_place = wait.waits_for in self.in_place
+        return is_in_place or self.holds_inputs or self._held(wait) in self.given
 
     def _needs(self, call: StepCall, wait: StepCall) -> bool:
         """True for a call that reads the result, or may write into the input."""

@@ -5,6 +5,10 @@ copied to the host before p and back after it, or not made yet. One linear progr
 over fractions of tensors, and the largest answer counts. It knows nothing of schedules, modes,
 placement or layers as wholes, so it is never above the time of a plan.
 
+Among ranks a second bound counts where it is larger: the computation with every wait for a
+collective as late as its first reader, as if memory were free. Recomputation and copies may hide in
+those waits, so that the two do not add up.
+
 What is not on the device at p and read before a later point q of the backward must come back
 between the two, so that for points p, q, r, ... of the backward the seconds of such windows add up.
 Where few bytes are free they are more than those of a single point, and count.
@@ -37,6 +41,7 @@ import numpy as np
 
 from memo_compile.errors import ConfigError
 from memo_compile.planners import solver
+from memo_compile.planners.comm_windows import least_s
 from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of, recompute_seconds
 from memo_compile.planners.policy.model import call_bytes
 from memo_compile.planners.solver import weighted
@@ -57,9 +62,21 @@ def step_lower_bound_s(
 
     ``regions`` are recomputations whose seconds are known: where one is faster than its operators
     together, each of these is taken to be as much faster. Without a solver, or a budget, it is the
-    computation alone. Infinite where no plan can be.
+    computation alone, with what it waits for other ranks. Infinite where no plan can be.
     """
     facts = facts_of(step)
+    alone_s = least_s(step.problem, step.costs) if facts.talks else 0.0
+    return max(alone_s, _bound_s(step, facts, budget_bytes, host_budget_bytes, regions))
+
+
+def _bound_s(
+    step: MovableStep,
+    facts: StepFacts,
+    budget_bytes: int | None,
+    host_budget_bytes: int | None,
+    regions: Collection[RecomputeRegion],
+) -> float:
+    """The bound of one device."""
     compute_s = sum(facts.call_s)
     if budget_bytes is None or not step.problem.has_one_turn:  # in pipelines: of compute alone
         return compute_s

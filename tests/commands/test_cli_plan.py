@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import textwrap
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from memo_compile.cli.main import main
+from memo_compile.cli.plan_text import plan_lines
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
@@ -21,12 +23,12 @@ from memo_compile.file_store import FileStore
 from memo_compile.gpus import target_of
 from memo_compile.offline import forecast as forecasting
 from memo_compile.offline.forecast import Need, Question, forecast, longest
-from memo_compile.offline.shapes.parallel import all_gather
+from memo_compile.offline.shapes.parallel import behind
 from memo_compile.offline.shapes.transformer import Degrees, first_stage
 from memo_compile.planners.place_step import placed_step
 from memo_compile.reporting.emit import Settings, emit
 from memo_compile.step.plans import Decision, Plan
-from memo_compile.step.problem import CallKind
+from memo_compile.step.problem import CallKind, Phase
 from memo_compile.step.serialise import from_json
 
 GPT = ModelShape(
@@ -105,7 +107,8 @@ def plan(capsys, *arguments):
 
 def question(model="tiny-gpt", seq=1024, **more):
     degrees = Degrees(**{key: more.pop(key) for key in ("tp", "cp", "pp", "dp") if key in more})
-    return Question(model=model, seq=seq, hardware=find_hardware("a100"), degrees=degrees, **more)
+    hardware = find_hardware(more.pop("hardware", "a100"))
+    return Question(model=model, seq=seq, hardware=hardware, degrees=degrees, **more)
 
 
 @pytest.mark.usefixtures("inductor")
@@ -349,22 +352,47 @@ def test_a_pipeline_stage_holds_a_frame_for_each_micro_batch_in_flight():
 
 @pytest.mark.usefixtures("inductor")
 def test_gathers_belong_to_the_backward_and_are_not_saved():
-    answer = forecast(question("tiny-llama", 4096, tp=2))
-    gathered = 4096 * LLAMA.hidden * 2
-    saved = [row.tensor for row in answer.step.plan.decisions if row.layer_class == "layers"]
-    assert saved
-    assert not any("all_gather" in tensor for tensor in saved)
-    regions = answer.step.problem.regions.values()
-    outside = [buffer for region in regions for buffer in region.outside]
-    gathers = [
-        buffer.size_bytes for buffer in outside if buffer.kind == "memo_shapes.all_gather.default"
+    """Megatron's: 2 gathers and 2 scatters forwards; their counterparts and 2 gathers backwards.
+
+    The first layer's last scatter stands with the embedding.
+    """
+    step = forecast(question("tiny-llama", 4096, tp=2)).step
+    issues = Counter(
+        (call.phase, call.instance)
+        for call in step.problem.calls
+        if call.kind is CallKind.ISSUE and call.layer_class is not None
+    )
+    assert [issues[Phase.FORWARD, layer] for layer in range(LLAMA.num_layers)] == [4, 4]
+    assert [issues[Phase.BACKWARD, layer] for layer in range(LLAMA.num_layers)] == [5, 6]
+    arrived = {
+        call.outputs[0]
+        for call in step.problem.calls
+        if call.kind is CallKind.COMM_WAIT and call.phase is Phase.FORWARD
+    }
+    late_readers = [
+        call.name
+        for call in step.problem.calls
+        if call.phase is Phase.BACKWARD and not arrived.isdisjoint(call.inputs)
     ]
-    assert max(gathers) >= gathered
+    assert arrived
+    assert not late_readers
+
+
+@pytest.mark.usefixtures("inductor")
+def test_other_devices_are_waited_for_longer_over_a_slower_link():
+    fast, slow = (
+        forecast(question("tiny-llama", 4096, tp=2, hardware=name)) for name in ("h100", "l40s")
+    )
+    assert fast.step.plan.num_collectives == slow.step.plan.num_collectives > 0
+    assert 0 < fast.step.plan.exposed_comm_s < slow.step.plan.exposed_comm_s
+    assert fast.step_s < slow.step_s
+    (line,) = (line for line in plan_lines(slow, None) if "collectives" in line)
+    assert f"{slow.step.plan.num_collectives} at 29.80 GiB/s: " in line
 
 
 def test_the_operators_of_shapes_do_not_run():
-    with pytest.raises(RuntimeMisuse, match="all_gather: exists for planning"):
-        all_gather(torch.zeros(1, 4, 2), 1, 2)
+    with pytest.raises(RuntimeMisuse, match="behind: exists for planning"):
+        behind(torch.zeros(1, 4, 2), torch.zeros(1))
 
 
 def _needing(limit, curve=1.0):

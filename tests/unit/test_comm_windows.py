@@ -10,6 +10,7 @@ from memo_compile.planners.comm_windows import (
     at_once,
     filled,
     late,
+    least_s,
     num_collectives,
     window_recompute_s,
 )
@@ -127,6 +128,15 @@ def test_the_lanes_of_a_step_among_ranks():
     assert (hidden.step_s, hidden.hidden_comm_s, hidden.exposed_comm_s) == (9.0, 2.0, 2.0)
     lanes = [span.name for span in hidden.spans if span.lane == "communication"]
     assert lanes == ["reduce@1", "gather@5"]
+
+
+def test_no_order_of_the_step_is_faster_than_its_least_seconds():
+    keeps_all = among_ranks()
+    least = least_s(keeps_all, costs())
+    orders = keeps_all, late(keeps_all), at_once(keeps_all), late(keeps_all, holds_inputs=True)
+    assert least == min(simulate(order, costs()).step_s for order in orders)
+    recomputes = filled(late(among_ranks(recomputes=True)), costs(), limit_bytes=ROOMY)
+    assert least <= simulate(recomputes, costs()).step_s
 
 
 def test_what_is_recomputed_in_windows_is_counted():

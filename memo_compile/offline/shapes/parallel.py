@@ -1,7 +1,9 @@
 """What Megatron's tensor, sequence and context parallelism does on one device, as operators.
 
-The operators know shapes and nothing else: they exist to be traced on fake tensors and never run.
-Activations are ``(batch, tokens, width)``; between layers a device has ``seq / (tp * cp)`` tokens.
+Collectives are torch's own, so that a step is cut at them as one that runs is; the other operators
+know shapes and nothing else. All exist to be traced on fake tensors and never run. Activations are
+``(batch, tokens, width)``; between layers a device has ``seq / (tp * cp)`` tokens. Megatron's
+tokens come first, so that gathering them needs no copy: here rows of all sequences are gathered.
 """
 
 from typing import Any, Never
@@ -21,34 +23,42 @@ def _refuse(name: str) -> Never:
     raise RuntimeMisuse(f"{name}: exists for planning and moves nothing; trace it on fake tensors")
 
 
-@torch.library.custom_op("memo_shapes::all_gather", mutates_args=())
+GROUP = "memo_shapes"
+"""The process group of the collectives. There is none of this name: they are planned, not run."""
+
+
 def all_gather(shard: Tensor, dim: int, world: int, after: Tensor | None = None) -> Tensor:
     """The shards of all ``world`` devices, one after the other along ``dim``.
 
     ``after`` is not read: a gather after an incoming gradient belongs to the backward, and cannot
     be moved into the forward and saved.
     """
-    _refuse("all_gather")
+    rows = (shard if after is None else behind(shard, after)).flatten(0, dim)
+    whole = torch.ops._c10d_functional.all_gather_into_tensor(rows, world, GROUP)
+    return _arrived(whole).view(*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
 
 
-@all_gather.register_fake
-def _(shard: Tensor, dim: int, world: int, after: Tensor | None = None) -> Tensor:
-    size = list(shard.shape)
-    size[dim] *= world
-    return shard.new_empty(size)
-
-
-@torch.library.custom_op("memo_shapes::reduce_scatter", mutates_args=())
 def reduce_scatter(whole: Tensor, dim: int, world: int) -> Tensor:
     """This device's part, along ``dim``, of the sum of all devices' ``whole``."""
-    _refuse("reduce_scatter")
+    rows = whole.contiguous().flatten(0, dim)
+    part = torch.ops._c10d_functional.reduce_scatter_tensor(rows, "sum", world, GROUP)
+    return _arrived(part).view(*whole.shape[:dim], -1, *whole.shape[dim + 1 :])
 
 
-@reduce_scatter.register_fake
-def _(whole: Tensor, dim: int, world: int) -> Tensor:
-    size = list(whole.shape)
-    size[dim] //= world
-    return whole.new_empty(size)
+def _arrived(rows: Tensor) -> Tensor:
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(rows)
+    return waited
+
+
+@torch.library.custom_op("memo_shapes::behind", mutates_args=())
+def behind(shard: Tensor, after: Tensor) -> Tensor:
+    """``shard``, but not before ``after`` is there, which is not read."""
+    _refuse("behind")
+
+
+@behind.register_fake
+def _(shard: Tensor, after: Tensor) -> Tensor:
+    return shard.new_empty(shard.shape)
 
 
 @torch.library.custom_op("memo_shapes::ring_attention", mutates_args=())
