@@ -350,6 +350,15 @@ def written_inputs(context: TracingContext, num_inputs: int) -> frozenset[int]:
     return frozenset(at for at, given in enumerate(known.input_info) if given.mutates_data)
 
 
+def is_compiled_alone(module: torch.nn.Module) -> bool:
+    """True for a module that ``module.compile()`` or ``torch.compile(module)`` compiled.
+
+    Private in 2.13.0 (``nn.Module._compiled_call_impl``).
+    """
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or isinstance(module, torch._dynamo.OptimizedModule)
+
+
 def nothing_else_compiles() -> contextlib.AbstractContextManager[Any]:
     """Dynamo's lock, held when it calls a backend, and needed by what is compiled at run time."""
     return convert_frame.compile_lock

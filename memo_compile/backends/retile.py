@@ -214,7 +214,9 @@ class Retiled:
             say_dropped("a step that needs more than its tiles allow", error)
             raise without_frames(self._asked[request]) from None
         written = shim.written_inputs(context, len(args))
-        if shared_memory(args, written) or not written.isdisjoint(gone):
+        if not written.isdisjoint(gone):
+            raise without_frames(self._asked.pop(request))  # the next call has its inputs
+        if shared_memory(args, written):
             raise without_frames(self._asked[request])
         assert planned.assembly is not None, "it trained before"
         planned.assembly.follow(before)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import OPTIMIZER_TENSORS, allocated_bytes
 from memo_compile.step.problem import FixedBytes
@@ -24,6 +25,24 @@ def parameters_around(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         if len(others) > len(largest) and own <= {id(parameter) for parameter in others}:
             largest = others
     return [parameter for parameter in largest if id(parameter) not in own]
+
+
+def compiled_alike(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters of each block of a model that is compiled like the one with ``parameters``.
+
+    Those are modules of one class that are compiled one by one, with parameters of the same shapes.
+    """
+    own = {id(parameter) for parameter in parameters}
+    around = [found for found in _modules() if own and own <= {id(each) for each in found[1]}]
+    blocks = [found for found in around if shim.is_compiled_alone(found[0])]
+    if not blocks:
+        return []
+    block, of_block = min(blocks, key=lambda found: len(found[1]))
+    model, _ = max(around, key=lambda found: len(found[1]))
+    alike = (each for each in model.modules() if type(each) is type(block))
+    compiled = [list(each.parameters()) for each in alike if shim.is_compiled_alone(each)]
+    shapes = [parameter.shape for parameter in of_block]
+    return [found for found in compiled if [each.shape for each in found] == shapes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,12 @@
 """Groups that the user named: which modules, in which order, before any of them has run."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from memo_compile.step.group import Group, num_user_results
-from memo_compile.step.problem import FixedBytes, Half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,38 +118,3 @@ def declared_around(args: Sequence[Any]) -> list[list[torch.nn.Parameter]]:
             order = [places[id(parameter)] for parameter in given]
             return [[own[at] for at in order] for own in found]
     return []
-
-
-def assumed_group(
-    forward: Half,
-    backward: Half,
-    args: Sequence[Any],
-    fixed: FixedBytes,
-    num_members: int,
-    num_tangents: int,
-) -> Group:
-    """What is assumed of a chain of blocks before it has run: each reads what the last one made.
-
-    A result is gone when the block behind has run, so is the gradient of an input. The first step
-    is watched, and where it was otherwise the group is planned again.
-    """
-    last = 2 * num_members - 1
-    gone = [
-        (half, position, half + 1)
-        for half in range(num_members)
-        for position in range(num_user_results(forward, backward))
-    ]
-    gone += [
-        (half, position, half + 1)
-        for half in range(num_members, last)
-        for position in _gradients_of_inputs(args, backward)
-    ]
-    passed = [(half, at) for half in range(num_members + 1, last + 1) for at in range(num_tangents)]
-    return Group(num_members=num_members, fixed=fixed, gone=tuple(gone), passed=tuple(passed))
-
-
-def _gradients_of_inputs(args: Sequence[Any], backward: Half) -> Iterator[int]:
-    """Positions of the backward's results that are gradients of no parameter."""
-    for position, (value, result) in enumerate(zip(args, backward.results, strict=False)):
-        if result is not None and not isinstance(value, torch.nn.Parameter):
-            yield position

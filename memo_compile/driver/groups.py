@@ -21,10 +21,11 @@ from memo_runtime.leases import StepCounters, leases
 from memo_runtime.run_step import run_backward
 
 from memo_compile import shim
-from memo_compile.driver.around import fixed_beside, has_fsdp_modules
+from memo_compile.driver.around import has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
+from memo_compile.driver.assumed import assumed_of, fixed_of
 from memo_compile.driver.bind import bind_group
-from memo_compile.driver.declared import assumed_group, declared_around, stages_around
+from memo_compile.driver.declared import declared_around, stages_around
 from memo_compile.driver.early_gradients import own_leaves
 from memo_compile.driver.group_members import GroupMembers
 from memo_compile.driver.out_of_memory import OutOfMemory
@@ -37,7 +38,6 @@ from memo_compile.reporting.write import write_pictures
 from memo_compile.step.group import Group, num_user_results
 from memo_compile.step.interludes import most_between
 from memo_compile.step.plans import Observed, ReportedGroup
-from memo_compile.step.problem import FixedBytes
 from memo_compile.units import format_bytes, format_enough
 
 log = logging.getLogger("memo")
@@ -154,8 +154,7 @@ class GroupedSteps:
         """
         with self._lock:
             is_first = self.planned is None or self.planned.members.is_assumed
-            is_cpu = self.assembly.step.device.type == "cpu"
-            if not (is_first and is_cpu and seen.is_group()) or self._any_live():
+            if not (is_first and self._is_on_cpu and seen.is_group()) or self._any_live():
                 return
             seen.stop()
             with contextlib.suppress(MemoError, RuntimeError), torch.enable_grad():
@@ -233,7 +232,7 @@ class GroupedSteps:
             self._plan_declared(args)
         is_new = self.planned is None or self.planned.members.is_assumed
         may_be_first = is_new and self._num_alone <= MAX_ALONE
-        is_first = may_be_first and self._looks_at_memory(stages.num_stages == 1)
+        is_first = may_be_first and stages.num_stages < 2 and self._is_on_cpu
         self._watch = StepWatch(
             problem.halves[1],
             num_user_results(*problem.halves),
@@ -251,23 +250,18 @@ class GroupedSteps:
         if self.planned is not None:
             self._count_existing(self.planned)
 
-    def _looks_at_memory(self, is_pipeline: bool) -> bool:
-        """True where what the user's code takes between the halves counts, and can be measured."""
-        on_cpu = self.assembly.step.device.type == "cpu"
-        return on_cpu and (is_pipeline or self.assembly.config.memory_budget is not None)
+    @property
+    def _is_on_cpu(self) -> bool:
+        """True where what the user's code takes between the halves can be measured."""
+        return self.assembly.step.device.type == "cpu"
 
     def _plan_declared(self, args: Sequence[Any]) -> None:
         """Plan the group that the user named, where the call is of its first module."""
         parameters = declared_around(args)
         if len(parameters) < 2:
             return
-        count, (forward, backward) = len(parameters), self.assembly.problem.halves
         found = [own for member in parameters for own in member]
-        fixed = self._fixed(found, count)
-        facts = self.assembly.lowered.cut.facts
-        fixed = replace(fixed, inputs=facts.fixed_bytes(0).inputs)
-        num_tangents = len(self.assembly.problem.tangents)
-        group = assumed_group(forward, backward, args, fixed, count, num_tangents)
+        group = assumed_of(self.assembly.lowered, self.assembly.config, parameters, args)
         keys = tuple(key_of(own[0]) for own in parameters)
         self._plan_group(group, GroupMembers.of(keys, found, group, is_assumed=True))
 
@@ -303,19 +297,12 @@ class GroupedSteps:
         """Plan the group that was seen. Raises as ``_plan_group``."""
         references = [reference() for reference in seen.parameters()]
         found = [own for own in references if own is not None]
-        group = seen.group(self._fixed(found, seen.num_members, seen.gathered_bytes))
-        is_assumed = not seen.samples and self._looks_at_memory(seen.is_pipeline)
+        lowered, config = self.assembly.lowered, self.assembly.config
+        fixed = fixed_of(lowered, config, found, seen.num_members, seen.gathered_bytes)
+        group = seen.group(fixed)
+        is_assumed = not seen.samples and self._is_on_cpu
         members = GroupMembers.of(seen.keys, found, group, is_assumed=is_assumed)
         self._plan_group(group, members, existing)
-
-    def _fixed(
-        self, found: Sequence[torch.nn.Parameter], num_members: int, gathered: int | None = None
-    ) -> FixedBytes:
-        """What all members hold beside the frame, as ``fixed_beside``."""
-        single = self.assembly.lowered.cut.facts.fixed_bytes(0)
-        fixed = fixed_beside(found, self.assembly.config, gathered)
-        libraries = self.assembly.lowered.problem.fixed.libraries
-        return replace(fixed, buffers=num_members * single.buffers, libraries=libraries)
 
     def _plan_group(self, group: Group, members: GroupMembers, existing: int | None = None) -> None:
         """Plan ``group``, beside ``existing`` bytes of gradients; None: those that are there now.

@@ -3,8 +3,8 @@
 The forward of every unit is a layer; calls of the same region whose saved outputs and inputs stand
 at the same positions are one class. A layer in tiles is still one layer, of the region that it is
 without them, so that what its tiles leave can be recomputed. A layer may move a tensor that lies in
-the arena under one name, that no other layer's forward reads, and that a backward reads. Everything
-else stays.
+the arena under one name, that no later layer's forward reads, and that a backward reads. Everything
+else stays, and so does what layers that are alike share.
 """
 
 from collections import Counter
@@ -73,6 +73,7 @@ class _Builder:
         """Position -> the calls of the forward there, in order; several for a region in tiles."""
         for call in forward.calls:
             self.calls.setdefault(call.position, []).append(call.name)
+        self.region_at = {call.position: call.region for call in forward.layer_calls}
         self.first_at = {position: index[names[0]] for position, names in self.calls.items()}
         self.sizes = _arena_sizes(problem)
         self.readers: dict[str, set[int]] = {}
@@ -134,12 +135,22 @@ class _Builder:
         return Movable(step=step, graphs=graphs)
 
     def _input_slots(self, call: CutCall) -> tuple[int, ...]:
-        """Positions of inputs that another call made, that only this call reads in the forward."""
+        """Positions of inputs that another call made, which no later call reads in the forward."""
         found: dict[str, int] = {}
         for position, value in enumerate(call.inputs):
-            if self._may_move(value) and self._other_readers(value) == {call.position}:
+            if self._may_move(value) and self._last_reader(value) == call.position:
                 found.setdefault(value, position)
         return tuple(found.values())
+
+    def _last_reader(self, value: str) -> int | None:
+        """The last position at which the forward reads ``value``, its maker's excepted.
+
+        None where calls of one region share it (a mask): its bytes would be free for a short time,
+        and the last of the layers, which are alike, would be a class of its own.
+        """
+        positions = self._other_readers(value)
+        regions = {self.region_at.get(position) for position in positions}
+        return max(positions, default=None) if len(regions) == len(positions) else None
 
     def _other_readers(self, value: str) -> set[int]:
         """Positions of the forward calls that read ``value``, without its maker's."""

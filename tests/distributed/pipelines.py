@@ -40,6 +40,27 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).pow(2).mean()
 
 
+class BrokenError(Exception):
+    """What a stage raises."""
+
+
+class Breaking(nn.Module):
+    """A stage that raises in the forward number ``left``, if that is not None."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+        self.left: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                raise BrokenError
+        return self.stage(x)
+
+
 class Pipeline:
     """A rank's stages under memo, and the whole model in eager."""
 
@@ -77,6 +98,23 @@ class Pipeline:
             chosen["memory_budget"] = budgets[rank]
         self.run = memo_compile.pipeline(made, **chosen)
 
+    def break_step(self, x: torch.Tensor, target: torch.Tensor, microbatch: int) -> None:
+        """A step of one stage a rank under 1F1B, in which the last raises in ``microbatch``.
+
+        Each rank before it raises one later, where nobody waits for what it did not send.
+        """
+        (stage,) = pipeline_stages(self.run)
+        whole, stage.submod = stage.submod, Breaking(stage.submod)
+        stage.submod.left = microbatch + dist.get_world_size() - 1 - dist.get_rank()
+        error: BaseException | None = None
+        try:
+            _step(self.run, x, target)
+        except RuntimeError as raised:
+            error = raised.__cause__
+        assert isinstance(error, BrokenError), error
+        stage.submod = whole
+        self.run._internal_losses.clear()  # torch keeps those of the broken step
+
     def _traced(self, num_stages: int, example: torch.Tensor) -> list[Any]:
         """Stages as torch's tracing front end makes them: exported graphs, split at blocks."""
         per_stage = len(self.eager) // num_stages
@@ -106,12 +144,14 @@ def trained(
     hidden: int = HIDDEN,
     options: dict[str, Any] | None = None,
     is_traced: bool = False,
+    breaks_in: int | None = None,
 ) -> dict[str, Any]:
     """Some steps of both, with an optimizer; the errors after each.
 
-    Between the second step and the third the stages are evaluated. ``peaks`` are bytes from the
-    second step on: parameters, the batch, where other ranks send to, and what came on top.
-    ``options`` may have a memory_budget for each rank.
+    Between the second step and the third the stages are evaluated, and microbatch ``breaks_in``, if
+    any, raises in a step that nobody compares. ``peaks`` are bytes from the second step on:
+    parameters, the batch, where other ranks send to, and what came on top. ``options`` may have a
+    memory_budget for each rank.
     """
     keep_large_blocks_apart()
     both = Pipeline(schedule, num_microbatches, hidden, options or {}, rows if is_traced else 0)
@@ -125,6 +165,10 @@ def trained(
         if step == 2:
             with torch.no_grad():
                 [part(x) for part in both.own]
+        if step == 2 and breaks_in is not None:
+            both.break_step(x, target, breaks_in)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
         gc.collect()
         arena_of(torch.device("cpu")).release_pages()  # what is there before does not count
         with watch_memory() as memory:

@@ -75,6 +75,11 @@ def test_every_rank_keeps_its_budget(tmp_path, subtests):
     assert_right(tmp_path, subtests, TIGHT_SETTINGS, num_ranks=4)
 
 
+def test_an_exception_in_a_microbatch_leaves_the_next_step_planned_and_right(tmp_path, subtests):
+    """Ranks raise in the third and in the fourth."""
+    assert_right(tmp_path, subtests, [{**SETTINGS[0], "breaks_in": 2}], num_ranks=2)
+
+
 def assert_right(folder, subtests, settings, num_ranks):
     ranks = run_ranks("tests.distributed.pipelines", folder, {"settings": settings}, num_ranks)
     for number, rank in enumerate(ranks):

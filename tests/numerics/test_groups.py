@@ -398,6 +398,22 @@ def test_a_budget_below_the_floor_is_refused_with_the_floor() -> None:
     assert blocks.group().peak_bytes <= budget
 
 
+def test_the_refusal_of_the_first_block_names_the_floor_of_all() -> None:
+    """Nothing has run: modules that are compiled alike, in one model, are taken for a group."""
+    blocks = Regional(memory_budget=1)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
+        blocks.step()
+    error = refused.value.inner_exception
+    assert f"the floor of {LAYERS} blocks that are compiled alike" in str(error)
+    blocks = Regional(memory_budget=error.floor_bytes + 4 * IGNORED_BYTES)
+    for _ in range(3):
+        blocks.zero()
+        blocks.step()
+    assert memo_compile.report().unplanned_steps == LAYERS - 1
+    parameters = sum(own.nbytes for own in blocks.model.parameters())
+    assert error.floor_bytes > 2 * parameters, "those of all blocks, and their gradients"
+
+
 def test_a_declared_group_is_planned_in_its_first_step() -> None:
     torch.manual_seed(0)
     blocks = Regional.__new__(Regional)
@@ -523,6 +539,23 @@ def test_other_tiles_are_compiled_in_the_first_step(monkeypatch: pytest.MonkeyPa
         blocks.step(run=run)
     assert memo_compile.report().unplanned_steps == LAYERS - 1
     assert blocks.group().check.ok
+
+
+def test_what_runs_between_blocks_counts_without_a_budget() -> None:
+    num_bytes = 2**26
+
+    def takes_more(model: nn.Module, ids: torch.Tensor) -> None:
+        x = model.entry(ids)
+        for layer in model.layers:
+            x = layer(x)
+        (x.square().mean() + torch.zeros(num_bytes // 4).add_(1).mean()).backward()
+
+    blocks = Regional()
+    for _ in range(2):
+        blocks.zero()
+        blocks.step(run=takes_more)
+    assert blocks.group().between_bytes == pytest.approx(num_bytes, rel=0.05)
+    assert blocks.group().peak_bytes > num_bytes
 
 
 def test_nobody_looks_at_the_memory_of_a_graph_that_is_no_group(

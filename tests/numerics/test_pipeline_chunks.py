@@ -9,7 +9,9 @@ from torch import nn
 
 import memo_compile
 from memo_compile.driver.declared import declare_stages
+from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
+from memo_compile.step.interludes import IGNORED_BYTES
 from tests.numerics.small import Block
 
 HIDDEN, MICROBATCHES = 16, 3
@@ -179,3 +181,18 @@ def test_kwais_amounts_are_what_goes_to_the_host() -> None:
     assert offloaded[0.0, 0.0] == 0 < all_bytes
     assert 2 * offloaded[0.5, 0.0] == offloaded[0.5, 0.5]
     assert 0.5 * all_bytes <= offloaded[0.5, 0.5] < all_bytes
+
+
+def test_a_budget_below_the_floor_of_stages_that_share_a_graph_is_refused() -> None:
+    stages = Stages(alike=True, memory_budget=1)
+    for _ in range(2):  # in so many memory is looked at
+        stages.step(INTERLEAVED)
+    with pytest.raises(Infeasible, match="6 forwards of a pipeline's rank") as refused:
+        stages.step(INTERLEAVED)
+    assert refused.value.floor_bytes is not None
+    budget = refused.value.floor_bytes + 4 * IGNORED_BYTES
+    stages = Stages(alike=True, memory_budget=budget)
+    for _ in range(3):
+        stages.step(INTERLEAVED)
+    (group,) = memo_compile.report().groups
+    assert group.peak_bytes <= budget

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 import memo_compile
-from memo_compile.backends.retile import PlannedGraph, Retiled
+from memo_compile.backends.retile import PlannedGraph, Retiled, _Call
 from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
@@ -155,3 +155,19 @@ def test_other_tiles_are_refused_where_what_is_written_shares_memory():
     both = torch.ones(4)
     with pytest.raises(Infeasible, match="in these tiles"):
         retiled(plan)(both[:3], both[1:])
+
+
+def test_what_an_input_that_is_gone_forbids_is_tried_in_the_next_call():
+    """Between two calls a stand-in does not tell whether what is written shares memory."""
+    asked = []
+
+    def plan(_gm: fx.GraphModule, _args: object, request: PlanRequest) -> PlannedGraph:
+        asked.append(request)
+        return PlannedGraph(run=lambda x: x + 1, assembly=retiled(plan)._planned[1])
+
+    step = retiled(plan)
+    step._called = _Call.now([torch.ones(1)])
+    assert step._planned.assembly is not None
+    step._planned.assembly.retile(Infeasible("in these tiles", floor_bytes=9))
+    assert torch.equal(step(torch.ones(1)), torch.full((1,), 2.0))
+    assert asked == 2 * [PlanRequest(existing_gradient_bytes=1)]

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 
 import memo_compile
 from memo_compile.config import resolve
@@ -14,6 +15,7 @@ from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
 from tests import models
 from tests.numerics.closeness import Reference
+from tests.numerics.small import Pair
 from tests.numerics.traced import Options, TracedStep
 from tests.numerics.training import ATEN, Run, assert_planned, in_ci, sgd
 
@@ -100,6 +102,38 @@ def test_steps_under_a_budget_equal_eager(name, subtests):
             ours, plan = step.run({**OPTIONS, "memory_budget": PLENTY, "policy": policy})
             reference(name).assert_close(ours)
             assert plan.recomputed_bytes if policy == "full-recompute" else plan.offloaded_bytes
+
+
+class Multiplied(nn.Module):
+    """Parts of several widths; what the first makes is read behind each of the others."""
+
+    def __init__(self, narrow: int = 16, widths: tuple[int, ...] = (64, 72, 80, 88)) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(narrow, wide), nn.Tanh(), nn.Linear(wide, narrow), nn.Tanh())
+            for wide in widths
+        )
+
+    def forward(self, x):
+        x = kept = self.parts[0](x)
+        for part in self.parts[1:]:
+            x = part(x) * kept
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("policy", ["full-offload", "full-recompute"])
+def test_what_several_segments_read_moves_with_the_last_of_them(policy):
+    torch.manual_seed(0)
+    options = {**OPTIONS, "policy": policy, "memory_budget": PLENTY, "debug": "poison,copies-late"}
+    pair = Pair(Multiplied(), **options)
+    for _ in range(2):
+        pair.zero_grad()
+        pair.each(lambda run: run(torch.linspace(-1, 1, 512 * 16).view(512, 16)).backward())
+        pair.assert_equal()
+    (plan,) = memo_compile.report().plans
+    (row,) = (row for row in plan.decisions if row.tensor.startswith("tanh_1 "))
+    assert row.layer_class == "epilogue_fwd", "the last reader"
+    assert row.decision == ("SAVE" if policy == "full-recompute" else "OFFLOAD")
 
 
 @pytest.mark.full

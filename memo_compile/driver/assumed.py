@@ -1,0 +1,111 @@
+"""What is assumed of blocks that are compiled alike before any of them has run."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memo_compile.config import MemoConfig
+from memo_compile.driver.around import compiled_alike, fixed_beside, has_fsdp_modules
+from memo_compile.driver.knowledge import StepKnowledge
+from memo_compile.driver.plan_step import plan_step
+from memo_compile.driver.stages import LoweredStep, PlanRequest
+from memo_compile.errors import Infeasible
+from memo_compile.step.group import Group, num_user_results
+from memo_compile.step.problem import FixedBytes, Half
+from memo_compile.units import format_enough
+
+IN_ALL = (
+    "This is the floor of {} blocks that are compiled alike, as one group: of one alone it is {}. "
+    "What runs between them counts from their first step on"
+)
+
+
+def fixed_of(
+    lowered: LoweredStep,
+    config: MemoConfig,
+    found: Sequence[torch.nn.Parameter],
+    num_members: int,
+    gathered: int | None = None,
+) -> FixedBytes:
+    """What all members of a group hold beside the frame, as ``fixed_beside``; without inputs."""
+    single = lowered.cut.facts.fixed_bytes(0)
+    fixed = fixed_beside(found, config, gathered)
+    libraries = lowered.problem.fixed.libraries
+    return replace(fixed, buffers=num_members * single.buffers, libraries=libraries)
+
+
+def assumed_of(
+    lowered: LoweredStep,
+    config: MemoConfig,
+    parameters: Sequence[Sequence[torch.nn.Parameter]],
+    args: Sequence[Any],
+) -> Group:
+    """The group of blocks with ``parameters``, the first of which is called with ``args``."""
+    found = [own for member in parameters for own in member]
+    fixed = fixed_of(lowered, config, found, len(parameters))
+    fixed = replace(fixed, inputs=lowered.cut.facts.fixed_bytes(0).inputs)
+    num_tangents = len(lowered.problem.tangents)
+    return assumed_group(*lowered.problem.halves, args, fixed, len(parameters), num_tangents)
+
+
+def floor_of_all(
+    error: Infeasible, lowered: LoweredStep, config: MemoConfig, known: StepKnowledge
+) -> Infeasible:
+    """``error`` of one block, or that of all that are compiled alike where it names a higher floor.
+
+    The budget is refused before any has run; the group that they become needs no less than one.
+    What FSDP2 gathers at once shows in a step: with it the floor is that of the one block.
+    """
+    if has_fsdp_modules():
+        return error
+    args = lowered.cut.facts.inputs()
+    given = [value for value in args if isinstance(value, torch.nn.Parameter)]
+    alike = compiled_alike(given)
+    if error.floor_bytes is None or len(alike) < 2:
+        return error
+    group = assumed_of(lowered, config, alike, args)
+    try:
+        plan_step(lowered, config, PlanRequest(group=group), known)
+    except Infeasible as of_all:
+        if of_all.floor_bytes is not None and of_all.floor_bytes > error.floor_bytes:
+            alone = format_enough(error.floor_bytes)
+            text = f"{of_all}. {IN_ALL.format(len(alike), alone)}"
+            return Infeasible(text, floor_bytes=of_all.floor_bytes)
+    return error
+
+
+def assumed_group(
+    forward: Half,
+    backward: Half,
+    args: Sequence[Any],
+    fixed: FixedBytes,
+    num_members: int,
+    num_tangents: int,
+) -> Group:
+    """What is assumed of a chain of blocks before it has run: each reads what the last one made.
+
+    A result is gone when the block behind has run, so is the gradient of an input. The first step
+    is watched, and where it was otherwise the group is planned again.
+    """
+    last = 2 * num_members - 1
+    gone = [
+        (half, position, half + 1)
+        for half in range(num_members)
+        for position in range(num_user_results(forward, backward))
+    ]
+    gone += [
+        (half, position, half + 1)
+        for half in range(num_members, last)
+        for position in _gradients_of_inputs(args, backward)
+    ]
+    passed = [(half, at) for half in range(num_members + 1, last + 1) for at in range(num_tangents)]
+    return Group(num_members=num_members, fixed=fixed, gone=tuple(gone), passed=tuple(passed))
+
+
+def _gradients_of_inputs(args: Sequence[Any], backward: Half) -> Iterator[int]:
+    """Positions of the backward's results that are gradients of no parameter."""
+    for position, (value, result) in enumerate(zip(args, backward.results, strict=False)):
+        if result is not None and not isinstance(value, torch.nn.Parameter):
+            yield position
