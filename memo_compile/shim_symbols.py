@@ -117,7 +117,8 @@ class StaticFakes:
     """Fake tensors whose sizes are numbers, in a mode of their own."""
 
     def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # Without a shape environment Inductor caches no graph.
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
     def like(self, value: Any, number: Callable[[Any], int]) -> Any:
         """``value``, a symbolic fake or several, with sizes that ``number`` evaluates.
@@ -132,12 +133,24 @@ class StaticFakes:
             raise TypeError(f"a value is {value.layout}")
         size, stride = ([*map(number, part)] for part in (value.shape, value.stride()))
         start = number(value.storage_offset())
+        return self.made(size, stride, start, dtype=value.dtype, device=value.device)
+
+    def made(
+        self,
+        size: Sequence[int],
+        stride: Sequence[int],
+        start: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> FakeTensor:
+        """A tensor that begins ``start`` elements behind the beginning of its memory."""
         with no_dispatch():  # through the mode it would take ten times as long
-            meta = torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
+            meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
             if start:
                 last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
                 meta = meta.new_empty(start + last + 1).as_strided(size, stride, start)
-            return FakeTensor(self.mode, meta, value.device)
+            return FakeTensor(self.mode, meta, device)
 
     @contextlib.contextmanager
     def tracing(self, metadata: Any) -> Iterator[None]:

@@ -75,5 +75,9 @@ def plain_inner(
     """A graph without a plan (inference): plain Inductor, or op by op under the aten lowering."""
     if config.lowering == "aten":
         return aten.interpret(gm)
-    compiled: Callable[..., Any] = shim.compile_fx_inner(gm, examples, **kwargs)
+    with (
+        shim.inductor_patch(shim.NO_GRAPH_CACHE),
+        shim.functorch_patch(bundled_autograd_cache=False),
+    ):
+        compiled: Callable[..., Any] = shim.compile_fx_inner(gm, examples, **kwargs)
     return compiled
