@@ -14,7 +14,7 @@ from memo_compile.backends.all_lengths import AllLengths, KnownCut
 from memo_compile.errors import Infeasible
 from tests.numerics.closeness import assert_equals_eager
 from tests.numerics.small import Pair, Stack, leased_slabs
-from tests.numerics.training import ATEN, assert_planned
+from tests.numerics.training import ATEN, assert_planned, in_ci
 
 
 @pytest.fixture
@@ -108,6 +108,42 @@ def test_one_trace_and_two_cuts_serve_all_lengths(counts):
     assert counts["traces"] == 2  # of the first length, and of all others
     assert counts["known"] == 4  # one to be compared
     assert leased_slabs() == 0
+    assert not memo_compile.report().notes
+
+
+class Labelled(Words):
+    """Labels are an input of their own, which has as many tokens as the other."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.mix:
+            x = self.body(x + layer(x).tanh())
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def apart(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return words(tokens), words(tokens, seed=1)
+
+
+def shifted(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two views of one tensor, one token apart."""
+    whole = words(tokens + 1)
+    return whole[:, :-1], whole[:, 1:]
+
+
+def halves(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of one tensor: where the second begins depends on the length."""
+    first, second = torch.stack(apart(tokens)).unbind()
+    return first, second
+
+
+@pytest.mark.parametrize("inputs", in_ci([apart, shifted, halves], apart, shifted))
+def test_inputs_that_share_a_length(counts, inputs):
+    pair = Pair(Labelled(attends))
+    for tokens in LENGTHS[:6]:
+        pair.assert_step(*inputs(tokens))
+    assert_planned()
+    assert counts["traces"] == 2
     assert not memo_compile.report().notes
 
 
