@@ -147,6 +147,28 @@ def test_inputs_that_share_a_length(counts, inputs):
     assert not memo_compile.report().notes
 
 
+class Scaled(Words):
+    """A float of the model's, which ``dynamic=True`` makes an input of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__(attends)
+        self.scale = 0.5
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.scale
+
+
+def test_floats_that_stay_and_sizes_that_vary(counts):
+    pair = Pair(Scaled())
+    pair.compiled = torch.compile(pair.ours, backend="memo", options=ATEN, dynamic=True)
+    assert_lengths(pair, ((9, 2), (12, 2), (15, 3), (10, 4)))
+    assert counts["traces"] == 1
+    pair.ours.scale = pair.eager.scale = 0.25
+    assert_lengths(pair, ((12, 2),))
+    assert counts["traces"] == 2  # by itself: it may be another one in each step
+    assert_planned()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("body", BODIES)
 def test_models_whose_python_reads_the_length(body):
