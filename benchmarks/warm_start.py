@@ -2,16 +2,18 @@
 
 An unmodified Llama, memo and plain Inductor. Each runs twice, in two processes one after the other
 that share one cache folder, empty at first: what is judged is the second. Printed are the seconds
-from the first call to the end of the first backward, compilation included. The second process's
-first step must take no longer with memo than with Inductor, memo's plan must be the first
-process's byte for byte, times aside, every region must come from the cache, and the gradients must
-equal eager's.
+from the first call to the end of the first backward, compilation included; what is judged is the
+processor time of the process and its children, which other work on the machine does not lengthen.
+The second process's first step must take no more of it with memo than with Inductor, memo's plan
+must be the first process's byte for byte, times aside, the captured step and every region must come
+from the cache, and the gradients must equal eager's.
 """
 
 import argparse
 import copy
 import hashlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -88,20 +90,31 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     eager = copy.deepcopy(model)
     ids = torch.randint(options.vocab, (options.batch, options.tokens))
     step = torch.compile(model, backend=options.child)
-    begin = time.perf_counter()
+    begin, begin_cpu = time.perf_counter(), processor_s()
     step(input_ids=ids, labels=ids).loss.backward()
-    result: dict[str, Any] = {"first_step_s": time.perf_counter() - begin}
+    result: dict[str, Any] = {
+        "first_step_s": time.perf_counter() - begin,
+        "first_step_cpu_s": processor_s() - begin_cpu,
+    }
     if options.child == "memo":
+        from memo_compile.backends import capture_memory
         from memo_compile.lowering import region_cache
         from memo_compile.step.serialise import to_json
 
         plan = harness.memo_plan()
         result["lowering_s"], result["planning_s"] = plan.lowering_s, plan.planning_s
         result["num_regions"], result["num_hits"] = plan.num_regions, region_cache.counts.hits
+        result["num_recalled"] = capture_memory.counts.recalled
         result["plan_sha256"] = digest(json.loads(to_json(plan)))
         eager(input_ids=ids, labels=ids).loss.backward()
         result["gradient_error"] = gradient_error(model, eager)
     return result
+
+
+def processor_s() -> float:
+    """Processor time of this process and of those that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def gradient_error(ours: Any, eager: Any) -> float:
@@ -124,11 +137,13 @@ def judge(results: Mapping[str, Sequence[Mapping[str, Any]]], depths: Sequence[i
     found = []
     for depth in depths:
         memo, inductor = results[f"memo-{depth}"][1], results[f"inductor-{depth}"][1]
-        ratio = memo["first_step_s"] / inductor["first_step_s"]
+        ratio = memo["first_step_cpu_s"] / inductor["first_step_cpu_s"]
         if ratio > MAX_FIRST_STEP_RATIO:
             found.append(
                 f"{depth} layers: the second process's first step is {ratio:.2f} x Inductor's"
             )
+        if not memo["num_recalled"]:
+            found.append(f"{depth} layers: the second process traced the step again")
         if memo["num_hits"] < memo["num_regions"]:
             found.append(
                 f"{depth} layers: {memo['num_hits']} of {memo['num_regions']} regions came from "
@@ -160,13 +175,17 @@ def show(results: Mapping[str, Sequence[Mapping[str, Any]]], depths: Sequence[in
                 f"{inductor[1]['first_step_s']:.1f} s",
                 f"{memo[1]['first_step_s']:.1f} s",
                 f"{memo[1]['first_step_s'] / inductor[1]['first_step_s']:.3f}",
+                f"{inductor[1]['first_step_cpu_s']:.1f} s",
+                f"{memo[1]['first_step_cpu_s']:.1f} s",
+                f"{memo[1]['first_step_cpu_s'] / inductor[1]['first_step_cpu_s']:.3f}",
                 f"{memo[1]['lowering_s']:.1f} s",
                 f"{memo[1]['planning_s']:.2f} s",
                 f"{inductor[0]['first_step_s']:.1f} s",
                 f"{memo[0]['first_step_s']:.1f} s",
             ]
         )
-    columns = ["layers", "inductor", "memo", "ratio", "lowering", "planning"]
+    columns = ["layers", "inductor", "memo", "ratio", "processor", "memo's", "ratio"]
+    columns += ["lowering", "planning"]
     columns += ["inductor, empty", "memo, empty"]
     harness.print_table("first step of a second process, warm caches", columns, rows)
 

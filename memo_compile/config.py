@@ -147,7 +147,8 @@ class MemoConfig:
     by its work, which takes so long on a quiet machine."""
     cache: bool = True
     """What was found out before, in this process or another, comes from a cache: code of regions
-    from Inductor's own, what memo must know of it, and cuts, from memo's (``memo cache show``)."""
+    and what is around a step from torch's own, what memo must know of it, captured steps and cuts,
+    from memo's (``memo cache show``)."""
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
     """Settings for Inductor itself, passed through."""
 

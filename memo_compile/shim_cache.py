@@ -1,20 +1,29 @@
-"""Private torch APIs of Inductor's cache of compiled graphs. Read in torch 2.11.0 and 2.13.0.
+"""Private torch APIs of Inductor's and AOTAutograd's caches. Read in torch 2.11.0 and 2.13.0.
 
 An entry is a pickle of torch's own, in torch's own folder, under a key that is a digest of the
-graph, its inputs, Inductor's settings and torch's sources. It holds a graph's generated code and
-what Inductor knows of it. A file's name is the digest of its content, which torch itself does not
+graph, its inputs, the settings and torch's sources. One of Inductor's holds a graph's generated
+code and what Inductor knows of it; one of AOTAutograd's what runs around forward and backward, and
+a name for each of these. A file's name is the digest of its content, which torch itself does not
 compare.
 """
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+from torch._functorch._aot_autograd.autograd_cache import (
+    AOTAutogradCache,
+    BypassAOTAutogradCache,
+    FXGraphCacheMiss,
+)
 from torch._inductor import cpu_vec_isa
 from torch._inductor.codecache import FxGraphCache, get_path, sha256_hash
+from torch._inductor.output_code import OutputCode
 
 from memo_compile.file_store import say_unused
 
@@ -38,24 +47,35 @@ def graph_cache(tag: str) -> Iterator[None]:
         "custom_partitioner_fn": None,
     }
     own = torch.compiler.config.cache_key_tag
-    caches: Any = FxGraphCache
-    plain = vars(FxGraphCache)["_get_tmp_dir_for_key"]
+    with (
+        _checked_entries(FxGraphCache),
+        inductor_config.patch(settings),
+        torch.compiler.config.patch(cache_key_tag=f"{own}{tag}"),  # type: ignore[attr-defined]
+    ):
+        yield
 
-    def checked(cls: type[FxGraphCache], key: str) -> str:
+
+@contextlib.contextmanager
+def _checked_entries(cache: Any) -> Iterator[list[str]]:
+    """Inside, damaged entries of ``cache`` are dropped before torch reads them.
+
+    Yields the folders of the keys that were asked for.
+    """
+    plain = vars(cache)["_get_tmp_dir_for_key"]
+    asked: list[str] = []
+
+    def checked(cls: Any, key: str) -> str:
         folder: str = plain.__get__(None, cls)(key)
+        asked.append(folder)
         for path in _entries(folder):
             _drop_damaged(path)
         return folder
 
-    caches._get_tmp_dir_for_key = classmethod(checked)
+    cache._get_tmp_dir_for_key = classmethod(checked)
     try:
-        with (
-            inductor_config.patch(settings),
-            torch.compiler.config.patch(cache_key_tag=f"{own}{tag}"),  # type: ignore[attr-defined]
-        ):
-            yield
+        yield asked
     finally:
-        caches._get_tmp_dir_for_key = plain
+        cache._get_tmp_dir_for_key = plain
 
 
 def _entries(folder: str) -> list[Path]:
@@ -103,7 +123,91 @@ def other_code(compiled: Any) -> Path | None:
 
 def forget(key: str, damaged: Path | None) -> None:
     """Nothing is cached under ``key``, and ``damaged`` is gone, where files can be removed."""
-    entries = _entries(FxGraphCache._get_tmp_dir_for_key(key))
-    for path in (*entries, *([] if damaged is None else [damaged])):
+    _remove(*_entries(FxGraphCache._get_tmp_dir_for_key(key)))
+    if damaged is not None:
+        _remove(damaged)
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+Half = Callable[[list[Any]], Any]
+"""What runs a forward or a backward; it empties the list that it is given."""
+
+Recall = Callable[[str], tuple[Half, Half] | None]
+"""Forward and backward of what is remembered under a name; None: nothing that can be used."""
+
+_recalls: list[tuple[Recall, list[str]]] = []
+"""What the graph that is being compiled asks, on top, and the folders of the keys that it has."""
+
+
+@dataclasses.dataclass(eq=False)
+class RememberedHalf(OutputCode):
+    """A forward or a backward that AOTAutograd's cache knows by a name.
+
+    In another process, where AOTAutograd finds its entry, ``autograd_cache`` says what runs.
+    """
+
+    run: Half | None
+    is_backward: bool = False
+    record: str = ""
+    """The name under which it is remembered; empty: it is not, nor what is around it."""
+    _boxed_call: bool = True
+    """Of the object, not of the class: what torch wraps around it copies that."""
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        """Run it; ``inputs`` is a list, which is emptied."""
+        assert self.run is not None, "what is pickled does not run"
+        return self.run(inputs)  # type: ignore[arg-type]
+
+    def prepare_for_serialization(self) -> None:
+        """Of a copy that is pickled. Raises BypassAOTAutogradCache: it is not remembered."""
+        if not self.record:
+            raise BypassAOTAutogradCache("memo does not remember this graph")
+        self.run = None
+
+    def post_compile(self, *_: Any, **__: Any) -> None:
+        """AOTAutograd has found it. Raises FXGraphCacheMiss: it is not remembered any more."""
+        recall, folders = _recalls[-1] if _recalls else (lambda _: None, [])
+        found = recall(self.record)
+        if found is None:
+            for folder in folders:
+                _remove(*_entries(folder))
+            raise FXGraphCacheMiss("memo does not remember this graph any more")
+        self.run = found[self.is_backward]
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        """Kernels are in the caches of the regions."""
+
+
+def remembers_autograd() -> bool:
+    """True where the user lets AOTAutograd remember graphs, which is torch's default."""
+    return bool(functorch_config.enable_autograd_cache)
+
+
+@contextlib.contextmanager
+def autograd_cache(recall: Recall) -> Iterator[None]:
+    """Inside, AOTAutograd's cache is asked on this machine for a graph whose halves are memo's own.
+
+    They are ``RememberedHalf``s, and the partitioner has a ``uuid`` that stands for all that they
+    depend on beside what torch knows. On a hit neither partitioner nor inner compiler is called.
+    """
+    settings = {
+        "enable_autograd_cache": True,
+        "enable_remote_autograd_cache": False,
+        "bundled_autograd_cache": True,
+        "strict_autograd_cache": False,
+    }
+    with (
+        _checked_entries(AOTAutogradCache) as folders,
+        functorch_config.patch(settings),
+        inductor_config.patch(fx_graph_cache=True),  # else AOTAutograd's cache is not asked
+    ):
+        _recalls.append((recall, folders))
+        try:
+            yield
+        finally:
+            _recalls.pop()

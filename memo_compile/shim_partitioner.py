@@ -21,16 +21,22 @@ reordering_to_mimic_autograd_engine = partitioners.reordering_to_mimic_autograd_
 class Partitioner(CustomPartitionerFn):
     """``run(joint, joint_inputs, **kwargs)`` as the object that Inductor's configuration wants."""
 
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self._run = run
+    def __init__(self, run: Callable[..., Any], uuid: str | None = None) -> None:
+        self._run, self._uuid = run, uuid
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         """The halves of ``gm``."""
         return self._run(gm, joint_inputs, **kwargs)
 
-    def uuid(self) -> None:
-        """Nothing that a cache could know it by."""
-        return None
+    def uuid(self) -> str | None:
+        """What a cache knows it by; None: nothing does."""
+        return self._uuid
+
+    def __reduce__(self) -> Any:
+        """Caches digest Inductor's whole configuration; this is known by its ``uuid``."""
+        if self._uuid is None:
+            raise TypeError("a partitioner that nothing is known by")
+        return str, (self._uuid,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Partitioner":
         return self  # Inductor copies its whole configuration when it saves it

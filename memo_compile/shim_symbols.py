@@ -21,20 +21,38 @@ from torch.utils._mode_utils import no_dispatch
 
 
 class SizeSymbols:
-    """Sizes that vary, each at least 2, in a shape environment of their own."""
+    """Sizes that vary, each at least 2, in a shape environment of their own.
 
-    def __init__(self, hints: Sequence[int]) -> None:
-        """``hints`` are values that they have; where torch looks at one, it writes a guard."""
+    Some may be functions of others, as Dynamo says of inputs of one length.
+    """
+
+    def __init__(self, hints: Sequence[int], said: Sequence[Any] = ()) -> None:
+        """``hints`` are values that they have; where torch looks at one, it writes a guard.
+
+        ``said`` is what each is in another environment, by default a symbol of its own: sizes that
+        are one symbol there are one here. Raises KeyError: one depends on what is none of them.
+        """
         self._env = ShapeEnv()
         self._hints = tuple(hints)
-        self._symbols: list[Any] = []
+        self._free: dict[Any, int] = {}
+        """Each symbol, and the first position that is it."""
+        own: dict[Any, Any] = {}
+        found = said or [sympy.Symbol(f"own_{at}") for at in range(len(self._hints))]
+        for at, expression in enumerate(found):
+            if isinstance(expression, sympy.Symbol) and expression not in own:
+                source = ConstantSource(f"memo_size_{at}")
+                own[expression] = self._env.create_symbol(
+                    self._hints[at], source, dynamic_dim=DimDynamic.DYNAMIC
+                )
+                self._free[own[expression]] = at
+        self._sizes: list[Any] = []
+        """What each is of the symbols."""
         self.values: list[torch.SymInt] = []
-        for at, hint in enumerate(hints):
-            source = ConstantSource(f"memo_size_{at}")
-            symbol = self._env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
-            value = self._env.create_symintnode(symbol, hint=hint, source=source)
+        for at, expression in enumerate(found):
+            put = {symbol: own[symbol] for symbol in expression.free_symbols}
+            self._sizes.append(expression.xreplace(put))
+            value = self._env.create_symintnode(self._sizes[at], hint=self._hints[at])
             assert isinstance(value, torch.SymInt), "a size of at least 2 is a symbol"
-            self._symbols.append(symbol)
             self.values.append(value)
         self.mode = FakeTensorMode(shape_env=self._env)
 
@@ -46,10 +64,13 @@ class SizeSymbols:
         """True where all that was assumed, so far, of the symbols holds for ``numbers``."""
         if not self.is_free():
             return False
-        bounds = (self._env.var_to_range[symbol] for symbol in self._symbols)
-        if not all(b.lower <= n <= b.upper for b, n in zip(bounds, numbers, strict=True)):
-            return False
         put = self._put(numbers)
+        bounds = ((self._env.var_to_range[symbol], n) for symbol, n in put.items())
+        if not all(bound.lower <= n <= bound.upper for bound, n in bounds):
+            return False
+        pairs = zip(self._sizes, numbers, strict=True)
+        if any(size.xreplace(put) != n for size, n in pairs):
+            return False
         return all(guard.expr.xreplace(put) == sympy.true for guard in self._env.guards)
 
     def number(self, value: Any, *numbers: int) -> int:
@@ -86,10 +107,20 @@ class SizeSymbols:
         if isinstance(value, int):
             return value
         expression = _expression(value)
-        put = {symbol: self._symbols[others[symbol]] for symbol in expression.free_symbols}
+        put = {symbol: self._sizes[others[symbol]] for symbol in expression.free_symbols}
         own = expression.xreplace(put)
         hint = int(own.xreplace(self._put(self._hints)))
         return self._env.create_symintnode(own, hint=hint)
+
+    def near(self, numbers: Sequence[int], more: int, sizes: Sequence[Any]) -> tuple[int, ...]:
+        """``numbers`` where the largest symbol of ``sizes``, and its equals, grow by ``more``."""
+        put = self._put(numbers)
+        used = {
+            symbol for size in sizes for symbol in getattr(_expression(size), "free_symbols", ())
+        }
+        largest = max((n for symbol, n in put.items() if symbol in used), default=0)
+        other = {symbol: n + more if n == largest else n for symbol, n in put.items()}
+        return tuple(int(size.xreplace(other)) for size in self._sizes)
 
     def tracing(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, what is compiled keeps its assumptions in this environment."""
@@ -100,13 +131,12 @@ class SizeSymbols:
         return graph.sizevars.shape_env is self._env
 
     def _put(self, numbers: Sequence[int]) -> dict[Any, Any]:
-        return dict(zip(self._symbols, map(sympy.Integer, numbers), strict=True))
+        return {symbol: sympy.Integer(numbers[at]) for symbol, at in self._free.items()}
 
 
-def symbol_of(value: Any) -> Any:
-    """What stands for a size, where that is one symbol and no expression; else None."""
-    expression = _expression(value) if isinstance(value, torch.SymInt) else None
-    return expression if isinstance(expression, sympy.Symbol) else None
+def expression_of(value: torch.SymInt) -> Any:
+    """What a size is in its environment."""
+    return value.node.expr
 
 
 def _expression(value: Any) -> Any:
@@ -117,7 +147,8 @@ class StaticFakes:
     """Fake tensors whose sizes are numbers, in a mode of their own."""
 
     def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # Without a shape environment Inductor caches no graph.
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
     def like(self, value: Any, number: Callable[[Any], int]) -> Any:
         """``value``, a symbolic fake or several, with sizes that ``number`` evaluates.
@@ -132,12 +163,24 @@ class StaticFakes:
             raise TypeError(f"a value is {value.layout}")
         size, stride = ([*map(number, part)] for part in (value.shape, value.stride()))
         start = number(value.storage_offset())
+        return self.made(size, stride, start, dtype=value.dtype, device=value.device)
+
+    def made(
+        self,
+        size: Sequence[int],
+        stride: Sequence[int],
+        start: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> FakeTensor:
+        """A tensor that begins ``start`` elements behind the beginning of its memory."""
         with no_dispatch():  # through the mode it would take ten times as long
-            meta = torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
+            meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
             if start:
                 last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
                 meta = meta.new_empty(start + last + 1).as_strided(size, stride, start)
-            return FakeTensor(self.mode, meta, value.device)
+            return FakeTensor(self.mode, meta, device)
 
     @contextlib.contextmanager
     def tracing(self, metadata: Any) -> Iterator[None]:

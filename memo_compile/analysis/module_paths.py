@@ -132,11 +132,15 @@ def role_of(node: fx.Node) -> str:
     return f"{path} {name}".strip()
 
 
+def module_path(node: fx.Node) -> str:
+    """The innermost module around ``node``, as Dynamo writes it; empty where it says nothing."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(next((value[0] for value in reversed(stack.values())), ""))
+
+
 def _inside_layer(node: fx.Node) -> list[str]:
     """The modules around ``node`` behind the last numbered one, outermost first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = str(next((value[0] for value in reversed(stack.values())), ""))
-    steps = [step for step in _STEP.findall(path) if step not in _HIDDEN]
+    steps = [step for step in _STEP.findall(module_path(node)) if step not in _HIDDEN]
     numbered = [at for at, step in enumerate(steps) if step.isdigit()]
     return steps[numbered[-1] + 1 :] if numbered else []
 
@@ -160,8 +164,7 @@ def _owner(places: Sequence[set[Place]]) -> Owner:
 
 def _places(node: fx.Node, cache: dict[str, tuple[Place, ...]]) -> tuple[Place, ...]:
     """The numbered modules around ``node``, outermost first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = str(next((value[0] for value in reversed(stack.values())), ""))
+    path = module_path(node)
     if path not in cache:
         cache[path] = _parse(path)
     return cache[path]

@@ -29,18 +29,19 @@ from memo_compile.analysis.views import is_tensor, results_of
 from memo_compile.config import MemoConfig
 from memo_compile.driver.stages import CutStep
 from memo_compile.errors import Infeasible, RuntimeMisuse, UnsupportedGraph, described
+from memo_compile.lowering.varying_sizes import foreseeing
 from memo_compile.passes.at_numbers import SymbolicJoint
 from memo_compile.passes.cut import Cut
-from memo_compile.passes.cut_again import CutTemplate, is_same
+from memo_compile.passes.cut_again import CutTemplate, OtherSizes, is_same
 from memo_compile.passes.lease import HANDLE
 from memo_compile.passes.remembered_cut import Chosen
 from memo_compile.reporting import state
 from memo_compile.shim_symbols import (
     SizeSymbols,
+    expression_of,
     known_metadata,
     metadata_of_inputs,
     note_metadata,
-    symbol_of,
 )
 
 if TYPE_CHECKING:
@@ -186,9 +187,9 @@ class _Traced:
     ) -> None:
         """Raises Exception: torch's own; UnsupportedGraph: the trace would serve no other sizes."""
         self._positions, self._capture, self._numbers = positions, capture, numbers
-        self.symbols = SizeSymbols(numbers)
-        self._layouts: dict[int, tuple[list[Any], list[Any]]] = {}
-        """Sizes and strides of the inputs in which there are symbols."""
+        self.symbols, self._known = _symbols_of(gm, positions, numbers)
+        self._layouts: dict[int, tuple[list[Any], list[Any], Any]] = {}
+        """Sizes, strides and beginning of the inputs in which there are symbols."""
         self._steps: weakref.WeakValueDictionary[tuple[int, ...], _Step] = (
             weakref.WeakValueDictionary()
         )
@@ -224,37 +225,38 @@ class _Traced:
         """An input for each placeholder, with symbols in the sizes that vary."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         examples = [node.meta["example_value"] for node in placeholders]
-        known: dict[Any, int] = {}
-        for number, at in enumerate(self._positions):
-            if not isinstance(examples[at], torch.SymInt):
-                raise UnsupportedGraph("a number among its inputs is no size")
-            symbol = symbol_of(examples[at])
-            if symbol is None:
-                raise UnsupportedGraph("a size among its inputs is an expression")
-            known[symbol] = number
         rest = iter(inputs)
         values = []
         for at, example in enumerate(examples):
             if at in self._positions:
                 values.append(self.symbols.values[self._positions.index(at)])
                 continue
-            values.append(self._fake(at, example, next(rest), known))
+            values.append(self._fake(at, example, next(rest)))
         return values
 
-    def _fake(self, at: int, example: Any, given: Any, known: dict[Any, int]) -> Any:
+    def _fake(self, at: int, example: Any, given: Any) -> Any:
         if not isinstance(given, torch.Tensor):
             return given
         numbers = [*example.shape, *example.stride()]
         if all(isinstance(number, int) for number in numbers):
             with self.symbols.mode:
                 return self.symbols.mode.from_tensor(given, static_shapes=True)
-        start = example.storage_offset()
-        if type(given) is not torch.Tensor or not isinstance(start, int) or start:
+        layout = ([*example.shape], [*example.stride()], [example.storage_offset()])
+        try:
+            size, stride, (start,) = (
+                [self.symbols.like(number, self._known) for number in part] for part in layout
+            )
+        except KeyError:
+            raise UnsupportedGraph("an input's layout depends on what is no input") from None
+        is_part = not isinstance(start, int) or start > 0
+        if type(given) is not torch.Tensor or (is_part and given.requires_grad):
             raise UnsupportedGraph("an input whose size varies is no plain tensor")
-        size = [self.symbols.like(number, known) for number in example.shape]
-        stride = [self.symbols.like(number, known) for number in example.stride()]
-        self._layouts[at] = (size, stride)
+        self._layouts[at] = (size, stride, start)
         with self.symbols.mode, torch.enable_grad():
+            if is_part:
+                last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+                whole = torch.empty(start + last + 1, dtype=given.dtype, device=given.device)
+                return whole.as_strided(size, stride, start)
             fake = torch.empty_strided(size, stride, dtype=given.dtype, device=given.device)
             fake.requires_grad_(given.requires_grad)
             return fake if given.is_leaf else fake.clone()
@@ -266,10 +268,10 @@ class _Traced:
     def takes(self, inputs: Sequence[Any], numbers: tuple[int, ...]) -> bool:
         """True where the inputs lie as the trace says of ``numbers``."""
         number = self.symbols.at(numbers)
-        for at, (size, stride) in self._layouts.items():
+        for at, (size, stride, start) in self._layouts.items():
             value = inputs[self._position(at)]
             own = ([*value.shape], [*value.stride()], value.storage_offset())
-            if own != ([*map(number, size)], [*map(number, stride)], 0):
+            if own != ([*map(number, size)], [*map(number, stride)], number(start)):
                 return False
         return not shared_memory(inputs, self._written)
 
@@ -301,8 +303,11 @@ class _Traced:
         if _kept(forward, capture.num_results) != self._kept:
             return None
         static = tuple(map(self._position, self._static))
-        run_forward = capture.inner(forward, _examples(forward), static_input_idxs=static)
-        run_backward = capture.inner(backward, _examples(backward), is_backward=True)
+        assert self._joint is not None, "it was traced"
+        sizes = [number for size, _, _ in self._layouts.values() for number in size]
+        with foreseeing(OtherSizes.of(self.symbols, self._joint.fakes, numbers, sizes)):
+            run_forward = capture.inner(forward, _examples(forward), static_input_idxs=static)
+            run_backward = capture.inner(backward, _examples(backward), is_backward=True)
         step = _Step(
             num_results=capture.num_results,
             forward=run_forward,
@@ -324,7 +329,7 @@ class _Traced:
                     continue
                 num_results = self._settings["num_fwd_outputs"]
                 try:
-                    forward, backward = capture.cut_before(cut, num_results)
+                    forward, backward = capture.cut_before(cut, num_results, cut.facts.static_names)
                 except Infeasible:  # what is saved depends on sizes; all the way it may fit
                     continue
                 return _Step(
@@ -422,6 +427,28 @@ class _Traced:
         for at in self._positions:
             results.insert(at, None)
         return results
+
+
+def _symbols_of(
+    gm: fx.GraphModule, positions: Sequence[int], numbers: Sequence[int]
+) -> tuple[SizeSymbols, dict[Any, int]]:
+    """The sizes among a Dynamo graph's inputs, and where each of its symbols is among those.
+
+    Raises UnsupportedGraph: an input is a number that is no size, or no function of sizes.
+    """
+    examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    sizes = [examples[at] for at in positions]
+    if not all(isinstance(size, torch.SymInt) for size in sizes):
+        raise UnsupportedGraph("a number among its inputs is no size")
+    said = [expression_of(size) for size in sizes]
+    known: dict[Any, int] = {}
+    for number, expression in enumerate(said):
+        if expression.is_Symbol:
+            known.setdefault(expression, number)
+    try:
+        return SizeSymbols(numbers, said), known
+    except KeyError:
+        raise UnsupportedGraph("a size among its inputs depends on what is no input") from None
 
 
 def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -16,11 +16,12 @@ from typing import Any, Never
 import torch
 from torch import fx
 
-from memo_compile import shim
+from memo_compile import shim, shim_cache
 from memo_compile.analysis.joint_units import JointUnits, saved_nodes, tag_saved, tag_units
 from memo_compile.analysis.masks import large_masks
 from memo_compile.analysis.views import results_of
 from memo_compile.backends.all_lengths import LENGTHS, AtLength
+from memo_compile.backends.capture_memory import CaptureMemory, Recalled, memory_of
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.early_gradients import Gating
@@ -42,6 +43,7 @@ from memo_compile.passes.remembered_cut import Chosen, MinCut
 from memo_compile.passes.retarget import Retarget
 from memo_compile.passes.runner import PassRunner
 from memo_compile.reporting import state
+from memo_compile.shim_cache import Half
 from memo_compile.shim_partitioner import (
     Partitioner,
     extract_halves,
@@ -99,6 +101,10 @@ class StepCapture:
     _forward: fx.GraphModule | None = None
     _joint: tuple[fx.GraphModule, Any, dict[str, Any]] | None = None
     """What the partitioner was given, where nothing is going to run."""
+    _memory: CaptureMemory | None = None
+    """What may be remembered; None: nothing."""
+    _notes: list[str] = field(default_factory=list)
+    """What the report said in the partitioner."""
 
     def __post_init__(self) -> None:
         dump = Path(self.config.dump) / self.name if self.config.dump else None
@@ -113,8 +119,7 @@ class StepCapture:
         lengths: AtLength | None = gm.meta.pop(LENGTHS, None)
         compiled = None if lengths is None else lengths.compiled(self, examples)
         if compiled is None:
-            with self.settings(self.partition):
-                compiled = shim.compile_fx(gm, examples, inner_compile=self.inner)
+            compiled = self._by_torch(gm, examples)
         if self._units is not None and not self._finished:
             raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
         if self._units is None or not self.config.early_gradients:
@@ -130,15 +135,52 @@ class StepCapture:
 
         return gated
 
+    def _by_torch(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """``gm`` through AOTAutograd, or as that and memo remember it."""
+        memory = None
+        if self.is_run:
+            memory = memory_of(gm, examples, self.config, self.facts, self._made_outside)
+        self._memory = memory
+        if memory is None:
+            with self.settings(self.partition):
+                return shim.compile_fx(gm, examples, inner_compile=self.inner)
+        with self.settings(self.partition, memory.tag), shim_cache.autograd_cache(self._recall):
+            compiled = shim.compile_fx(gm, examples, inner_compile=self.inner)
+            if self._units is None and memory.recalled is not None:
+                self._resume(memory.recalled)
+        return compiled
+
+    def _recall(self, name: str) -> tuple[Half, Half] | None:
+        """What will run the halves that are remembered under ``name``, after ``_resume``."""
+        assert self._memory is not None, "the cache is asked where something may be remembered"
+        if not self._memory.recall(name, self.facts, self.runner, self.name):
+            return None
+        return self._run_forward(), self._run_backward()
+
+    def _resume(self, known: Recalled) -> None:
+        """Go on where the capture that was remembered had cut its step."""
+        record = known.record
+        for note in record.notes:
+            state.warn_once(note)
+        self.numbers = {
+            **{int(at): value for at, value in record.sizes.items()},
+            **{int(at): value for at, value in record.flags.items()},
+        }
+        with known.fakes.tracing(None):
+            self.cut_before(known.cut, record.num_results, frozenset(record.static_names))
+
     @property
     def num_results(self) -> int:
         """How many results the forward has, once it is known."""
         return self._num_results
 
     @contextlib.contextmanager
-    def settings(self, partition: Callable[..., Any]) -> Iterator[None]:
-        """Those of torch under which a graph is captured, and cut by ``partition``."""
-        partitioner = Partitioner(partition)
+    def settings(self, partition: Callable[..., Any], uuid: str | None = None) -> Iterator[None]:
+        """Those of torch under which a graph is captured, and cut by ``partition``.
+
+        ``uuid`` stands for ``partition`` in a cache.
+        """
+        partitioner = Partitioner(partition, uuid)
         with (
             shim.functorch_patch(
                 force_non_lazy_backward_lowering=True,
@@ -187,6 +229,17 @@ class StepCapture:
         return made, other
 
     def partition(
+        self, joint: fx.GraphModule, joint_inputs: Any, **settings: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward of ``joint`` with the saved activations in the frame.
+
+        Raises UnsupportedGraph: the graph holds sizes that are not numbers, or a result that torch
+        describes wrongly.
+        """
+        with state.noting() as self._notes:
+            return self._partition(joint, joint_inputs, **settings)
+
+    def _partition(
         self,
         joint: fx.GraphModule,
         joint_inputs: Any,
@@ -195,11 +248,6 @@ class StepCapture:
         static_lifetime_input_indices: list[int] | None = None,
         **others: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward of ``joint`` with the saved activations in the frame.
-
-        Raises UnsupportedGraph: the graph holds sizes that are not numbers, or a result that torch
-        describes wrongly.
-        """
         if not self.is_run:
             settings = {
                 "num_fwd_outputs": num_fwd_outputs,
@@ -291,11 +339,20 @@ class StepCapture:
         self, gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any
     ) -> Callable[..., Any]:
         """Compile one graph: inference plainly; a forward waits for its backward."""
+        is_backward = bool(kwargs.get("is_backward"))
         if self._units is None or kwargs.get("is_inference"):
-            return plain_inner(gm, examples, self.config, kwargs) if self.is_run else _never_run
-        if kwargs.get("is_backward"):
-            return self._backward(gm)
-        return self._forward_half(gm, kwargs)
+            run = plain_inner(gm, examples, self.config, kwargs) if self.is_run else _never_run
+        elif is_backward:
+            run = self._backward(gm)
+        else:
+            run = self._forward_half(gm, kwargs)
+        if self._memory is None:
+            return run
+        half = self._memory.half(run, is_backward=is_backward)
+        if is_backward and self.assembly is not None:
+            cut = self.assembly.lowered.cut
+            self._memory.remember(cut, self._num_results, self.numbers, self._notes)
+        return half
 
     def _forward_half(self, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Callable[..., Any]:
         placeholders = gm.graph.find_nodes(op="placeholder")
@@ -313,11 +370,11 @@ class StepCapture:
         return self._run_forward()
 
     def cut_before(
-        self, cut: CutStep, num_results: int
+        self, cut: CutStep, num_results: int, static_names: frozenset[str]
     ) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """What runs the halves of a step that is cut already, as one like it was before."""
         placeholders = cut.forward.half_graph.graph.find_nodes(op="placeholder")
-        self.facts.read_forward(placeholders, cut.facts.static_names)
+        self.facts.read_forward(placeholders, static_names)
         self._units, self._num_results = cut.units, num_results
         self._assemble(replace(cut, name=self.name, facts=self.facts, runner=self.runner))
         return self._run_forward(), self._run_backward()

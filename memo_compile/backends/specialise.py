@@ -75,11 +75,12 @@ class Specialised:
     """The numbers for which there was a plan."""
     _regions: VaryingRegions = field(default_factory=VaryingRegions)
     """What is lowered once for all lengths."""
+    _lengths: tuple[str, AllLengths] | None = None
+    """The floats of the first call, and what was traced for all sizes with these."""
 
     def __post_init__(self) -> None:
         dump, folder = self._config.dump, f"symbolic{next(_graph_numbers)}"
         self._runner = PassRunner(Path(dump) / folder if dump else None)
-        self._lengths = AllLengths(gm=self._gm, positions=self._symbols)
 
     def __call__(self, *args: Any) -> Any:
         """Run with the plan of these sizes."""
@@ -112,9 +113,11 @@ class Specialised:
             put = PutNumbers(numbers=dict(zip(self._symbols, numbers, strict=True)))
             gm = self._runner.run(shim.copied(self._gm), [put], stage="dynamo")
             self._runner.write_times()
-            if all(isinstance(number, int) for number in numbers):
-                gm.meta[LENGTHS] = AtLength(self._lengths, tuple(map(int, numbers)))
-            with varying(self._regions, numbers), shim.fresh_static_tracing() as context:
+            sizes = tuple(number for number in numbers if isinstance(number, int))
+            lengths = self._lengths_for(numbers)
+            if lengths is not None:
+                gm.meta[LENGTHS] = AtLength(lengths, sizes)
+            with varying(self._regions, sizes), shim.fresh_static_tracing() as context:
                 try:
                     run = self._compile_static(gm, rest, self._config)
                 except Infeasible as error:
@@ -127,6 +130,29 @@ class Specialised:
                 self._num_compiled -= 1  # without a compiler's time
             log.info("memo: regions for changing sizes so far: %s", self._regions.counts)
             return run
+
+    def _lengths_for(self, numbers: tuple[float, ...]) -> AllLengths | None:
+        """What serves all sizes beside the floats among ``numbers``; None for other floats.
+
+        Floats are mostly constants of the model, which ``dynamic=True`` makes inputs. One that
+        changes with each step would be traced for all sizes each time.
+        """
+        pairs = list(zip(self._symbols, numbers, strict=True))
+        floats = {at: number for at, number in pairs if isinstance(number, float)}
+        said = repr(floats)
+        if self._lengths is None:
+            put = PutNumbers(numbers=floats)
+            gm = shim.copied(self._gm)
+            gm = self._runner.run(gm, [put], stage="dynamo-floats") if floats else gm
+            positions = (at - sum(float_at < at for float_at in floats) for at, _ in pairs)
+            own = tuple(
+                position
+                for position, (at, _) in zip(positions, pairs, strict=True)
+                if at not in floats
+            )
+            self._lengths = said, AllLengths(gm=gm, positions=own)
+        known, lengths = self._lengths
+        return lengths if known == said and lengths.positions else None
 
     def _plainly(self, limit: int, has_floats: bool) -> Callable[..., Any]:
         """Plain Inductor with symbolic sizes, for good."""

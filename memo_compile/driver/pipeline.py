@@ -174,13 +174,16 @@ def cut_step(
             whole, tiles, step.runner, accepts, say_dropped, above_bytes=config.tile_above_bytes
         )
 
+    with state.noting() as notes:
+        forward, backward = tiled(_cut_forward(step)), tiled(_cut_backward(step))
     return CutStep(
         name=step.name,
-        forward=tiled(_cut_forward(step)),
-        backward=tiled(_cut_backward(step)),
+        forward=forward,
+        backward=backward,
         units=step.units,
         facts=step.facts,
         runner=step.runner,
+        notes=tuple(notes),
     )
 
 

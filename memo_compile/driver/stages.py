@@ -50,6 +50,8 @@ class CutStep:
     facts: "GraphFacts"
     runner: "PassRunner"
     """The runner of the captured step."""
+    notes: tuple[str, ...] = ()
+    """What the report said while it was cut."""
 
     @property
     def regions(self) -> "Mapping[str, RegionGraph]":

@@ -79,10 +79,30 @@ def _copy(base: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
     return torch.empty_like(base).copy_(source, non_blocking=non_blocking)
 
 
+_WITHOUT_ARANGE = (torch.uint16, torch.uint32, torch.uint64)
+"""Types of numbers that eager cannot count in; Inductor takes them for short ranges."""
+
+
+def _iota(
+    length: int,
+    *,
+    start: int,
+    step: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+) -> torch.Tensor:
+    counted = torch.int64 if dtype in _WITHOUT_ARANGE else dtype
+    settings = {"dtype": counted, "device": device, "requires_grad": requires_grad}
+    made = torch.ops.prims.iota.default(length, start=start, step=step, **settings)
+    return made if counted is dtype else made.to(dtype)
+
+
 @functools.cache
 def _table() -> dict[Any, Callable[..., Any]]:
     aten, prims = torch.ops.aten, torch.ops.prims
     return {
+        prims.iota.default: _iota,
         prims.inductor_seeds.default: _seeds,
         prims.inductor_lookup_seed.default: _lookup_seed,
         prims.inductor_random.default: _random,

@@ -115,7 +115,11 @@ def session(settings: Mapping[str, Any]) -> Iterator[None]:
 
     ``settings`` are the user's for Inductor; memo's own win.
     """
-    with shim.inductor_patch({**settings, **INDUCTOR_SETTINGS}), shim.kernels_in_background():
+    with (
+        shim.inductor_patch({**settings, **INDUCTOR_SETTINGS}),
+        shim.functorch_patch(bundled_autograd_cache=False),  # with it Inductor caches no graph
+        shim.kernels_in_background(),
+    ):
         yield
 
 

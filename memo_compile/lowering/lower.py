@@ -19,6 +19,7 @@ from memo_compile.lowering import (
     varying_sizes,
 )
 from memo_compile.lowering.region_cache import RegionCache
+from memo_compile.passes.cut_again import OtherSizes
 from memo_compile.passes.own_outputs import OwnOutputs
 from memo_compile.passes.runner import GraphPass, PassRunner
 from memo_compile.passes.spread_seeds import SpreadSeeds
@@ -59,14 +60,18 @@ def _lowered(
     if region.device.type == "cuda":  # each kernel is launched there, and launches cost time
         own.append(SpreadSeeds(external_outputs=region.external_outputs))
     copied = shim.copied(region.gm)  # lowering rewrites it, and others still read the first
-    gm = runner.run(copied, own, stage=region.name)
-    own_region = replace(region, gm=gm)
+    own_region = replace(region, gm=runner.run(copied, own, stage=region.name))
 
     def alone() -> LoweredRegion:
         return inductor.lower(own_region, poison=poison, cache=cache)
 
+    def at_others(sizes: OtherSizes) -> fx.GraphModule:
+        return runner.run(sizes.again(region.gm), own, stage=f"{region.name}-other-size")
+
     varying = varying_sizes.current()
-    return alone() if varying is None else varying.lower(own_region, poison=poison, alone=alone)
+    if varying is None:
+        return alone()
+    return varying.lower(own_region, poison=poison, alone=alone, at_others=at_others)
 
 
 def plain_inner(
@@ -75,5 +80,9 @@ def plain_inner(
     """A graph without a plan (inference): plain Inductor, or op by op under the aten lowering."""
     if config.lowering == "aten":
         return aten.interpret(gm)
-    compiled: Callable[..., Any] = shim.compile_fx_inner(gm, examples, **kwargs)
+    with (
+        shim.inductor_patch(shim.NO_GRAPH_CACHE),
+        shim.functorch_patch(bundled_autograd_cache=False),
+    ):
+        compiled: Callable[..., Any] = shim.compile_fx_inner(gm, examples, **kwargs)
     return compiled

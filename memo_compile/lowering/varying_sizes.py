@@ -3,7 +3,9 @@
 When a graph is compiled for another length, its regions are the same but for numbers: sizes,
 strides, and integers among arguments. Two regions with equal texts say what each number is of the
 length: a multiple, a square, or that and a constant. With the length as a symbol in their place the
-region goes through Inductor once more; for later lengths there is nothing to lower.
+region goes through Inductor, once; for later lengths there is nothing to lower. Where the graph was
+traced with symbols, these say what the region is at another length, before there is one; else it is
+lowered for its first length alone.
 
 Code that is used for a length it is not right for would compute wrong gradients. So nothing is
 believed that was guessed: for each length the region is cut anew, and the symbolic graph, with that
@@ -33,6 +35,7 @@ from memo_compile.lowering import inductor
 from memo_compile.lowering.lines import LineScan
 from memo_compile.lowering.workspace import convolution_of
 from memo_compile.passes.cut import KERNEL_ALIGNMENT_BYTES
+from memo_compile.passes.cut_again import OtherSizes
 from memo_compile.reporting import state
 from memo_compile.shim_symbols import SizeSymbols
 
@@ -219,6 +222,8 @@ class VaryingRegions:
     """The regions of one graph, which is compiled for one combination of sizes after another."""
 
     counts: VaryingCounts = field(default_factory=VaryingCounts)
+    others: OtherSizes | None = None
+    """Sizes for which nothing was compiled yet, of a graph that was traced with symbols."""
     _numbers: tuple[float, ...] = ()
     _seen: dict[str, list[_Seen]] = field(default_factory=dict)
     _codes: dict[str, list[_Code]] = field(default_factory=dict)
@@ -236,8 +241,12 @@ class VaryingRegions:
         *,
         poison: bool,
         alone: Callable[[], LoweredRegion],
+        at_others: Callable[[OtherSizes], fx.GraphModule],
     ) -> LoweredRegion:
-        """``region``, which nothing has rewritten, by code with a symbol where that is right."""
+        """``region``, which nothing has rewritten, by code with a symbol where that is right.
+
+        ``at_others`` makes its graph at other sizes.
+        """
         try:
             mine = written(region.gm)
         except UnsupportedGraph as error:
@@ -252,6 +261,8 @@ class VaryingRegions:
                 self.counts.reused += 1
                 return code.lowered(region.name, n)
         seen = self._seen.setdefault(key, [])
+        if not seen and self.others is not None:
+            seen += self._foreseen(mine, self.others, at_others)
         for before in seen if self._refusals[key] < MAX_REFUSALS else ():
             made = self._symbolic(region, mine, before, key, poison=poison)
             if made is not None:
@@ -261,6 +272,22 @@ class VaryingRegions:
         self.counts.alone += 1
         seen[:] = [*seen, _Seen(numbers=self._numbers, written=mine)][-MAX_KNOWN:]
         return alone()
+
+    def _foreseen(
+        self,
+        mine: Written,
+        others: OtherSizes,
+        at_others: Callable[[OtherSizes], fx.GraphModule],
+    ) -> list[_Seen]:
+        """The region at other sizes; empty where that is not known, or is another region."""
+        try:
+            found = written(at_others(others))
+        except Exception as error:  # of torch at other sizes: then the next length tells
+            log.debug("memo: a region is of its sizes only so far: %s", described(error))
+            return []
+        if found.text != mine.text:
+            return []
+        return [_Seen(numbers=others.others, written=found)]
 
     def _key(self, region: RegionGraph, mine: Written, poison: bool) -> str:
         said = (
@@ -481,3 +508,16 @@ def varying(regions: VaryingRegions, numbers: Sequence[float]) -> Iterator[None]
         yield
     finally:
         _current.pop()
+
+
+@contextlib.contextmanager
+def foreseeing(others: OtherSizes | None) -> Iterator[None]:
+    """Inside, regions of the graph that is being compiled are known at ``others`` too."""
+    regions = current()
+    if regions is not None:
+        regions.others = others
+    try:
+        yield
+    finally:
+        if regions is not None:
+            regions.others = None

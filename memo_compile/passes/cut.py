@@ -479,10 +479,10 @@ def _half_graph(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
         made[node.name] = graph.node_copy(node, lambda source: made[source.name])
     for call in calls:
         result = graph.call_function(
-            _region_call, (call.region, *(made[name] for name in call.inputs))
+            region_call, (call.region, *(made[name] for name in call.inputs))
         )
         for index, name in enumerate(call.outputs):
-            made[name] = graph.call_function(_take, (result, index))
+            made[name] = graph.call_function(take, (result, index))
     for node in cutter.leases:
         sources = tuple(made[cutter.value(source)] for source in node.all_input_nodes)
         made[cutter.value(node)] = graph.call_function(ops.lease, sources)
@@ -495,11 +495,11 @@ def _half_graph(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
     return shim.graph_module(cutter.request.gm, graph)
 
 
-def _region_call(region: str, *inputs: Any) -> Any:
+def region_call(region: str, *inputs: Any) -> Any:
     """Stands in the half's graph for a call of ``region``; the runtime runs it."""
     raise AssertionError(f"region {region} is run by the runtime only")
 
 
-def _take(values: Any, index: int) -> Any:
+def take(values: Any, index: int) -> Any:
     """The ``index``-th output of a region call."""
     return values[index]

@@ -8,7 +8,7 @@ step that went all the way.
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +83,52 @@ class CutTemplate:
             half_graph=again(cut.half_graph),
             nodes=nodes,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherSizes:
+    """Sizes of a symbolic graph at which nothing was cut yet, beside those at which it was."""
+
+    symbols: SizeSymbols
+    fakes: StaticFakes
+    numbers: tuple[int, ...]
+    """Those at which it was cut."""
+    others: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        symbols: SizeSymbols,
+        fakes: StaticFakes,
+        numbers: tuple[int, ...],
+        sizes: Sequence[Any],
+    ) -> "OtherSizes | None":
+        """The nearest at which all that torch assumes holds; None: there are none.
+
+        What differs in a region is then a function of one of the inputs' ``sizes``: the largest,
+        which mostly is the one that varies, and those that equal it.
+        """
+        near = (symbols.near(numbers, more, sizes) for more in _MORE)
+        admitted = (others for others in near if symbols.admits(*others) and others != numbers)
+        found = next(admitted, None)
+        if found is None:
+            return None
+        return cls(symbols=symbols, fakes=fakes, numbers=numbers, others=found)
+
+    def again(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """A region's graph at the other sizes.
+
+        Raises:
+            UnsupportedGraph: a number in it is no function of the sizes that is known.
+            Exception: torch's own, where an operator refuses the sizes.
+        """
+        return _Again(
+            gm, self.fakes, self.symbols.at(self.numbers), self.symbols.at(self.others)
+        ).gm
+
+
+_MORE = (1, 2, 8, 64)
+"""What is added to a size for another: a model may ask for multiples."""
 
 
 def _require_beginnings(regions: Mapping[str, RegionGraph]) -> None:

@@ -1,8 +1,9 @@
 """What memo did in this process: plans, notes, steps that ran without a plan."""
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -92,6 +93,8 @@ class _State:
     refused: bool = False
     left_out: Callable[[], LeftOut] = lambda: ((), False)
     begin: Callable[[], None] = lambda: None
+    noting: list[list[str]] = field(default_factory=list)
+    """What ``noting`` gathers, the innermost last."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Reentrant: the collector may find a model gone in the thread that holds it."""
 
@@ -167,10 +170,25 @@ def group_is_gone(group: ReportedGroup) -> None:
 def add_note(note: str) -> bool:
     """Keep ``note``; False when it was there already."""
     with _state.lock:
+        for gathered in _state.noting:
+            gathered.append(note)
         if note in _state.notes:
             return False
         _state.notes.append(note)
         return True
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[str]]:
+    """The notes that are added inside, those that were there already too."""
+    gathered: list[str] = []
+    with _state.lock:
+        _state.noting.append(gathered)
+    try:
+        yield gathered
+    finally:
+        with _state.lock:
+            _state.noting = [known for known in _state.noting if known is not gathered]
 
 
 def warn_once(note: str) -> None:

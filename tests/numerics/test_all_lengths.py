@@ -14,7 +14,7 @@ from memo_compile.backends.all_lengths import AllLengths, KnownCut
 from memo_compile.errors import Infeasible
 from tests.numerics.closeness import assert_equals_eager
 from tests.numerics.small import Pair, Stack, leased_slabs
-from tests.numerics.training import ATEN, assert_planned
+from tests.numerics.training import ATEN, assert_planned, in_ci
 
 
 @pytest.fixture
@@ -109,6 +109,64 @@ def test_one_trace_and_two_cuts_serve_all_lengths(counts):
     assert counts["known"] == 4  # one to be compared
     assert leased_slabs() == 0
     assert not memo_compile.report().notes
+
+
+class Labelled(Words):
+    """Labels are an input of their own, which has as many tokens as the other."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.mix:
+            x = self.body(x + layer(x).tanh())
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def apart(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return words(tokens), words(tokens, seed=1)
+
+
+def shifted(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two views of one tensor, one token apart."""
+    whole = words(tokens + 1)
+    return whole[:, :-1], whole[:, 1:]
+
+
+def halves(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of one tensor: where the second begins depends on the length."""
+    first, second = torch.stack(apart(tokens)).unbind()
+    return first, second
+
+
+@pytest.mark.parametrize("inputs", in_ci([apart, shifted, halves], apart, shifted))
+def test_inputs_that_share_a_length(counts, inputs):
+    pair = Pair(Labelled(attends))
+    for tokens in LENGTHS[:6]:
+        pair.assert_step(*inputs(tokens))
+    assert_planned()
+    assert counts["traces"] == 2
+    assert not memo_compile.report().notes
+
+
+class Scaled(Words):
+    """A float of the model's, which ``dynamic=True`` makes an input of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__(attends)
+        self.scale = 0.5
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.scale
+
+
+def test_floats_that_stay_and_sizes_that_vary(counts):
+    pair = Pair(Scaled())
+    pair.compiled = torch.compile(pair.ours, backend="memo", options=ATEN, dynamic=True)
+    assert_lengths(pair, ((9, 2), (12, 2), (15, 3), (10, 4)))
+    assert counts["traces"] == 1
+    pair.ours.scale = pair.eager.scale = 0.25
+    assert_lengths(pair, ((12, 2),))
+    assert counts["traces"] == 2  # by itself: it may be another one in each step
+    assert_planned()
 
 
 @pytest.mark.full

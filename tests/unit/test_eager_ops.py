@@ -33,3 +33,12 @@ def test_a_result_of_what_lies_in_the_arena_holds_no_copy_of_the_arena(name: str
     assert torch.equal(result, expected)
     assert result.stride() == expected.stride()
     assert result.untyped_storage().nbytes() <= base.nbytes + 12  # what is beside ``base``
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int64])
+def test_counting_in_types_that_only_inductor_counts_in(dtype: torch.dtype):
+    """``torch.eye(256)`` compares ranges of uint16."""
+    settings = {"dtype": dtype, "device": torch.device("cpu"), "requires_grad": False}
+    counted = runnable(torch.ops.prims.iota.default)(300, start=2, step=3, **settings)
+    assert counted.dtype is dtype
+    assert torch.equal(counted.to(torch.int64), torch.arange(2, 902, 3))

@@ -142,7 +142,12 @@ def region_of(n: int, *, width: int = 8, rows: int = 2, mixes: bool = False) -> 
 def lowered_by(regions: VaryingRegions, region: RegionGraph, *numbers: int) -> LoweredRegion:
     copied = dataclasses.replace(region, gm=shim.copied(region.gm))
     with varying(regions, numbers), inductor.session({}), shim.without_kernels():
-        return regions.lower(region, poison=True, alone=lambda: inductor.lower(copied))
+        return regions.lower(
+            region,
+            poison=True,
+            alone=lambda: inductor.lower(copied),
+            at_others=lambda sizes: sizes.again(region.gm),
+        )
 
 
 def test_code_with_a_symbol_has_the_buffers_of_each_length():

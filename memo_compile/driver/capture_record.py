@@ -1,0 +1,220 @@
+"""A captured step, cut into regions, as plain data: what a second process need not trace.
+
+What AOTAutograd makes around the two halves is in torch's own cache, with the digest of this record
+(``shim_cache.autograd_cache``): the one is used with exactly the other. The record holds the
+halves' regions and calls, no code. Where a step holds what is not written (``passes.graph_record``)
+it is traced in each process.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from memo_compile.analysis.joint_units import JointUnits
+from memo_compile.analysis.layers import LayerStructure
+from memo_compile.analysis.regions import RegionGraph
+from memo_compile.analysis.views import results_of
+from memo_compile.driver.facts import GraphFacts
+from memo_compile.driver.stages import CutStep
+from memo_compile.errors import InputError, UnsupportedGraph
+from memo_compile.passes.cut import Cut, CutCall
+from memo_compile.passes.cut_again import is_same
+from memo_compile.passes.graph_record import (
+    NodeRecord,
+    RegionGraphRecord,
+    graph_again,
+    graph_record,
+    node_alone,
+    node_record,
+    region_again,
+    region_record,
+)
+from memo_compile.passes.runner import PassRunner
+from memo_compile.shim_symbols import StaticFakes
+from memo_compile.step.problem import Phase
+from memo_compile.step.serialise import plain, restore
+from memo_compile.step.tilings import Tiling
+
+Regions = Mapping[str, RegionGraphRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfRecord:
+    """A ``Cut``; its fields mean the same."""
+
+    phase: Phase
+    regions: Regions
+    calls: tuple[CutCall, ...]
+    arguments: tuple[str, ...]
+    results: tuple[str | None, ...]
+    leased: tuple[str, ...]
+    handle: str
+    half_graph: tuple[NodeRecord, ...]
+    saved: Mapping[str, tuple[NodeRecord, ...]]
+    """Of each value in the frame what made it, last, and what that is an element of."""
+    layer_calls: tuple[CutCall, ...]
+    layer_regions: Regions
+    whole_calls: tuple[CutCall, ...]
+    tilings: Mapping[str, Tiling]
+    whole_regions: Regions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureRecord:
+    """A ``CutStep``, and what a capture knows beside it."""
+
+    forward: HalfRecord
+    backward: HalfRecord
+    structure: LayerStructure
+    static_names: tuple[str, ...]
+    """The forward's inputs that are parameters and buffers."""
+    num_results: int
+    """How many results the forward has, without what autograd keeps."""
+    flags: Mapping[str, bool]
+    """The forward's results that are truth values, by position."""
+    sizes: Mapping[str, int]
+    """Those that are whole numbers."""
+    notes: tuple[str, ...]
+    """What the report said while the step was captured and cut."""
+
+
+def capture_record(
+    step: CutStep, num_results: int, numbers: Mapping[int, Any], notes: tuple[str, ...]
+) -> CaptureRecord:
+    """``step`` as data, which is read once to see that it says the same.
+
+    Raises UnsupportedGraph: it does not, or the step holds what is not written.
+    """
+    whole = {str(at): value for at, value in numbers.items() if type(value) in (bool, int)}
+    if len(whole) < len(numbers):
+        raise UnsupportedGraph("a result is a number, and no whole one")
+    record = CaptureRecord(
+        forward=_half_record(step.forward),
+        backward=_half_record(step.backward),
+        structure=step.units.structure,
+        static_names=tuple(sorted(step.facts.static_names)),
+        num_results=num_results,
+        flags={at: value for at, value in whole.items() if type(value) is bool},
+        sizes={at: value for at, value in whole.items() if type(value) is int},
+        notes=notes,
+    )
+    try:
+        read = from_plain(json.loads(json.dumps(plain(record))))
+        again = cut_again(read, step.facts, step.runner, step.name, StaticFakes())
+    except InputError as error:
+        raise UnsupportedGraph(f"it would read otherwise: {error}") from error
+    halves = ((step.forward, again.forward), (step.backward, again.backward))
+    if not all(is_same(before, after) for before, after in halves):
+        raise UnsupportedGraph("it would read otherwise")
+    return record
+
+
+def from_plain(body: Any) -> CaptureRecord:
+    """What ``plain`` made JSON of. Raises InputError: it is something else."""
+    record: CaptureRecord = restore(body, CaptureRecord, "capture")
+    return record
+
+
+def cut_again(
+    record: CaptureRecord, facts: GraphFacts, runner: PassRunner, name: str, fakes: StaticFakes
+) -> CutStep:
+    """The step of ``record`` for inputs of ``facts``. Raises InputError: it is of no step."""
+    try:
+        forward, backward = (_half_again(half, fakes) for half in (record.forward, record.backward))
+        step = CutStep(
+            name=name,
+            forward=forward,
+            backward=backward,
+            units=JointUnits(structure=record.structure, forward=()),
+            facts=facts,
+            runner=runner,
+        )
+        _require_whole(step, record)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise InputError(f"it is no captured step: {error}") from error
+    return step
+
+
+def _half_record(cut: Cut) -> HalfRecord:
+    if cut.constants:
+        raise UnsupportedGraph("the graph carries tensors of its own")
+    is_forward = cut.phase is Phase.FORWARD
+    return HalfRecord(
+        phase=cut.phase,
+        regions=_regions(cut.regions),
+        calls=cut.calls,
+        arguments=cut.arguments,
+        results=cut.results,
+        leased=cut.leased,
+        handle=cut.handle,
+        half_graph=graph_record(cut.half_graph),
+        saved={value: _saved(cut, value) for value in cut.leased} if is_forward else {},
+        layer_calls=cut.layer_calls,
+        layer_regions=_regions(cut.layer_regions),
+        whole_calls=cut.whole_calls,
+        tilings=cut.tilings,
+        whole_regions=_regions(cut.whole_regions),
+    )
+
+
+def _regions(regions: Mapping[str, RegionGraph]) -> Regions:
+    return {name: region_record(region) for name, region in regions.items()}
+
+
+def _saved(cut: Cut, value: str) -> tuple[NodeRecord, ...]:
+    node = cut.nodes[value]
+    own = node_record(node)
+    if own.target != "getitem":
+        return (own.alone(),)
+    (source,) = node.all_input_nodes
+    return node_record(source).alone(), own
+
+
+def _half_again(record: HalfRecord, fakes: StaticFakes) -> Cut:
+    regions, layer_regions, whole_regions = (
+        {name: region_again(region, fakes) for name, region in of.items()}
+        for of in (record.regions, record.layer_regions, record.whole_regions)
+    )
+    return Cut(
+        phase=record.phase,
+        regions=regions,
+        calls=record.calls,
+        arguments=record.arguments,
+        results=record.results,
+        leased=record.leased,
+        handle=record.handle,
+        constants={},
+        half_graph=graph_again(record.half_graph, fakes),
+        nodes={value: _saved_again(nodes, fakes) for value, nodes in record.saved.items()},
+        layer_calls=record.layer_calls,
+        layer_regions=layer_regions,
+        whole_calls=record.whole_calls,
+        tilings=record.tilings,
+        whole_regions=whole_regions,
+    )
+
+
+def _saved_again(records: Sequence[NodeRecord], fakes: StaticFakes) -> fx.Node:
+    graph = fx.Graph()
+    made: dict[str, fx.Node] = {}
+    for record in records:
+        made[record.name] = node_alone(graph, record, made, fakes)
+    return made[records[-1].name]
+
+
+def _require_whole(step: CutStep, record: CaptureRecord) -> None:
+    """Raises InputError: a call is of no region, or not of its values."""
+    phases = (record.forward.phase, record.backward.phase)
+    if phases != (Phase.FORWARD, Phase.BACKWARD) or not record.forward.leased == tuple(
+        record.forward.saved
+    ):
+        raise InputError("it has no two halves")
+    for half in (step.forward, step.backward):
+        for call in half.calls:
+            region = half.regions[call.region]
+            counts = len(region.example_inputs()), len(results_of(region.gm.graph))
+            if counts != (len(call.inputs), len(call.outputs)):
+                raise InputError(f"call {call.name} is not of {call.region}")

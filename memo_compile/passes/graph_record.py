@@ -1,0 +1,342 @@
+"""A graph of fake tensors as plain data, and that data as a graph again.
+
+    add = aten.add.Tensor(mul, 2)      <->      {"name": "add", "op": "call_function",
+    meta["val"]: f32[4, 8]                       "target": "aten.add.Tensor", "args": ["tuple",
+                                                 [["node", "mul"], 2]], "value": ["tensor", ...]}
+
+What is written is exactly what is read: a graph that holds anything else (a tensor of its own, a
+graph, a symbol, a custom operator, a note that is no plain value) is refused. Reading runs nothing
+but torch's own rules for views, and believes no size that these do not confirm.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from memo_runtime import ops
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from memo_compile import shim
+from memo_compile.analysis.joint_units import source_line
+from memo_compile.analysis.module_paths import module_path
+from memo_compile.analysis.regions import RegionGraph
+from memo_compile.analysis.structure import spec_of
+from memo_compile.analysis.views import is_view
+from memo_compile.errors import InputError, UnsupportedGraph
+from memo_compile.passes.cut import region_call, take
+from memo_compile.passes.remembered_cut import NOT_READ
+from memo_compile.shim_symbols import StaticFakes
+from memo_compile.step.problem import CallKind
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "getitem": operator.getitem,
+    "lease": ops.lease,
+    "fetch": ops.fetch,
+    "region call": region_call,
+    "take": take,
+}
+"""What a node may call beside torch's own operators."""
+
+_NAMESPACES = ("aten", "prims")
+"""Operators of others may change their meaning, and keep their name."""
+
+_ENUMS: dict[str, Any] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
+"""Kinds of values that torch names: ``torch.float32``."""
+
+_RECOMPUTE, _SOURCE, _MODULES = "recompute", "stack_trace", "nn_module_stack"
+"""Notes that are written in another form: a policy's name, one line, one path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    """One node, by the names of those before it."""
+
+    name: str
+    op: str
+    target: str
+    args: Any
+    kwargs: Any
+    value: Any = None
+    """``meta["val"]``; None: the node has none."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """What else is noted of it and is read after the cut."""
+
+    def alone(self) -> "NodeRecord":
+        """The same without what it reads."""
+        return replace(self, args=["tuple", []], kwargs=["mapping", {}])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionGraphRecord:
+    """A ``RegionGraph``."""
+
+    name: str
+    nodes: tuple[NodeRecord, ...]
+    external_outputs: tuple[int, ...]
+    static_inputs: tuple[int, ...]
+    is_backward: bool
+    device: str
+    kind: CallKind
+    may_reuse_input: bool
+    op_by_op: bool
+
+
+def region_record(region: RegionGraph) -> RegionGraphRecord:
+    """``region`` as data. Raises UnsupportedGraph: it holds what is not written."""
+    return RegionGraphRecord(
+        name=region.name,
+        nodes=graph_record(region.gm),
+        external_outputs=tuple(sorted(region.external_outputs)),
+        static_inputs=region.static_inputs,
+        is_backward=region.is_backward,
+        device=str(region.device),
+        kind=region.kind,
+        may_reuse_input=region.may_reuse_input,
+        op_by_op=region.op_by_op,
+    )
+
+
+def region_again(record: RegionGraphRecord, fakes: StaticFakes) -> RegionGraph:
+    """The region. Raises InputError: the record is of no region."""
+    return RegionGraph(
+        name=record.name,
+        gm=graph_again(record.nodes, fakes),
+        external_outputs=frozenset(record.external_outputs),
+        static_inputs=record.static_inputs,
+        is_backward=record.is_backward,
+        device=_named("device", record.device),
+        kind=record.kind,
+        may_reuse_input=record.may_reuse_input,
+        op_by_op=record.op_by_op,
+    )
+
+
+def graph_record(gm: fx.GraphModule) -> tuple[NodeRecord, ...]:
+    """``gm`` as data, in order. Raises UnsupportedGraph: it holds what is not written."""
+    return tuple(map(node_record, gm.graph.nodes))
+
+
+def node_record(node: fx.Node) -> NodeRecord:
+    """``node`` by itself. Raises UnsupportedGraph: it holds what is not written."""
+    return NodeRecord(
+        name=node.name,
+        op=node.op,
+        target=_target(node),
+        args=_written(node.args),
+        kwargs=_written(node.kwargs),
+        value=_value_written(node.meta["val"]) if "val" in node.meta else None,
+        notes=_notes(node),
+    )
+
+
+def _target(node: fx.Node) -> str:
+    if node.op in ("placeholder", "output"):
+        return str(node.target)
+    if node.op != "call_function":
+        raise UnsupportedGraph(f"{node.name} is a {node.op}")
+    found = next((name for name, function in _FUNCTIONS.items() if function is node.target), None)
+    if found is not None:
+        return found
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _NAMESPACES:
+        return str(node.target)
+    raise UnsupportedGraph(f"{node.name} calls {node.target}")
+
+
+def _notes(node: fx.Node) -> dict[str, Any]:
+    """All notes but those that nothing reads, in the form in which they are written."""
+    found: dict[str, Any] = {}
+    for key, note in node.meta.items():
+        if key in (_SOURCE, _MODULES):
+            continue
+        if key == _RECOMPUTE:
+            found[key] = note.name
+        elif key not in NOT_READ:
+            if not isinstance(note, bool | int | float | str | None):
+                raise UnsupportedGraph(f"{node.name} notes {key}: {type(note).__name__}")
+            found[str(key)] = note
+    if (line := source_line(node)) is not None:
+        found[_SOURCE] = line
+    if path := module_path(node):
+        found[_MODULES] = path
+    return found
+
+
+def _notes_again(notes: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(notes)
+    if _RECOMPUTE in found:
+        found[_RECOMPUTE] = CheckpointPolicy[found[_RECOMPUTE]]
+    if _SOURCE in found:
+        file, _, line = found[_SOURCE].rpartition(":")
+        found[_SOURCE] = f'File "{file}", line {line}'
+    if _MODULES in found:
+        found[_MODULES] = {"": (found[_MODULES], "")}
+    return found
+
+
+def _written(value: Any) -> Any:
+    """An argument as JSON: plain values as they are, all else as a list with its kind first."""
+    if value is None or type(value) in (bool, int, float):
+        return value
+    if isinstance(value, fx.Node):
+        return ["node", value.name]
+    if type(value) is str:
+        return ["text", value]
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_written(item) for item in value]]
+    if isinstance(value, Mapping):
+        return ["mapping", {str(key): _written(item) for key, item in value.items()}]
+    if isinstance(value, slice):
+        return ["slice", [_written(part) for part in (value.start, value.stop, value.step)]]
+    if isinstance(value, torch.device):
+        return ["device", str(value)]
+    for kind, of in _ENUMS.items():
+        if isinstance(value, of):
+            return [kind, str(value).removeprefix("torch.")]
+    raise UnsupportedGraph(f"an argument is a {type(value).__name__}")
+
+
+def _value_written(value: Any) -> Any:
+    """What a node's value is, as JSON."""
+    if value is None or type(value) in (bool, int, float):
+        return ["constant", value]
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_value_written(item) for item in value]]
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        raise UnsupportedGraph(f"a value is a {type(value).__name__}")
+    numbers = [*value.shape, *value.stride(), value.storage_offset()]
+    if value.dtype.is_complex or not all(type(number) is int for number in numbers):
+        raise UnsupportedGraph(f"a value is {value.dtype} of {tuple(value.shape)}")
+    dtype = str(value.dtype).removeprefix("torch.")
+    layout = [list(value.shape), list(value.stride()), value.storage_offset()]
+    return ["tensor", dtype, str(value.device), *layout]
+
+
+def graph_again(nodes: tuple[NodeRecord, ...], fakes: StaticFakes) -> fx.GraphModule:
+    """The graph of which ``nodes`` are the records, its values in the mode of ``fakes``.
+
+    Raises InputError: it is no such graph, or torch's rules give a view another layout.
+    """
+    graph = fx.Graph()
+    made: dict[str, fx.Node] = {}
+    for record in nodes:
+        if record.name in made:
+            raise InputError(f"two nodes are called {record.name}")
+        made[record.name] = node = node_alone(graph, record, made, fakes)
+        if "val" in node.meta:
+            node.meta["val"] = _derived(node, fakes)
+    if not nodes or nodes[-1].op != "output":
+        raise InputError("it does not end in its results")
+    return shim.graph_module(torch.nn.Module(), graph)
+
+
+def node_alone(
+    graph: fx.Graph, record: NodeRecord, before: Mapping[str, fx.Node], fakes: StaticFakes
+) -> fx.Node:
+    """The node of ``record`` at the end of ``graph``, its value as that says.
+
+    Raises InputError: it is not of this graph.
+    """
+    args, kwargs = _read(record.args, before), _read(record.kwargs, before)
+    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        raise InputError(f"{record.name} has no arguments")
+    target: Any = record.target
+    if record.op == "call_function":
+        target = _function(record.target)
+    elif record.op not in ("placeholder", "output"):
+        raise InputError(f"{record.name} is a {record.op}")
+    made = graph.create_node(record.op, target, args, kwargs, record.name)
+    made.name = record.name
+    made.meta = _notes_again(record.notes)
+    if record.value is not None:
+        made.meta["val"] = _value_read(record.value, fakes)
+    return made
+
+
+def _derived(node: fx.Node, fakes: StaticFakes) -> Any:
+    """The value of ``node``; of what looks at another value, as torch derives it from that."""
+    value = node.meta["val"]
+    if node.target is operator.getitem:
+        source, at = node.args
+        derived = source.meta["val"][at]  # type: ignore[union-attr]
+    elif is_view(node):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda of: of.meta["val"])
+        with fakes.mode:
+            derived = node.target(*args, **kwargs)  # type: ignore[operator]
+    else:
+        return value
+    if spec_of(derived) != spec_of(value):
+        raise InputError(f"{node.name} is {spec_of(value)}, and by its source {spec_of(derived)}")
+    return derived
+
+
+def _function(text: str) -> Any:
+    if text in _FUNCTIONS:
+        return _FUNCTIONS[text]
+    namespace, _, rest = text.partition(".")
+    name, _, overload = rest.partition(".")
+    if namespace in _NAMESPACES and name.isidentifier() and overload.isidentifier():
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        found = getattr(packet, overload, None)
+        if isinstance(found, torch._ops.OpOverload):
+            return found
+    raise InputError(f"{text} is no operator of torch")
+
+
+def _read(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
+    """An argument, from what ``_written`` made of it."""
+    if value is None or type(value) in (bool, int, float):
+        return value
+    match value:
+        case ["node", str() as name] if name in nodes:
+            return nodes[name]
+        case ["text", str() as text]:
+            return text
+        case ["list", list() as items]:
+            return [_read(item, nodes) for item in items]
+        case ["tuple", list() as items]:
+            return tuple(_read(item, nodes) for item in items)
+        case ["mapping", dict() as items]:
+            return {key: _read(item, nodes) for key, item in items.items()}
+        case ["slice", [start, stop, step]]:
+            return slice(_read(start, nodes), _read(stop, nodes), _read(step, nodes))
+        case [str() as kind, str() as name]:
+            return _named(kind, name)
+    raise InputError(f"{value!r:.60} is no argument")
+
+
+def _named(kind: str, name: str) -> Any:
+    """What torch calls ``name``: a type of numbers, a device."""
+    if kind == "device":
+        try:
+            return torch.device(name)
+        except RuntimeError as error:
+            raise InputError(f"{name} is no device") from error
+    found = getattr(torch, name, None)
+    if kind not in _ENUMS or not isinstance(found, _ENUMS[kind]):
+        raise InputError(f"{name} is no {kind} of torch")
+    return found
+
+
+def _value_read(value: Any, fakes: StaticFakes) -> Any:
+    match value:
+        case ["constant", None | bool() | int() | float() as constant]:
+            return constant
+        case ["list", list() as items]:
+            return [_value_read(item, fakes) for item in items]
+        case ["tuple", list() as items]:
+            return tuple(_value_read(item, fakes) for item in items)
+        case ["tensor", str() as dtype, str() as device, list() as size, list() as stride, start]:
+            numbers = [*size, *stride, start]
+            if len(size) == len(stride) and all(type(n) is int and n >= 0 for n in numbers):
+                of, on = _named("dtype", dtype), _named("device", device)
+                return fakes.made(size, stride, start, dtype=of, device=on)
+    raise InputError(f"{value!r:.60} is no value")

@@ -1,0 +1,259 @@
+"""Captured steps from the cache: nothing is traced, and losses and gradients equal eager's."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+from torch.utils.checkpoint import checkpoint
+
+import memo_compile
+from memo_compile.backends import capture_memory
+from memo_compile.backends.capture_memory import CaptureCounts
+from memo_compile.config import MemoConfig
+from memo_compile.file_store import FileStore
+from memo_compile.reporting import state
+from memo_compile.step.plans import Plan
+from tests.numerics.small import Pair, Stack, rows
+from tests.numerics.training import INDUCTOR, in_ci
+
+MADE, RECALLED = CaptureCounts(made=1), CaptureCounts(recalled=1)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileStore:
+    """Empty caches of captured steps, where a process finds them that is given ``tmp_path``."""
+    made = FileStore(folder=tmp_path / "memo" / "steps")
+    monkeypatch.setattr(MemoConfig, "store", lambda config: made if config.cache else None)
+    entries = staticmethod(lambda: str(tmp_path / "inductor" / "aotautograd"))
+    monkeypatch.setattr(AOTAutogradCache, "_get_tmp_dir", entries)
+    return made
+
+
+def stack() -> nn.Module:
+    return Stack(hidden=16)
+
+
+def trained(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module] = stack, **options: object
+) -> CaptureCounts:
+    """Three steps of a model and its optimizer, compiled as if for the first time."""
+    counts = CaptureCounts()
+    monkeypatch.setattr(capture_memory, "counts", counts)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    pair = Pair(make(), **options)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (pair.ours, pair.eager)]
+    for seed in (1, 2, 3):
+        pair.assert_step(rows(seed, hidden=16))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert memo_compile.report().active
+    return counts
+
+
+def newest_plan() -> Plan:
+    plan = memo_compile.report().plans[-1]
+    return replace(plan, planning_s=0.0, lowering_s=0.0, name="")
+
+
+def files(store: FileStore) -> list[Path]:
+    return [entry.path for entry in store.stored() if entry.kind == "capture"]
+
+
+def torchs_files(tmp_path: Path) -> list[Path]:
+    return [path for path in (tmp_path / "inductor").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("options", in_ci([{}, INDUCTOR, {"memory_budget": "1GiB"}], {}))
+def test_a_second_compilation_traces_nothing(store, monkeypatch, options):
+    assert trained(monkeypatch, **options) == MADE
+    plan = newest_plan()
+    assert trained(monkeypatch, **options) == RECALLED
+    assert newest_plan() == plan
+    assert trained(monkeypatch, **options, cache=False) == CaptureCounts()
+    assert newest_plan() == plan
+
+
+class Frozen(Stack):
+    def __init__(self) -> None:
+        super().__init__(hidden=16)
+        self.entry.requires_grad_(False)
+
+
+class Wider(Stack):
+    """The same graph but for one number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(x)).pow(4).mean()
+
+
+def test_another_graph_or_other_options_are_not_found(store, monkeypatch):
+    assert trained(monkeypatch) == MADE
+    assert trained(monkeypatch, Frozen) == MADE
+    assert trained(monkeypatch, lambda: Wider(hidden=16)) == MADE
+    assert trained(monkeypatch, debug="") == MADE
+    assert trained(monkeypatch, Frozen) == RECALLED
+
+
+@pytest.mark.full
+def test_autocast_is_part_of_the_key(store, monkeypatch):
+    def step() -> CaptureCounts:
+        counts = CaptureCounts()
+        monkeypatch.setattr(capture_memory, "counts", counts)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        pair = Pair(stack())
+        pair.each(lambda model: model(rows(1, hidden=16)).backward())
+        for ours, eager in zip(pair.ours.parameters(), pair.eager.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, eager.grad, rtol=0.05, atol=1e-2)
+        return counts
+
+    assert step() == MADE
+    with torch.autocast("cpu", torch.bfloat16):
+        assert step() == MADE
+        assert step() == RECALLED
+    assert step() == RECALLED
+
+
+def test_a_recalled_backward_runs_twice(store, monkeypatch):
+    """Autograd is told again that memo's handle may be read twice."""
+    trained(monkeypatch)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    pair = Pair(stack())
+
+    def twice(model: nn.Module) -> None:
+        loss = model(rows(1, hidden=16))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    pair.each(twice)
+    assert capture_memory.counts.recalled == 1
+    pair.assert_equal()
+
+
+class Checkpointed(Stack):
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().features, x, use_reentrant=False)
+
+
+def test_the_report_says_what_it_said_before(store, monkeypatch):
+    trained(monkeypatch, lambda: Checkpointed(hidden=16))
+    notes = memo_compile.report().notes
+    assert any("checkpoint()" in note for note in notes)
+    state.reset()
+    assert trained(monkeypatch, lambda: Checkpointed(hidden=16)) == RECALLED
+    assert memo_compile.report().notes == notes
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+@pytest.mark.parametrize("damage", in_ci([flipped, truncated, Path.unlink], flipped))
+def test_damaged_files_are_not_used_and_made_anew(store, monkeypatch, tmp_path, caplog, damage):
+    trained(monkeypatch)
+    (path,) = files(store)
+    damage(path)
+    assert trained(monkeypatch) == MADE
+    assert ("is not used" in caplog.text) == (damage is not Path.unlink)
+    assert trained(monkeypatch) == RECALLED
+    (path,) = torchs_files(tmp_path)
+    damage(path)
+    assert trained(monkeypatch) == MADE
+    assert trained(monkeypatch) == RECALLED
+
+
+def another_size(record: dict) -> None:
+    record["num_results"] += 1
+
+
+def no_half(record: dict) -> None:
+    record["forward"] = None
+
+
+@pytest.mark.parametrize("change", in_ci([another_size, no_half], another_size))
+def test_a_record_that_was_changed_is_not_used(store, monkeypatch, change, caplog):
+    """Its digest is right: whoever wrote it knew how."""
+    trained(monkeypatch)
+    (path,) = files(store)
+    head, _, body = path.read_bytes().partition(b"\n")
+    record = json.loads(body)
+    change(record)
+    store.write({"kind": "capture"}, record, "x")
+    (made,) = store.folder.glob("*.x.json")
+    said = json.loads(made.read_bytes().partition(b"\n")[0])
+    said["key"] = json.loads(head)["key"]
+    path.write_bytes(json.dumps(said).encode() + b"\n" + made.read_bytes().partition(b"\n")[2])
+    made.unlink()
+    assert trained(monkeypatch) == MADE
+    assert "was remembered of a graph is not used" in caplog.text
+
+
+class WithConstant(Stack):
+    """The graph holds a tensor of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * torch.tensor([1.0, 2.0] * 8))
+
+
+@torch.library.custom_op("memo_capture_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda ctx, grad: 2 * grad)
+
+
+class WithCustom(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(twice(x))
+
+
+def test_what_cannot_be_written_is_traced_each_time(store, monkeypatch):
+    counts = trained(monkeypatch, lambda: WithConstant(hidden=16))
+    assert counts == CaptureCounts(refused=1)
+    assert trained(monkeypatch, lambda: WithCustom(hidden=16)) == CaptureCounts()
+    assert files(store) == []
+
+
+CHILD = """
+import pytest, torch
+from tests.numerics.test_capture_memory import trained
+torch.set_num_threads(1)
+print(trained(pytest.MonkeyPatch()))
+"""
+
+
+def begun(folder: Path) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "XDG_CACHE_HOME": str(folder),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD], env=environment, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.full
+def test_processes_that_start_at_once_and_one_after_them(tmp_path):
+    for child in [begun(tmp_path), begun(tmp_path)]:
+        assert "CaptureCounts(" in child.communicate()[0]
+    assert begun(tmp_path).communicate()[0].strip() == repr(RECALLED)
