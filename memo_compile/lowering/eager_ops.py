@@ -8,7 +8,8 @@ takes its seed from the host, which would wait for the device: there the numbers
 the seed where it is.
 
 Eager's ``copy``, ``slice_scatter`` and their like copy the whole storage of their first input,
-which in a step is the arena, and their result keeps that copy alive.
+which in a step is the arena, and their result keeps that copy alive. What wraps a custom operator
+that writes (``auto_functionalized_v2``) does so for all that is written.
 """
 
 import functools
@@ -151,6 +152,18 @@ def _copy(base: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
     return made.copy_(source, non_blocking=non_blocking)
 
 
+def _auto_functionalized(operator: Any, **given: Any) -> Any:
+    """Torch's own with its copies of what ``operator`` writes made here, each as large as it is."""
+    bases = [None if base is None else _own(base) for base in given.pop("_all_bases")]
+    wrapped = torch.ops.higher_order.auto_functionalized_v2
+    return wrapped(operator, _all_bases=bases, _only_clone_these_bases=(), **given)
+
+
+def _own(base: torch.Tensor) -> torch.Tensor:
+    settings = {"dtype": base.dtype, "device": base.device}
+    return torch.empty_strided(base.size(), base.stride(), **settings).copy_(base)
+
+
 @functools.cache
 def _table() -> dict[Any, Callable[..., Any]]:
     aten, prims = torch.ops.aten, torch.ops.prims
@@ -164,6 +177,7 @@ def _table() -> dict[Any, Callable[..., Any]]:
         aten.slice_scatter.default: _scatter(aten.slice.Tensor),
         aten.select_scatter.default: _scatter(aten.select.int),
         aten.diagonal_scatter.default: _scatter(aten.diagonal.default),
+        torch.ops.higher_order.auto_functionalized_v2: _auto_functionalized,
     }
 
 

@@ -73,3 +73,18 @@ def test_a_result_of_what_lies_in_the_arena_holds_no_copy_of_the_arena(name: str
     assert torch.equal(result, expected)
     assert result.stride() == expected.stride()
     assert result.untyped_storage().nbytes() <= base.nbytes + 12  # what is beside ``base``
+
+
+def test_what_an_operator_writes_is_copied_without_the_arena():
+    """Torch's wrapper of one that writes copies from where the storage begins."""
+    library = torch.library.Library("memo_tests", "FRAGMENT")
+    library.define("add_into(Tensor(a!) out, Tensor value) -> ()")
+    library.impl("add_into", lambda out, value: out.add_(value) and None, "CPU")
+    wrapped = torch.ops.higher_order.auto_functionalized_v2
+    base = torch.arange(1000.0)[100:101]
+    given = {"value": torch.ones(1), "_out_base_index": 0, "_out_alias": True}
+    for call in (wrapped, runnable(wrapped)):
+        operator = torch.ops.memo_tests.add_into.default
+        *_, result = call(operator, _all_bases=[base], **given)
+        assert (result.item(), base.item()) == (101, 100)
+    assert result.untyped_storage().nbytes() == base.nbytes
