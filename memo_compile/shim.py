@@ -77,6 +77,12 @@ def copies_results(node: Any) -> bool:
     return ops.copies_results(getattr(node, "op_overload", None))
 
 
+def called_operator(node: Any) -> str:
+    """The name of the operator that an extern kernel runs, also into given buffers; or ""."""
+    operator = getattr(node, "op_overload", None)
+    return ops.called(operator) if isinstance(operator, torch._ops.OpOverload) else ""
+
+
 def written_buffers(node: Any) -> list[str]:
     """Names of the buffers that an extern kernel without results of its own writes into."""
     return [name for output in node.mutation_outputs for name in output.get_mutation_names()]

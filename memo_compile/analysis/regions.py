@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from memo_runtime.collectives import Collective
@@ -74,6 +74,14 @@ class RegionGraph:
         )
 
 
+class AttentionLine(NamedTuple):
+    """A line of a lowered region that calls an attention kernel."""
+
+    operator: str
+    """As its schema names it, e.g. ``aten::_scaled_dot_product_flash_attention``."""
+    line: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoweredRegion:
     """A region that can run: ``run(inputs)`` writes into ``memo_runtime.current.views``."""
@@ -83,6 +91,8 @@ class LoweredRegion:
     run: Callable[[list[Any]], Sequence[Any]]
     collective: Collective | None = None
     """ISSUE: what the runtime begins instead of ``run``."""
+    attention: tuple[AttentionLine, ...] = ()
+    """Where attention kernels run."""
 
 
 def layout_of(value: object) -> Layout | None:

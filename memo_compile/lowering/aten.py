@@ -20,6 +20,7 @@ from memo_compile import shim
 from memo_compile.analysis.purity import in_flight, is_wait, is_write
 from memo_compile.analysis.random_states import is_random_state
 from memo_compile.analysis.regions import (
+    AttentionLine,
     LoweredRegion,
     RegionGraph,
     counted_once,
@@ -29,7 +30,13 @@ from memo_compile.analysis.regions import (
 from memo_compile.analysis.structure import make_tape
 from memo_compile.analysis.views import is_tensor, is_view, results_of, storage_of
 from memo_compile.lowering.eager_ops import runnable
-from memo_compile.lowering.workspace import convolution_workspace, pooling_workspace
+from memo_compile.lowering.workspace import (
+    called_operator,
+    convolution_workspace,
+    is_attention,
+    pooling_workspace,
+    random_workspace,
+)
 from memo_compile.step.problem import (
     OutsideBuffer,
     RegionBuffer,
@@ -152,8 +159,10 @@ class _AtenRegion:
     def _workspaces(self) -> Iterator[OutsideBuffer]:
         """What kernels take for themselves."""
         for line, node in enumerate(self.nodes):
-            for workspace in (convolution_workspace(node, line), pooling_workspace(node, line)):
-                if workspace is not None:
+            if self.in_registers(node):
+                continue
+            for of in (convolution_workspace, pooling_workspace, random_workspace):
+                if (workspace := of(node, line)) is not None:
                     yield workspace
 
     def lowered(self) -> LoweredRegion:
@@ -166,7 +175,9 @@ class _AtenRegion:
             outside=(*self._copied(), *self._workspaces()),
         )
         views = tuple(view_spec(node.meta["val"]) for node in self.buffers)
-        return LoweredRegion(profile=profile, views=views, run=self._run)
+        called = ((called_operator(node), line) for line, node in enumerate(self.nodes))
+        attention = tuple(AttentionLine(*found) for found in called if is_attention(found[0]))
+        return LoweredRegion(profile=profile, views=views, run=self._run, attention=attention)
 
     def _region_output(self, index: int, node: Any) -> tuple[fx.Node | None, RegionOutput]:
         """The node that made its storage, and where it lies."""

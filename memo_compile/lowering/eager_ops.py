@@ -1,14 +1,19 @@
 """Eager versions of operators that exist for Inductor only, or that take too much memory in eager.
 
 Inductor replaces random operators by pure functions of a seed before memo sees the graph. Here
-they draw from a generator of that seed: the same seed gives the same numbers, so that a mask can
-be recomputed. The numbers differ from those of Inductor's kernels.
+the same seed gives the same numbers as well, so that a mask can be recomputed; they differ from
+those of Inductor's kernels. On a CPU they come from a generator of that seed. A device's generator
+takes its seed from the host, which would wait for the device: there the numbers are SplitMix64's
+(Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), by operators that read
+the seed where it is.
 
 Eager's ``copy``, ``slice_scatter`` and their like copy the whole storage of their first input,
-which in a step is the arena, and their result keeps that copy alive.
+which in a step is the arena, and their result keeps that copy alive. What wraps a custom operator
+that writes (``auto_functionalized_v2``) does so for all that is written.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,16 +35,81 @@ def _generator(seed: torch.Tensor) -> torch.Generator:
 
 
 def _random(size: Any, seed: torch.Tensor, mode: str, *, offset: int = 0) -> torch.Tensor:
+    seed = seed + offset
+    if seed.device.type != "cpu":
+        number = {"rand": _uniform, "randn": _normal}[mode]
+        return _in_pieces(size, seed, torch.float32, number)
     draw = {"rand": torch.rand, "randn": torch.randn}[mode]
-    generator = _generator(seed + offset)
+    generator = _generator(seed)
     return draw(list(size), device=seed.device, generator=generator, dtype=torch.float32)
 
 
 def _randint(
     low: int, high: int, size: Any, seed: torch.Tensor, *, offset: int = 0
 ) -> torch.Tensor:
-    generator = _generator(seed + offset)
+    seed = seed + offset
+    if seed.device.type != "cpu":
+        return _in_pieces(
+            size,
+            seed,
+            torch.int64,
+            lambda bits: _shifted(bits, 1).remainder_(high - low).add_(low),
+        )
+    generator = _generator(seed)
     return torch.randint(low, high, list(size), device=seed.device, generator=generator)
+
+
+PIECE = 2**20
+"""Numbers that are drawn at once on a device: what is taken beside the result stays small."""
+PIECE_ITEM_BYTES = 2 * torch.int64.itemsize
+"""Taken for each of them."""
+
+_STEP, _FIRST, _SECOND = (
+    number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+"""SplitMix64's constants, as numbers of 64 bits with a sign."""
+_FLOAT_BITS = 24
+"""A float32 has so many."""
+
+
+def _in_pieces(
+    size: Any,
+    seed: torch.Tensor,
+    dtype: torch.dtype,
+    number: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """A tensor of ``size`` with what ``number`` makes of each 64 random bits of ``seed``."""
+    result = torch.empty(list(size), dtype=dtype, device=seed.device)
+    flat = result.view(-1)
+    for start in range(0, flat.numel(), PIECE):
+        piece = flat[start : start + PIECE]
+        piece.copy_(number(_bits(seed, start, start + piece.numel())))
+    return result
+
+
+def _bits(seed: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """SplitMix64's numbers ``start`` to ``end``, 64 bits each."""
+    bits = torch.arange(start + 1, end + 1, device=seed.device).mul_(_STEP).add_(seed)
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        bits.bitwise_xor_(_shifted(bits, shift)).mul_(factor)
+    return bits.bitwise_xor_(_shifted(bits, 31))
+
+
+def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """Shifted down, with zeros above: torch's own shift repeats the sign."""
+    return (bits >> by).bitwise_and_(2 ** (64 - by) - 1)
+
+
+def _uniform(bits: torch.Tensor, half: int = 0) -> torch.Tensor:
+    """Numbers of [0, 1), of one half of the ``bits``, which is overwritten."""
+    own = bits.view(torch.int32)[half::2].bitwise_right_shift_(32 - _FLOAT_BITS)
+    return own.bitwise_and_(2**_FLOAT_BITS - 1).float().mul_(2.0**-_FLOAT_BITS)
+
+
+def _normal(bits: torch.Tensor) -> torch.Tensor:
+    """Box and Muller's: a length and an angle, of the two halves."""
+    length = _uniform(bits).add_(2.0 ** -(_FLOAT_BITS + 1)).log_().mul_(-2).sqrt_()
+    return _uniform(bits, half=1).mul_(2 * math.pi).cos_().mul_(length)
 
 
 def _scatter(view: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -76,7 +146,22 @@ def _extent(size: Any, stride: Any) -> int:
 
 
 def _copy(base: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    return torch.empty_like(base).copy_(source, non_blocking=non_blocking)
+    made = torch.empty_like(base)
+    if source.dim() == 0 and source.device.type == "cpu":  # a number; to copy it waits for a device
+        return made.fill_(source.to(base.dtype))
+    return made.copy_(source, non_blocking=non_blocking)
+
+
+def _auto_functionalized(operator: Any, **given: Any) -> Any:
+    """Torch's own with its copies of what ``operator`` writes made here, each as large as it is."""
+    bases = [None if base is None else _own(base) for base in given.pop("_all_bases")]
+    wrapped = torch.ops.higher_order.auto_functionalized_v2
+    return wrapped(operator, _all_bases=bases, _only_clone_these_bases=(), **given)
+
+
+def _own(base: torch.Tensor) -> torch.Tensor:
+    settings = {"dtype": base.dtype, "device": base.device}
+    return torch.empty_strided(base.size(), base.stride(), **settings).copy_(base)
 
 
 _WITHOUT_ARANGE = (torch.uint16, torch.uint32, torch.uint64)
@@ -112,6 +197,7 @@ def _table() -> dict[Any, Callable[..., Any]]:
         aten.slice_scatter.default: _scatter(aten.slice.Tensor),
         aten.select_scatter.default: _scatter(aten.select.int),
         aten.diagonal_scatter.default: _scatter(aten.diagonal.default),
+        torch.ops.higher_order.auto_functionalized_v2: _auto_functionalized,
     }
 
 

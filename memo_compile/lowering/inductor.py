@@ -205,4 +205,9 @@ def _made(recorder: _Recorder, compiled: Any) -> LoweredRegion:
     scan = recorder.scan
     if scan is None:  # a region without kernels: Inductor returns its forward as it is
         return aten.lower(recorder.region)
-    return LoweredRegion(profile=scan.profile(), views=tuple(scan.views), run=compiled)
+    return LoweredRegion(
+        profile=scan.profile(),
+        views=tuple(scan.views),
+        run=compiled,
+        attention=tuple(scan.attention),
+    )

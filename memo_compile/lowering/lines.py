@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from memo_compile import shim
-from memo_compile.analysis.regions import RegionGraph, ViewSpec, counted_once
+from memo_compile.analysis.regions import AttentionLine, RegionGraph, ViewSpec, counted_once
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.workspace import (
     CONVOLUTION,
     Convolution,
     convolution_bytes,
+    is_attention,
     is_convolution,
 )
 from memo_compile.step.problem import (
@@ -74,6 +75,7 @@ class LineScan:
         self._copied: list[tuple[int, Sequence[Any], str]] = []
         """Line, the nodes whose bytes are taken beside the arena while it runs, kind."""
         self._workspaces: list[OutsideBuffer] = []
+        self.attention: list[AttentionLine] = []
         self._arena: dict[str, int] = {}
         self._read_lines()
         names = self.graph.get_output_names()
@@ -101,6 +103,8 @@ class LineScan:
 
     def _read_extern(self, number: int, node: Any) -> None:
         name, kind = node.get_name(), _kernel_name(node)
+        if is_attention(operator := shim.called_operator(node)):
+            self.attention.append(AttentionLine(operator, number))
         written = [self.graph.get_buffer(buffer) for buffer in shim.written_buffers(node)]
         self._read_convolution(number, node, written)
         if shim.copies_results(node):  # they exist beside the buffers that they are copied to

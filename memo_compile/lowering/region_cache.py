@@ -21,7 +21,7 @@ import torch
 from memo_runtime import ops
 
 from memo_compile import shim_cache
-from memo_compile.analysis.regions import LoweredRegion, RegionGraph, ViewSpec
+from memo_compile.analysis.regions import AttentionLine, LoweredRegion, RegionGraph, ViewSpec
 from memo_compile.analysis.views import results_of
 from memo_compile.errors import InputError, described
 from memo_compile.file_store import FileStore, code_digest, digest_of, say_unused
@@ -60,6 +60,7 @@ class CodeRecord:
     profile: RegionProfile
     """Of whatever region was first lowered to the code; its name is no part of it."""
     views: tuple[Layout, ...]
+    attention: tuple[AttentionLine, ...]
 
 
 def tag_of(region: RegionGraph, convolutions: tuple[Convolution, ...], *, poison: bool) -> str:
@@ -97,6 +98,7 @@ class RegionCache:
             code_sha256=_digest(code),
             profile=replace(lowered.profile, name=""),
             views=tuple(map(_layout, lowered.views)),
+            attention=lowered.attention,
         )
         try:
             _require_fits(record, region, code)
@@ -119,6 +121,7 @@ class RegionCache:
                 profile=replace(record.profile, name=region.name),
                 views=tuple(map(_view, record.views)),
                 run=compiled,
+                attention=record.attention,
             )
         counts.refused += 1
         shim_cache.forget(key, damaged)

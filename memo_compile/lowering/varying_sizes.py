@@ -190,8 +190,12 @@ class _Code:
             args.insert(0, n)
             return compiled(args)
 
-        views = tuple(self.scan.views)
-        return LoweredRegion(profile=replace(profile, name=name), views=views, run=run)
+        return LoweredRegion(
+            profile=replace(profile, name=name),
+            views=tuple(self.scan.views),
+            run=run,
+            attention=tuple(self.scan.attention),
+        )
 
 
 def _equal(

@@ -22,6 +22,7 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.analysis.structure import argument, op_name
+from memo_compile.lowering.eager_ops import PIECE, PIECE_ITEM_BYTES
 from memo_compile.step.problem import OutsideBuffer, align
 
 FLOAT32_BYTES = 4
@@ -54,6 +55,7 @@ _FLASH_BACKWARD = re.compile("^flash_attn::_flash_attn_(varlen_)?backward$")
 CONVOLUTION = "convolution workspace"
 """Kind of what ``convolution_bytes`` counts."""
 
+_RANDOM = ("inductor_random", "inductor_randint")
 _POOLING = ("_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices")
 
 _CONVOLUTION = re.compile(r"(?:^|[._])convolution(_backward)?(?=$|[._])")
@@ -231,27 +233,55 @@ def pooling_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
     return OutsideBuffer(kind="pooling workspace", size_bytes=size_bytes, start=line, end=line + 1)
 
 
+def random_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
+    """What random numbers take op by op on a device: the bits that they are made of."""
+    if node.op != "call_function" or op_name(node) not in _RANDOM:
+        return None
+    made = node.meta["val"]
+    if made.device.type == "cpu":
+        return None
+    size_bytes = align(min(made.numel(), PIECE) * PIECE_ITEM_BYTES)
+    return OutsideBuffer(kind="random bits", size_bytes=size_bytes, start=line, end=line + 1)
+
+
 def with_workspaces(
     lowered: Mapping[str, LoweredRegion], graphs: Mapping[str, RegionGraph]
 ) -> dict[str, LoweredRegion]:
-    """``lowered`` with the libraries' memory on a CUDA device, for the whole of its region."""
-    return {name: _with_workspace(region, graphs[name]) for name, region in lowered.items()}
+    """``lowered`` with what attention on a CUDA device takes for itself, while its kernel runs."""
+    return {name: _with_workspaces(region, graphs[name]) for name, region in lowered.items()}
 
 
-def _with_workspace(lowered: LoweredRegion, region: RegionGraph) -> LoweredRegion:
-    size_bytes = max((attention_bytes(node) for node in region.gm.graph.nodes), default=0)
-    if not size_bytes:
+def _with_workspaces(lowered: LoweredRegion, region: RegionGraph) -> LoweredRegion:
+    sizes: dict[str, int] = {}
+    for node in region.gm.graph.nodes:
+        if size_bytes := attention_bytes(node):
+            operator = called_operator(node)
+            sizes[operator] = max(size_bytes, sizes.get(operator, 0))
+    if not sizes:
         return lowered
     profile = lowered.profile
-    workspace = OutsideBuffer(
-        kind="attention workspace", size_bytes=size_bytes, start=0, end=profile.num_lines
-    )
-    return replace(lowered, profile=replace(profile, outside=(*profile.outside, workspace)))
+    found = [
+        _attention(sizes[operator], line, line + 1)
+        for operator, line in lowered.attention
+        if operator in sizes
+    ]
+    unseen = sizes.keys() - {operator for operator, _ in lowered.attention}
+    found += [_attention(sizes[operator], 0, profile.num_lines) for operator in sorted(unseen)]
+    return replace(lowered, profile=replace(profile, outside=(*profile.outside, *found)))
+
+
+def _attention(size_bytes: int, start: int, end: int) -> OutsideBuffer:
+    return OutsideBuffer(kind="attention workspace", size_bytes=size_bytes, start=start, end=end)
+
+
+def is_attention(operator: str) -> bool:
+    """True for the name of an attention operator."""
+    return "attention" in operator or "flash_attn" in operator
 
 
 def attention_bytes(node: fx.Node) -> int:
     """What an attention kernel allocates for itself while it runs; 0 for another operator."""
-    if found := _FLASH_BACKWARD.search(_called(node)):
+    if found := _FLASH_BACKWARD.search(called_operator(node)):
         return _flash_package_bytes(node, has_lengths=bool(found[1]))
     if node.op != "call_function" or "attention" not in op_name(node):
         return 0
@@ -295,8 +325,8 @@ def _efficient_bytes(query: torch.Tensor, key: torch.Tensor, *, is_backward: boo
     return align(sums) + 2 * align(of_rows)
 
 
-def _called(node: fx.Node) -> str:
-    """The operator's name; of one that is wrapped because it writes, the name of that one."""
+def called_operator(node: fx.Node) -> str:
+    """The operator's name; of one that is wrapped because it writes, that one's. Else ""."""
     target: object = node.target
     if node.op == "call_function" and "auto_functionalized" in str(target):
         target = node.args[0]

@@ -28,8 +28,10 @@ class Kernel(enum.Enum):
 
 
 FLASH_WIDTH = 256
-CUDNN_WIDTH = 128
-"""The widest heads of either, with a backward."""
+CUDNN_WIDTH, CUDNN_WIDTH_HOPPER = 128, 256
+"""The widest heads of either, with a backward; cuDNN 9.10 and later."""
+CUDNN_WIDTHS_BLACKWELL = (192, 128)
+"""DeepSeek's heads of queries and keys, and of values, are taken as well; 9.11 and later."""
 HALVES = (torch.float16, torch.bfloat16)
 FLASH_PADDING = 8
 """Flash attention pads heads to a multiple of this."""
@@ -65,7 +67,7 @@ def kernel_for(
         return Kernel.MATH
     fits = {
         Kernel.FLASH: _fits_flash(gpu, query, key, value, mask, dropout_p, is_causal),
-        Kernel.CUDNN: _fits_cudnn(query, key, value, mask),
+        Kernel.CUDNN: _fits_cudnn(gpu, query, key, value, mask, dropout_p),
         Kernel.EFFICIENT: not grouped and _fits_efficient(query, key, value, mask, is_causal),
     }
     return next((kernel for kernel in order if fits[kernel]), Kernel.MATH)
@@ -108,16 +110,31 @@ def _fits_flash(
 
 
 def _fits_cudnn(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    gpu: GpuFacts,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
 ) -> bool:
-    widths = (query.shape[-1], key.shape[-1], value.shape[-1])
+    widths = (query.shape[-1], value.shape[-1])
+    widest = CUDNN_WIDTH_HOPPER if gpu.capability == 90 else CUDNN_WIDTH
+    narrow = max(widths) <= widest or (gpu.major == 10 and widths == CUDNN_WIDTHS_BLACKWELL)
     return (
         query.dtype in HALVES
-        and all(width % 8 == 0 and width <= CUDNN_WIDTH for width in widths)
-        and query.shape[-2] > 1
+        and all(width % 8 == 0 for width in widths)
+        and narrow
         and key.shape[-2] > 1
+        and (query.shape[-2] > 1 or not dropout_p)
         and (mask is None or not mask.requires_grad)
+        and not _must_be_deterministic()
     )
+
+
+def _must_be_deterministic() -> bool:
+    """As cuDNN's backward is not."""
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled() and not warns
 
 
 def _fits_efficient(

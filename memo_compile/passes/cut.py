@@ -377,12 +377,15 @@ class _Border:
         self.at = place.at
         self.nodes = place.nodes
         self.inputs: dict[fx.Node, None] = {}
-        for node in self.nodes:
+        for node in sorted(self.nodes, key=self._is_remade):
             for source in node.all_input_nodes:
                 self._reach(source)
 
     def _is_remade(self, node: fx.Node) -> bool:
-        """True for what the region makes itself although it stands elsewhere."""
+        """True for what each region makes itself just before it reads it, wherever it stands.
+
+        The region where it stands does so too: it would have it in another order than the others.
+        """
         if is_constant(node):
             return True
         if not is_movable_view(node) or is_given(node):
@@ -392,22 +395,25 @@ class _Border:
         return grows or is_given(base)
 
     def _reach(self, node: fx.Node) -> None:
-        is_own = self.calls.positions.get(node) == self.at and not is_given(node)
-        is_submodule = node.op == "get_attr" and not is_tensor(node)
-        if is_own or is_submodule:
-            return
         if self._is_remade(node):
             for source in node.all_input_nodes:
                 self._reach(source)
             return
-        self.inputs.setdefault(node)
+        is_own = self.calls.positions.get(node) == self.at and not is_given(node)
+        is_submodule = node.op == "get_attr" and not is_tensor(node)
+        if not is_own and not is_submodule:
+            self.inputs.setdefault(node)
 
     def extract(self, outputs: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
         """The region's own graph; placeholders in the order of ``inputs``."""
         own = set(self.nodes)
-        ends = (node for node in self.nodes if node in outputs or is_write(node))
+        ends = {node for node in self.nodes if node in outputs or is_write(node)}
         needed = makers_of(ends, lambda node: node in own)
-        nodes = [node for node in self.nodes if node in needed]
+        nodes = [
+            node
+            for node in self.nodes
+            if node in needed and (node in ends or not self._is_remade(node))
+        ]
         part = copied(self.calls.request.gm, list(self.inputs), nodes)
         part.finish(outputs)
         used = [node for node in part.inputs if part.made[node].users]

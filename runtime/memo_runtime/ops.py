@@ -72,6 +72,11 @@ _calls: dict[torch._ops.OpOverload, str] = {}
 """An operator of ``into`` -> the one that it calls."""
 
 
+def called(operator: torch._ops.OpOverload) -> str:
+    """The name of ``operator``; of one of ``into`` that of the one that it calls."""
+    return _calls.get(operator, operator._schema.name)
+
+
 def writes_first(operator: Any) -> bool:
     """True for an operator of ``into`` whose first result is written where it belongs."""
     return operator in _calls and flash_attention.takes_output(_calls[operator])

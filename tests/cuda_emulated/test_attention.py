@@ -1,7 +1,10 @@
 """Attention's kernels on CUDA: what they return, and where it lies."""
 
 import ctypes
+import sys
+import types
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +12,12 @@ from torch import nn
 from torch.nn import functional
 
 import memo_compile
+from memo_compile.analysis import masks
 from memo_compile.lowering.workspace import _efficient_bytes
+from memo_compile.reporting import state
+from tests import models
+from tests.cuda_emulated.test_memory import Training
+from tests.steps import flash_attention
 
 WIDTH, HEADS, TOKENS, NUM_LAYERS = 256, 4, 128, 4
 
@@ -101,6 +109,16 @@ def test_regions_are_timed_with_random_states_where_their_kernels_read_them(lowe
     assert report.plans[-1].check.ok
 
 
+def test_a_mask_as_large_as_the_scores_is_named(monkeypatch):
+    """As transformers makes it for a compiled step: flash attention would need none."""
+    monkeypatch.setattr(masks, "LARGE_NUMBERS", 64**2)
+    state.reset()
+    Training(models.llama, lowering="aten").step()
+    (note,) = [note for note in memo_compile.report().notes if "reads a mask" in note]
+    assert "a mask of 64 x 64 numbers" in note
+    assert "does-not-fit.md" in note
+
+
 class Biased(Attention):
     """A learned bias on every score, as a relative position's."""
 
@@ -128,6 +146,57 @@ class CudnnAttention(Attention):
         attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
         mixed = attention(query, key, value, None, True, self.dropout, True)[0]
         return x + self.output(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class FlashPackage(Attention):
+    """By the package flash-attn, with fewer heads of keys."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0, HEADS // 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.queries(x).unflatten(-1, (HEADS, -1))
+        key, value = self.keys(x).unflatten(-1, (2, self.key_heads, -1)).unbind(-3)
+        mixed = flash_attention.flash_attn_func(query, key, value, causal=True)
+        return x + self.output(mixed.flatten(-2))
+
+
+class FlashKernels(types.ModuleType):
+    """The package's module; its kernels make their results, in what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__("flash_attn.flash_attn_interface")
+        self.flash_attn_gpu = self
+
+    def fwd(self, query, key, value, out, *settings):
+        given = torch.empty_like(query) if out is None else out
+        sums = torch.empty(*query.shape[:2], query.shape[2], device="cuda").transpose(1, 2)
+        state = torch.empty(2, dtype=torch.int64, device="cuda")
+        return given, sums.contiguous(), torch.empty(0, device="cuda"), state
+
+
+@pytest.fixture(scope="module")
+def flash_package():
+    """Kernels that allocate what those of flash-attn 2.8 do (``mha_bwd``), and compute nothing."""
+    library = torch.library.Library("flash_attn", "IMPL")
+    kernels = FlashKernels()
+
+    def forward(query, key, value, *settings):
+        return kernels.fwd(query, key, value, None)
+
+    def backward(gradient, query, key, value, out, sums, *rest):
+        batch, rows, heads, width = query.shape
+        in_blocks = (batch, -(-rows // 128) * 128, heads)
+        taken = torch.empty(*in_blocks, -(-width // 32) * 32, device="cuda")
+        expanded = [torch.empty(batch, rows, heads, width, dtype=query.dtype, device="cuda")] * 2
+        del taken, expanded
+        return torch.empty_like(sums)
+
+    library.impl("_flash_attn_forward", forward, "CUDA")
+    library.impl("_flash_attn_backward", backward, "CUDA")
+    with mock.patch.dict(sys.modules, {kernels.__name__: kernels}):
+        yield
+    del library
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +231,14 @@ def cudnn():
 @pytest.mark.parametrize("policy", ["save", "full-recompute", "full-offload"])
 @pytest.mark.parametrize(
     ("layer", "dtype"),
-    [(Biased, torch.bfloat16), (Biased, torch.float32), (CudnnAttention, torch.bfloat16)],
+    [
+        *((Biased, torch.bfloat16), (Biased, torch.float32)),
+        *((CudnnAttention, torch.bfloat16), (FlashPackage, torch.bfloat16)),
+    ],
 )
-def test_what_attention_allocates_is_planned(layer, dtype, policy, lowering, cudnn):
+def test_what_attention_allocates_is_planned(layer, dtype, policy, lowering, cudnn, flash_package):
     """With a bias torch takes memory-efficient attention, whose host code is torch's own."""
-    made = [layer() if layer is Biased else layer(0.0, HEADS) for _ in range(NUM_LAYERS)]
+    made = [layer(0.0, HEADS) if layer is CudnnAttention else layer() for _ in range(NUM_LAYERS)]
     model = nn.Sequential(*made).to("cuda", dtype)
     x = torch.zeros(2, TOKENS, WIDTH, device="cuda", dtype=dtype)
     options = {"strict": True, "policy": policy, "lowering": lowering}

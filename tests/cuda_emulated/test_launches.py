@@ -1,11 +1,13 @@
-"""Kernels that a layer launches, beside what plain Inductor launches for it."""
+"""What is compiled for a layer, and the kernels that it launches beside plain Inductor's."""
 
 import pytest
 import torch
 
+import memo_compile
 from tests import models
 from tests.cuda_emulated.device_calls import Counts, counts
 from tests.cuda_emulated.offline_plans import OwnLoss
+from tests.cuda_emulated.test_memory import Training
 
 SHALLOW, DEEP = 2, 5
 MOST_MORE = {"llama": 0, "gpt2": 2}
@@ -35,6 +37,16 @@ def launches(builder, backend: str, num_layers: int) -> int:
 def launches_of_a_layer(builder, backend: str) -> float:
     shallow, deep = (launches(builder, backend, number) for number in (SHALLOW, DEEP))
     return (deep - shallow) / (DEEP - SHALLOW)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
+def test_each_half_of_a_layer_is_compiled_once(name):
+    """Attention on CUDA reads a mask that is widened for its heads: one view for all layers."""
+    training = Training(getattr(models, name), lowering="aten", policy="save")
+    training.step()
+    (layers,) = memo_compile.report().plans[-1].layer_classes
+    assert layers.num_layers == 3
+    assert layers.num_regions == 2
 
 
 @pytest.mark.parametrize("name", MOST_MORE)

@@ -1,27 +1,18 @@
 """A plan made without a GPU is the backend's on that GPU, byte for byte."""
 
-import itertools
 import json
 import os
 import subprocess
 import sys
 
 import pytest
-import torch
-from torch.nn.attention import SDPBackend
 
 from memo_compile.gpus import GPUS
-from memo_compile.offline.cuda_attention import Kernel, kernel_for
+from memo_compile.offline.cuda_attention import Kernel
 from tests.cuda_emulated.offline_plans import SMALL, both
 from tests.cuda_emulated.test_memory import workspaces
 
 __all__ = ["workspaces"]  # a fixture
-
-CHOICES = {
-    SDPBackend.FLASH_ATTENTION: Kernel.FLASH,
-    SDPBackend.EFFICIENT_ATTENTION: Kernel.EFFICIENT,
-    SDPBackend.MATH: Kernel.MATH,
-}
 
 
 @pytest.mark.parametrize("policy", ["save", "full-offload", "full-recompute"])
@@ -39,11 +30,10 @@ def test_the_plan_under_a_budget_in_tiles_is_the_backend_s():
     assert offline == backend
 
 
-@pytest.mark.parametrize("kind", ["a100", "b200"])
-def test_the_plan_for_another_kind_of_device(kind):
-    """Its kernels are written for sm_80, sm_100; its L2 cache and its libraries are others."""
+def run_as(kind: str, module: str, *arguments: str) -> dict:
+    """What ``module`` prints on another kind of device; it must end well."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.cuda_emulated.offline_plans", "llama"],
+        [sys.executable, "-m", f"tests.cuda_emulated.{module}", *arguments],
         env={**os.environ, "EMULATED_KIND": kind},
         capture_output=True,
         text=True,
@@ -51,28 +41,18 @@ def test_the_plan_for_another_kind_of_device(kind):
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    fixed = json.loads(run.stdout)["offline"]["fixed"]
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("kind", ["a100", "b200"])
+def test_the_plan_for_another_kind_of_device(kind):
+    """Its kernels are written for sm_80, sm_100; its L2 cache and its libraries are others."""
+    fixed = run_as(kind, "offline_plans", "llama")["offline"]["fixed"]
     assert fixed["libraries"] > GPUS[kind].l2_bytes
 
 
-def attentions():
-    """Shapes, dtypes and settings that lead to each of torch's choices."""
-    dtypes, widths = (torch.bfloat16, torch.float32, torch.float16), (8, 12, 64, 72, 256, 320)
-    return itertools.product(dtypes, widths, (4, 2), (16, 24), (False, True), (False, True))
-
-
-def test_torch_chooses_as_the_rules_say():
-    seen = set()
-    for dtype, width, heads, rows, is_causal, masked in attentions():
-        if masked and is_causal:
-            continue
-        query = torch.empty(2, 4, rows, width, dtype=dtype, device="cuda", requires_grad=True)
-        key = torch.empty(2, heads, 16, width, dtype=dtype, device="cuda", requires_grad=True)
-        mask = torch.empty(rows, 16, dtype=dtype, device="cuda") if masked else None
-        settings = {"dropout_p": 0.0, "is_causal": is_causal, "enable_gqa": heads != 4}
-        chosen = torch._fused_sdp_choice(query, key, key, mask, **settings)
-        wanted = kernel_for(GPUS["h200"], query, key, key, mask, **settings)
-        given = (dtype, width, heads, rows, is_causal, masked)
-        assert CHOICES[SDPBackend(chosen)] is wanted, given
-        seen.add(wanted)
-    assert seen == set(CHOICES.values())
+@pytest.mark.parametrize("kind", ["a100", "h200", "b200"])
+def test_torch_chooses_attention_as_the_rules_say(kind):
+    """With cuDNN, which torch prefers on Hopper and Blackwell."""
+    found = set(run_as(kind, "attention_choices")["chosen"])
+    assert found == {kernel.value for kernel in Kernel} - ({"cudnn"} if kind == "a100" else set())

@@ -66,6 +66,22 @@ def shared_bias(num_layers: int = 3, width: int = 16):
     return loss, [torch.empty(8, width), table, entry, *weights]
 
 
+def one_mask(num_layers: int = 3, width: int = 16):
+    """All layers read one mask, which attention on CUDA needs for each of its heads."""
+    entry, *weights = [parameter(width, width) for _ in range(num_layers + 1)]
+
+    def loss(x, mask, entry, *weights):
+        x = (x @ entry).tanh()
+        mask = mask.expand(2, 4, 8, 8)
+        for weight in weights:
+            keys = (x @ weight).view(2, 8, 4, 4).transpose(1, 2)
+            found = functional.scaled_dot_product_attention(keys, keys, keys, mask)
+            x = x + found.transpose(1, 2).reshape(x.shape)
+        return x.mean()
+
+    return loss, [torch.empty(2, 8, width), torch.empty(2, 1, 8, 8), entry, *weights]
+
+
 def loss_head(num_layers: int = 3, tokens: int = 64, width: int = 16, vocabulary: int = 4096):
     """Layers and a language model's loss, whose logits are by far the largest tensor."""
     entry, head = parameter(width, width), parameter(width, vocabulary)
@@ -154,6 +170,12 @@ def test_order_of_a_step():
 def test_more_layers_are_no_more_regions():
     counts = {n: step_programs(lambda n=n: layers(n)).num_regions for n in (3, 6)}
     assert counts[3] == counts[6] <= 6
+
+
+def test_a_view_for_all_layers_is_made_alike_in_each():
+    """It stands in the backward that comes first, and in another order than that reads it."""
+    programs = step_programs(one_mask)
+    assert programs.order().count("layer0_bwd") == 3
 
 
 def test_an_equal_mask_is_made_once_for_all_layers(golden):
