@@ -46,8 +46,9 @@ def assumed_of(
     found = [own for member in parameters for own in member]
     fixed = fixed_of(lowered, config, found, len(parameters))
     fixed = replace(fixed, inputs=lowered.cut.facts.fixed_bytes(0).inputs)
+    forward, backward = lowered.problem.halves
     num_tangents = len(lowered.problem.tangents)
-    return assumed_group(*lowered.problem.halves, args, fixed, len(parameters), num_tangents)
+    return assumed_group(forward, backward, args, fixed, len(parameters), num_tangents)
 
 
 def floor_of_all(
