@@ -1,6 +1,6 @@
 """What is assumed of blocks that are compiled alike before any of them has run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from memo_compile.driver.around import compiled_alike, fixed_beside, has_fsdp_mo
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import LoweredStep, PlanRequest
-from memo_compile.errors import Infeasible
+from memo_compile.errors import Infeasible, without_frames
 from memo_compile.step.group import Group, num_user_results
 from memo_compile.step.problem import FixedBytes, Half
 from memo_compile.units import format_enough
@@ -20,6 +20,18 @@ IN_ALL = (
     "This is the floor of {} blocks that are compiled alike, as one group: of one alone it is {}. "
     "What runs between them counts from their first step on"
 )
+
+
+class BlockInfeasible(Infeasible):
+    """A block that others are compiled like does not fit by itself.
+
+    ``of_all`` plans all of them, which takes seconds: where other tiles of the block fit, nobody
+    asks.
+    """
+
+    def __init__(self, error: Infeasible, of_all: Callable[[], Infeasible]) -> None:
+        super().__init__(str(error), floor_bytes=error.floor_bytes)
+        self.of_all = of_all
 
 
 def fixed_of(
@@ -46,32 +58,42 @@ def assumed_of(
     found = [own for member in parameters for own in member]
     fixed = fixed_of(lowered, config, found, len(parameters))
     fixed = replace(fixed, inputs=lowered.cut.facts.fixed_bytes(0).inputs)
+    forward, backward = lowered.problem.halves
     num_tangents = len(lowered.problem.tangents)
-    return assumed_group(*lowered.problem.halves, args, fixed, len(parameters), num_tangents)
+    return assumed_group(forward, backward, args, fixed, len(parameters), num_tangents)
 
 
-def floor_of_all(
+def of_block(
     error: Infeasible, lowered: LoweredStep, config: MemoConfig, known: StepKnowledge
 ) -> Infeasible:
-    """``error`` of one block, or that of all that are compiled alike where it names a higher floor.
+    """``error`` of a step that nothing is known of yet; of a block, it can name the floor of all.
 
-    The budget is refused before any has run; the group that they become needs no less than one.
     What FSDP2 gathers at once shows in a step: with it the floor is that of the one block.
     """
-    if has_fsdp_modules():
-        return error
     args = lowered.cut.facts.inputs()
     given = [value for value in args if isinstance(value, torch.nn.Parameter)]
-    alike = compiled_alike(given)
+    alike = [] if has_fsdp_modules() else compiled_alike(given)
     if error.floor_bytes is None or len(alike) < 2:
         return error
     group = assumed_of(lowered, config, alike, args)
+    alone = without_frames(error)
+    return BlockInfeasible(alone, lambda: _of_all(alone, group, lowered, config, known))
+
+
+def _of_all(
+    error: Infeasible,
+    group: Group,
+    lowered: LoweredStep,
+    config: MemoConfig,
+    known: StepKnowledge,
+) -> Infeasible:
+    """The refusal of the group that blocks become; ``error``, of one, where its floor is higher."""
     try:
-        plan_step(lowered, config, PlanRequest(group=group), known)
+        plan_step(lowered, config.at_any_speed(), PlanRequest(group=group), known)
     except Infeasible as of_all:
-        if of_all.floor_bytes is not None and of_all.floor_bytes > error.floor_bytes:
-            alone = format_enough(error.floor_bytes)
-            text = f"{of_all}. {IN_ALL.format(len(alike), alone)}"
+        if (of_all.floor_bytes or 0) > (error.floor_bytes or 0):
+            alone = format_enough(error.floor_bytes or 0)
+            text = f"{of_all}. {IN_ALL.format(group.num_members, alone)}"
             return Infeasible(text, floor_bytes=of_all.floor_bytes)
     return error
 

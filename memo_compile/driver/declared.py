@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredGroup:
     """Modules that one step calls one after the other. It keeps none of them alive."""

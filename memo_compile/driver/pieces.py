@@ -454,8 +454,8 @@ class _Pieces:
         problem = piece.assembly.lowered.problem
         is_new = joint is None or joint.members.is_assumed
         on_cpu = piece.assembly.step.device.type == "cpu"
-        may_be_several = len(self.graphs) > 1 or stages.num_stages > 1  # alike stages have one graph
-        looks = is_new and on_cpu and may_be_several and self.num_looks < MAX_LOOKS
+        is_one = len(self.graphs) < 2 and stages.num_stages < 2  # stages that are alike share one
+        looks = is_new and on_cpu and not is_one and self.num_looks < MAX_LOOKS
         self.num_looks += looks
         self.watch = PiecesWatch(problem.halves[1], 0, {}, looks, is_new)
         self.watch.is_pipeline, self.watch.is_part = stages.num_stages > 0, stages.num_stages > 1

@@ -21,7 +21,7 @@ from torch import fx
 from memo_compile.analysis.joint_units import backward_positions, forward_positions, region_names
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
-from memo_compile.driver.assumed import floor_of_all
+from memo_compile.driver.assumed import of_block
 from memo_compile.driver.bind import bind_step
 from memo_compile.driver.declared import stages_around
 from memo_compile.driver.gradient_watch import GradientWatch
@@ -74,7 +74,7 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
     try:
         planned, alone = first(lowered, own, alone, known, gradients)
     except Infeasible as error:
-        raise floor_of_all(error, lowered, own, known) from None
+        raise of_block(error, lowered, own, known) if request == PlanRequest() else error from None
     group = None if request.group is None else plan_step(lowered, config, request, known)
     if group is None and not is_stage:
         require_fast(planned.plan, config, known)

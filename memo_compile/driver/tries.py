@@ -15,6 +15,7 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.config import MemoConfig
+from memo_compile.driver.assumed import BlockInfeasible
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import refused
 from memo_compile.driver.tile_order import Sizes, Tiles, first_of, order_of
@@ -51,6 +52,19 @@ def first_that_fits(
     fail, the error that tells most is raised.
     ``device_bytes`` is the memory of another device than the one that the tensors lie on.
     """
+    try:
+        return _first(gm, facts, config, attempt, device_bytes)
+    except BlockInfeasible as error:
+        raise error.of_all() from None
+
+
+def _first(
+    gm: fx.GraphModule,
+    facts: GraphFacts,
+    config: MemoConfig,
+    attempt: Attempt[T],
+    device_bytes: int | None,
+) -> T:
     if config.exact or config.token_tiles is not None:
         return attempt(gm, replace(config, token_tiles=1) if config.exact else config)
     untouched = shim.copied(gm)
