@@ -161,7 +161,7 @@ class StepCapture:
         """Go on where the capture that was remembered had cut its step."""
         record = known.record
         for note in record.notes:
-            state.warn_once(note)
+            state.add_note(note)
         self.numbers = {
             **{int(at): value for at, value in record.sizes.items()},
             **{int(at): value for at, value in record.flags.items()},
