@@ -160,8 +160,8 @@ def _auto_functionalized(operator: Any, **given: Any) -> Any:
 
 
 def _own(base: torch.Tensor) -> torch.Tensor:
-    settings = {"dtype": base.dtype, "device": base.device}
-    return torch.empty_strided(base.size(), base.stride(), **settings).copy_(base)
+    made = torch.empty_strided(base.size(), base.stride(), dtype=base.dtype, device=base.device)
+    return made.copy_(base)
 
 
 _WITHOUT_ARANGE = (torch.uint16, torch.uint32, torch.uint64)
