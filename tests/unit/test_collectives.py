@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from memo_runtime import collectives
 from memo_runtime.collectives import (
     Collective,
     CollectiveEngine,
@@ -192,6 +193,14 @@ def test_other_bytes_and_types_are_timed_apart():
         ("float32", 32),
         ("float64", 32),
     ]
+
+
+def test_what_computes_the_input_is_not_timed(monkeypatch):
+    """On CUDA the host waits for the stream before the first look at the clock, and again."""
+    log, (flight,) = flights("a")
+    monkeypatch.setattr(collectives, "_finish_stream", lambda _: log.append("finish"))
+    CollectiveEngine().issue(flight, wanting(flight))
+    assert log == ["finish", "begin a", "wait a", "finish"]
 
 
 def test_steps_are_measured_until_all_is_known():
