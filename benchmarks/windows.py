@@ -143,14 +143,12 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
     plan = memo_compile.report().plans[-1]
     dist.destroy_process_group()
     spans = plan.timeline.spans
-    lanes = {lane: _busy_s(spans, lane) for lane in ("compute", "communication")}
-    speed = options.link or _declared_link()
     programs = sorted(Path(dump).glob("rank*/*/*-step-program.txt"))
     return {
         "step_s": steps[WARMUP:],
         "comm_wait_s": waits[WARMUP:],
-        "compute_s": lanes["compute"],
-        "comm_bytes": lanes["communication"] * speed,
+        "compute_s": float(sum(own.end_s - own.start_s for own in spans if own.lane == "compute")),
+        "comm_bytes": _comm_bytes(next(Path(dump).glob("rank*/*/problem.json"))),
         "num_collectives": plan.num_collectives,
         "window_recompute_s": plan.window_recompute_s,
         "hidden_comm_s": plan.hidden_comm_s,
@@ -163,14 +161,14 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
     }
 
 
-def _busy_s(spans: Any, lane: str) -> float:
-    return float(sum(span.end_s - span.start_s for span in spans if span.lane == lane))
+def _comm_bytes(path: Path) -> int:
+    """What the collectives of a dumped step carry."""
+    from memo_compile.step.communication import comm_bytes
+    from memo_compile.step.problem import CallKind, Problem
+    from memo_compile.step.serialise import from_json
 
-
-def _declared_link() -> float:
-    from memo_compile.costs.hardware import hardware_of
-
-    return hardware_of("cpu").link_bytes_per_s
+    problem = from_json(path.read_text(), Problem)
+    return sum(comm_bytes(problem, own) for own in problem.calls if own.kind is CallKind.ISSUE)
 
 
 def _parallel_llama(options: argparse.Namespace) -> tuple[Any, Any]:

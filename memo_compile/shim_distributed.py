@@ -20,6 +20,12 @@ def ranks_of_group(name: str) -> tuple[int, ...]:
     return tuple(torch.distributed.get_process_group_ranks(group))
 
 
+def backend_of_group(name: str) -> str:
+    """``gloo``, ``nccl`` ...: what carries that group's collectives."""
+    names: Any = torch.distributed.distributed_c10d
+    return str(torch.distributed.get_backend(names._resolve_process_group(name)))
+
+
 def tell(key: str, text: str) -> None:
     """Other ranks of this job find ``text`` under ``key``."""
     _store().set(key, text)

@@ -4,13 +4,9 @@ Nominal figures are never believed: MEMO's own tables imply 10 to 12 GB/s where 
 """
 
 import hashlib
-import json
 import logging
 import math
-import os
-import platform
 import statistics
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +16,7 @@ from memo_runtime.copies import Lane, engine_of
 from memo_runtime.host_store import FILE_PREFIX, HostStore, HostStoreError
 
 from memo_compile.config import cache_folder
+from memo_compile.costs import remembered
 from memo_compile.costs.hardware_measure import device_name, run_times
 from memo_compile.step.serialise import restore
 
@@ -63,7 +60,7 @@ def copy_bandwidth(device: torch.device, kind: str, *, folder: Path | None = Non
     fingerprint = {**_fingerprint(device), "host_store": kind}
     name = f"copies-{device.type}-{device.index or 0}-{_slug(kind)}.json"
     path = None if folder is None else folder / name
-    known = None if path is None else _read(path, fingerprint)
+    known = None if path is None else remembered.read(path, fingerprint, "copies", _restored)
     if known is not None:
         return known
     try:
@@ -74,7 +71,7 @@ def copy_bandwidth(device: torch.device, kind: str, *, folder: Path | None = Non
         log.warning("memo: copies are timed with pageable memory: %s", error)
         return copy_bandwidth(device, "shm", folder=folder)
     if path is not None:
-        _write(path, fingerprint, measured)
+        remembered.write(path, fingerprint, "copies", asdict(measured))
     return measured
 
 
@@ -132,47 +129,12 @@ def _copy_s(
 def _fingerprint(device: torch.device) -> dict[str, Any]:
     """What a measurement holds for."""
     return {
-        "torch": torch.__version__,
-        "device": device_name(device),
-        "driver": _driver_version() if device.type == "cuda" else None,
-        "host": platform.node(),
-        "num_cpus": os.cpu_count(),
+        **remembered.machine(device),
         "copy_bytes": COPY_BYTES,
         "copies_end": True,  # files without it hold the time of the issue alone, on CUDA
     }
 
 
-def _driver_version() -> str:
-    """The version of NVIDIA's kernel module; what torch was built with where /proc is silent."""
-    try:
-        return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
-    except OSError:
-        return f"cuda {torch.version.cuda}"
-
-
-def _read(path: Path, fingerprint: dict[str, Any]) -> CopyBandwidth | None:
-    """What ``path`` remembers, None when it does not hold here or is no such file."""
-    try:
-        content = json.loads(path.read_text())
-        if content["fingerprint"] != fingerprint:
-            return None
-        copies: CopyBandwidth = restore(content["copies"], CopyBandwidth, "copies")
-        return copies
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        log.info("memo: %s is not used, copies are timed again: %s", path, error)
-        return None
-
-
-def _write(path: Path, fingerprint: dict[str, Any], measured: CopyBandwidth) -> None:
-    """Remember ``measured``; another process sees the whole file or the old one."""
-    text = json.dumps({"fingerprint": fingerprint, "copies": asdict(measured)}, indent=1)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            whole = Path(folder) / path.name
-            whole.write_text(text)
-            os.replace(whole, path)
-    except OSError as error:
-        log.info("memo: the copy speed is not remembered: %s", error)
+def _restored(copies: Any) -> CopyBandwidth:
+    found: CopyBandwidth = restore(copies, CopyBandwidth, "copies")
+    return found

@@ -45,7 +45,7 @@ from memo_compile.driver.user_outputs import (
     own_gradients,
     result_storages,
 )
-from memo_compile.errors import Infeasible
+from memo_compile.errors import Infeasible, MemoError
 from memo_compile.reporting import state
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Observed, Plan, ReportedPlan
@@ -138,6 +138,7 @@ class Assembly:
         self.observed = Observed(planning_s=planned.planning_s, lowering_s=self.lowered.lowering_s)
         self._made = tuple(result_storages(planned.problem, self.lowered.cut.forward.results))
         bound.on_step_end, bound.on_unplanned = self._count, _say_unplanned
+        bound.comm_times = self.known.collectives.times
         if bound.heap is not None and planned.plan.budget_bytes is not None:
             called = {call.region for call in planned.problem.calls}
             graphs = self.known.graphs().items()
@@ -196,6 +197,7 @@ class Assembly:
         gates, leaves = prove(args), own_leaves(args)
         if not watched:
             self._require_room_beside_others()
+        self._use_measured_collectives()
         self._count_outside_loss()
         self._count_what_exists(leaves, is_early=gates is not None and gates.is_proved)
         self._count_kept_outputs()
@@ -519,6 +521,19 @@ class Assembly:
         """True where a loss outside could break the budget, because no plan counts it yet."""
         is_said = self.config.outside_loss or self.config.outputs == "dropped"
         return self.plan.budget_bytes is not None and not is_said and not self.request.outside_loss
+
+    def _use_measured_collectives(self) -> None:
+        """Replan once the seconds of collectives were measured that were declared before.
+
+        Each rank does it by itself: the order of collectives stays, and the seconds are the same.
+        Where nothing fits any more beside what exists by now, the plan stays.
+        """
+        collectives = self.known.collectives
+        if self.step.live or not collectives.are_measured or not collectives.take():
+            return
+        with contextlib.suppress(MemoError):
+            self._rebind(self._replan())
+        self.unplanned_request = None
 
     def _count_outside_loss(self) -> None:
         """Replan once a backward has shown a loss outside that no option announced."""

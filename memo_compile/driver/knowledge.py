@@ -21,6 +21,7 @@ from memo_compile.costs.extrapolate import extrapolated_seconds
 from memo_compile.costs.hardware import HardwareProfile, hardware_of
 from memo_compile.costs.measure_regions import measure_all, run_once
 from memo_compile.costs.roofline import graph_seconds
+from memo_compile.driver.comm_costs import CommCosts
 from memo_compile.driver.facts import flushed_bytes, profile_name
 from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.movable_step import Movable, movable_step
@@ -100,6 +101,7 @@ class StepKnowledge:
     """Regions that were timed on some of their tokens."""
     _copy_speeds: dict[str, Mapping[str, float]] = field(default_factory=dict)
     """Host store -> the fields of ``StepCosts`` that tell how fast copies are."""
+    _collectives: CommCosts | None = None
 
     @property
     def name(self) -> str:
@@ -228,6 +230,7 @@ class StepKnowledge:
             region_s=self._seconds_of_regions(),
             **self._copy_speeds[host_store],
             comm_bytes_per_s=self._comm_bytes_per_s(),
+            collective_s=self.collectives.seconds() or None,
             source=MEASURED if self._measures() else f"roofline: {self.profile().name}",
         )
 
@@ -268,6 +271,7 @@ class StepKnowledge:
             d2h_bytes_per_s=1.0,  # nothing is copied
             h2d_bytes_per_s=1.0,
             comm_bytes_per_s=self._comm_bytes_per_s(),
+            collective_s=self.collectives.seconds() or None,
         )
         return least_s(problem, costs) - self.compute_s()
 
@@ -313,11 +317,25 @@ class StepKnowledge:
         return first_told({name: f"{path}/{name}" for name in ("d2h", "h2d", "latency")}, own)
 
     def _comm_bytes_per_s(self) -> float | None:
-        """Speed of the link between ranks, as declared; None where the step does not use it."""
+        """Speed of the link between ranks, as declared; None where the step does not use it.
+
+        It counts where ``collectives`` has no seconds.
+        """
         if not has_collectives(self.lowered.problem):
             return None
         declared = self.profile().link_bytes_per_s
         return min(declared, self.config.comm_bytes_per_s or declared)
+
+    @property
+    def collectives(self) -> CommCosts:
+        """What is known of the seconds of collectives; none where they are declared."""
+        if self._collectives is None:
+            declared, is_measured = self._comm_bytes_per_s(), self._measures() and self._is_shared()
+            if declared is not None and is_measured:
+                self._collectives = CommCosts.of(self.lowered, self.config, declared)
+            else:
+                self._collectives = CommCosts()
+        return self._collectives
 
     def runs_here(self) -> bool:
         """False for a step that is planned for another kind of device than its tensors lie on."""

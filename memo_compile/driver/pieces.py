@@ -203,6 +203,8 @@ class JointSteps:
         None: those that there are now. Raises Infeasible: no plan fits the budget.
         """
         graphs = tuple(dict.fromkeys(pieces))
+        for piece in graphs:
+            piece.assembly.known.collectives.take()
         existing = members.existing_gradient_bytes() if existing is None else existing
         fixed = replace(group.fixed, gradients=group.fixed.gradients + existing)
         known = PieceKnowledge(

@@ -34,6 +34,7 @@ from memo_compile.planners.comm_windows import (
     filled,
     has_collectives,
     late,
+    measured_collectives,
     num_collectives,
     window_recompute_s,
 )
@@ -269,6 +270,7 @@ class StepPlanner:
             plan,
             timeline=simulate(problem, costs),
             num_collectives=num_collectives(problem),
+            measured_collectives=measured_collectives(problem, costs),
             window_recompute_s=window_recompute_s(problem, costs),
         )
         return problem, plan

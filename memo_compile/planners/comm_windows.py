@@ -237,3 +237,9 @@ def window_recompute_s(problem: Problem, costs: StepCosts) -> float:
 def num_collectives(problem: Problem) -> int:
     """How many collectives the step begins."""
     return sum(call.kind is CallKind.ISSUE for call in problem.calls)
+
+
+def measured_collectives(problem: Problem, costs: StepCosts) -> int:
+    """How many of them have measured seconds."""
+    known = costs.collective_s or {}
+    return sum(call.kind is CallKind.ISSUE and call.region in known for call in problem.calls)

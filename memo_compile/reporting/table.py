@@ -72,7 +72,7 @@ def _lines(plan: ReportedPlan) -> Iterator[str]:
             f"  {plan.num_collectives} collectives: {format_seconds(plan.hidden_comm_s)} beside "
             f"computation, of which {format_seconds(plan.window_recompute_s)} recompute, and "
             f"{format_seconds(plan.exposed_comm_s)} waited for, simulated; the last step waited "
-            f"{format_seconds(plan.comm_wait_s)}"
+            f"{format_seconds(plan.comm_wait_s)}; seconds of {_measured(plan)}"
         )
     yield (
         f"  {plan.num_regions} regions lowered in {format_seconds(plan.lowering_s)}, planned in "
@@ -101,6 +101,16 @@ def _tables(report: Report) -> str:
     for note in report.notes:
         console.print(f"note: {note}")
     return text.getvalue()
+
+
+def _measured(plan: ReportedPlan) -> str:
+    """Of how many collectives the seconds were measured, and which are declared."""
+    declared = plan.num_collectives - plan.measured_collectives
+    if declared == 0:
+        return "collectives measured"
+    if plan.measured_collectives == 0:
+        return "collectives declared"
+    return f"{plan.measured_collectives} measured, of {declared} declared"
 
 
 def _numbers(plan: ReportedPlan) -> Table:

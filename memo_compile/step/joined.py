@@ -214,4 +214,10 @@ def _tiling(tiling: Tiling, graph: int) -> Tiling:
 
 def joined_costs(costs: Sequence[StepCosts]) -> StepCosts:
     """The seconds of all graphs' regions; copies are as fast as those of the first."""
-    return replace(costs[0], region_s=renamed(known.region_s for known in costs))
+    links = (known.comm_bytes_per_s for known in costs)
+    return replace(
+        costs[0],
+        region_s=renamed(known.region_s for known in costs),
+        comm_bytes_per_s=next((link for link in links if link is not None), None),
+        collective_s=renamed(known.collective_s or {} for known in costs) or None,
+    )

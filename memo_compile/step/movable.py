@@ -114,6 +114,8 @@ class StepCosts:
     copy_latency_s: float = 0.0
     comm_bytes_per_s: float | None = field(default=None, metadata=LEFT_OUT)
     """Of a collective between ranks; None: there are none, or nobody knows."""
+    collective_s: Mapping[str, float] | None = field(default=None, metadata=LEFT_OUT)
+    """Region of a collective -> its seconds, where they were measured."""
     source: str = "declared"
     """Where the numbers come from, for the report: ``measured``, ``roofline: h200`` ..."""
 
@@ -127,8 +129,13 @@ class StepCosts:
             )
         return seconds
 
-    def comm_s(self, num_bytes: int) -> float:
-        """Seconds of one collective of ``num_bytes``; 0 where nobody knows."""
+    def comm_s(self, region: str, num_bytes: int) -> float:
+        """Seconds of the collective ``region``: measured, or as ``num_bytes`` take by declaration.
+
+        0 where nobody knows.
+        """
+        if self.collective_s is not None and region in self.collective_s:
+            return self.collective_s[region]
         return 0.0 if self.comm_bytes_per_s is None else num_bytes / self.comm_bytes_per_s
 
     def d2h_s(self, num_bytes: int, num_copies: int = 1) -> float:

@@ -159,6 +159,8 @@ class Plan:
     """Step time against memory, fastest first; where a budget made memo choose."""
     num_collectives: int = field(default=0, metadata=LEFT_OUT)
     """How many collectives the step begins and waits for at places of its program."""
+    measured_collectives: int = field(default=0, metadata=LEFT_OUT)
+    """Of these, how many had measured seconds when the plan was made; others' are declared."""
     window_recompute_s: float = field(default=0.0, metadata=LEFT_OUT)
     """Simulated seconds of recomputation between the beginning of a collective and its wait."""
     dropping_saves_bytes: int = 0

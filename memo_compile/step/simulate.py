@@ -58,7 +58,7 @@ def simulate(problem: Problem, costs: StepCosts, *, spans: bool = True) -> Timel
             exposed_s += now - begin
             name, end = STALL, now
         elif call.kind is CallKind.ISSUE:
-            seconds = costs.comm_s(comm_bytes(problem, call))
+            seconds = costs.comm_s(call.region, comm_bytes(problem, call))
             begin, end = ranks.copy(now, seconds)
             name, ends[call.name] = COMMUNICATION, end
             comm_s += seconds

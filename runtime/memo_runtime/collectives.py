@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -108,6 +108,54 @@ def _group_of(name: str) -> Any:
     return names._resolve_process_group(name)  # torch 2.11 to 2.13; nothing public takes a name
 
 
+class TimedCollective(NamedTuple):
+    """Collectives that take equally long: they do the same in one group, on as many bytes."""
+
+    collective: Collective
+    dtype: str
+    num_bytes: int
+    """As ``CollectiveTicket.num_bytes``."""
+
+
+MAX_TIMED_STEPS = 4
+"""A collective that did not run in so many steps may never run: nobody waits for its seconds."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CollectiveTimes:
+    """The fewest seconds of each collective of a plan, measured one by one in its first step.
+
+    A rank that comes late only adds seconds. The first collective is not counted: before it ranks
+    connect, and a step's data may have come later on one of them. Where it is the only one of its
+    kind, the next step is measured too.
+    """
+
+    wanted: frozenset[TimedCollective]
+    least_s: dict[TimedCollective, float] = field(default_factory=dict)
+    _num_steps: int = 0
+    _is_warm: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """True when the next step need not be measured."""
+        return self._num_steps >= MAX_TIMED_STEPS or self.wanted <= self.least_s.keys()
+
+    def for_step(self) -> "CollectiveTimes | None":
+        """This, for a step that begins and is to be measured; else None."""
+        if self.is_over:
+            return None
+        self._num_steps += 1
+        return self
+
+    def note(self, flight: "CollectiveTicket", seconds: float) -> None:
+        """``flight`` took so long, alone."""
+        if not self._is_warm:
+            self._is_warm = True
+            return
+        timed = flight.timed
+        self.least_s[timed] = min(seconds, self.least_s.get(timed, seconds))
+
+
 class CollectiveSchedule(enum.Enum):
     """When a collective runs between its issue and its wait."""
 
@@ -141,6 +189,12 @@ class CollectiveTicket:
         """Bytes of the larger of its two tensors: what a link has to carry of it, roughly."""
         return max(self.destination.nbytes, self.source.nbytes)
 
+    @property
+    def timed(self) -> TimedCollective:
+        """What its seconds are noted under."""
+        dtype = str(self.source.dtype).removeprefix("torch.")
+        return TimedCollective(self.collective, dtype, self.num_bytes)
+
 
 class CollectiveEngine:
     """Begins collectives and waits for them. Thread-safe.
@@ -161,18 +215,32 @@ class CollectiveEngine:
         """LATE: what was issued and not begun, in order."""
         self._lock = threading.RLock()  # the collector may end a step while this thread holds it
 
-    def issue(self, flight: CollectiveTicket) -> None:
-        """Begin ``flight``, which the caller holds already, so that no interrupt can lose it."""
+    def issue(self, flight: CollectiveTicket, times: CollectiveTimes | None = None) -> float:
+        """Begin ``flight``, which the caller holds already, so that no interrupt can lose it.
+
+        With ``times`` it ends here as well, as if EARLY, and its seconds are noted; LATE measures
+        nothing. Returns the seconds for which that blocked the host. Raises CollectiveError: it
+        ended here, and failed.
+        """
+        if times is not None:
+            _finish_stream(flight)  # what makes the input does not count
+        start_s = time.perf_counter()
         with self._lock:
             if self.bytes_per_s is not None:
                 start_s = max(self._free_s, time.perf_counter())
                 self._free_s = flight.carried_s = start_s + flight.num_bytes / self.bytes_per_s
             if self.schedule is CollectiveSchedule.LATE:
                 self._hide(flight)
-                return
+                return 0.0
             self._begin(flight)
-        if self.schedule is CollectiveSchedule.EARLY:
-            self._end(flight)
+        if times is None and self.schedule is CollectiveSchedule.NORMAL:
+            return 0.0
+        self._end(flight)
+        if times is not None:
+            _finish_stream(flight)
+            _sleep_until(flight.carried_s)
+            times.note(flight, time.perf_counter() - start_s)
+        return time.perf_counter() - start_s
 
     def wait(self, flight: CollectiveTicket) -> float:
         """Wait until the output can be read; returns the seconds that this blocked the host.
@@ -186,15 +254,8 @@ class CollectiveEngine:
             raise CollectiveError("memo: a forked process cannot wait for a parent's collective")
         start_s = time.perf_counter()
         self._begin_up_to(flight)
-        try:
-            self._end(flight)
-        except RuntimeError as error:
-            flight.finished = True
-            kind = flight.collective.kind.value
-            raise CollectiveError(f"memo: {kind} of a step failed: {error}") from error
-        left_s = flight.carried_s - time.perf_counter()
-        if left_s > 0:
-            time.sleep(left_s)
+        self._end(flight)
+        _sleep_until(flight.carried_s)
         flight.finished = True
         return time.perf_counter() - start_s
 
@@ -209,8 +270,7 @@ class CollectiveEngine:
         try:
             self._begin_up_to(flight)
             self._end(flight)
-            if flight.destination.device.type == "cuda":
-                torch.cuda.current_stream(flight.destination.device).synchronize()
+            _finish_stream(flight)
         except RuntimeError:
             pass
         finally:
@@ -237,9 +297,28 @@ class CollectiveEngine:
         flight.work = flight.collective.begin(flight.destination, flight.source)
 
     def _end(self, flight: CollectiveTicket) -> None:
+        """Wait for what has begun. Raises CollectiveError: it failed."""
         work, flight.work = flight.work, None
-        if work is not None:
+        if work is None:
+            return
+        try:
             work.wait()
+        except RuntimeError as error:
+            flight.finished = True
+            kind = flight.collective.kind.value
+            raise CollectiveError(f"memo: {kind} of a step failed: {error}") from error
+
+
+def _finish_stream(flight: CollectiveTicket) -> None:
+    """CUDA: the host waits for all that the current stream has been given, waits for ranks too."""
+    if flight.destination.device.type == "cuda":
+        torch.cuda.current_stream(flight.destination.device).synchronize()
+
+
+def _sleep_until(end_s: float) -> None:
+    left_s = end_s - time.perf_counter()
+    if left_s > 0:
+        time.sleep(left_s)
 
 
 engine_for: Callable[[CollectiveSchedule, float | None], CollectiveEngine] = functools.cache(

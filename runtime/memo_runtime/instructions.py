@@ -283,7 +283,9 @@ class IssueCollective:
             else:
                 destination = torch.empty_strided(size, stride, dtype=dtype, device=source.device)
         running.env[self.output] = destination
-        running.lease.communicate(self.number, self.collective, destination, source)
+        lease = running.lease
+        blocked_s = lease.communicate(self.number, self.collective, destination, source)
+        running.count(comm_wait_s=blocked_s)
 
 
 @dataclass(slots=True, kw_only=True)

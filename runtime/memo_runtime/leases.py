@@ -17,7 +17,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes  # torch 2.11 to 2.13
 
 from memo_runtime.arena import DeviceArena, Slab
-from memo_runtime.collectives import Collective, CollectiveEngine, CollectiveTicket
+from memo_runtime.collectives import (
+    Collective,
+    CollectiveEngine,
+    CollectiveTicket,
+    CollectiveTimes,
+)
 from memo_runtime.copies import CopyEngine, Lane, Ticket, on_worker
 from memo_runtime.host_store import HostStore
 
@@ -75,6 +80,8 @@ class Lease:
     """Every copy of the step by its number; one issued in the forward may end later."""
     ranks: CollectiveEngine | None = None
     """Begins the step's collectives."""
+    comm_times: CollectiveTimes | None = None
+    """Where their seconds are noted, in a step that is measured."""
     flights: dict[int, CollectiveTicket] = field(default_factory=dict)
     """Every collective of the step by its number, until it has been waited for."""
     shown: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
@@ -104,12 +111,12 @@ class Lease:
 
     def communicate(
         self, number: int, collective: Collective, destination: torch.Tensor, source: torch.Tensor
-    ) -> None:
-        """Begin collective ``number`` of the step."""
+    ) -> float:
+        """Begin collective ``number`` of the step; returns the seconds that blocked."""
         if self.ranks is None:
             raise AssertionError("a lease without an engine cannot talk to other ranks")
         self.flights[number] = flight = CollectiveTicket(collective, destination, source)
-        self.ranks.issue(flight)
+        return self.ranks.issue(flight, self.comm_times)
 
     def wait_for_ranks(self, number: int) -> float:
         """Wait for collective ``number``; returns the seconds that blocked."""

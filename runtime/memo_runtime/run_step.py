@@ -11,7 +11,7 @@ import torch
 from memo_runtime.arena import FrameTable, Slab, arena_of
 from memo_runtime.backward_run import BackwardRun
 from memo_runtime.backward_run import StepError as StepError
-from memo_runtime.collectives import CollectiveSchedule, engine_for
+from memo_runtime.collectives import CollectiveSchedule, CollectiveTimes, engine_for
 from memo_runtime.copies import CopySchedule, Throttle, engine_of
 from memo_runtime.current import current
 from memo_runtime.heap import HeapWatch
@@ -84,6 +84,8 @@ class StepPlan:
     """When collectives run between issue and wait; a ``collectives.CollectiveSchedule``."""
     comm_bytes_per_s: float | None = None
     """Most bytes per second between ranks."""
+    comm_times: CollectiveTimes | None = None
+    """Collectives are timed in steps that begin until all of these were."""
     measure_stall: bool = False
     """CUDA: ``stall_s`` is measured, for which the host must wait with the device."""
     on_step_end: Callable[[StepCounters], None] = lambda counted: None
@@ -126,6 +128,8 @@ class StepPlan:
         lease.engine = engine
         schedule = CollectiveSchedule(self.collective_schedule)
         lease.ranks = engine_for(schedule, self.comm_bytes_per_s)
+        if self.comm_times is not None:
+            lease.comm_times = self.comm_times.for_step()
         if self.poison:
             self._poison(lease.slab)
             if lease.host is not None:

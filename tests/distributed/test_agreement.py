@@ -1,9 +1,10 @@
-"""Ranks that would wait for each other for ever: an error on each of them instead, in time."""
+"""Ranks that would wait for each other for ever raise in time, and all plan with equal costs."""
 
 import pytest
 
 from tests.distributed.disagreeing import TIMEOUT_S
 from tests.distributed.ranks import run_ranks
+from tests.distributed.timed_links import LAYERS, SECONDS
 from tests.numerics.training import in_ci
 
 LIMIT_S = 20.0
@@ -114,3 +115,49 @@ def test_other_plans_are_a_note_and_right(tmp_path):
     assert first["gradient"] == pytest.approx(second["gradient"])
     for found in (first, second):
         assert any("Their numbers are right" in note for note in found["notes"])
+
+
+def timed(cache, tmp_path, **given):
+    """What each rank plans and finds in each step; the ranks plan alike, and right."""
+    given = {"folder": str(cache), **given}
+    outcomes = run_ranks("tests.distributed.timed_links", tmp_path, given)
+    ranks = [outcome.found for outcome in outcomes]
+    for first, second in zip(*ranks, strict=True):
+        assert first["spans"] == second["spans"]
+        for found in (first, second):
+            assert found["error"] < 1e-5
+            assert not any("planned with other" in note for note in found["notes"])
+    return ranks
+
+
+def assert_measured(step):
+    assert step["num_measured"] == step["num_collectives"] == 2 * LAYERS
+    assert step["comm_s"] == pytest.approx(2 * LAYERS * SECONDS, rel=0.5)
+
+
+def test_the_second_step_and_the_next_process_know_a_slow_link(tmp_path):
+    cache = tmp_path / "cache"
+    (before, *later), _ = timed(cache, tmp_path)
+    assert before["num_measured"] == 0
+    assert before["comm_s"] < SECONDS
+    assert "collectives declared" in before["text"]
+    assert "collectives measured" in later[0]["text"]
+    assert len(list((cache / "memo").glob("collectives-*.json"))) == 1
+    again, _ = timed(cache, tmp_path)
+    for step in (*later, *again):
+        assert_measured(step)
+        assert step["comm_s"] == later[0]["comm_s"]
+
+
+@pytest.mark.full
+def test_what_only_one_rank_remembers_counts_for_both_or_neither(tmp_path):
+    cache = tmp_path / "cache"
+    timed(cache, tmp_path)
+    for found in timed(cache, tmp_path, forgetful=True):
+        assert_measured(found[-1])
+
+
+@pytest.mark.full
+def test_blocks_of_a_group_know_a_slow_link(tmp_path):
+    (*_, last), _ = timed(tmp_path / "cache", tmp_path, grouped=True)
+    assert_measured(last)

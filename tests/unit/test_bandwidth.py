@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -118,7 +119,7 @@ def test_a_half_written_file_is_never_seen(tmp_path, measured, monkeypatch):
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bandwidth.os, "replace", fail)
+        patch.setattr(os, "replace", fail)
         copy_bandwidth(CPU, "shm", folder=tmp_path)
     assert files(tmp_path) == []
 

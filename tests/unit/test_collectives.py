@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from memo_runtime import collectives
 from memo_runtime.collectives import (
     Collective,
     CollectiveEngine,
@@ -13,6 +14,7 @@ from memo_runtime.collectives import (
     CollectiveKind,
     CollectiveSchedule,
     CollectiveTicket,
+    CollectiveTimes,
     engine_for,
 )
 
@@ -36,7 +38,7 @@ class Work:
         destination.copy_(2 * source)
 
 
-@dataclass
+@dataclass(eq=False)
 class Doubling:
     """Stands for a collective of two ranks that hold the same."""
 
@@ -152,6 +154,79 @@ def test_a_dropped_step_is_drained(schedule):
         engine.settle(flight)
     assert sorted(log) == ["begin a", "begin b", "wait a", "wait b"]
     assert all(flight.finished for flight in made)
+
+
+def wanting(*made: CollectiveTicket) -> CollectiveTimes:
+    return CollectiveTimes(wanted=frozenset(flight.timed for flight in made))
+
+
+def equal_flights(count: int) -> list[CollectiveTicket]:
+    doubling = Doubling("a", [])
+    return [CollectiveTicket(doubling, torch.zeros(4), torch.full((4,), 3.0)) for _ in range(count)]
+
+
+def test_what_is_timed_ends_in_its_issue():
+    """The first one is not counted, and of equal ones the fastest is."""
+    made = equal_flights(3)
+    engine, times = CollectiveEngine(bytes_per_s=16 / 0.02), wanting(*made)
+    assert engine.issue(made[0], times) >= 0.02
+    assert made[0].destination.tolist() == [6.0] * 4
+    assert times.least_s == {}
+    assert not times.is_over
+    for flight in made[1:]:
+        engine.issue(flight, times)
+    (seconds,) = times.least_s.values()
+    assert 0.02 <= seconds < 0.2
+    assert times.is_over
+    assert [engine.wait(flight) < 0.02 for flight in made] == [True] * 3
+    assert all(flight.finished for flight in made)
+
+
+def test_other_bytes_and_types_are_timed_apart():
+    doubling, times = Doubling("a", []), CollectiveTimes(wanted=frozenset())
+    sizes = (4, torch.float32), (4, torch.float32), (8, torch.float32), (4, torch.float64)
+    for size, dtype in sizes:
+        source = torch.ones(size, dtype=dtype)
+        CollectiveEngine().issue(CollectiveTicket(doubling, source, source), times)
+    assert [own[1:] for own in times.least_s] == [
+        ("float32", 16),
+        ("float32", 32),
+        ("float64", 32),
+    ]
+
+
+def test_what_computes_the_input_is_not_timed(monkeypatch):
+    """On CUDA the host waits for the stream before the first look at the clock, and again."""
+    log, (flight,) = flights("a")
+    monkeypatch.setattr(collectives, "_finish_stream", lambda _: log.append("finish"))
+    CollectiveEngine().issue(flight, wanting(flight))
+    assert log == ["finish", "begin a", "wait a", "finish"]
+
+
+def test_steps_are_measured_until_all_is_known():
+    made = equal_flights(2)
+    engine, times = CollectiveEngine(), wanting(*made)
+    assert times.for_step() is times
+    engine.issue(made[0], times)
+    assert times.for_step() is times, "the only one of its kind was the first"
+    engine.issue(made[1], times)
+    assert times.for_step() is None
+
+
+def test_what_never_runs_is_not_waited_for():
+    times = wanting(*equal_flights(1))
+    measured = [times.for_step() is times for _ in range(6)]
+    assert measured == [True] * 4 + [False] * 2
+
+
+def test_a_failure_while_it_is_timed_is_raised_in_the_issue():
+    _, (flight,) = flights("a", error="a rank is gone")
+    engine, times = CollectiveEngine(), wanting(flight)
+    with pytest.raises(CollectiveError, match="all_reduce of a step failed: a rank is gone"):
+        engine.issue(flight, times)
+    assert flight.finished
+    assert times.least_s == {}
+    engine.settle(flight)
 
 
 def test_a_failure_in_a_dropped_step_is_nobodys():

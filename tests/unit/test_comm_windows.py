@@ -11,11 +11,13 @@ from memo_compile.planners.comm_windows import (
     filled,
     late,
     least_s,
+    measured_collectives,
     num_collectives,
     window_recompute_s,
 )
 from memo_compile.planners.place_step import place_step
 from memo_compile.step.communication import comm_bytes, handed_on, value_sizes
+from memo_compile.step.joined import joined_costs
 from memo_compile.step.problem import CallKind, Phase, Problem
 from memo_compile.step.program_text import program_text
 from memo_compile.step.serialise import from_json, to_json
@@ -128,6 +130,30 @@ def test_the_lanes_of_a_step_among_ranks():
     assert (hidden.step_s, hidden.hidden_comm_s, hidden.exposed_comm_s) == (9.0, 2.0, 2.0)
     lanes = [span.name for span in hidden.spans if span.lane == "communication"]
     assert lanes == ["reduce@1", "gather@5"]
+
+
+def test_measured_seconds_count_and_the_others_are_declared():
+    """The gather takes three seconds, whatever its bytes; the reduction two, as they say."""
+    problem, measured = among_ranks(), replace(costs(), collective_s={"gather": 3.0})
+    found = simulate(problem, measured)
+    assert found.step_s == simulate(problem, costs()).step_s + 1.0
+    lengths = {own.name: own.end_s - own.start_s for own in found.spans if "@" in own.name}
+    assert lengths["gather@5"] == 3.0
+    assert lengths["reduce@1"] == 2.0
+    assert measured_collectives(problem, measured) == 1
+    assert measured_collectives(problem, costs()) == 0
+    assert from_json(to_json(measured), type(measured)) == measured
+
+
+def test_graphs_of_one_step_keep_their_own_seconds():
+    """Also where only the second one talks to other ranks."""
+    alone, talks = replace(costs(), comm_bytes_per_s=None), costs(7.0)
+    joined = joined_costs([alone, replace(talks, collective_s={"gather": 3.0})])
+    (name,) = joined.collective_s
+    assert name in joined.region_s
+    assert joined.comm_s(name, 70) == 3.0
+    assert joined.comm_s("another", 70) == 10.0
+    assert joined_costs([alone, alone]).collective_s is None
 
 
 def test_no_order_of_the_step_is_faster_than_its_least_seconds():
