@@ -76,6 +76,8 @@ class LineScan:
         """Line, the nodes whose bytes are taken beside the arena while it runs, kind."""
         self._workspaces: list[OutsideBuffer] = []
         self.attention: list[AttentionLine] = []
+        self._called_at: dict[str, int] = {}
+        """Extern kernel -> its line: all that it returns is there from then on."""
         self._arena: dict[str, int] = {}
         self._read_lines()
         names = self.graph.get_output_names()
@@ -103,6 +105,7 @@ class LineScan:
 
     def _read_extern(self, number: int, node: Any) -> None:
         name, kind = node.get_name(), _kernel_name(node)
+        self._called_at[name] = number
         if is_attention(operator := shim.called_operator(node)):
             self.attention.append(AttentionLine(operator, number))
         written = [self.graph.get_buffer(buffer) for buffer in shim.written_buffers(node)]
@@ -149,7 +152,8 @@ class LineScan:
         for name in aliased:
             self._groups.join(line.result_name, name)
         if not aliased:
-            self._outside[line.result_name] = (number, node, _kernel_name(source))
+            start = self._called_at.get(line.arg_name, number)
+            self._outside[line.result_name] = (start, node, _kernel_name(source))
 
     def _size_bytes(self, node: Any) -> int:
         """Bytes of the storage of ``node``, aligned."""
