@@ -42,7 +42,9 @@ SHORTEST, STEP = 33, 7
 
 def main() -> int:
     """Run every arm of every model, print the table, write the results, judge."""
-    return harness.run_benchmark("lengths", arguments(), measure, run_child)
+    options = arguments()
+    name = "lengths_trainer" if options.trainer else "lengths"
+    return harness.run_benchmark(name, options, measure, run_child)
 
 
 def arguments() -> argparse.Namespace:
