@@ -9,6 +9,7 @@ the step is traced as if nothing was known.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -50,7 +51,7 @@ class CaptureCounts:
 
     recalled: int = 0
     made: int = 0
-    """Traced, and remembered now."""
+    """Traced, and written now. Torch may refuse its own part; then each process traces it."""
     refused: int = 0
     """Traced, and of a kind that is not remembered."""
 
@@ -153,8 +154,32 @@ def tag_of(
         "inputs": _inputs(examples),
         "places": [f"{module_path(node)} {source_line(node)}" for node in _nodes(gm)],
         "threads": torch.get_num_threads(),
+        "default_dtype": str(torch.get_default_dtype()),
+        "autocast": _autocast(examples),
+        "attention": _attention_kernels(),
     }
     return f"memo-{digest_of(said)}"
+
+
+def _autocast(examples: Sequence[Any]) -> dict[str, str]:
+    """By kind of device where it is on: to what; torch 2.11's key says only whether it is on."""
+    kinds = {value.device.type for value in examples if isinstance(value, torch.Tensor)} | {"cpu"}
+    return {
+        kind: str(torch.get_autocast_dtype(kind))
+        for kind in kinds
+        if torch.is_autocast_enabled(kind)
+    }
+
+
+def _attention_kernels() -> list[bool]:
+    """Which of them may be chosen where the graph does not say so itself."""
+    cuda = torch.backends.cuda
+    return [
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    ]
 
 
 def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
@@ -180,6 +205,8 @@ def _is_known_input(value: Any) -> bool:
 
 def _inputs(examples: Sequence[Any]) -> list[str]:
     """Of each input what torch's key leaves out, and whose memory it shares."""
+    tensors = [value for value in examples if isinstance(value, torch.Tensor)]
+    sharing = Counter(value.untyped_storage()._cdata for value in tensors)
     storages: dict[int, int] = {}
     found = []
     for value in examples:
@@ -188,5 +215,14 @@ def _inputs(examples: Sequence[Any]) -> list[str]:
             continue
         storage = storages.setdefault(value.untyped_storage()._cdata, len(storages))
         place = (storage, value.storage_offset(), value.is_leaf, value.requires_grad)
-        found.append(f"{type(value).__name__} {place} {value._is_view()}")
+        said = f"{type(value).__name__} {place} {value._is_view()}"
+        is_shared = sharing[value.untyped_storage()._cdata] > 1
+        found.append(f"{said} {_memory(value)}" if is_shared else said)
     return found
+
+
+def _memory(value: torch.Tensor) -> str:
+    """The whole that ``value`` is a part of; AOTAutograd traces that where the part is written."""
+    base = value if value._base is None else value._base
+    layout = (base.dtype, tuple(base.shape), base.stride(), base.storage_offset())
+    return f"{layout} {base.requires_grad} {value.untyped_storage().nbytes()}"

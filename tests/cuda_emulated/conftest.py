@@ -10,8 +10,8 @@ IS_EMULATED = "EMULATED_CUDA" in os.environ
 
 
 CALLS_THE_DEVICE = [
-    *("test_budget.py", "test_fragmentation.py", "test_launches.py", "test_memory.py"),
-    *("test_offline.py", "test_order.py", "test_refusals.py"),
+    *("test_attention.py", "test_budget.py", "test_fragmentation.py", "test_launches.py"),
+    *("test_memory.py", "test_offline.py", "test_order.py", "test_refusals.py"),
 ]
 collect_ignore = [] if IS_EMULATED else CALLS_THE_DEVICE
 """What calls the emulated device itself does not even import without it."""

@@ -1,5 +1,6 @@
 """Captured steps from the cache: nothing is traced, and losses and gradients equal eager's."""
 
+import copy
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import memo_compile
@@ -257,3 +259,66 @@ def test_processes_that_start_at_once_and_one_after_them(tmp_path):
     for child in [begun(tmp_path), begun(tmp_path)]:
         assert "CaptureCounts(" in child.communicate()[0]
     assert begun(tmp_path).communicate()[0].strip() == repr(RECALLED)
+
+
+class _Overlapping(nn.Module):
+    """Writes into two inputs that share memory: AOTAutograd traces what both are parts of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.mul_(2)
+        b.add_(1)
+        return self.second(torch.tanh(self.first(a)) * b)
+
+
+def _parts(strides: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    base = torch.empty_strided((16, 16), strides).copy_(torch.randn(16, 16))
+    first, second = (base.as_strided((6, 16), (16, 1), start) for start in (0, 32))
+    return first, second
+
+
+@pytest.mark.usefixtures("store")
+def test_inputs_that_are_parts_of_another_whole_are_traced_anew(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    found = []
+    for strides in ((16, 1), (1, 16)):
+        counts = CaptureCounts()
+        monkeypatch.setattr(capture_memory, "counts", counts)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        eager = _Overlapping()
+        ours = copy.deepcopy(eager)
+        compiled = torch.compile(ours, backend="memo", options={"lowering": "aten"})
+        for model, run in ((eager, eager), (ours, compiled)):
+            run(*_parts(strides)).square().mean().backward()
+        for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+        found.append(counts.recalled)
+    assert found == [0, 0]
+
+
+def test_settings_that_torch_does_not_tell_apart_are_in_the_tag():
+    config, gm = MemoConfig(), torch.fx.symbolic_trace(nn.Tanh())
+
+    def tag() -> str:
+        return capture_memory.tag_of(gm, [torch.ones(2)], config, ())
+
+    plain = tag()
+    assert tag() == plain
+    tags = {plain}
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            tags.add(tag())
+    with sdpa_kernel(SDPBackend.MATH):
+        tags.add(tag())
+    torch.set_default_dtype(torch.float64)
+    try:
+        tags.add(tag())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(tags) == 5
