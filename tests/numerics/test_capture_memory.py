@@ -294,7 +294,7 @@ def test_inputs_that_are_parts_of_another_whole_are_traced_anew(
         eager = _Overlapping()
         ours = copy.deepcopy(eager)
         compiled = torch.compile(ours, backend="memo", options={"lowering": "aten"})
-        for model, run in ((eager, eager), (ours, compiled)):
+        for run in (eager, compiled):
             run(*_parts(strides)).square().mean().backward()
         for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad)
