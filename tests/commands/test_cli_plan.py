@@ -350,7 +350,6 @@ def test_a_pipeline_stage_holds_a_frame_for_each_micro_batch_in_flight():
     assert tight.peak_bytes <= tight.budget_bytes < answer.peak_bytes
 
 
-@pytest.mark.usefixtures("inductor")
 def test_gathers_belong_to_the_backward_and_are_not_saved():
     """Megatron's: 2 gathers and 2 scatters forwards; their counterparts and 2 gathers backwards.
 
@@ -378,7 +377,6 @@ def test_gathers_belong_to_the_backward_and_are_not_saved():
     assert not late_readers
 
 
-@pytest.mark.usefixtures("inductor")
 def test_other_devices_are_waited_for_longer_over_a_slower_link():
     fast, slow = (
         forecast(question("tiny-llama", 4096, tp=2, hardware=name)) for name in ("h100", "l40s")
