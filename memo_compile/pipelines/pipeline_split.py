@@ -26,20 +26,18 @@ from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.offline.offline_step import offline_config
 from memo_compile.offline.plan_offline import raise_bare, tracing
 from memo_compile.papers.lynx.partition import split_ranges
+from memo_compile.pipelines.looped_split import Cut, looped_split, ranges_of, rank_costs
 from memo_compile.pipelines.loss_costs import Loss, LossCosts, loss_costs
 from memo_compile.pipelines.model_units import ModelUnits, units_of
 from memo_compile.pipelines.split_result import PipelineSplit, SplitStage
 from memo_compile.pipelines.stage_orders import StageOrders
-from memo_compile.pipelines.stage_plans import StagePlans
+from memo_compile.pipelines.stage_plans import StageCost, StagePlans
 from memo_compile.reporting.decision_lines import decision_lines
 from memo_compile.step.serialise import plain, restore
 from memo_compile.units import format_bytes, format_enough
 
 _asked = itertools.count()
 """Questions of this process: ranks that ask the same number of questions ask the same ones."""
-
-Cut = tuple[int, ...]
-"""Units of each stage."""
 
 
 def pipeline_split(
@@ -50,6 +48,7 @@ def pipeline_split(
     *,
     num_microbatches: int,
     schedule: str = "1f1b",
+    num_ranks: int | None = None,
     memory_budget: int | str | None = None,
     loss_fn: Loss | None = None,
     mb_target: Any = None,
@@ -61,11 +60,12 @@ def pipeline_split(
     Args:
         model: The whole model. It must trace into one graph and hold a list of layers. Weights and
             inputs may lie on ``meta`` where ``hardware`` is named.
-        num_stages: Stages of the pipeline, one for each rank.
+        num_stages: Stages of the pipeline, all ranks together.
         mb_args: What the model is called with for one microbatch, as for torch's ``pipeline()``.
         mb_kwargs: The same by name.
         num_microbatches: Microbatches of a step.
-        schedule: ``"1f1b"`` or ``"gpipe"``: how many of them a stage has in flight.
+        schedule: ``"1f1b"``, ``"gpipe"`` or ``"interleaved"``, as torch's of these names.
+        num_ranks: Of ``"interleaved"``, where stage s lies on rank ``s % num_ranks``.
         memory_budget: Bytes that each rank may take, as ``memo_compile.pipeline`` has it.
         loss_fn: The schedule's: called with the model's result, which must be one tensor, and
             ``mb_target``. It runs on the last rank, and counts there.
@@ -87,7 +87,7 @@ def pipeline_split(
         kind=schedule,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
-        num_ranks=num_stages,
+        num_ranks=num_stages if num_ranks is None else num_ranks,
     )
     if memory_budget is not None:
         options["memory_budget"] = memory_budget
@@ -141,6 +141,28 @@ def _require_enough(units: ModelUnits, num_stages: int) -> None:
 def _split(plans: StagePlans) -> PipelineSplit:
     """The best split. Raises Infeasible: none fits."""
     units, orders = plans.units, plans.orders
+    if orders.num_chunks > 1:
+        cut = looped_split(plans)
+        _require_fits(plans, cut)
+    else:
+        proved = _proved_split(plans)
+        if proved is None:
+            raise _no_split(plans)
+        cut = proved
+    stages, even = (_stages(plans, own) for own in (cut, _even(units, orders.num_stages)))
+    return PipelineSplit(
+        stages=stages,
+        even=even,
+        schedule=orders.kind,
+        num_microbatches=orders.num_microbatches,
+        budget_bytes=plans.budget_bytes(),
+        is_proved=orders.num_chunks == 1,
+        notes=tuple(_notes(plans, cut)),
+    )
+
+
+def _proved_split(plans: StagePlans) -> Cut | None:
+    """The best split of all, where each stage has a rank for itself; None: none fits."""
     budget = plans.budget_bytes() or math.inf
 
     @functools.cache
@@ -152,18 +174,22 @@ def _split(plans: StagePlans) -> PipelineSplit:
         cost = plans.cost(stage, begin, end)
         return cost.seconds if cost.fits else None
 
-    cut = split_ranges(len(units.units), orders.num_stages, least, exact)
-    if cut is None:
-        raise _no_split(plans)
-    stages, even = (_stages(plans, own) for own in (cut, _even(units, orders.num_stages)))
-    return PipelineSplit(
-        stages=stages,
-        even=even,
-        schedule=orders.kind,
-        num_microbatches=orders.num_microbatches,
-        budget_bytes=plans.budget_bytes(),
-        notes=tuple(_notes(plans, cut)),
-    )
+    return split_ranges(len(plans.units.units), plans.orders.num_stages, least, exact)
+
+
+def _require_fits(plans: StagePlans, cut: Cut) -> None:
+    """Raise Infeasible where a rank with several stages has no plan."""
+    floors = [cost.floor_bytes for cost in rank_costs(plans, cut) if not cost.fits]
+    if floors:
+        known = None if None in floors else max(floor for floor in floors if floor is not None)
+        needs = "" if known is None else f"; the smallest that was found is {format_enough(known)}"
+        raise Infeasible(f"{_unfit(plans)}{needs}", floor_bytes=known)
+
+
+def _unfit(plans: StagePlans) -> str:
+    budget = plans.budget_bytes()
+    bound = "the memory that is left" if budget is None else f"memory_budget {format_bytes(budget)}"
+    return f"no split into {plans.orders.num_stages} stages fits {bound} on each rank"
 
 
 def _even(units: ModelUnits, num_stages: int) -> Cut:
@@ -175,28 +201,35 @@ def _even(units: ModelUnits, num_stages: int) -> Cut:
     return tuple(counts)
 
 
-def _ranges(cut: Cut) -> list[tuple[int, int]]:
-    ends = [sum(cut[: stage + 1]) for stage in range(len(cut))]
-    return [(end - count, end) for count, end in zip(cut, ends, strict=True)]
-
-
 def _stages(plans: StagePlans, cut: Cut) -> tuple[SplitStage, ...]:
-    return tuple(
-        _stage(plans, stage, begin, end) for stage, (begin, end) in enumerate(_ranges(cut))
-    )
+    """Stages of one rank share its plan, and what that recomputes by their seconds."""
+    orders, ranges = plans.orders, ranges_of(cut)
+    if orders.num_chunks > 1:
+        costs = [rank_costs(plans, cut)[stage % orders.num_ranks] for stage in range(len(cut))]
+    else:
+        costs = [plans.cost(stage, *own) for stage, own in enumerate(ranges)]
+    found = []
+    for stage, (own, cost) in enumerate(zip(ranges, costs, strict=True)):
+        of_rank = [
+            plans.least_s(*other) for other in ranges[stage % orders.num_ranks :: orders.num_ranks]
+        ]
+        share = plans.least_s(*own) / (math.fsum(of_rank) or 1.0)
+        found.append(_stage(plans, stage, own, cost, share))
+    return tuple(found)
 
 
-def _stage(plans: StagePlans, stage: int, begin: int, end: int) -> SplitStage:
-    units, cost = plans.units.units[begin:end], plans.cost(stage, begin, end)
-    plan = cost.plan
+def _stage(
+    plans: StagePlans, stage: int, units: tuple[int, int], cost: StageCost, share: float
+) -> SplitStage:
+    own, plan = plans.units.units[slice(*units)], cost.plan
     lines = () if plan is None else decision_lines(plan.decisions, plan.layer_classes)
     return SplitStage(
-        modules=tuple(dict.fromkeys(name for unit in units for name in unit.modules)),
-        begins_at=units[0].module,
-        num_layers=sum(unit.is_layer for unit in units),
+        modules=tuple(dict.fromkeys(name for unit in own for name in unit.modules)),
+        begins_at=own[0].module,
+        num_layers=sum(unit.is_layer for unit in own),
         num_in_flight=plans.orders.num_in_flight(stage),
-        seconds=None if plan is None else cost.seconds,
-        more_s=cost.more_s,
+        seconds=None if plan is None else plans.least_s(*units) + share * cost.more_s,
+        more_s=share * cost.more_s,
         peak_bytes=None if plan is None else plan.peak_bytes,
         floor_bytes=cost.floor_bytes,
         host_bytes=0 if plan is None else plan.host_bytes,
@@ -217,11 +250,10 @@ def _no_split(plans: StagePlans) -> Infeasible:
         return (budget or 0) if cost.fits else cost.floor_bytes
 
     cut = split_ranges(len(plans.units.units), plans.orders.num_stages, least, exact)
-    bound = "the memory that is left" if budget is None else f"memory_budget {format_bytes(budget)}"
-    text = f"no split into {plans.orders.num_stages} stages fits {bound} on each rank"
+    text = _unfit(plans)
     if cut is None:
         return Infeasible(text)
-    needs = [exact(stage, *own) or 0 for stage, own in enumerate(_ranges(cut))]
+    needs = [exact(stage, *own) or 0 for stage, own in enumerate(ranges_of(cut))]
     return Infeasible(
         f"{text}; the smallest that fits one is {format_enough(max(needs))}. Raise memory_budget, "
         "take more stages or smaller microbatches",
@@ -232,7 +264,7 @@ def _no_split(plans: StagePlans) -> Infeasible:
 def _notes(plans: StagePlans, cut: Cut) -> Sequence[str]:
     stage_of = {
         name: stage
-        for stage, (begin, end) in enumerate(_ranges(cut))
+        for stage, (begin, end) in enumerate(ranges_of(cut))
         for unit in plans.units.units[begin:end]
         for name in unit.modules
     }

@@ -35,7 +35,7 @@ class SplitStage:
     more_s: float
     """Recomputation, and waits for copies, among these."""
     peak_bytes: int | None
-    """The most that its rank holds in a step, parameters and optimizer state included."""
+    """The most that its rank holds in a step, all of its stages and optimizer state included."""
     floor_bytes: int | None
     """The smallest budget that fits, where none does."""
     host_bytes: int
@@ -57,6 +57,8 @@ class PipelineSplit:
     schedule: str
     num_microbatches: int
     budget_bytes: int | None
+    is_proved: bool
+    """True where no split has a faster slowest stage; of several stages on a rank nobody knows."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -108,7 +110,7 @@ class PipelineSplit:
         title = f"{self.schedule}, {self.num_microbatches} microbatches, {budget} on each rank"
         table = Table(title=title, title_justify="left")
         for name in ("stage", "begins at"):
-            table.add_column(name)
+            table.add_column(name, no_wrap=True)
         for name in ("layers", "in flight", "time", "of it more", "peak", "even", "time", "peak"):
             table.add_column(name, justify="right", no_wrap=True)
         for number, (stage, even) in enumerate(zip(self.stages, self.even, strict=True)):
@@ -134,8 +136,8 @@ def _numbers(stage: SplitStage) -> tuple[str, str]:
 
 
 def _even_numbers(stage: SplitStage) -> tuple[str, str]:
-    """Seconds and peak; of a stage that does not fit, what it needs."""
+    """Seconds and peak; of a stage without a plan, what it needs at least."""
     if stage.seconds is not None:
         return format_seconds(stage.seconds), format_bytes(stage.peak_bytes or 0)
-    needs = "unknown" if stage.floor_bytes is None else format_bytes(stage.floor_bytes)
-    return "does not fit", f"needs {needs}"
+    needs = "?" if stage.floor_bytes is None else format_bytes(stage.floor_bytes)
+    return "none", f"> {needs}"

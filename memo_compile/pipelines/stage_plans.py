@@ -6,11 +6,10 @@ plan recomputes and waits for on top.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from memo_compile import shim
@@ -18,6 +17,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.knowledge import StepKnowledge
+from memo_compile.driver.piece_knowledge import PieceKnowledge
 from memo_compile.driver.pipeline import first_request
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.driver.step_planner import plan_known, require_fast
@@ -27,10 +27,9 @@ from memo_compile.gpus import GpuFacts
 from memo_compile.offline.plan_offline import TracedModel
 from memo_compile.pipelines.loss_costs import LossCosts
 from memo_compile.pipelines.model_units import ModelUnits
+from memo_compile.pipelines.rank_groups import rank_group
 from memo_compile.pipelines.stage_orders import StageOrders
-from memo_compile.step.group import Group, HalfOrder, num_user_results
 from memo_compile.step.plans import Plan
-from memo_compile.step.problem import Interlude
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +106,29 @@ class StagePlans:
         crossing = self._received[begin] + self._received[end]
         return self._constants[begin, end] + self.orders.num_microbatches * crossing
 
+    def rank_cost(self, rank: int, ranges: tuple[tuple[int, int], ...]) -> StageCost:
+        """A rank that has several stages, each with units ``[begin, end)`` of ``ranges``."""
+        signatures = tuple(self.units.signature(*own) for own in ranges)
+        key = (signatures, self.orders.rank_order(rank), rank == self.orders.num_ranks - 1)
+        if key not in self._costs:
+            self._costs[key] = self._rank_cost(rank, ranges)
+        return self._costs[key]
+
+    def _rank_cost(self, rank: int, ranges: tuple[tuple[int, int], ...]) -> StageCost:
+        config, count = self._whole(self.config), self.orders.num_microbatches
+        chunks = [self._model(*own).lowered(None, config) for own in ranges]
+        graphs = list({id(known): known for known in chunks}.values())
+        known = PieceKnowledge(
+            graphs=graphs,
+            members=[graphs.index(chunk) for chunk in chunks for _ in range(count)],
+            group=rank_group(chunks, self.orders, rank, self.loss),
+        )
+        try:
+            plan = plan_known(known, config, PlanRequest()).plan
+        except Infeasible as error:
+            return StageCost(floor_bytes=error.floor_bytes)
+        return self._of_plan(plan, math.fsum(self.least_s(*own) for own in ranges), count)
+
     def cost(self, stage: int, begin: int, end: int) -> StageCost:
         """Stage number ``stage`` with units ``[begin, end)``."""
         order = self.orders.stage_order(stage)
@@ -121,10 +143,15 @@ class StagePlans:
         except Infeasible as error:
             return StageCost(floor_bytes=error.floor_bytes)
         count = 1 if self.orders.runs_one_by_one(stage) else self.orders.num_microbatches
+        return self._of_plan(plan, self.least_s(begin, end), count)
+
+    @staticmethod
+    def _of_plan(plan: Plan, least_s: float, count: int) -> StageCost:
+        """Seconds of a microbatch by the plan of ``count``."""
         more_s = 0.0
         if plan.step_s is not None and plan.compute_s is not None:
             more_s = max(0.0, plan.step_s - plan.compute_s) / count
-        return StageCost(seconds=self.least_s(begin, end) + more_s, more_s=more_s, plan=plan)
+        return StageCost(seconds=least_s + more_s, more_s=more_s, plan=plan)
 
     def _plan(self, stage: int, begin: int, end: int) -> Plan:
         """Whole, or in tiles where it does not fit whole. Raises Infeasible: it fits in none."""
@@ -137,14 +164,14 @@ class StagePlans:
             return model.first_that_fits(config, self._one_by_one)
 
         def grouped(known: StepKnowledge, options: MemoConfig) -> PlannedStep:
-            group = self._group(known, stage)
+            group = rank_group([known], self.orders, stage, self.loss)
             return plan_known(known, options, PlanRequest(group=group))
 
         try:
             whole = self._whole(self.config)
             return grouped(model.lowered(None, whole), whole).plan
         except Infeasible:
-            if self.orders.num_chunks > 1 or self.config.exact or self.config.token_tiles:
+            if self.config.exact or self.config.token_tiles:
                 raise
         return model.first_that_fits(self.config, grouped)
 
@@ -172,32 +199,6 @@ class StagePlans:
             self._models[key] = _StageModel(traced=traced)
         return self._models[key]
 
-    def _group(self, known: StepKnowledge, stage: int) -> Group:
-        """What torch's schedule holds beside the frame of the stage's microbatches."""
-        order, count = self.orders.stage_order(stage), self.orders.num_microbatches
-        problem, is_last = known.lowered.problem, self.orders.is_last(stage)
-        received = 0 if is_last else sum(problem.tangents.values())
-        fixed = replace(
-            problem.fixed,
-            inputs=count * (problem.fixed.inputs + received),
-            gradients=problem.fixed.new_gradients,
-        )
-        halves = range(len(order))
-        passed = [
-            (half, at)
-            for half in halves
-            if order[half][1] and not is_last
-            for at in range(len(problem.tangents))
-        ]
-        return Group(
-            num_members=count,
-            fixed=fixed,
-            gone=tuple(_gone(known, order, keeps_results=is_last)),
-            passed=tuple(passed),
-            interludes=tuple(_losses(order, self.loss if is_last else None)),
-            order=order,
-        )
-
 
 @dataclass(kw_only=True)
 class _StageModel:
@@ -209,7 +210,7 @@ class _StageModel:
     def lowered(self, graph: fx.GraphModule | None, options: MemoConfig) -> StepKnowledge:
         """The step in the tiles that ``options`` name, and for their number of microbatches."""
         tiles = options.token_tiles, options.tile_above_bytes, options.drops_above()
-        key = (*tiles, options.microbatches, options.memory_budget)
+        key = (*tiles, options.microbatches, options.memory_budget is None)
         if key not in self._known:
             self._known[key] = self.traced.lowered(options, graph)
         return self._known[key]
@@ -230,46 +231,3 @@ class _StageModel:
             attempt,
             hardware.memory_bytes if hardware else None,
         )
-
-
-def _gone(
-    known: StepKnowledge, order: HalfOrder, *, keeps_results: bool
-) -> Iterator[tuple[int, int, int]]:
-    """When results go, as ``Group.gone`` has it.
-
-    A forward's are kept to the end of its backward, those of the last stage to the end of the step.
-    A parameter's gradient stays if it is the first, and is added to that one else. What is sent on
-    is there while the next half runs.
-    """
-    half_of = {half: at for at, half in enumerate(order)}
-    last = len(order) - 1
-    forward, backward = known.lowered.problem.halves
-    inputs = known.lowered.cut.facts.inputs()
-    is_first = True
-    for at, (member, is_backward) in enumerate(order):
-        if not is_backward:
-            until = half_of[member, True]
-            for position in range(num_user_results(forward, backward)):
-                if not keeps_results and until < last:
-                    yield at, position, until
-            continue
-        for position, (value, result) in enumerate(zip(inputs, backward.results, strict=False)):
-            is_parameter = isinstance(value, torch.nn.Parameter)
-            until = at if is_parameter else at + 1
-            if result is not None and until < last and not (is_parameter and is_first):
-                yield at, position, until
-        is_first = False
-
-
-def _losses(order: HalfOrder, loss: LossCosts | None) -> Iterator[Interlude]:
-    """What the losses take between the halves, each computed behind its forward."""
-    if loss is None:
-        return
-    for at, (_, is_backward) in enumerate(order):
-        most = left = 0
-        if at and not order[at - 1][1]:  # a forward has just ended
-            most, left = max(loss.forward_bytes, loss.saved_bytes), loss.saved_bytes
-        if is_backward:
-            most, left = max(most, left + loss.backward_bytes), left - loss.saved_bytes
-        if at and (most or left):
-            yield Interlude(half=at, most_bytes=max(most, left, 0), left_bytes=left)

@@ -99,6 +99,7 @@ class Pipeline:
                 (example,),
                 num_microbatches=num_microbatches,
                 schedule=schedule,
+                num_ranks=num_ranks,
                 loss_fn=loss_of,
                 mb_target=example,
                 **{**chosen, "memory_budget": max(budget) if isinstance(budget, list) else budget},

@@ -46,6 +46,10 @@ def ids():
     return torch.randint(VOCAB, (ROWS,))
 
 
+def rows():
+    return torch.randn(2 * ROWS, HIDDEN)
+
+
 def loss(logits, target):
     return nn.functional.cross_entropy(logits, target)
 
@@ -168,6 +172,28 @@ def test_less_memory_is_more_time_until_nothing_fits():
     assert any("recomputed" in line or "host" in line for line in tight.stages[0].decisions)
 
 
+def test_stages_of_one_rank_share_its_budget():
+    """Interleaved: what the rank keeps of one stage leaves less to the other."""
+    model, x = nn.Sequential(*(Block(HIDDEN, 2 + 6 * (at == 4)) for at in range(5))), rows()
+    options = {**OPTIONS, "num_microbatches": 2, "schedule": "interleaved", "num_ranks": 2}
+
+    def split(model, budget):
+        return memo_compile.pipeline_split(model, 4, (x,), memory_budget=budget, **options)
+
+    free = split(model, None)
+    assert [stage.num_in_flight for stage in free.stages] == [2, 2, 2, 1]
+    assert sum(stage.num_layers for stage in free.stages) == 5
+    assert free.stages[-1].num_layers == 1
+    assert free.stages[0].peak_bytes == free.stages[2].peak_bytes
+    assert not free.is_proved
+    budget = int(0.9 * max(stage.peak_bytes for stage in free.stages))
+    tight = split(model, budget)
+    assert max(stage.peak_bytes for stage in tight.stages) <= budget
+    assert any(stage.decisions for stage in tight.stages)
+    with pytest.raises(Infeasible, match=r"no split into 4 stages .* the smallest that was found"):
+        split(model[:4], 100_000)
+
+
 def test_a_model_on_meta_is_split_for_named_hardware():
     with torch.device("meta"):
         model, x = Decoder(), torch.zeros(ROWS, dtype=torch.long)
@@ -196,6 +222,14 @@ def test_tied_weights_on_two_stages_are_named():
             "no list of modules",
         ),
         (Decoder(), {"schedule": "zb"}, ConfigError, r"expected one of 1f1b, gpipe.* got 'zb'"),
+        (Decoder(), {"num_ranks": 1}, ConfigError, "1f1b has one stage on each rank, got 2"),
+        (Decoder(), {"schedule": "interleaved"}, ConfigError, "two or more on each of 2 ranks"),
+        (
+            Decoder(),
+            {"num_stages": 4, "schedule": "interleaved", "num_ranks": 2, "num_microbatches": 3},
+            ConfigError,
+            "expects a multiple of the 2 ranks, got 3",
+        ),
         (Decoder(), {"num_microbatches": 0}, ConfigError, "num_microbatches: expected at least 1"),
         (Decoder(), {"loss_fn": loss}, ConfigError, "loss_fn needs mb_target"),
         (Decoder(), {"memory_budgets": 1}, ConfigError, "memory_budgets"),
