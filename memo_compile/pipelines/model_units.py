@@ -10,7 +10,7 @@ an input, and goes out as a result.
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class ModelUnit:
     """A range of the graph that stays together."""
 
     module: str
-    """Where it begins, fully qualified; empty for what comes before the first layer."""
+    """Where it begins, fully qualified; empty for the first."""
     modules: tuple[str, ...]
     """All that it runs: layers, and the outermost others that hold no layers."""
     is_layer: bool
@@ -141,18 +141,18 @@ def units_of(model: torch.nn.Module, gm: fx.GraphModule, examples: Sequence[Any]
     nodes = [node for node in gm.graph.nodes if node.op not in _NOT_RUN]
     known = {name: type(module) for name, module in model.named_modules()}
     chains = [[name for name in modules_around(node) if name in known] for node in nodes]
-    layers = _layers(chains, known)
-    owners = _owners(chains, layers)
+    entries = _entries(chains, known)
+    owners = _owners(chains, entries.keys())
     trained = [at for at, node in enumerate(nodes) if _needs_gradient(node)]
     if not trained:
         raise UnsupportedGraph(NOTHING_TRAINS)
-    borders = _borders(owners, layers, trained[0])
-    if sum(owners[at] in layers for at in borders) < 2:
+    borders = _borders(owners, entries.keys(), trained[0])
+    units = tuple(_units(nodes, owners, borders, entries)) if borders else ()
+    if sum(unit.is_layer for unit in units) < 2:
         raise ConfigError(
             f"pipeline_split: {type(model).__name__} runs no list of modules, two or more of them "
             "of one class, one after the other: there is nothing to cut between"
         )
-    units = tuple(_units(nodes, owners, borders, layers))
     given = dict(zip(gm.graph.find_nodes(op="placeholder"), examples, strict=True))
     return ModelUnits(gm=gm, given=given, units=units, shared=_shared(model, units, given))
 
@@ -161,45 +161,50 @@ def _is_numbered(name: str) -> bool:
     return name.rpartition(".")[2].isdigit()
 
 
-def _layers(chains: Sequence[Sequence[str]], known: Mapping[str, type]) -> set[str]:
-    """The entries of the outermost lists that hold two modules of one class."""
+def _entries(chains: Sequence[Sequence[str]], known: Mapping[str, type]) -> dict[str, bool]:
+    """The entries of the outermost lists that hold two modules of one class -> it is a layer.
+
+    All modules of a ModuleList are, and of a Sequential those whose class comes twice.
+    """
     lists: dict[str, dict[str, None]] = {}
     for chain in chains:
         for name in filter(_is_numbered, chain):
             lists.setdefault(name.rpartition(".")[0], {})[name] = None
-    found: set[str] = set()
-    for path, entries in sorted(lists.items(), key=lambda item: item[0].count(".")):
-        repeats = max(Counter(known[name] for name in entries).values()) > 1
-        if repeats and not any(path == own or path.startswith(f"{own}.") for own in found):
-            found.update(entries)
+    found: dict[str, bool] = {}
+    for path, own in sorted(lists.items(), key=lambda item: item[0].count(".")):
+        counts = Counter(known[name] for name in own)
+        if max(counts.values()) < 2 or any(f"{path}.".startswith(f"{name}.") for name in found):
+            continue
+        is_chain = issubclass(known[path], torch.nn.Sequential)
+        found.update({name: not is_chain or counts[known[name]] > 1 for name in own})
     return found
 
 
-def _owners(chains: Sequence[Sequence[str]], layers: set[str]) -> list[str | None]:
-    """Per node the layer that runs it, or the outermost module that holds no layers."""
+def _owners(chains: Sequence[Sequence[str]], entries: Set[str]) -> list[str | None]:
+    """Per node the entry that runs it, or the outermost module that holds none."""
     around = {""}
-    for name in layers:
+    for name in entries:
         steps = name.split(".")
         around.update(".".join(steps[:length]) for length in range(1, len(steps)))
     found = []
     for chain in chains:
-        layer = next((name for name in chain if name in layers), None)
-        found.append(layer or next((name for name in chain if name not in around), None))
+        entry = next((name for name in chain if name in entries), None)
+        found.append(entry or next((name for name in chain if name not in around), None))
     return found
 
 
-def _borders(owners: Sequence[str | None], layers: set[str], first_trained: int) -> list[int]:
-    """Where a layer begins, or the first module behind the last one; no module spans them.
+def _borders(owners: Sequence[str | None], entries: Set[str], first_trained: int) -> list[int]:
+    """Where an entry begins, or the first module behind the last one; no module spans them.
 
     What comes before node ``first_trained`` needs no gradient, and cannot be a stage.
     """
     last = {owner: at for at, owner in enumerate(owners) if owner is not None}
-    behind = 1 + max((at for owner, at in last.items() if owner in layers), default=len(owners))
+    behind = 1 + max((at for owner, at in last.items() if owner in entries), default=len(owners))
     found, open_until, tail_begins = [], -1, False
     for at, owner in enumerate(owners):
         if owner is None:
             continue
-        begins = owner in layers or (at >= behind and not tail_begins)
+        begins = owner in entries or (at >= behind and not tail_begins)
         tail_begins |= at >= behind
         if begins and at > max(open_until, first_trained):
             found.append(at)
@@ -208,7 +213,10 @@ def _borders(owners: Sequence[str | None], layers: set[str], first_trained: int)
 
 
 def _units(
-    nodes: Sequence[fx.Node], owners: Sequence[str | None], borders: Sequence[int], layers: set[str]
+    nodes: Sequence[fx.Node],
+    owners: Sequence[str | None],
+    borders: Sequence[int],
+    entries: Mapping[str, bool],
 ) -> Iterator[ModelUnit]:
     """The ranges between borders; a part of a tuple goes where the tuple is made."""
     starts = borders if not any(owners[: borders[0]]) else [0, *borders]
@@ -226,10 +234,9 @@ def _units(
         first = 0 if number == 0 else start
         own = tuple(node for node in nodes if place[node] == number)
         names = dict.fromkeys(name for name in owners[first:end] if name is not None)
-        begins = owners[start]
-        is_layer = begins in layers
+        is_layer = any(entries.get(name, False) for name in names)
         yield ModelUnit(
-            module=begins if begins is not None and (number or is_layer) else "",
+            module=(owners[start] or "") if number else "",
             modules=tuple(names),
             is_layer=is_layer,
             nodes=own,

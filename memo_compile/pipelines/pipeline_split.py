@@ -193,11 +193,13 @@ def _unfit(plans: StagePlans) -> str:
 
 
 def _even(units: ModelUnits, num_stages: int) -> Cut:
-    """As many layers in each stage; what comes before and behind them with the outer ones."""
+    """As many layers in each stage; what is none stays with the layer before it."""
     each, extra = divmod(units.num_layers, num_stages)
-    counts = [each + (stage < extra) for stage in range(num_stages)]
-    counts[0] += not units.units[0].is_layer
-    counts[-1] += not units.units[-1].is_layer
+    stages = [stage for stage in range(num_stages) for _ in range(each + (stage < extra))]
+    counts, layer = [0] * num_stages, -1
+    for unit in units.units:
+        layer += unit.is_layer
+        counts[stages[max(layer, 0)]] += 1
     return tuple(counts)
 
 

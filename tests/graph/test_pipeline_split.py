@@ -94,8 +94,17 @@ def test_nested_lists_are_opened_until_something_repeats():
     model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), blocks, nn.LayerNorm(HIDDEN))
     names, _ = units(model, torch.randn(ROWS, HIDDEN))
     assert names == [("", False), *((f"1.{at}", True) for at in range(3)), ("2", False)]
-    names, _ = units(blocks, torch.randn(ROWS, HIDDEN))
-    assert names == [(str(at), True) for at in range(3)]
+    names, _ = units(blocks[:2], torch.randn(ROWS, HIDDEN))
+    assert names == [("", True), ("1", True)]
+
+
+def test_other_modules_of_a_sequential_are_no_layers():
+    blocks = (Block(HIDDEN) for _ in range(3))
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), *blocks, nn.LayerNorm(HIDDEN), nn.ReLU())
+    names, found = units(model, torch.randn(ROWS, HIDDEN))
+    layers = [(str(at), True) for at in (1, 2, 3)]
+    assert names == [("", False), *layers, ("4", False), ("5", False)]
+    assert found.num_layers == 3
 
 
 def test_what_needs_no_gradient_is_with_the_first_layer_that_does():
@@ -103,8 +112,8 @@ def test_what_needs_no_gradient_is_with_the_first_layer_that_does():
     model.embed.requires_grad_(False)
     model.layers[0].requires_grad_(False)
     names, found = units(model, ids())
-    assert names[:2] == [("layers.1", True), ("layers.2", True)] or names[0][0] == ""
-    assert "layers.1" in found.units[0].modules
+    assert names[:2] == [("", True), ("layers.2", True)]
+    assert found.units[0].modules == ("embed", "layers.0", "layers.1")
 
 
 @pytest.mark.parametrize(
