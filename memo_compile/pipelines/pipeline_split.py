@@ -82,6 +82,7 @@ def pipeline_split(
         ConfigError: more stages than layers, nothing that repeats, an unknown schedule or option.
         UnsupportedGraph: the model does not trace into one graph, or nothing needs a gradient.
     """
+    number = next(_asked)
     profile = find_hardware(hardware) if isinstance(hardware, str) else hardware
     orders = StageOrders(
         kind=schedule,
@@ -111,7 +112,7 @@ def pipeline_split(
                 gpu=traced.gpu,
                 loss=loss,
             )
-            return _agreed(_split(plans))
+            return _agreed(_split(plans), number)
         except Exception as error:
             raise_bare(error)
 
@@ -320,9 +321,8 @@ def _without_meta(
         return copied, *tree_map(faked, (tuple(args), dict(kwargs), target))
 
 
-def _agreed(split: PipelineSplit) -> PipelineSplit:
-    """``split``, or what another rank found first."""
-    number = next(_asked)
+def _agreed(split: PipelineSplit, number: int) -> PipelineSplit:
+    """``split``, or what another rank found first for question ``number``."""
     if shim_distributed.num_ranks() < 2:
         return split
     key = f"memo/pipeline_split/{number}"

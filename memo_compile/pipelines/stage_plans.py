@@ -117,10 +117,11 @@ class StagePlans:
     def _rank_cost(self, rank: int, ranges: tuple[tuple[int, int], ...]) -> StageCost:
         config, count = self._whole(self.config), self.orders.num_microbatches
         chunks = [self._model(*own).lowered(None, config) for own in ranges]
-        graphs = list({id(known): known for known in chunks}.values())
+        graphs = {id(known): known for known in chunks}  # equal stages are one graph
+        number_of = {key: number for number, key in enumerate(graphs)}
         known = PieceKnowledge(
-            graphs=graphs,
-            members=[graphs.index(chunk) for chunk in chunks for _ in range(count)],
+            graphs=list(graphs.values()),
+            members=[number_of[id(chunk)] for chunk in chunks for _ in range(count)],
             group=rank_group(chunks, self.orders, rank, self.loss),
         )
         try:
