@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -48,7 +49,8 @@ class SplitStage:
 class PipelineSplit:
     """The best cut of a model into stages, and the even one beside it.
 
-    ``print`` shows a table: times are of one microbatch; ``of it more`` is recomputation and waits.
+    ``print`` shows a table: ``time`` is of one microbatch, ``more`` what of it is recomputation and
+    waits, and ``even`` the layers of the even split, with their time and peak.
     """
 
     stages: tuple[SplitStage, ...]
@@ -108,10 +110,10 @@ class PipelineSplit:
     def _table(self) -> Table:
         budget = "no budget" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         title = f"{self.schedule}, {self.num_microbatches} microbatches, {budget} on each rank"
-        table = Table(title=title, title_justify="left")
-        for name in ("stage", "begins at"):
-            table.add_column(name, no_wrap=True)
-        for name in ("layers", "in flight", "time", "of it more", "peak", "even", "time", "peak"):
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        table.add_column("stage", no_wrap=True)
+        table.add_column("begins at", overflow="fold")
+        for name in ("layers", "in flight", "time", "more", "peak", "even", "time", "peak"):
             table.add_column(name, justify="right", no_wrap=True)
         for number, (stage, even) in enumerate(zip(self.stages, self.even, strict=True)):
             table.add_row(
