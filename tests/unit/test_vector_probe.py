@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch._inductor import cpu_vec_isa
 
-from memo_compile import shim_cache
+from memo_compile import shim, shim_cache
 from memo_compile.file_store import FileStore
 from memo_compile.lowering import vector_probe
 
@@ -80,6 +80,6 @@ def test_another_compiler_is_tried(monkeypatch, next_process) -> None:
     assert len(tried) == len(first)
 
 
-def test_what_the_user_believes_is_not_remembered(monkeypatch) -> None:
-    monkeypatch.setattr(cpu_vec_isa.config.cpp, "vec_isa_ok", True)
-    assert shim_cache.vector_probe() is None
+def test_what_the_user_believes_is_not_remembered() -> None:
+    with shim.inductor_patch({"cpp.vec_isa_ok": True}):
+        assert shim_cache.vector_probe() is None
