@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from memo_compile.backends.metrics import metrics
     from memo_compile.offline.longest import longest
     from memo_compile.offline.plan_offline import plan
+    from memo_compile.pipelines.pipeline_split import pipeline_split
 
 __all__ = [
     "MemoConfig",
@@ -33,6 +34,7 @@ __all__ = [
     "longest",
     "metrics",
     "pipeline",
+    "pipeline_split",
     "plan",
     "report",
 ]
@@ -43,6 +45,7 @@ _LAZY = {
     "longest": ("memo_compile.offline.longest", "longest"),
     "metrics": ("memo_compile.backends.metrics", "metrics"),
     "pipeline": ("memo_compile.backends.declare_pipeline", "pipeline"),
+    "pipeline_split": ("memo_compile.pipelines.pipeline_split", "pipeline_split"),
     "plan": ("memo_compile.offline.plan_offline", "plan"),
 }
 

@@ -194,6 +194,11 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
         nodes[node].meta = dict(node.meta)
         if hasattr(node, "_dynamo_source"):  # on placeholders: where Dynamo found the input
             nodes[node]._dynamo_source = node._dynamo_source
+    return like_dynamo(gm, graph)
+
+
+def like_dynamo(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """``graph`` with what Dynamo has noted at ``gm``; both have the same attributes."""
     made = graph_module(gm, graph)
     made.meta.update(gm.meta)
     for name in ("_param_name_to_source", "_backend_id"):  # read by AOTAutograd, 2.11 and 2.13

@@ -138,6 +138,21 @@ def module_path(node: fx.Node) -> str:
     return str(next((value[0] for value in reversed(stack.values())), ""))
 
 
+def modules_around(node: fx.Node) -> list[str]:
+    """The modules around ``node``, outermost first, as ``named_modules`` calls them.
+
+    The node is of a graph whose function is a module.
+    """
+    stack = node.meta.get("nn_module_stack") or {}
+    return [".".join(_steps(str(value[0]))[1:]) for value in stack.values()]
+
+
+def _steps(path: str) -> list[str]:
+    """The attributes and indices of a path, from the variable that holds the model on."""
+    steps = [step for step in _STEP.findall(path) if step not in _HIDDEN]
+    return steps[1:] if steps[:1] in (["L"], ["G"]) else steps  # Dynamo's locals and globals
+
+
 def _inside_layer(node: fx.Node) -> list[str]:
     """The modules around ``node`` behind the last numbered one, outermost first."""
     steps = [step for step in _STEP.findall(module_path(node)) if step not in _HIDDEN]
@@ -171,9 +186,7 @@ def _places(node: fx.Node, cache: dict[str, tuple[Place, ...]]) -> tuple[Place, 
 
 
 def _parse(path: str) -> tuple[Place, ...]:
-    steps = [step for step in _STEP.findall(path) if step not in _HIDDEN]
-    if steps[:1] in (["L"], ["G"]):  # Dynamo's dictionaries of locals and globals
-        steps = steps[1:]
+    steps = _steps(path)
     places: list[Place] = []
     indices: tuple[int, ...] = ()
     names: list[str] = []

@@ -90,6 +90,9 @@ class StepKnowledge:
     """The device whose declared figures count; where it is None, costs may be measured."""
     may_run: bool = True
     """False where nothing may be computed while planning: slices of rows are believed then."""
+    figures: dict[str, str] | None = None
+    """Seconds, as text, by what a region computes: of several steps that share what was measured.
+    None: each region of this one is measured."""
     _movable: Movable | None = None
     """The layers of the step as it was lowered; ``movable`` adds what a request counts."""
     _library: RecomputeLibrary | None = None
@@ -417,12 +420,16 @@ class StepKnowledge:
             self._ran |= {(torch.get_num_threads(), name): "" for name in whole}
             return seconds
 
-        if not self._is_shared():
+        figures = self.figures
+        if figures is None and not self._is_shared():
             return own(lowered)
         config, device = self.config, self.lowered.cut.facts.device
         options = sorted(config.inductor_options.items())
         around = [profile_name(device), config.lowering, config.mode, *options]
-        return first_told({name: region_key(graphs[name], around) for name in lowered}, own)
+        keys = {name: region_key(graphs[name], around) for name in lowered}
+        if figures is not None:
+            return first_told(keys, own, told=figures.get, tell_first=figures.setdefault)
+        return first_told(keys, own)
 
     def _is_shared(self) -> bool:
         """True where this step waits for other ranks, so that equal plans suit all of them."""

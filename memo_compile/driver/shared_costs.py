@@ -19,18 +19,25 @@ Own = Callable[[Sequence[str]], Mapping[str, float]]
 """Measures the figures of these names."""
 
 
-def first_told(keys: Mapping[str, str], own: Own) -> dict[str, float]:
+def first_told(
+    keys: Mapping[str, str],
+    own: Own,
+    *,
+    told: Callable[[str], str | None] = shim_distributed.told,
+    tell_first: Callable[[str, str], str] = shim_distributed.tell_first,
+) -> dict[str, float]:
     """The figure of each name in ``keys``, equal on all ranks that ask for the same key.
 
-    Raises whatever ``own`` raises; then nothing is told.
+    ``told`` and ``tell_first`` look up and write down elsewhere than at the ranks' store. Raises
+    whatever ``own`` raises; then nothing is told.
     """
-    found = {name: shim_distributed.told(_path(key)) for name, key in keys.items()}
-    told = {name: float(text) for name, text in found.items() if text is not None}
-    missing = [name for name in keys if name not in told]
+    found = {name: told(_path(key)) for name, key in keys.items()}
+    figures = {name: float(text) for name, text in found.items() if text is not None}
+    missing = [name for name in keys if name not in figures]
     measured = own(missing) if missing else {}
     for name in missing:
-        told[name] = float(shim_distributed.tell_first(_path(keys[name]), repr(measured[name])))
-    return told
+        figures[name] = float(tell_first(_path(keys[name]), repr(measured[name])))
+    return figures
 
 
 def _path(key: str) -> str:

@@ -31,8 +31,13 @@ _PRODUCTS = (
     operator.matmul,
     "matmul",
     "mm",
+    torch.ops.aten.linear.default,
+    torch.ops.aten.matmul.default,
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
 )
-"""Calls in a Dynamo graph that make the widest activations."""
+"""Calls in a Dynamo graph that make the widest activations; operators of ATen where the model was
+exported before (a stage of torch's ``pipeline()``)."""
 
 
 Attempt = Callable[[fx.GraphModule, MemoConfig], T]

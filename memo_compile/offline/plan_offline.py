@@ -118,10 +118,15 @@ def tracing(
     hardware: HardwareProfile | None,
     loss: Callable[[Any], Any] | None = None,
     more: MoreLayers | None = None,
+    runs: bool = False,
 ) -> "Iterator[TracedModel]":
-    """The Dynamo graph of ``model``; inside it can be captured and lowered, without kernels."""
+    """The Dynamo graph of ``model``; inside it can be captured and lowered, without kernels.
+
+    With ``runs`` there are kernels, and what is lowered can be timed.
+    """
     step = _with_loss(model, loss)
-    with torch.enable_grad(), _without_kernels(hardware), ExitStack() as stack:
+    kernels = contextlib.nullcontext() if runs else _without_kernels(hardware)
+    with torch.enable_grad(), kernels, ExitStack() as stack:
         try:
             traced = stack.enter_context(shim.traced_whole(step, args, kwargs))
             if traced is None:
@@ -150,6 +155,8 @@ class OfflineModel(ABC):
     more: MoreLayers | None = None
     gpu: GpuFacts | None = None
     """The GPU that it is lowered for, though its tensors lie on the CPU."""
+    figures: dict[str, str] | None = None
+    """As ``StepKnowledge.figures``."""
     _captured: dict[int | None, CapturedStep] = field(default_factory=dict)
     """By what may be saved; all are cut from one joint graph."""
     _capture: StepCapture | None = None
@@ -176,7 +183,13 @@ class OfflineModel(ABC):
         hardware = self.hardware
         for_cuda = device == "cuda" or (hardware is not None and hardware.name != device)
         lowered = lower_step(step, options, for_cuda=for_cuda)
-        return StepKnowledge(lowered=lowered, config=options, hardware=hardware, may_run=False)
+        return StepKnowledge(
+            lowered=lowered,
+            config=options,
+            hardware=hardware,
+            may_run=False,
+            figures=self.figures,
+        )
 
     def captured(self, options: MemoConfig, graph: fx.GraphModule | None = None) -> CapturedStep:
         """The step before it is cut."""

@@ -20,13 +20,18 @@ from torch.distributed.pipelining import pipeline as traced_pipeline
 
 import memo_compile
 from memo_compile.costs.measure import keep_large_blocks_apart, watch_memory
+from memo_compile.pipelines.split_result import PipelineSplit
 from memo_compile.reporting import state
 from memo_compile.shim_pipelining import pipeline_stages, receive_buffers
+from memo_compile.step.serialise import plain
 from tests.numerics.small import Block
 
 HIDDEN, ROWS, STEPS = 32, 64, 4
 SINGLE = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 LOOPED = {"interleaved": ScheduleInterleaved1F1B, "bfs": ScheduleLoopedBFS}
+HEAVY = 8
+"""So many times as wide as its input is the last layer of a model that is split by its costs."""
+
 CHUNKS = 2
 """Stages of each rank in a looped schedule."""
 
@@ -71,6 +76,7 @@ class Pipeline:
         hidden: int,
         options: dict[str, Any],
         traced_rows: int = 0,
+        is_split: bool = False,
     ) -> None:
         torch._dynamo.reset()
         state.reset()
@@ -79,9 +85,27 @@ class Pipeline:
         self.eager = nn.Sequential(*(Block(hidden) for _ in range(CHUNKS * num_ranks)))
         is_looped = schedule in LOOPED
         num_stages = num_ranks * (CHUNKS if is_looped else 1)
+        chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **options}
         per_stage = len(self.eager) // num_stages
+        borders = list(range(0, len(self.eager) + 1, per_stage))
+        self.split: PipelineSplit | None = None
+        if is_split:
+            self.eager.append(Block(hidden, HEAVY))
+            example = torch.randn(traced_rows, hidden)
+            budget = chosen.get("memory_budget")
+            self.split = memo_compile.pipeline_split(
+                self.eager,
+                num_stages,
+                (example,),
+                num_microbatches=num_microbatches,
+                schedule=schedule,
+                loss_fn=loss_of,
+                mb_target=example,
+                **{**chosen, "memory_budget": max(budget) if isinstance(budget, list) else budget},
+            )
+            borders = [0, *map(int, self.split.split_points), len(self.eager)]
         self.theirs = [
-            self.eager[per_stage * stage : per_stage * (stage + 1)]
+            self.eager[borders[stage] : borders[stage + 1]]
             for stage in range(rank, num_stages, num_ranks)
         ]
         self.own = [copy.deepcopy(part) for part in self.theirs]
@@ -90,10 +114,10 @@ class Pipeline:
             for at, part in enumerate(self.own)
         ]
         if traced_rows:
-            stages = self._traced(num_stages, torch.randn(traced_rows, hidden))
+            points = [str(at) for at in borders[1:-1]]
+            stages = self._traced(points, torch.randn(traced_rows, hidden))
         kind = {**SINGLE, **LOOPED}[schedule]
         made = kind(stages if is_looped else stages[0], num_microbatches, loss_fn=loss_of)
-        chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **options}
         if isinstance(budgets := chosen.get("memory_budget"), list):
             chosen["memory_budget"] = budgets[rank]
         self.run = memo_compile.pipeline(made, **chosen)
@@ -115,14 +139,11 @@ class Pipeline:
         stage.submod = whole
         self.run._internal_losses.clear()  # torch keeps those of the broken step
 
-    def _traced(self, num_stages: int, example: torch.Tensor) -> list[Any]:
+    def _traced(self, points: list[str], example: torch.Tensor) -> list[Any]:
         """Stages as torch's tracing front end makes them: exported graphs, split at blocks."""
-        per_stage = len(self.eager) // num_stages
-        spec = {
-            str(at): SplitPoint.BEGINNING for at in range(per_stage, len(self.eager), per_stage)
-        }
+        spec = dict.fromkeys(points, SplitPoint.BEGINNING)
         pipe = traced_pipeline(copy.deepcopy(self.eager), mb_args=(example,), split_spec=spec)
-        numbers = range(dist.get_rank(), num_stages, dist.get_world_size())
+        numbers = range(dist.get_rank(), len(points) + 1, dist.get_world_size())
         self.own = [pipe.get_stage_module(number) for number in numbers]
         return [pipe.build_stage(number, torch.device("cpu")) for number in numbers]
 
@@ -144,6 +165,7 @@ def trained(
     hidden: int = HIDDEN,
     options: dict[str, Any] | None = None,
     is_traced: bool = False,
+    is_split: bool = False,
     breaks_in: int | None = None,
 ) -> dict[str, Any]:
     """Some steps of both, with an optimizer; the errors after each.
@@ -154,7 +176,8 @@ def trained(
     memory_budget for each rank.
     """
     keep_large_blocks_apart()
-    both = Pipeline(schedule, num_microbatches, hidden, options or {}, rows if is_traced else 0)
+    traced_rows = rows if is_traced else 0
+    both = Pipeline(schedule, num_microbatches, hidden, options or {}, traced_rows, is_split)
     parameters = [own for part in both.own for own in part.parameters()]
     optimizers = [torch.optim.SGD(found, lr=0.1) for found in (parameters, both.eager.parameters())]
     errors, unplanned, peaks = [], [], []
@@ -202,6 +225,8 @@ def trained(
             for group in report.groups
         ],
         "notes": list(report.notes),
+        "split": both.split and plain(both.split),
+        "planned_bytes": [plan.peak_bytes for plan in report.plans],
     }
 
 

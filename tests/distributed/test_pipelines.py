@@ -44,7 +44,14 @@ def under(schedule, budgets, num_microbatches=8):
     }
 
 
-FEW_TIGHT_SETTINGS = [under("1f1b", [34_000_000, 19_000_000], num_microbatches=4)]
+FEW_TIGHT_SETTINGS = [
+    under("1f1b", [34_000_000, 19_000_000], num_microbatches=4),
+    {
+        **under("1f1b", [60_000_000, 60_000_000], num_microbatches=4),
+        "is_traced": True,
+        "is_split": True,
+    },
+]
 TIGHT_SETTINGS = [
     under("1f1b", [45_100_000, 37_800_000, 36_700_000, 37_000_000]),
     under("1f1b", [65_000_000, 52_000_000, 45_000_000, 37_000_000]),
@@ -96,6 +103,8 @@ def assert_right(folder, subtests, settings, num_ranks):
                 budget = setting["options"].get("memory_budget")
                 if isinstance(budget, list):
                     assert max(found["peaks"]) <= budget[number] + IGNORED_BYTES
+                if setting.get("is_split"):
+                    assert_split(found, number, budget[number])
                 if num_live == 1:  # each microbatch is a step of its own
                     assert found["unplanned"][0] == 0
                     assert not found["groups"]
@@ -109,3 +118,14 @@ def assert_right(folder, subtests, settings, num_ranks):
                     assert group["offloaded_bytes"] > 0
                 if isinstance(budget, list):
                     assert group["offloaded_bytes"] > 0
+
+
+def assert_split(found, rank, budget_bytes):
+    """The split is shorter than the even one, and its peaks are those of the plans that run."""
+    stages, even = found["split"]["stages"], found["split"]["even"]
+    assert [stage["num_layers"] for stage in stages] == [4, 1]
+    assert [stage["num_layers"] for stage in even] == [3, 2]
+    assert max(stage["seconds"] for stage in stages) < 0.9 * max(stage["seconds"] for stage in even)
+    assert all(stage["peak_bytes"] <= budget_bytes for stage in stages)
+    if rank == 1:  # each microbatch is a step of its own, and nothing around it is measured
+        assert found["planned_bytes"] == [stages[rank]["peak_bytes"]]

@@ -18,11 +18,11 @@ CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, factor: int = 2) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
-        self.up = nn.Linear(hidden, 2 * hidden)
-        self.down = nn.Linear(2 * hidden, hidden)
+        self.up = nn.Linear(hidden, factor * hidden)
+        self.down = nn.Linear(factor * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(functional.gelu(self.up(self.norm(x))))

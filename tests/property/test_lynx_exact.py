@@ -10,7 +10,7 @@ from memo_compile.papers.lynx.heu import solve_heu
 from memo_compile.papers.lynx.joint import split_lazily
 from memo_compile.papers.lynx.lynx_instance import HeuInstance, OptInstance, StageTimes
 from memo_compile.papers.lynx.opt import solve_opt
-from memo_compile.papers.lynx.partition import split_exact, split_paper
+from memo_compile.papers.lynx.partition import split_exact, split_paper, split_ranges
 from memo_compile.planners.solver import SolveStatus
 
 
@@ -222,6 +222,43 @@ def test_partition_equals_brute_force(table):
         return
     assert split.slowest == min(slowest)
     assert split_paper(table).slowest >= split.slowest
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_split_of_ranges_equals_brute_force(data):
+    """Layers are of several classes, so that each range has its own time on each stage."""
+    stages, layers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 7))
+    ranges = [(b, e) for b in range(layers) for e in range(b + 1, layers + 1)]
+    cells = st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(0, 9)))
+    known = {(s, *own): data.draw(cells) for s in range(stages) for own in ranges}
+    asked = set()
+
+    def least(*where):
+        return known[where][0] if where in known else None
+
+    def exact(*where):
+        asked.add(where)
+        least, more = known[where]
+        return None if more is None else least + more
+
+    def costs_of(cuts):
+        borders = (0, *cuts, layers)
+        return [exact(s, *own) for s, own in enumerate(itertools.pairwise(borders))]
+
+    split = split_ranges(layers, stages, least, exact)
+    num_asked = len(asked)
+    found = [
+        (max(costs), sum(costs))
+        for cuts in itertools.combinations(range(1, layers), stages - 1)
+        if None not in (costs := costs_of(cuts))
+    ]
+    if not found:
+        assert split is None
+        return
+    costs = costs_of(list(itertools.accumulate(split))[:-1])
+    assert (max(costs), sum(costs)) == min(found)
+    assert num_asked <= len(known)
 
 
 @settings(max_examples=100, deadline=None)

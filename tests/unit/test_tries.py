@@ -171,17 +171,21 @@ def test_of_two_failures_the_one_that_tells_most_is_raised(first, second, raised
     assert bool(memo_compile.report().notes) == (second is BUG)
 
 
-def with_logits(tokens: int, hidden: int, vocabulary: int) -> tuple[fx.GraphModule, GraphFacts]:
+def with_logits(
+    tokens: int, hidden: int, vocabulary: int, operator: Any = torch.mm
+) -> tuple[fx.GraphModule, GraphFacts]:
     """A loss head that keeps nothing small, and what it is given."""
-    gm = fx.symbolic_trace(lambda x, weight: torch.mm(x, weight))
-    product = next(iter(gm.graph.find_nodes(op="call_function", target=torch.mm)))
+    gm = fx.symbolic_trace(lambda x, weight: operator(x, weight))
+    product = next(iter(gm.graph.find_nodes(op="call_function", target=operator)))
     product.meta["example_value"] = torch.empty(tokens, vocabulary, device="meta")
     weight = torch.nn.Parameter(torch.empty(hidden, vocabulary))
     return gm, GraphFacts([torch.empty(tokens, hidden), weight])
 
 
-def test_where_logits_alone_break_the_budget_only_what_does_so_runs_in_tiles():
-    gm, facts = with_logits(tokens=4096, hidden=16, vocabulary=1024)
+@pytest.mark.parametrize("operator", [torch.mm, torch.ops.aten.mm.default])
+def test_where_logits_alone_break_the_budget_only_what_does_so_runs_in_tiles(operator):
+    """Also in the stage of a pipeline, which torch has exported."""
+    gm, facts = with_logits(tokens=4096, hidden=16, vocabulary=1024, operator=operator)
     logits, least = 4096 * 1024 * 4, facts.constant_bytes(0)
     room = int(1.5 * logits)
     budget = int((least + room) / (1 - tile_order.REST)) + 1

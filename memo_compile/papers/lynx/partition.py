@@ -1,10 +1,12 @@
 """Splitting layers over pipeline stages so that the slowest stage is as fast as possible.
 
-Source: Lynx (arXiv 2406.08756), section 5. ``split_exact`` is a dynamic programme; ``split_paper``
-is the paper's greedy with two mends: it starts from a split that fits, and when the fastest stage
-cannot take a layer it offers the layer to the next-fastest.
+Source: Lynx (arXiv 2406.08756), section 5. ``split_exact`` is a dynamic programme; ``split_ranges``
+the same where layers differ and stage times are dear to find. ``split_paper`` is the paper's greedy
+with two mends: it starts from a split that fits, and when the fastest stage cannot take a layer it
+offers the layer to the next-fastest.
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -29,41 +31,94 @@ def split_exact(table: StageTimes) -> Split:
     """The split with the least slowest stage, then the least total time; O(stages x layers^2)."""
     if conflict := find_conflict(table):
         return Split(status=SolveStatus.INFEASIBLE, conflict=conflict)
-    fastest = _best_split(table, max)
-    if fastest is None:
+    split = _fastest(
+        table.num_layers, len(table.rows), lambda s, begin, end: _time(table, s, end - begin)
+    )
+    if split is None:
         conflict = (
             "num_layers: no combination of the layer counts that fit adds up to "
             f"{table.num_layers}; some stages run out of memory in the middle of their range"
         )
         return Split(status=SolveStatus.INFEASIBLE, conflict=conflict)
-    slowest = max(_times(table, fastest))
-    rows = tuple(
-        tuple(None if time is None or time > slowest else time for time in row)
-        for row in table.rows
-    )
-    layers_of = _best_split(StageTimes(rows=rows, num_layers=table.num_layers), operator.add)
-    assert layers_of is not None, f"no split at {slowest}, but one was found"
-    return _checked(table, SolveStatus.OPTIMAL, layers_of)
+    return _checked(table, SolveStatus.OPTIMAL, split)
+
+
+RangeTime = Callable[[int, int, int], Number | None]
+"""Time of a stage with layers ``[begin, end)``, by (stage, begin, end); None = out of memory."""
+
+
+def split_ranges(
+    num_layers: int, num_stages: int, least: RangeTime, exact: RangeTime
+) -> tuple[int, ...] | None:
+    """Layers of each stage of the best split, as ``split_exact`` has it; None = nothing fits.
+
+    ``least`` is never above ``exact``, and cheap. ``exact`` is asked of few ranges: of those of a
+    split that is best if each range takes what is known of it, the last stage first, until one does
+    not fit or all are known. Then no split is better, since none takes less than is known of it.
+    """
+    known: dict[tuple[int, int, int], Number | None] = {}
+
+    def time_of(stage: int, begin: int, end: int) -> Number | None:
+        where = (stage, begin, end)
+        return known[where] if where in known else least(*where)
+
+    while (split := _fastest(num_layers, num_stages, time_of)) is not None:
+        ends = itertools.accumulate(split)
+        ranges = (
+            (s, end - count, end) for s, (count, end) in enumerate(zip(split, ends, strict=True))
+        )
+        asked = [where for where in ranges if where not in known]
+        if not asked:
+            return split
+        for where in reversed(asked):
+            known[where] = exact(*where)
+            if known[where] is None:
+                break
+    return None
+
+
+def _fastest(num_layers: int, num_stages: int, time_of: RangeTime) -> tuple[int, ...] | None:
+    """The split with the least slowest stage, then the least total time; None = nothing fits."""
+    fastest = _best_split(num_layers, num_stages, time_of, max)
+    if fastest is None:
+        return None
+    ends = list(itertools.accumulate(fastest))
+    times = [time_of(s, end - fastest[s], end) for s, end in enumerate(ends)]
+    slowest = max(time for time in times if time is not None)
+
+    def not_slower(stage: int, begin: int, end: int) -> Number | None:
+        time = time_of(stage, begin, end)
+        return None if time is None or time > slowest else time
+
+    split = _best_split(num_layers, num_stages, not_slower, operator.add)
+    assert split is not None, f"no split at {slowest}, but one was found"
+    return split
 
 
 def _best_split(
-    table: StageTimes, combine: Callable[[Number, Number], Number]
+    num_layers: int,
+    num_stages: int,
+    time_of: RangeTime,
+    combine: Callable[[Number, Number], Number],
 ) -> tuple[int, ...] | None:
     """The split whose combined time is least, or None; the first stages take fewer layers at ties.
 
     Dynamic programme over stages; ``combine`` must not decrease in its first argument.
     """
     best: dict[int, tuple[Number, tuple[int, ...]]] = {0: (0, ())}
-    for row in table.rows:
+    for stage in range(num_stages):
         reached: dict[int, tuple[Number, tuple[int, ...]]] = {}
-        for done, (so_far, layers_of) in best.items():
-            for layers, time in _fitting(row, table.num_layers - done):
+        for begin, (so_far, layers_of) in best.items():
+            for end in range(begin, num_layers + 1):
+                time = time_of(stage, begin, end)
+                if time is None:
+                    continue
                 cost = combine(so_far, time)
-                known = reached.get(done + layers, (math.inf, ()))
+                known = reached.get(end, (math.inf, ()))
                 if cost <= known[0]:
-                    reached[done + layers] = min(known, (cost, (*layers_of, layers)))
+                    reached[end] = min(known, (cost, (*layers_of, end - begin)))
         best = reached
-    return best[table.num_layers][1] if table.num_layers in best else None
+    return best[num_layers][1] if num_layers in best else None
 
 
 def split_paper(table: StageTimes) -> Split:

@@ -1,0 +1,126 @@
+"""What a loss outside of the compiled stages takes: seconds, and memory between the halves."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
+
+from memo_compile import shim
+from memo_compile.analysis.views import bytes_of, results_of, storage_of
+from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.costs.roofline import graph_seconds
+
+REPEATS = 3
+"""Timed runs, after one to warm up; the median counts."""
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossCosts:
+    """One microbatch's loss, run operator by operator as torch's schedules do."""
+
+    seconds: float
+    """Forward and backward."""
+    forward_bytes: int
+    """The most beside its inputs while the forward runs."""
+    saved_bytes: int
+    """What of it stays for the backward."""
+    backward_bytes: int
+    """The most beside its inputs and its input's gradient while the backward runs."""
+
+
+def loss_costs(
+    loss: Loss, output: torch.Tensor, target: Any, hardware: HardwareProfile | None
+) -> LossCosts:
+    """What ``loss(output, target)`` and its backward take.
+
+    Seconds are measured; with ``hardware`` they are that device's, and the tensors may be fakes.
+    """
+
+    def both(output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = output.detach().requires_grad_()
+        with torch.enable_grad():
+            value = loss(leaf, target)
+            (gradient,) = torch.autograd.grad(value, leaf)
+        return value, gradient
+
+    with shim.real_tensors(), shim.fake_mode():
+        graph = make_fx(both)(*tree_map(_like, (output, target)))
+    if hardware is None:
+        seconds = _measured_s(lambda: both(output, target), output.device)
+    else:
+        seconds = graph_seconds(graph, hardware)
+    forward, saved, backward = _levels(graph.graph)
+    return LossCosts(
+        seconds=seconds, forward_bytes=forward, saved_bytes=saved, backward_bytes=backward
+    )
+
+
+def _like(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _measured_s(run: Callable[[], Any], device: torch.device) -> float:
+    def once() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    once()
+    return statistics.median(once() for _ in range(REPEATS))
+
+
+def _levels(graph: fx.Graph) -> tuple[int, int, int]:
+    """Bytes alive: the most of the forward, those behind it, the most of the backward."""
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    value, gradient = results_of(graph)
+    border = nodes.index(value) if value in nodes else len(nodes) - 1
+    alive = dict(_alive(nodes, kept=storage_of(gradient)))
+    forward = max((alive[at] for at in range(border + 1)), default=0)
+    backward = max((alive[at] for at in range(border + 1, len(nodes))), default=0)
+    saved = sum(
+        bytes_of(root)
+        for root, last in _last_reads(nodes).items()
+        if _between(nodes, root, last, border)
+    )
+    return forward, saved, max(0, backward - bytes_of(storage_of(gradient)))
+
+
+def _alive(nodes: Sequence[fx.Node], kept: fx.Node) -> Iterator[tuple[int, int]]:
+    """Index of a node -> bytes of what nodes have made that is alive while it runs."""
+    last = _last_reads(nodes)
+    last[kept] = len(nodes) - 1
+    level = 0
+    for at, node in enumerate(nodes):
+        level += bytes_of(node) if storage_of(node) is node else 0
+        yield at, level
+        level -= sum(bytes_of(root) for root, end in last.items() if end == at)
+
+
+def _last_reads(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """What a node has made -> the index of the last node that reads it, or a view of it."""
+    made = {node for node in nodes if storage_of(node) is node}
+    found = {node: at for at, node in enumerate(nodes) if node in made}
+    for at, node in enumerate(nodes):
+        for source in node.all_input_nodes:
+            root = storage_of(source)
+            if root in made:
+                found[root] = at
+    return found
+
+
+def _between(nodes: Sequence[fx.Node], root: fx.Node, last: int, border: int) -> bool:
+    return nodes.index(root) <= border < last

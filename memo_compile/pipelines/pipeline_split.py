@@ -1,0 +1,297 @@
+"""``memo_compile.pipeline_split``: where to cut a model into stages, with recomputation in mind.
+
+Source: Lynx (arXiv 2406.08756), section 5: the slowest stage is to be as fast as possible, and how
+fast a stage is depends on how much it must recompute in the memory that its microbatches in flight
+leave. The paper moves layers one by one; here the best split of all is found, and proved
+(``papers.lynx.partition.split_ranges``), from the plans of few stages.
+"""
+
+import copy
+import functools
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from memo_compile import shim, shim_distributed
+from memo_compile.analysis.views import results_of
+from memo_compile.config import resolve
+from memo_compile.costs.hardware import HardwareProfile, find_hardware
+from memo_compile.errors import ConfigError, Infeasible
+from memo_compile.offline.offline_step import offline_config
+from memo_compile.offline.plan_offline import raise_bare, tracing
+from memo_compile.papers.lynx.partition import split_ranges
+from memo_compile.pipelines.loss_costs import Loss, LossCosts, loss_costs
+from memo_compile.pipelines.model_units import ModelUnits, units_of
+from memo_compile.pipelines.split_result import PipelineSplit, SplitStage
+from memo_compile.pipelines.stage_orders import StageOrders
+from memo_compile.pipelines.stage_plans import StagePlans
+from memo_compile.reporting.decision_lines import decision_lines
+from memo_compile.step.serialise import plain, restore
+from memo_compile.units import format_bytes, format_enough
+
+_asked = itertools.count()
+"""Questions of this process: ranks that ask the same number of questions ask the same ones."""
+
+Cut = tuple[int, ...]
+"""Units of each stage."""
+
+
+def pipeline_split(
+    model: torch.nn.Module,
+    num_stages: int,
+    mb_args: Sequence[Any] = (),
+    mb_kwargs: Mapping[str, Any] | None = None,
+    *,
+    num_microbatches: int,
+    schedule: str = "1f1b",
+    memory_budget: int | str | None = None,
+    loss_fn: Loss | None = None,
+    mb_target: Any = None,
+    hardware: str | HardwareProfile | None = None,
+    **options: Any,
+) -> PipelineSplit:
+    """The cut of ``model`` into stages whose slowest is fastest, recomputation included.
+
+    Args:
+        model: The whole model. It must trace into one graph and hold a list of layers. Weights and
+            inputs may lie on ``meta`` where ``hardware`` is named.
+        num_stages: Stages of the pipeline, one for each rank.
+        mb_args: What the model is called with for one microbatch, as for torch's ``pipeline()``.
+        mb_kwargs: The same by name.
+        num_microbatches: Microbatches of a step.
+        schedule: ``"1f1b"`` or ``"gpipe"``: how many of them a stage has in flight.
+        memory_budget: Bytes that each rank may take, as ``memo_compile.pipeline`` has it.
+        loss_fn: The schedule's: called with the model's result, which must be one tensor, and
+            ``mb_target``. It runs on the last rank, and counts there.
+        mb_target: The target of one microbatch.
+        hardware: A device to plan for, by name or profile. Without it costs are measured here.
+        options: Of ``torch.compile(..., backend="memo", options=...)``.
+
+    Embedding and head are units beside the layers: the first and the last stage may have fewer
+    layers for them, or none. Under torch.distributed each rank may ask: all return the split of the
+    rank that was first.
+
+    Raises:
+        Infeasible: no split fits ``memory_budget``; ``floor_bytes`` is the smallest that does.
+        ConfigError: more stages than layers, nothing that repeats, an unknown schedule or option.
+        UnsupportedGraph: the model does not trace into one graph, or nothing needs a gradient.
+    """
+    profile = find_hardware(hardware) if isinstance(hardware, str) else hardware
+    orders = StageOrders(
+        kind=schedule,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_ranks=num_stages,
+    )
+    if memory_budget is not None:
+        options["memory_budget"] = memory_budget
+    config = resolve({"gradients": "fresh", **options}, None)
+    _require_usable(model, profile, loss_fn, mb_target)
+    kwargs = dict(mb_kwargs or {})
+    model, args, kwargs, mb_target = _without_meta(model, mb_args, kwargs, mb_target)
+    runs = profile is None
+    if not runs:
+        config = offline_config(config, profile)
+    with tracing(model, args, kwargs, hardware=profile, runs=runs) as traced:
+        try:
+            units = units_of(model, traced.gm, traced.examples)
+            _require_enough(units, num_stages)
+            loss = None if loss_fn is None else _loss(loss_fn, traced.gm, mb_target, profile)
+            plans = StagePlans(
+                units=units,
+                orders=orders,
+                config=config,
+                hardware=profile,
+                gpu=traced.gpu,
+                loss=loss,
+            )
+            return _agreed(_split(plans))
+        except Exception as error:
+            raise_bare(error)
+
+
+def _require_usable(
+    model: Any, profile: HardwareProfile | None, loss_fn: Any, mb_target: Any
+) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"pipeline_split: expected a module, got {type(model).__name__}")
+    if profile is None and any(own.is_meta for own in model.parameters()):
+        raise ConfigError(
+            "pipeline_split: the model lies on meta, where nothing can be measured; name the "
+            "hardware that it is to train on"
+        )
+    if loss_fn is not None and mb_target is None:
+        raise ConfigError("pipeline_split: loss_fn needs mb_target, the target of a microbatch")
+
+
+def _require_enough(units: ModelUnits, num_stages: int) -> None:
+    if num_stages > units.num_layers:
+        raise ConfigError(
+            f"num_stages: {num_stages} stages, but the model has {units.num_layers} layers to cut "
+            "between"
+        )
+
+
+def _split(plans: StagePlans) -> PipelineSplit:
+    """The best split. Raises Infeasible: none fits."""
+    units, orders = plans.units, plans.orders
+    budget = plans.budget_bytes() or math.inf
+
+    @functools.cache
+    def least(stage: int, begin: int, end: int) -> float | None:
+        may_fit = end > begin and plans.least_bytes(stage, begin, end) <= budget
+        return plans.least_s(begin, end) if may_fit else None
+
+    def exact(stage: int, begin: int, end: int) -> float | None:
+        cost = plans.cost(stage, begin, end)
+        return cost.seconds if cost.fits else None
+
+    cut = split_ranges(len(units.units), orders.num_stages, least, exact)
+    if cut is None:
+        raise _no_split(plans)
+    stages, even = (_stages(plans, own) for own in (cut, _even(units, orders.num_stages)))
+    return PipelineSplit(
+        stages=stages,
+        even=even,
+        schedule=orders.kind,
+        num_microbatches=orders.num_microbatches,
+        budget_bytes=plans.budget_bytes(),
+        notes=tuple(_notes(plans, cut)),
+    )
+
+
+def _even(units: ModelUnits, num_stages: int) -> Cut:
+    """As many layers in each stage; what comes before and behind them with the outer ones."""
+    each, extra = divmod(units.num_layers, num_stages)
+    counts = [each + (stage < extra) for stage in range(num_stages)]
+    counts[0] += not units.units[0].is_layer
+    counts[-1] += not units.units[-1].is_layer
+    return tuple(counts)
+
+
+def _ranges(cut: Cut) -> list[tuple[int, int]]:
+    ends = [sum(cut[: stage + 1]) for stage in range(len(cut))]
+    return [(end - count, end) for count, end in zip(cut, ends, strict=True)]
+
+
+def _stages(plans: StagePlans, cut: Cut) -> tuple[SplitStage, ...]:
+    return tuple(
+        _stage(plans, stage, begin, end) for stage, (begin, end) in enumerate(_ranges(cut))
+    )
+
+
+def _stage(plans: StagePlans, stage: int, begin: int, end: int) -> SplitStage:
+    units, cost = plans.units.units[begin:end], plans.cost(stage, begin, end)
+    plan = cost.plan
+    lines = () if plan is None else decision_lines(plan.decisions, plan.layer_classes)
+    return SplitStage(
+        modules=tuple(dict.fromkeys(name for unit in units for name in unit.modules)),
+        begins_at=units[0].module,
+        num_layers=sum(unit.is_layer for unit in units),
+        num_in_flight=plans.orders.num_in_flight(stage),
+        seconds=None if plan is None else cost.seconds,
+        more_s=cost.more_s,
+        peak_bytes=None if plan is None else plan.peak_bytes,
+        floor_bytes=cost.floor_bytes,
+        host_bytes=0 if plan is None else plan.host_bytes,
+        decisions=tuple(line for line in lines if " kept" not in line),
+    )
+
+
+def _no_split(plans: StagePlans) -> Infeasible:
+    """Why there is none, and the smallest budget for which there is one."""
+    budget = plans.budget_bytes()
+
+    @functools.cache
+    def least(stage: int, begin: int, end: int) -> int | None:
+        return plans.least_bytes(stage, begin, end) if end > begin else None
+
+    def exact(stage: int, begin: int, end: int) -> int | None:
+        cost = plans.cost(stage, begin, end)
+        return (budget or 0) if cost.fits else cost.floor_bytes
+
+    cut = split_ranges(len(plans.units.units), plans.orders.num_stages, least, exact)
+    bound = "the memory that is left" if budget is None else f"memory_budget {format_bytes(budget)}"
+    text = f"no split into {plans.orders.num_stages} stages fits {bound} on each rank"
+    if cut is None:
+        return Infeasible(text)
+    needs = [exact(stage, *own) or 0 for stage, own in enumerate(_ranges(cut))]
+    return Infeasible(
+        f"{text}; the smallest that fits one is {format_enough(max(needs))}. Raise memory_budget, "
+        "take more stages or smaller microbatches",
+        floor_bytes=max(needs),
+    )
+
+
+def _notes(plans: StagePlans, cut: Cut) -> Sequence[str]:
+    stage_of = {
+        name: stage
+        for stage, (begin, end) in enumerate(_ranges(cut))
+        for unit in plans.units.units[begin:end]
+        for name in unit.modules
+    }
+    found = []
+    for weight, modules in plans.units.shared.items():
+        stages = sorted({stage_of[name] for name in modules if name in stage_of})
+        if len(stages) > 1:
+            found.append(
+                f"{weight} is read by stages {', '.join(map(str, stages))}: each has a copy, which "
+                "counts, and nothing in torch.distributed.pipelining adds up their gradients"
+            )
+    return found
+
+
+def _loss(
+    loss_fn: Loss, gm: fx.GraphModule, target: Any, profile: HardwareProfile | None
+) -> LossCosts:
+    """What the loss of a microbatch takes. Raises ConfigError: the model returns no one tensor."""
+    results = results_of(gm.graph)
+    if len(results) != 1:
+        raise ConfigError(
+            f"loss_fn: the model must return one tensor, and returns {len(results)}; wrap it so "
+            "that it does"
+        )
+    value = results[0].meta["example_value"]
+    if profile is not None:
+        return loss_costs(loss_fn, value, target, profile)
+    with shim.real_tensors():
+        output = torch.randn(value.shape, dtype=value.dtype, device=value.device)
+        return loss_costs(loss_fn, output, target, None)
+
+
+def _without_meta(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
+) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any]:
+    """All of it as fakes on the CPU where the model lies on meta; as it is, else."""
+    if not any(own.is_meta for own in itertools.chain(model.parameters(), model.buffers())):
+        return model, tuple(args), dict(kwargs), target
+    with shim.fake_mode(real_inputs=True):
+
+        def faked(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            made = torch.empty_like(value, device="cpu")
+            if isinstance(value, torch.nn.Parameter):
+                return torch.nn.Parameter(made, requires_grad=value.requires_grad)
+            return made
+
+        memo = {id(own): faked(own) for own in itertools.chain(model.parameters(), model.buffers())}
+        copied = copy.deepcopy(model, memo)
+        return copied, *tree_map(faked, (tuple(args), dict(kwargs), target))
+
+
+def _agreed(split: PipelineSplit) -> PipelineSplit:
+    """``split``, or what another rank found first."""
+    number = next(_asked)
+    if shim_distributed.num_ranks() < 2:
+        return split
+    key = f"memo/pipeline_split/{number}"
+    text = shim_distributed.tell_first(key, json.dumps(plain(split)))
+    found: PipelineSplit = restore(json.loads(text), PipelineSplit, "split")
+    return found

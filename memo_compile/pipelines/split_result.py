@@ -1,0 +1,141 @@
+"""What ``memo_compile.pipeline_split`` answers."""
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from memo_compile.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import SplitPoint
+
+_WIDTH = 110
+"""Of the table, as that of the report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitStage:
+    """One stage, and what its plan says of it."""
+
+    modules: tuple[str, ...]
+    """What it holds, fully qualified: layers, and others that hold no layers."""
+    begins_at: str
+    """The first of them; empty for the first stage."""
+    num_layers: int
+    num_in_flight: int
+    """Microbatches whose backward is still to come, at most."""
+    seconds: float | None
+    """Of a microbatch's forward and backward, recomputation and waits included; None: no plan
+    fits."""
+    more_s: float
+    """Recomputation, and waits for copies, among these."""
+    peak_bytes: int | None
+    """The most that its rank holds in a step, parameters and optimizer state included."""
+    floor_bytes: int | None
+    """The smallest budget that fits, where none does."""
+    host_bytes: int
+    """What it copies to the host, at its most."""
+    decisions: tuple[str, ...]
+    """What is recomputed and what goes to the host, in lines for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSplit:
+    """The best cut of a model into stages, and the even one beside it.
+
+    ``print`` shows a table: times are of one microbatch; ``of it more`` is recomputation and waits.
+    """
+
+    stages: tuple[SplitStage, ...]
+    even: tuple[SplitStage, ...]
+    """As many layers in each stage, to compare with."""
+    schedule: str
+    num_microbatches: int
+    budget_bytes: int | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def split_points(self) -> tuple[str, ...]:
+        """Modules at which stages begin, but for the first."""
+        return tuple(stage.begins_at for stage in self.stages[1:])
+
+    def split_spec(self) -> "dict[str, SplitPoint]":
+        """What torch's ``pipeline(module, mb_args, split_spec=...)`` takes."""
+        from torch.distributed.pipelining import SplitPoint
+
+        return dict.fromkeys(self.split_points, SplitPoint.BEGINNING)
+
+    @property
+    def modules_per_stage(self) -> list[list[str]]:
+        """Names of modules for each stage, as torchtitan's ``module_fqns_per_model_part``."""
+        return [list(stage.modules) for stage in self.stages]
+
+    @property
+    def slowest_s(self) -> float:
+        """Seconds of a microbatch on the slowest stage."""
+        return _slowest(self.stages)
+
+    @property
+    def even_slowest_s(self) -> float:
+        """The same of the even split; infinite where it does not fit."""
+        return _slowest(self.even)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        console = Console(file=text, width=_WIDTH, highlight=False, no_color=True)
+        console.print(self._table())
+        slowest = f"slowest stage {format_seconds(self.slowest_s)}"
+        if math.isinf(self.even_slowest_s):
+            slowest += "; the even split does not fit"
+        else:
+            ratio = self.slowest_s / self.even_slowest_s
+            slowest += f", {ratio:.3f} x that of the even split"
+        lines = [slowest]
+        for number, stage in enumerate(self.stages):
+            lines += [f"stage {number}: {line}" for line in stage.decisions]
+        lines += [f"note: {note}" for note in self.notes]
+        for line in lines:
+            console.print(line, markup=False)
+        return text.getvalue().rstrip()
+
+    def _table(self) -> Table:
+        budget = "no budget" if self.budget_bytes is None else format_bytes(self.budget_bytes)
+        title = f"{self.schedule}, {self.num_microbatches} microbatches, {budget} on each rank"
+        table = Table(title=title, title_justify="left")
+        for name in ("stage", "begins at"):
+            table.add_column(name)
+        for name in ("layers", "in flight", "time", "of it more", "peak", "even", "time", "peak"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for number, (stage, even) in enumerate(zip(self.stages, self.even, strict=True)):
+            table.add_row(
+                str(number),
+                stage.begins_at or stage.modules[0],
+                str(stage.num_layers),
+                str(stage.num_in_flight),
+                *_numbers(stage),
+                format_bytes(stage.peak_bytes or 0),
+                str(even.num_layers),
+                *_even_numbers(even),
+            )
+        return table
+
+
+def _slowest(stages: Sequence[SplitStage]) -> float:
+    return max(math.inf if stage.seconds is None else stage.seconds for stage in stages)
+
+
+def _numbers(stage: SplitStage) -> tuple[str, str]:
+    return format_seconds(stage.seconds or 0.0), format_seconds(stage.more_s)
+
+
+def _even_numbers(stage: SplitStage) -> tuple[str, str]:
+    """Seconds and peak; of a stage that does not fit, what it needs."""
+    if stage.seconds is not None:
+        return format_seconds(stage.seconds), format_bytes(stage.peak_bytes or 0)
+    needs = "unknown" if stage.floor_bytes is None else format_bytes(stage.floor_bytes)
+    return "does not fit", f"needs {needs}"
