@@ -35,18 +35,38 @@ def test_more_blocks_and_a_model_compiled_whole(tmp_path, subtests):
     assert_right(tmp_path, subtests, MORE_SETTINGS)
 
 
-def assert_right(folder, subtests, settings):
-    for rank in run_ranks("tests.distributed.sharded", folder, {"settings": settings}):
+@pytest.mark.full
+def test_blocks_that_are_tensor_parallel_too(tmp_path, subtests):
+    """Two pairs of ranks: each pair shares the work of a batch, and the two shard its halves.
+
+    Dynamo compiles the second block anew, and the first one's graph is not used any more: the group
+    of all blocks is planned when it has come twice.
+    """
+    late = {**ANY, "debug": ["poison", "collectives-late", "copies-late"]}
+    sizes = {"num_layers": 4, "num_tensor": 2, "num_steps": 5}
+    settings = [
+        {**sizes, "options": {"policy": "full-offload"}},
+        {**sizes, "accumulates": True, "options": late},
+    ]
+    assert_right(tmp_path, subtests, settings, num_ranks=4)
+
+
+def assert_right(folder, subtests, settings, num_ranks=2):
+    for rank in run_ranks("tests.distributed.sharded", folder, {"settings": settings}, num_ranks):
         for setting, found in zip(settings, rank.found, strict=True):
             with subtests.test(**setting):
                 assert found["active"]
-                assert found["unplanned"] == [setting["num_layers"] - 1] * 3, (
-                    "but in the first step"
-                )
+                first, *later = found["unplanned"]
+                if "num_tensor" in setting:
+                    assert later[-2] == later[-1] <= setting["num_layers"]
+                else:
+                    assert first == later[-1] == setting["num_layers"] - 1
                 for errors in found["errors"]:
                     assert not {n: e for n, e in errors.items() if math.isnan(e) or e > TOLERANCE}
                 (group,) = found["groups"]
                 assert group["num_instances"] == setting["num_layers"]
                 assert group["offloaded_bytes"] > 0
+                talks = 2 if setting.get("num_tensor") else 0
+                assert group["num_collectives"] == talks * setting["num_layers"]
         first, second = (found["groups"][0]["arena_bytes"] for found in rank.found[:2])
         assert second <= 1.05 * first, "a frame holds what one block needs, whatever their number"
