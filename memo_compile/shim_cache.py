@@ -9,6 +9,7 @@ compare.
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch._functorch._aot_autograd.autograd_cache import (
     BypassAOTAutogradCache,
     FXGraphCacheMiss,
 )
-from torch._inductor import cpu_vec_isa
+from torch._inductor import cpp_builder, cpu_vec_isa
 from torch._inductor.codecache import FxGraphCache, get_path, sha256_hash
 from torch._inductor.output_code import OutputCode
 
@@ -110,6 +111,33 @@ def vector_instructions(compiles: bool) -> str:
     """
     found = cpu_vec_isa.pick_vec_isa() if compiles else ""
     return f"{torch.backends.cpu.get_cpu_capability()} {found}"
+
+
+def vector_probe() -> list[str] | None:
+    """What the probe of vector instructions depends on beside torch; None: torch runs none.
+
+    Torch compiles a program for each instruction set that the processor has, and loads it in a
+    process of its own: a second at the start of every process.
+    """
+    flags, compiler = cpu_vec_isa.x86_isa_checker(), shutil.which(cpp_builder.get_cpp_compiler())
+    if not flags or compiler is None or inductor_config.cpp.vec_isa_ok is not None:
+        return None
+    real = Path(compiler).resolve()
+    there = real.stat()
+    return [*flags, str(real), str(there.st_size), str(there.st_mtime_ns)]
+
+
+def probe_vectors(all_work: bool) -> bool:
+    """Find the vector instructions that kernels use: True where all that the processor has work.
+
+    With ``all_work`` that is believed, and no program runs. Torch asks once in a process.
+    """
+    believed = {"cpp.vec_isa_ok": True} if all_work else {}
+    with inductor_config.patch(believed):
+        found = cpu_vec_isa.valid_vec_isa_list()
+    flags = cpu_vec_isa.x86_isa_checker()
+    sets = (str(known).split() for known in cpu_vec_isa.supported_vec_isa_list)
+    return len(found) == sum(set(names) <= set(flags) for names in sets)
 
 
 def other_code(compiled: Any) -> Path | None:

@@ -114,13 +114,15 @@ def numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str]
 
 def _collectives(answer: "Forecast") -> str:
     """How many, over which link, and what becomes of their time."""
-    plan, rate = answer.step.plan, answer.question.hardware.link_bytes_per_s
+    plan, hardware = answer.step.plan, answer.question.hardware
     recompute = ""
     if plan.window_recompute_s:
         recompute = f", {format_seconds(plan.window_recompute_s)} of it recomputation"
     return (
-        f"{plan.num_collectives} at {format_bytes(rate)}/s: {format_seconds(plan.hidden_comm_s)} "
-        f"beside computation{recompute}; the step waits {format_seconds(plan.exposed_comm_s)}"
+        f"{plan.num_collectives} at {format_bytes(hardware.link_bytes_per_s)}/s: "
+        f"{format_seconds(plan.hidden_comm_s)} beside computation{recompute}, which takes "
+        f"{hardware.comm_slowdown:.2f} x as long meanwhile; the step waits "
+        f"{format_seconds(plan.exposed_comm_s)}"
     )
 
 

@@ -50,6 +50,8 @@ class HardwareProfile:
     network_bytes_per_s: float
     """Bytes per second between machines, for each device."""
     devices_per_node: int
+    comm_slowdown: float = 1.0
+    """Computation takes so many times as long while a collective runs beside it."""
     source: str
     """The document behind every figure that ``figure_sources`` does not name."""
     date: str = "undated"
@@ -62,6 +64,8 @@ class HardwareProfile:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise InputError(f"{name}: expected more than 0, got {value}")
+        if self.comm_slowdown < 1:
+            raise InputError(f"comm_slowdown: expected at least 1, got {self.comm_slowdown}")
         for name in self.figure_sources:
             if name not in FIGURES:
                 raise InputError(f"figure_sources: no figure is called {name!r}")
@@ -78,6 +82,9 @@ FIGURES: Mapping[str, Any] = {
     if figure.type in (float, int)
 }
 """The fields of a profile that are numbers, each with its type."""
+
+ADDED = frozenset({"comm_slowdown"})
+"""Those that a file of an earlier memo has not got."""
 
 
 class _Stated(NamedTuple):
@@ -111,9 +118,17 @@ def _gpu(
     host: _Stated,
     link: float | _Stated,
     network: float | _Stated,
+    talking: tuple[int, int],
 ) -> HardwareProfile:
-    """A GPU; a rate that is a mere number is in the document too."""
-    rates, sources = {}, {}
+    """A GPU; a rate that is a mere number is in the document too.
+
+    ``talking``: a collective holds so many of so many multiprocessors, one for each of its
+    channels, and the others do all computation meanwhile.
+    """
+    held, of = talking
+    channels = f"assumed: a collective's {held} channels hold {held} of {of} multiprocessors"
+    sources = {"comm_slowdown": FigureSource(document=channels, date="2026-11")}
+    rates = {}
     for way, rate in {"d2h": host, "h2d": host, "link": link, "network": network}.items():
         figure = f"{way}_bytes_per_s"
         rates[figure] = rate.bytes_per_s if isinstance(rate, _Stated) else rate
@@ -128,6 +143,7 @@ def _gpu(
         hbm_bytes_per_s=hbm,
         memory_bytes=memory_bytes,
         devices_per_node=8,
+        comm_slowdown=of / (of - held),
         source=document,
         date=date,
         figure_sources=sources,
@@ -142,19 +158,19 @@ _B200 = "NVIDIA DGX B200 datasheet, one eighth of the machine"
 # fmt: off
 _GPUS = (
     _gpu("a800", 312, 2.039e12, 80 * GIB, f"{_A100}; the A800 is the same chip", "2021-06",
-         _PCIE4, _A800_LINK, _DGX_A100),
-    _gpu("a100", 312, 2.039e12, 80 * GIB, _A100, "2021-06", _PCIE4, 300e9, _DGX_A100),
+         _PCIE4, _A800_LINK, _DGX_A100, (24, 108)),
+    _gpu("a100", 312, 2.039e12, 80 * GIB, _A100, "2021-06", _PCIE4, 300e9, _DGX_A100, (24, 108)),
     _gpu("h100", 989.4, 3.35e12, 80 * GIB, f"{_H100} and Hopper whitepaper", "2022",
-         _PCIE5, 450e9, _DGX_H100),
+         _PCIE5, 450e9, _DGX_H100, (16, 132)),
     _gpu("h800", 989.4, 3.35e12, 80 * GIB, f"{_H100}; the H800 is the same chip", "2022",
-         _PCIE5, _H800_LINK, _DGX_H100),
+         _PCIE5, _H800_LINK, _DGX_H100, (16, 132)),
     _gpu("h200", 989.4, 4.8e12, 141 * 10**9, "NVIDIA H200 SXM datasheet", "2024",
-         _PCIE5, 450e9, _DGX_H200),
-    _gpu("b200", 2250, 8e12, 180 * 10**9, _B200, "2024", _PCIE5, 900e9, 50e9),
+         _PCIE5, 450e9, _DGX_H200, (16, 132)),
+    _gpu("b200", 2250, 8e12, 180 * 10**9, _B200, "2024", _PCIE5, 900e9, 50e9, (16, 148)),
     _gpu("l40s", 362.05, 0.864e12, 48 * GIB, "NVIDIA L40S datasheet", "2023",
-         _PCIE4, _OVER_PCIE4, _ASSUMED_200G),
+         _PCIE4, _OVER_PCIE4, _ASSUMED_200G, (4, 142)),
     _gpu("4090", 165.2, 1.008e12, 24 * GIB, "NVIDIA Ada architecture whitepaper 2.02", "2022",
-         _PCIE4, _OVER_PCIE4, _ASSUMED_200G),
+         _PCIE4, _OVER_PCIE4, _ASSUMED_200G, (4, 128)),
 )
 # fmt: on
 
@@ -252,6 +268,8 @@ def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
     sources: dict[str, FigureSource] = {}
     for name, number in FIGURES.items():
         entry = figures.get(name)
+        if entry is None and name in ADDED:
+            continue
         entry = entry if isinstance(entry, dict) else {}
         value = entry.get("value")
         if isinstance(value, bool) or not isinstance(value, int | float):

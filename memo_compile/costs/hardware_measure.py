@@ -146,6 +146,7 @@ def measure_hardware(
         "h2d_bytes_per_s": h2d_bytes_per_s,
         "link_bytes_per_s": link_bytes_per_s or d2h_bytes_per_s,
         "network_bytes_per_s": ASSUMED_NETWORK_BYTES_PER_S[device.type],
+        "comm_slowdown": 1.0,
         "devices_per_node": max(1, torch.cuda.device_count()) if device.type == "cuda" else 1,
     }
     documents = _documents(device, linked=link_bytes_per_s is not None)
@@ -178,6 +179,7 @@ def _documents(device: torch.device, *, linked: bool) -> dict[str, str]:
         "h2d_bytes_per_s": f"measured: copy of {mib} MiB from {host}",
         "link_bytes_per_s": "measured: copy to another device" if linked else alone,
         "network_bytes_per_s": "assumed: a single machine cannot measure it",
+        "comm_slowdown": "assumed: a device by itself talks to nobody",
         "devices_per_node": "as the system states it",
     }
 

@@ -43,6 +43,10 @@ T = TypeVar("T")
 LOOK_S, MAX_LOOK_S = 0.001, 0.1
 """Between two looks at what others have told; ever longer."""
 
+MAX_ROUNDS = 4
+"""More dimensions than a mesh of ranks has in one graph: a rank that raises in the last of them is
+heard as late as the timeout of the ranks' collectives."""
+
 
 class Begun(NamedTuple):
     """One collective of a step, as all ranks of its group must begin it."""
@@ -147,16 +151,33 @@ def program_of(problem: Problem) -> tuple[str, ...]:
 def agree(step: RankStep, timeout_s: float, *, strict: bool) -> None:
     """All ranks of each group will begin what ``step`` begins, or have agreed on it before.
 
-    Waits for the others, each group at most ``timeout_s`` seconds. That their programs are others
-    is noted, and raised where ``strict``.
+    Waits for the others, at most ``timeout_s`` seconds. What all groups begin is told before the
+    first wait, since another rank may wait for another group first; and told again, in as many
+    rounds as there are groups, once the others have told it, so that a rank that raises is heard in
+    groups that it is not in. That programs are others is noted, and raised where ``strict``.
 
     Raises:
         RanksDisagree: a rank begins something else, has raised, or did not come; it is named.
         RankSteppedAside: a rank runs the graph through plain Inductor.
     """
-    for order in step.orders:
-        if (order.group_name, order.digest) not in _told.here().agreed:
-            _Agreement(order, step, timeout_s).reach(strict=strict)
+    agreed = _told.here().agreed
+    waiting = [
+        _Agreement(order, step, timeout_s)
+        for order in step.orders
+        if (order.group_name, order.digest) not in agreed
+    ]
+    try:
+        for number in range(min(len(waiting), MAX_ROUNDS)):
+            for agreement in waiting:
+                agreement.tell(number)
+            for agreement in waiting:
+                agreement.reach(number)
+        for agreement in waiting:
+            agreement.end(strict=strict)
+    except MemoError:
+        for agreement in waiting:
+            agreement.take_back()
+        raise
     if step.orders:
         rank_refusals.tell_planned(step.key)
 
@@ -172,16 +193,22 @@ class _Agreement:
         self.waiting = Waiting(
             turn=shim_distributed.next_number("memo/waits"), digest=order.digest, begun=order.begun
         )
+        self.num_rounds = 0
+        """In which this rank has told its order."""
 
-    def reach(self, *, strict: bool) -> None:
-        """All ranks have told the same order. Raises as ``agree``."""
-        told = self.order.group_name, self.order.digest
-        _told.told.add(told)
-        self._tell(Ended.NOT_YET)
-        shim_distributed.tell(self._program_key(self.own), digest_of(self.step.program))
-        shim_distributed.tell(self._key_of(self.own), "begins it")
+    def tell(self, number: int) -> None:
+        """The other ranks can hear what this one will begin; it has heard ``number`` rounds."""
+        if number == 0:
+            _told.told.add(self._name())
+            self._tell(Ended.NOT_YET)
+            shim_distributed.tell(self._program_key(self.own), digest_of(self.step.program))
+        shim_distributed.tell(self._key_of(self.own, number), "begins it")
+        self.num_rounds = number + 1
+
+    def reach(self, number: int) -> None:
+        """All ranks have told the same order so often. Raises as ``agree``."""
         look_s = LOOK_S
-        while missing := self._missing():
+        while missing := self._missing(number):
             is_late = time.monotonic() > self.deadline_s
             for rank in missing:
                 self._require_not_refused(rank)
@@ -190,23 +217,36 @@ class _Agreement:
                 self._raise_missing(missing)
             time.sleep(look_s)
             look_s = min(2 * look_s, MAX_LOOK_S)
+
+    def end(self, *, strict: bool) -> None:
+        """This rank goes on, and has told so to those who wait for more rounds."""
+        while self.num_rounds < MAX_ROUNDS:
+            self.tell(self.num_rounds)
         self._tell(Ended.AGREED)
-        _told.agreed.add(told)
+        _told.agreed.add(self._name())
         self._compare_programs(strict=strict)
 
-    def _key_of(self, rank: int) -> str:
-        return f"memo/{self.order.group_name}/{self.order.digest}/{rank}"
+    def take_back(self) -> None:
+        """What was told in vain is not told any more."""
+        if self._name() in _told.told - _told.agreed:
+            self._give_up()
+
+    def _name(self) -> tuple[str, str]:
+        return self.order.group_name, self.order.digest
+
+    def _key_of(self, rank: int, what: int | str) -> str:
+        return f"memo/{self.order.group_name}/{self.order.digest}/{rank}/{what}"
 
     def _program_key(self, rank: int) -> str:
-        return f"{self._key_of(rank)}/program"
+        return self._key_of(rank, "program")
 
     def _tell(self, ended: Ended) -> None:
         text = json.dumps(dataclasses.asdict(dataclasses.replace(self.waiting, ended=ended)))
         shim_distributed.tell(f"memo/{self.order.group_name}/{self.own}", text)
 
-    def _missing(self) -> list[int]:
-        """The ranks that have not told that they begin this order."""
-        keys = [self._key_of(rank) for rank in self.others]
+    def _missing(self, number: int) -> list[int]:
+        """The ranks that have not told in round ``number`` that they begin this order."""
+        keys = [self._key_of(rank, number) for rank in self.others]
         if shim_distributed.are_told(keys):
             return []
         told = [shim_distributed.are_told([key]) for key in keys]
@@ -263,8 +303,9 @@ class _Agreement:
         )
 
     def _give_up(self) -> None:
-        _told.told.discard((self.order.group_name, self.order.digest))
-        shim_distributed.take_back(self._key_of(self.own))
+        _told.told.discard(self._name())
+        for number in range(self.num_rounds):
+            shim_distributed.take_back(self._key_of(self.own, number))
         self._tell(Ended.GAVE_UP)
 
     def _compare_programs(self, *, strict: bool) -> None:

@@ -2,9 +2,10 @@
 
 Nothing is run for it. In the first step each collective ends inside its issue, which changes the
 order among ranks no more than to wait at once does, and its seconds are noted. All ranks of a group
-run that step together, and begin the same collectives in it (``driver.agreement``). Where a step
-talks in several groups this is left out: nobody has compared the order among different groups, and
-ranks of which each waits in another group would wait for ever.
+run that step together, and begin the same collectives in it (``driver.agreement``). Nobody has
+compared the order among different groups, and ranks of which each waits in another one would wait
+for ever. So in a step that talks in several groups nobody waits for longer than ``PATIENCE_S``:
+then the step goes on as if it were not measured.
 
 Ranks plan alike, before and after: what the first of them to plan a step knows of a collective
 counts for all, that nobody knows it included; so do the seconds that the first has measured. They
@@ -31,6 +32,9 @@ from memo_compile.step.problem import CallKind, Problem
 
 NOTABLE = 0.25
 """A step is planned again where measured seconds change its communication by this share."""
+
+PATIENCE_S = 5.0
+"""Longer than a rank of a measured step comes later than another, its compilation left out."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,8 +67,9 @@ class CommCosts:
         )
         costs._ask()
         wanted = frozenset(timed for _, timed in calls) - costs._known_s.keys()
-        if wanted and len(groups) == 1 and config.collective_schedule() == "normal":
-            costs.times = CollectiveTimes(wanted=wanted)
+        if wanted and config.collective_schedule() == "normal":
+            patience_s = PATIENCE_S if len(groups) > 1 else None
+            costs.times = CollectiveTimes(wanted=wanted, patience_s=patience_s)
         return costs
 
     def seconds(self) -> dict[str, float]:
@@ -133,9 +138,12 @@ class CommCosts:
     def _remember(self, measured: Iterable[TimedCollective]) -> None:
         if self.folder is None:
             return
-        by_label = {label(timed): self._known_s[timed] for timed in measured}
-        for link in self.links.values():  # of one group, since nothing else is measured
-            add_seconds(self.folder, link, by_label)
+        by_group: dict[str, dict[str, float]] = {}
+        for timed in measured:
+            own = by_group.setdefault(timed.collective.group_name, {})
+            own[label(timed)] = self._known_s[timed]
+        for group, by_label in by_group.items():
+            add_seconds(self.folder, self.links[group], by_label)
 
     def _of_group(self, group: str) -> set[TimedCollective]:
         return {timed for _, timed in self.calls if timed.collective.group_name == group}

@@ -234,6 +234,7 @@ class StepKnowledge:
             **self._copy_speeds[host_store],
             comm_bytes_per_s=self._comm_bytes_per_s(),
             collective_s=self.collectives.seconds() or None,
+            comm_slowdown=self._comm_slowdown(),
             source=MEASURED if self._measures() else f"roofline: {self.profile().name}",
         )
 
@@ -328,6 +329,10 @@ class StepKnowledge:
             return None
         declared = self.profile().link_bytes_per_s
         return min(declared, self.config.comm_bytes_per_s or declared)
+
+    def _comm_slowdown(self) -> float:
+        talks = has_collectives(self.lowered.problem)
+        return self.profile().comm_slowdown if talks else 1.0
 
     @property
     def collectives(self) -> CommCosts:

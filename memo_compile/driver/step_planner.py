@@ -236,7 +236,7 @@ class StepPlanner:
         for note in (*choice.notes, *step_notes(self.problem, rows, self.config)):
             state.add_note(note)
         costs = costs_with(self.step, choice.moves, self.known.library(self.config.host_store))
-        placed = self._placed(choice, budget_bytes)
+        placed = self._placed(choice)
         problem, placed = self._with_windows(choice.problem, placed, costs)
         plan = replace(
             placed,
@@ -354,9 +354,9 @@ class StepPlanner:
             memory=self.known.searches(host_bytes, exact=self.config.exact),
         )
 
-    def _placed(self, choice: Choice, budget_bytes: int | None) -> Plan:
+    def _placed(self, choice: Choice) -> Plan:
         """The chosen step, as low as it can be placed; under a budget as it was found to fit."""
-        if budget_bytes is not None and self._is_solver_free():
+        if self._takes_the_first():
             return choice.plan
         best = self._place(choice.problem)
         return best if best.peak_bytes <= choice.plan.peak_bytes else choice.plan
@@ -373,18 +373,21 @@ class StepPlanner:
         return better if better.peak_bytes < quick.peak_bytes else quick
 
     def _place_within(self, problem: Problem, budget_bytes: int | None) -> Plan:
-        """The first placement within the budget. With all effort where there is none, or none fits.
-
-        What a budget leaves free helps nobody, and the effort is most of the time of planning.
-        """
-        if budget_bytes is not None and self._is_solver_free():
+        """The first placement within the budget; with all effort where none is, or none fits."""
+        if budget_bytes is not None and self._takes_the_first():
             quick = self._place_candidate(problem, budget_bytes)
             if quick.peak_bytes <= budget_bytes:
                 return quick
         return self._place(problem)
 
-    def _is_solver_free(self) -> bool:
-        return self.config.placement_solver == "auto"
+    def _takes_the_first(self) -> bool:
+        """True under a budget that somebody named: what it leaves free helps nobody.
+
+        The effort is most of the time of planning. What the device has left is no such budget:
+        what a step leaves free there is for others.
+        """
+        is_free = self.config.placement_solver == "auto"
+        return is_free and self._declared_budget_bytes() is not None
 
     def _place(
         self, problem: Problem, solver: str | None = None, at_most_s: float = math.inf

@@ -142,6 +142,8 @@ class StepWatch:
         index = len(self.calls)
         self.calls.append(half)
         self.samples &= not is_backward or len(self.members) > 1  # one alone is no group
+        if self.samples and index == 1:
+            gc.collect()  # what waits for it is not the step's, and would hide what is taken
         made: set[int] = set()
         for result in self.results:
             if not result.is_gone and result.storage.expired():
@@ -214,8 +216,6 @@ class StepWatch:
         gone = (own for own in self.results if not (own.is_gone or own.is_given))
         freed_bytes = sum(own.num_bytes for own in gone if own.storage.expired())
         self.between.end(index, freed_bytes, leases.num_live())
-        if index == 1:
-            gc.collect()  # what waits for it is not the step's, and would hide what is taken
         self._note_what_stays(index)
 
     def _note_what_stays(self, index: int) -> None:

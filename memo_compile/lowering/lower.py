@@ -17,6 +17,7 @@ from memo_compile.lowering import (
     inductor,
     region_cache,
     varying_sizes,
+    vector_probe,
 )
 from memo_compile.lowering.region_cache import RegionCache
 from memo_compile.passes.cut_again import OtherSizes
@@ -35,6 +36,9 @@ def lower_regions(
     by_inductor = config.lowering != "aten"
     store = config.store() if by_inductor else None
     cache = None if store is None else RegionCache(store=store)
+    regions = list(regions)
+    if store is not None and any(region.device.type == "cpu" for region in regions):
+        vector_probe.probe_once(store)
     session = inductor.session(config.inductor_options) if by_inductor else contextlib.nullcontext()
     with session:
         found = {}

@@ -61,9 +61,11 @@ def late(problem: Problem, *, holds_inputs: bool = False) -> Problem:
 def least_s(problem: Problem, costs: StepCosts) -> float:
     """Seconds that every plan of ``problem`` takes at least, however much memory there is.
 
-    No plan begins a collective earlier, needs its result later, or computes less.
+    No plan begins a collective earlier, needs its result later, or computes less; what a collective
+    slows down another plan may compute when it has ended.
     """
-    return simulate(late(problem, holds_inputs=True), costs, spans=False).step_s
+    alone = replace(costs, comm_slowdown=1.0)
+    return simulate(late(problem, holds_inputs=True), alone, spans=False).step_s
 
 
 class _Late:

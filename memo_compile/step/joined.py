@@ -220,4 +220,5 @@ def joined_costs(costs: Sequence[StepCosts]) -> StepCosts:
         region_s=renamed(known.region_s for known in costs),
         comm_bytes_per_s=next((link for link in links if link is not None), None),
         collective_s=renamed(known.collective_s or {} for known in costs) or None,
+        comm_slowdown=max(known.comm_slowdown for known in costs),
     )

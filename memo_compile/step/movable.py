@@ -116,6 +116,8 @@ class StepCosts:
     """Of a collective between ranks; None: there are none, or nobody knows."""
     collective_s: Mapping[str, float] | None = field(default=None, metadata=LEFT_OUT)
     """Region of a collective -> its seconds, where they were measured."""
+    comm_slowdown: float = field(default=1.0, metadata=LEFT_OUT)
+    """Computation takes so many times as long while a collective runs beside it."""
     source: str = "declared"
     """Where the numbers come from, for the report: ``measured``, ``roofline: h200`` ..."""
 
@@ -137,6 +139,13 @@ class StepCosts:
         if self.collective_s is not None and region in self.collective_s:
             return self.collective_s[region]
         return 0.0 if self.comm_bytes_per_s is None else num_bytes / self.comm_bytes_per_s
+
+    def beside_s(self, seconds: float, busy_s: float) -> float:
+        """Seconds of computation that takes ``seconds`` alone, where ranks talk for ``busy_s``."""
+        if busy_s <= 0 or self.comm_slowdown == 1:
+            return seconds
+        done_s = min(seconds, busy_s / self.comm_slowdown)
+        return seconds + (self.comm_slowdown - 1) * done_s
 
     def d2h_s(self, num_bytes: int, num_copies: int = 1) -> float:
         """Seconds of ``num_copies`` copies to the host with ``num_bytes`` together."""

@@ -2,8 +2,9 @@
 
 Four lanes: calls run in order on the compute lane; copies to the host and copies back have a lane
 each, first in, first out, and begin when the compute lane has come to them; so have collectives,
-whose lane is empty on one device. A wait stalls the compute lane until its copy or its collective
-has ended. Nothing else does: forward and backward are one sequence.
+whose lane is empty on one device, and which slow computation down by a factor. A wait stalls the
+compute lane until its copy or its collective has ended. Nothing else does: forward and backward are
+one sequence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,7 +69,7 @@ def simulate(problem: Problem, costs: StepCosts, *, spans: bool = True) -> Timel
             begin, end = lane.copy(now, copy_s(call.copy.num_bytes))
             ends[call.name] = end
         else:
-            now += costs.call_s(call)
+            now += costs.beside_s(costs.call_s(call), ranks.free_s - now)
             name, end = COMPUTE, now
         if spans and end > begin:
             found.append(Span(lane=name, name=call.name, start_s=begin, end_s=end))

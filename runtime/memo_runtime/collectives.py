@@ -117,6 +117,9 @@ class TimedCollective(NamedTuple):
     """As ``CollectiveTicket.num_bytes``."""
 
 
+LOOK_S = 2e-5
+"""Between two looks whether a collective has ended: little beside the fastest of them."""
+
 MAX_TIMED_STEPS = 4
 """A collective that did not run in so many steps may never run: nobody waits for its seconds."""
 
@@ -125,15 +128,21 @@ MAX_TIMED_STEPS = 4
 class CollectiveTimes:
     """The fewest seconds of each collective of a plan, measured one by one in its first step.
 
-    A rank that comes late only adds seconds. The first collective is not counted: before it ranks
-    connect, and a step's data may have come later on one of them. Where it is the only one of its
-    kind, the next step is measured too.
+    A rank that comes late only adds seconds. The first collective of a group is not counted: before
+    it ranks connect, and a step's data may have come later on one of them. Where it is the only one
+    of its kind, the next step is measured too.
     """
 
     wanted: frozenset[TimedCollective]
+    patience_s: float | None = None
+    """A collective that has not ended after so many seconds ends the measurement of its step.
+    None: its end is waited for, however long that takes."""
     least_s: dict[TimedCollective, float] = field(default_factory=dict)
+    is_stopped: bool = False
+    """True where nothing more is measured in this step."""
     _num_steps: int = 0
-    _is_warm: bool = False
+    _connected: set[str] = field(default_factory=set)
+    """Groups."""
 
     @property
     def is_over(self) -> bool:
@@ -145,14 +154,15 @@ class CollectiveTimes:
         if self.is_over:
             return None
         self._num_steps += 1
+        self.is_stopped = False
         return self
 
     def note(self, flight: "CollectiveTicket", seconds: float) -> None:
         """``flight`` took so long, alone."""
-        if not self._is_warm:
-            self._is_warm = True
-            return
         timed = flight.timed
+        if timed.collective.group_name not in self._connected:
+            self._connected.add(timed.collective.group_name)
+            return
         self.least_s[timed] = min(seconds, self.least_s.get(timed, seconds))
 
 
@@ -218,10 +228,12 @@ class CollectiveEngine:
     def issue(self, flight: CollectiveTicket, times: CollectiveTimes | None = None) -> float:
         """Begin ``flight``, which the caller holds already, so that no interrupt can lose it.
 
-        With ``times`` it ends here as well, as if EARLY, and its seconds are noted; LATE measures
-        nothing. Returns the seconds for which that blocked the host. Raises CollectiveError: it
-        ended here, and failed.
+        With ``times`` it ends here as well, as if EARLY, and its seconds are noted, where their
+        patience lasts; LATE measures nothing. Returns the seconds for which that blocked the host.
+        Raises CollectiveError: it ended here, and failed.
         """
+        if times is not None and times.is_stopped:
+            times = None
         if times is not None:
             _finish_stream(flight)  # what makes the input does not count
         start_s = time.perf_counter()
@@ -233,6 +245,9 @@ class CollectiveEngine:
                 self._hide(flight)
                 return 0.0
             self._begin(flight)
+        if times is not None and not _ends_in_time(flight, times.patience_s):
+            times.is_stopped = True
+            return time.perf_counter() - start_s
         if times is None and self.schedule is CollectiveSchedule.NORMAL:
             return 0.0
         self._end(flight)
@@ -307,6 +322,18 @@ class CollectiveEngine:
             flight.finished = True
             kind = flight.collective.kind.value
             raise CollectiveError(f"memo: {kind} of a step failed: {error}") from error
+
+
+def _ends_in_time(flight: CollectiveTicket, patience_s: float | None) -> bool:
+    """False for a collective that has not ended after so many seconds; it goes on."""
+    if patience_s is None or flight.work is None:
+        return True
+    deadline_s = time.perf_counter() + patience_s
+    while not flight.work.is_completed():
+        if time.perf_counter() > deadline_s:
+            return False
+        time.sleep(LOOK_S)
+    return True
 
 
 def _finish_stream(flight: CollectiveTicket) -> None:

@@ -131,6 +131,7 @@ def test_the_answer_and_nothing_is_trained(script):
     assert f"batch of {batch['size'] + 1}: does not fit" in err
 
 
+@pytest.mark.full
 def test_what_it_says_is_what_the_backend_takes(script):
     calls, _ = taken(script())
     (call,) = calls

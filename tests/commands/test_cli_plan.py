@@ -330,6 +330,7 @@ def test_key_value_heads_are_replicated_when_tp_exceeds_them():
     assert sizes == [(16, 64), (16, 64), (16, 64)]
 
 
+@pytest.mark.full
 def test_optimizer_state_is_sharded_over_dp_and_cp():
     sharded = forecast(question(dp=4)).step.plan.fixed
     both = forecast(question(dp=4, cp=2, optimizer="adamw-fp32")).step.plan.fixed
@@ -338,6 +339,7 @@ def test_optimizer_state_is_sharded_over_dp_and_cp():
     assert both.optimizer_state == both.parameters // 2 * 12 // 8
 
 
+@pytest.mark.full
 def test_a_pipeline_stage_holds_a_frame_for_each_micro_batch_in_flight():
     answer = forecast(question("deep-gpt", 4096, pp=2))
     plan = answer.step.plan
@@ -350,6 +352,7 @@ def test_a_pipeline_stage_holds_a_frame_for_each_micro_batch_in_flight():
     assert tight.peak_bytes <= tight.budget_bytes < answer.peak_bytes
 
 
+@pytest.mark.full
 def test_gathers_belong_to_the_backward_and_are_not_saved():
     """Megatron's: 2 gathers and 2 scatters forwards; their counterparts and 2 gathers backwards.
 
@@ -377,6 +380,7 @@ def test_gathers_belong_to_the_backward_and_are_not_saved():
     assert not late_readers
 
 
+@pytest.mark.full
 def test_other_devices_are_waited_for_longer_over_a_slower_link():
     fast, slow = (
         forecast(question("tiny-llama", 4096, tp=2, hardware=name)) for name in ("h100", "l40s")

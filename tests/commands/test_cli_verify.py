@@ -142,6 +142,7 @@ def test_a_script_is_compared_and_its_peak_measured(verify):
     assert "run 2 of 2, with memo: 4 steps in" in err
 
 
+@pytest.mark.full
 def test_a_script_that_computes_something_else_with_memo_is_caught(verify):
     scale = "(1.1 if 'memo' in sys.argv[0] or 'memo' in sys.orig_argv else 1.0)"
     source = "import sys\n" + textwrap.dedent(TRAINING).replace("SCALE", scale)

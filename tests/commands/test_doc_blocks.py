@@ -35,8 +35,8 @@ PAGES = (
     *sorted((ROOT / "docs" / "how-to").glob("*.md")),
 )
 DEAR_PAGES = (
-    *("accumulation", "budgets", "distributed", "does-not-fit", "host-files", "lengths"),
-    *("report", "trainer"),
+    *("accumulation", "budgets", "distributed", "does-not-fit", "fit", "host-files", "lengths"),
+    *("report", "stepped-aside", "trainer"),
 )
 """Of several compilations, mostly under budgets: run with the marker ``full``."""
 

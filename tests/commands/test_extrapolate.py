@@ -65,6 +65,7 @@ def test_a_real_layer_is_extrapolated_by_what_its_operators_do(monkeypatch):
     assert any("attention" in name for name in names)
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_not_tried(monkeypatch):
     region = layer_region(models.llama)
     lowered = aten.lower(region)

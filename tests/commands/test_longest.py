@@ -59,6 +59,7 @@ def test_the_backend_takes_that_length_and_not_the_next():
         compiled(torch.zeros(2, found.size + 8, dtype=torch.int64))
 
 
+@pytest.mark.full
 def test_a_batch_of_what_is_compiled_already():
     step = call()
     compiled = torch.compile(step.func, backend="memo", options=OPTIONS)

@@ -104,6 +104,7 @@ def test_what_was_simulated_for_one_budget_is_known_for_another(store, simulatio
     assert not simulations
 
 
+@pytest.mark.full
 def test_searches_under_another_bound_on_the_host_are_others(store, simulations):
     other = BUDGETED | {"host_budget": "1MiB"}
     alone = answer(**other, remembers=False)
@@ -163,6 +164,7 @@ def test_a_damaged_file_is_ignored_and_said(store, caplog, damaged):
     assert not caplog.text
 
 
+@pytest.mark.full
 def test_a_file_of_another_question_under_this_name_is_ignored(store, caplog):
     answer(**KEEPS, batch=2)
     foreign = records(store)[-1].read_text()

@@ -1,5 +1,7 @@
 """Host frames: pinned in parts, and from one step to the next, whose stream may be another."""
 
+import logging
+
 import pytest
 import torch
 from memo_runtime import host_store
@@ -38,10 +40,13 @@ def test_the_next_user_s_stream_waits_for_the_last_user_s_copy():
 
 
 @pytest.mark.parametrize("schedule", list(CopySchedule))
-def test_a_copy_across_the_border_of_two_pinned_parts(monkeypatch, schedule):
+def test_a_copy_across_the_border_of_two_pinned_parts(monkeypatch, caplog, schedule):
     """CUDA refuses it as one copy: memory that was registered in two calls is not one."""
     monkeypatch.setattr(host_store, "PART_BYTES", 8192)
-    store, engine = HostStore("pinned", 5 * 8192 + 100, DEVICE), CopyEngine(DEVICE, schedule)
+    monkeypatch.setattr(host_store, "SILENT_S", 0.0)
+    with caplog.at_level(logging.INFO, logger="memo"):
+        store, engine = HostStore("pinned", 5 * 8192 + 100, DEVICE), CopyEngine(DEVICE, schedule)
+    assert caplog.text.count("of host memory are pinned") == 6  # of each part, as soon as it is
     wanted = torch.arange(store.size_bytes, dtype=torch.int32).to(torch.uint8)
     store.bytes(store.size_bytes).copy_(wanted)
     for start, end in ((0, store.size_bytes), (8000, 30000), (8192, 16384), (41000, 41060)):

@@ -28,7 +28,7 @@ def llama() -> LlamaForCausalLM:
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=max(2, dist.get_world_size()),
         tie_word_embeddings=False,
         use_cache=False,
     )

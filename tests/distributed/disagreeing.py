@@ -33,28 +33,68 @@ class Reduced(nn.Module):
         return x.square().mean() + (1.0 if logs else 0.0)
 
 
+class Crossed(nn.Module):
+    """Sums over the ranks in two groups, on one rank in the other order."""
+
+    def __init__(self, *, is_second: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.groups = [dist.new_group([0, 1]).group_name for _ in range(2)]
+        self.is_second = is_second
+
+    def forward(self, x: torch.Tensor, *, logs: bool = False) -> torch.Tensor:
+        h = self.linear(x)
+        parts = [(h.tanh(), self.groups[0]), (h.sin(), self.groups[1])]
+        if self.is_second:
+            parts.reverse()
+        a, b = (functional_collectives.all_reduce(part, "sum", group) for part, group in parts)
+        return (a * b).square().mean()
+
+
+class Meshed(nn.Module):
+    """Sums over the rows and over the columns of a mesh of 2 x 2 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        made = [(dist.new_group(ranks), ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+        own = dist.get_rank()
+        self.groups = [group.group_name for group, ranks in made if own in ranks]
+
+    def forward(self, x: torch.Tensor, *, logs: bool = False) -> torch.Tensor:
+        for group in self.groups:
+            x = functional_collectives.all_reduce(self.linear(x).tanh(), "sum", group)
+        return x.square().mean()
+
+
 def main(*, case: str) -> dict[str, Any]:
     """What the first step of this rank raised, and after how many seconds.
 
     Case ``branch``: of three steps; in the second one rank takes a branch that the other does not.
     Case ``caught``: the first of two models does not fit on one rank, and the program goes on.
+    Case ``mesh``: of four ranks, of which the last one cannot have the step.
+    Case ``crossed``: of three steps whose groups come in another order on each rank.
     Cases ``aside`` and ``aside after``: one rank has no plan. In the second case both had one
     before, so that they have agreed on these collectives.
     """
     torch._dynamo.reset()
     state.reset()
-    is_second = dist.get_rank() == 1
+    is_second = dist.get_rank() == dist.get_world_size() - 1
     if case.startswith("aside"):
         return stepping_aside(is_second=is_second, after=case == "aside after")
     times = 3 if is_second and case == "one more" else 2
     rows = 6 if is_second and case == "another" else 4
-    budget = 1 if is_second and case == "caught" else None
+    budget = 1 if is_second and case in ("caught", "mesh") else None
     compiled = compiled_model(times, memory_budget=budget)
+    if case == "crossed":
+        compiled = in_plan(Crossed(is_second=is_second))
+    if case == "mesh":
+        compiled = in_plan(Meshed(), memory_budget=budget)
     dist.barrier()
     start_s, error, sums = time.monotonic(), "", []
     if not (is_second and case == "absent"):
         try:
-            for step in range(3 if case == "branch" else 1):
+            for step in range(3 if case in ("branch", "crossed") else 1):
                 sums.append(trained(compiled, rows, logs=is_second and step == 1))
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
@@ -102,8 +142,12 @@ def eagerly(seen: list[fx.GraphModule]) -> Callable[..., Any]:
 def compiled_model(times: int, **options: Any) -> Any:
     """The same weights on every rank."""
     torch.manual_seed(0)
+    return in_plan(Reduced(times), **options)
+
+
+def in_plan(model: nn.Module, **options: Any) -> Any:
     options = {"lowering": "aten", "ranks_timeout_s": TIMEOUT_S, **options}
-    return torch.compile(Reduced(times), backend="memo", options=options)
+    return torch.compile(model, backend="memo", options=options)
 
 
 def trained(compiled: Any, rows: int, *, logs: bool = False) -> float:

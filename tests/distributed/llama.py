@@ -3,8 +3,10 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from memo_runtime.leases import leases
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -19,6 +21,7 @@ from torch.nn import functional
 
 import memo_compile
 from memo_compile.reporting import state
+from tests.numerics.small import leased_slabs, watched_calls
 
 HIDDEN, HEADS, WIDE, VOCABULARY, LAYERS = 32, 4, 64, 96, 2
 
@@ -122,10 +125,11 @@ def main(*, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [trained(**setting) for setting in settings]
 
 
-def trained(*, sequence: bool, **options: Any) -> dict[str, Any]:
+def trained(*, sequence: bool, fails: bool = False, **options: Any) -> dict[str, Any]:
     """Two fresh steps and one accumulated, with memo's ``options``; the errors after each.
 
-    In float64, so that sums in another order differ by little.
+    Where it ``fails``, steps that raise at each of their calls come before the last one. In
+    float64, so that sums in another order differ by little.
     """
     torch._dynamo.reset()
     state.reset()
@@ -137,8 +141,13 @@ def trained(*, sequence: bool, **options: Any) -> dict[str, Any]:
     given = {"strict": True, **options}
     compiled = torch.compile(ours, backend="memo", fullgraph=True, options=given)
     ids = torch.randint(VOCABULARY, (3, 2, 16), generator=torch.Generator().manual_seed(3))
-    errors = []
+    errors, num_failed = [], 0
     for step, batch in enumerate(ids):
+        if step == 2 and fails:
+            kept = {parameter: parameter.grad.clone() for parameter in ours.parameters()}
+            num_failed = fail_everywhere(compiled, batch)
+            for parameter, gradient in kept.items():
+                parameter.grad = gradient
         if step < 2:
             ours.zero_grad()
             eager.zero_grad()
@@ -149,6 +158,7 @@ def trained(*, sequence: bool, **options: Any) -> dict[str, Any]:
     plan = report.plans[-1]
     return {
         "errors": errors,
+        "num_failed": num_failed,
         "num_collectives": plan.num_collectives,
         "window_recompute_s": plan.window_recompute_s,
         "num_regions": plan.num_regions,
@@ -157,3 +167,18 @@ def trained(*, sequence: bool, **options: Any) -> dict[str, Any]:
         "notes": list(report.notes),
         "num_unwaited": torch._C._distributed_c10d._get_work_registry_size(),
     }
+
+
+def fail_everywhere(compiled: Any, batch: torch.Tensor) -> int:
+    """How many calls a step has; at each of them a step has raised on all ranks, and is gone."""
+    with pytest.MonkeyPatch.context() as patch:
+        calls = watched_calls(patch)
+        compiled(batch).backward()
+        total = calls.count
+        for number in range(total):
+            calls.count, calls.fail_at = 0, number
+            with pytest.raises(ValueError, match="injected"):
+                compiled(batch).backward()
+            assert not leases.any_live(), f"a lease is left after call {number}"
+            assert leased_slabs() == 0, f"a frame is left after call {number}"
+    return total

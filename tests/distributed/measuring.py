@@ -26,12 +26,13 @@ SECONDS = 1e-6, 1.0
 class Summed(nn.Module):
     """Its block's result is the sum over the ranks."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.block = block
+        self.group_name = (group or dist.group.WORLD).group_name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + functional_collectives.all_reduce(self.block(x), "sum", dist.group.WORLD)
+        return x + functional_collectives.all_reduce(self.block(x), "sum", self.group_name)
 
 
 def main(*, is_shared: bool, strict: bool, cheaper: int) -> dict[str, Any]:

@@ -7,8 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import memo_compile
 from memo_compile.reporting import state
@@ -43,34 +48,53 @@ def trained(
     num_layers: int = 4,
     accumulates: bool = False,
     reshard: bool = True,
+    num_tensor: int = 1,
+    num_steps: int = STEPS,
+    mixed: bool = False,
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Some steps of both, with an optimizer; the errors after each."""
+    """Some steps of both, with an optimizer; the errors after each.
+
+    Blocks are tensor parallel over ``num_tensor`` neighbouring ranks; the others shard them. With
+    ``mixed`` they compute in bfloat16, and eager does all that without memo.
+    """
     torch._dynamo.reset()
     state.reset()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    num_batches = dist.get_world_size() // num_tensor
+    both = init_device_mesh("cpu", (num_batches, num_tensor), mesh_dim_names=("data", "tensor"))
+    mesh = both["data"]
     torch.manual_seed(0)
     ours = Blocks(num_layers)
     eager = copy.deepcopy(ours)
     chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **(options or {})}
     for layer in ours.layers:
+        if num_tensor > 1:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(layer, both["tensor"], plan)
         if by_block:
             layer.compile(backend="memo", options=chosen)
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(ours, mesh=mesh, reshard_after_forward=reshard)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    sharding = {"mesh": mesh, "reshard_after_forward": reshard}
+    for model in (ours, eager) if mixed else (ours,):
+        for module in (*model.layers, model):
+            fully_shard(module, **sharding, **({"mp_policy": policy} if mixed else {}))
     run = ours if by_block else torch.compile(ours, backend="memo", options=chosen)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, eager)]
     errors, unplanned = [], []
-    for step in range(STEPS):
+    for step in range(num_steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
         for part in range(2 if accumulates else 1):
             batch = torch.randn(
-                2 * ROWS, HIDDEN, generator=torch.Generator().manual_seed(10 * step + part)
+                num_batches * ROWS,
+                HIDDEN,
+                generator=torch.Generator().manual_seed(10 * step + part),
             )
-            ours.set_requires_gradient_sync(not accumulates or part == 1)
-            run(batch[dist.get_rank() :: 2]).backward()
-            eager(batch).backward()
+            own = batch[mesh.get_local_rank() :: num_batches]
+            for model in (ours, eager) if mixed else (ours,):
+                model.set_requires_gradient_sync(not accumulates or part == 1)
+            run(own).backward()
+            eager(own if mixed else batch).backward()
         errors.append(dict(_errors(ours, eager)))
         for optimizer in optimizers:
             optimizer.step()
@@ -88,6 +112,7 @@ def trained(
                 "peak_bytes": group.peak_bytes,
                 "budget_bytes": group.budget_bytes,
                 "offloaded_bytes": group.offloaded_bytes,
+                "num_collectives": group.num_collectives,
             }
             for group in report.groups
         ],
@@ -97,5 +122,9 @@ def trained(
 
 def _errors(ours: nn.Module, eager: nn.Module) -> Any:
     for (name, mine), theirs in zip(ours.named_parameters(), eager.parameters(), strict=True):
-        found = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
-        yield name, float((found - theirs.grad).abs().max() / theirs.grad.abs().max())
+        found, expected = _whole(mine.grad), _whole(theirs.grad)
+        yield name, float((found - expected).abs().max() / expected.abs().max())
+
+
+def _whole(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

@@ -63,6 +63,28 @@ def test_what_one_rank_cannot_have_and_the_program_catches_leaves_nothing_behind
     assert len(first["sums"]) == 1
 
 
+@pytest.mark.full
+def test_ranks_that_wait_in_different_groups_are_not_measured_for_ever(tmp_path):
+    """Each group has one order, and between two groups ranks differ: right, if nobody waits."""
+    first, second = both_found({"case": "crossed"}, tmp_path)
+    assert first["error"] == second["error"] == ""
+    assert first["sums"] == pytest.approx(second["sums"])
+    assert first["took_s"] < LIMIT_S
+
+
+@pytest.mark.full
+def test_a_rank_that_raises_is_heard_across_a_mesh(tmp_path):
+    """Rank 0 is in no group with rank 3."""
+    outcomes = run_ranks("tests.distributed.disagreeing", tmp_path, {"case": "mesh"}, 4)
+    first, *neighbours, last = [outcome.found for outcome in outcomes]
+    assert "Infeasible" in last["error"]
+    for found in neighbours:
+        assert "rank 3 raised in place of graph" in found["error"]
+    assert "raised in place of graph" in first["error"]
+    assert "rank 3 raised" in first["error"]
+    assert max(found["took_s"] for found in (first, *neighbours)) < LIMIT_S
+
+
 def test_where_one_rank_steps_aside_all_do_at_once(tmp_path):
     first, second = both_found({"case": "aside"}, tmp_path)
     assert first["error"] == second["error"] == ""
@@ -147,6 +169,12 @@ def test_the_second_step_and_the_next_process_know_a_slow_link(tmp_path):
     for step in (*later, *again):
         assert_measured(step)
         assert step["comm_s"] == later[0]["comm_s"]
+
+
+@pytest.mark.full
+def test_layers_in_different_groups_know_a_slow_link(tmp_path):
+    (*_, last), _ = timed(tmp_path / "cache", tmp_path, crossing=True)
+    assert_measured(last)
 
 
 @pytest.mark.full

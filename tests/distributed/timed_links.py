@@ -23,17 +23,21 @@ SECONDS = NUM_ROWS * HIDDEN * 4 / LINK_BYTES_PER_S
 """Of each collective."""
 
 
-def main(*, folder: str, forgetful: bool = False, grouped: bool = False) -> list[dict[str, Any]]:
+def main(
+    *, folder: str, forgetful: bool = False, grouped: bool = False, crossing: bool = False
+) -> list[dict[str, Any]]:
     """What is planned and found in each of three steps; ``folder`` is the user's cache.
 
     Rank 1 is ``forgetful``: its cache is empty. The layers are compiled by themselves, as a group,
-    where they are ``grouped``.
+    where they are ``grouped``, and talk in different process groups where these are ``crossing``.
     """
     torch._dynamo.reset()
     state.reset()
     torch.manual_seed(0)
     model = Stack(hidden=HIDDEN, num_layers=LAYERS)
-    model.layers = nn.ModuleList(Summed(layer) for layer in model.layers)
+    others = [dist.group.WORLD, dist.new_group([0, 1]) if crossing else dist.group.WORLD]
+    pairs = zip(model.layers, others, strict=True)
+    model.layers = nn.ModuleList(Summed(layer, group) for layer, group in pairs)
     eager = copy.deepcopy(model)
     own = f"{folder}/empty" if forgetful and dist.get_rank() == 1 else folder
     options = {"lowering": "aten", "policy": "full-recompute", "token_tiles": 1, "strict": True}

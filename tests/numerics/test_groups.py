@@ -382,6 +382,7 @@ def test_a_second_length_is_a_group_of_its_own() -> None:
     assert [group.num_instances for group in memo_compile.report().groups] == 3 * [LAYERS]
 
 
+@pytest.mark.full
 def test_a_budget_below_the_floor_is_refused_with_the_floor() -> None:
     blocks = Regional(memory_budget=1_200_000)
     blocks.step()

@@ -282,6 +282,7 @@ def test_loss_outside_the_graph(monkeypatch):
     assert_within("logits", loss_outside, floor_of("logits"), monkeypatch)
 
 
+@pytest.mark.full
 def test_shifted_loss_outside_the_graph(monkeypatch):
     assert_within("logits", shifted_loss_outside, floor_of("logits"), monkeypatch)
 

@@ -161,7 +161,7 @@ def held_microbatches(budget: int, **options: object) -> int:
     own = nn.Sequential(Block(HIDDEN), Block(HIDDEN))
     eager = copy.deepcopy(own)
     chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **options}
-    chosen |= {"memory_budget": budget, "gradients": "accumulated"}
+    chosen |= {"memory_budget": budget, "gradients": "accumulated", "token_tiles": 1}
     run, held = torch.compile(own, backend="memo", dynamic=False, options=chosen), []
     for _ in range(4):
         x = torch.randn(2**14, HIDDEN, requires_grad=True)  # 1 MiB, as is what comes of it

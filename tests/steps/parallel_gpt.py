@@ -79,6 +79,7 @@ def parallel_gpt(
         num_layers=num_layers,
         copy_bytes_per_s=COPY_BYTES_PER_S,
         comm_bytes_per_s=hardware.link_bytes_per_s * LINK_EFFICIENCY / (2 * (tp - 1) / tp),
+        comm_slowdown=hardware.comm_slowdown,
     )
 
 
@@ -90,6 +91,7 @@ def parallel_step(
     num_layers: int,
     copy_bytes_per_s: float,
     comm_bytes_per_s: float,
+    comm_slowdown: float = 1.0,
 ) -> MovableStep:
     """Layers that save so many bytes, by name, and whose operators (``ROWS``) take so long."""
     region_s = {name: sum(map(seconds.__getitem__, rows)) for name, rows in PIECES.items()}
@@ -119,6 +121,7 @@ def parallel_step(
             d2h_bytes_per_s=copy_bytes_per_s,
             h2d_bytes_per_s=copy_bytes_per_s,
             comm_bytes_per_s=comm_bytes_per_s,
+            comm_slowdown=comm_slowdown,
         ),
         token_granule=1 if num_rows < 128 else 128,
     )

@@ -30,6 +30,9 @@ class Work:
     flight: tuple[torch.Tensor, torch.Tensor]
     error: str = ""
 
+    def is_completed(self):
+        return self.name != "stuck"
+
     def wait(self):
         self.log.append(f"wait {self.name}")
         if self.error:
@@ -45,6 +48,7 @@ class Doubling:
     name: str
     log: list[str]
     kind: CollectiveKind = CollectiveKind.ALL_REDUCE
+    group_name: str = "0"
     error: str = ""
     seen: list[torch.Tensor] = field(default_factory=list)
 
@@ -211,6 +215,33 @@ def test_steps_are_measured_until_all_is_known():
     assert times.for_step() is times, "the only one of its kind was the first"
     engine.issue(made[1], times)
     assert times.for_step() is None
+
+
+def test_a_step_whose_collective_does_not_end_in_time_is_measured_no_further():
+    """Where groups are several, its ranks may wait in another one; the next step tries again."""
+    log, made = flights("a", "stuck", "b")
+    engine, times = CollectiveEngine(), wanting(*made)
+    times.patience_s = 0.01
+    times.for_step()
+    seconds = [engine.issue(flight, times) for flight in made]
+    assert seconds[1] >= 0.01
+    assert seconds[2] == 0.0
+    assert log == ["begin a", "wait a", "begin stuck", "begin b"]
+    assert times.least_s == {}
+    for flight in made:
+        engine.wait(flight)
+    assert [flight.destination.tolist() for flight in made] == [[6.0] * 4] * 3
+    assert times.for_step() is times
+    assert not times.is_stopped
+
+
+def test_the_first_collective_of_each_group_is_not_counted():
+    times = CollectiveTimes(wanted=frozenset())
+    for name, group in (("a", "0"), ("b", "1"), ("c", "1"), ("d", "0")):
+        source = torch.ones(4)
+        doubling = Doubling(name, [], group_name=group)
+        CollectiveEngine().issue(CollectiveTicket(doubling, source, source), times)
+    assert [own.collective.name for own in times.least_s] == ["c", "d"]
 
 
 def test_what_never_runs_is_not_waited_for():

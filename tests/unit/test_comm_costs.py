@@ -65,6 +65,7 @@ def test_nobody_knows_and_all_is_measured(asked):
     costs = asked()
     assert costs.seconds() == {}
     assert costs.times.wanted == {SMALL, LARGE}
+    assert costs.times.patience_s is None
     assert not costs.are_measured
     measure(costs, {SMALL: 1.0, LARGE: 18.0})
     assert costs.are_measured
@@ -122,13 +123,19 @@ def test_what_was_measured_in_part_counts_where_no_more_comes(asked):
     assert costs.seconds() == {"b": 18.0}
 
 
-def test_a_step_that_talks_in_several_groups_is_not_measured(asked, tmp_path):
-    """What the cache knows of either group counts."""
+def test_a_step_that_talks_in_several_groups_is_measured_with_patience(asked, told, tmp_path):
+    """What the cache knows of either group counts; each group's seconds are remembered apart."""
     add_seconds(tmp_path, {"places": "1"}, {label(LARGE): 6.0})
-    costs = asked([("a", SMALL), ("b", reduce(9000, "1"))])
-    assert costs.times is None
+    other = reduce(9000, "1")
+    costs = asked([("a", SMALL), ("b", other), ("c", LARGE)])
+    assert costs.times.patience_s == comm_costs.PATIENCE_S
+    assert costs.times.wanted == {SMALL, LARGE}
     assert costs.seconds() == {"b": 6.0}
-    assert not costs.take()
+    measure(costs, {SMALL: 1.0, LARGE: 2.0})
+    assert costs.take()
+    told.clear()
+    assert asked().seconds() == {"a": 1.0, "b": 2.0}
+    assert asked([("b", other)]).seconds() == {"b": 6.0}
 
 
 @pytest.mark.parametrize("flag", ["collectives-early", "collectives-late"])

@@ -145,6 +145,20 @@ def test_measured_seconds_count_and_the_others_are_declared():
     assert from_json(to_json(measured), type(measured)) == measured
 
 
+@pytest.mark.parametrize(
+    ("slowdown", "work_s", "step_s"),
+    [(1.0, 1.0, 9.0), (1.5, 1.0, 9.0), (1.5, 3.0, 10.0 + 2 / 3)],
+)
+def test_ranks_that_talk_slow_computation_down(slowdown, work_s, step_s):
+    """W runs beside the gather of two seconds, whole or until that has ended; all else alone."""
+    slowed = replace(costs(), comm_slowdown=slowdown)
+    slowed = replace(slowed, region_s={**slowed.region_s, "W": work_s})
+    problem = late(among_ranks())
+    assert simulate(problem, slowed).step_s == pytest.approx(step_s)
+    assert least_s(problem, slowed) == least_s(problem, replace(slowed, comm_slowdown=1.0))
+    assert from_json(to_json(slowed), type(slowed)) == slowed
+
+
 def test_graphs_of_one_step_keep_their_own_seconds():
     """Also where only the second one talks to other ranks."""
     alone, talks = replace(costs(), comm_bytes_per_s=None), costs(7.0)

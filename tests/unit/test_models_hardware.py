@@ -112,6 +112,13 @@ def test_a_profile_survives_its_file(profile, tmp_path):
     assert all(getattr(read, figure) == getattr(profile, figure) for figure in FIGURES)
 
 
+def test_a_file_of_an_earlier_memo_has_no_slowdown_beside_collectives(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(_broken(lambda body: body["figures"].pop("comm_slowdown")))
+    assert find_hardware(str(path)).comm_slowdown == 1.0
+    assert HARDWARE["h100"].comm_slowdown == pytest.approx(132 / 116)
+
+
 def _broken(change):
     body = profile_to_dict(HARDWARE["a100"])
     change(body)
@@ -141,6 +148,10 @@ def _broken(change):
         (
             _broken(lambda b: b["figures"]["memory_bytes"].pop("date")),
             "figures.memory_bytes.date: expected a text, got None",
+        ),
+        (
+            _broken(lambda b: b["figures"]["comm_slowdown"].update(value=0.5)),
+            "comm_slowdown: expected at least 1, got 0.5",
         ),
         (_broken(lambda b: b.pop("name")), "profile.name: expected a text"),
     ],
