@@ -149,10 +149,11 @@ class _Late:
 def filled(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
     """``problem`` with recomputations before waits for other ranks at which it would stand still.
 
-    One that runs beside no collective moves up to the next wait that still has time for it, and
-    past further ones until it has hidden all of itself; behind everything that it reads, and only
-    where no more than ``limit_bytes`` are alive at one time then (``peak_live_bytes``). The program
-    is as it was where the step takes no less time. Cost: calls times recomputations.
+    One that runs beside no collective moves up to the wait at which most of it hides, the nearest
+    of equal ones: further ones add up as long as their collectives are in flight together. It stays
+    behind everything that it reads, and moves only where no more than ``limit_bytes`` are alive at
+    one time then (``peak_live_bytes``). The program is as it was where the step takes no less time.
+    Cost: calls times recomputations.
 
     Raises:
         InputError: a region has no seconds.
@@ -170,29 +171,28 @@ def filled(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
         place = next(at for at, other in enumerate(calls) if other is call)
         region, seconds = problem.regions[call.region], costs.call_s(call)
         made_bytes = sum(region.buffers[index].size_bytes for index in region.outputs_of_buffers())
-        to, hidden_s = place, 0.0
-        for at in itertools.islice(_waits_before(calls, place, stall_s), MAX_WAITS):
-            if alive[at:place].max() + made_bytes > limit_bytes or hidden_s >= seconds:
+        to, most_s, beside_waits = place, 0.0, list[str]()
+        for at, waits in itertools.islice(_waits_before(calls, place, stall_s), MAX_WAITS):
+            if alive[at:place].max() + made_bytes > limit_bytes or most_s >= seconds:
                 break
-            hidden_s += stall_s[calls[at].name]
-            if alive[at] + region.most_bytes() <= limit_bytes:
-                to = at
+            hidden_s = min(seconds, sum(stall_s[wait] for wait in waits))
+            if hidden_s > most_s and alive[at] + region.most_bytes() <= limit_bytes:
+                to, most_s, beside_waits = at, hidden_s, waits
         if to < place:
             during, beside = alive[to] + region.most_bytes(), alive[to:place] + made_bytes
             alive = np.concatenate((alive[:to], [during], beside, alive[place + 1 :]))
             calls.insert(to, calls.pop(place))
-            _spend(stall_s, calls[to + 1 : place + 1], seconds)
+            _spend(stall_s, beside_waits, seconds)
     better = replace(problem, calls=tuple(calls))
     return better if simulate(better, costs, spans=False).step_s < before.step_s else problem
 
 
-def _spend(stall_s: dict[str, float], calls: Sequence[StepCall], seconds: float) -> None:
-    """The waits among ``calls``, which now stand behind so much work, stall for less."""
-    for call in calls:
-        if call.kind is CallKind.COMM_WAIT:
-            spent = min(seconds, stall_s.get(call.name, 0.0))
-            stall_s[call.name] = stall_s.get(call.name, 0.0) - spent
-            seconds -= spent
+def _spend(stall_s: dict[str, float], waits: Sequence[str], seconds: float) -> None:
+    """These waits, before which so much work runs now, stall for less, the first one first."""
+    for wait in waits:
+        spent = min(seconds, stall_s[wait])
+        stall_s[wait] -= spent
+        seconds -= spent
 
 
 def _beside_nothing(problem: Problem) -> list[StepCall]:
@@ -210,17 +210,24 @@ def _beside_nothing(problem: Problem) -> list[StepCall]:
 
 def _waits_before(
     calls: Sequence[StepCall], place: int, stall_s: Mapping[str, float]
-) -> Iterator[int]:
-    """The waits that stand still before which call ``place`` could run, the nearest one first."""
+) -> Iterator[tuple[int, list[str]]]:
+    """The waits that stand still before which call ``place`` could run, the nearest one first.
+
+    With each the waits behind which it would hide there: those whose collectives are in flight.
+    """
     call = calls[place]
+    passed: dict[str, str] = {}
+    """The collective of each wait that stands still between there and ``place`` -> the wait."""
     for at in range(place - 1, -1, -1):
         other = calls[at]
         is_other_half = (other.phase, other.member) != (call.phase, call.member)
         arrives = other.inputs if other.kind is CallKind.WAIT else other.outputs
         if (other.kind in _IN_HALF and is_other_half) or not set(arrives).isdisjoint(call.inputs):
             return
+        passed.pop(other.name, None)
         if other.kind is CallKind.COMM_WAIT and stall_s.get(other.name, 0.0) > 0:
-            yield at
+            passed[other.waits_for or ""] = other.name
+            yield at, [*reversed(passed.values())]
 
 
 def window_recompute_s(problem: Problem, costs: StepCosts) -> float:

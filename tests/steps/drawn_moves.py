@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 
+from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.moves import apply_moves
 from memo_compile.step.movable import (
     Action,
     Mode,
     Moves,
-    RecomputeKey,
     RecomputeRegion,
     Schedule,
 )
@@ -82,9 +82,9 @@ def talking_steps(draw):
 def regions_of(step, moves: Moves) -> list[RecomputeRegion]:
     """Of every mode of ``moves``, for its rows and for all of them."""
     recompute = recomputer(step)
+    keys = {key for mode in moves.modes for key in recompute_keys(step.classes["L"], mode)}
     return [
-        recompute(RecomputeKey(class_key="L", slots=slots, rows=part))
-        for slots, rows in {(mode.slots(RECOMPUTE), mode.recompute_rows) for mode in moves.modes}
-        for part in dict.fromkeys((rows, None))
-        if slots
+        recompute(replace(key, rows=rows))
+        for key in keys
+        for rows in dict.fromkeys((key.rows, None))
     ]

@@ -60,6 +60,8 @@ EDGE_S = 1e-6
 EFFICIENCY = Efficiency(gemm=0.5, hbm=0.8)
 COPY_BYTES_PER_S = 20e9
 SLOTS = ("x", *OPERATORS)
+READ_FIRST = ("n2", "fc1", "gelu")
+"""Slots that the first call of a layer's backward reads; the others are read by its fourth."""
 
 
 def parallel_gpt(
@@ -139,6 +141,7 @@ def _layer_class(
             is_attention=name == "o",
             num_rows=num_rows,
             row_bytes=size_bytes // num_rows,
+            first_read=0 if name in READ_FIRST else 3,
         )
         for name, size_bytes in saved.items()
     )

@@ -88,6 +88,21 @@ def test_a_recomputation_hides_behind_as_many_waits_as_it_is_long(seconds, room,
     assert check(better, place_step(better, solver="greedy")).ok
 
 
+def test_a_recomputation_does_not_pass_the_beginning_of_what_hides_it():
+    """The first gather stalls for a second, beside X; the second, which begins later, for two."""
+    problem = two_gathers()
+    by_name = {call.name: call for call in problem.calls}
+    aside = call("X", "Bb", Phase.BACKWARD, ("g",), ("other",))
+    order = ("Bb2", "gather@5", "X", "wait.gather@5", "W", "gather@6", "wait.gather@6", "R", "Ab")
+    calls = problem.calls[: names(problem).index("Bb2")]
+    calls = (*calls, *(aside if name == "X" else by_name[name] for name in order))
+    problem, known = replace(problem, calls=calls), costs()
+    known = replace(known, region_s={**known.region_s, "R": 3.0})
+    better = filled(problem, known, limit_bytes=ROOMY)
+    assert names(better)[-4:] == ["gather@6", "R", "wait.gather@6", "Ab"]
+    assert simulate(better, known).step_s == simulate(problem, known).step_s - 2
+
+
 def at_last_wait(problem: Problem) -> Problem:
     """R before the wait that it stands behind."""
     calls = list(problem.calls)
