@@ -12,7 +12,8 @@ part ends at its limit. Results are written as they come; ``--resume`` measures 
 in the result of this day and this code. memo's peak must lie within its budget and within
 1 % of its plan.
 
-``--dry-run`` takes the same ways through the code with a tiny model on the CPU.
+``--dry-run`` takes the same ways through the code with a tiny model: on the CPU, or on the device
+that is there, as the emulated one (``python -m tests.cuda_emulated run benchmarks.gpu --dry-run``).
 """
 
 import argparse
@@ -39,6 +40,8 @@ OVERLAP = "memo-offload"
 """memo with everything that layers save on the host: an arm of the part ``overlap``."""
 KERNELS = harness.ROOT / "build" / "gpu_kernels"
 """Inductor's cache of the arms."""
+MOST_LENGTHS, DRY_LENGTHS = 8, 3
+"""Of an arm, at most; nothing refuses a tiny model's lengths before time ends."""
 MANY_STEPS = 10
 """Timed steps where only one length is trained."""
 NO_TESTS = 5
@@ -147,18 +150,20 @@ def kept_rows(part: str, at_start: dict[str, Any]) -> list[dict[str, Any]]:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny model; needs no GPU")
     parser.add_argument("--models", default=None, help="comma-separated, of 1b, 8b, tiny")
     parser.add_argument("--part", default=",".join(LIMITS_S), help="comma-separated")
     parser.add_argument("--resume", action="store_true", help="measure what is missing")
     parser.add_argument("--arms", default=",".join(ARMS), help="comma-separated")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each length")
-    parser.add_argument("--max-lengths", type=int, default=8)
+    parser.add_argument("--max-lengths", type=int, default=None)
     parser.add_argument("--memory-budget", default=None, help=f"memo's; {MEMO_BUDGET}% by default")
     parser.add_argument("--time-limit", type=float, default=None, help="of each part, in seconds")
     options = parser.parse_args(argv)
     if options.models is None:
         options.models = "tiny" if options.dry_run else "1b,8b"
+    if options.max_lengths is None:
+        options.max_lengths = DRY_LENGTHS if options.dry_run else MOST_LENGTHS
     known_of = {"models": tuple(SHAPES), "arms": ARMS, "part": tuple(LIMITS_S)}
     for name, known in known_of.items():
         for value in getattr(options, name).split(","):
@@ -242,7 +247,7 @@ class Trainer:
         import torch
 
         self.arm, self.shape, self.options = arm, shape, options
-        self.device = torch.device("cpu" if options.dry_run else "cuda")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = make_model(shape, self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.loss = self._compiled(self._loss)
