@@ -315,8 +315,7 @@ class Trainer:
         self._step(ids)
         first_s = time.perf_counter() - begin
         self.model.zero_grad(set_to_none=True)
-        arena = self.device if self.arm in ("memo", OVERLAP) else None
-        held = harness.held_bytes(self.model, self.optimizer, [ids], arena_device=arena)
+        held = self._held_bytes(ids)
         with harness.physical_peak(self.device, held) as peak:
             self._forward_backward(ids)
         times = [self._timed(ids) for _ in range(self.options.steps)]
@@ -329,6 +328,14 @@ class Trainer:
             **memo_facts(self.arm),
             **(self._copies(ids) if self.arm == OVERLAP else {}),
         }
+
+    def _held_bytes(self, ids: Any) -> int:
+        """Between two steps. CUDA: all that is allocated, cuBLAS's workspaces too, as in a plan."""
+        import torch
+
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated()
+        return harness.held_bytes(self.model, self.optimizer, [ids])
 
     def _copies(self, ids: Any) -> dict[str, Any]:
         """One step under the profiler: seconds of copies, and of them beside a kernel."""
