@@ -346,7 +346,8 @@ class Trainer:
         with profile(activities=activities) as profiler:
             self._step(ids)
         path = harness.RESULTS / "gpu_overlap-trace.json.gz"
-        if on_gpu:
+        keeps_trace = on_gpu and not self.options.dry_run
+        if keeps_trace:
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
         events = [event for event in profiler.events() if "CUDA" in str(event.device_type)]
@@ -359,7 +360,7 @@ class Trainer:
         return {
             "copies_s": sum(each.end - each.start for each in copies) / 1e6,
             "hidden_s": hidden_us / 1e6,
-            "trace": str(path.name) if on_gpu else None,
+            "trace": str(path.name) if keeps_trace else None,
         }
 
     def _timed(self, ids: Any) -> float:
