@@ -12,7 +12,8 @@ part ends at its limit. Results are written as they come; ``--resume`` measures 
 in the result of this day and this code. memo's peak must lie within its budget and within
 1 % of its plan.
 
-``--dry-run`` takes the same ways through the code with a tiny model on the CPU.
+``--dry-run`` takes the same ways through the code with a tiny model: on the CPU, or on the device
+that is there, as the emulated one (``python -m tests.cuda_emulated run benchmarks.gpu --dry-run``).
 """
 
 import argparse
@@ -39,6 +40,8 @@ OVERLAP = "memo-offload"
 """memo with everything that layers save on the host: an arm of the part ``overlap``."""
 KERNELS = harness.ROOT / "build" / "gpu_kernels"
 """Inductor's cache of the arms."""
+MOST_LENGTHS, DRY_LENGTHS = 8, 2
+"""Of an arm, at most; nothing refuses a tiny model's lengths before time ends."""
 MANY_STEPS = 10
 """Timed steps where only one length is trained."""
 NO_TESTS = 5
@@ -107,7 +110,7 @@ def run_part(part: str, options: argparse.Namespace) -> int:
                 harness.write_results(name_of(part), payload)
 
         run_arms(part, options, begin + limit_s, payload["rows"], save)
-        payload["failures"] = judge(payload["rows"])
+        payload["failures"] = judge(payload["rows"], every_arm=options.dry_run)
         show(part, payload["rows"])
     payload["took_s"] = time.monotonic() - begin
     print(f"{part}: {payload['took_s']:.0f} s of {limit_s:.0f}")
@@ -147,18 +150,20 @@ def kept_rows(part: str, at_start: dict[str, Any]) -> list[dict[str, Any]]:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny model; needs no GPU")
     parser.add_argument("--models", default=None, help="comma-separated, of 1b, 8b, tiny")
     parser.add_argument("--part", default=",".join(LIMITS_S), help="comma-separated")
     parser.add_argument("--resume", action="store_true", help="measure what is missing")
     parser.add_argument("--arms", default=",".join(ARMS), help="comma-separated")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each length")
-    parser.add_argument("--max-lengths", type=int, default=8)
+    parser.add_argument("--max-lengths", type=int, default=None)
     parser.add_argument("--memory-budget", default=None, help=f"memo's; {MEMO_BUDGET}% by default")
     parser.add_argument("--time-limit", type=float, default=None, help="of each part, in seconds")
     options = parser.parse_args(argv)
     if options.models is None:
         options.models = "tiny" if options.dry_run else "1b,8b"
+    if options.max_lengths is None:
+        options.max_lengths = DRY_LENGTHS if options.dry_run else MOST_LENGTHS
     known_of = {"models": tuple(SHAPES), "arms": ARMS, "part": tuple(LIMITS_S)}
     for name, known in known_of.items():
         for value in getattr(options, name).split(","):
@@ -204,8 +209,13 @@ def run_arms(
         try:
             row.update(harness.run_arm(MODULE, arm, timeout_s=limit_s))
         except harness.ChildFailed as error:
-            row["failure"] = str(error).splitlines()[-1]
+            row["failure"] = _reason(str(error).splitlines())
         save()
+
+
+def _reason(lines: list[str]) -> str:
+    """The exception that ended an arm; of one that was ended that it was."""
+    return lines[-1] if "exit code" in lines[0] else lines[0]
 
 
 def run_child(options: argparse.Namespace) -> dict[str, Any]:
@@ -242,7 +252,7 @@ class Trainer:
         import torch
 
         self.arm, self.shape, self.options = arm, shape, options
-        self.device = torch.device("cpu" if options.dry_run else "cuda")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = make_model(shape, self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.loss = self._compiled(self._loss)
@@ -305,8 +315,7 @@ class Trainer:
         self._step(ids)
         first_s = time.perf_counter() - begin
         self.model.zero_grad(set_to_none=True)
-        arena = self.device if self.arm in ("memo", OVERLAP) else None
-        held = harness.held_bytes(self.model, self.optimizer, [ids], arena_device=arena)
+        held = self._held_bytes(ids)
         with harness.physical_peak(self.device, held) as peak:
             self._forward_backward(ids)
         times = [self._timed(ids) for _ in range(self.options.steps)]
@@ -320,6 +329,14 @@ class Trainer:
             **(self._copies(ids) if self.arm == OVERLAP else {}),
         }
 
+    def _held_bytes(self, ids: Any) -> int:
+        """Between two steps. CUDA: all that is allocated, cuBLAS's workspaces too, as in a plan."""
+        import torch
+
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated()
+        return harness.held_bytes(self.model, self.optimizer, [ids])
+
     def _copies(self, ids: Any) -> dict[str, Any]:
         """One step under the profiler: seconds of copies, and of them beside a kernel."""
         from torch.profiler import ProfilerActivity, profile
@@ -329,7 +346,8 @@ class Trainer:
         with profile(activities=activities) as profiler:
             self._step(ids)
         path = harness.RESULTS / "gpu_overlap-trace.json.gz"
-        if on_gpu:
+        keeps_trace = on_gpu and not self.options.dry_run
+        if keeps_trace:
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
         events = [event for event in profiler.events() if "CUDA" in str(event.device_type)]
@@ -342,7 +360,7 @@ class Trainer:
         return {
             "copies_s": sum(each.end - each.start for each in copies) / 1e6,
             "hidden_s": hidden_us / 1e6,
-            "trace": str(path.name) if on_gpu else None,
+            "trace": str(path.name) if keeps_trace else None,
         }
 
     def _timed(self, ids: Any) -> float:
@@ -430,12 +448,15 @@ def memo_facts(arm: str) -> dict[str, Any]:
     }
 
 
-def judge(rows: list[dict[str, Any]]) -> list[str]:
-    """What memo promises and does not hold, and arms that died, as sentences."""
+def judge(rows: list[dict[str, Any]], *, every_arm: bool = False) -> list[str]:
+    """What memo promises and does not hold, as sentences, and its arms that died, or all that did.
+
+    On a GPU another arm may run out of memory or of time; a tiny model does not.
+    """
     failures = []
     for row in rows:
         where = f"{row['model']} {row['arm']}"
-        if row["arm"] in ("memo", OVERLAP) and "failure" in row:
+        if (every_arm or row["arm"] in ("memo", OVERLAP)) and "failure" in row:
             failures.append(f"{where}: {row['failure']}")
         for length in row["lengths"]:
             if (

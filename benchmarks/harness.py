@@ -25,8 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-_RESULT_FILE = "MEMO_BENCHMARK_RESULT"
-_TURN_ENDED = "MEMO_BENCHMARK_TURN_ENDED"
+_RESULT_FILE = "BENCHMARK_RESULT_FILE"
+_TURN_ENDED = "BENCHMARK_TURN_ENDED"
 CHILD_TIMEOUT_S = 900.0
 """A cold compilation of the largest benchmark model takes 200 s on two cores."""
 

@@ -139,6 +139,9 @@ def test_memo_is_held_to_its_budget_and_its_plan(peak, budget, said):
     row = {"model": "1b", "arm": "memo", "lengths": [length(peak, budget)]}
     assert gpu.judge([row]) == said
     assert gpu.judge([{**row, "arm": "inductor"}]) == []
+    dead = {"model": "1b", "arm": "inductor", "lengths": [], "failure": "no result"}
+    assert gpu.judge([dead]) == []
+    assert gpu.judge([dead], every_arm=True) == ["1b inductor: no result"]
 
 
 def test_an_arm_or_model_that_does_not_exist(capsys):
