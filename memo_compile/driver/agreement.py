@@ -160,6 +160,8 @@ def agree(step: RankStep, timeout_s: float, *, strict: bool) -> None:
         RanksDisagree: a rank begins something else, has raised, or did not come; it is named.
         RankSteppedAside: a rank runs the graph through plain Inductor.
     """
+    if not step.orders:  # nor need there be other ranks
+        return
     agreed = _told.here().agreed
     waiting = [
         _Agreement(order, step, timeout_s)
@@ -178,8 +180,7 @@ def agree(step: RankStep, timeout_s: float, *, strict: bool) -> None:
         for agreement in waiting:
             agreement.take_back()
         raise
-    if step.orders:
-        rank_refusals.tell_planned(step.key)
+    rank_refusals.tell_planned(step.key)
 
 
 class _Agreement:
