@@ -357,7 +357,7 @@ class _Pieces:
             self.num_looks = 0
             if self.watch is not None:
                 self.watch.stop()
-                self.watch.samples = False
+                self.watch.samples, self.watch.learns = False, True
                 self.watch.between.found.clear()
 
     def remove(self, piece: Piece) -> None:
@@ -459,7 +459,8 @@ class _Pieces:
         is_one = len(self.graphs) < 2 and stages.num_stages < 2  # stages that are alike share one
         looks = is_new and on_cpu and not is_one and self.num_looks < MAX_LOOKS
         self.num_looks += looks
-        self.watch = PiecesWatch(problem.halves[1], 0, {}, looks, is_new)
+        learns = is_new and not is_one  # of one graph alone nothing is planned here
+        self.watch = PiecesWatch(problem.halves[1], 0, {}, looks, learns)
         self.watch.is_pipeline, self.watch.is_part = stages.num_stages > 0, stages.num_stages > 1
         self.watch.keep(stages.kept())
         self.watch.num_forwards = stages.num_forwards if joint is None else 0

@@ -241,4 +241,4 @@ def _step(schedule: Any, x: torch.Tensor, target: torch.Tensor) -> None:
 def _batch(step: int, rows: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     both = torch.randn(2, rows, hidden, generator=generator)
-    return both[0], both[1]
+    return both[0].clone(), both[1].clone()

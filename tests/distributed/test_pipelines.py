@@ -46,6 +46,7 @@ def under(schedule, budgets, num_microbatches=8):
 
 FEW_TIGHT_SETTINGS = [
     under("1f1b", [34_000_000, 19_000_000], num_microbatches=4),
+    under("gpipe", [30_000_000, 30_000_000], num_microbatches=4),
     {
         **under("1f1b", [60_000_000, 60_000_000], num_microbatches=4),
         "is_traced": True,
