@@ -4,6 +4,7 @@ A file is JSON: a line that says what it is, with a digest of the rest, and the 
 fit its digest, or says something else than its name, is ignored, and made anew. No torch here.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -86,12 +87,13 @@ class FileStore:
         for path in sorted(self.folder.glob(f"{name}.*.json")):
             try:
                 body = _checked(path.read_bytes(), name)
-                os.utime(path)
             except FileNotFoundError:
                 continue  # another process has just dropped it
             except (OSError, ValueError, RecursionError) as error:
                 say_unused(path, str(error))
                 continue
+            with contextlib.suppress(OSError):  # another user's, or on a disk that is only read
+                os.utime(path)
             yield body
 
     def write(self, key: Mapping[str, Any], body: Any, variant: str = "0") -> None:

@@ -74,6 +74,7 @@ def pipeline(
         options.setdefault("token_tiles", 1)
     room = shim_pipelining.room_for_graphs(len(stages))
     for stage in stages:
+        shim_pipelining.call_plainly(stage.submod)
         stage.submod = torch.compile(
             stage.submod,
             backend="memo",

@@ -459,7 +459,8 @@ class _Pieces:
         is_one = len(self.graphs) < 2 and stages.num_stages < 2  # stages that are alike share one
         looks = is_new and on_cpu and not is_one and self.num_looks < MAX_LOOKS
         self.num_looks += looks
-        learns = is_new and not is_one  # of one graph alone nothing is planned here
+        alone = seen is not None and set(seen.pieces) == {piece} and piece.own.runs_as_group
+        learns = is_new and not is_one and not alone  # then nothing is planned here
         self.watch = PiecesWatch(problem.halves[1], 0, {}, looks, learns)
         self.watch.is_pipeline, self.watch.is_part = stages.num_stages > 0, stages.num_stages > 1
         self.watch.keep(stages.kept())
@@ -471,8 +472,10 @@ class _Pieces:
         ``existing``: as for ``JointSteps.of``.
         """
         pieces = tuple(seen.pieces[: seen.num_members])
-        is_one = len(set(pieces)) < 2 and not seen.is_part and not any(p.joint for p in pieces)
-        if is_one or any(piece not in self.graphs for piece in pieces):
+        is_joint = any(piece.joint for piece in pieces)
+        is_one = len(set(pieces)) < 2 and not seen.is_part and not is_joint
+        is_unseen = not seen.learns and not is_joint  # nobody looked around: the next step is
+        if is_one or is_unseen or any(piece not in self.graphs for piece in pieces):
             return
         if not seen.is_step():
             if seen.has_run() and not any(piece.joint for piece in pieces):

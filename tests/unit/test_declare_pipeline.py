@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 
 import memo_compile
+from memo_compile import shim_pipelining
 from memo_compile.errors import ConfigError
 
 
@@ -70,3 +71,16 @@ def test_three_stages_of_one_class_in_three_batch_sizes():
             found = torch.autograd.grad(stage.submod(x).sum(), list(part.parameters()))
             wanted = torch.autograd.grad(part(x).sum(), list(part.parameters()))
             torch.testing.assert_close(found, wanted)
+
+
+def test_what_an_exported_stage_raises_comes_out_of_it() -> None:
+    def refusing(gm: object, examples: object) -> object:
+        def run(*args: object) -> None:
+            raise KeyError("its own")
+
+        return run
+
+    stage = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+    shim_pipelining.call_plainly(stage)
+    with pytest.raises(KeyError, match="its own"):
+        torch.compile(stage, backend=refusing, fullgraph=True)(torch.ones(1, 2))

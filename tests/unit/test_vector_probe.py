@@ -1,6 +1,8 @@
 """Torch's probe of vector instructions is made once for several processes."""
 
+import errno
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 from torch._inductor import cpu_vec_isa
@@ -83,3 +85,10 @@ def test_another_compiler_is_tried(monkeypatch, next_process) -> None:
 def test_what_the_user_believes_is_not_remembered() -> None:
     with shim.inductor_patch({"cpp.vec_isa_ok": True}):
         assert shim_cache.vector_probe() is None
+
+
+def test_what_lies_on_a_disk_that_is_only_read_is_used(monkeypatch, tmp_path) -> None:
+    store = FileStore(folder=tmp_path)
+    store.write({"kind": "any"}, ["body"])
+    monkeypatch.setattr("os.utime", Mock(side_effect=OSError(errno.EROFS, "read-only")))
+    assert list(store.read({"kind": "any"})) == [["body"]]
