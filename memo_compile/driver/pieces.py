@@ -474,7 +474,7 @@ class _Pieces:
         pieces = tuple(seen.pieces[: seen.num_members])
         is_joint = any(piece.joint for piece in pieces)
         is_one = len(set(pieces)) < 2 and not seen.is_part and not is_joint
-        is_unseen = not seen.learns and not is_joint  # nobody looked around: the next step is
+        is_unseen = not seen.learns and not is_joint  # around its parameters nobody looked
         if is_one or is_unseen or any(piece not in self.graphs for piece in pieces):
             return
         if not seen.is_step():
