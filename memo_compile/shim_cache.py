@@ -239,3 +239,11 @@ def autograd_cache(recall: Recall) -> Iterator[None]:
             yield
         finally:
             _recalls.pop()
+
+
+def lacks_compiler(error: Exception) -> bool:
+    """True where Inductor found no C++ compiler that works, which it needs on a CPU."""
+    from torch._inductor.exc import InvalidCxxCompiler  # 2.11 to 2.13
+
+    causes = (error, error.__cause__, error.__context__, getattr(error, "inner_exception", None))
+    return any(isinstance(cause, InvalidCxxCompiler) for cause in causes)

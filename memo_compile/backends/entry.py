@@ -54,6 +54,11 @@ from memo_compile.step.serialise import to_json
 
 log = logging.getLogger("memo")
 
+NO_COMPILER = (
+    "{}. Install g++ or name a compiler in the environment variable CXX; "
+    "options={{'lowering': 'aten'}} runs the model operator by operator, and needs none"
+)
+
 
 def memo(
     gm: fx.GraphModule,
@@ -158,12 +163,19 @@ def compile_static(
     except shim.RestartAnalysis:
         raise
     except (ConfigError, RanksDisagree) as error:
-        rank_refusals.refuse(
-            rank_refusals.graph_key(original, example_inputs), error, steps_aside=False
-        )
+        _refuse(original, example_inputs, error)
         raise
     except Exception as error:
+        if shim_cache.lacks_compiler(error):
+            refusal = ConfigError(NO_COMPILER.format(error))
+            _refuse(original, example_inputs, refusal)
+            raise refusal from error
         return _step_aside(original, example_inputs, config, error)
+
+
+def _refuse(gm: fx.GraphModule, example_inputs: Sequence[Any], error: Exception) -> None:
+    """Other ranks that wait for this one's part of the plan hear of ``error``."""
+    rank_refusals.refuse(rank_refusals.graph_key(gm, example_inputs), error, steps_aside=False)
 
 
 def plan_graph(

@@ -8,6 +8,7 @@ leave. The paper moves layers one by one; here the best split of all is found, a
 
 import copy
 import functools
+import inspect
 import itertools
 import json
 import math
@@ -95,6 +96,7 @@ def pipeline_split(
     config = resolve({"gradients": "fresh", **options}, None)
     _require_usable(model, profile, loss_fn, mb_target)
     kwargs = dict(mb_kwargs or {})
+    _require_arguments(model, mb_args, kwargs)
     model, args, kwargs, mb_target = _without_meta(model, mb_args, kwargs, mb_target)
     runs = profile is None
     if not runs:
@@ -129,6 +131,17 @@ def _require_usable(
         )
     if loss_fn is not None and mb_target is None:
         raise ConfigError("pipeline_split: loss_fn needs mb_target, the target of a microbatch")
+
+
+def _require_arguments(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    if isinstance(args, torch.Tensor):
+        raise ConfigError("mb_args: expected a tuple of arguments, got one tensor; write (tensor,)")
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"mb_args, mb_kwargs: {type(model).__name__} cannot be called with them: {error}"
+        ) from None
 
 
 def _require_enough(units: ModelUnits, num_stages: int) -> None:

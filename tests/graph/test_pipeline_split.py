@@ -243,6 +243,8 @@ def test_tied_weights_on_two_stages_are_named():
         (Decoder(), {"loss_fn": loss}, ConfigError, "loss_fn needs mb_target"),
         (Decoder(), {"memory_budgets": 1}, ConfigError, "memory_budgets"),
         (lambda x: x, {}, ConfigError, "expected a module, got function"),
+        (Decoder(), {"mb_args": ()}, ConfigError, "Decoder cannot be called with them: missing"),
+        (Decoder(), {"mb_args": ids()}, ConfigError, r"got one tensor; write \(tensor,\)"),
         (Decoder().requires_grad_(False), {}, UnsupportedGraph, "nothing in this step needs"),
     ],
 )

@@ -5,6 +5,8 @@ import torch
 from memo_runtime.arena import ArenaError
 from memo_runtime.host_store import HostStoreError
 from torch import nn
+from torch._inductor import cpp_builder
+from torch._inductor.exc import InvalidCxxCompiler
 
 import memo_compile
 from memo_compile import shim
@@ -35,6 +37,19 @@ def test_compiled_autograd_is_refused_with_the_setting_to_change():
         error = refused()
     assert isinstance(error, ConfigError)
     assert "set torch._dynamo.config.compiled_autograd = False" in str(error)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_budget": "1GiB"}], ids=["plain", "budget"])
+def test_a_compiler_that_is_missing_is_named(options, monkeypatch):
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing_compiler)
+    error = refused(lowering="inductor", cache=False, **options)
+    assert isinstance(error, ConfigError)
+    assert "No working C++ compiler" in str(error)
+    assert "Install g++ or name a compiler in the environment variable CXX" in str(error)
+
+
+def missing_compiler() -> str:
+    raise InvalidCxxCompiler
 
 
 def test_compiled_autograd_that_is_switched_on_later_is_refused():
