@@ -48,6 +48,8 @@ def pipeline(
     step, or before the third where a graph was compiled in the middle of the first.
 
     A stage is one graph: one that Dynamo cannot capture whole raises its error in the first step.
+    ``stage.submod`` becomes what ``torch.compile(stage.submod)`` gives: names in its state_dict
+    begin with ``_orig_mod.``; the module that the stage was made of keeps its own.
 
     Raises ConfigError: the schedule is another one, or an option is unknown or cannot be used.
     """
