@@ -2,6 +2,9 @@
 
 Run: python -m benchmarks.policies [--quick]
 
+Once more on h100 with the vocabularies of Llama 3 and of Gemma, whose logits are a part of the peak
+that no choice about the layers changes.
+
 Tensor parallel over 8 devices, budget 80 % of the device, 250 GB of host memory for each; copies
 at the link's nominal speed and at 12 GB/s, which MEMO's own tables imply. Policies: auto, greedy,
 memo, full-recompute, full-offload, save. Peaks are bytes alive, as a perfect placement would reach.
@@ -10,11 +13,13 @@ The exit code is 1 when another policy that fits is faster than auto.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from benchmarks import harness
 from benchmarks.layer_steps import GEMM_EFFICIENCY, HBM_EFFICIENCY, Setting, gpt_step, recompute_of
@@ -24,15 +29,17 @@ from memo_compile.errors import Infeasible
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import Candidate, CandidateSource
 from memo_compile.planners.policy.frontier import unbeaten
-from memo_compile.step.movable import MovableStep
 from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import peak_live_bytes
 from memo_compile.units import format_bytes, format_seconds
 
+SHAPE = find_model("gpt-7b")
 POLICIES = ("auto", "greedy", "memo", "full-recompute", "full-offload", "save")
 DEVICES = ("h200", "h100", "a800")
 SLOW_LINK_BYTES_PER_S = 12e9
 TOKENS = tuple(1024 * 2**power for power in range(4, 11))
+VOCABULARIES = (128256, 256000)
+"""Of Llama 3 and Gemma; GPT's own has 50,257 words."""
 TP = 8
 BUDGET_SHARE = 0.8
 HOST_BYTES = 250 * 10**9
@@ -51,6 +58,7 @@ class Live:
 class Row:
     """One policy in one setting; no step where it does not fit."""
 
+    vocab: int
     device: str
     link_bytes_per_s: float
     tokens: int
@@ -69,10 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args(arguments)
     rows = []
-    for device, speed, tokens in _settings(options.quick):
-        found = [_run(device, speed, tokens, policy) for policy in POLICIES]
-        rows += found
-        print(f"{device} {speed / 1e9:.0f} GB/s {tokens // 1024}K", file=sys.stderr, flush=True)
+    for setting in _settings(options.quick):
+        rows += [_run(setting, policy) for policy in POLICIES]
+        print(_case(rows[-1]), file=sys.stderr, flush=True)
     show(rows)
     failures = judge(rows)
     gains = solver_gains(rows)
@@ -80,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     payload = {
         "hardware": harness.hardware(),
         "settings": {
-            "model": "gpt-7b",
+            "model": SHAPE.name,
             "tp": TP,
             "budget_share": BUDGET_SHARE,
             "host_bytes": HOST_BYTES,
@@ -96,28 +103,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return harness.conclude("policies", payload, save=not options.no_save)
 
 
-def _settings(quick: bool) -> Iterator[tuple[str, float, int]]:
-    for device in ("h100",) if quick else DEVICES:
-        nominal = find_hardware(device).d2h_bytes_per_s
-        for speed in (nominal, SLOW_LINK_BYTES_PER_S):
+def _settings(quick: bool) -> Iterator[Setting]:
+    kinds = [(device, SHAPE.vocab) for device in (("h100",) if quick else DEVICES)]
+    for device, vocab in [*kinds, *(("h100", vocab) for vocab in VOCABULARIES)]:
+        for speed in (find_hardware(device).d2h_bytes_per_s, SLOW_LINK_BYTES_PER_S):
             for tokens in (65536, 262144) if quick else TOKENS:
-                yield device, speed, tokens
+                yield _setting(device, speed, tokens, vocab)
 
 
-def _step(device: str, speed: float, tokens: int) -> MovableStep:
-    return gpt_step(
-        Setting(
-            shape=find_model("gpt-7b"),
-            seq=tokens,
-            tp=TP,
-            hardware=find_hardware(device),
-            copy_bytes_per_s=speed,
-        )
+def _setting(device: str, speed: float, tokens: int, vocab: int = SHAPE.vocab) -> Setting:
+    return Setting(
+        shape=replace(SHAPE, vocab=vocab),
+        seq=tokens,
+        tp=TP,
+        hardware=find_hardware(device),
+        copy_bytes_per_s=speed,
     )
 
 
-def _run(device: str, speed: float, tokens: int, policy: str) -> Row:
-    step = _step(device, speed, tokens)
+def _run(setting: Setting, policy: str) -> Row:
+    step = gpt_step(setting)
 
     def place(problem: Problem) -> Live:
         return Live(peak_live_bytes(problem))
@@ -127,7 +132,7 @@ def _run(device: str, speed: float, tokens: int, policy: str) -> Row:
     try:
         choice = choose(
             step,
-            budget_bytes=int(find_hardware(device).memory_bytes * BUDGET_SHARE),
+            budget_bytes=int(setting.hardware.memory_bytes * BUDGET_SHARE),
             host_budget_bytes=HOST_BYTES,
             policy=policy,
             recompute=recompute_of(step),
@@ -139,9 +144,10 @@ def _run(device: str, speed: float, tokens: int, policy: str) -> Row:
         step_s, stall_s = choice.timeline.step_s, choice.timeline.stall_s
         peak_bytes, host_bytes = choice.plan.peak_bytes, choice.problem.host_bytes
     return Row(
-        device=device,
-        link_bytes_per_s=speed,
-        tokens=tokens,
+        vocab=setting.shape.vocab,
+        device=setting.hardware.name,
+        link_bytes_per_s=setting.copy_bytes_per_s,
+        tokens=setting.seq,
         policy=policy,
         step_s=step_s,
         stall_s=stall_s,
@@ -151,59 +157,78 @@ def _run(device: str, speed: float, tokens: int, policy: str) -> Row:
     )
 
 
-def _by_setting(rows: Sequence[Row]) -> dict[tuple[str, float, int], dict[str, Row]]:
-    found: dict[tuple[str, float, int], dict[str, Row]] = {}
+class Case(NamedTuple):
+    """What a row was planned for."""
+
+    vocab: int
+    device: str
+    link_bytes_per_s: float
+    tokens: int
+
+    def __str__(self) -> str:
+        link = f"copies at {self.link_bytes_per_s / 1e9:.0f} GB/s"
+        return f"{self.vocab} words, {self.device}, {link}, {self.tokens // 1024}K tokens"
+
+
+def _case(row: Row) -> Case:
+    return Case(row.vocab, row.device, row.link_bytes_per_s, row.tokens)
+
+
+def _by_case(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
+    found: dict[Case, dict[str, Row]] = {}
     for row in rows:
-        found.setdefault((row.device, row.link_bytes_per_s, row.tokens), {})[row.policy] = row
+        found.setdefault(_case(row), {})[row.policy] = row
     return found
 
 
 def show(rows: Sequence[Row]) -> None:
-    """One table for each device and link: seconds of the step, and auto's seconds of planning."""
-    settings = _by_setting(rows)
-    for device, speed in dict.fromkeys((device, speed) for device, speed, _ in settings):
+    """One table for each vocabulary, device and link: the step, and auto's seconds of planning."""
+    cases = _by_case(rows)
+    for shared, members in itertools.groupby(cases, key=lambda case: case[:3]):
         lines = []
-        for (profile, link, tokens), policies in settings.items():
-            if (profile, link) != (device, speed):
-                continue
+        for case in members:
+            policies = cases[case]
             steps = [policies[policy].step_s for policy in POLICIES]
             cells = [
                 "does not fit" if step_s is None else format_seconds(step_s) for step_s in steps
             ]
-            planning = f"{policies['auto'].planning_s:.1f} s"
-            lines.append([f"{tokens // 1024}K", *cells, planning])
-        title = f"GPT-7B, tp {TP}, {device}, copies at {speed / 1e9:.0f} GB/s: simulated step"
+            lines.append(
+                [f"{case.tokens // 1024}K", *cells, f"{policies['auto'].planning_s:.1f} s"]
+            )
+        vocab, device, speed = shared
+        title = (
+            f"GPT-7B, {vocab} words, tp {TP}, {device}, copies at {speed / 1e9:.0f} GB/s: "
+            "simulated step"
+        )
         harness.print_table(title, ("tokens", *POLICIES, "planning"), lines)
 
 
 def judge(rows: Sequence[Row]) -> list[str]:
     """Where another policy that fits is faster than auto, or fits where auto does not."""
     failures = []
-    for (device, speed, tokens), policies in _by_setting(rows).items():
+    for case, policies in _by_case(rows).items():
         auto = policies["auto"].step_s
         for policy, row in policies.items():
             slower = auto is None or (row.step_s or 0) < auto * (1 - TOLERANCE)
             if row.step_s is not None and slower:
-                failures.append(
-                    f"{device} {speed:.3g} {tokens}: {policy} {row.step_s}, auto {auto}"
-                )
+                failures.append(f"{case}: {policy} {row.step_s}, auto {auto}")
     return failures
 
 
 def solver_gains(rows: Sequence[Row]) -> list[dict[str, object]]:
     """Where auto, which has the program's plans too, beats greedy, and by how much of the step."""
     gains: list[dict[str, object]] = []
-    for (device, speed, tokens), policies in _by_setting(rows).items():
+    cases = _by_case(rows)
+    for case, policies in cases.items():
         auto, greedy = policies["auto"].step_s, policies["greedy"].step_s
         if auto is None:
             continue
         share = None if greedy is None else greedy / auto - 1
         if share is None or share > TOLERANCE:
-            where = {"device": device, "link_bytes_per_s": speed, "tokens": tokens}
-            gains.append({**where, "greedy_slower_by": share})
+            gains.append({**case._asdict(), "greedy_slower_by": share})
             text = "does not fit" if share is None else f"is {100 * share:.2f} % slower"
-            print(f"{device}, {speed / 1e9:.0f} GB/s, {tokens // 1024}K: greedy {text}")
-    print(f"the program beats greedy in {len(gains)} of {len(_by_setting(rows))} settings")
+            print(f"{case}: greedy {text}")
+    print(f"the program beats greedy in {len(gains)} of {len(cases)} settings")
     return gains
 
 
@@ -212,7 +237,7 @@ def frontier_gains(tokens: Sequence[int]) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     for speed in (find_hardware("h100").d2h_bytes_per_s, SLOW_LINK_BYTES_PER_S):
         for count in tokens:
-            step = _step("h100", speed, count)
+            step = gpt_step(_setting("h100", speed, count))
             source = CandidateSource(
                 step=step, recompute=recompute_of(step), host_budget_bytes=HOST_BYTES
             )
