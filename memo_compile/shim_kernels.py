@@ -18,10 +18,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor import codecache, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
 from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture, get_path
+from torch._inductor.codegen import cpp
 from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
 from torch._inductor.utils import clear_on_fresh_cache
 
@@ -62,6 +64,34 @@ def kernels_in_background() -> Iterator[None]:
 
 _COMPILERS = ("cpp", "cpp_pybinding", "halide", "triton", "multi_kernel", "pallas", "cuda", "rocm")
 """AsyncCompile's methods that turn a kernel's source into something that runs; 2.11, 2.13."""
+
+
+@contextlib.contextmanager
+def quick_strides() -> Iterator[None]:
+    """Inside, Inductor finds strides of indices that are polynomials by expanding them.
+
+    It lets sympy simplify each, which takes half of the time in which it writes a region's code
+    with symbols. A difference of polynomials is 0 or 1 where its expanded form is (2.11, 2.13).
+    """
+    plain = cpp.stride_at_vec_range
+
+    @functools.lru_cache(maxsize=4096)
+    def stride(index: Any, var: Any, vec_length: int | None = None) -> Any:
+        if not all(map(_is_polynomial, sympy.preorder_traversal(index))):
+            return plain(index, var, vec_length)
+        return sympy.expand(index.xreplace({var: var + 1}) - index)
+
+    cpp.stride_at_vec_range = stride  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        cpp.stride_at_vec_range = plain
+
+
+def _is_polynomial(part: Any) -> bool:
+    """True for a part of an expression that a polynomial may have."""
+    is_power = part.is_Pow and part.exp.is_Integer and part.exp.is_nonnegative
+    return bool(part.is_Add or part.is_Mul or part.is_Symbol or part.is_Integer or is_power)
 
 
 @contextlib.contextmanager

@@ -118,6 +118,7 @@ def session(settings: Mapping[str, Any]) -> Iterator[None]:
     with (
         shim.inductor_patch({**settings, **INDUCTOR_SETTINGS}),
         shim.functorch_patch(bundled_autograd_cache=False),  # with it Inductor caches no graph
+        shim_kernels.quick_strides(),
         shim_kernels.kernels_in_background(),
     ):
         yield
