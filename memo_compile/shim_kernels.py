@@ -73,7 +73,8 @@ def quick_strides() -> Iterator[None]:
     It lets sympy simplify each, which takes half of the time in which it writes a region's code
     with symbols. A difference of polynomials is 0 or 1 where its expanded form is (2.11, 2.13).
     """
-    plain = cpp.stride_at_vec_range
+    module: Any = cpp
+    plain = module.stride_at_vec_range
 
     @functools.lru_cache(maxsize=4096)
     def stride(index: Any, var: Any, vec_length: int | None = None) -> Any:
@@ -81,11 +82,11 @@ def quick_strides() -> Iterator[None]:
             return plain(index, var, vec_length)
         return sympy.expand(index.xreplace({var: var + 1}) - index)
 
-    cpp.stride_at_vec_range = stride  # type: ignore[assignment]
+    module.stride_at_vec_range = stride
     try:
         yield
     finally:
-        cpp.stride_at_vec_range = plain
+        module.stride_at_vec_range = plain
 
 
 def _is_polynomial(part: Any) -> bool:

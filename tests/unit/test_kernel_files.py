@@ -89,13 +89,14 @@ def test_a_torch_of_other_ways_compiles_as_it_does(built, monkeypatch):
 
 def test_strides_are_those_that_torch_finds():
     x, y, n = sympy.symbols("x0 x1 ks0", integer=True, nonnegative=True)
-    plain = cpp.stride_at_vec_range
+    module: Any = cpp
+    plain = module.stride_at_vec_range
     indices = [x, 64 * x + y, n * x + (n + 1) * y, x * (x - 1) * n, FloorDiv(x, 16) + y, n]
     indices += [ModularIndexing(x, 1, 32) + 32 * y, n * n * FloorDiv(x + n, n)]
     with shim_kernels.quick_strides():
-        assert cpp.stride_at_vec_range is not plain
+        assert module.stride_at_vec_range is not plain
         for index in indices:
-            found, torchs = cpp.stride_at_vec_range(index, x, 16), plain(index, x, 16)
+            found, torchs = module.stride_at_vec_range(index, x, 16), plain(index, x, 16)
             assert sympy.simplify(found - torchs) == 0, index
             assert (found in (0, 1)) == (torchs in (0, 1)), index
-    assert cpp.stride_at_vec_range is plain
+    assert module.stride_at_vec_range is plain
