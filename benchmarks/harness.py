@@ -364,6 +364,15 @@ def llama(*, layers: int, hidden: int, tokens: int, vocab: int) -> Any:
     return LlamaForCausalLM(config).train()
 
 
+def gradient_error(ours: Any, eager: Any) -> float:
+    """The largest difference of two gradients, relative to that parameter's own largest entry."""
+    found = 0.0
+    for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
+        difference = float((mine.grad - theirs.grad).abs().max())
+        found = max(found, difference / max(float(theirs.grad.abs().max()), 1e-30))
+    return found
+
+
 def memo_plan() -> Any:
     """In the child: the plan that memo made last.
 

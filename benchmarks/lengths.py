@@ -7,17 +7,22 @@ what its first step takes beyond its second. Printed are the first compilation, 
 largest of the new lengths, and the sum of all first steps. All is judged by processor time, that of
 compilers that it starts included, which other work on the machine does not lengthen.
 
-``--trainer`` instead compares a short run of transformers' Trainer (which needs accelerate), with
-batches of twelve lengths: memo, and plain Inductor as the Trainer compiles.
+Other parts of the promise (``--part``): ``steps``, what a step takes by code with symbols and by
+code for its length alone, in turns; ``budget``, all lengths under one budget: plans and physical
+peaks within it, gradients equal to eager's, a longer sequence keeps no larger share; ``trainer``, a
+short run of transformers' Trainer (which needs accelerate), with batches of twelve lengths: memo,
+and plain Inductor as the Trainer compiles.
 """
 
 import argparse
+import copy
 import itertools
 import os
+import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import harness
@@ -26,6 +31,8 @@ MODULE = "benchmarks.lengths"
 MODELS = ("llama", "qwen3")
 ARMS = ("memo", "memo-dynamic", "inductor")
 TRAINER_ARMS = ("trainer-memo", "trainer-inductor")
+PARTS = {"new": ARMS, "trainer": TRAINER_ARMS, "steps": ("steps",), "budget": ("budget",)}
+"""What is measured, and by which arms."""
 MAX_NEW_LENGTH_S = 0.2
 """What a new length may cost, the first few apart, on two cores."""
 MAX_TOTAL_RATIO = 0.5
@@ -34,6 +41,17 @@ MAX_COMPILATIONS = 1.5
 """All steps of all lengths, over the first of them."""
 MAX_TRAINER_RATIO = 1.5
 """A run of the Trainer, memo over Inductor."""
+MAX_STEP_RATIO = 1.1
+"""A step by code with symbols, over one by code for its length: the median of pairs."""
+NUM_STEP_LENGTHS, NUM_PAIRS, NUM_WARM_STEPS = 4, 30, 3
+BUDGET_SHARE = 0.8
+"""The budget, of what the longest length takes with everything kept."""
+NUM_PEAKS, NUM_PEAK_STEPS = 8, 3
+MAX_PEAK_OVER_BUDGET = 1.005
+COUNTER_LAG_BYTES = 2 * 128 * 2**10
+"""The kernel's counter of resident memory lags by so much on two cores."""
+MAX_GRADIENT_ERROR = 1e-4
+"""Against eager, of a parameter's own largest entry, in float32."""
 NUM_SETTLING = 3
 """Lengths after which nothing is compiled any more: the first, another, and one of its size."""
 SHORTEST, STEP = 33, 7
@@ -43,7 +61,7 @@ SHORTEST, STEP = 33, 7
 def main() -> int:
     """Run every arm of every model, print the table, write the results, judge."""
     options = arguments()
-    name = "lengths_trainer" if options.trainer else "lengths"
+    name = "lengths" if options.part == "new" else f"lengths_{options.part}"
     return harness.run_benchmark(name, options, measure, run_child)
 
 
@@ -54,14 +72,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--lowering", default="inductor", choices=("inductor", "aten"))
     parser.add_argument("--model", help=argparse.SUPPRESS)
-    parser.add_argument("--trainer", action="store_true", help="a run of transformers' Trainer")
+    parser.add_argument("--part", default="new", choices=tuple(PARTS))
     return parser.parse_args()
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All arms of all models, and the verdict."""
     models = options.models.split(",")
-    kinds = TRAINER_ARMS if options.trainer else ARMS
+    kinds = PARTS[options.part]
     shared = harness.passed_on(options, "lengths", "layers", "hidden", "lowering")
     arms = [
         harness.Arm(
@@ -71,13 +89,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ]
     rounds = harness.interleaved(MODULE, arms, options.rounds)
     results = {name: harness.medians(values) for name, values in rounds.items()}
-    if options.trainer:
-        show_trainer(results)
-        failures = judge_trainer(results, models)
-    else:
-        show(results, models)
-        failures = judge(results, models)
-    return {"results": results, "rounds": rounds, "failures": failures}
+    show, judge = REPORTS[options.part]
+    show(results, models)
+    settings = {
+        name: getattr(options, name) for name in ("lengths", "layers", "hidden", "lowering")
+    }
+    failures = judge(results, models)
+    return {"settings": settings, "results": results, "rounds": rounds, "failures": failures}
 
 
 def order_of(count: int) -> list[int]:
@@ -93,16 +111,20 @@ def _is_coprime(first: int, second: int) -> bool:
 
 
 def run_child(options: argparse.Namespace) -> dict[str, Any]:
+    """What an arm measures."""
+    if options.child in TRAINER_ARMS:
+        return run_trainer(options)
+    others = {"steps": run_steps, "budget": run_budget}
+    return others.get(options.child, run_new_lengths)(options)
+
+
+def run_new_lengths(options: argparse.Namespace) -> dict[str, Any]:
     """Two steps of each length; how long the first took, and how much longer than the second."""
     import torch
 
-    if options.child in TRAINER_ARMS:
-        return run_trainer(options)
     model = make_model(options)
     if options.child in ("memo", "memo-dynamic"):
-        memo_options = {"lowering": options.lowering, "strict": True, "max_plans": options.lengths}
-        dynamic = True if options.child == "memo-dynamic" else None
-        step = torch.compile(model, backend="memo", options=memo_options, dynamic=dynamic)
+        step = compiled(model, options, dynamic=True if options.child == "memo-dynamic" else None)
     else:
         step = torch.compile(model, dynamic=True)
     firsts, firsts_cpu, extras, extras_cpu = [], [], [], []
@@ -137,6 +159,117 @@ def require_planned() -> None:
     report = memo_compile.report()
     if not report.active or report.unplanned_steps:
         raise RuntimeError(f"memo stepped aside:\n{report}")
+
+
+def compiled(model: Any, options: argparse.Namespace, *, dynamic: bool | None, **more: Any) -> Any:
+    """``model`` by memo."""
+    import torch
+
+    known = {"lowering": options.lowering, "strict": True, "max_plans": options.lengths, **more}
+    return torch.compile(model, backend="memo", options=known, dynamic=dynamic)
+
+
+def spread(values: Sequence[int], count: int) -> list[int]:
+    """``count`` of the values, the smallest and the largest among them, in order."""
+    last = len(values) - 1
+    return sorted({sorted(values)[round(at * last / (count - 1))] for at in range(count)})
+
+
+def run_steps(options: argparse.Namespace) -> dict[str, Any]:
+    """Steps of some lengths by code with symbols and by code for the length, in turns."""
+    import torch
+
+    model = make_model(options)
+    lengths = spread(order_of(options.lengths), NUM_STEP_LENGTHS)
+    symbolic = compiled(model, options, dynamic=True)
+    ratios = {}
+    for length in lengths:
+        ids = torch.randint(model.config.vocab_size, (2, length))
+        own = copy.deepcopy(model)
+        special = compiled(own, options, dynamic=False)
+        for _ in range(NUM_WARM_STEPS):
+            _step_s(symbolic, model, ids), _step_s(special, own, ids)
+        pairs = [
+            (_step_s(symbolic, model, ids)[0], _step_s(special, own, ids)[0])
+            for _ in range(NUM_PAIRS)
+        ]
+        ratios[str(length)] = statistics.median(first / second for first, second in pairs)
+        print(f"{length:6} tokens: {ratios[str(length)]:.3f}", file=sys.stderr)
+        require_planned()
+    return {"ratios": ratios}
+
+
+def run_budget(options: argparse.Namespace) -> dict[str, Any]:
+    """All lengths under a budget that the longest exceeds: plans, peaks, gradients."""
+    import torch
+
+    from memo_compile.step.plans import Plan
+
+    model = make_model(options)
+    eager = copy.deepcopy(model)
+    lengths = order_of(options.lengths)
+
+    def ids_of(length: int) -> Any:
+        return torch.randint(model.config.vocab_size, (2, length))
+
+    whole = compiled(copy.deepcopy(model), options, dynamic=False, **_NO_OPTIMIZER)
+    ids = ids_of(max(lengths))
+    whole(input_ids=ids, labels=ids).loss.backward()
+    budget = int(BUDGET_SHARE * harness.memo_plan().peak_bytes)
+    del whole
+    step = compiled(model, options, dynamic=True, memory_budget=budget, **_NO_OPTIMIZER)
+    measured = spread(lengths, NUM_PEAKS)
+    found: dict[str, dict[str, Any]] = {}
+    for length in lengths:
+        ids = ids_of(length)
+        run = one_step(step, model, ids)
+        run()
+        one_step(eager, eager, ids)()
+        plan: Plan = harness.memo_plan()
+        found[str(length)] = {
+            "planned_bytes": plan.peak_bytes,
+            "kept_share": kept_share(plan),
+            "gradient_error": harness.gradient_error(model, eager),
+        }
+        if length in measured:
+            found[str(length)]["peak_bytes"] = peak_of(run, model, ids)
+        print(f"{length:6} tokens: {found[str(length)]}", file=sys.stderr)
+    return {"budget_bytes": budget, "lengths": found}
+
+
+_NO_OPTIMIZER = {"optimizer_state_bytes_per_parameter": 0.0}
+
+
+def one_step(step: Any, model: Any, ids: Any) -> Callable[[], None]:
+    """A forward and a backward with new gradients; the output is dropped."""
+
+    def run() -> None:
+        model.zero_grad()
+        step(input_ids=ids, labels=ids).loss.backward()
+
+    return run
+
+
+def peak_of(run: Callable[[], None], model: Any, ids: Any) -> int:
+    """Physical peak of a step that has run before."""
+    model.zero_grad()
+    with harness.physical_peak("cpu", harness.held_bytes(model, None, [ids])) as peak:
+        for _ in range(NUM_PEAK_STEPS):
+            run()
+    return peak.peak_bytes
+
+
+def kept_share(plan: Any) -> float:
+    """The part of what layers save, in bytes, that stays in memory."""
+    layers = {known.module_path: known.num_layers for known in plan.layer_classes}
+    kept = whole = 0.0
+    for row in plan.decisions:
+        span = re.fullmatch(r"(.*) \[(\d+):(\d+)\]", row.layer_class)
+        count = int(span[3]) - int(span[2]) if span else layers.get(row.layer_class, 1)
+        size = row.bytes * row.token_fraction * count
+        whole += size
+        kept += size * (row.decision == "SAVE")
+    return kept / whole if whole else 1.0
 
 
 def run_trainer(options: argparse.Namespace) -> dict[str, Any]:
@@ -248,11 +381,66 @@ def judge_trainer(results: dict[str, dict[str, Any]], models: list[str]) -> list
     return found
 
 
-def show_trainer(results: dict[str, dict[str, Any]]) -> None:
+def judge_steps(results: dict[str, dict[str, Any]], models: list[str]) -> list[str]:
+    """What misses its bound, in words."""
+    return [
+        f"{model}: a step of {length} tokens takes {ratio:.3f} x that by code for it alone"
+        for model in models
+        for length, ratio in results[f"steps-{model}"]["ratios"].items()
+        if ratio > MAX_STEP_RATIO
+    ]
+
+
+def judge_budget(results: dict[str, dict[str, Any]], models: list[str]) -> list[str]:
+    """What misses its bound, in words."""
+    found = []
+    for model in models:
+        budget, lengths = (results[f"budget-{model}"][key] for key in ("budget_bytes", "lengths"))
+        most = budget * MAX_PEAK_OVER_BUDGET + COUNTER_LAG_BYTES
+        for length, of in lengths.items():
+            if of["planned_bytes"] > budget or of.get("peak_bytes", 0) > most:
+                found.append(f"{model}, {length} tokens: {of}, over the budget of {budget}")
+            if not of["gradient_error"] <= MAX_GRADIENT_ERROR:
+                found.append(
+                    f"{model}, {length} tokens: gradients differ by {of['gradient_error']}"
+                )
+        for shorter, longer in itertools.pairwise(sorted(lengths, key=int)):
+            if lengths[longer]["kept_share"] > lengths[shorter]["kept_share"] + 1e-9:
+                found.append(f"{model}: {longer} tokens keep a larger share than {shorter}")
+    return found
+
+
+def show_steps(results: dict[str, dict[str, Any]], models: list[str]) -> None:
+    """The table."""
+    rows = [
+        [model, length, f"{ratio:.3f}"]
+        for model in models
+        for length, ratio in results[f"steps-{model}"]["ratios"].items()
+    ]
+    title = "a step by code with symbols, over one by code for its length"
+    harness.print_table(title, ["model", "tokens", "ratio"], rows)
+
+
+def show_budget(results: dict[str, dict[str, Any]], models: list[str]) -> None:
+    """The table."""
+    rows = []
+    for model in models:
+        found: Mapping[str, Any] = results[f"budget-{model}"]
+        for length, of in sorted(found["lengths"].items(), key=lambda item: int(item[0])):
+            sizes = (of["planned_bytes"], of.get("peak_bytes"), found["budget_bytes"])
+            shown = ["" if size is None else f"{size / 2**20:.2f} MiB" for size in sizes]
+            rows.append([model, length, *shown, f"{of['kept_share']:.3f}"])
+            rows[-1].append(f"{of['gradient_error']:.1e}")
+    columns = ["model", "tokens", "planned", "measured", "budget", "share kept", "gradient error"]
+    harness.print_table("lengths under one budget", columns, rows)
+
+
+def show_trainer(results: dict[str, dict[str, Any]], models: list[str]) -> None:
     """The table."""
     rows = [
         [name, *(f"{of[key]:.1f} s" for key in ("train_s", "train_cpu_s"))]
         for name, of in results.items()
+        if name.rpartition("-")[2] in models
     ]
     harness.print_table("a run of transformers' Trainer", ["arm", "seconds", "processor"], rows)
 
@@ -270,6 +458,15 @@ def show(results: dict[str, dict[str, Any]], models: list[str]) -> None:
     title = "seconds beyond a step for a new sequence length"
     columns += ["all lengths", "first", f"next {NUM_SETTLING - 1}", "all: processor"]
     harness.print_table(title, columns, rows)
+
+
+REPORTS = {
+    "new": (show, judge),
+    "trainer": (show_trainer, judge_trainer),
+    "steps": (show_steps, judge_steps),
+    "budget": (show_budget, judge_budget),
+}
+"""Per part how its results are shown, and what is asked of them."""
 
 
 if __name__ == "__main__":

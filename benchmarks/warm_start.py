@@ -107,7 +107,7 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
         result["num_recalled"] = capture_memory.counts.recalled
         result["plan_sha256"] = digest(json.loads(to_json(plan)))
         eager(input_ids=ids, labels=ids).loss.backward()
-        result["gradient_error"] = gradient_error(model, eager)
+        result["gradient_error"] = harness.gradient_error(model, eager)
     return result
 
 
@@ -115,15 +115,6 @@ def processor_s() -> float:
     """Processor time of this process and of those that it has waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
-
-
-def gradient_error(ours: Any, eager: Any) -> float:
-    """The largest difference of two gradients, relative to that parameter's own largest entry."""
-    found = 0.0
-    for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
-        difference = float((mine.grad - theirs.grad).abs().max())
-        found = max(found, difference / max(float(theirs.grad.abs().max()), 1e-30))
-    return found
 
 
 def digest(plan: Mapping[str, Any]) -> str:

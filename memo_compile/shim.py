@@ -28,8 +28,7 @@ from torch._dynamo.variables.torch_function import torch_function_mode_stack_sta
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext, tracing
 from torch._guards import detect_fake_mode as detect_fake_mode
-from torch._inductor import cpu_vec_isa, ir, lowering
-from torch._inductor.async_compile import AsyncCompile
+from torch._inductor import ir, lowering
 from torch._inductor.codegen import common as _codegen_common
 from torch._inductor.codegen.wrapper import AllocateLine as AllocateLine
 from torch._inductor.codegen.wrapper import ExternKernelAllocLine as ExternKernelAllocLine
@@ -112,55 +111,6 @@ def own_tracing_context(examples: Sequence[Any]) -> contextlib.AbstractContextMa
 NO_GRAPH_CACHE: dict[str, Any] = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 """Turns these caches off: on a hit neither partitioner nor wrapper runs. ``force_disable_caches``
 would give each compilation an empty folder, in which Inductor builds its C++ headers anew."""
-
-
-@contextlib.contextmanager
-def kernels_in_background() -> Iterator[None]:
-    """Kernels of all graphs lowered inside compile side by side; they are ready at the end.
-
-    A generated module ends in a wait for its own kernels; here all waits come last. Inside, the
-    modules cannot run.
-    """
-    waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
-    with _compiles_with({"wait": lambda self, scope: waiting.append((self, scope))}):
-        yield
-    for compiler, scope in waiting:
-        compiler.wait(scope)
-
-
-_COMPILERS = ("cpp", "cpp_pybinding", "halide", "triton", "multi_kernel", "pallas", "cuda", "rocm")
-"""AsyncCompile's methods that turn a kernel's source into something that runs; 2.11, 2.13."""
-
-
-@contextlib.contextmanager
-def without_kernels(*, without_vectors: bool = False) -> Iterator[None]:
-    """Graphs become wrapper code inside, without compiled kernels: what is lowered cannot run.
-
-    Inductor finds out which vector instructions there are by compiling for each and by starting
-    Python to load that; ``without_vectors`` says that there are none.
-    """
-    names = (name for name in (*_COMPILERS, "wait") if name in vars(AsyncCompile))
-    known = cpu_vec_isa.valid_vec_isa_list
-    if without_vectors:
-        cpu_vec_isa.valid_vec_isa_list = lambda: []  # type: ignore[assignment]
-    try:
-        with _compiles_with(dict.fromkeys(names, lambda *_, **__: None)):
-            yield
-    finally:
-        cpu_vec_isa.valid_vec_isa_list = known
-
-
-@contextlib.contextmanager
-def _compiles_with(methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """AsyncCompile has ``methods`` in place of its own inside."""
-    before = {name: vars(AsyncCompile)[name] for name in methods}
-    for name, method in methods.items():
-        setattr(AsyncCompile, name, method)
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(AsyncCompile, name, method)
 
 
 def inductor_patch(settings: dict[str, Any]) -> contextlib.AbstractContextManager[None]:

@@ -130,14 +130,18 @@ def vector_probe() -> list[str] | None:
 def probe_vectors(all_work: bool) -> bool:
     """Find the vector instructions that kernels use: True where all that the processor has work.
 
-    With ``all_work`` that is believed, and no program runs. Torch asks once in a process.
+    With ``all_work`` that is believed, and no program runs. Else torch's list begins with the
+    widest, which have the others among them: where these work, no program runs for others (a
+    compiler or a torch of old may lack the widest, not those before). Torch asks once in a process.
     """
+    flags = set(cpu_vec_isa.x86_isa_checker())
+    sets = [
+        known for known in cpu_vec_isa.supported_vec_isa_list if set(str(known).split()) <= flags
+    ]
+    all_work = all_work or bool(sets and sets[0])
     believed = {"cpp.vec_isa_ok": True} if all_work else {}
     with inductor_config.patch(believed):
-        found = cpu_vec_isa.valid_vec_isa_list()
-    flags = cpu_vec_isa.x86_isa_checker()
-    sets = (str(known).split() for known in cpu_vec_isa.supported_vec_isa_list)
-    return len(found) == sum(set(names) <= set(flags) for names in sets)
+        return len(cpu_vec_isa.valid_vec_isa_list()) == len(sets)
 
 
 def other_code(compiled: Any) -> Path | None:

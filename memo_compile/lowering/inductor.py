@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from memo_compile import shim, shim_cache
+from memo_compile import shim, shim_cache, shim_kernels
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.analysis.views import results_of
 from memo_compile.lowering import aten
@@ -118,7 +118,8 @@ def session(settings: Mapping[str, Any]) -> Iterator[None]:
     with (
         shim.inductor_patch({**settings, **INDUCTOR_SETTINGS}),
         shim.functorch_patch(bundled_autograd_cache=False),  # with it Inductor caches no graph
-        shim.kernels_in_background(),
+        shim_kernels.quick_strides(),
+        shim_kernels.kernels_in_background(),
     ):
         yield
 

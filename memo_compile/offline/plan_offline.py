@@ -15,7 +15,7 @@ from typing import Any, Never
 import torch
 from torch import fx
 
-from memo_compile import shim
+from memo_compile import shim, shim_kernels
 from memo_compile.analysis.structure import GRADIENT
 from memo_compile.backends.capture import StepCapture, next_graph_name
 from memo_compile.config import MemoConfig, resolve
@@ -282,7 +282,7 @@ def not_tracing(other: OtherLength, *, hardware: HardwareProfile | None) -> Iter
 
 def _without_kernels(hardware: HardwareProfile | None) -> contextlib.AbstractContextManager[None]:
     plain = hardware is not None and hardware.name != "cpu"
-    return shim.without_kernels(without_vectors=plain)
+    return shim_kernels.without_kernels(without_vectors=plain)
 
 
 def offline_facts(known: StepKnowledge) -> OfflineFacts:

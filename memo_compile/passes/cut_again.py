@@ -18,7 +18,7 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.structure import spec_of
-from memo_compile.analysis.views import is_view, storage_of
+from memo_compile.analysis.views import is_view, storage_of, viewed
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.passes.at_numbers import SIZES, Said, is_fixed, words_of
 from memo_compile.passes.cut import Cut, CutCall, content_of
@@ -245,9 +245,22 @@ class _Again:
             return value if is_fixed(said.value) else self.fakes.like(said.value, self.number)
         if node.op != "call_function":
             return value
+        if said is not None and _is_plain_view(said.value, viewed(made).meta["val"]):
+            return self.fakes.view(viewed(made).meta["val"], said.value, self.number)
         args, kwargs = fx.node.map_arg((made.args, made.kwargs), lambda of: of.meta["val"])
         with self.fakes.mode:
             return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _is_plain_view(said: Any, source: Any) -> bool:
+    """True for elements of ``source`` in the layout that the symbols say.
+
+    The stride of a dimension of one element is any number: then torch is asked.
+    """
+    if not isinstance(said, torch.Tensor) or not isinstance(source, torch.Tensor):
+        return False
+    is_seen_alike = said.dtype is source.dtype and not (said.is_conj() or said.is_neg())
+    return is_seen_alike and not any(isinstance(n, int) and n == 1 for n in said.shape)
 
 
 def _leaves(node: fx.Node) -> Iterator[Any]:

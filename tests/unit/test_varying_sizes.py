@@ -8,7 +8,7 @@ from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memo_compile import shim
+from memo_compile import shim, shim_kernels
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering import inductor
@@ -141,7 +141,7 @@ def region_of(n: int, *, width: int = 8, rows: int = 2, mixes: bool = False) -> 
 
 def lowered_by(regions: VaryingRegions, region: RegionGraph, *numbers: int) -> LoweredRegion:
     copied = dataclasses.replace(region, gm=shim.copied(region.gm))
-    with varying(regions, numbers), inductor.session({}), shim.without_kernels():
+    with varying(regions, numbers), inductor.session({}), shim_kernels.without_kernels():
         return regions.lower(
             region,
             poison=True,

@@ -1,0 +1,288 @@
+"""Private torch APIs that compile Inductor's kernels. Read in torch 2.11.0 and 2.13.0.
+
+A kernel takes the C++ compiler 0.1 s. Its headers take 2 s, or 0.6 where they are precompiled,
+which takes 6. So kernels of regions that are lowered together share a file, where torch has one for
+each: torch's source and torch's Python binding, each kernel under a name of its own. The compiler
+makes the same instructions of them. The library lies in torch's cache, and again under the name of
+each kernel in it (hard links), where the next process finds those that it needs.
+"""
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import codecache, cpu_vec_isa
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
+from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture, get_path
+from torch._inductor.codegen import cpp
+from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+from torch._inductor.utils import clear_on_fresh_cache
+
+log = logging.getLogger("memo")
+
+MAX_KERNELS = 20
+"""Kernels of one file: they take about as long as its headers; files compile side by side."""
+
+MAX_FILES = 4
+"""After so many files in a process their headers are precompiled, which takes as long as four."""
+
+_HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
+_BINDING_HEADERS = ("<Python.h>", "<sstream>", "<cstdlib>", "<cerrno>")
+"""What torch's binding includes: here outside of the namespace of each."""
+_plain = vars(AsyncCompile)["cpp_pybinding"]
+
+
+@contextlib.contextmanager
+def kernels_in_background() -> Iterator[None]:
+    """Kernels of all graphs lowered inside compile in few files; they are ready at the end.
+
+    A generated module ends in a wait for its own kernels; here all waits come last. Inside, the
+    modules cannot run.
+    """
+    waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
+    files = _Files()
+    methods: dict[str, Callable[..., Any]] = {
+        "wait": lambda self, scope: waiting.append((self, scope))
+    }
+    if vars(AsyncCompile)["cpp_pybinding"] is _plain:  # else nothing is to be compiled
+        methods["cpp_pybinding"] = lambda self, *source: files.kernel(self, *source)
+    with _compiles_with(methods):
+        yield
+    files.compile()
+    for compiler, scope in waiting:
+        compiler.wait(scope)
+
+
+_COMPILERS = ("cpp", "cpp_pybinding", "halide", "triton", "multi_kernel", "pallas", "cuda", "rocm")
+"""AsyncCompile's methods that turn a kernel's source into something that runs; 2.11, 2.13."""
+
+
+@contextlib.contextmanager
+def quick_strides() -> Iterator[None]:
+    """Inside, Inductor finds strides of indices that are polynomials by expanding them.
+
+    It lets sympy simplify each, which takes half of the time in which it writes a region's code
+    with symbols. A difference of polynomials is 0 or 1 where its expanded form is (2.11, 2.13).
+    """
+    module: Any = cpp
+    plain = module.stride_at_vec_range
+
+    @functools.lru_cache(maxsize=4096)
+    def stride(index: Any, var: Any, vec_length: int | None = None) -> Any:
+        if not all(map(_is_polynomial, sympy.preorder_traversal(index))):
+            return plain(index, var, vec_length)
+        return sympy.expand(index.xreplace({var: var + 1}) - index)
+
+    module.stride_at_vec_range = stride
+    try:
+        yield
+    finally:
+        module.stride_at_vec_range = plain
+
+
+def _is_polynomial(part: Any) -> bool:
+    """True for a part of an expression that a polynomial may have."""
+    is_power = part.is_Pow and part.exp.is_Integer and part.exp.is_nonnegative
+    return bool(part.is_Add or part.is_Mul or part.is_Symbol or part.is_Integer or is_power)
+
+
+@contextlib.contextmanager
+def without_kernels(*, without_vectors: bool = False) -> Iterator[None]:
+    """Graphs become wrapper code inside, without compiled kernels: what is lowered cannot run.
+
+    Inductor finds out which vector instructions there are by compiling for each and by starting
+    Python to load that; ``without_vectors`` says that there are none.
+    """
+    names = (name for name in (*_COMPILERS, "wait") if name in vars(AsyncCompile))
+    known = cpu_vec_isa.valid_vec_isa_list
+    if without_vectors:
+        cpu_vec_isa.valid_vec_isa_list = lambda: []  # type: ignore[assignment]
+    try:
+        with _compiles_with(dict.fromkeys(names, lambda *_, **__: None)):
+            yield
+    finally:
+        cpu_vec_isa.valid_vec_isa_list = known
+
+
+@contextlib.contextmanager
+def _compiles_with(methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """AsyncCompile has ``methods`` in place of its own inside."""
+    before = {name: vars(AsyncCompile)[name] for name in methods}
+    for name, method in methods.items():
+        setattr(AsyncCompile, name, method)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(AsyncCompile, name, method)
+
+
+@clear_on_fresh_cache
+class _File(CppPythonBindingsCodeCache):
+    """A library of several kernels; what is loaded is where it lies."""
+
+    cache: dict[str, Any] = {}  # noqa: RUF012  torch's own is none of ours
+    cache_clear = staticmethod(cache.clear)
+    num_made = 0
+
+    @classmethod
+    def _get_uncompiled_header(cls, device: str) -> str | None:
+        """The header to be precompiled: one that was made on this machine takes 0.6 s."""
+        cls.num_made += 1
+        known = any(Path(codecache._HEADER_DIR).glob("*.[gp]ch"))
+        is_worth = known or cls.num_made > MAX_FILES
+        return super()._get_uncompiled_header(device) if is_worth else None
+
+    @classmethod
+    def _load_library_inner(cls, path: str, key: str) -> Any:
+        return SimpleNamespace(path=path)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Shared:
+    """A file that is being filled, then one that is compiled."""
+
+    sections: dict[str, str] = field(default_factory=dict)
+    """By a kernel's name its source and its binding."""
+    load: Callable[[], Any] | None = None
+    path: str = ""
+
+    def start(self) -> None:
+        """Compile it, in the background where torch does so."""
+        includes = "".join(f"#include {header}\n" for header in _BINDING_HEADERS)
+        text = f"{_HEADER}#define PY_SSIZE_T_CLEAN\n{includes}{''.join(self.sections.values())}"
+        submit = AsyncCompile.submit if get_compile_threads() > 1 else None
+        self.load = _File.load_async(text, submit_fn=submit)
+
+    def library(self) -> str:
+        """Its path, once it is compiled; each kernel is found by its name from now on."""
+        assert self.load is not None, "files are compiled before their kernels are waited for"
+        if not self.path:
+            self.path = self.load().path
+            for own in map(_path_of, self.sections):
+                own.parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(OSError):  # it is there, or cannot be linked
+                    os.link(self.path, own)
+        return self.path
+
+
+class _Files:
+    """The files of the kernels of one session."""
+
+    def __init__(self) -> None:
+        self._filling = _Shared()
+        self._known: dict[str, LambdaFuture] = {}
+
+    def kernel(self, compiler: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
+        """In place of ``AsyncCompile.cpp_pybinding``: the kernel, once it is waited for."""
+        if not _is_one_function(source_code):
+            return _plain(compiler, argtypes, source_code)
+        kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
+        name = _name_of(argtypes, source_code)
+        if name not in self._known:
+            self._known[name] = LambdaFuture(self._loaded(name, argtypes, source_code))
+        return self._known[name]
+
+    def _loaded(self, name: str, argtypes: list[str], source_code: str) -> Callable[[], Any]:
+        """What gives the kernel; where anything is not as it was read in torch, torch's own."""
+        try:
+            get = self._get(name, argtypes, source_code)
+        except Exception as error:
+            return functools.partial(_by_torch, argtypes, source_code, error)
+
+        def loaded() -> Any:
+            try:
+                return get()
+            except Exception as error:
+                return _by_torch(argtypes, source_code, error)
+
+        return loaded
+
+    def _get(self, name: str, argtypes: list[str], source_code: str) -> Callable[[], Any]:
+        path = _path_of(name)
+        entry = _entry(name)
+        if path.exists():
+            loaded = entry._load_library(str(path), name)
+            return lambda: getattr(loaded, name)
+        shared = self._filling
+        shared.sections[name] = _section(entry, argtypes, source_code)
+        if len(shared.sections) == MAX_KERNELS:
+            self.compile()
+        return lambda: getattr(entry._load_library(shared.library(), name), name)
+
+    def compile(self) -> None:
+        """Begin to compile what has been asked for."""
+        if self._filling.sections:
+            self._filling.start()
+            self._filling = _Shared()
+
+
+def _by_torch(argtypes: list[str], source_code: str, error: Exception) -> Any:
+    log.info("memo: a kernel is compiled by itself: %s: %s", type(error).__name__, error)
+    return CppPythonBindingsCodeCache.load_pybinding(argtypes, source_code)
+
+
+def _is_one_function(source_code: str) -> bool:
+    """True for what Inductor writes for loops: it can stand in a file with others."""
+    before, _, code = source_code.partition(_HEADER)
+    is_alone = code.count('extern "C"') == 1 and "#include" not in code and "#define" not in code
+    return not before.strip() and code.lstrip().startswith('extern "C"') and is_alone
+
+
+def _name_of(argtypes: Sequence[str], source_code: str) -> str:
+    """What stands for a kernel, in the code and in the cache."""
+    said = repr((torch.__version__, argtypes, source_code, _command(cpu_vec_isa.pick_vec_isa())))
+    return f"k{hashlib.sha256(said.encode()).hexdigest()[:48]}"
+
+
+def _command(instructions: Any) -> str:
+    """How the compiler is called, as torch's own key has it."""
+    flags: dict[str, Any] = _File.cpp_compile_command_flags
+    options = CppTorchDeviceOptions(device_type="cpu", vec_isa=instructions, **flags)
+    return str(CppBuilder(name="o", sources="i", BuildOption=options).get_command_line())
+
+
+def _path_of(name: str) -> Path:
+    """Where the library of a kernel is found by its name."""
+    return Path(get_path(name, "so")[2])
+
+
+def _entry(name: str) -> Any:
+    """Torch's class for a kernel that is called ``name``."""
+    members = {"entry_function": name, "call_entry_function": f"{name}({{}}); Py_RETURN_NONE;"}
+    return type("Entry", (CppPythonBindingsCodeCache,), members)
+
+
+def _section(entry: Any, argtypes: Sequence[str], source_code: str) -> str:
+    """A kernel and its binding as a part of a file.
+
+    Rewrite:
+        #include <cpp_prefix.h>           #define kernel k12ab
+        extern "C" void kernel(...)   ->  extern "C" void kernel(...)
+                                          #undef kernel
+                                          namespace k12ab_binding { PyInit_k12ab ... }
+    """
+    texts: list[str] = []
+
+    def keep(text: str, *_: Any, **__: Any) -> Callable[[], None]:
+        texts.append(text)
+        return lambda: None
+
+    entry.load_async = keep
+    entry.load_pybinding_async(argtypes, "")
+    del entry.load_async
+    (binding,) = texts
+    name = entry.entry_function
+    own = source_code.replace(_HEADER, "", 1)
+    return (
+        f"#define kernel {name}\n{own}\n#undef kernel\nnamespace {name}_binding {{\n{binding}\n}}\n"
+    )
