@@ -61,6 +61,10 @@ class Computing:
     def gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self.ours.parameters()]
 
+    def gradients_of(self, seed: int) -> Sequence[torch.Tensor]:
+        """Those of one step, beside ``.grad``; nothing has waited for them."""
+        return torch.autograd.grad(self.compiled(rows_of(seed).to(CUDA)), [*self.ours.parameters()])
+
     def wanted(self, seed: int) -> Sequence[torch.Tensor]:
         """The eager twin's gradients."""
         return torch.autograd.grad(self.eager(rows_of(seed)), [*self.eager.parameters()])

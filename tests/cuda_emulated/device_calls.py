@@ -2,6 +2,7 @@
 
 import ctypes
 import enum
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -145,6 +146,7 @@ def shadow(address: int) -> int:
 
 
 _waiting: dict[int, Callable[[], None]] = {}
+_numbers = itertools.count(1)
 
 
 @_FUNCTION
@@ -154,7 +156,7 @@ def _run(number: int) -> None:
 
 def launch(run: Callable[[], None]) -> None:
     """``run`` as a kernel of the current stream."""
-    number = max(_waiting, default=0) + 1
+    number = next(_numbers)
     _waiting[number] = run
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     _device.memo_device_call(stream, _run, ctypes.c_long(number))
