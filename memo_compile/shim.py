@@ -292,6 +292,11 @@ def inductor_settings() -> Collection[str]:
     return inductor_config._config  # type: ignore[attr-defined]
 
 
+def inductor_uses_cuda_graphs() -> bool:
+    """Inductor's own setting, as it is now."""
+    return bool(inductor_config.triton.cudagraphs)
+
+
 @contextlib.contextmanager
 def fresh_static_tracing() -> Iterator[TracingContext]:
     """A tracing context for compiling at run time, outside Dynamo: all sizes are numbers."""

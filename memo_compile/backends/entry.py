@@ -42,6 +42,7 @@ from memo_compile.errors import (
     ConfigError,
     MemoError,
     RanksDisagree,
+    RuntimeMisuse,
     UnsupportedGraph,
     described,
     nearest,
@@ -58,6 +59,8 @@ NO_COMPILER = (
     "{}. Install g++ or name a compiler in the environment variable CXX; "
     "options={{'lowering': 'aten'}} runs the model operator by operator, and needs none"
 )
+CUDA_GRAPHS = "triton.cudagraphs"
+"""Inductor's setting behind ``mode="reduce-overhead"``."""
 
 
 def memo(
@@ -99,9 +102,8 @@ def _compiled(
         caches = config.cache and shim_cache.caches_graphs()
         config = dataclasses.replace(config, cache=caches)
         _require_usable(config)
-        if config.mode == "reduce-overhead":
-            note = "mode='reduce-overhead': CUDA graphs are not used together with the arena"
-            state.warn_once(note)
+        if asked := _asks_for_cuda_graphs(config):
+            state.warn_once(f"{asked}: CUDA graphs are not used together with the arena")
         _note_distributed()
         if any(_is_unplannable(value) for value in example_inputs):
             error = UnsupportedGraph("an input is a nested or a sparse tensor")
@@ -318,12 +320,27 @@ def _note_distributed() -> None:
         )
 
 
+def _asks_for_cuda_graphs(config: MemoConfig) -> str:
+    """The option that asks for CUDA graphs; "" where none does."""
+    if config.mode == "reduce-overhead":
+        return "mode='reduce-overhead'"
+    default = shim.inductor_uses_cuda_graphs()
+    return CUDA_GRAPHS if config.inductor_options.get(CUDA_GRAPHS, default) else ""
+
+
 def _require_usable(config: MemoConfig) -> None:
     """What only this machine and this torch can tell of the options.
 
     A folder to offload to is needed only where something is offloaded, so one that is not there is
     a note. Raises ConfigError: Inductor has no such setting, or compiled autograd is on.
+    Raises RuntimeMisuse: a CUDA graph is being captured.
     """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeMisuse(
+            "a model was first called while a CUDA graph is captured. To compile it kernels run, "
+            "and the host waits for them; and a planned step is not captured afterwards either. "
+            "Take it out of torch.cuda.graph and make_graphed_callables"
+        )
     if shim.compiles_autograd():
         raise ConfigError(COMPILED_AUTOGRAD)
     settings = shim.inductor_settings()

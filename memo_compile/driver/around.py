@@ -1,6 +1,8 @@
 """What belongs to a model beside the blocks of a group: embeddings, a head, their gradients."""
 
 import gc
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +19,7 @@ def parameters_around(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """The other parameters of the largest module that has all of ``parameters``.
 
     Nothing leads from a block to the model around it, so that all modules of the process are looked
-    at: that takes some tens of milliseconds, once for each plan of a group.
+    at: that takes a tenth of a second or two, once for each plan of a group.
     """
     own = {id(parameter) for parameter in parameters}
     largest: list[nn.Parameter] = []
@@ -145,10 +147,24 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _modules() -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """All modules of the process, and their parameters."""
-    for found in gc.get_objects():
-        if issubclass(type(found), nn.Module):  # isinstance asks dead proxies
+    """All modules of the process, and their parameters.
+
+    No list of all objects outlives the one call that makes it, which runs no Python code: while a
+    list holds a tuple that another thread is just making from a generator, Python raises
+    SystemError in that thread.
+    """
+    classes = frozenset(_with_subclasses(nn.Module))
+    objects = itertools.chain.from_iterable(map(operator.call, (gc.get_objects,)))
+    there = set(filter(classes.__contains__, map(type, objects)))
+    for found in gc.get_referrers(*there):
+        if type(found) in there:
             yield found, list(found.parameters())
+
+
+def _with_subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    for derived in cls.__subclasses__():
+        yield from _with_subclasses(derived)
 
 
 def _whole_bytes(parameter: nn.Parameter) -> int:

@@ -19,7 +19,7 @@ import torch
 from memo_runtime.copies import Lane
 from memo_runtime.instructions import Instruction, Running, StartReload, WaitCopy
 from memo_runtime.leases import Lease, StepCounters, leases
-from memo_runtime.run_step import RunHalf, StepError, StepPlan, run_forward
+from memo_runtime.run_step import RunHalf, StepError, StepPlan, refuse_capture, run_forward
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,8 +45,9 @@ class GroupPlan:
         self.members[0].reserve()
 
     def begin(self) -> "GroupStep":
-        """The frame is taken; no member has run. Raises as ``StepPlan.lease``."""
+        """The frame is taken; no member has run. Raises as ``run_forward``, and what a lease does."""
         first = self.members[0]
+        refuse_capture(first.device)
         frame = first.lease()
         if first.heap is not None:
             first.heap.begin(frame.slab.occupy(first.arena_bytes))

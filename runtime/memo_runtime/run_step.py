@@ -178,8 +178,10 @@ def run_forward(plan: StepPlan, args: list[Any], member: Lease | None = None) ->
     """The forward's results; saved activations stay in the frame under the returned handle.
 
     ``args`` is emptied, so that inputs can be freed while the step runs. ``member`` is the hold of
-    a group's member on the group's frame; without it the step takes a frame of its own.
+    a group's member on the group's frame; without it the step takes a frame of its own. Raises
+    StepError: the current stream is being captured.
     """
+    refuse_capture(plan.device)
     lease = plan.lease() if member is None else member
     lease.plan = plan
     try:
@@ -202,6 +204,16 @@ def run_forward(plan: StepPlan, args: list[Any], member: Lease | None = None) ->
     except BaseException:
         lease.release()
         raise
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raises StepError: what the current stream of ``device`` is given goes into a CUDA graph."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise StepError(
+            "memo: a planned step cannot be captured into a CUDA graph: its frames are lent to one "
+            "step after another, whose copies and streams wait for each other. Take it out of "
+            "torch.cuda.graph and make_graphed_callables, or compile it without memo."
+        )
 
 
 def _apart(result: Any) -> Any:
@@ -248,8 +260,8 @@ def begin_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> Back
 
     The step is finished by the plan that its forward ran with, which may be an older one than
     ``plan``; both take the same ``args``. With ``keep_graph`` the frame is as before afterwards, so
-    that the backward can run again. Raises StepError: the step's frame is gone; nothing has been
-    overwritten.
+    that the backward can run again. Raises StepError: the step's frame is gone, or the current
+    stream is being captured; nothing has been overwritten.
     """
     lease = leases.find(args[plan.backward.arguments.index(plan.backward.handle)])
     if lease is None:
@@ -264,6 +276,7 @@ def begin_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> Back
             "activations belong to the parent. Run forward and backward in one process."
         )
     plan = lease.plan
+    refuse_capture(plan.device)
     half = plan.backward
     env = _environment(half, args)
     if any(tensor._version != version for tensor, version in lease.checked):

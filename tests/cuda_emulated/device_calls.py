@@ -2,6 +2,7 @@
 
 import ctypes
 import enum
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ _device.memo_device_time.restype = ctypes.c_double
 _device.memo_device_shadow.restype = ctypes.c_void_p
 _device.memo_device_log_read.restype = ctypes.c_long
 _device.memo_device_pinned_bytes.restype = ctypes.c_long
+_device.memo_device_busy.restype = ctypes.c_long
+_device.memo_device_requests.restype = ctypes.c_long
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_long)
 
 
@@ -76,9 +79,36 @@ def limit_device(num_bytes: int) -> None:
     _device.memo_device_limit(ctypes.c_size_t(num_bytes))
 
 
+def refuse(first: int, number: int = -1) -> None:
+    """Requests for memory are refused from ``first`` on (0: the next), ``number`` or all of them.
+
+    Of the device's memory, and of pinned memory; torch's cache asks only where it has none.
+    """
+    _device.memo_device_refuse(ctypes.c_long(first), ctypes.c_long(number))
+
+
+def grant() -> int:
+    """No request is refused any more; returns how many there were since ``refuse``."""
+    made = _device.memo_device_requests()
+    refuse(-1)
+    return made
+
+
 def time_s() -> float:
     """The host's virtual clock."""
     return _device.memo_device_time()
+
+
+def set_speeds(kernel_s: float = 0.0, link_bytes_per_s: float = 0.0) -> None:
+    """Each kernel takes so long from now on, copies to pinned memory are so fast; 0: as at first."""
+    _device.memo_device_speeds(ctypes.c_double(kernel_s), ctypes.c_double(link_bytes_per_s))
+
+
+def busy_s() -> list[float]:
+    """Seconds of all work of each stream, by its number; 0 is the default stream."""
+    found = (ctypes.c_double * _device.memo_device_busy(None, 0))()
+    _device.memo_device_busy(found, len(found))
+    return list(found)
 
 
 def run_at_once() -> None:
@@ -116,6 +146,7 @@ def shadow(address: int) -> int:
 
 
 _waiting: dict[int, Callable[[], None]] = {}
+_numbers = itertools.count(1)
 
 
 @_FUNCTION
@@ -125,7 +156,7 @@ def _run(number: int) -> None:
 
 def launch(run: Callable[[], None]) -> None:
     """``run`` as a kernel of the current stream."""
-    number = max(_waiting, default=0) + 1
+    number = next(_numbers)
     _waiting[number] = run
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     _device.memo_device_call(stream, _run, ctypes.c_long(number))

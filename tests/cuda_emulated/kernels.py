@@ -20,6 +20,14 @@ OPERATORS = (
 )
 """Those that the small steps of ``tests.steps.moving`` launch."""
 
+STACK_OPERATORS = (
+    *("addmm", "addmm.out", "mm", "mm.out", "sum.IntList_out", "mean", "mean.out", "mean.dim"),
+    *("sub.Tensor", "sub.out", "div.Tensor", "div.out", "pow.Tensor_Scalar"),
+    *("pow.Tensor_Scalar_out", "tanh", "tanh.out", "erf", "erf.out", "exp", "exp.out"),
+    *("rsqrt", "rsqrt.out", "var_mean.correction", "var_mean.correction_out"),
+)
+"""With OPERATORS, those of steps of ``tests.numerics.small.Stack``, lowered op by op."""
+
 FILLS = ("fill_.Scalar", "zero_")
 """By which Inductor learns the values of constants, when it folds them."""
 
@@ -55,27 +63,36 @@ def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
             for declared, value in zip(op._schema.arguments, args, strict=False)
             if declared.name in written
         ] + [kwargs[name] for name in written if name in kwargs]
-        made = targets[0] if targets else _result(op, args, kwargs)
+        result = None if targets else _result(op, args, kwargs)
+        made = targets or [*_on_device(result)]
         for tensor in _on_device((args, kwargs)):
             _say(Did.READ, tensor)
-        _say(Did.WRITE, made)
+        for tensor in made:
+            _say(Did.WRITE, tensor)
         seen_args, seen_kwargs = _seen(args), _seen(kwargs)
-        seen_made = None if targets else _seen(made)
+        seen_result = None if targets else [*_tensors(_seen(result))]
 
         def compute() -> None:
             with torch.no_grad(), torch._C._DisableTorchDispatch():
-                result = op(*seen_args, **seen_kwargs)
-                if seen_made is not None:
-                    seen_made.copy_(result)
+                found = op(*seen_args, **seen_kwargs)
+                if seen_result is not None:
+                    for to, value in zip(seen_result, _tensors(found), strict=True):
+                        to.copy_(value)
 
-        launch(compute if made.nbytes <= MOST_BYTES else lambda: None)
-        return made
+        launch(compute if all(one.nbytes <= MOST_BYTES for one in made) else lambda: None)
+        if not targets:
+            return result
+        return targets[0] if len(targets) == 1 else tuple(targets)
 
     return run
 
 
-def _result(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> torch.Tensor:
-    shape = op(*_mapped(args, _as_meta), **_mapped(kwargs, _as_meta))
+def _result(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """What ``op`` returns, on the device; nothing is in it yet."""
+    return _mapped(op(*_mapped(args, _as_meta), **_mapped(kwargs, _as_meta)), _as_made)
+
+
+def _as_made(shape: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device="cuda")
 
 
@@ -107,12 +124,15 @@ def _say(did: Did, tensor: torch.Tensor) -> None:
 
 
 def _on_device(values: Any) -> Iterator[torch.Tensor]:
+    return (tensor for tensor in _tensors(values) if tensor.is_cuda)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
     if isinstance(values, torch.Tensor):
-        if values.is_cuda:
-            yield values
+        yield values
     elif isinstance(values, tuple | list | dict):
         for value in values.values() if isinstance(values, dict) else values:
-            yield from _on_device(value)
+            yield from _tensors(value)
 
 
 def _mapped(values: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

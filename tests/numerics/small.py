@@ -97,17 +97,22 @@ class Calls:
             raise self.error(f"injected at region call {number}")
 
 
-def watched_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Every instruction of every step goes through the returned counter first."""
+def watched_calls(monkeypatch: pytest.MonkeyPatch, *, behind: bool = False) -> Calls:
+    """Every instruction of every step goes through the returned counter first.
+
+    With ``behind`` once more when it has run: even numbers are before one, odd ones after it.
+    """
     calls = Calls()
     for kind in get_args(Instruction):
-        monkeypatch.setattr(kind, "execute", _entering(calls, kind.execute))
+        monkeypatch.setattr(kind, "execute", _entering(calls, kind.execute, behind))
     return calls
 
 
-def _entering(calls: Calls, execute: Callable) -> Callable:
+def _entering(calls: Calls, execute: Callable, behind: bool) -> Callable:
     def enter(instruction, running) -> None:
         calls.enter()
         execute(instruction, running)
+        if behind:
+            calls.enter()
 
     return enter

@@ -497,18 +497,25 @@ def test_data_dependent_shape_inside_a_graph_is_reported():
     assert any("only known at run time" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("mode", ["default", "max-autotune", "reduce-overhead"])
-def test_modes_are_accepted(mode, monkeypatch, caplog):
-    """Row 34: one warning for reduce-overhead, none for the others."""
+@pytest.mark.parametrize(
+    ("chosen", "asks"),
+    [
+        ({"mode": "max-autotune"}, ""),
+        ({"mode": "reduce-overhead"}, "mode='reduce-overhead'"),
+        ({"options": {"inductor_options": {"triton.cudagraphs": True}}}, "triton.cudagraphs"),
+    ],
+)
+def test_modes_are_accepted(chosen, asks, monkeypatch, caplog):
+    """Row 34: one warning where CUDA graphs are asked for, else none."""
     for key in ("lowering", "debug", "strict"):
         monkeypatch.setenv(f"MEMO_{key.upper()}", str(ATEN[key]).lower())
     model = Stack()
     pair = Pair(model)
-    pair.compiled = torch.compile(model, backend="memo", mode=mode)
+    pair.compiled = torch.compile(model, backend="memo", **chosen)
     with caplog.at_level(logging.WARNING, logger="memo"):
         pair.assert_step(rows(1))
         pair.assert_step(rows(1, 12))
     warnings = [record.getMessage() for record in caplog.records if record.name == "memo"]
-    assert len(warnings) == (mode == "reduce-overhead")
-    assert all("reduce-overhead" in text for text in warnings)
+    assert len(warnings) == bool(asks)
+    assert all(f"{asks}: CUDA graphs are not used" in text for text in warnings)
     assert_planned(2)

@@ -28,9 +28,9 @@
 #define X extern "C" __attribute__((visibility("default")))
 
 constexpr size_t CONTEXT_BYTES = 600ull << 20;  // what a real driver keeps for itself
-constexpr double KERNEL_S = 5e-6;
+constexpr double KERNEL_S = 5e-6, PINNED_BYTES_PER_S = 55e9;  // unless memo_device_speeds says more
 constexpr double COPY_ON_DEVICE_BYTES_PER_S = 2e12, FILL_BYTES_PER_S = 3e12;
-constexpr double PINNED_BYTES_PER_S = 55e9, PAGEABLE_BYTES_PER_S = 10e9;
+constexpr double PAGEABLE_BYTES_PER_S = 10e9;
 
 bool traces();
 #define TRACE(...)                              \
@@ -60,10 +60,6 @@ long num_host_copies();
 long num_copies();
 
 // ---- streams.cpp
-void enqueue(void* stream, double seconds, std::function<void()> run);  // run may be empty
-void synchronize(void* stream);
-void synchronize_all();
-
 // What happened, in the host's order, for a checker (tests/cuda_emulated/order.py has the names).
 enum class Did : int32_t {
   COPY,         // a: destination, b: source, c: bytes
@@ -81,6 +77,18 @@ enum class Did : int32_t {
 };
 void log_did(Did did, void* stream, const void* a, const void* b, size_t c);
 int number_of(void* stream);
+
+struct Logged {
+  Did did;
+  const void *a, *b;
+  size_t c;
+};
+// Work for a stream, and its line in the log, at the same place in the order; run may be empty.
+void enqueue(void* stream, double seconds, const Logged& logged, std::function<void()> run);
+double kernel_s();
+double pinned_bytes_per_s();
+void synchronize(void* stream);
+void synchronize_all();
 
 // ---- kernels.cpp
 long num_launches();

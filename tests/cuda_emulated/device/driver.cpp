@@ -99,8 +99,7 @@ X CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) {
 static CUresult launch(CUfunction kernel, CUstream stream) {
   triton_launches++;
   TRACE("triton %s on stream %d", (char*)kernel, number_of(stream));
-  log_did(Did::LAUNCH, stream, nullptr, nullptr, 0);
-  enqueue(stream, KERNEL_S, {});
+  enqueue(stream, kernel_s(), {Did::LAUNCH}, {});
   return CUDA_SUCCESS;
 }
 X CUresult cuLaunchKernel(CUfunction f, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,

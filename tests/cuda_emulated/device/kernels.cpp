@@ -53,8 +53,7 @@ static cudaError_t launch(const void* kernel, void* stream) {
     TRACE("kernel %.90s on stream %d", found == names.end() ? "?" : found->second.c_str(),
           number_of(stream));
   }
-  log_did(Did::LAUNCH, stream, nullptr, nullptr, 0);
-  enqueue(stream, KERNEL_S, {});
+  enqueue(stream, kernel_s(), {Did::LAUNCH}, {});
   return cudaSuccess;
 }
 X cudaError_t __cudaLaunchKernel(cudaKernel_t k, dim3, dim3, void**, size_t, cudaStream_t s) {

@@ -31,6 +31,12 @@ static size_t number_in(const char* variable, size_t otherwise) {
   const char* text = getenv(variable);
   return text ? strtoull(text, nullptr, 10) : otherwise;
 }
+// Requests for memory since memo_device_refuse, and from which of them on none is granted.
+static std::atomic<long> requests{0}, first_refused{-1}, num_refused{-1};
+static bool is_refused() {
+  long number = requests++, first = first_refused, after = num_refused;
+  return first >= 0 && number >= first && (after < 0 || number < first + after);
+}
 size_t total_bytes() {
   static size_t declared = number_in("EMULATED_BYTES", kind_bytes());
   size_t limit = limit_bytes;
@@ -95,6 +101,7 @@ void drop_place(char* start) {
   device_memory.erase(start);
 }
 bool take_bytes(size_t size) {
+  if (is_refused()) return false;
   std::lock_guard<std::mutex> hold(mutex);
   if (used + size + CONTEXT_BYTES > total_bytes()) return false;
   used += size;
@@ -111,7 +118,8 @@ X cudaError_t cudaMalloc(void** made, size_t size) {
   std::lock_guard<std::mutex> hold(mutex);
   *made = nullptr;
   size_t rounded = (size + GRANULE_BYTES - 1) / GRANULE_BYTES * GRANULE_BYTES;
-  if (used + rounded + CONTEXT_BYTES > total_bytes()) return fail(cudaErrorMemoryAllocation);
+  if (is_refused() || used + rounded + CONTEXT_BYTES > total_bytes())
+    return fail(cudaErrorMemoryAllocation);
   int file = memfd_create("emulated_cuda", 0);
   if (file < 0 || ftruncate(file, rounded)) {
     if (file >= 0) close(file);
@@ -165,6 +173,16 @@ X cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
 X void memo_device_limit(size_t bytes) {
   limit_bytes = bytes;
 }
+// Of the requests for device or pinned memory from now on, `first` is refused (0: the next) and
+// those after it, `number` in all; a negative number: all of them. A negative first: none.
+X void memo_device_refuse(long first, long number) {
+  first_refused = first;
+  num_refused = number;
+  requests = 0;
+}
+X long memo_device_requests() {
+  return requests;
+}
 
 // ---- host memory
 static bool refuses_to_pin() {
@@ -172,7 +190,7 @@ static bool refuses_to_pin() {
 }
 X cudaError_t cudaHostAlloc(void** made, size_t size, unsigned) {
   std::lock_guard<std::mutex> hold(mutex);
-  if (posix_memalign(made, 4096, size ? size : 1))
+  if (is_refused() || posix_memalign(made, 4096, size ? size : 1))
     return fail(cudaErrorMemoryAllocation);
   pinned[(char*)*made] = size;
   TRACE("hostalloc %zu", size);
@@ -188,7 +206,7 @@ X cudaError_t cudaFreeHost(void* start) {
 X cudaError_t cudaHostRegister(void* start, size_t size, unsigned) {
   std::lock_guard<std::mutex> hold(mutex);
   TRACE("register %p %zu", start, size);
-  if (refuses_to_pin()) return fail(cudaErrorMemoryAllocation);
+  if (is_refused() || refuses_to_pin()) return fail(cudaErrorMemoryAllocation);
   if (pinned.count((char*)start)) return fail(cudaErrorHostMemoryAlreadyRegistered);
   pinned[(char*)start] = size;
   registered[(char*)start] = true;
@@ -241,19 +259,19 @@ static cudaError_t copy(void* to, const void* from, size_t size, void* stream, b
   copies++;
   if (crosses) host_copies++;
   bool is_staged = crosses && !is_pinned && target.on_device && size <= STAGED_BYTES;
-  log_did(is_staged ? Did::FILL : Did::COPY, stream, to, is_staged ? nullptr : from, size);
+  Logged logged{is_staged ? Did::FILL : Did::COPY, to, is_staged ? nullptr : from, size};
   bool is_made = size <= copy_limit();
   void* written = shadow_of(to);
   double speed = !crosses    ? COPY_ON_DEVICE_BYTES_PER_S
-                 : is_pinned ? PINNED_BYTES_PER_S
+                 : is_pinned ? pinned_bytes_per_s()
                              : PAGEABLE_BYTES_PER_S;
   if (is_staged) {
     std::vector<char> staged((const char*)from, (const char*)from + size);
-    enqueue(stream, size / speed,
+    enqueue(stream, size / speed, logged,
             [written, staged] { memcpy(written, staged.data(), staged.size()); });
   } else {
     const void* read = shadow_of(from);
-    enqueue(stream, size / speed, [=] {
+    enqueue(stream, size / speed, logged, [=] {
       if (is_made) memmove(written, read, size);
     });
     if (crosses && !is_pinned) synchronize(stream);
@@ -276,10 +294,9 @@ X cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaM
   return cudaSuccess;
 }
 X cudaError_t cudaMemsetAsync(void* start, int value, size_t size, cudaStream_t stream) {
-  log_did(Did::FILL, stream, start, nullptr, size);
   void* written = shadow_of(start);
   bool is_made = size <= copy_limit();
-  enqueue(stream, size / FILL_BYTES_PER_S, [=] {
+  enqueue(stream, size / FILL_BYTES_PER_S, {Did::FILL, start, nullptr, size}, [=] {
     if (is_made) memset(written, value, size);
   });
   return cudaSuccess;

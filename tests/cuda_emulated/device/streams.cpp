@@ -22,6 +22,7 @@ struct Event {
   long recorded = 0;  // how often it was recorded
   long passed = 0;    // the last of these that its stream has reached
   Stream* on = nullptr;
+  unsigned long long capture = 0;  // during which it was recorded
 };
 struct Work {
   std::function<void()> run;
@@ -32,6 +33,7 @@ struct Work {
 struct Stream {
   int number = 0, priority = 0;
   double time = 0;
+  double busy_s = 0;  // all its work together
   std::deque<Work> queue;
   bool is_busy = false;  // its first piece of work runs now
 };
@@ -45,6 +47,23 @@ static double host_time = 0;
 static bool runs_late = false;
 static double chance = 0;  // LATE: that a call makes some stream go on
 static std::mt19937 dice;
+static std::atomic<double> seconds_of_a_kernel{KERNEL_S}, speed_of_the_link{PINNED_BYTES_PER_S};
+
+static Stream* captured = nullptr;  // into a CUDA graph
+static bool is_invalid = false;     // the capture: something forbidden happened
+static unsigned long long num_captures = 0;
+
+static cudaError_t forbid(cudaError_t error) {
+  is_invalid = true;
+  return fail(error);
+}
+
+double kernel_s() {
+  return seconds_of_a_kernel;
+}
+double pinned_bytes_per_s() {
+  return speed_of_the_link;
+}
 
 static Stream& at(void* stream) {
   bool is_default = stream == nullptr || stream == (void*)1 || stream == (void*)2;
@@ -103,11 +122,19 @@ static void put(Hold& hold, Stream& stream, Work work) {
   else if (!stream.is_busy)  // else its owner goes on with what was put
     run_all(hold, stream);
 }
-void enqueue(void* stream, double seconds, std::function<void()> run) {
-  Hold hold(mutex);
-  Stream& one = at(stream);
+static void enqueue_unlogged(Hold& hold, Stream& one, double seconds, std::function<void()> run) {
   one.time = std::max(one.time, host_time) + seconds;
+  one.busy_s += seconds;
   put(hold, one, {std::move(run)});
+}
+void enqueue(void* stream, double seconds, const Logged& logged, std::function<void()> run) {
+  Hold hold(mutex);
+  log_did(logged.did, stream, logged.a, logged.b, logged.c);
+  enqueue_unlogged(hold, at(stream), seconds, std::move(run));
+}
+static void enqueue_host_function(void* stream, std::function<void()> run) {
+  Hold hold(mutex);
+  enqueue_unlogged(hold, at(stream), 0, std::move(run));
 }
 // 0: work runs when it is put into a stream. 1: as late as the host allows, but each call makes
 // some stream go on with this chance.
@@ -120,8 +147,7 @@ X void memo_device_schedule(int late, double chance_of_progress, unsigned seed) 
 }
 // A function instead of a kernel: `run(argument)`, in the stream's order.
 X void memo_device_call(void* stream, void (*run)(long), long argument) {
-  log_did(Did::LAUNCH, stream, nullptr, nullptr, 0);
-  enqueue(stream, KERNEL_S, [=] { run(argument); });
+  enqueue(stream, kernel_s(), {Did::LAUNCH}, [=] { run(argument); });
 }
 
 // ---- the host waits
@@ -134,14 +160,14 @@ static void host_waits(Hold& hold, double time) {
   hold.lock();
 }
 void synchronize(void* stream) {
-  log_did(Did::SYNC_STREAM, stream, nullptr, nullptr, 0);
   Hold hold(mutex);
+  log_did(Did::SYNC_STREAM, stream, nullptr, nullptr, 0);
   run_all(hold, at(stream));
   host_waits(hold, at(stream).time);
 }
 void synchronize_all() {
-  log_did(Did::SYNC_ALL, nullptr, nullptr, nullptr, 0);
   Hold hold(mutex);
+  log_did(Did::SYNC_ALL, nullptr, nullptr, nullptr, 0);
   double last = 0;
   for (size_t i = 0; i < streams.size(); i++) {
     run_all(hold, *streams[i]);
@@ -150,17 +176,31 @@ void synchronize_all() {
   host_waits(hold, last);
 }
 X cudaError_t cudaDeviceSynchronize() {
+  if (captured) return forbid(cudaErrorStreamCaptureUnsupported);
   synchronize_all();
   return cudaSuccess;
 }
 X cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   TRACE("sync stream %d", number_of(stream));
+  if (captured) return forbid(cudaErrorStreamCaptureUnsupported);
   synchronize(stream);
   return cudaSuccess;
 }
 X double memo_device_time() {  // the host's clock, in seconds
   Hold hold(mutex);
   return host_time;
+}
+
+// How long each kernel takes from now on, and how fast pinned memory is copied; 0: as at first.
+X void memo_device_speeds(double seconds, double bytes_per_s) {
+  synchronize_all();
+  seconds_of_a_kernel = seconds > 0 ? seconds : KERNEL_S;
+  speed_of_the_link = bytes_per_s > 0 ? bytes_per_s : PINNED_BYTES_PER_S;
+}
+X long memo_device_busy(double* into, long room) {  // per stream, by number; how many there are
+  Hold hold(mutex);
+  for (long i = 0; into && i < room && i < (long)streams.size(); i++) into[i] = streams[i]->busy_s;
+  return (long)streams.size();
 }
 
 // ---- streams
@@ -190,34 +230,61 @@ X cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
 }
 X cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t run, void* argument,
                                     unsigned) {
-  enqueue(stream, 0, [=] { run(stream, cudaSuccess, argument); });
+  enqueue_host_function(stream, [=] { run(stream, cudaSuccess, argument); });
   return cudaSuccess;
 }
 X cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t run, void* argument) {
-  enqueue(stream, 0, [=] { run(argument); });
+  enqueue_host_function(stream, [=] { run(argument); });
   return cudaSuccess;
 }
-// CUDA graphs: nothing is captured.
-X cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+// CUDA graphs: a capture begins and ends, by CUDA's rules of what may happen meanwhile. What the
+// stream is given runs as ever; no graph can be launched.
+static cudaStreamCaptureStatus status_of(void* stream) {
+  if (!captured || &at(stream) != captured) return cudaStreamCaptureStatusNone;
+  return is_invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+}
+X cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = status_of(stream);
   return cudaSuccess;
 }
-X cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
+X cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
                                        unsigned long long* id, cudaGraph_t*,
                                        const cudaGraphNode_t**, const cudaGraphEdgeData**,
                                        size_t*) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
+  *status = status_of(stream);
+  if (id) *id = *status == cudaStreamCaptureStatusNone ? 0 : num_captures;
   return cudaSuccess;
 }
 X cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
   return cudaSuccess;
 }
-X cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
-  return fail(cudaErrorNotSupported);
+X cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  if (captured) return fail(cudaErrorIllegalState);
+  captured = &at(stream);
+  is_invalid = false;
+  num_captures++;
+  return cudaSuccess;
 }
-X cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) {
-  return fail(cudaErrorNotSupported);
+X cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* made) {
+  if (&at(stream) != captured) return fail(cudaErrorStreamCaptureUnmatched);
+  captured = nullptr;
+  *made = is_invalid ? nullptr : (cudaGraph_t)16;
+  return is_invalid ? fail(cudaErrorStreamCaptureInvalidated) : cudaSuccess;
+}
+X cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* number) {
+  *number = 1;
+  return cudaSuccess;
+}
+X cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t,
+                                            unsigned long long) {
+  *made = (cudaGraphExec_t)16;
+  return cudaSuccess;
+}
+X cudaError_t cudaGraphDestroy(cudaGraph_t) {
+  return cudaSuccess;
+}
+X cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) {
+  return cudaSuccess;
 }
 
 // ---- events
@@ -240,12 +307,13 @@ X cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 X cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  log_did(Did::RECORD, stream, (void*)at(event)->number, nullptr, 0);
   Hold hold(mutex);
+  log_did(Did::RECORD, stream, (void*)at(event)->number, nullptr, 0);
   Stream& one = at(stream);
   auto& shared = at(event);
   shared->time = std::max(one.time, host_time);
   shared->recorded++;
+  shared->capture = captured ? num_captures : 0;
   shared->on = &one;
   TRACE("record event %ld on stream %d", shared->number, one.number);
   Work work;
@@ -258,12 +326,14 @@ X cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, u
   return cudaEventRecord(event, stream);
 }
 X cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  log_did(Did::WAIT, stream, (void*)at(event)->number, nullptr, 0);
   Hold hold(mutex);
+  log_did(Did::WAIT, stream, (void*)at(event)->number, nullptr, 0);
   Stream& one = at(stream);
   auto& shared = at(event);
   TRACE("stream %d waits for event %ld", one.number, shared->number);
   if (!shared->recorded) return cudaSuccess;
+  if (&one == captured && shared->capture != num_captures)
+    return forbid(cudaErrorStreamCaptureIsolation);
   one.time = std::max(one.time, shared->time);
   Work work;
   work.waits = shared;
@@ -280,13 +350,14 @@ X cudaError_t cudaEventQuery(cudaEvent_t event) {
     Hold hold(mutex);
     host_time += CALL_S;  // a program that asks again and again gets on
     if (!has_passed(*at(event))) return cudaErrorNotReady;
+    log_did(Did::SYNC_EVENT, nullptr, (void*)at(event)->number, nullptr, 0);
   }
-  log_did(Did::SYNC_EVENT, nullptr, (void*)at(event)->number, nullptr, 0);
   return cudaSuccess;
 }
 X cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  log_did(Did::SYNC_EVENT, nullptr, (void*)at(event)->number, nullptr, 0);
   Hold hold(mutex);
+  if (captured) return forbid(cudaErrorStreamCaptureUnsupported);
+  log_did(Did::SYNC_EVENT, nullptr, (void*)at(event)->number, nullptr, 0);
   std::shared_ptr<Event> shared = at(event);
   long wanted = shared->recorded;
   if (shared->on) run_until(hold, *shared->on, [&] { return shared->passed >= wanted; });
