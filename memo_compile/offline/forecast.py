@@ -243,7 +243,7 @@ def least_needed(question: Question, lengths: ModelLengths | None = None) -> Nee
         return needed(question, lengths)
     policy = "greedy" if question.policy == "auto" else question.policy
     smallest = replace(question, policy=policy)
-    with _subject(question) as subject:
+    with _subject(question, lengths=lengths) as subject:
         try:
             made = _plan(smallest, subject, 1, token_tiles=TOKEN_TILES)
             num_bytes: float = made.plan.peak_bytes

@@ -46,8 +46,8 @@ class StepFacts:
     """Seconds of every call."""
     talks: bool
     """True where the step talks to other ranks at places of its program."""
-    is_forward: tuple[bool, ...]
-    """Which calls are of a forward."""
+    halves_s: tuple[float, float]
+    """Seconds of all calls of forwards, and of those of backwards."""
     forward_at: tuple[int, ...]
     """Per layer, the index of its forward call; ascending."""
     backward_at: tuple[int, ...]
@@ -113,7 +113,10 @@ def _collect(step: MovableStep) -> StepFacts:
         backward_readers={value: tuple(found) for value, found in readers.items()},
         call_s=call_s,
         talks=has_collectives(problem),
-        is_forward=tuple(call.phase is Phase.FORWARD for call in calls),
+        halves_s=(
+            sum(s for s, call in zip(call_s, calls, strict=True) if call.phase is Phase.FORWARD),
+            sum(s for s, call in zip(call_s, calls, strict=True) if call.phase is Phase.BACKWARD),
+        ),
     )
 
 

@@ -226,16 +226,15 @@ class _Builder:
         out, back = self._offloads(item_s), self._reloads(item_s)
         renamed = {value: _RECOMPUTED + value for value in self.recomputation_of}
         renamed |= {value: _RELOADED + value for value in self.reloaded}
-        calls = self.problem.calls
+        calls = list(self.problem.calls)
+        for index in {at for value in renamed for at in self.facts.backward_readers.get(value, ())}:
+            calls[index] = self._reading(index, renamed)
         for place, item in enumerate(self.items):
-            yield from out.get(place, ())
-            yield from back.get(place, ())
-            if not isinstance(item, int):
-                yield self._recompute_call(item)
-            elif calls[item].phase is Phase.FORWARD:
-                yield calls[item]
-            else:
-                yield self._reading(item, renamed)
+            if place in out:
+                yield from out[place]
+            if place in back:
+                yield from back[place]
+            yield calls[item] if isinstance(item, int) else self._recompute_call(item)
         yield from out.get(len(self.items), ())
 
     def _place_before(self, call: int) -> int:

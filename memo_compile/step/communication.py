@@ -1,6 +1,14 @@
 """The collectives of a step program: what they leave in the arena, and how long they take."""
 
-from memo_compile.step.problem import CallKind, Layouts, Problem, StepCall, arena_values
+from memo_compile.step.problem import (
+    COPY_REGION,
+    CallKind,
+    Layouts,
+    Problem,
+    RegionProfile,
+    StepCall,
+    Storage,
+)
 
 
 def value_sizes(problem: Problem) -> dict[str, int]:
@@ -8,14 +16,33 @@ def value_sizes(problem: Problem) -> dict[str, int]:
 
     A wait shows the buffer that its collective has written. That stands under the wait's name too.
     """
-    sizes = {made.value: made.size_bytes for made in arena_values(problem)}
+    sizes: dict[str, int] = {}
+    made = {name: _arena_outputs(region) for name, region in problem.regions.items()}
+    talking = []
     for call in problem.calls:
-        if call.kind in (CallKind.ISSUE, CallKind.COMM_WAIT):
-            for output, value in problem.made_by(call):
-                shown = call.inputs[0] if output.index == 0 else ""
-                if value not in sizes and shown in sizes:
-                    sizes[value] = sizes[shown]
+        if call.region == COPY_REGION:
+            continue
+        inside = call.into_buffers()
+        for position, buffer, size_bytes in made[call.region]:
+            if buffer not in inside:
+                sizes[call.outputs[position]] = size_bytes
+        if call.kind is CallKind.ISSUE or call.kind is CallKind.COMM_WAIT:
+            talking.append(call)
+    for call in talking:
+        for output, value in problem.made_by(call):
+            shown = call.inputs[0] if output.index == 0 else ""
+            if value not in sizes and shown in sizes:
+                sizes[value] = sizes[shown]
     return sizes
+
+
+def _arena_outputs(region: RegionProfile) -> list[tuple[int, int, int]]:
+    """(position, index of its buffer, bytes of that) of each output in the arena."""
+    return [
+        (position, output.index, region.buffers[output.index].size_bytes)
+        for position, output in enumerate(region.outputs)
+        if output.storage is Storage.ARENA and output.index is not None
+    ]
 
 
 def handed_on(problem: Problem) -> frozenset[str]:

@@ -47,7 +47,7 @@ def halves_of_calls(problem: Problem) -> tuple[int, ...]:
             phase, member = call.phase, call.member
             own = index_of[phase, member]
         if gap:
-            found += _of_gap(gap, keys, before, own)
+            found += [own] * len(gap) if before == own else _of_gap(gap, keys, before, own)
             gap = []
         found.append(own)
         before = own

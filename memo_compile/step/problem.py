@@ -442,8 +442,10 @@ class Problem:
     @property
     def first_backward(self) -> int:
         """Index of the first call of the backward; the number of calls where there is none."""
-        phases = (call.phase is Phase.BACKWARD for call in self.calls)
-        return next((at for at, backward in enumerate(phases) if backward), len(self.calls))
+        for at, call in enumerate(self.calls):
+            if call.phase is Phase.BACKWARD:
+                return at
+        return len(self.calls)
 
     @property
     def has_one_turn(self) -> bool:
@@ -555,16 +557,25 @@ def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
         for name, region in problem.regions.items()
         if any(o.same_as is not None or o.storage is Storage.INPUT for o in region.outputs)
     }
-    known = last.get
-    for index in reversed(range(len(problem.calls))):
-        call, start = problem.calls[index], starts[index]
+    known, shared = last.get, []
+    for index, call in enumerate(problem.calls):  # a later call's lines are larger ones
+        start = starts[index]
+        if call.region == COPY_REGION:
+            last[call.inputs[0]] = start + 1
+            continue
         region = problem.regions[call.region]
-        for end, value in zip(region.input_ends, call.inputs, strict=True):
-            if start + end > known(value, 0):
-                last[value] = start + end
+        if len({*call.inputs}) == len(call.inputs):
+            last.update(zip(call.inputs, map(start.__add__, region.input_ends), strict=True))
+        else:
+            for end, value in zip(region.input_ends, call.inputs, strict=True):
+                last[value] = max(known(value, 0), start + end)
         for into in call.into:
-            last[into.value] = max(last.get(into.value, 0), starts[index] + region.num_lines)
-        for output, value in problem.made_by(call) if call.region in sharing else ():
+            last[into.value] = max(known(into.value, 0), start + region.num_lines)
+        if call.region in sharing:
+            shared.append(index)
+    for index in reversed(shared):
+        call, region = problem.calls[index], problem.regions[problem.calls[index].region]
+        for output, value in problem.made_by(call):
             if output.same_as is not None:
                 first = call.outputs[output.same_as]
                 last[first] = max(last.get(first, 0), last.get(value, 0))

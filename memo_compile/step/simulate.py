@@ -43,34 +43,31 @@ def simulate(problem: Problem, costs: StepCosts, *, spans: bool = True) -> Timel
     found: list[Span] = []
     ends: dict[str, float] = {}
     out, back, ranks = CopyLane(), CopyLane(), CopyLane()
-    copies = {
-        CallKind.OFFLOAD: (D2H, out, costs.d2h_s),
-        CallKind.RELOAD: (H2D, back, costs.h2d_s),
-    }
+    sent, fetched = (D2H, out, costs.d2h_s), (H2D, back, costs.h2d_s)
     now = stall_s = comm_s = exposed_s = 0.0
     for call in problem.calls:
-        begin = now
-        if call.kind is CallKind.WAIT:
+        begin, kind = now, call.kind
+        if kind is CallKind.RUN or kind is CallKind.RECOMPUTE:
+            now += costs.beside_s(costs.call_s(call), ranks.free_s - now)
+            name, end = COMPUTE, now
+        elif kind is CallKind.WAIT:
             now = max(now, _end_of(call, ends))
             stall_s += now - begin
             name, end = STALL, now
-        elif call.kind is CallKind.COMM_WAIT:
+        elif kind is CallKind.COMM_WAIT:
             now = max(now, _end_of(call, ends))
             exposed_s += now - begin
             name, end = STALL, now
-        elif call.kind is CallKind.ISSUE:
+        elif kind is CallKind.ISSUE:
             seconds = costs.comm_s(call.region, comm_bytes(problem, call))
             begin, end = ranks.copy(now, seconds)
             name, ends[call.name] = COMMUNICATION, end
             comm_s += seconds
-        elif call.kind in copies:
+        else:
             assert call.copy is not None, f"{call.name}: a copy without its bytes"
-            name, lane, copy_s = copies[call.kind]
+            name, lane, copy_s = sent if kind is CallKind.OFFLOAD else fetched
             begin, end = lane.copy(now, copy_s(call.copy.num_bytes))
             ends[call.name] = end
-        else:
-            now += costs.beside_s(costs.call_s(call), ranks.free_s - now)
-            name, end = COMPUTE, now
         if spans and end > begin:
             found.append(Span(lane=name, name=call.name, start_s=begin, end_s=end))
     step_s = max(now, out.free_s, back.free_s, ranks.free_s)
@@ -130,13 +127,16 @@ def _memory_levels(problem: Problem, starts: tuple[int, ...]) -> tuple[Any, Any]
 def _arena_level(problem: Problem, starts: Sequence[int], last_read: Mapping[str, int]) -> Any:
     """Per line the bytes alive of ``arena_buffers``, without making its objects."""
     alike: dict[tuple[str, frozenset[int]], tuple[list[int], list[tuple[str, ...]]]] = {}
+    none: frozenset[int] = frozenset()
     for call, start in zip(problem.calls, starts, strict=False):
         if call.region == COPY_REGION:  # makes nothing, and holds nothing of its own
             continue
-        key = call.region, call.into_buffers()
-        begins, outputs = alike.get(key) or alike.setdefault(key, ([], []))
-        begins.append(start)
-        outputs.append(call.outputs)
+        key = (call.region, call.into_buffers()) if call.into else (call.region, none)
+        found = alike.get(key)
+        if found is None:
+            found = alike[key] = [], []
+        found[0].append(start)
+        found[1].append(call.outputs)
     changes = np.zeros(starts[-1] + 1, dtype=np.int64)
     for (name, inside), (begins, outputs) in alike.items():
         at = np.array(begins, dtype=np.int64)

@@ -86,10 +86,8 @@ class StepModel:
 
     def _priced_s(self, modes: Sequence[ModeCost], out_s: float, back_s: float) -> float:
         """Computation, what the lanes take beyond it, and ``copy_price`` of all copies."""
-        pairs = list(zip(self.facts.call_s, self.facts.is_forward, strict=True))
-        again_s = sum(mode.recompute_s for mode in modes)
-        forward_s = sum(seconds for seconds, is_forward in pairs if is_forward)
-        backward_s = sum(seconds for seconds, is_forward in pairs if not is_forward) + again_s
+        forward_s, backward_s = self.facts.halves_s
+        backward_s += sum(mode.recompute_s for mode in modes)
         beyond_s = max(0.0, out_s - forward_s) + max(0.0, back_s - backward_s)
         return forward_s + backward_s + beyond_s + self.copy_price * (out_s + back_s)
 
