@@ -1,16 +1,18 @@
 """The independent check that a step with moves computes what the step without them computes.
 
-``moved`` must run the regions of ``original`` and begin its collectives in the same order, on
-values that hold the same bytes. Where it waits for a collective is its own affair, as long as
-nothing is read before. Both are replayed side by side (``check_contents.py``): every byte is named
-by the buffer that wrote it and by its place in the storage, copies carry these names along, and a
-RECOMPUTE call brings the names that its ``Recomputation`` declares.
+``moved`` must run the regions of ``original`` in the same order, and begin its collectives in the
+order that all ranks keep (``floating.py``), on values that hold the same bytes. Where it waits for
+a collective is its own affair, as long as nothing is read before. Both are replayed side by side
+(``check_contents.py``): every byte is named by the buffer that wrote it and by its place in the
+storage, copies carry these names along, and a RECOMPUTE call brings the names that its
+``Recomputation`` declares.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from memo_compile.check.check_contents import MAX_PROBLEMS, Pieces, StepContents, misshapen_calls
+from memo_compile.check.floating import FloatingCalls
 from memo_compile.step.movable import Layer, MovableStep, RecomputeRegion
 from memo_compile.step.plans import CheckVerdict
 from memo_compile.step.problem import ALIGNMENT_BYTES, CallKind, Problem, StepCall, Storage
@@ -116,13 +118,23 @@ class _Comparison:
         waits = (call for call in original.calls if call.kind is CallKind.COMM_WAIT)
         self._waits = {call.name: call for call in waits}
         """Waits for other ranks that the moved step has not come to."""
+        self._floating = FloatingCalls(original)
+        self._read: dict[str, tuple[StepCall, list[Pieces]]] = {}
+        """Of floating calls that one step has come to: the call, and what it reads."""
+        self._begun: list[StepCall] = []
+        self._early: set[str] = set()
+        """Calls of the original that have run before their turn, since nothing depends on it."""
 
     def run(self) -> CheckVerdict:
         self._compare_frames()
         for call in self.moved.problem.calls:
             if call.kind is CallKind.COMM_WAIT:
                 self._wait_for_ranks(call)
+            elif call.name in self._floating.names:
+                self._float(call, self.moved)
+                self._begun += [call] if call.kind is CallKind.ISSUE else []
             elif call.kind in _ORDERED:
+                self._begun += [call] if call.kind is CallKind.ISSUE else []
                 if not self._step(call, self._next()):
                     break
             else:
@@ -133,17 +145,46 @@ class _Comparison:
             self.moved.finish()
             while (left := self._next()) is not None:
                 self._complain(f"{left.name} is missing")
-            self.problems += [f"{name} is missing" for name in self._waits]
+            self.problems += [f"{name} is missing" for name in (*self._waits, *self._read)]
+            wrong = self._floating.disordered(self._begun)
+            self.problems += [] if wrong is None else [wrong]
         return CheckVerdict(problems=tuple(self.problems[:MAX_PROBLEMS]), num_reads=self.num_reads)
 
     def _next(self) -> StepCall | None:
         """The original's next call; its waits for other ranks in between have run."""
         while self._rest:
             call = self._rest.pop()
-            if call.kind is not CallKind.COMM_WAIT:
+            if call.name in self._early:
+                continue
+            if call.name in self._floating.names:
+                self._float(call, self.original)
+            elif call.kind is CallKind.COMM_WAIT:
+                self.original.replay(call)
+            else:
                 return call
-            self.original.replay(call)
         return None
+
+    def _require_brought(self, value: str) -> None:
+        """The original has ``value``, if that is gathered: a recomputation may read it first."""
+        brought = self._floating.brings.get(value, ())
+        if value in self.original.storage_of or not brought:
+            return
+        for call in brought:
+            if call.kind is CallKind.COMM_WAIT:
+                self.original.replay(call)
+            elif call.name not in self._early:
+                self._float(call, self.original)
+            self._early.add(call.name)
+
+    def _float(self, call: StepCall, step: StepContents) -> None:
+        """One step runs a call that the other may run at another place: it must read the same."""
+        read = [step.pieces_of(value) for value in call.inputs]
+        if call.name not in self._read:
+            self._read[call.name] = call, read
+        elif self._read.pop(call.name) != (call, read):
+            self._complain(f"{call.name} reads something else than in the step without moves")
+        step.replay(call)
+        self.num_reads += len(read)
 
     def _wait_for_ranks(self, call: StepCall) -> None:
         """The moved step waits, for the same and under the same names, wherever that is."""
@@ -216,6 +257,7 @@ class _Comparison:
                 f"{call.name} reads {stand_in}, which is {named}, where it must read {value}"
             )
             return
+        self._require_brought(value)
         expected, got = self.original.pieces_of(value), self.moved.pieces_of(stand_in)
         if expected != got and expected != _with_tail(got, expected):
             self._complain(

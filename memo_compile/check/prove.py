@@ -1,6 +1,6 @@
 """The proof that a planned step computes what its graphs say; without a plan, of its calls alone.
 
-    the graphs' calls = the step in tiles     (``check_program``)
+    the graphs' calls = the step in tiles     (``check_program``, and ``without_again``)
                       = the step with moves   (``check_moves``)
 
 Calls read what their code takes (``check_reads``), and the plan's bytes hold it (``check``).
@@ -12,6 +12,7 @@ from memo_compile.check.check_contents import MAX_PROBLEMS, misshapen_calls
 from memo_compile.check.check_moves import Recomputation, check_moves
 from memo_compile.check.check_program import foreign_calls
 from memo_compile.check.check_reads import misread_calls
+from memo_compile.check.without_again import without_again
 from memo_compile.errors import InvalidPlan
 from memo_compile.step.plans import CheckVerdict
 from memo_compile.step.problem import Problem
@@ -32,7 +33,8 @@ def prove(
     misshapen = misshapen_calls(planned)
     if misshapen:
         return CheckVerdict(problems=misshapen[:MAX_PROBLEMS])
-    found = [*foreign_calls(whole, unmoved), *misread_calls(planned)]
+    kept, faults = without_again(whole, unmoved)
+    found = [*faults, *foreign_calls(whole, kept), *misread_calls(planned)]
     num_reads = sum(len(call.reads) for call in planned.calls)
     if planned is not unmoved:
         moved = check_moves(unmoved, planned, recomputations)

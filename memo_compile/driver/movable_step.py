@@ -26,6 +26,8 @@ from memo_compile.costs.roofline import node_seconds
 from memo_compile.driver.stages import LoweredStep
 from memo_compile.passes.cut import Cut, CutCall, unique_name
 from memo_compile.passes.recompute import ClassGraph, layer_ops
+from memo_compile.planners.begin_order import gathers_of
+from memo_compile.planners.gather_again import values_again
 from memo_compile.step.communication import handed_on, value_sizes
 from memo_compile.step.movable import Layer, LayerClass, LayerOp, MovableStep, Slot, StepCosts
 from memo_compile.step.problem import Problem, aliases, arena_values
@@ -87,6 +89,9 @@ class _Builder:
         for at, later in enumerate(backward_calls, start=problem.first_backward):
             for value in (*later.inputs, *(into.value for into in later.into)):
                 self.read_later.setdefault(value, at)
+        self.again = values_again(problem)
+        gathers = gathers_of(problem).values()
+        self.gathered = {value for gather in gathers for value in gather.wait.outputs}
         self.user_values = {value for value in forward.results if value is not None}
         self.made_at = {value: call.position for call in forward.calls for value in call.outputs}
         self.written = {*_written(forward), *_written(backward)}
@@ -116,13 +121,13 @@ class _Builder:
                 graph = graphs[keys[signature]] = self._graph(call, inputs, outputs)
                 classes[keys[signature]] = self._class(keys[signature], call, graph)
             key = keys[signature]
-            values = tuple(graphs[key].at_slots(call.inputs, call.outputs))
+            values = graphs[key].at_slots(call.inputs, call.outputs)
             layer = Layer(
                 class_key=key,
                 calls=tuple(self.calls[call.position]),
                 inputs=call.inputs,
                 backward=backward,
-                values=values,
+                values=tuple(self.again.get(value, value) for value in values),
             )
             layers.append(layer)
         step = MovableStep(
@@ -161,7 +166,12 @@ class _Builder:
         return tuple(
             position
             for position, value in enumerate(call.outputs)
-            if self._may_move(value) and not self._other_readers(value) and value in self.read_later
+            if value in self.again
+            or (
+                (self._may_move(value) or value in self.gathered & self.sizes.keys())
+                and not self._other_readers(value)
+                and value in self.read_later
+            )
         )
 
     def _may_move(self, value: str) -> bool:
@@ -212,8 +222,9 @@ class _Builder:
             row_bytes = None if dim is None else row_layout(node.meta["val"], dim, graph.num_rows)
             slots.append(
                 Slot(
-                    name=value,
-                    size_bytes=self.sizes[value],
+                    name=self.again.get(value, value),
+                    size_bytes=0 if value in self.again else self.sizes[value],
+                    can_offload=value not in self.again and self._may_move(value),
                     can_recompute=slot in able
                     and value in self.read_later
                     and value not in self.filled,

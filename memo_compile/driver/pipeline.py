@@ -20,6 +20,7 @@ from torch import fx
 
 from memo_compile.analysis.joint_units import backward_positions, forward_positions, region_names
 from memo_compile.config import MemoConfig
+from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.assumed import of_block
 from memo_compile.driver.bind import bind_step
@@ -40,6 +41,7 @@ from memo_compile.passes.cut import Cut, CutRequest, cut
 from memo_compile.passes.runner import GraphPass
 from memo_compile.passes.separate import SeparateResults
 from memo_compile.passes.tile_cut import RegionTiling, tile_cut
+from memo_compile.planners.gather_again import over_budget
 from memo_compile.reporting import state
 from memo_compile.step.problem import Phase
 
@@ -187,8 +189,18 @@ def cut_step(
     )
 
 
-def lower_step(step: CutStep, config: MemoConfig, *, for_cuda: bool) -> LoweredStep:
-    """Each distinct region as code, once, and the problem of the step that keeps everything."""
+def lower_step(
+    step: CutStep,
+    config: MemoConfig,
+    *,
+    for_cuda: bool,
+    hardware: HardwareProfile | None = None,
+) -> LoweredStep:
+    """Each distinct region as code, once, and the problem of the step that keeps everything.
+
+    Under a budget that it does not hold, all but the weights that it gathers. ``hardware`` is the
+    device that is planned for, where the tensors lie on another.
+    """
     start = time.perf_counter()
     regions = lower_regions(step.regions.values(), config, step.runner)
     if for_cuda:
@@ -200,6 +212,9 @@ def lower_step(step: CutStep, config: MemoConfig, *, for_cuda: bool) -> LoweredS
             name: collective_profile.apart(regions[name], graphs[name]) for name in overwritten
         }
         problem = step_problem(step, regions, config)
+    if config.memory_budget is not None:
+        device_bytes = hardware.memory_bytes if hardware else step.facts.device_bytes()
+        problem = over_budget(problem, config.budget_bytes(device_bytes))
     lowering_s = time.perf_counter() - start
     return LoweredStep(
         cut=step,

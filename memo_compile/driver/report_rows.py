@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from memo_compile.config import MemoConfig
+from memo_compile.planners.gather_again import AGAIN, values_again
 from memo_compile.planners.moves import original_name
 from memo_compile.planners.policy import Choice, reasons
 from memo_compile.planners.solver import HOW_TO_GET_ONE, available_engines
@@ -23,8 +24,9 @@ def saved_rows(
     """The rows of policy SAVE, read off each class's first layer.
 
     ``leased_bytes`` has the bytes of every saved activation, ``labels`` the path of the modules of
-    every layer class.
+    every layer class. What is gathered again is not saved.
     """
+    again = values_again(problem)
     return tuple(
         Decision(
             tensor=f"{value} {list(problem.tensors[value].shape)}",
@@ -39,7 +41,7 @@ def saved_rows(
         for call in problem.calls
         if call.phase is Phase.FORWARD and not call.instance and call.layer_class is not None
         for value in call.outputs
-        if value in leased_bytes
+        if value in leased_bytes and value not in again
     )
 
 
@@ -69,7 +71,8 @@ def moved_rows(
             where = label if len(values) == len(members) else f"{label} [{first}:{end}]"
             first = end
             for index, slot in enumerate(cls.slots):
-                if not any(of_layer[index] in read for of_layer in values):
+                is_again = values[0][index].startswith(AGAIN)
+                if is_again or not any(of_layer[index] in read for of_layer in values):
                     continue
                 info = step.problem.tensors.get(slot.name)
                 made = _rows_of(slot, info, mode, index, where, why[key, index, mode])

@@ -29,13 +29,14 @@ from memo_compile.driver.recompute_library import RecomputeLibrary
 from memo_compile.driver.report_rows import moved_rows, saved_rows, step_notes
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.errors import ConfigError, Infeasible, MemoError, TooSlow
+from memo_compile.planners.begin_order import gathered_bytes, in_begin_order
 from memo_compile.planners.comm_windows import (
     at_once,
-    filled,
     has_collectives,
     late,
     measured_collectives,
     num_collectives,
+    overlapped,
     window_recompute_s,
 )
 from memo_compile.planners.place_step import placed_step, require_budget
@@ -200,6 +201,11 @@ class StepPlanner:
     """The step that keeps everything."""
 
     @functools.cached_property
+    def kept(self) -> Problem:
+        """The step that keeps everything, its collectives in the order that all ranks keep."""
+        return in_begin_order(self.problem)
+
+    @functools.cached_property
     def step(self) -> MovableStep:
         """The step as layers with slots."""
         num_members = self.request.num_members
@@ -215,9 +221,9 @@ class StepPlanner:
         """The step that keeps everything if that fits and is allowed, else the fastest one."""
         budget_bytes = self._budget_bytes()
         if self.config.policy in ("auto", "save") and not self.request.shares:
-            may_fit = budget_bytes is None or peak_live_bytes(self.problem) <= budget_bytes
+            may_fit = budget_bytes is None or peak_live_bytes(self.kept) <= budget_bytes
             if may_fit or self._can_only_save():
-                saved = self._place_within(self.problem, budget_bytes)
+                saved = self._place_within(self.kept, budget_bytes)
                 fits = budget_bytes is None or saved.peak_bytes <= budget_bytes
                 if fits or self._can_only_save():
                     return self._all_saved(saved, self._declared_budget_bytes())
@@ -231,7 +237,7 @@ class StepPlanner:
                 raise
             # Moving is only a possibility: the step may fit while it keeps everything.
             say_dropped(f"{self.known.name}: everything is kept, nothing is moved", error)
-            return self._all_saved(self._place(self.problem), budget_bytes)
+            return self._all_saved(self._place(self.kept), budget_bytes)
         rows = moved_rows(self.step, choice, self.known.labels())
         for note in (*choice.notes, *step_notes(self.problem, rows, self.config)):
             state.add_note(note)
@@ -283,8 +289,9 @@ class StepPlanner:
             yield at_once(problem)
             return
         waiting_late, tried = late(problem), []
-        for limit_bytes in (budget_bytes or plan.peak_bytes, plan.peak_bytes):
-            better = filled(waiting_late, costs, limit_bytes=limit_bytes)
+        most = budget_bytes or plan.peak_bytes + gathered_bytes(problem)
+        for limit_bytes in (most, plan.peak_bytes):
+            better = overlapped(waiting_late, costs, limit_bytes=limit_bytes)
             if better.calls not in tried:
                 tried.append(better.calls)
                 yield better
@@ -322,7 +329,7 @@ class StepPlanner:
         """The step that keeps everything, if it fits."""
         require_budget(replace(saved, budget_bytes=budget_bytes))
         rows = saved_rows(self.problem, self.known.leased_bytes(), self.known.labels())
-        saved, config, problem = replace(saved, decisions=rows), self.config, self.problem
+        saved, config, problem = replace(saved, decisions=rows), self.config, self.kept
         if has_collectives(problem):  # else its seconds are not asked for
             problem, saved = self._with_windows(problem, saved, self.step.costs)
             saved = replace(saved, decisions=rows)

@@ -182,7 +182,7 @@ class OfflineModel(ABC):
         device = step.facts.device.type
         hardware = self.hardware
         for_cuda = device == "cuda" or (hardware is not None and hardware.name != device)
-        lowered = lower_step(step, options, for_cuda=for_cuda)
+        lowered = lower_step(step, options, for_cuda=for_cuda, hardware=hardware)
         return StepKnowledge(
             lowered=lowered,
             config=options,

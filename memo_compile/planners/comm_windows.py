@@ -18,11 +18,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from memo_compile.planners.begin_order import ahead, earliest, gathers_of, in_begin_order
+from memo_compile.step.communication import comm_bytes, value_sizes
+from memo_compile.step.copy_times import CopyLane
 from memo_compile.step.hand_over import storage_roots
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
 from memo_compile.step.residency import step_constant_bytes
-from memo_compile.step.simulate import STALL, most_per_call, simulate
+from memo_compile.step.simulate import STALL, most_per_call, peak_live_bytes, simulate
 
 MAX_WAITS = 8
 """Most waits that a recomputation is tried at: what is made further ahead is alive for longer."""
@@ -37,6 +40,7 @@ def has_collectives(problem: Problem) -> bool:
 
 def at_once(problem: Problem) -> Problem:
     """``problem`` that waits for each collective right behind its beginning."""
+    problem = in_begin_order(problem)
     waits = {call.waits_for: call for call in problem.calls if call.kind is CallKind.COMM_WAIT}
     calls: list[StepCall] = []
     for call in problem.calls:
@@ -48,24 +52,63 @@ def at_once(problem: Problem) -> Problem:
 
 
 def late(problem: Problem, *, holds_inputs: bool = False) -> Problem:
-    """``problem`` that waits for a collective as late as order allows. Cost: linear.
+    """``problem`` that waits for a collective as late as order allows.
+
+    What gathers begins late as well (``in_begin_order``). Cost: linear, and the sorting there.
 
     Where a collective's input lies apart from its output, and nobody else reads it by then, it
     would be held longer: there the wait stays, but with ``holds_inputs``.
     """
     if not has_collectives(problem):
         return problem
-    return replace(problem, calls=tuple(_Late(problem, holds_inputs).run()))
+    return in_begin_order(replace(problem, calls=tuple(_Late(problem, holds_inputs).run())))
 
 
 def least_s(problem: Problem, costs: StepCosts) -> float:
     """Seconds that every plan of ``problem`` takes at least, however much memory there is.
 
     No plan begins a collective earlier, needs its result later, or computes less; what a collective
-    slows down another plan may compute when it has ended.
+    slows down another plan may compute when it has ended, and what converts the input of one that
+    runs ahead takes no time here.
     """
-    alone = replace(costs, comm_slowdown=1.0)
-    return simulate(late(problem, holds_inputs=True), alone, spans=False).step_s
+    ready = {gather.calls[0].region for gather in gathers_of(problem).values()}
+    region_s = costs.region_s if not ready else {**costs.region_s, **dict.fromkeys(ready, 0.0)}
+    alone = replace(costs, comm_slowdown=1.0, region_s=region_s)
+    return simulate(earliest(late(problem, holds_inputs=True)), alone, spans=False).step_s
+
+
+def overlapped(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
+    """``problem`` that hides its collectives, where no more than ``limit_bytes`` are alive.
+
+    Or no more than before. It waits later where that holds an input (``held``), gathers earlier
+    (``ahead``), and recomputes before waits (``filled``), each where the step takes less time.
+
+    Raises:
+        InputError: a region has no seconds.
+    """
+    if not has_collectives(problem):
+        return problem
+    for better in (held, ahead, filled):
+        problem = better(problem, costs, limit_bytes=limit_bytes)
+    return problem
+
+
+def held(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
+    """``problem`` that waits later where ``late`` does not, since the input is held until then.
+
+    A wait moves behind calls until its collective has ended, as far as order allows and no more
+    than ``limit_bytes`` are alive. The program is as it was where the step takes no less time.
+
+    Raises:
+        InputError: a region has no seconds.
+    """
+    before = simulate(problem, costs, spans=False)
+    if before.exposed_comm_s <= 0:
+        return problem
+    better = replace(problem, calls=tuple(_Held(problem, costs, limit_bytes).run()))
+    is_faster = simulate(better, costs, spans=False).step_s < before.step_s
+    most = max(limit_bytes, peak_live_bytes(problem))
+    return better if is_faster and peak_live_bytes(better) <= most else problem
 
 
 class _Late:
@@ -97,11 +140,11 @@ class _Late:
                 half = call.phase, call.member
             if call.kind is CallKind.COMM_WAIT:
                 self.pending.append(call)
-                yield from self._made([call] if self._must_stay(call, at) else [])
+                yield from self._made([call] if self._must_stay(call, at) else self._released(at))
                 continue
             yield from self._made([wait for wait in self.pending if self._needs(call, wait)])
             yield call
-            yield from self._made([wait for wait in self.pending if self._is_released(wait, at)])
+            yield from self._made(self._released(at))
         yield from self._made(self.pending)
 
     def _made(self, waits: Sequence[StepCall]) -> list[StepCall]:
@@ -121,9 +164,13 @@ class _Late:
         """True where to wait later would hold the input for longer."""
         return not self._is_kept(wait) and self.last_read.get(self._held(wait), -1) < at
 
-    def _is_released(self, wait: StepCall, at: int) -> bool:
-        """True behind the last call that reads the input for itself."""
-        return not self._is_kept(wait) and self.last_read.get(self._held(wait), -1) <= at
+    def _released(self, at: int) -> list[StepCall]:
+        """The waits to be made behind call ``at``: nobody reads their inputs for himself now."""
+        return [
+            wait
+            for wait in self.pending
+            if not self._is_kept(wait) and self.last_read.get(self._held(wait), -1) <= at
+        ]
 
     def _is_kept(self, wait: StepCall) -> bool:
         """True where to wait later costs no memory, or memory does not count."""
@@ -144,6 +191,44 @@ class _Late:
         }
         changes = {self.roots.get(value, value) for value in writes}
         return held in changes or (held in self.given and held in touched)
+
+
+class _Held(_Late):
+    """Waits of which each stands as late as it gains time, and as far as there is room."""
+
+    def __init__(self, problem: Problem, costs: StepCosts, limit_bytes: int) -> None:
+        super().__init__(problem, holds_inputs=True)
+        self.costs = costs
+        self.now, self.lane = 0.0, CopyLane()
+        self.end_s: dict[str, float] = {}
+        """Collective -> when it has ended."""
+        alive = most_per_call(problem) + step_constant_bytes(problem)
+        self.room = max(limit_bytes, int(alive.max())) - alive
+        """Per call the bytes that are free."""
+        self.sizes = value_sizes(problem)
+
+    def run(self) -> Iterator[StepCall]:
+        for call in super().run():
+            if call.kind is CallKind.ISSUE:
+                seconds = self.costs.comm_s(call.region, comm_bytes(self.problem, call))
+                self.end_s[call.name] = self.lane.copy(self.now, seconds)[1]
+            elif call.kind is CallKind.COMM_WAIT:
+                self.now = max(self.now, self.end_s.get(call.waits_for or "", 0.0))
+            elif call.kind in _IN_HALF:
+                self.now += self.costs.call_s(call)
+            yield call
+
+    def _released(self, at: int) -> list[StepCall]:
+        """Those whose collectives have ended, and the first ones where bytes are short."""
+        left = [wait for wait in self.pending if self.end_s[wait.waits_for or ""] > self.now]
+        room = self.room[at + 1] if at + 1 < len(self.room) else 0
+        while left and sum(map(self._more_bytes, left)) > room:
+            del left[0]
+        return [wait for wait in self.pending if wait not in left]
+
+    def _more_bytes(self, wait: StepCall) -> int:
+        """What is held until a wait, for nobody else."""
+        return 0 if wait.waits_for in self.in_place else self.sizes.get(self._held(wait), 0)
 
 
 def filled(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from memo_runtime.leases import leases
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 import memo_compile
 from memo_compile.reporting import state
@@ -111,10 +112,29 @@ def parallelize(model: Llama, mesh: DeviceMesh, *, sequence: bool) -> None:
         parallelize_module(model, mesh, outer)
 
 
+class Whole(nn.Module):
+    """A sharded parameter where it is used: converted, gathered, its gradient summed."""
+
+    def forward(self, shard: torch.Tensor) -> torch.Tensor:
+        whole = shard.to(torch.float64).redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()])
+
+
+def shard(model: Llama, mesh: DeviceMesh) -> None:
+    """Every rank has rows of each parameter, in float32; the model itself gathers them."""
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            rows = distribute_tensor(parameter.detach().float(), mesh, [Shard(0)])
+            module.register_parameter(name, nn.Parameter(rows))
+            parametrize.register_parametrization(module, name, Whole(), unsafe=True)
+
+
 def gradient_errors(ours: nn.Module, eager: nn.Module) -> dict[str, float]:
     """Each parameter's largest error, relative to the largest of its own gradient."""
     errors = {}
-    for (name, mine), theirs in zip(ours.named_parameters(), eager.parameters(), strict=True):
+    of_eager = dict(eager.named_parameters())
+    for name, mine in ours.named_parameters():
+        theirs = of_eager[name.replace("parametrizations.", "").replace(".original", "")]
         found = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
         errors[name] = float((found - theirs.grad).abs().max() / theirs.grad.abs().max())
     return errors
@@ -125,7 +145,9 @@ def main(*, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [trained(**setting) for setting in settings]
 
 
-def trained(*, sequence: bool, fails: bool = False, **options: Any) -> dict[str, Any]:
+def trained(
+    *, sequence: bool = False, shards: bool = False, fails: bool = False, **options: Any
+) -> dict[str, Any]:
     """Two fresh steps and one accumulated, with memo's ``options``; the errors after each.
 
     Where it ``fails``, steps that raise at each of their calls come before the last one. In
@@ -137,7 +159,12 @@ def trained(*, sequence: bool, fails: bool = False, **options: Any) -> dict[str,
     torch.manual_seed(0)
     ours = Llama().double()
     eager = copy.deepcopy(ours)
-    parallelize(ours, mesh, sequence=sequence)
+    if shards:  # every rank has all rows of the batch: its loss counts as often as there are ranks
+        eager.load_state_dict({name: own.float() for name, own in ours.state_dict().items()})
+        shard(ours, mesh)
+    else:
+        parallelize(ours, mesh, sequence=sequence)
+    scale = 1 / dist.get_world_size() if shards else 1.0
     given = {"strict": True, **options}
     compiled = torch.compile(ours, backend="memo", fullgraph=True, options=given)
     ids = torch.randint(VOCABULARY, (3, 2, 16), generator=torch.Generator().manual_seed(3))
@@ -151,7 +178,7 @@ def trained(*, sequence: bool, fails: bool = False, **options: Any) -> dict[str,
         if step < 2:
             ours.zero_grad()
             eager.zero_grad()
-        compiled(batch).backward()
+        compiled(batch).mul(scale).backward()
         eager(batch).backward()
         errors.append(gradient_errors(ours, eager))
     report = memo_compile.report()

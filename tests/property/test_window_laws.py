@@ -4,9 +4,14 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from memo_compile.check.check_moves import check_moves, recomputations_of
-from memo_compile.planners.comm_windows import filled, late
+from memo_compile.planners.begin_order import in_begin_order
+from memo_compile.planners.comm_windows import filled, late, overlapped
+from memo_compile.planners.gather_again import gathered_again
+from memo_compile.planners.place_step import place_step
 from memo_compile.step.problem import CallKind
 from memo_compile.step.simulate import peak_live_bytes, simulate
+from tests.steps.among_ranks import sharded, sharded_costs
+from tests.steps.byte_machine import is_right
 from tests.steps.drawn_moves import regions_of, talking_steps
 from tests.steps.movable import costs_of
 
@@ -30,3 +35,33 @@ def test_filled_windows_cost_neither_time_nor_more_bytes(drawn, times):
         assert sorted(names[0]) == sorted(names[1])
         if kinds != (CallKind.RECOMPUTE,):
             assert names[0] == names[1]
+
+
+SECONDS = st.sampled_from([0.0, 0.5, 1.0, 3.0])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.sampled_from([1024, 4096]),
+    st.sampled_from(["kept", "again in the graph", "again"]),
+    st.booleans(),
+    st.tuples(SECONDS, SECONDS),
+    st.sampled_from([0.9, 1.0, 1.1, 2.0]),
+)
+def test_gathers_cost_neither_time_nor_more_bytes(layers, size, how, converts, seconds, times):
+    problem = sharded(layers, size, converts=converts, again=how == "again in the graph")
+    problem, costs = gathered_again(problem) if how == "again" else problem, sharded_costs(*seconds)
+    moved = late(problem)
+    before, peak = simulate(moved, costs), peak_live_bytes(moved)
+    better = overlapped(moved, costs, limit_bytes=int(times * peak))
+    assert simulate(better, costs).step_s <= before.step_s
+    assert peak_live_bytes(better) <= max(peak, int(times * peak))
+    assert check_moves(problem, better).ok
+    assert in_begin_order(moved) == moved
+    begun = [
+        [call.name for call in some.calls if call.kind is CallKind.ISSUE]
+        for some in (moved, better, in_begin_order(better))
+    ]
+    assert begun[0] == begun[1] == begun[2]
+    assert is_right(moved, better, place_step(better, solver="greedy"), num_random=1)

@@ -7,11 +7,15 @@ import pytest
 from memo_compile.check.check_moves import check_moves
 from memo_compile.check.check_plan import check
 from memo_compile.check.check_program import foreign_calls
-from memo_compile.planners.comm_windows import late
+from memo_compile.check.without_again import without_again
+from memo_compile.planners.begin_order import in_begin_order
+from memo_compile.planners.comm_windows import late, overlapped
+from memo_compile.planners.gather_again import gathered_again
 from memo_compile.planners.place_step import place_step
 from memo_compile.step.problem import CallKind, Into
+from memo_compile.step.simulate import peak_live_bytes
 from memo_compile.step.tilings import WholeStep
-from tests.steps.among_ranks import BACKWARD, FORWARD, among_ranks
+from tests.steps.among_ranks import BACKWARD, FORWARD, among_ranks, sharded, sharded_costs
 from tests.steps.bugs import dropped, expect, named, replaced, with_calls
 from tests.steps.byte_machine import is_right, roomy
 from tests.steps.parts import call
@@ -175,3 +179,76 @@ def test_a_wait_is_not_that_of_the_graphs():
     whole = WholeStep(calls=problem.calls, halves=problem.halves, tilings={})
     moved = replaced(problem, named(problem, "wait.gather@5"), waits_for="reduce@1")
     expect(foreign_calls(whole, moved), "waits for reduce@1, expected gather@5")
+
+
+def placed_before(problem, name, other):
+    calls = list(problem.calls)
+    moving = calls.pop(named(problem, name))
+    calls.insert([call.name for call in calls].index(other), moving)
+    return with_calls(problem, tuple(calls))
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "words"),
+    [
+        ("gather.u1", "to.u1", "gather.u1 reads u1.s before it is made"),
+        ("gather.u2", "L", "L of the forward comes after the backward has begun"),
+        ("F2", "wait.gather.v2", "F2 reads v2 before it is made"),
+        ("gather.u1", "wait.gather.u1", "gather.u1 begins behind scatter.2, on other ranks"),
+        ("gather.u0", "gather.u1", "gather.u0 begins behind gather.u2, on other ranks"),
+        ("to.v1", "to.v0", ""),
+    ],
+)
+def test_a_gather_elsewhere(name, before, words):
+    """It may begin wherever what it reads is there and all ranks keep their order."""
+    problem = sharded(converts=True)
+    ordered = overlapped(late(problem), sharded_costs(), limit_bytes=1 << 30)
+    moved = placed_before(ordered, name, before)
+    found = [*check_moves(problem, moved).problems, *check(moved, roomy(moved)).problems]
+    if not words:
+        assert not found
+        assert is_right(in_begin_order(problem), moved, roomy(moved))
+    elif "ranks" in words:
+        assert any("on other ranks before it" in own for own in found), found
+        assert not is_right(in_begin_order(problem), moved, roomy(moved))
+    else:
+        expect(found, words)
+
+
+def test_a_gathered_weight_is_overwritten_before_its_last_reader():
+    problem = sharded()
+    moved = overlapped(late(problem), sharded_costs(), limit_bytes=1 << 30)
+    plan = roomy(moved)
+    plan = dataclasses.replace(
+        plan, offsets={**plan.offsets, "gather.u0/v": plan.offsets["gather.u1/v"]}
+    )
+    expect(check(moved, plan).problems, "share bytes while both are alive")
+    assert not is_right(in_begin_order(problem), moved, plan)
+
+
+def test_what_is_gathered_again_is_the_same():
+    """Of all layers but the last, whose weight the backward reads first."""
+    kept = sharded(converts=True, again=False)
+    problem = gathered_again(kept)
+    assert [own.name for own in problem.calls if own.name.startswith("again.gather")] == [
+        "again.gather.v1",
+        "again.gather.v0",
+    ]
+    whole = WholeStep(calls=kept.calls, halves=kept.halves, tilings={})
+    assert graph_faults(whole, problem) == []
+    moved = overlapped(late(problem), sharded_costs(), limit_bytes=1 << 30)
+    assert check_moves(problem, moved).ok
+    assert is_right(in_begin_order(problem), moved, roomy(moved))
+    assert peak_live_bytes(late(problem)) < peak_live_bytes(late(kept))
+    for name, changes, words in (
+        ("again.to.v0", {"inputs": ("s1",)}, "B0 reads ('g1', 'x0', 'v1'), expected ('g1'"),
+        ("again.to.v0", {"region": "F"}, "again.to.v0 is no call of the step's graphs, nor one"),
+        ("B1", {"inputs": ("g2", "s0", "again.v1")}, "B1 computes with {'s0'}, which is gathered"),
+        ("B1", {"inputs": ("g2", "x1", "again.v0")}, "B1 reads ('g2', 'x1', 'again.v0'), expected"),
+    ):
+        expect(graph_faults(whole, replaced(problem, named(problem, name), **changes)), words)
+
+
+def graph_faults(whole, problem):
+    kept, faults = without_again(whole, problem)
+    return [*faults, *foreign_calls(whole, kept)]

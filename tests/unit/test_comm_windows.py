@@ -6,13 +6,16 @@ import pytest
 
 from memo_compile.check.check_moves import check_moves
 from memo_compile.check.check_plan import check
+from memo_compile.planners.begin_order import ahead, gathered_bytes, in_begin_order
 from memo_compile.planners.comm_windows import (
     at_once,
     filled,
+    held,
     late,
     least_s,
     measured_collectives,
     num_collectives,
+    overlapped,
     window_recompute_s,
 )
 from memo_compile.planners.place_step import place_step
@@ -22,7 +25,16 @@ from memo_compile.step.problem import CallKind, Phase, Problem
 from memo_compile.step.program_text import program_text
 from memo_compile.step.serialise import from_json, to_json
 from memo_compile.step.simulate import peak_live_bytes, simulate
-from tests.steps.among_ranks import GATHER, REDUCE, among_ranks, costs, issue, wait
+from tests.steps.among_ranks import (
+    GATHER,
+    REDUCE,
+    among_ranks,
+    costs,
+    issue,
+    sharded,
+    sharded_costs,
+    wait,
+)
 from tests.steps.parts import KIB, call
 from tests.steps.small import two_layers
 
@@ -240,3 +252,60 @@ def test_a_file_holds_it_all():
 def test_a_file_of_one_device_says_nothing_of_ranks():
     assert "comm" not in to_json(replace(costs(), comm_bytes_per_s=None))
     assert "comm" not in to_json(place_step(two_layers(), solver="greedy"))
+
+
+def begun(problem):
+    return [call.name for call in problem.calls if call.kind is CallKind.ISSUE]
+
+
+@pytest.mark.parametrize("converts", [False, True])
+def test_gathers_begin_in_one_order(converts):
+    """Before the scatter of the layer before, whatever bytes and seconds there are."""
+    problem = sharded(converts=converts)
+    order = ["gather.v0", "gather.v1", "gather.v2", "gather.u2", "gather.u1", "scatter.2"]
+    order += ["gather.u0", "scatter.1", "scatter.0"]
+    some = [in_begin_order, late, at_once, lambda own: in_begin_order(late(own))]
+    some += [
+        lambda own, limit=limit: overlapped(late(own), sharded_costs(), limit_bytes=limit)
+        for limit in (0, ROOMY)
+    ]
+    for ordered in some:
+        moved = ordered(problem)
+        assert begun(moved) == order
+        assert check_moves(problem, moved).ok, check_moves(problem, moved)
+        assert check(moved, place_step(moved, solver="greedy")).ok
+    names_of = names(late(problem))
+    assert names_of.index("F0") < names_of.index("gather.v1") < names_of.index("F1")
+
+
+def test_what_is_gathered_runs_ahead_of_its_layer():
+    """The first gather of each half is seen, and the last scatter: the rest is hidden."""
+    problem, known = late(sharded()), sharded_costs()
+    assert simulate(problem, known).exposed_comm_s == 9
+    better = overlapped(problem, known, limit_bytes=ROOMY)
+    assert simulate(better, known).exposed_comm_s == 3
+    assert least_s(problem, known) == simulate(better, known).step_s
+    assert peak_live_bytes(better) > peak_live_bytes(problem)
+
+
+def test_gathers_run_no_further_ahead_than_bytes_allow():
+    """Two layers' weights, though a third would hide more; and no more than there is room for."""
+    problem, known = late(sharded(6, again=False)), sharded_costs(3.0)
+    better = ahead(problem, known, limit_bytes=ROOMY)
+    places = names(better)
+    for at in range(2, 6):
+        assert places.index(f"gather.v{at}") > places.index(f"wait.gather.v{at - 2}")
+    assert gathered_bytes(problem) == 4 * KIB
+    peak = peak_live_bytes(problem)
+    small = overlapped(problem, known, limit_bytes=peak)
+    assert peak_live_bytes(small) == peak
+    assert simulate(small, known).step_s < simulate(problem, known).step_s
+
+
+def test_a_scattered_gradient_is_held_where_there_is_room():
+    problem, known = late(sharded(again=False)), sharded_costs()
+    better = held(problem, known, limit_bytes=ROOMY)
+    assert simulate(better, known).step_s == simulate(problem, known).step_s - 2
+    assert names(better).index("wait.scatter.2") == names(better).index("B1") + 1
+    small = held(problem, known, limit_bytes=0)
+    assert peak_live_bytes(small) == peak_live_bytes(problem)

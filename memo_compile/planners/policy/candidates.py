@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memo_compile.errors import InvalidPlan
-from memo_compile.planners.comm_windows import filled
+from memo_compile.planners.comm_windows import overlapped
 from memo_compile.planners.copy_windows import Widened, widened
 from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_keys
 from memo_compile.planners.moves import apply_moves
@@ -165,7 +165,7 @@ class Program:
         if self.has_windows:
             peak_bytes = int(self.alive.max()) + step_constant_bytes(self.problem)
             limit_bytes = int(times * peak_bytes)
-            wide.problem = filled(wide.problem, self.costs, limit_bytes=limit_bytes)
+            wide.problem = overlapped(wide.problem, self.costs, limit_bytes=limit_bytes)
         return wide
 
 

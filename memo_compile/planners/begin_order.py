@@ -1,0 +1,321 @@
+"""When the collectives of a step begin: one whose input the step is given may run ahead.
+
+Rewrite, where ``w1`` is another layer's shard, which the step is given, and ``g`` a gradient:
+
+    B0(y) -> g; issue g; ...; issue w1; wait w1 -> v; B1(v)
+      ->    B0(y) -> g; issue w1; issue g; ...; wait w1 -> v; B1(v)
+
+What gathers sharded parameters (FSDP) needs nothing that the step computes. ``in_begin_order`` lets
+it begin before all other collectives of the unit before the one that reads it, and otherwise as
+late as that allows. This order goes by the graph alone, so that it is the same on all ranks, and
+no plan changes it. ``ahead`` then begins each as early as hides it, between the collectives before
+and behind it.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from memo_compile.step.communication import comm_bytes, value_sizes
+from memo_compile.step.copy_times import CopyBack, issues_of
+from memo_compile.step.movable import StepCosts
+from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
+from memo_compile.step.residency import step_constant_bytes
+from memo_compile.step.simulate import most_per_call, peak_live_bytes, simulate
+
+AHEAD_UNITS = 2
+"""So many times the most that one unit gathers may be gathered and not yet waited for."""
+
+_ORDERED = (CallKind.RUN, CallKind.ISSUE)
+
+_Unit = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gather:
+    """A collective that needs nothing of the step but what it is given."""
+
+    calls: tuple[StepCall, ...]
+    """What converts its input, if anything does, and its beginning."""
+    wait: StepCall
+    half: _Unit
+    unit: _Unit
+    """Where it is first read."""
+
+    @property
+    def issue(self) -> StepCall:
+        """Its beginning."""
+        return self.calls[-1]
+
+
+def gathers_of(problem: Problem) -> dict[str, Gather]:
+    """The collectives of ``problem`` that may run ahead, by the names of their beginnings.
+
+    Nothing in the same half that comes before may write what one reads.
+    """
+    given = frozenset(problem.inputs)
+    makers = {value: call for call in problem.calls for value in call.outputs}
+    readers: dict[str, list[StepCall]] = {}
+    for call in problem.calls:
+        for value in (*call.inputs, *(into.value for into in call.into)):
+            readers.setdefault(value, []).append(call)
+    waits = {call.waits_for: call for call in problem.calls if call.kind is CallKind.COMM_WAIT}
+    found: dict[str, Gather] = {}
+    for call in problem.calls:
+        if call.kind is not CallKind.ISSUE or call.name not in waits:
+            continue
+        (source,) = call.inputs
+        calls: tuple[StepCall, ...] = (call,)
+        maker = makers.get(source)
+        if source not in given and maker is not None and _converts(problem, maker, readers):
+            calls = (maker, call)
+        wait = waits[call.name]
+        values = frozenset(calls[0].inputs)
+        if not values <= given or _is_touched(readers, values, calls):
+            continue
+        (shown,) = wait.outputs
+        reader = next((own for own in readers.get(shown, ()) if own.kind in _ORDERED), call)
+        found[call.name] = Gather(calls=calls, wait=wait, half=_half(call), unit=unit_of(reader))
+    return found
+
+
+def _converts(problem: Problem, maker: StepCall, readers: dict[str, list[StepCall]]) -> bool:
+    """True for a call that makes nothing but one collective's input, in memory of its own."""
+    outputs = problem.regions[maker.region].outputs
+    talking = (CallKind.ISSUE, CallKind.COMM_WAIT)
+    return (
+        maker.kind is CallKind.RUN
+        and len(outputs) == 1
+        and outputs[0].storage is Storage.ARENA
+        and not maker.into
+        and all(reader.kind in talking for reader in readers[maker.outputs[0]])
+    )
+
+
+def _is_touched(
+    readers: dict[str, list[StepCall]], values: Collection[str], calls: Sequence[StepCall]
+) -> bool:
+    """True where a call of the same half computes with one of ``values``, and might write it."""
+    computing = (CallKind.RUN, CallKind.RECOMPUTE)
+    return any(
+        reader.kind in computing and reader not in calls and _half(reader) == _half(calls[-1])
+        for value in values
+        for reader in readers[value]
+    )
+
+
+def _half(call: StepCall) -> _Unit:
+    return call.phase, call.member
+
+
+def unit_of(call: StepCall) -> _Unit:
+    """The half and the layer that ``call`` is of."""
+    return *_half(call), call.layer_class, call.instance
+
+
+def in_begin_order(problem: Problem) -> Problem:
+    """``problem`` whose gathers begin in the order that all ranks keep, as late as it allows.
+
+    What is ordered so before stays as it is. Cost: linear, and the sorting of collectives.
+    """
+    gathers = gathers_of(problem)
+    if not gathers:
+        return problem
+    return replace(problem, calls=tuple(_in_order(problem, gathers)))
+
+
+def _begin_order(problem: Problem, gathers: dict[str, Gather]) -> list[str]:
+    """The names of all beginnings, half by half: a unit's gathers before the others of the last."""
+    own = {call.name for gather in gathers.values() for call in gather.calls}
+    units: dict[_Unit, int] = {}
+    for call in problem.calls:
+        if call.kind in _ORDERED and call.name not in own:
+            units.setdefault(unit_of(call), len(units))
+    halves: dict[_Unit, int] = {}
+    keys: dict[str, tuple[int, int, bool]] = {}
+    for call in problem.calls:
+        if call.kind is CallKind.ISSUE:
+            half = halves.setdefault(_half(call), len(halves))
+            gather = gathers.get(call.name)
+            unit = (
+                units[unit_of(call)] if gather is None else units.get(gather.unit, len(units)) - 1
+            )
+            keys[call.name] = half, unit, gather is None
+    return sorted(keys, key=keys.__getitem__)
+
+
+def _in_order(problem: Problem, gathers: dict[str, Gather]) -> Iterator[StepCall]:
+    order = _begin_order(problem, gathers)
+    rank = {name: at for at, name in enumerate(order)}
+    own = {call.name for gather in gathers.values() for call in gather.calls}
+    by_wait = {gather.wait.name: gather for gather in gathers.values()}
+    shown = {gather.wait.outputs[0]: gather for gather in gathers.values()}
+    last_of = {gathers[name].unit: name for name in order if name in gathers}
+    begun, waited = 0, set[str]()
+
+    def up_to(name: str) -> Iterator[StepCall]:
+        nonlocal begun
+        while begun <= rank[name]:
+            gather = gathers.get(order[begun])
+            begun += 1
+            yield from () if gather is None else gather.calls
+
+    def arrived(gather: Gather) -> Iterator[StepCall]:
+        if gather.wait.name not in waited:
+            waited.add(gather.wait.name)
+            yield from up_to(last_of[gather.unit])
+            yield gather.wait
+
+    for call in problem.calls:
+        if call.name in own:
+            continue
+        for value in call.inputs:
+            if value in shown and call.name not in by_wait:
+                yield from arrived(shown[value])
+        if call.name in by_wait:
+            yield from arrived(by_wait[call.name])
+            continue
+        if call.kind is CallKind.ISSUE:
+            yield from up_to(call.name)
+        yield call
+
+
+def gathered_bytes(problem: Problem) -> int:
+    """The most bytes that may be gathered and not waited for: those of ``AHEAD_UNITS`` units."""
+    sizes, units = value_sizes(problem), dict[_Unit, int]()
+    for gather in gathers_of(problem).values():
+        size_bytes = sizes.get(gather.issue.outputs[0], 0)
+        units[gather.unit] = units.get(gather.unit, 0) + size_bytes
+    return AHEAD_UNITS * max(units.values(), default=0)
+
+
+def ahead(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
+    """``problem`` that gathers as early as it takes, and no earlier.
+
+    No more than ``limit_bytes`` are alive at one time then, or as many as before, and no more than
+    ``gathered_bytes`` are gathered and not waited for. The order of collectives stays. The program
+    is as it was where the step takes no less time.
+
+    Raises:
+        InputError: a region has no seconds.
+    """
+    gathers = gathers_of(problem)
+    before = simulate(problem, costs, spans=False)
+    if not gathers or before.exposed_comm_s <= 0:
+        return problem
+    better = _Ahead(problem, costs, gathers, limit_bytes).run()
+    is_faster = simulate(better, costs, spans=False).step_s < before.step_s
+    most = max(limit_bytes, peak_live_bytes(problem))
+    return better if is_faster and peak_live_bytes(better) <= most else problem
+
+
+def earliest(problem: Problem) -> Problem:
+    """``problem`` that gathers as early as the order of collectives allows."""
+    gathers = gathers_of(problem)
+    if not gathers:
+        return problem
+    own = {call.name for gather in gathers.values() for call in gather.calls}
+    calls: list[StepCall] = []
+    last: dict[_Unit, int] = {}
+    """Half -> behind which place the next gather of it can begin."""
+    for call in problem.calls:
+        last.setdefault(_half(call), len(calls))
+        if call.name in gathers:
+            at = last[_half(call)]
+            calls[at:at] = gathers[call.name].calls
+            last[_half(call)] = at + len(gathers[call.name].calls)
+        elif call.name not in own:
+            calls.append(call)
+            if call.kind is CallKind.ISSUE:
+                last[_half(call)] = len(calls)
+    return replace(problem, calls=tuple(calls))
+
+
+class _Ahead:
+    """Places between the calls of a step, its gathers taken out, at which these begin."""
+
+    def __init__(
+        self, problem: Problem, costs: StepCosts, gathers: dict[str, Gather], limit_bytes: int
+    ) -> None:
+        self.problem = problem
+        self.costs = costs
+        self.gathers = gathers
+        own = {call.name for gather in gathers.values() for call in gather.calls}
+        self.rest = [call for call in problem.calls if call.name not in own]
+        alive = most_per_call(problem) + step_constant_bytes(problem)
+        self.room = max(limit_bytes, int(alive.max())) - alive
+        """Per call of the rest the bytes that are free."""
+        self.room = self.room[[call.name not in own for call in problem.calls]]
+        sizes = value_sizes(problem)
+        self.sizes = {
+            name: sum(sizes.get(call.outputs[0], 0) for call in gather.calls)
+            for name, gather in gathers.items()
+        }
+        self.order: list[str] = []
+        """All beginnings."""
+        self.latest: dict[str, int] = {}
+        """Where each stands now, by place in the rest."""
+        num_rest = 0
+        for call in problem.calls:
+            if call.kind is CallKind.ISSUE:
+                self.order.append(call.name)
+                self.latest[call.name] = num_rest
+            num_rest += call.name not in own
+        self.index = {call.name: at for at, call in enumerate(self.rest)}
+        self.waited = {
+            call.waits_for: at
+            for at, call in enumerate(self.rest)
+            if call.kind is CallKind.COMM_WAIT
+        }
+
+    def run(self) -> Problem:
+        regions = {call.name: call for call in self.problem.calls if call.name in self.latest}
+        computes = (CallKind.RUN, CallKind.RECOMPUTE)
+        call_s = [self.costs.call_s(c) if c.kind in computes else 0.0 for c in self.rest]
+        earliest = self._earliest()
+        copies = [
+            CopyBack(
+                earliest[name],
+                self.latest[name],
+                self.waited[name],
+                self.costs.comm_s(regions[name].region, comm_bytes(self.problem, regions[name])),
+            )
+            for name in self.order
+        ]
+        wanted = dict(zip(self.order, issues_of(call_s, copies), strict=True))
+        return replace(self.problem, calls=tuple(self._placed(wanted)))
+
+    def _earliest(self) -> dict[str, int]:
+        """Per beginning the first place that order and the bound on what is gathered allow."""
+        bound, found = gathered_bytes(self.problem), dict[str, int]()
+        first: dict[_Unit, int] = {}
+        for at, call in enumerate(self.rest):
+            first.setdefault(_half(call), at)
+        least, unread = 0, list[str]()
+        for name in self.order:
+            if name in self.gathers:
+                unread.append(name)
+                least = max(least, first[self.gathers[name].half])
+                while sum(self.sizes[own] for own in unread) > bound and len(unread) > 1:
+                    least = max(least, self.waited[unread.pop(0)] + 1)
+            found[name] = least = min(least, self.latest[name])
+            if name not in self.gathers:
+                found[name], least = self.latest[name], self.latest[name] + 1
+        return found
+
+    def _placed(self, wanted: dict[str, int]) -> Iterator[StepCall]:
+        """The program; a gather begins where it is wanted, or later where bytes are short."""
+        at_place: dict[int, list[StepCall]] = {}
+        least = 0
+        for name in self.order:
+            if name not in self.gathers:
+                least = self.latest[name] + 1
+                continue
+            place, size_bytes = self.latest[name], self.sizes[name]
+            while place > max(least, wanted[name]) and self.room[place - 1] >= size_bytes:
+                place -= 1
+            self.room[place : self.latest[name]] -= size_bytes
+            at_place.setdefault(place, []).extend(self.gathers[name].calls)
+            least = place
+        for at, call in enumerate(self.rest):
+            yield from at_place.get(at, ())
+            yield call

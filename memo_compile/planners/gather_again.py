@@ -1,0 +1,108 @@
+"""A step that gathers its weights again for the backward, instead of keeping them.
+
+Rewrite, where ``w`` is a shard that the step is given and ``v`` the whole weight:
+
+    issue w; wait -> v; F(x, v); ...; B(g, v)
+      ->    issue w; wait -> v; F(x, v); ...; issue w; wait -> again.v; B(g, again.v)
+
+What is gathered for the first unit of the backward stays: it would be gathered at once again. All
+ranks must do the same, so this goes by the graph and by the budget alone (``over_budget``), and no
+plan changes it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from memo_compile.planners.begin_order import Gather, gathers_of, in_begin_order, unit_of
+from memo_compile.step.hand_over import storage_roots
+from memo_compile.step.problem import CallKind, Phase, Problem, StepCall
+from memo_compile.step.simulate import peak_live_bytes
+
+AGAIN = "again."
+"""Prefix to the names of what is gathered again, and of the calls that do it."""
+
+
+def gathered_again(problem: Problem) -> Problem:
+    """``problem``, which keeps everything, with every gathered weight gathered again where it can.
+
+    Cost: linear.
+    """
+    first = _first_reads(problem)
+    found = [own for own in gathers_of(problem).values() if own.wait.outputs[0] in first]
+    if not found:
+        return problem
+    before: dict[int, list[Gather]] = {}
+    for gather in found:
+        before.setdefault(first[gather.wait.outputs[0]], []).append(gather)
+    shown = {gather.wait.outputs[0]: AGAIN + gather.wait.outputs[0] for gather in found}
+    calls: list[StepCall] = []
+    for at, call in enumerate(problem.calls):
+        for gather in before.get(at, ()):
+            calls += _again(gather, call)
+        is_read = call.phase is Phase.BACKWARD and not shown.keys().isdisjoint(call.inputs)
+        inputs = tuple(shown.get(value, value) for value in call.inputs)
+        calls.append(replace(call, inputs=inputs) if is_read else call)
+    tensors = {shown[name]: info for name, info in problem.tensors.items() if name in shown}
+    return replace(problem, calls=tuple(calls), tensors={**problem.tensors, **tensors})
+
+
+def over_budget(problem: Problem, budget_bytes: int | None) -> Problem:
+    """``problem``, with its weights gathered again where it is over ``budget_bytes`` as it is."""
+    if budget_bytes is None or not gathers_of(problem):
+        return problem
+    fits = peak_live_bytes(in_begin_order(problem)) <= budget_bytes
+    return problem if fits else gathered_again(problem)
+
+
+def values_again(problem: Problem) -> Mapping[str, str]:
+    """What the forward gathers -> what is gathered again in its place."""
+    return {
+        value.removeprefix(AGAIN): value
+        for call in problem.calls
+        if call.kind is CallKind.COMM_WAIT
+        for value in call.outputs
+        if value.startswith(AGAIN)
+    }
+
+
+def _first_reads(problem: Problem) -> dict[str, int]:
+    """What the forward gathers and need not keep -> the first call of the backward that reads it.
+
+    It is read under its own name, and not by the user.
+    """
+    results = {value for half in problem.halves for value in half.results}
+    roots = storage_roots(problem)
+    passed_on = {root for value, root in roots.items() if value not in _waited(problem)}
+    first_unit: object = None
+    first: dict[str, int] = {}
+    for at, call in enumerate(problem.calls):
+        if call.phase is Phase.BACKWARD:
+            first_unit = first_unit or unit_of(call)
+            for value in call.inputs:
+                is_own = roots.get(value, value) not in passed_on and value not in results
+                if call.kind is CallKind.RUN and is_own and unit_of(call) != first_unit:
+                    first.setdefault(value, at)
+                elif call.kind is CallKind.RUN:
+                    first[value] = -1
+    return {value: at for value, at in first.items() if at >= 0}
+
+
+def _waited(problem: Problem) -> set[str]:
+    waits = (call for call in problem.calls if call.kind is CallKind.COMM_WAIT)
+    return {value for call in waits for value in call.outputs}
+
+
+def _again(gather: Gather, reader: StepCall) -> Iterator[StepCall]:
+    """The calls that gather, in the unit of ``reader``."""
+    made = {value for call in (*gather.calls, gather.wait) for value in call.outputs}
+    for call in (*gather.calls, gather.wait):
+        yield replace(
+            call,
+            name=AGAIN + call.name,
+            phase=Phase.BACKWARD,
+            inputs=tuple(AGAIN + value if value in made else value for value in call.inputs),
+            outputs=tuple(AGAIN + value for value in call.outputs),
+            layer_class=reader.layer_class,
+            instance=reader.instance,
+            waits_for=None if call.waits_for is None else AGAIN + call.waits_for,
+        )
