@@ -5,6 +5,7 @@ too early or to the wrong place changes a gradient.
 """
 
 import copy
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,6 +73,17 @@ class Computing:
     def assert_step(self, seed: int) -> None:
         self.step(seed)
         assert_close(self.gradients(), self.wanted(seed))
+
+
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """In the block Python's collector looks only at what is made there."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def assert_close(ours: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:

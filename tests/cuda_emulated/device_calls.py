@@ -155,8 +155,13 @@ def _run(number: int) -> None:
 
 
 def launch(run: Callable[[], None]) -> None:
-    """``run`` as a kernel of the current stream."""
+    """``run`` as a kernel of the current stream.
+
+    Raises RuntimeError: an earlier call of this thread failed, as behind torch's own launches.
+    """
     number = next(_numbers)
     _waiting[number] = run
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     _device.memo_device_call(stream, _run, ctypes.c_long(number))
+    if error := _device.cudaGetLastError():
+        raise RuntimeError(f"CUDA error {error}")

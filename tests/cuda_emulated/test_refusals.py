@@ -1,15 +1,20 @@
-"""Memory that the device refuses: for the arena, and at any allocation of a step."""
+"""Memory that the device refuses: for the arena, and at every allocation of a step."""
 
 import gc
+import itertools
+import re
 
 import pytest
 import torch
+from memo_runtime.arena import ArenaError
+from memo_runtime.host_store import HostStoreError
 from memo_runtime.run_step import StepPlan
 
 import memo_compile
 from memo_compile.driver.facts import GraphFacts
 from tests import models
-from tests.cuda_emulated.device_calls import counts, limit_device
+from tests.cuda_emulated.computing import CUDA, Computing, leased, quick_collections, rows_of
+from tests.cuda_emulated.device_calls import counts, grant, limit_device, pinned_bytes, refuse
 from tests.cuda_emulated.test_memory import Training, workspaces
 
 __all__ = ["workspaces"]  # a fixture
@@ -94,3 +99,62 @@ def test_memory_that_runs_out_in_a_step_is_said_and_the_next_step_is_whole(polic
     assert refused > 0
     assert memo_compile.report().active
     assert memo_compile.report().unplanned_steps == 0
+
+
+@pytest.fixture
+def uncached():
+    """Each tensor's memory is asked of the device."""
+    torch.cuda.synchronize()
+    torch.cuda.memory.caching_allocator_enable(False)
+    with quick_collections():
+        yield
+    grant()
+    gc.collect()
+    torch.cuda.memory.caching_allocator_enable(True)
+
+
+def held_bytes(steps: Computing) -> tuple[int, int]:
+    """Of the device, and pinned, between two steps."""
+    steps.ours.zero_grad(set_to_none=True)
+    gc.collect()
+    return counts().used_bytes, pinned_bytes()
+
+
+def test_every_request_of_a_step_that_is_refused_is_raised_and_the_next_step_is_whole(uncached):
+    """Results, gradients, work space; and the frames of a forward beyond ``max_inflight``.
+
+    Every second time all later requests are refused too.
+    """
+    torch._dynamo.reset()
+    steps = Computing()
+    steps.begin()
+    x = rows_of(1).to(CUDA)
+
+    def two_forwards() -> None:
+        (steps.compiled(x) + steps.compiled(x)).backward()
+
+    two_forwards()
+    before, raised = held_bytes(steps), []
+    for first in itertools.count():
+        refuse(first, -1 if first % 2 else 1)
+        try:
+            two_forwards()
+        except (RuntimeError, MemoryError) as error:
+            assert grant() > first, error
+            raised.append(f"{type(error).__name__}: {error}")
+        else:
+            assert grant() <= first
+            break
+        assert held_bytes(steps) == before, raised[-1]
+        assert leased() == 0
+        unplanned = memo_compile.report().unplanned_steps
+        steps.assert_step(2 + first)
+        assert memo_compile.report().unplanned_steps == unplanned
+    own = (
+        rf"^{ArenaError.__name__}: .*Lower memory_budget",
+        rf"^{HostStoreError.__name__}: .*ulimit -l.*lower host_budget",
+        r"^[a-zA-Z]+Error: .*out of memory",
+    )
+    found = [next(at for at, text in enumerate(own) if re.search(text, one)) for one in raised]
+    assert found.count(0) == found.count(1) == 1
+    assert found.count(2) > 20

@@ -11,8 +11,15 @@ import pytest
 import torch
 
 import memo_compile
-from tests.cuda_emulated.computing import Computing, assert_close, copies_of, leased, ordered
-from tests.numerics.small import watched_calls
+from tests.cuda_emulated.computing import (
+    Computing,
+    assert_close,
+    copies_of,
+    leased,
+    ordered,
+    quick_collections,
+)
+from tests.numerics.small import Calls, watched_calls
 
 ERRORS = (ValueError, ValueError, KeyboardInterrupt, KeyboardInterrupt)
 CHANCES = (None, 0.0, 0.5)
@@ -32,6 +39,11 @@ def test_error_at_every_call(monkeypatch):
     calls = watched_calls(monkeypatch, behind=True)
     steps = Computing()
     steps.begin()
+    with quick_collections():
+        _break_everywhere(steps, calls)
+
+
+def _break_everywhere(steps: Computing, calls: Calls) -> None:
     calls.count = 0
     steps.step(1)
     num_places = calls.count
@@ -39,8 +51,8 @@ def test_error_at_every_call(monkeypatch):
     steps.ours.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     held, in_flight = torch.cuda.memory_allocated(), 0
-    kinds = zip(itertools.cycle(ERRORS), itertools.cycle(CHANCES))
-    for place, (error, chance) in zip(range(num_places), kinds):
+    kinds = zip(range(num_places), itertools.cycle(ERRORS), itertools.cycle(CHANCES))
+    for place, error, chance in kinds:
         calls.count, calls.fail_at, calls.error = 0, place, error
         with ordered(chance, place):
             with (

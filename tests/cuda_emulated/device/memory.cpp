@@ -117,6 +117,7 @@ void give_bytes(size_t size) {
 X cudaError_t cudaMalloc(void** made, size_t size) {
   std::lock_guard<std::mutex> hold(mutex);
   *made = nullptr;
+  if (!size) return cudaSuccess;
   size_t rounded = (size + GRANULE_BYTES - 1) / GRANULE_BYTES * GRANULE_BYTES;
   if (is_refused() || used + rounded + CONTEXT_BYTES > total_bytes())
     return fail(cudaErrorMemoryAllocation);

@@ -65,6 +65,10 @@ double pinned_bytes_per_s() {
   return speed_of_the_link;
 }
 
+// This thread runs a piece of work. Python's collector may free memory of the device in it, and
+// cudaFree must not wait for the work itself.
+static thread_local bool is_at_work = false;
+
 static Stream& at(void* stream) {
   bool is_default = stream == nullptr || stream == (void*)1 || stream == (void*)2;
   return is_default ? legacy : *(Stream*)stream;
@@ -96,7 +100,9 @@ static void run_first(Hold& hold, Stream& stream) {
     run_until(hold, *first.on, [&] { return first.waits->passed >= first.version; });
   if (first.run) {
     hold.unlock();
+    is_at_work = true;
     first.run();
+    is_at_work = false;
     hold.lock();
   }
   if (first.records && first.records->passed < first.version) first.records->passed = first.version;
@@ -168,6 +174,7 @@ void synchronize(void* stream) {
 void synchronize_all() {
   Hold hold(mutex);
   log_did(Did::SYNC_ALL, nullptr, nullptr, nullptr, 0);
+  if (is_at_work) return;
   double last = 0;
   for (size_t i = 0; i < streams.size(); i++) {
     run_all(hold, *streams[i]);
