@@ -50,6 +50,8 @@ NUM_PEAKS, NUM_PEAK_STEPS = 8, 3
 MAX_PEAK_OVER_BUDGET = 1.005
 COUNTER_LAG_BYTES = 2 * 128 * 2**10
 """The kernel's counter of resident memory lags by so much on two cores."""
+MAX_SHARE_GROWTH = 1e-3
+"""Of what is kept, for a longer sequence: sizes are rounded."""
 MAX_GRADIENT_ERROR = 1e-4
 """Against eager, of a parameter's own largest entry, in float32."""
 NUM_SETTLING = 3
@@ -405,7 +407,7 @@ def judge_budget(results: dict[str, dict[str, Any]], models: list[str]) -> list[
                     f"{model}, {length} tokens: gradients differ by {of['gradient_error']}"
                 )
         for shorter, longer in itertools.pairwise(sorted(lengths, key=int)):
-            if lengths[longer]["kept_share"] > lengths[shorter]["kept_share"] + 1e-9:
+            if lengths[longer]["kept_share"] > lengths[shorter]["kept_share"] + MAX_SHARE_GROWTH:
                 found.append(f"{model}: {longer} tokens keep a larger share than {shorter}")
     return found
 
