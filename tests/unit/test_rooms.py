@@ -74,7 +74,14 @@ def test_private_torch_is_imported_in_the_shims_only():
     }
     assert users == {
         f"memo_compile/{name}.py"
-        for name in ("shim", "shim_cache", "shim_gpu", "shim_partitioner", "shim_symbols")
+        for name in (
+            "shim",
+            "shim_cache",
+            "shim_donation",
+            "shim_gpu",
+            "shim_partitioner",
+            "shim_symbols",
+        )
     }
 
 
